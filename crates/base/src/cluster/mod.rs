@@ -1,0 +1,321 @@
+//! The cluster file, resolved: what `serve` and `simulate` build their cluster from.
+//!
+//! These are plain values with defaults. Reading them from TOML, with every mistake reported
+//! together by line, is the parser's part (`cluster::file`).
+
+use std::path::PathBuf;
+
+/// A whole cluster.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Cluster {
+    /// `[model]`
+    pub model: ModelConfig,
+    /// `[pool.NAME]`, in file order; at least one. Each holds its own resolved `[engine]`.
+    pub pools: Vec<PoolConfig>,
+    /// `[router]`
+    pub router: RouterConfig,
+    /// `[live]`: used by `serve` alone.
+    pub live: LiveConfig,
+}
+
+/// `[model]`: which model is served, and how text becomes tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// A preset's name (`slipstream presets`), which sets the shape of the model. Default `qwen3-32b`.
+    pub preset: String,
+    /// Name that clients send as `model`. Default: the preset's name.
+    pub name: String,
+    /// Hugging Face style `config.json`; overrides the preset's shape.
+    pub config: Option<PathBuf>,
+    /// Directory with `tokenizer.json` (and a chat template); `None`: the built-in tokenizer.
+    pub tokenizer: Option<PathBuf>,
+}
+
+impl Default for ModelConfig {
+    fn default() -> Self {
+        ModelConfig {
+            preset: "qwen3-32b".into(),
+            name: "qwen3-32b".into(),
+            config: None,
+            tokenizer: None,
+        }
+    }
+}
+
+/// What a pool's engines do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PoolRole {
+    /// Prefill and decode in the same engine.
+    #[default]
+    Both,
+    /// Prefill only; hands the KV cache over.
+    Prefill,
+    /// Decode only.
+    Decode,
+}
+
+/// `[pool.NAME]`: a number of equal workers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolConfig {
+    /// The NAME of `[pool.NAME]`.
+    pub name: String,
+    /// What its engines do.
+    pub role: PoolRole,
+    /// Workers. Default 1.
+    pub workers: u32,
+    /// `[engine]` with this pool's overrides applied.
+    pub engine: EngineConfig,
+}
+
+/// Order of the waiting queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SchedulingPolicy {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// By `priority` (lower first), then arrival.
+    Priority,
+}
+
+/// `[engine]`: vLLM's names and meanings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineConfig {
+    /// Tokens per KV block. Default 16.
+    pub block_size: u32,
+    /// KV blocks per rank. Default: what the GPU's memory leaves after the weights, or 16,384
+    /// where no GPU is named.
+    pub num_gpu_blocks: u32,
+    /// Sequences in one pass at most. Default 256.
+    pub max_num_seqs: u32,
+    /// Tokens in one pass at most. Default 8,192.
+    pub max_num_batched_tokens: u32,
+    /// Prompt plus answer at most, tokens. Default: the model's.
+    pub max_model_len: u32,
+    /// Reuse blocks by hash. Default true.
+    pub enable_prefix_caching: bool,
+    /// Split a prompt over passes when the budget is short. Default true.
+    pub enable_chunked_prefill: bool,
+    /// Order of the waiting queue.
+    pub scheduling_policy: SchedulingPolicy,
+    /// GPUs that share one replica of the model. Default 1.
+    pub tensor_parallel_size: u32,
+    /// Ranks with a scheduler of their own in a worker. Default 1.
+    pub data_parallel_size: u32,
+    /// Time from a worker's start until it takes requests, s. Default 0.
+    pub startup_s: f64,
+    /// Natural length of an answer, tokens: drawn per request from its seed, used unless the
+    /// request says `ignore_eos`.
+    pub output_len: OutputLen,
+    /// `[engine.timing]`
+    pub timing: TimingConfig,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig {
+            block_size: 16,
+            num_gpu_blocks: 16_384,
+            max_num_seqs: 256,
+            max_num_batched_tokens: 8_192,
+            max_model_len: 32_768,
+            enable_prefix_caching: true,
+            enable_chunked_prefill: true,
+            scheduling_policy: SchedulingPolicy::Fcfs,
+            tensor_parallel_size: 1,
+            data_parallel_size: 1,
+            startup_s: 0.0,
+            output_len: OutputLen::default(),
+            timing: TimingConfig::default(),
+        }
+    }
+}
+
+/// Distribution of natural answer lengths, tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub enum OutputLen {
+    /// Always the same.
+    Constant(u32),
+    /// Log-normal with the given mean and coefficient of variation; at least 1.
+    LogNormal {
+        /// Mean, tokens.
+        mean: f64,
+        /// Standard deviation over mean.
+        cv: f64,
+    },
+}
+
+impl Default for OutputLen {
+    fn default() -> Self {
+        OutputLen::LogNormal {
+            mean: 256.0,
+            cv: 0.7,
+        }
+    }
+}
+
+/// `[engine.timing]`: how long a pass takes.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TimingConfig {
+    /// Every pass the same, ns.
+    Constant {
+        /// Length of a pass, ns.
+        step_ns: u64,
+    },
+    /// `base + per_prefill_token·p + per_decode_token·d + per_sequence·s + per_context_token·c`, ns.
+    Linear {
+        /// Fixed cost of a pass, ns.
+        base_ns: f64,
+        /// Per prompt token computed, ns.
+        per_prefill_token_ns: f64,
+        /// Per sequence that decodes, ns.
+        per_decode_token_ns: f64,
+        /// Per sequence in the pass, ns.
+        per_sequence_ns: f64,
+        /// Per token of context attended to by decoding sequences, ns.
+        per_context_token_ns: f64,
+    },
+    /// From the model's shape and the GPU's peaks.
+    Roofline {
+        /// Preset of the GPU (`slipstream presets`).
+        gpu: String,
+        /// Bytes per weight and KV element: `bf16` 2, `fp8` 1.
+        dtype: Dtype,
+    },
+    /// A CSV grid of measured passes.
+    Table {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+impl Default for TimingConfig {
+    fn default() -> Self {
+        TimingConfig::Roofline {
+            gpu: "h100-sxm".into(),
+            dtype: Dtype::Bf16,
+        }
+    }
+}
+
+/// Number format of weights and KV cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Dtype {
+    /// 2 bytes.
+    #[default]
+    Bf16,
+    /// 1 byte.
+    Fp8,
+}
+
+/// How a worker is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RouterPolicy {
+    /// One after the other.
+    RoundRobin,
+    /// Uniformly at random.
+    Random,
+    /// The less loaded of two random workers.
+    PowerOfTwo,
+    /// Fewest requests in flight.
+    LeastRequests,
+    /// Fewest tokens to prefill and in decode.
+    LeastTokens,
+    /// Cost in blocks: prefill left after overlap, plus active blocks.
+    #[default]
+    Kv,
+    /// The client names the worker (`x-slipstream-worker`).
+    Direct,
+}
+
+/// `[router]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouterConfig {
+    /// How a worker is chosen. Default `kv`.
+    pub policy: RouterPolicy,
+    /// Weight of prefill blocks against active blocks in the KV cost. Default 1.
+    pub prefill_weight: f64,
+    /// 0: the cheapest worker; above: softmax over normalized costs. Default 0.
+    pub temperature: f64,
+    /// Follow the engines' KV events. Default true; false: an approximate index of what was routed.
+    pub kv_events: bool,
+    /// How long the approximate index believes a block is cached, s. Default 120.
+    pub approximate_ttl_s: f64,
+    /// Keep a session (`x-session-id`) on its worker for this long after its last request, s;
+    /// 0: no affinity. Default 0.
+    pub affinity_ttl_s: f64,
+    /// A worker whose active blocks exceed this share of its KV cache is busy; 1 or more: never.
+    /// Default 1.
+    pub busy_kv_share: f64,
+    /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
+    pub busy_prefill_tokens: u64,
+    /// Seed of the policies that draw. Default 0.
+    pub seed: u64,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        RouterConfig {
+            policy: RouterPolicy::Kv,
+            prefill_weight: 1.0,
+            temperature: 0.0,
+            kv_events: true,
+            approximate_ttl_s: 120.0,
+            affinity_ttl_s: 0.0,
+            busy_kv_share: 1.0,
+            busy_prefill_tokens: 0,
+            seed: 0,
+        }
+    }
+}
+
+/// `[live]`: what concerns `serve` alone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LiveConfig {
+    /// Address to listen on. Default `127.0.0.1:8000`.
+    pub listen: String,
+    /// Divides modelled time; 0: do not wait at all. Default 1.
+    pub speedup: f64,
+    /// Frontend shards (threads); 0: half of the cores, at least 1. Default 0.
+    pub shards: u32,
+    /// Engine threads; 0: at most cores − 1, and no more than workers. Default 0.
+    pub engine_threads: u32,
+    /// File of API keys, one a line; with the variable `SLIPSTREAM_API_KEYS` (comma separated)
+    /// they are the keys accepted. Neither: no key needed.
+    pub api_keys_file: Option<PathBuf>,
+    /// Largest request body, bytes. Default 8 MiB.
+    pub body_bytes_max: u64,
+    /// Largest request head, bytes. Default 32 KiB.
+    pub header_bytes_max: u32,
+    /// Time in which a request's head must arrive, and its body after that, s. Default 10.
+    pub read_timeout_s: f64,
+    /// Streams open at once, over all shards; more answer 503. Default 65,536.
+    pub streams_max: u32,
+    /// Unread answer per stream before it is cut, bytes. Default 4 MiB.
+    pub stream_buffer_bytes_max: u64,
+    /// A stream whose client reads nothing for so long is cut, s. Default 60.
+    pub write_timeout_s: f64,
+    /// A request may take so long in all, s; 0: no limit. Default 0.
+    pub request_timeout_s: f64,
+    /// Write one drag record a request to this CSV file.
+    pub drag_out: Option<PathBuf>,
+}
+
+impl Default for LiveConfig {
+    fn default() -> Self {
+        LiveConfig {
+            listen: "127.0.0.1:8000".into(),
+            speedup: 1.0,
+            shards: 0,
+            engine_threads: 0,
+            api_keys_file: None,
+            body_bytes_max: 8 << 20,
+            header_bytes_max: 32 << 10,
+            read_timeout_s: 10.0,
+            streams_max: 65_536,
+            stream_buffer_bytes_max: 4 << 20,
+            write_timeout_s: 60.0,
+            request_timeout_s: 0.0,
+            drag_out: None,
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Words that every crate of Slipstream shares: ids, time, tokens and block hashes, requests, KV
+//! events, forward-pass metrics, the stages of a request, and the cluster file.
+//!
+//! Nothing here does I/O, reads a clock or knows another crate. Types are plain values; those with
+//! an invariant check it once, in their constructor.
+#![forbid(unsafe_code)]
+
+pub mod cluster;
+pub mod fpm;
+pub mod ids;
+pub mod kv_event;
+pub mod mix;
+pub mod request;
+pub mod stage;
+pub mod time;
+pub mod token;
+
+pub use fpm::ForwardPassMetrics;
+pub use ids::{RankId, RequestId, WorkerId};
+pub use kv_event::{KvDelta, KvOp};
+pub use request::{EngineRequest, FinishReason, GenerationParams, Prompt, Tail};
+pub use stage::{Stage, StageTimes};
+pub use time::SimTime;
+pub use token::{BlockHash, TokenId};

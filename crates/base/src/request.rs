@@ -1,0 +1,220 @@
+//! A request as an engine sees it: no text, no HTTP.
+
+use crate::ids::RequestId;
+use crate::token::{BlockHash, TokenId};
+
+/// A prompt as hashed blocks. The engine needs no token of a full block: identity is in its hash.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    len: u32,
+    block_size: u32,
+    blocks: Box<[BlockHash]>,
+    tail: Tail,
+}
+
+/// What follows the last full block of a prompt; decides how the first generated block is hashed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tail {
+    /// The tokens of the partial block. Shape `[len % block_size]`. Generated blocks are hashed
+    /// over tokens, so a later prompt that repeats the answer hits them.
+    Tokens(Box<[TokenId]>),
+    /// Tokens unknown (a trace of ids). Generated block `j` is hashed as `(id, j)`.
+    Opaque {
+        /// Names the request in hashes; equal ids give equal generated blocks.
+        id: u64,
+    },
+}
+
+/// Why a [`Prompt`] could not be made. A caller's mistake; nothing to retry.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum PromptError {
+    /// No tokens at all.
+    #[error("the prompt has no tokens; an engine needs at least one to compute a logit")]
+    Empty,
+    /// The parts disagree about the length.
+    #[error(
+        "a prompt of {len} tokens in blocks of {block_size} has {} full blocks and a tail of {}, \
+         but {blocks} and {tail} were given",
+        len / block_size, len % block_size
+    )]
+    Shape {
+        /// Tokens in all.
+        len: u32,
+        /// Tokens per block.
+        block_size: u32,
+        /// Hashes given.
+        blocks: usize,
+        /// Tail tokens given.
+        tail: usize,
+    },
+    /// A block of no tokens.
+    #[error("block_size is 0; set `engine.block_size` to 16 or more")]
+    BlockSize,
+}
+
+impl Prompt {
+    /// Hashes `tokens` in blocks of `block_size`, chained from `root`.
+    ///
+    /// # Errors
+    /// [`PromptError::Empty`], [`PromptError::BlockSize`].
+    pub fn from_tokens(
+        tokens: &[TokenId],
+        block_size: u32,
+        root: BlockHash,
+    ) -> Result<Prompt, PromptError> {
+        if block_size == 0 {
+            return Err(PromptError::BlockSize);
+        }
+        let blocks = root.chain(tokens, block_size);
+        let tail = &tokens[blocks.len() * block_size as usize..];
+        Prompt::from_parts(
+            tokens.len() as u32,
+            block_size,
+            blocks.into(),
+            Tail::Tokens(tail.into()),
+        )
+    }
+
+    /// A prompt of `len` tokens whose full blocks are already hashed.
+    ///
+    /// # Errors
+    /// [`PromptError`] if it is empty or the shapes disagree.
+    pub fn from_parts(
+        len: u32,
+        block_size: u32,
+        blocks: Box<[BlockHash]>,
+        tail: Tail,
+    ) -> Result<Prompt, PromptError> {
+        if len == 0 {
+            return Err(PromptError::Empty);
+        }
+        if block_size == 0 {
+            return Err(PromptError::BlockSize);
+        }
+        let tail_len = match &tail {
+            Tail::Tokens(tokens) => tokens.len(),
+            Tail::Opaque { .. } => (len % block_size) as usize,
+        };
+        if blocks.len() != (len / block_size) as usize || tail_len != (len % block_size) as usize {
+            return Err(PromptError::Shape {
+                len,
+                block_size,
+                blocks: blocks.len(),
+                tail: tail_len,
+            });
+        }
+        Ok(Prompt {
+            len,
+            block_size,
+            blocks,
+            tail,
+        })
+    }
+
+    /// Tokens in all, at least 1.
+    #[allow(clippy::len_without_is_empty)] // never empty, by construction
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Tokens per block.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Hashes of the full blocks, in order. Shape `[len / block_size]`.
+    pub fn blocks(&self) -> &[BlockHash] {
+        &self.blocks
+    }
+
+    /// What follows the last full block.
+    pub fn tail(&self) -> &Tail {
+        &self.tail
+    }
+}
+
+/// How much to generate, in vLLM's and OpenAI's terms.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GenerationParams {
+    /// Tokens to generate at most; at least 1. The driver has already applied the model's limit.
+    pub max_tokens: u32,
+    /// Tokens before the end-of-sequence token or a stop token may end the sequence.
+    pub min_tokens: u32,
+    /// Go on to `max_tokens` whatever the natural length is.
+    pub ignore_eos: bool,
+    /// Tokens that end the sequence when generated (the token is emitted, as vLLM does).
+    pub stop_token_ids: Box<[TokenId]>,
+}
+
+impl Default for GenerationParams {
+    fn default() -> Self {
+        GenerationParams {
+            max_tokens: 16,
+            min_tokens: 0,
+            ignore_eos: false,
+            stop_token_ids: [].into(),
+        }
+    }
+}
+
+/// A request, ready for an engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineRequest {
+    /// Unique among the engine's live requests.
+    pub id: RequestId,
+    /// What to compute first.
+    pub prompt: Prompt,
+    /// How far to go.
+    pub params: GenerationParams,
+    /// Under priority scheduling: lower goes first; ties by arrival. As in vLLM.
+    pub priority: i32,
+    /// Decides the content and the natural length of the answer: same seed, same answer.
+    pub seed: u64,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum FinishReason {
+    /// It came to its natural end, or generated a stop token.
+    Stop = 0,
+    /// It reached `max_tokens` or the model's length.
+    Length = 1,
+    /// Its client or its driver cancelled it.
+    Abort = 2,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tail_is_what_follows_the_full_blocks() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let prompt = Prompt::from_tokens(&tokens, 16, BlockHash(1)).unwrap();
+        assert_eq!(prompt.blocks().len(), 2);
+        assert_eq!(prompt.tail(), &Tail::Tokens(tokens[32..].into()));
+    }
+
+    #[test]
+    fn shapes_are_checked() {
+        let err = Prompt::from_parts(40, 16, [BlockHash(1)].into(), Tail::Opaque { id: 0 });
+        assert_eq!(
+            err,
+            Err(PromptError::Shape {
+                len: 40,
+                block_size: 16,
+                blocks: 1,
+                tail: 8
+            })
+        );
+        assert_eq!(
+            Prompt::from_tokens(&[], 16, BlockHash(1)),
+            Err(PromptError::Empty)
+        );
+        assert_eq!(
+            Prompt::from_tokens(&[1], 0, BlockHash(1)),
+            Err(PromptError::BlockSize)
+        );
+    }
+}

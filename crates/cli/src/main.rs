@@ -1,0 +1,2 @@
+//! The `slipstream` binary.
+fn main() {}

@@ -1,0 +1,1 @@
+//! One modelled engine: continuous batching, paged KV cache with prefix reuse, preemption, step-time models.

@@ -1,0 +1,1 @@
+//! OpenAI HTTP and SSE, tokenizer, chat templates, admission.

@@ -1,0 +1,1 @@
+//! Cached blocks by owner, fed by deltas; prefix look-up without locks.

@@ -1,0 +1,1 @@
+//! Request, response and event plane: frames, rings, stream tables, discovery.

@@ -1,0 +1,1 @@
+//! Percentiles, tables, JSON, Parquet and the drag record.

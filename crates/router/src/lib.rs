@@ -1,0 +1,1 @@
+//! Routing policies over worker views and active-sequence accounting.

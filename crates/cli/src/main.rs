@@ -1,2 +1,46 @@
-//! The `slipstream` binary.
-fn main() {}
+//! The `slipstream` binary: flags in, one library call a subcommand, text out. No logic lives here.
+
+mod cmd;
+mod out;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A serving stack for large language models and its digital twin.
+#[derive(Parser)]
+#[command(
+    name = "slipstream",
+    version,
+    propagate_version = true,
+    max_term_width = 100
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+// One variant a subcommand, one module each under `cmd`.
+#[derive(Subcommand)]
+enum Command {
+    /// Serve OpenAI clients from modelled engines
+    Serve(cmd::serve::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Serve(args) => cmd::serve::run(&args),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            // A reader that has gone (`slipstream presets | head`) is not a failure of ours.
+            if out::is_broken_pipe(&error) {
+                return ExitCode::SUCCESS;
+            }
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}

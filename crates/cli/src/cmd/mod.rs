@@ -1,0 +1,3 @@
+//! The subcommands, a module each: `Args` and `run`.
+
+pub(crate) mod serve;

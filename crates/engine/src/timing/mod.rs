@@ -1,0 +1,127 @@
+//! How long a pass of the engine takes.
+//!
+//! The scheduler sums up what it scheduled in a [`StepLoad`], and a [`StepTime`] turns that into
+//! nanoseconds. The sums are enough for every model here, so a pass costs the timing model the
+//! same whether it holds one sequence or a thousand.
+
+/// Turns the work of one pass into the time that it takes.
+///
+/// A model reads no clock and draws nothing: equal loads take equal times (`&mut` lets a model
+/// keep a memo of its last answers). A driver divides the result by its `speedup`; a model knows
+/// nothing of that.
+pub trait StepTime: Send {
+    /// Length of a pass that works on `load`, ns. An empty load has no defined length; the engine
+    /// does not ask.
+    fn step_ns(&mut self, load: &StepLoad) -> u64;
+}
+
+/// What one pass works on, as sums over its sequences.
+///
+/// A prefill chunk computes `chunk` prompt tokens of a sequence of which `context` tokens are
+/// already in the KV cache (computed by an earlier pass or found by prefix). A decode computes one
+/// token and attends to `context` tokens, itself included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepLoad {
+    /// Prompt tokens computed: sum of `chunk`.
+    pub prefill_tokens: u64,
+    /// Sequences that those tokens belong to.
+    pub prefill_sequences: u32,
+    /// Tokens whose keys and values the prefill chunks read: sum of `context + chunk`.
+    pub prefill_context: u64,
+    /// Pairs of (query, key) that causal attention scores for the prefill chunks: sum of
+    /// `chunk * context + chunk * (chunk + 1) / 2`.
+    pub prefill_attention: u64,
+    /// Sequences that decode one token each.
+    pub decode_sequences: u32,
+    /// Tokens whose keys and values the decodes read, which is also the number of (query, key)
+    /// pairs that they score: sum of `context`.
+    pub decode_context: u64,
+}
+
+impl StepLoad {
+    /// Adds a prefill of `chunk` tokens behind `context` tokens that are in the KV cache.
+    #[inline]
+    pub fn add_prefill(&mut self, context: u32, chunk: u32) {
+        let (context, chunk) = (u64::from(context), u64::from(chunk));
+        self.prefill_tokens += chunk;
+        self.prefill_sequences += 1;
+        self.prefill_context += context + chunk;
+        self.prefill_attention += chunk * context + chunk * (chunk + 1) / 2;
+    }
+
+    /// Adds the decode of one token that attends to `context` tokens, itself included.
+    #[inline]
+    pub fn add_decode(&mut self, context: u32) {
+        self.decode_sequences += 1;
+        self.decode_context += u64::from(context);
+    }
+
+    /// The load of the next pass if every decode goes on by one token and nothing is prefilled.
+    #[inline]
+    #[must_use]
+    pub fn next_decode(&self) -> StepLoad {
+        StepLoad {
+            decode_sequences: self.decode_sequences,
+            decode_context: self.decode_context + u64::from(self.decode_sequences),
+            ..StepLoad::default()
+        }
+    }
+
+    /// Tokens computed: rows of every matrix product of the pass.
+    #[inline]
+    pub fn tokens(&self) -> u64 {
+        self.prefill_tokens + u64::from(self.decode_sequences)
+    }
+
+    /// Sequences in the pass.
+    #[inline]
+    pub fn sequences(&self) -> u32 {
+        self.prefill_sequences + self.decode_sequences
+    }
+
+    /// True if the pass works on nothing.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.sequences() == 0
+    }
+}
+
+/// Every pass takes the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Constant {
+    /// Length of a pass, ns.
+    pub step_ns: u64,
+}
+
+impl StepTime for Constant {
+    fn step_ns(&mut self, _load: &StepLoad) -> u64 {
+        self.step_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_score_as_many_pairs_as_the_whole_prompt() {
+        let mut whole = StepLoad::default();
+        whole.add_prefill(0, 1000);
+        let mut parts = StepLoad::default();
+        parts.add_prefill(0, 300);
+        parts.add_prefill(300, 700);
+        assert_eq!(whole.prefill_attention, 1000 * 1001 / 2);
+        assert_eq!(whole.prefill_attention, parts.prefill_attention);
+        assert_eq!(whole.tokens(), parts.tokens());
+    }
+
+    #[test]
+    fn a_decode_is_a_prefill_of_one_token() {
+        let (mut decode, mut prefill) = (StepLoad::default(), StepLoad::default());
+        decode.add_decode(801);
+        prefill.add_prefill(800, 1);
+        assert_eq!(decode.decode_context, prefill.prefill_attention);
+        assert_eq!(decode.decode_context, prefill.prefill_context);
+        assert_eq!(decode.next_decode().decode_context, 802);
+    }
+}

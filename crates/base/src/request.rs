@@ -8,6 +8,7 @@ use crate::token::{BlockHash, TokenId};
 pub struct Prompt {
     len: u32,
     block_size: u32,
+    root: BlockHash,
     blocks: Box<[BlockHash]>,
     tail: Tail,
 }
@@ -67,15 +68,17 @@ impl Prompt {
         }
         let blocks = root.chain(tokens, block_size);
         let tail = &tokens[blocks.len() * block_size as usize..];
-        Prompt::from_parts(
+        let prompt = Prompt::from_parts(
             tokens.len() as u32,
             block_size,
             blocks.into(),
             Tail::Tokens(tail.into()),
-        )
+        )?;
+        Ok(prompt.with_root(root))
     }
 
-    /// A prompt of `len` tokens whose full blocks are already hashed.
+    /// A prompt of `len` tokens whose full blocks are already hashed, chained from
+    /// `BlockHash::default()`; [`with_root`](Prompt::with_root) names another root.
     ///
     /// # Errors
     /// [`PromptError`] if it is empty or the shapes disagree.
@@ -106,9 +109,23 @@ impl Prompt {
         Ok(Prompt {
             len,
             block_size,
+            root: BlockHash::default(),
             blocks,
             tail,
         })
+    }
+
+    /// The same prompt, with `root` as what its first block was chained from.
+    #[must_use]
+    pub fn with_root(mut self, root: BlockHash) -> Prompt {
+        self.root = root;
+        self
+    }
+
+    /// Root of the chain: the parent of the first block, be it of the prompt or (in a prompt
+    /// shorter than a block) completed by generated tokens.
+    pub fn root(&self) -> BlockHash {
+        self.root
     }
 
     /// Tokens in all, at least 1.
@@ -194,6 +211,7 @@ mod tests {
         let prompt = Prompt::from_tokens(&tokens, 16, BlockHash(1)).unwrap();
         assert_eq!(prompt.blocks().len(), 2);
         assert_eq!(prompt.tail(), &Tail::Tokens(tokens[32..].into()));
+        assert_eq!(prompt.root(), BlockHash(1));
     }
 
     #[test]

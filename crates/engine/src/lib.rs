@@ -1,4 +1,29 @@
-//! One modelled engine: continuous batching, paged KV cache with prefix reuse, preemption, step-time models.
+//! One modelled engine: continuous batching, paged KV cache with prefix reuse, preemption,
+//! step-time models.
+//!
+//! It stands in for vLLM's V1 engine where there is no GPU: the same scheduling decisions from the
+//! same inputs, with the forward pass replaced by a model of how long it takes. It does no I/O and
+//! reads no clock, so one code serves live clients and the simulator.
+//!
+//! ```text
+//!   add, abort ─► Engine ── begin_pass(now) ─► end of the pass     (the driver waits until then)
+//!                   │  ◄── finish_pass(out) ── tokens, first tokens, finished, KV delta, FPM
+//!        ┌──────────┼─────────────┬────────────┐
+//!     waiting     pool          answer       timing
+//!     (queue)  (KV blocks)  (what is said)  (how long)
+//! ```
+//!
+//! What is modelled, and how it differs from vLLM: `docs/engine-model.md`.
 #![forbid(unsafe_code)]
+#![allow(dead_code)] // until the scheduler lands
 
+mod answer;
+mod engine;
+mod error;
+mod output;
 pub mod timing;
+
+pub use answer::{OutputModel, natural_len, output_token};
+pub use engine::Engine;
+pub use error::{EngineError, Refusal};
+pub use output::{Finished, FirstToken, PassOutput, Stats, Usage};

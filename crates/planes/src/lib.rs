@@ -1,1 +1,36 @@
-//! Request, response and event plane: frames, rings, stream tables, discovery.
+//! How requests, tokens and events pass between frontend shards and engine threads.
+//!
+//! ```text
+//!   shard 0 ──ToWorker──►┐                    ┌─► engine thread 0 ─┬─► rank, rank, …
+//!   shard 1 ──ToWorker──►┴─ one ring a pair ──┴─► engine thread 1 ─┴─► rank, …
+//!      ▲                                              │
+//!      └────────────── PassFrame, one ring a pair ◄───┘        events ──► EventSink
+//! ```
+//!
+//! * [`stream`]: who waits for an answer. A slab a shard; a [`StreamAddr`] finds an entry with two
+//!   array accesses, and a stale one finds nothing.
+//! * [`frame`]: what travels. [`ToWorker`] one way, [`PassFrame`] (everything that one pass, or a
+//!   few, produced for one shard) the other.
+//! * [`ring`]: how it travels inside one process: bounded single-producer rings, recycled frames.
+//! * [`bell`]: how a sleeper hears of it: a wake-up costs a system call only if the other side
+//!   sleeps.
+//! * [`events`]: forward-pass metrics and KV deltas on their way to whoever listens.
+//!
+//! The frames are words without pointers, so that the same ones can cross a socket. Nothing here
+//! knows of OpenAI, of scheduling or of a runtime: a shard may run on any executor.
+#![forbid(unsafe_code)]
+
+pub mod bell;
+pub mod clock;
+pub mod events;
+pub mod frame;
+pub mod ring;
+pub mod stream;
+mod sync;
+
+pub use events::EventSink;
+pub use frame::{
+    End, Entry, FirstPass, PassFrame, Prologue, RefusalReason, StartRequest, ToWorker, Usage,
+};
+pub use ring::{Plane, PlaneLimits, SendError, ShardPort, ThreadPort};
+pub use stream::{Registration, StreamAddr, StreamId, StreamTable};

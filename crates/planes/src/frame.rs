@@ -1,0 +1,569 @@
+//! What travels: requests and controls to a worker, the outputs of passes back to a shard.
+
+use slipstream_base::{EngineRequest, FinishReason, RankId, TokenId};
+
+use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
+
+/// From a shard to the thread that runs an engine.
+#[derive(Debug)]
+pub enum ToWorker {
+    /// A new stream. Answered by [`Entry::Prologue`] or [`Entry::Refused`], then, if accepted, by
+    /// tokens and exactly one [`Entry::End`] (none after a [`ToWorker::Kill`]).
+    Start(Box<StartRequest>),
+    /// End the stream at the token it has reached; what was computed still arrives, then
+    /// [`Entry::End`] with [`FinishReason::Abort`].
+    Stop {
+        /// Whose engine it is.
+        rank: RankId,
+        /// The stream.
+        addr: StreamAddr,
+    },
+    /// Nobody listens any more: free the blocks now, also in mid-pass, and send nothing.
+    Kill {
+        /// Whose engine it is.
+        rank: RankId,
+        /// The stream.
+        addr: StreamAddr,
+    },
+    /// Publish every block that the rank holds: someone saw a gap in its KV deltas.
+    Resync {
+        /// Whose engine it is.
+        rank: RankId,
+    },
+}
+
+impl ToWorker {
+    /// The rank that is meant.
+    pub fn rank(&self) -> RankId {
+        match self {
+            ToWorker::Start(start) => start.rank,
+            ToWorker::Stop { rank, .. }
+            | ToWorker::Kill { rank, .. }
+            | ToWorker::Resync { rank } => *rank,
+        }
+    }
+}
+
+/// A request on its way to an engine.
+#[derive(Debug)]
+pub struct StartRequest {
+    /// Where the answer goes.
+    pub addr: StreamAddr,
+    /// Who computes it.
+    pub rank: RankId,
+    /// What to compute. Its id is replaced by `addr`, which is how the engine knows it.
+    pub request: EngineRequest,
+    /// When the shard handed it over, `CLOCK_MONOTONIC` ns.
+    pub dispatched_ns: u64,
+    /// Whether the prologue should carry the times of the worker's stages.
+    pub traced: bool,
+}
+
+/// The stream was accepted and its prompt left the waiting queue. Comes before its first tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Prologue {
+    /// Prompt tokens found in the KV cache.
+    pub hit_tokens: u32,
+    /// When the worker took the request, `CLOCK_MONOTONIC` ns; `None` unless traced.
+    pub worker_recv_ns: Option<u64>,
+    /// When it left the waiting queue for the first time, ns; `None` unless traced.
+    pub admitted_ns: Option<u64>,
+}
+
+/// The pass that computed a stream's first token, `CLOCK_MONOTONIC` ns (modelled, not measured:
+/// when the engine began and ended it, whatever the host did meanwhile).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FirstPass {
+    /// It began.
+    pub start_ns: u64,
+    /// It ended.
+    pub end_ns: u64,
+}
+
+/// What a stream has used, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Of the prompt.
+    pub prompt_tokens: u32,
+    /// Generated.
+    pub completion_tokens: u32,
+    /// Of the prompt, found in the KV cache.
+    pub cached_tokens: u32,
+    /// Times that the sequence was preempted.
+    pub preemptions: u32,
+}
+
+/// A stream's last entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// What it used.
+    pub usage: Usage,
+}
+
+/// Why a worker did not take a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum RefusalReason {
+    /// The request can never be served as it is (prompt too long, more blocks than the cache
+    /// has). The client's mistake: 400, no retry.
+    Invalid = 0,
+    /// The worker has started, but is not ready. Retry elsewhere.
+    NotReady = 1,
+    /// The rank's waiting queue is full. Retry elsewhere, or later.
+    Busy = 2,
+    /// The worker is shutting down. Retry elsewhere.
+    Stopping = 3,
+    /// No such rank here; the caller's map of the fleet is out of date. Retry elsewhere.
+    NoSuchRank = 4,
+    /// A stream with this address is live: an error of the caller's. No retry.
+    Duplicate = 5,
+}
+
+impl RefusalReason {
+    /// All reasons, by code.
+    pub const ALL: [RefusalReason; 6] = [
+        RefusalReason::Invalid,
+        RefusalReason::NotReady,
+        RefusalReason::Busy,
+        RefusalReason::Stopping,
+        RefusalReason::NoSuchRank,
+        RefusalReason::Duplicate,
+    ];
+
+    /// Whether another worker may take the request.
+    pub fn retry_elsewhere(self) -> bool {
+        !matches!(self, RefusalReason::Invalid | RefusalReason::Duplicate)
+    }
+}
+
+/// One piece of news about one stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry<'a> {
+    /// Accepted and admitted.
+    Prologue {
+        /// Whose.
+        stream: StreamId,
+        /// What the worker said.
+        prologue: Prologue,
+    },
+    /// Not accepted. Nothing follows.
+    Refused {
+        /// Whose.
+        stream: StreamId,
+        /// Why, for the program.
+        reason: RefusalReason,
+        /// Why, for people: what, with the numbers, and how to mend it.
+        message: &'a str,
+    },
+    /// New tokens, at least one.
+    Tokens {
+        /// Whose.
+        stream: StreamId,
+        /// The tokens, in order.
+        tokens: &'a [TokenId],
+        /// With a stream's first tokens: the pass that made the first.
+        first: Option<FirstPass>,
+    },
+    /// Nothing follows.
+    End {
+        /// Whose.
+        stream: StreamId,
+        /// Why, and the sums.
+        end: End,
+    },
+}
+
+impl Entry<'_> {
+    /// Whose news it is.
+    pub fn stream(&self) -> StreamId {
+        match *self {
+            Entry::Prologue { stream, .. }
+            | Entry::Refused { stream, .. }
+            | Entry::Tokens { stream, .. }
+            | Entry::End { stream, .. } => stream,
+        }
+    }
+}
+
+/// What one pass, or a few in order, produced for one shard.
+///
+/// A flat run of 32-bit words, so that a reused frame allocates nothing and a frame can cross a
+/// socket as it is. Word 0 of an entry is `kind << 24 | slot`, word 1 the generation:
+///
+/// ```text
+/// TOKEN    kind|slot  generation  token
+/// TOKENS   kind|slot  generation  n  token*n
+/// FIRST    kind|slot  generation  n  start.lo start.hi end.lo end.hi  token*n
+/// PROLOGUE kind|slot  generation  hit_tokens  recv.lo recv.hi  admitted.lo admitted.hi
+/// REFUSED  kind|slot  generation  reason  text_offset  text_len
+/// END      kind|slot  generation  reason  prompt completion cached preemptions
+/// ```
+///
+/// A frame that exists is well formed: it was built by the `push_*` functions or checked by
+/// [`PassFrame::from_parts`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PassFrame {
+    words: Vec<u32>,
+    text: String,
+    entries: u32,
+    /// When the frame was handed to the response plane, `CLOCK_MONOTONIC` ns.
+    pub sent_ns: u64,
+}
+
+/// Kinds of entry, as on the wire.
+mod kind {
+    pub(super) const TOKEN: u32 = 1;
+    pub(super) const TOKENS: u32 = 2;
+    pub(super) const FIRST: u32 = 3;
+    pub(super) const PROLOGUE: u32 = 4;
+    pub(super) const REFUSED: u32 = 5;
+    pub(super) const END: u32 = 6;
+}
+
+impl PassFrame {
+    /// An empty frame.
+    pub fn new() -> PassFrame {
+        PassFrame::default()
+    }
+
+    /// Adds that `stream` was admitted.
+    pub fn push_prologue(&mut self, stream: StreamId, prologue: &Prologue) {
+        let recv = prologue.worker_recv_ns.unwrap_or(0);
+        let admitted = prologue.admitted_ns.unwrap_or(0);
+        self.push(
+            kind::PROLOGUE,
+            stream,
+            &[
+                prologue.hit_tokens,
+                low(recv),
+                high(recv),
+                low(admitted),
+                high(admitted),
+            ],
+        );
+    }
+
+    /// Adds that `stream` was not accepted.
+    pub fn push_refused(&mut self, stream: StreamId, reason: RefusalReason, message: &str) {
+        let offset = self.text.len() as u32;
+        self.text.push_str(message);
+        self.push(
+            kind::REFUSED,
+            stream,
+            &[reason as u32, offset, message.len() as u32],
+        );
+    }
+
+    /// Adds tokens of `stream`; `first` with its first ones. No tokens add nothing.
+    #[inline]
+    pub fn push_tokens(&mut self, stream: StreamId, tokens: &[TokenId], first: Option<FirstPass>) {
+        match (tokens, first) {
+            ([], _) => {}
+            (&[token], None) => self.push(kind::TOKEN, stream, &[token]),
+            (_, None) => {
+                self.push(kind::TOKENS, stream, &[tokens.len() as u32]);
+                self.words.extend_from_slice(tokens);
+            }
+            (_, Some(first)) => {
+                self.push(
+                    kind::FIRST,
+                    stream,
+                    &[
+                        tokens.len() as u32,
+                        low(first.start_ns),
+                        high(first.start_ns),
+                        low(first.end_ns),
+                        high(first.end_ns),
+                    ],
+                );
+                self.words.extend_from_slice(tokens);
+            }
+        }
+    }
+
+    /// Adds the end of `stream`.
+    pub fn push_end(&mut self, stream: StreamId, end: &End) {
+        let usage = &end.usage;
+        self.push(
+            kind::END,
+            stream,
+            &[
+                end.reason as u32,
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.cached_tokens,
+                usage.preemptions,
+            ],
+        );
+    }
+
+    #[inline]
+    fn push<const N: usize>(&mut self, kind: u32, stream: StreamId, rest: &[u32; N]) {
+        debug_assert!(stream.slot < SLOTS_MAX);
+        self.words.reserve(2 + N);
+        self.words.push(kind << 24 | stream.slot);
+        self.words.push(stream.generation);
+        self.words.extend_from_slice(rest);
+        self.entries += 1;
+    }
+
+    /// The entries, in the order in which they were added.
+    pub fn entries(&self) -> Entries<'_> {
+        Entries {
+            words: &self.words,
+            text: &self.text,
+        }
+    }
+
+    /// Entries in the frame.
+    pub fn len(&self) -> u32 {
+        self.entries
+    }
+
+    /// Whether the frame says nothing.
+    pub fn is_empty(&self) -> bool {
+        self.entries == 0
+    }
+
+    /// Size of the frame: words of entries, and bytes of text as words.
+    pub fn size_words(&self) -> usize {
+        self.words.len() + self.text.len() / 4
+    }
+
+    /// Empties the frame and keeps its memory.
+    pub fn clear(&mut self) {
+        self.words.clear();
+        self.text.clear();
+        self.entries = 0;
+        self.sent_ns = 0;
+    }
+
+    /// The words and the text of refusals, as they cross a socket.
+    pub fn parts(&self) -> (&[u32], &str) {
+        (&self.words, &self.text)
+    }
+
+    /// Checks words and text that came from elsewhere.
+    ///
+    /// # Errors
+    /// [`FrameError`]; the connection that brought the frame is not to be trusted further.
+    pub fn from_parts(
+        words: Vec<u32>,
+        text: String,
+        sent_ns: u64,
+    ) -> Result<PassFrame, FrameError> {
+        let mut entries = 0;
+        let mut rest = words.as_slice();
+        while !rest.is_empty() {
+            let word = words.len() - rest.len();
+            rest = check_entry(rest, &text).map_err(|problem| FrameError { word, problem })?;
+            entries += 1;
+        }
+        Ok(PassFrame {
+            words,
+            text,
+            entries,
+            sent_ns,
+        })
+    }
+}
+
+fn low(x: u64) -> u32 {
+    x as u32
+}
+
+fn high(x: u64) -> u32 {
+    (x >> 32) as u32
+}
+
+fn wide(low: u32, high: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+fn present(ns: u64) -> Option<u64> {
+    (ns != 0).then_some(ns)
+}
+
+fn finish_reason(code: u32) -> Option<FinishReason> {
+    [
+        FinishReason::Stop,
+        FinishReason::Length,
+        FinishReason::Abort,
+    ]
+    .into_iter()
+    .find(|&reason| reason as u32 == code)
+}
+
+/// Bytes that are no frame. The peer speaks another version, or is broken; nothing to retry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("word {word} of a pass frame: {problem}; frontend and worker should be of one version")]
+pub struct FrameError {
+    /// Where the entry begins.
+    pub word: usize,
+    /// What is wrong with it.
+    pub problem: FrameProblem,
+}
+
+/// What is wrong with an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameProblem {
+    /// The frame ends within it.
+    #[error("the frame ends within the entry")]
+    Cut,
+    /// Its kind is unknown.
+    #[error("no entry has kind {0}")]
+    Kind(u32),
+    /// A code in it is unknown.
+    #[error("unknown reason code {0}")]
+    Reason(u32),
+    /// It announces no tokens.
+    #[error("an entry of tokens holds none")]
+    NoTokens,
+    /// Its text lies outside of the frame's, or cuts a character.
+    #[error("text {offset}..{offset}+{len} is not in the frame")]
+    Text {
+        /// First byte.
+        offset: u32,
+        /// Bytes.
+        len: u32,
+    },
+}
+
+/// Checks the entry that `words` begins with, and returns what follows it.
+fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProblem> {
+    let &[head, _generation, ref body @ ..] = words else {
+        return Err(FrameProblem::Cut);
+    };
+    let tokens = |fixed: usize| {
+        let n = *body.first().ok_or(FrameProblem::Cut)? as usize;
+        if n == 0 {
+            return Err(FrameProblem::NoTokens);
+        }
+        Ok(fixed.saturating_add(n))
+    };
+    let len = match head >> 24 {
+        kind::TOKEN => 1,
+        kind::TOKENS => tokens(1)?,
+        kind::FIRST => tokens(5)?,
+        kind::PROLOGUE | kind::END => 5,
+        kind::REFUSED => 3,
+        other => return Err(FrameProblem::Kind(other)),
+    };
+    let (entry, rest) = body.split_at_checked(len).ok_or(FrameProblem::Cut)?;
+    match head >> 24 {
+        kind::END if finish_reason(entry[0]).is_none() => Err(FrameProblem::Reason(entry[0])),
+        kind::REFUSED => {
+            let (reason, offset, len) = (entry[0], entry[1], entry[2]);
+            let end = offset as usize + len as usize;
+            if reason as usize >= RefusalReason::ALL.len() {
+                Err(FrameProblem::Reason(reason))
+            } else if text.get(offset as usize..end).is_none() {
+                Err(FrameProblem::Text { offset, len })
+            } else {
+                Ok(rest)
+            }
+        }
+        _ => Ok(rest),
+    }
+}
+
+/// Iterator over the entries of a frame.
+#[derive(Clone, Debug)]
+pub struct Entries<'a> {
+    words: &'a [u32],
+    text: &'a str,
+}
+
+impl<'a> Iterator for Entries<'a> {
+    type Item = Entry<'a>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Entry<'a>> {
+        let &[head, generation, ref body @ ..] = self.words else {
+            return None;
+        };
+        let stream = StreamId {
+            slot: head & (SLOTS_MAX - 1),
+            generation,
+        };
+        let (entry, rest) = match head >> 24 {
+            kind::TOKEN => {
+                let (tokens, rest) = body.split_at(1);
+                let first = None;
+                (
+                    Entry::Tokens {
+                        stream,
+                        tokens,
+                        first,
+                    },
+                    rest,
+                )
+            }
+            kind::TOKENS => {
+                let (tokens, rest) = body[1..].split_at(body[0] as usize);
+                let first = None;
+                (
+                    Entry::Tokens {
+                        stream,
+                        tokens,
+                        first,
+                    },
+                    rest,
+                )
+            }
+            kind::FIRST => {
+                let (tokens, rest) = body[5..].split_at(body[0] as usize);
+                let first = Some(FirstPass {
+                    start_ns: wide(body[1], body[2]),
+                    end_ns: wide(body[3], body[4]),
+                });
+                (
+                    Entry::Tokens {
+                        stream,
+                        tokens,
+                        first,
+                    },
+                    rest,
+                )
+            }
+            kind::PROLOGUE => {
+                let prologue = Prologue {
+                    hit_tokens: body[0],
+                    worker_recv_ns: present(wide(body[1], body[2])),
+                    admitted_ns: present(wide(body[3], body[4])),
+                };
+                (Entry::Prologue { stream, prologue }, &body[5..])
+            }
+            kind::REFUSED => {
+                let (offset, len) = (body[1] as usize, body[2] as usize);
+                let reason = RefusalReason::ALL[body[0] as usize];
+                let message = &self.text[offset..offset + len];
+                (
+                    Entry::Refused {
+                        stream,
+                        reason,
+                        message,
+                    },
+                    &body[3..],
+                )
+            }
+            kind::END => {
+                let end = End {
+                    reason: finish_reason(body[0]).expect("a frame is checked when it is made"),
+                    usage: Usage {
+                        prompt_tokens: body[1],
+                        completion_tokens: body[2],
+                        cached_tokens: body[3],
+                        preemptions: body[4],
+                    },
+                };
+                (Entry::End { stream, end }, &body[5..])
+            }
+            other => unreachable!("a frame is checked when it is made, but has kind {other}"),
+        };
+        self.words = rest;
+        Some(entry)
+    }
+}

@@ -1,0 +1,360 @@
+//! The stream table of a shard: who waits for which answer.
+
+use std::cell::{Cell, OnceCell, RefCell};
+use std::fmt;
+use std::rc::Rc;
+
+use slipstream_base::RequestId;
+
+/// A place in one shard's [`StreamTable`]: a slot, and how often it had been freed before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamId {
+    /// Index in the table; below 2^24.
+    pub slot: u32,
+    /// Times that the slot was freed before this stream took it. It wraps after 2^32 streams in
+    /// one slot: at 10^5 streams a second through a single slot, after 12 hours, and an address
+    /// would have to stay in flight for all that time to be mistaken.
+    pub generation: u32,
+}
+
+/// A stream, with the shard that owns it. Packs into the [`RequestId`] by which engines know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamAddr {
+    /// The shard.
+    pub shard: u8,
+    /// The stream in that shard's table.
+    pub stream: StreamId,
+}
+
+/// Slots that an address can name: 24 bits.
+pub const SLOTS_MAX: u32 = 1 << 24;
+
+impl From<StreamAddr> for RequestId {
+    fn from(addr: StreamAddr) -> RequestId {
+        debug_assert!(addr.stream.slot < SLOTS_MAX);
+        RequestId(
+            u64::from(addr.shard) << 56
+                | u64::from(addr.stream.slot) << 32
+                | u64::from(addr.stream.generation),
+        )
+    }
+}
+
+impl From<RequestId> for StreamAddr {
+    fn from(id: RequestId) -> StreamAddr {
+        StreamAddr {
+            shard: (id.0 >> 56) as u8,
+            stream: StreamId {
+                slot: (id.0 >> 32) as u32 & (SLOTS_MAX - 1),
+                generation: id.0 as u32,
+            },
+        }
+    }
+}
+
+impl fmt::Display for StreamAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "s{}.{}#{}",
+            self.shard, self.stream.slot, self.stream.generation
+        )
+    }
+}
+
+/// The table holds as many streams as it may; the caller answers 503 and may retry later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{limit} streams are open on this shard, which is its limit; retry later or raise `live.max_streams`"
+)]
+pub struct TableFull {
+    /// Streams that the table may hold.
+    pub limit: u32,
+}
+
+/// What a table has seen so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TableCounts {
+    /// Streams registered.
+    pub registered: u64,
+    /// Registrations refused because the table was full.
+    pub refused: u64,
+    /// Look-ups by an address whose stream is gone.
+    pub stale: u64,
+}
+
+/// Streams of one shard, by [`StreamId`]. Cheap to clone: a clone is another handle on the table.
+///
+/// The table belongs to one thread, so nothing in it is locked. Registering, looking up and
+/// removing are array accesses; slots come from chunks that stay where they are, so an entry
+/// may register or drop other streams while it is being looked at.
+pub struct StreamTable<T> {
+    inner: Rc<Inner<T>>,
+}
+
+impl<T> Clone for StreamTable<T> {
+    fn clone(&self) -> Self {
+        StreamTable {
+            inner: Rc::clone(&self.inner),
+        }
+    }
+}
+
+struct Inner<T> {
+    shard: u8,
+    limit: u32,
+    chunks: Box<[OnceCell<Chunk<T>>]>,
+    /// Slots freed, last freed first: the next stream finds its slot in the cache.
+    free: RefCell<Vec<u32>>,
+    /// Slots ever used; those from here on have never been.
+    used: Cell<u32>,
+    len: Cell<u32>,
+    registered: Cell<u64>,
+    refused: Cell<u64>,
+    stale: Cell<u64>,
+}
+
+struct Slot<T> {
+    generation: Cell<u32>,
+    value: RefCell<Option<T>>,
+}
+
+/// Slots are made by the chunk, so that a large limit costs nothing until it is used.
+type Chunk<T> = Box<[Slot<T>]>;
+const CHUNK_SLOTS: u32 = 256;
+
+impl<T> StreamTable<T> {
+    /// A table of shard `shard` for `limit` streams at most (no more than [`SLOTS_MAX`]).
+    pub fn new(shard: u8, limit: u32) -> StreamTable<T> {
+        let limit = limit.min(SLOTS_MAX);
+        let chunks = limit.div_ceil(CHUNK_SLOTS);
+        StreamTable {
+            inner: Rc::new(Inner {
+                shard,
+                limit,
+                chunks: (0..chunks).map(|_| OnceCell::new()).collect(),
+                free: RefCell::new(Vec::new()),
+                used: Cell::new(0),
+                len: Cell::new(0),
+                registered: Cell::new(0),
+                refused: Cell::new(0),
+                stale: Cell::new(0),
+            }),
+        }
+    }
+
+    /// Opens a stream. It lives until the registration is dropped.
+    ///
+    /// # Errors
+    /// [`TableFull`], which gives `value` back to nobody: it is dropped.
+    pub fn register(&self, value: T) -> Result<Registration<T>, TableFull> {
+        let inner = &self.inner;
+        let free = inner.free.borrow_mut().pop();
+        let slot = match free {
+            Some(slot) => slot,
+            None if inner.used.get() < inner.limit => {
+                let slot = inner.used.get();
+                inner.used.set(slot + 1);
+                slot
+            }
+            None => {
+                inner.refused.set(inner.refused.get() + 1);
+                return Err(TableFull { limit: inner.limit });
+            }
+        };
+        let entry = inner.slot_or_grow(slot);
+        let previous = entry.value.replace(Some(value));
+        debug_assert!(previous.is_none(), "a free slot holds no stream");
+        inner.len.set(inner.len.get() + 1);
+        inner.registered.set(inner.registered.get() + 1);
+        Ok(Registration {
+            table: Rc::clone(inner),
+            id: StreamId {
+                slot,
+                generation: entry.generation.get(),
+            },
+        })
+    }
+
+    /// Calls `look` with the stream's entry. `None` (counted) if the stream is gone.
+    ///
+    /// # Panics
+    /// If `look` looks at its own entry again.
+    #[inline]
+    pub fn with<R>(&self, id: StreamId, look: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let found = self.inner.with(id, look);
+        if found.is_none() {
+            self.inner.stale.set(self.inner.stale.get() + 1);
+        }
+        found
+    }
+
+    /// Whether the stream is open.
+    pub fn contains(&self, id: StreamId) -> bool {
+        self.inner.slot(id).is_some_and(|entry| {
+            entry
+                .value
+                .try_borrow()
+                .map_or(true, |value| value.is_some())
+        })
+    }
+
+    /// Calls `look` with each open stream, by slot. For shutdown and for a vanished worker: costs
+    /// as much as the most streams ever open.
+    pub fn for_each(&self, mut look: impl FnMut(StreamId, &mut T)) {
+        for slot in 0..self.inner.used.get() {
+            let Some(entry) = self.inner.slot_at(slot) else {
+                continue;
+            };
+            let id = StreamId {
+                slot,
+                generation: entry.generation.get(),
+            };
+            self.inner.with(id, |value| look(id, value));
+        }
+    }
+
+    /// Streams open now.
+    pub fn len(&self) -> u32 {
+        self.inner.len.get()
+    }
+
+    /// Whether no stream is open.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Streams that may be open at once.
+    pub fn limit(&self) -> u32 {
+        self.inner.limit
+    }
+
+    /// The shard that owns the table.
+    pub fn shard(&self) -> u8 {
+        self.inner.shard
+    }
+
+    /// What the table has seen so far.
+    pub fn counts(&self) -> TableCounts {
+        TableCounts {
+            registered: self.inner.registered.get(),
+            refused: self.inner.refused.get(),
+            stale: self.inner.stale.get(),
+        }
+    }
+}
+
+impl<T> Inner<T> {
+    fn slot_or_grow(&self, slot: u32) -> &Slot<T> {
+        let chunk = self.chunks[(slot / CHUNK_SLOTS) as usize].get_or_init(|| {
+            (0..CHUNK_SLOTS)
+                .map(|_| Slot {
+                    generation: Cell::new(0),
+                    value: RefCell::new(None),
+                })
+                .collect()
+        });
+        &chunk[(slot % CHUNK_SLOTS) as usize]
+    }
+
+    #[inline]
+    fn slot_at(&self, slot: u32) -> Option<&Slot<T>> {
+        let chunk = self.chunks.get((slot / CHUNK_SLOTS) as usize)?.get()?;
+        Some(&chunk[(slot % CHUNK_SLOTS) as usize])
+    }
+
+    /// The slot that `id` names, if its generation is the present one: its stream is open, or is
+    /// the next to be (nobody has that address yet). Whoever removes a stream moves the generation
+    /// on first.
+    #[inline]
+    fn slot(&self, id: StreamId) -> Option<&Slot<T>> {
+        let entry = self.slot_at(id.slot)?;
+        (entry.generation.get() == id.generation).then_some(entry)
+    }
+
+    #[inline]
+    fn with<R>(&self, id: StreamId, look: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let entry = self.slot(id)?;
+        // If `look` drops the stream's own registration (or panics after that), the slot is
+        // freed when the look is over.
+        let _finish = FinishRemoval {
+            table: self,
+            entry,
+            id,
+        };
+        let mut value = entry.value.borrow_mut();
+        value.as_mut().map(look)
+    }
+
+    fn remove(&self, id: StreamId) {
+        let Some(entry) = self.slot(id) else { return };
+        entry.generation.set(id.generation.wrapping_add(1));
+        self.len.set(self.len.get() - 1);
+        self.take_value(entry, id.slot);
+    }
+
+    /// Frees the slot unless someone looks at its entry; then [`FinishRemoval`] does.
+    fn take_value(&self, entry: &Slot<T>, slot: u32) {
+        let value = match entry.value.try_borrow_mut() {
+            Ok(mut value) => value.take(),
+            Err(_) => return,
+        };
+        // In this order: the value's own drop may register and remove streams, this slot included.
+        self.free.borrow_mut().push(slot);
+        drop(value);
+    }
+}
+
+struct FinishRemoval<'a, T> {
+    table: &'a Inner<T>,
+    entry: &'a Slot<T>,
+    id: StreamId,
+}
+
+impl<T> Drop for FinishRemoval<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.entry.generation.get() != self.id.generation {
+            self.table.take_value(self.entry, self.id.slot);
+        }
+    }
+}
+
+/// An open stream. Dropping it closes the stream at once, wherever that happens: in a handler, in
+/// a panic's unwinding, after the runtime is gone. It needs no task and no runtime.
+pub struct Registration<T> {
+    table: Rc<Inner<T>>,
+    id: StreamId,
+}
+
+impl<T> Registration<T> {
+    /// The stream's place in its table.
+    pub fn id(&self) -> StreamId {
+        self.id
+    }
+
+    /// The stream's address, as frames carry it.
+    pub fn addr(&self) -> StreamAddr {
+        StreamAddr {
+            shard: self.table.shard,
+            stream: self.id,
+        }
+    }
+
+    /// Calls `look` with the stream's entry.
+    ///
+    /// # Panics
+    /// If `look` looks at its own entry again.
+    #[inline]
+    pub fn with<R>(&self, look: impl FnOnce(&mut T) -> R) -> R {
+        self.table
+            .with(self.id, look)
+            .expect("a registered stream has an entry")
+    }
+}
+
+impl<T> Drop for Registration<T> {
+    fn drop(&mut self) {
+        self.table.remove(self.id);
+    }
+}

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cluster;
+pub mod doc;
 pub mod fpm;
 pub mod ids;
 pub mod kv_event;

@@ -1,0 +1,194 @@
+//! What went wrong in a document, as people read it.
+
+use std::fmt;
+
+use super::node::Origin;
+
+/// One mistake: where, what, and how to mend it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mistake {
+    /// Where the value stands; [`Origin::Default`] if the document as a whole is meant.
+    pub at: Origin,
+    /// What is wrong, naming the key. Lower case, no final stop.
+    pub message: String,
+    /// How to mend it.
+    pub hint: Option<String>,
+}
+
+impl fmt::Display for Mistake {
+    /// `cluster.toml:12:3: what` and, on a line of its own, `hint: how`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.at {
+            Origin::Default | Origin::Preset(_) | Origin::Derived(_) => {}
+            Origin::File { file, line, column } if *line > 0 => {
+                write!(f, "{file}:{line}:{column}: ")?;
+            }
+            Origin::File { file, .. } => write!(f, "{file}: ")?,
+            Origin::Env(_) | Origin::Set(_) => write!(f, "{}: ", self.at)?,
+        }
+        f.write_str(&self.message)?;
+        match &self.hint {
+            Some(hint) => write!(f, "\nhint: {hint}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// All mistakes of a document, in the order in which they stand in it; at least one.
+///
+/// Nothing was built from the document; mend it and read it again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mistakes(Vec<Mistake>);
+
+impl Mistakes {
+    /// Shown in full; a file with more has gone wrong as a whole.
+    const SHOWN_MAX: usize = 50;
+
+    /// Sorts by place and drops repetitions. `None` if there are none.
+    pub(super) fn collect(mut all: Vec<Mistake>) -> Option<Mistakes> {
+        all.sort_by_key(|m| m.at.position()); // stable: equal places keep their order
+        let mut kept: Vec<Mistake> = Vec::with_capacity(all.len());
+        let mut start_of_place = 0;
+        for mistake in all {
+            if kept
+                .last()
+                .is_some_and(|k| k.at.position() != mistake.at.position())
+            {
+                start_of_place = kept.len();
+            }
+            if !kept[start_of_place..].contains(&mistake) {
+                kept.push(mistake);
+            }
+        }
+        (!kept.is_empty()).then_some(Mistakes(kept))
+    }
+
+    /// A single mistake found by other means than walking, such as a file that cannot be read.
+    pub fn one(at: Origin, message: impl Into<String>, hint: Option<String>) -> Mistakes {
+        Mistakes(vec![Mistake {
+            at,
+            message: message.into(),
+            hint,
+        }])
+    }
+
+    /// The mistakes, in the order in which they stand in the document.
+    pub fn iter(&self) -> std::slice::Iter<'_, Mistake> {
+        self.0.iter()
+    }
+
+    /// How many there are; never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl<'m> IntoIterator for &'m Mistakes {
+    type Item = &'m Mistake;
+    type IntoIter = std::slice::Iter<'m, Mistake>;
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+impl fmt::Display for Mistakes {
+    /// One after the other; `error: ` stands before each but the first, so that a program that
+    /// prints `error: {mistakes}` gets equal blocks.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, mistake) in self.0.iter().take(Self::SHOWN_MAX).enumerate() {
+            if index > 0 {
+                f.write_str("\nerror: ")?;
+            }
+            write!(f, "{mistake}")?;
+        }
+        match self.0.len().saturating_sub(Self::SHOWN_MAX) {
+            0 => Ok(()),
+            more => write!(f, "\nerror: and {more} more mistakes"),
+        }
+    }
+}
+
+impl std::error::Error for Mistakes {}
+
+/// `text` fit for a one-line message: control characters escaped, cut after 60 characters.
+pub(super) fn shown(text: &str) -> String {
+    const CHARS_MAX: usize = 60;
+    let mut out = String::new();
+    for (count, c) in text.chars().enumerate() {
+        if count == CHARS_MAX {
+            out.push('…');
+            break;
+        }
+        if c.is_control() {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+/// The candidate nearest to `word`, if one is near enough to be meant: at most a third of the
+/// word's letters inserted, deleted, replaced or swapped.
+pub(super) fn nearest<'c>(
+    word: &str,
+    candidates: impl IntoIterator<Item = &'c str>,
+) -> Option<&'c str> {
+    const LETTERS_MAX: usize = 64; // longer words are no keys of ours, and the cost is quadratic
+    let word: Vec<char> = word.to_lowercase().chars().take(LETTERS_MAX + 1).collect();
+    if word.is_empty() || word.len() > LETTERS_MAX {
+        return None;
+    }
+    let bound = (word.len() / 3).max(1);
+    candidates
+        .into_iter()
+        .map(|c| (edit_distance(&word, &c.chars().collect::<Vec<_>>()), c))
+        .filter(|&(distance, _)| distance <= bound)
+        .min_by_key(|&(distance, _)| distance)
+        .map(|(_, c)| c)
+}
+
+/// Insertions, deletions, replacements and swaps of neighbors that turn `a` into `b` (optimal
+/// string alignment).
+fn edit_distance(a: &[char], b: &[char]) -> usize {
+    let mut before_last = vec![0; b.len() + 1];
+    let mut last: Vec<usize> = (0..=b.len()).collect();
+    for (i, &ca) in a.iter().enumerate() {
+        let mut row = vec![i + 1; b.len() + 1];
+        for (j, &cb) in b.iter().enumerate() {
+            row[j + 1] = (last[j] + usize::from(ca != cb))
+                .min(last[j + 1] + 1)
+                .min(row[j] + 1);
+            if i > 0 && j > 0 && ca == b[j - 1] && a[i - 1] == cb {
+                row[j + 1] = row[j + 1].min(before_last[j - 1] + 1);
+            }
+        }
+        before_last = std::mem::replace(&mut last, row);
+    }
+    last[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nearest_finds_slips_and_leaves_strangers_alone() {
+        let keys = ["block_size", "max_num_seqs", "max_model_len", "gpu"];
+        assert_eq!(nearest("blocksize", keys), Some("block_size"));
+        assert_eq!(nearest("max_nmu_seqs", keys), Some("max_num_seqs"));
+        assert_eq!(nearest("MAX_NUM_SEQS", keys), Some("max_num_seqs"));
+        assert_eq!(nearest("gup", keys), Some("gpu"));
+        assert_eq!(nearest("temperature", keys), None);
+        assert_eq!(nearest(&"x".repeat(1 << 20), keys), None);
+    }
+
+    #[test]
+    fn a_swap_is_one_edit() {
+        let chars = |s: &str| s.chars().collect::<Vec<_>>();
+        assert_eq!(edit_distance(&chars("abcd"), &chars("acbd")), 1);
+        assert_eq!(edit_distance(&chars("kitten"), &chars("sitting")), 3);
+        assert_eq!(edit_distance(&chars(""), &chars("abc")), 3);
+    }
+}

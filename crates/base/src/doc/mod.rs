@@ -1,0 +1,57 @@
+//! Reads a TOML document so that *all* mistakes are reported together, each with its line and its
+//! remedy, and so that every value knows where it came from.
+//!
+//! serde stops at the first error and forgets where values stood. Here a [`Doc`] holds the parsed
+//! document with positions, overlaid by environment and flags; [`Doc::read`] walks it with
+//! [`Table`]s and [`Field`]s, which note mistakes and go on with a stand-in value. At the end there
+//! is either the value with its [`Settings`] (what was effective, and why), or [`Mistakes`].
+//!
+//! ```
+//! use slipstream_base::doc::Doc;
+//!
+//! #[derive(Debug, PartialEq)]
+//! struct Job { rate: f64, kind: Kind, seed: Option<u64> }
+//! #[derive(Clone, Debug, PartialEq)]
+//! enum Kind { Poisson, Constant }
+//!
+//! fn read(doc: Doc) -> Result<Job, slipstream_base::doc::Mistakes> {
+//!     let (job, _settings) = doc.read(|root| {
+//!         root.table("arrivals", |t| Job {
+//!             rate: t.get("rate").within(0.001..=1e9).or(1.0),
+//!             kind: t.choice("kind", &[("poisson", Kind::Poisson), ("constant", Kind::Constant)])
+//!                 .or(Kind::Poisson),
+//!             seed: t.get("seed").optional(),
+//!         })
+//!     })?;
+//!     Ok(job)
+//! }
+//!
+//! let mut doc = Doc::parse("job.toml", b"[arrivals]\nkind = \"constant\"\n");
+//! doc.set("arrivals.rate=50");
+//! assert_eq!(read(doc).unwrap(), Job { rate: 50.0, kind: Kind::Constant, seed: None });
+//!
+//! let doc = Doc::parse("job.toml", b"[arrivals]\nrate = \"fast\"\nknid = \"poisson\"\n");
+//! assert_eq!(
+//!     format!("error: {}", read(doc).unwrap_err()),
+//!     "error: job.toml:2:8: `arrivals.rate` is a string (\"fast\"), but must be a number\n\
+//!      error: job.toml:3:1: unknown key `arrivals.knid`\n\
+//!      hint: did you mean `kind`?",
+//! );
+//! ```
+//!
+//! | module | what it is |
+//! | --- | --- |
+//! | `node` | the document as a tree with origins; layers over it |
+//! | `table` | typed reading |
+//! | `mistake` | what went wrong, as people read it |
+//! | `settings` | what was effective and where it came from, as TOML |
+
+mod mistake;
+mod node;
+mod settings;
+mod table;
+
+pub use mistake::{Mistake, Mistakes};
+pub use node::{Doc, Origin};
+pub use settings::{Setting, Settings};
+pub use table::{Field, Scalar, Table, Value};

@@ -1,0 +1,450 @@
+//! The document as a tree in which every value knows its origin, and the layers over it.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::mistake::{Mistake, Mistakes, shown};
+use super::settings::Settings;
+use super::table::{Context, Table};
+
+/// Where a value came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Nobody said anything.
+    Default,
+    /// It belongs to a preset that was named.
+    Preset(String),
+    /// It was computed; the text says how.
+    Derived(String),
+    /// It stands in a file. `line` and `column` count from 1; 0 means the file as a whole.
+    File {
+        /// Path of the file as it was given.
+        file: Arc<str>,
+        /// Line.
+        line: u32,
+        /// Column, in characters.
+        column: u32,
+    },
+    /// An environment variable.
+    Env(String),
+    /// A flag `--set`; its text `key=value`.
+    Set(String),
+}
+
+impl Origin {
+    /// File over default, environment over file, flag over environment.
+    pub(super) fn layer(&self) -> u8 {
+        match self {
+            Origin::Default | Origin::Preset(_) | Origin::Derived(_) => 0,
+            Origin::File { .. } => 1,
+            Origin::Env(_) => 2,
+            Origin::Set(_) => 3,
+        }
+    }
+
+    /// Sorts mistakes: the file from top to bottom, then environment and flags, then the rest.
+    pub(super) fn position(&self) -> (u8, u32, u32) {
+        match self {
+            Origin::File { line, column, .. } => (0, *line, *column),
+            Origin::Env(_) => (1, 0, 0),
+            Origin::Set(_) => (2, 0, 0),
+            Origin::Default | Origin::Preset(_) | Origin::Derived(_) => (3, 0, 0),
+        }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Default => f.write_str("default"),
+            Origin::Preset(name) => write!(f, "preset {}", shown(name)),
+            Origin::Derived(how) => f.write_str(how),
+            Origin::File { file, line: 0, .. } => f.write_str(file),
+            Origin::File { file, line, .. } => write!(f, "{file}:{line}"),
+            Origin::Env(name) => write!(f, "environment {}", shown(name)),
+            Origin::Set(text) => write!(f, "--set {}", shown(text)),
+        }
+    }
+}
+
+/// A value of the document.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    pub(super) kind: Kind,
+    /// Where the value stands.
+    pub(super) at: Origin,
+    /// Where its key stands.
+    pub(super) key_at: Origin,
+    /// Its path as written, such as `engine.block_size`.
+    pub(super) path: String,
+    /// What was written, where a flag or a variable set this very key.
+    pub(super) raw: Option<String>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    String(String),
+    /// Text of the integer where it does not fit.
+    Integer(Result<i64, String>),
+    Float(f64),
+    Bool(bool),
+    Date(String),
+    Array(Vec<Node>),
+    /// In the order in which the keys stand.
+    Table(Vec<(String, Node)>),
+}
+
+impl Node {
+    pub(super) fn empty_table(at: Origin) -> Node {
+        Node {
+            kind: Kind::Table(Vec::new()),
+            at: at.clone(),
+            key_at: at,
+            path: String::new(),
+            raw: None,
+        }
+    }
+
+    pub(super) fn child(&self, key: &str) -> Option<&Node> {
+        match &self.kind {
+            Kind::Table(entries) => entries.iter().find(|(k, _)| k == key).map(|(_, n)| n),
+            _ => None,
+        }
+    }
+
+    /// Lays `over` over `self`: tables key by key, all else as a whole.
+    pub(super) fn overlay(&mut self, over: Node) {
+        match (&mut self.kind, over.kind) {
+            (Kind::Table(mine), Kind::Table(theirs)) => {
+                for (key, node) in theirs {
+                    match mine.iter_mut().find(|(k, _)| *k == key) {
+                        Some((_, old)) => old.overlay(node),
+                        None => mine.push((key, node)),
+                    }
+                }
+            }
+            (_, kind) => *self = Node { kind, ..over },
+        }
+    }
+}
+
+/// A parsed document, ready to be overlaid and read.
+///
+/// Layers go on in the order file, environment, flags; the later wins. Whatever is wrong with one
+/// of them is kept and reported by [`Doc::read`] with the rest.
+#[derive(Debug)]
+pub struct Doc {
+    name: Arc<str>,
+    root: Node,
+    mistakes: Vec<Mistake>,
+    /// Lines with a syntax error: what was made of them is not worth a second complaint.
+    broken_lines: Vec<u32>,
+}
+
+impl Doc {
+    /// A document larger than this is refused: it is not a configuration.
+    const BYTES_MAX: usize = 4 << 20;
+    /// Parts that a dotted key may have. Deeper nesting is refused before it is parsed, since trees
+    /// are dropped recursively.
+    const DEPTH_MAX: usize = 64;
+
+    /// Parses `text`, the content of the file `name`. Bytes that are not UTF-8 and broken syntax
+    /// become mistakes; what else can be read is.
+    pub fn parse(name: &str, text: &[u8]) -> Doc {
+        let mut doc = Doc {
+            name: name.into(),
+            root: Node::empty_table(Origin::Default),
+            mistakes: Vec::new(),
+            broken_lines: Vec::new(),
+        };
+        let whole = Origin::File {
+            file: doc.name.clone(),
+            line: 0,
+            column: 0,
+        };
+        doc.root = Node::empty_table(whole.clone());
+        if text.len() > Self::BYTES_MAX {
+            let hint = format!("the limit is {} bytes", Self::BYTES_MAX);
+            doc.note(
+                whole,
+                format!("{} bytes are too many", text.len()),
+                Some(hint),
+            );
+            return doc;
+        }
+        let lossy = String::from_utf8_lossy(text);
+        let lines = Lines::new(&doc.name, &lossy);
+        if let Err(error) = std::str::from_utf8(text) {
+            // Valid up to there, so the lossy text has the same offsets so far.
+            let at = lines.place(error.valid_up_to());
+            doc.broken(at, "not UTF-8", Some("save the file as UTF-8".into()));
+        }
+        if let Some(offset) = too_deep(&lossy, Self::DEPTH_MAX) {
+            let message = format!(
+                "more than {} dots or brackets in a row of keys",
+                Self::DEPTH_MAX
+            );
+            doc.broken(lines.place(offset), &message, None);
+            return doc;
+        }
+        let (table, errors) = DeTable::parse_recoverable(&lossy);
+        for error in errors {
+            let at = lines.place(error.span().map_or(0, |span| span.start));
+            let hint = match error.message() {
+                m if m.contains("must be quoted") => {
+                    Some("put the text between double quotes".into())
+                }
+                m if m.contains("duplicate key") => Some("keep one of the two".into()),
+                _ => None,
+            };
+            doc.broken(at, error.message(), hint);
+        }
+        doc.root = Node {
+            kind: Kind::Table(convert_table(table.get_ref(), "", &|offset| {
+                lines.place(offset)
+            })),
+            ..Node::empty_table(whole)
+        };
+        doc
+    }
+
+    /// A document without a file: defaults, environment and flags.
+    pub fn empty() -> Doc {
+        Doc {
+            name: "".into(),
+            root: Node::empty_table(Origin::Default),
+            mistakes: Vec::new(),
+            broken_lines: Vec::new(),
+        }
+    }
+
+    /// Lays environment variables over the document: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64` sets
+    /// `engine.max_num_seqs`. The rest of the name after `prefix` is the path in lower case, with
+    /// two underscores for each dot; variables without two underscores there are not ours.
+    pub fn env(&mut self, prefix: &str, vars: impl IntoIterator<Item = (String, String)>) {
+        let mut ours: Vec<_> = vars
+            .into_iter()
+            .filter_map(|(name, value)| {
+                let rest = name.strip_prefix(prefix)?;
+                let path = rest.to_lowercase().replace("__", ".");
+                rest.contains("__").then_some((name, path, value))
+            })
+            .collect();
+        ours.sort(); // the environment has no order, mistakes and overlays should
+        for (name, path, value) in ours {
+            self.overlay(&path, &value, &Origin::Env(name));
+        }
+    }
+
+    /// Lays a flag `--set key=value` over the document. `value` is TOML; what is not is taken as a
+    /// string, so quotes may be left out.
+    pub fn set(&mut self, assignment: &str) {
+        let origin = Origin::Set(assignment.to_owned());
+        match assignment.split_once('=') {
+            Some((path, value)) => self.overlay(path.trim(), value.trim(), &origin),
+            None => self.note(
+                origin,
+                "no `=` in it".into(),
+                Some("write `--set engine.max_num_seqs=64`".into()),
+            ),
+        }
+    }
+
+    fn overlay(&mut self, path: &str, value: &str, origin: &Origin) {
+        let parts: Vec<&str> = path.split('.').map(str::trim).collect();
+        if parts.len() > Self::DEPTH_MAX || parts.iter().any(|part| part.is_empty()) {
+            let hint = "a key is words joined by dots, such as `engine.max_num_seqs`".to_owned();
+            self.note(
+                origin.clone(),
+                format!("`{}` names no key", shown(path)),
+                Some(hint),
+            );
+            return;
+        }
+        let text = || Kind::String(value.to_owned());
+        let mut kind = if too_deep(value, Self::DEPTH_MAX).is_some() {
+            text()
+        } else {
+            match DeValue::parse(value) {
+                Ok(parsed) => convert(parsed.get_ref(), path, &|_| origin.clone()),
+                Err(_) => text(),
+            }
+        };
+        // Wrap it from the inside out, then lay the whole over the document.
+        for depth in (0..parts.len()).rev() {
+            let node = Node {
+                kind,
+                at: origin.clone(),
+                key_at: origin.clone(),
+                path: parts[..=depth].join("."),
+                raw: (depth + 1 == parts.len()).then(|| value.to_owned()),
+            };
+            kind = Kind::Table(vec![(parts[depth].to_owned(), node)]);
+        }
+        let over = Node {
+            kind,
+            ..Node::empty_table(origin.clone())
+        };
+        self.root.overlay(over);
+    }
+
+    /// Reads the document with `read`, which touches every key that it knows; keys that it did
+    /// not touch are mistakes.
+    ///
+    /// # Errors
+    /// All mistakes together, if there is any.
+    pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Mistakes> {
+        let cx = Context {
+            file: self.name,
+            broken_lines: self.broken_lines,
+            mistakes: RefCell::new(self.mistakes),
+            known: RefCell::default(),
+            unknown: RefCell::default(),
+            settings: RefCell::default(),
+        };
+        let root = Table::root(&cx, &self.root);
+        let value = read(&root);
+        root.close();
+        cx.close().map(|settings| (value, settings))
+    }
+
+    fn note(&mut self, at: Origin, message: String, hint: Option<String>) {
+        self.mistakes.push(Mistake { at, message, hint });
+    }
+
+    fn broken(&mut self, at: Origin, message: &str, hint: Option<String>) {
+        if let Origin::File { line, .. } = at {
+            self.broken_lines.push(line);
+        }
+        self.note(at, shown(message), hint);
+    }
+}
+
+/// Offset of the first place where keys, arrays or inline tables might nest more than `depth`
+/// deep. Errs on the side of refusing, by counting dots of a line and open brackets, also in
+/// comments and strings; real documents come nowhere near.
+fn too_deep(text: &str, depth: usize) -> Option<usize> {
+    let (mut dots, mut open) = (0usize, 0usize);
+    for (offset, byte) in text.bytes().enumerate() {
+        match byte {
+            b'\n' => dots = 0,
+            b'.' => dots += 1,
+            b'[' | b'{' => open += 1,
+            b']' | b'}' => open = open.saturating_sub(1),
+            _ => {}
+        }
+        if dots > depth || open > depth {
+            return Some(offset);
+        }
+    }
+    None
+}
+
+fn convert_table(
+    table: &DeTable<'_>,
+    path: &str,
+    place: &dyn Fn(usize) -> Origin,
+) -> Vec<(String, Node)> {
+    let mut entries: Vec<(usize, String, Node)> = table
+        .iter()
+        .map(|(key, value)| {
+            let name: &str = key.get_ref();
+            let path = if path.is_empty() {
+                name.to_owned()
+            } else {
+                format!("{path}.{name}")
+            };
+            let node = Node {
+                kind: convert(value.get_ref(), &path, place),
+                at: place(value.span().start),
+                key_at: place(key.span().start),
+                path,
+                raw: None,
+            };
+            (order(key, value), name.to_owned(), node)
+        })
+        .collect();
+    // The parser sorts by name; the file's order is what a reader expects.
+    entries.sort_by_key(|(start, ..)| *start);
+    entries
+        .into_iter()
+        .map(|(_, name, node)| (name, node))
+        .collect()
+}
+
+fn order(key: &Spanned<Cow<'_, str>>, value: &Spanned<DeValue<'_>>) -> usize {
+    key.span().start.min(value.span().start)
+}
+
+pub(super) fn convert(value: &DeValue<'_>, path: &str, place: &dyn Fn(usize) -> Origin) -> Kind {
+    match value {
+        DeValue::String(text) => Kind::String(text.to_string()),
+        DeValue::Integer(number) => Kind::Integer(
+            i64::from_str_radix(number.as_str(), number.radix()).map_err(|_| number.to_string()),
+        ),
+        DeValue::Float(number) => Kind::Float(number.as_str().parse().unwrap_or(f64::NAN)),
+        DeValue::Boolean(value) => Kind::Bool(*value),
+        DeValue::Datetime(date) => Kind::Date(date.to_string()),
+        DeValue::Array(items) => Kind::Array(
+            items
+                .iter()
+                .enumerate()
+                .map(|(index, item)| {
+                    let path = format!("{path}[{index}]");
+                    let at = place(item.span().start);
+                    Node {
+                        kind: convert(item.get_ref(), &path, place),
+                        key_at: at.clone(),
+                        at,
+                        path,
+                        raw: None,
+                    }
+                })
+                .collect(),
+        ),
+        DeValue::Table(table) => Kind::Table(convert_table(table, path, place)),
+    }
+}
+
+/// Turns byte offsets into lines and columns.
+struct Lines<'t> {
+    file: Arc<str>,
+    text: &'t str,
+    starts: Vec<usize>,
+}
+
+impl<'t> Lines<'t> {
+    fn new(file: &Arc<str>, text: &'t str) -> Lines<'t> {
+        let ends = text
+            .bytes()
+            .enumerate()
+            .filter(|(_, b)| *b == b'\n')
+            .map(|(i, _)| i + 1);
+        Lines {
+            file: file.clone(),
+            text,
+            starts: std::iter::once(0).chain(ends).collect(),
+        }
+    }
+
+    fn place(&self, offset: usize) -> Origin {
+        let offset = offset.min(self.text.len());
+        let line = self.starts.partition_point(|start| *start <= offset);
+        let start = self.starts[line - 1];
+        // An offset inside a character cannot come from the parser; count its bytes then.
+        let column = self
+            .text
+            .get(start..offset)
+            .map_or(offset - start, |t| t.chars().count());
+        Origin::File {
+            file: self.file.clone(),
+            line: line as u32,
+            column: column as u32 + 1,
+        }
+    }
+}

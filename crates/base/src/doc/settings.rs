@@ -1,0 +1,185 @@
+//! What was effective and where it came from.
+
+use std::fmt::Write as _;
+
+use super::node::Origin;
+
+/// A step of a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Key of a table.
+    Key(String),
+    /// Index into an array of tables.
+    Index(usize),
+}
+
+/// A path as people write it: `pool.main.workers`, `event[0].at_s`.
+pub(super) fn dotted(path: &[Step]) -> String {
+    let mut out = String::new();
+    for step in path {
+        match step {
+            Step::Key(key) => {
+                if !out.is_empty() {
+                    out.push('.');
+                }
+                out.push_str(key);
+            }
+            Step::Index(index) => write!(out, "[{index}]").expect("a String takes all"),
+        }
+    }
+    out
+}
+
+/// A value that was read, or taken in place of one that was not given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// Path of the key, such as `pool.main.engine.block_size`.
+    pub path: String,
+    /// The value as TOML; `None` if there is none (an optional key that was not given).
+    pub value: Option<String>,
+    /// Where it came from.
+    pub origin: Origin,
+    group: usize,
+    key: String,
+}
+
+/// All settings of a document, in the order in which they were read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Paths of tables, in the order in which they were met.
+    groups: Vec<Vec<Step>>,
+    settings: Vec<Setting>,
+}
+
+impl Settings {
+    /// The table at `path`, met now if not before.
+    pub(super) fn group(&mut self, path: &[Step]) -> usize {
+        self.groups
+            .iter()
+            .position(|g| g == path)
+            .unwrap_or_else(|| {
+                self.groups.push(path.to_vec());
+                self.groups.len() - 1
+            })
+    }
+
+    pub(super) fn record(&mut self, table: &[Step], key: &str, value: Option<String>, at: Origin) {
+        let group = self.group(table);
+        let mut path = table.to_vec();
+        path.push(Step::Key(key.to_owned()));
+        self.settings.push(Setting {
+            path: dotted(&path),
+            value,
+            origin: at,
+            group,
+            key: key.to_owned(),
+        });
+    }
+
+    /// All settings.
+    pub fn iter(&self) -> std::slice::Iter<'_, Setting> {
+        self.settings.iter()
+    }
+
+    /// The setting at `path`, such as `pool.main.workers`.
+    pub fn get(&self, path: &str) -> Option<&Setting> {
+        self.settings.iter().find(|s| s.path == path)
+    }
+
+    /// The effective values as a TOML document which reads back to the same values, with a comment
+    /// behind each that says where it came from.
+    pub fn to_toml(&self) -> String {
+        const COMMENT_COLUMN: usize = 44;
+        let mut out = String::new();
+        for (group, path) in self.groups.iter().enumerate() {
+            // A table that holds only tables needs no header of its own.
+            let is_item = matches!(path.last(), Some(Step::Index(_)));
+            let mut members = self.settings.iter().filter(|s| s.group == group).peekable();
+            let is_parent = self
+                .groups
+                .iter()
+                .any(|g| g.len() > path.len() && g.starts_with(path));
+            if members.peek().is_none() && (is_parent || path.is_empty()) && !is_item {
+                continue;
+            }
+            if !path.is_empty() {
+                if !out.is_empty() {
+                    out.push('\n');
+                }
+                let keys: Vec<String> = path
+                    .iter()
+                    .filter_map(|step| match step {
+                        Step::Key(key) => Some(key_to_toml(key)),
+                        Step::Index(_) => None,
+                    })
+                    .collect();
+                let keys = keys.join(".");
+                let header = if is_item {
+                    format!("[[{keys}]]")
+                } else {
+                    format!("[{keys}]")
+                };
+                out.push_str(&header);
+                out.push('\n');
+            }
+            for setting in members {
+                let line = match &setting.value {
+                    Some(value) => format!("{} = {value}", key_to_toml(&setting.key)),
+                    None => format!("# {} is not set", key_to_toml(&setting.key)),
+                };
+                let origin = comment(&setting.origin.to_string());
+                if setting.value.is_some() {
+                    writeln!(out, "{line:<COMMENT_COLUMN$}  # {origin}")
+                } else {
+                    writeln!(out, "{line}")
+                }
+                .expect("a String takes all");
+            }
+        }
+        out
+    }
+}
+
+impl<'s> IntoIterator for &'s Settings {
+    type Item = &'s Setting;
+    type IntoIter = std::slice::Iter<'s, Setting>;
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+/// `text` fit for a TOML comment, which may hold no control character.
+fn comment(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
+}
+
+fn key_to_toml(key: &str) -> String {
+    let bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    if !key.is_empty() && key.chars().all(bare) {
+        key.to_owned()
+    } else {
+        string_to_toml(key)
+    }
+}
+
+/// `text` as a TOML basic string.
+pub(super) fn string_to_toml(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\t' => out.push_str("\\t"),
+            c if c.is_control() => {
+                write!(out, "\\u{:04X}", u32::from(c)).expect("a String takes all");
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}

@@ -1,0 +1,956 @@
+//! Typed reading of tables and fields.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::ops::{Bound, RangeBounds};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use toml::de::DeValue;
+
+use super::mistake::{Mistake, Mistakes, nearest, shown};
+use super::node::{Kind, Node, Origin, convert};
+use super::settings::{Settings, Step, dotted, string_to_toml};
+
+/// What all tables of one reading share.
+pub(super) struct Context {
+    pub(super) file: Arc<str>,
+    pub(super) broken_lines: Vec<u32>,
+    pub(super) mistakes: RefCell<Vec<Mistake>>,
+    /// Paths that were read, with the length of their table's part.
+    pub(super) known: RefCell<BTreeSet<(String, String)>>,
+    pub(super) unknown: RefCell<Vec<Unknown>>,
+    pub(super) settings: RefCell<Settings>,
+}
+
+pub(super) struct Unknown {
+    /// Path of the table as it was read.
+    table: String,
+    key: String,
+    /// Path of the key as it is written.
+    path: String,
+    at: Origin,
+}
+
+impl Context {
+    fn note(&self, at: Origin, message: String, hint: Option<String>) {
+        if let Origin::File { line, .. } = at
+            && self.broken_lines.contains(&line)
+        {
+            return; // the syntax error on that line is the mistake
+        }
+        self.mistakes
+            .borrow_mut()
+            .push(Mistake { at, message, hint });
+    }
+
+    pub(super) fn close(self) -> Result<Settings, Mistakes> {
+        let known = self.known.borrow();
+        for unknown in self.unknown.borrow().iter() {
+            let hint = hint_for(unknown, &known);
+            self.note(
+                unknown.at.clone(),
+                format!("unknown key `{}`", shown(&unknown.path)),
+                hint,
+            );
+        }
+        drop(known);
+        match Mistakes::collect(self.mistakes.into_inner()) {
+            None => Ok(self.settings.into_inner()),
+            Some(mistakes) => Err(mistakes),
+        }
+    }
+}
+
+fn hint_for(unknown: &Unknown, known: &BTreeSet<(String, String)>) -> Option<String> {
+    const LISTED_MAX: usize = 24;
+    let here: Vec<&str> = known
+        .iter()
+        .filter(|(table, _)| *table == unknown.table)
+        .map(|(_, k)| k.as_str())
+        .collect();
+    if let Some(key) = nearest(&unknown.key, here.iter().copied()) {
+        return Some(format!("did you mean `{key}`?"));
+    }
+    // Right key, wrong table. The shortest path is the least special one.
+    let elsewhere = known
+        .iter()
+        .filter(|(_, key)| *key == unknown.key)
+        .map(|(table, key)| {
+            if table.is_empty() {
+                key.clone()
+            } else {
+                format!("{table}.{key}")
+            }
+        })
+        .min_by_key(String::len);
+    if let Some(path) = elsewhere {
+        return Some(format!("did you mean `{path}`?"));
+    }
+    match here.len() {
+        0 => Some("no key belongs there; remove it".into()),
+        1..=LISTED_MAX => Some(format!("known there: {}", here.join(", "))),
+        _ => None,
+    }
+}
+
+/// A table of the document while it is read. One that is absent reads as an empty one.
+pub struct Table<'a> {
+    cx: &'a Context,
+    node: Option<&'a Node>,
+    path: Vec<Step>,
+    known: RefCell<BTreeSet<String>>,
+}
+
+impl<'a> Table<'a> {
+    pub(super) fn root(cx: &'a Context, node: &'a Node) -> Table<'a> {
+        Table {
+            cx,
+            node: Some(node),
+            path: Vec::new(),
+            known: RefCell::default(),
+        }
+    }
+
+    fn at_path<'b>(&'b self, node: Option<&'b Node>, step: Step) -> Table<'b> {
+        let mut path = self.path.clone();
+        path.push(step);
+        Table {
+            cx: self.cx,
+            node,
+            path,
+            known: RefCell::default(),
+        }
+    }
+
+    /// Ends the reading of this table: what nobody asked for is unknown.
+    pub(super) fn close(&self) {
+        let known = self.known.borrow();
+        let table = dotted(&self.path);
+        self.cx
+            .known
+            .borrow_mut()
+            .extend(known.iter().map(|key| (table.clone(), key.clone())));
+        let Some(Kind::Table(entries)) = self.node.map(|n| &n.kind) else {
+            return;
+        };
+        for (key, node) in entries.iter().filter(|(key, _)| !known.contains(key)) {
+            self.cx.unknown.borrow_mut().push(Unknown {
+                table: table.clone(),
+                key: key.clone(),
+                path: node.path.clone(),
+                at: node.key_at.clone(),
+            });
+        }
+    }
+
+    /// The node under `key`, which is known from now on.
+    fn node(&self, key: &str) -> Option<&'a Node> {
+        if !self.known.borrow().contains(key) {
+            self.known.borrow_mut().insert(key.to_owned());
+        }
+        self.node.and_then(|n| n.child(key))
+    }
+
+    /// Path of `key` as it was written, or where it would be.
+    fn path_of(&self, key: &str) -> String {
+        if let Some(node) = self.node.and_then(|n| n.child(key)) {
+            return node.path.clone();
+        }
+        self.path_here(key)
+    }
+
+    /// Whether the document has `key` here (a table or a value).
+    pub fn has(&self, key: &str) -> bool {
+        self.node(key).is_some()
+    }
+
+    /// Whether this table itself stands in the document.
+    pub fn is_present(&self) -> bool {
+        self.node.is_some()
+    }
+
+    /// Where the value of `key` came from; [`Origin::Default`] if it is absent.
+    pub fn origin(&self, key: &str) -> Origin {
+        self.node(key).map_or(Origin::Default, |n| n.at.clone())
+    }
+
+    /// A value of type `T` under `key`.
+    pub fn get<'t, T: Scalar + 't>(&'t self, key: &str) -> Field<'t, T> {
+        let read = |node: &Node| {
+            if let Some(value) = T::read(&Value::of(&node.kind)) {
+                return Ok(value);
+            }
+            // Flags and variables are text first: `--set model.name=8` names a model.
+            if let Some(value) = node
+                .raw
+                .as_deref()
+                .and_then(|raw| T::read(&Value::String(raw)))
+            {
+                return Ok(value);
+            }
+            let unquoted = match &node.kind {
+                Kind::String(text) => DeValue::parse(text).ok().and_then(|value| {
+                    T::read(&Value::of(&convert(value.get_ref(), "", &|_| {
+                        Origin::Default
+                    })))
+                }),
+                _ => None,
+            };
+            Err(Wrong {
+                hint: unquoted.map(|value| format!("write {} without the quotes", value.to_toml())),
+                ..Wrong::of(node, T::MUST.into())
+            })
+        };
+        self.field(key, read, Box::new(T::to_toml))
+    }
+
+    /// One of a few words under `key`.
+    pub fn choice<'t, T: Clone + PartialEq>(
+        &'t self,
+        key: &str,
+        choices: &'t [(&'t str, T)],
+    ) -> Field<'t, T> {
+        let read = |node: &Node| {
+            let words = || {
+                choices
+                    .iter()
+                    .map(|(w, _)| format!("\"{w}\""))
+                    .collect::<Vec<_>>()
+            };
+            let must = || format!("one of {}", words().join(", "));
+            let Kind::String(text) = &node.kind else {
+                return Err(Wrong::of(node, must()));
+            };
+            match choices.iter().find(|(word, _)| word == text) {
+                Some((_, value)) => Ok(value.clone()),
+                None => Err(Wrong {
+                    hint: nearest(text, choices.iter().map(|(w, _)| *w))
+                        .map(|word| format!("did you mean \"{word}\"?")),
+                    ..Wrong::of(node, must())
+                }),
+            }
+        };
+        let render = move |value: &T| {
+            let word = choices
+                .iter()
+                .find(|(_, v)| v == value)
+                .map_or("", |(word, _)| word);
+            string_to_toml(word)
+        };
+        self.field(key, read, Box::new(render))
+    }
+
+    /// A path under `key`. Relative ones in a file start from the folder of that file, those from
+    /// the environment or a flag from the working directory.
+    pub fn path(&self, key: &str) -> Field<'_, PathBuf> {
+        let folder = Path::new(&*self.cx.file).parent().unwrap_or(Path::new(""));
+        let read = |node: &Node| {
+            let text = match (&node.raw, &node.kind) {
+                (Some(raw), _) => raw,
+                (None, Kind::String(text)) => text,
+                _ => "",
+            };
+            if text.is_empty() {
+                return Err(Wrong::of(node, "a path".into()));
+            }
+            Ok(match node.at {
+                Origin::File { .. } => folder.join(text),
+                _ => PathBuf::from(text),
+            })
+        };
+        self.field(
+            key,
+            read,
+            Box::new(|path: &PathBuf| string_to_toml(&path.to_string_lossy())),
+        )
+    }
+
+    fn field<'t, T>(
+        &'t self,
+        key: &str,
+        read: impl FnOnce(&Node) -> Result<T, Wrong>,
+        render: Box<dyn Fn(&T) -> String + 't>,
+    ) -> Field<'t, T> {
+        let mut field = Field {
+            table: self,
+            key: key.to_owned(),
+            value: None,
+            given: false,
+            render,
+        };
+        if let Some(node) = self.node(key) {
+            field.given = true;
+            match read(node) {
+                Ok(value) => field.value = Some(value),
+                Err(wrong) => {
+                    let message = format!(
+                        "`{}` is {}, but must be {}",
+                        shown(&node.path),
+                        wrong.is,
+                        wrong.must
+                    );
+                    self.cx.note(node.at.clone(), message, wrong.hint);
+                }
+            }
+        }
+        field
+    }
+
+    /// Reads the table under `key`; an absent one reads as empty.
+    pub fn table<R>(&self, key: &str, read: impl FnOnce(&Table<'_>) -> R) -> R {
+        let node = self.node(key).filter(|node| self.is_table(node));
+        let table = self.at_path(node, Step::Key(key.to_owned()));
+        let result = read(&table);
+        table.close();
+        result
+    }
+
+    /// Reads the table under `key` laid over the table `base`: keys that it does not have are
+    /// taken from there. Mistakes in them name the path in `base`.
+    pub fn table_over<R>(
+        &self,
+        key: &str,
+        base: &Table<'_>,
+        read: impl FnOnce(&Table<'_>) -> R,
+    ) -> R {
+        let own = self.node(key).filter(|node| self.is_table(node));
+        let mut merged = base.node.cloned();
+        if let Some(own) = own {
+            match &mut merged {
+                Some(merged) => merged.overlay(own.clone()),
+                None => merged = Some(own.clone()),
+            }
+        }
+        let table = self.at_path(merged.as_ref(), Step::Key(key.to_owned()));
+        let result = read(&table);
+        table.close();
+        result
+    }
+
+    /// The table under `key` as a base for [`Table::table_over`]; its keys are checked there.
+    pub fn base(&self, key: &str) -> Table<'_> {
+        let node = self.node(key).filter(|node| self.is_table(node));
+        self.at_path(node, Step::Key(key.to_owned()))
+    }
+
+    /// Reads every table under `key` (`[pool.NAME]`), in the document's order.
+    pub fn tables<R>(&self, key: &str, mut read: impl FnMut(&str, &Table<'_>) -> R) -> Vec<R> {
+        let Some(node) = self.node(key).filter(|node| self.is_table(node)) else {
+            return Vec::new();
+        };
+        let parent = self.at_path(Some(node), Step::Key(key.to_owned()));
+        let Kind::Table(entries) = &node.kind else {
+            return Vec::new();
+        };
+        entries
+            .iter()
+            .filter(|(_, node)| self.is_table(node))
+            .map(|(name, node)| {
+                let table = parent.at_path(Some(node), Step::Key(name.clone()));
+                self.cx.settings.borrow_mut().group(&table.path);
+                let result = read(name, &table);
+                table.close();
+                result
+            })
+            .collect()
+    }
+
+    /// Reads every table of the array under `key` (`[[event]]`).
+    pub fn array<R>(&self, key: &str, mut read: impl FnMut(usize, &Table<'_>) -> R) -> Vec<R> {
+        let Some(node) = self.node(key) else {
+            return Vec::new();
+        };
+        let parent = self.at_path(None, Step::Key(key.to_owned()));
+        let Kind::Array(items) = &node.kind else {
+            let wrong = Wrong::of(node, format!("an array of tables (`[[{key}]]`)"));
+            let message = format!(
+                "`{}` is {}, but must be {}",
+                shown(&node.path),
+                wrong.is,
+                wrong.must
+            );
+            self.cx.note(node.key_at.clone(), message, None);
+            return Vec::new();
+        };
+        items
+            .iter()
+            .enumerate()
+            .filter(|(_, node)| self.is_table(node))
+            .map(|(index, node)| {
+                let table = parent.at_path(Some(node), Step::Index(index));
+                self.cx.settings.borrow_mut().group(&table.path);
+                let result = read(index, &table);
+                table.close();
+                result
+            })
+            .collect()
+    }
+
+    fn is_table(&self, node: &Node) -> bool {
+        if matches!(node.kind, Kind::Table(_)) {
+            return true;
+        }
+        let wrong = Wrong::of(node, "a table".into());
+        let message = format!(
+            "`{}` is {}, but must be {}",
+            shown(&node.path),
+            wrong.is,
+            wrong.must
+        );
+        let hint = format!("write `[{}]` and its keys below", shown(&node.path));
+        self.cx.note(node.key_at.clone(), message, Some(hint));
+        false
+    }
+
+    /// Notes a mistake about `key`, where it stands (or where its table does, if it is absent).
+    /// `message` should name the key.
+    pub fn mistake(&self, key: &str, message: impl Into<String>, hint: impl Into<String>) {
+        let at = match self.node.and_then(|n| n.child(key)) {
+            Some(node) => node.at.clone(),
+            None => self.place(),
+        };
+        self.cx.note(at, message.into(), Some(hint.into()));
+    }
+
+    /// Refuses `key` with a reason, if it is there; for keys that are known but cannot be used.
+    pub fn refuse(&self, key: &str, reason: &str, hint: &str) {
+        if let Some(node) = self.node(key) {
+            let message = format!("`{}` {reason}", shown(&node.path));
+            self.cx
+                .note(node.key_at.clone(), message, Some(hint.to_owned()));
+        }
+    }
+
+    /// Refuses `key` because the value of `decider` makes it useless. A key from a lower layer (or
+    /// a less special table) than `decider` is passed over: `--set engine.timing.kind=constant`
+    /// need not be answered by taking the roofline's keys out of the file.
+    pub fn unused(&self, key: &str, decider: &str, reason: &str) {
+        // A key of a base table (`table_over`) is less special than one written here.
+        let rank = |key: &str| {
+            let node = self.node(key)?;
+            Some((node.path == self.path_here(key), node.at.layer()))
+        };
+        if rank(decider) > rank(key) {
+            return;
+        }
+        self.refuse(key, &format!("is not used: {reason}"), "remove it");
+    }
+
+    fn path_here(&self, key: &str) -> String {
+        let mut path = self.path.clone();
+        path.push(Step::Key(key.to_owned()));
+        dotted(&path)
+    }
+
+    fn place(&self) -> Origin {
+        self.node.map_or(Origin::Default, |n| n.key_at.clone())
+    }
+}
+
+/// What is wrong with a value.
+struct Wrong {
+    is: String,
+    must: String,
+    hint: Option<String>,
+}
+
+impl Wrong {
+    fn of(node: &Node, must: String) -> Wrong {
+        let is = match &node.kind {
+            Kind::String(text) => format!("a string (\"{}\")", shown(text)),
+            Kind::Integer(Ok(number)) => number.to_string(),
+            Kind::Integer(Err(text)) => shown(text),
+            Kind::Float(number) => format!("{number:?}"),
+            Kind::Bool(value) => value.to_string(),
+            Kind::Date(text) => format!("a date ({})", shown(text)),
+            Kind::Array(_) => "an array".into(),
+            Kind::Table(_) => "a table".into(),
+        };
+        Wrong {
+            is,
+            must,
+            hint: None,
+        }
+    }
+}
+
+/// A value of a document, as a [`Scalar`] sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value<'v> {
+    /// Text.
+    String(&'v str),
+    /// An integer.
+    Integer(i64),
+    /// A number with a point, or `inf` or `nan`.
+    Float(f64),
+    /// `true` or `false`.
+    Bool(bool),
+    /// An array.
+    List(Vec<Value<'v>>),
+    /// A table, a date, or an integer of more than 64 bits.
+    Other,
+}
+
+impl Value<'_> {
+    fn of(kind: &Kind) -> Value<'_> {
+        match kind {
+            Kind::String(text) => Value::String(text),
+            Kind::Integer(Ok(number)) => Value::Integer(*number),
+            Kind::Float(number) => Value::Float(*number),
+            Kind::Bool(value) => Value::Bool(*value),
+            Kind::Array(items) => Value::List(items.iter().map(|n| Value::of(&n.kind)).collect()),
+            Kind::Integer(Err(_)) | Kind::Date(_) | Kind::Table(_) => Value::Other,
+        }
+    }
+}
+
+/// A type that a single value of a document can hold.
+pub trait Scalar: Sized {
+    /// Completes "… but must be": what is accepted.
+    const MUST: &'static str;
+    /// The value, if it is of this type and in its range.
+    fn read(value: &Value<'_>) -> Option<Self>;
+    /// TOML which reads back to `self`.
+    fn to_toml(&self) -> String;
+}
+
+macro_rules! integer {
+    ($type:ty, $must:literal) => {
+        impl Scalar for $type {
+            const MUST: &'static str = $must;
+            fn read(value: &Value<'_>) -> Option<Self> {
+                match value {
+                    Value::Integer(number) => (*number).try_into().ok(),
+                    _ => None,
+                }
+            }
+            fn to_toml(&self) -> String {
+                self.to_string()
+            }
+        }
+    };
+}
+integer!(u16, "an integer from 0 to 65,535");
+integer!(u32, "an integer from 0 to 4,294,967,295");
+integer!(u64, "an integer from 0 to 2^63 - 1");
+integer!(i64, "an integer of 64 bits");
+
+/// Finite numbers only: no key of ours has a use for `inf` and `nan`.
+impl Scalar for f64 {
+    const MUST: &'static str = "a number";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        match value {
+            Value::Integer(number) => Some(*number as f64),
+            Value::Float(number) if number.is_finite() => Some(*number),
+            _ => None,
+        }
+    }
+    fn to_toml(&self) -> String {
+        format!("{self:?}")
+    }
+}
+
+impl Scalar for bool {
+    const MUST: &'static str = "true or false";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        match value {
+            Value::Bool(value) => Some(*value),
+            _ => None,
+        }
+    }
+    fn to_toml(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Scalar for String {
+    const MUST: &'static str = "a string";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        match value {
+            Value::String(text) => Some((*text).to_owned()),
+            _ => None,
+        }
+    }
+    fn to_toml(&self) -> String {
+        string_to_toml(self)
+    }
+}
+
+impl<T: Scalar> Scalar for Vec<T> {
+    const MUST: &'static str = "an array";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        match value {
+            Value::List(items) => items.iter().map(T::read).collect(),
+            _ => None,
+        }
+    }
+    fn to_toml(&self) -> String {
+        format!(
+            "[{}]",
+            self.iter().map(T::to_toml).collect::<Vec<_>>().join(", ")
+        )
+    }
+}
+
+/// A value under way: checked by [`Field::within`] and [`Field::check`], then taken by one of
+/// [`Field::or`], [`Field::or_from`], [`Field::optional`] and [`Field::required`], which record it.
+#[must_use = "take the value with `or`, `optional` or `required`"]
+pub struct Field<'t, T> {
+    table: &'t Table<'t>,
+    key: String,
+    value: Option<T>,
+    /// The key is there, be its value good or bad.
+    given: bool,
+    render: Box<dyn Fn(&T) -> String + 't>,
+}
+
+impl<T> Field<'_, T> {
+    /// Requires the value to lie in `range`.
+    pub fn within(self, range: impl RangeBounds<T>) -> Self
+    where
+        T: PartialOrd + Display,
+    {
+        let must = match (range.start_bound(), range.end_bound()) {
+            (Bound::Included(low), Bound::Included(high)) => format!("{low} to {high}"),
+            (Bound::Included(low), Bound::Excluded(high)) => {
+                format!("at least {low} and below {high}")
+            }
+            (Bound::Excluded(low), Bound::Included(high)) => {
+                format!("above {low} and at most {high}")
+            }
+            (Bound::Excluded(low), Bound::Excluded(high)) => {
+                format!("above {low} and below {high}")
+            }
+            (Bound::Included(low), Bound::Unbounded) => format!("at least {low}"),
+            (Bound::Excluded(low), Bound::Unbounded) => format!("above {low}"),
+            (Bound::Unbounded, Bound::Included(high)) => format!("at most {high}"),
+            (Bound::Unbounded, Bound::Excluded(high)) => format!("below {high}"),
+            (Bound::Unbounded, Bound::Unbounded) => "a value".into(),
+        };
+        self.check(|value| range.contains(value), &must)
+    }
+
+    /// Requires `ok` of the value; `must` completes "but must be …".
+    pub fn check(mut self, ok: impl FnOnce(&T) -> bool, must: &str) -> Self {
+        if let Some(value) = &self.value
+            && !ok(value)
+        {
+            let message = format!(
+                "`{}` is {}, but must be {must}",
+                shown(&self.table.path_of(&self.key)),
+                shown(&(self.render)(value)),
+            );
+            let at = self.table.origin(&self.key);
+            self.table.cx.note(at, message, None);
+            self.value = None;
+        }
+        self
+    }
+
+    /// The value, or `default`.
+    pub fn or(self, default: T) -> T {
+        self.or_from(Origin::Default, default)
+    }
+
+    /// The value, or `fallback`, which came from `origin`.
+    pub fn or_from(self, origin: Origin, fallback: T) -> T {
+        let origin = if self.given {
+            self.table.origin(&self.key)
+        } else {
+            origin
+        };
+        let value = match self.value {
+            Some(value) => value,
+            None => fallback,
+        };
+        let text = (self.render)(&value);
+        self.table.record(&self.key, Some(text), origin);
+        value
+    }
+
+    /// The value, if there is one.
+    pub fn optional(self) -> Option<T> {
+        let text = self.value.as_ref().map(|value| (self.render)(value));
+        let origin = self.table.origin(&self.key);
+        self.table.record(&self.key, text, origin);
+        self.value
+    }
+
+    /// The value; without one, a mistake with `remedy`. `stand_in` lets the reading go on; what
+    /// is built from it is thrown away.
+    pub fn required(self, remedy: &str, stand_in: T) -> T {
+        // In a document with broken syntax it may well be there, unread.
+        if !self.given && self.table.cx.broken_lines.is_empty() {
+            let message = format!("`{}` is missing", shown(&self.table.path_of(&self.key)));
+            self.table
+                .cx
+                .note(self.table.place(), message, Some(remedy.to_owned()));
+        }
+        self.or(stand_in)
+    }
+}
+
+impl Table<'_> {
+    fn record(&self, key: &str, value: Option<String>, origin: Origin) {
+        self.cx
+            .settings
+            .borrow_mut()
+            .record(&self.path, key, value, origin);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::{Doc, Mistakes, Settings};
+    use super::*;
+
+    #[derive(Clone, Debug, Default, PartialEq)]
+    struct Plant {
+        name: String,
+        rate: f64,
+        kind: u8,
+        lamp: Option<u32>,
+        parts: Vec<(String, u32, String)>,
+        events: Vec<f64>,
+    }
+
+    /// A reader with every feature: base tables, named tables, arrays, choices, refusals.
+    fn read(doc: Doc) -> Result<(Plant, Settings), Mistakes> {
+        doc.read(|root| {
+            root.refuse("later", "is not supported yet", "remove it");
+            let base = root.base("common");
+            let mut plant = root.table("plant", |t| Plant {
+                name: t.get("name").required("name it", String::new()),
+                rate: t.get("rate").within(0.0..=10.0).or(1.5),
+                kind: t.choice("kind", &[("one", 1), ("two", 2)]).or(1),
+                lamp: t.get("lamp").within(1..).optional(),
+                ..Plant::default()
+            });
+            plant.parts = root.tables("part", |name, part| {
+                part.table_over("common", &base, |t| {
+                    let mode = t.choice("mode", &[("a", "a"), ("b", "b")]).or("a");
+                    let size = if mode == "a" {
+                        t.get("size").within(1..=9).or(3)
+                    } else {
+                        t.unused("size", "mode", "mode \"b\" has none");
+                        0
+                    };
+                    (name.to_owned(), size, mode.to_owned())
+                })
+            });
+            plant.events = root.array("event", |_, t| t.get("at_s").required("say when", 0.0));
+            plant
+        })
+    }
+
+    fn mistakes_of(text: &str) -> String {
+        format!(
+            "error: {}",
+            read(Doc::parse("f.toml", text.as_bytes())).unwrap_err()
+        )
+    }
+
+    const GOOD: &str = "[plant]\nname = \"a\"\nkind = \"two\"\nrate = 3\n\n[common]\nsize = 4\n\n\
+        [part.z]\n[part.a.common]\nsize = 5\n[[event]]\nat_s = 1\n[[event]]\nat_s = 2.5\n";
+
+    #[test]
+    fn a_good_document_reads_with_its_origins() {
+        let (plant, settings) = read(Doc::parse("f.toml", GOOD.as_bytes())).unwrap();
+        assert_eq!(plant.kind, 2);
+        assert_eq!(plant.rate, 3.0);
+        let part = |name: &str, size| (name.to_owned(), size, "a".to_owned());
+        assert_eq!(
+            plant.parts,
+            [part("z", 4), part("a", 5)],
+            "in the order of the file"
+        );
+        assert_eq!(plant.events, [1.0, 2.5]);
+        let origin = |path: &str| settings.get(path).unwrap().origin.to_string();
+        assert_eq!(origin("plant.rate"), "f.toml:4");
+        assert_eq!(origin("plant.lamp"), "default");
+        assert_eq!(origin("part.z.common.size"), "f.toml:7", "inherited");
+        assert_eq!(origin("part.a.common.size"), "f.toml:11");
+        assert_eq!(origin("event[1].at_s"), "f.toml:15");
+    }
+
+    #[test]
+    fn every_mistake_is_reported_with_place_and_remedy() {
+        let text = "[plant]\nrate = 11\nkind = \"too\"\nlamp = \"3\"\nsize = 1\nrtae = 2\n\
+            [later]\nx = 1\n[common]\nsize = 0\n[part]\nloose = 1\n[part.p]\n[part.q]\n";
+        assert_eq!(
+            mistakes_of(text),
+            "error: f.toml:1:2: `plant.name` is missing\nhint: name it\n\
+             error: f.toml:2:8: `plant.rate` is 11.0, but must be 0 to 10\n\
+             error: f.toml:3:8: `plant.kind` is a string (\"too\"), but must be one of \"one\", \"two\"\n\
+             hint: did you mean \"two\"?\n\
+             error: f.toml:4:8: `plant.lamp` is a string (\"3\"), but must be an integer from 0 to 4,294,967,295\n\
+             hint: write 3 without the quotes\n\
+             error: f.toml:5:1: unknown key `plant.size`\n\
+             hint: did you mean `part.p.common.size`?\n\
+             error: f.toml:6:1: unknown key `plant.rtae`\n\
+             hint: did you mean `rate`?\n\
+             error: f.toml:7:2: `later` is not supported yet\n\
+             hint: remove it\n\
+             error: f.toml:10:8: `common.size` is 0, but must be 1 to 9\n\
+             error: f.toml:12:1: `part.loose` is 1, but must be a table\n\
+             hint: write `[part.loose]` and its keys below"
+        );
+    }
+
+    #[test]
+    fn broken_syntax_does_not_hide_other_mistakes_nor_double_them() {
+        let text = "[plant]\nname = x\nrate = 99\nkind = \"one\nlamp = 0\n";
+        let shown = mistakes_of(text);
+        let lines: Vec<&str> = shown.lines().filter(|l| l.starts_with("error")).collect();
+        assert_eq!(lines.len(), 4, "{shown}");
+        for (line, place) in lines.iter().zip(["2:8", "3:8", "4:", "5:8"]) {
+            assert!(
+                line.starts_with(&format!("error: f.toml:{place}")),
+                "{shown}"
+            );
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_utf8_are_placed() {
+        let mut text = b"[plant]\nname = \"a\"\n# ".to_vec();
+        text.push(0xff);
+        let error = read(Doc::parse("f.toml", &text)).unwrap_err().to_string();
+        assert!(error.starts_with("f.toml:3:3: not UTF-8"), "{error}");
+    }
+
+    #[test]
+    fn flags_win_over_environment_over_file() {
+        let mut doc = Doc::parse("f.toml", GOOD.as_bytes());
+        doc.set("plant.rate=7");
+        let var = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        doc.env(
+            "S_",
+            [
+                var("S_PLANT__NAME", "8"),
+                var("S_HOME", "x"),
+                var("OTHER__X", "y"),
+            ],
+        );
+        doc.set("plant.rate = 8");
+        doc.set("part.new.common.mode=b");
+        let (plant, settings) = read(doc).unwrap();
+        assert_eq!(
+            (plant.rate, plant.name.as_str()),
+            (8.0, "8"),
+            "a string needs no quotes"
+        );
+        assert_eq!(
+            plant.parts[2],
+            ("new".to_owned(), 0, "b".to_owned()),
+            "size 4 is passed over"
+        );
+        assert_eq!(
+            settings.get("plant.rate").unwrap().origin.to_string(),
+            "--set plant.rate = 8"
+        );
+        let name = &settings.get("plant.name").unwrap().origin;
+        assert_eq!(name.to_string(), "environment S_PLANT__NAME");
+    }
+
+    #[test]
+    fn bad_flags_are_mistakes_like_others() {
+        let mut doc = Doc::parse("f.toml", GOOD.as_bytes());
+        for flag in [
+            "plant.rate",
+            "plant..rate=1",
+            "plant.rate=x",
+            "plant.raet=1",
+            "plant=1",
+            "=1",
+        ] {
+            doc.set(flag);
+        }
+        let shown = read(doc).unwrap_err().to_string();
+        for part in [
+            "--set plant.rate: no `=` in it",
+            "--set plant..rate=1: `plant..rate` names no key",
+            "--set plant=1: `plant` is 1, but must be a table",
+            "--set =1: `` names no key",
+        ] {
+            assert!(shown.contains(part), "{part} not in\n{shown}");
+        }
+    }
+
+    #[test]
+    fn deep_nesting_is_refused_before_it_can_hurt() {
+        for unit in ["a.", "[", "{a="] {
+            let error = read(Doc::parse(
+                "f.toml",
+                format!("x = {}", unit.repeat(100_000)).as_bytes(),
+            ));
+            assert!(error.unwrap_err().to_string().contains("more than 64"));
+        }
+        let mut doc = Doc::empty();
+        doc.set(&format!("{}=1", vec!["a"; 100_000].join(".")));
+        doc.set(&format!("plant.rate={}", "[".repeat(100_000)));
+        assert!(read(doc).is_err());
+    }
+
+    #[test]
+    fn effective_settings_read_back_to_the_same_value() {
+        let (plant, settings) = read(Doc::parse("f.toml", GOOD.as_bytes())).unwrap();
+        let printed = settings.to_toml();
+        let (again, _) = read(Doc::parse("f.toml", printed.as_bytes())).unwrap();
+        assert_eq!(plant, again, "{printed}");
+        assert!(printed.contains("# f.toml:4"), "{printed}");
+        assert!(printed.contains("# lamp is not set"), "{printed}");
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), flag in ".{0,40}") {
+            let mut doc = Doc::parse("f.toml", &bytes);
+            doc.set(&flag);
+            let _ = read(doc).map_err(|e| e.to_string());
+        }
+
+        #[test]
+        fn documents_never_panic(
+            lines in prop::collection::vec(
+                ("(plant|common|part|part\\.x|event|later|a b|\\[event\\]|name|rate|[a-z.\"]{1,8})",
+                 "(=|= *|] *|\\. *)",
+                 "(1|-1|1e400|nan|\"x\"|\"|true|\\[1, 2\\]|\\{ rate = 1 \\}|2020-01-01|0x_|é)?",
+                 any::<bool>()),
+                0..12,
+            )
+        ) {
+            let text: Vec<String> = lines
+                .into_iter()
+                .map(|(key, equals, value, header)| {
+                    if header { format!("[{key}]\n") } else { format!("{key} {equals}{value}\n") }
+                })
+                .collect();
+            let text = text.concat();
+            match read(Doc::parse("f.toml", text.as_bytes())) {
+                Err(mistakes) => prop_assert!(mistakes.len() > 0 && !mistakes.to_string().is_empty()),
+                Ok((plant, settings)) => {
+                    let again = read(Doc::parse("f.toml", settings.to_toml().as_bytes()));
+                    prop_assert_eq!(plant, again.map_err(|e| e.to_string()).unwrap().0);
+                }
+            }
+        }
+
+        #[test]
+        fn any_text_survives_printing(name in any::<String>(), part in any::<String>(), rate in 0.0..10.0f64) {
+            let text = format!(
+                "[plant]\nname = {}\nrate = {}\n[part.{}]\n",
+                name.to_toml(), rate.to_toml(), part.to_toml(),
+            );
+            let (plant, settings) = read(Doc::parse("f.toml", text.as_bytes())).unwrap();
+            prop_assert_eq!(&plant.name, &name);
+            prop_assert_eq!(plant.rate, rate);
+            let (again, _) = read(Doc::parse("f.toml", settings.to_toml().as_bytes())).unwrap();
+            prop_assert_eq!(plant, again);
+        }
+    }
+}

@@ -32,5 +32,5 @@ pub use events::EventSink;
 pub use frame::{
     End, Entry, FirstPass, PassFrame, Prologue, RefusalReason, StartRequest, ToWorker, Usage,
 };
-pub use ring::{Plane, PlaneLimits, SendError, ShardPort, ThreadPort};
+pub use ring::{Flushed, Plane, PlaneLimits, Polled, SendError, ShardPort, ThreadPort};
 pub use stream::{Registration, StreamAddr, StreamId, StreamTable};

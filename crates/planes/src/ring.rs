@@ -51,8 +51,8 @@ pub struct Plane {
 }
 
 impl Plane {
-    /// Rings between `shards` shards and `threads` engine threads. Worker `w` lives on thread
-    /// `w % threads`.
+    /// Rings between `shards` shards and `threads` engine threads. Which worker lives on which
+    /// thread says [`thread_of`].
     ///
     /// # Panics
     /// If there are no shards, no threads, or more than 256 shards.
@@ -114,6 +114,7 @@ fn link(
             emptied: RefCell::new(empty_in),
             thread_bell: Arc::clone(thread_bell),
             flow: Arc::clone(&flow),
+            gone: Cell::new(false),
         },
         ThreadLink {
             requests: request_out,
@@ -163,6 +164,8 @@ struct ShardLink {
     emptied: RefCell<Producer<PassFrame>>,
     thread_bell: Arc<ThreadBell>,
     flow: Arc<Flow>,
+    /// Whether it was said that the thread is gone.
+    gone: Cell<bool>,
 }
 
 #[derive(Debug)]
@@ -196,7 +199,7 @@ impl ShardPort {
     }
 
     fn link_of(&self, worker: WorkerId) -> &ShardLink {
-        &self.links[worker.index() % self.links.len()]
+        &self.links[self.thread_of(worker)]
     }
 
     /// Hands `message` to the thread of its worker.
@@ -261,41 +264,70 @@ impl ShardPort {
         count
     }
 
-    /// As [`ShardPort::read_frames`], but waits until there is something. `Ready(0)` says that
-    /// every engine thread is gone and nothing is left to read.
+    /// As [`ShardPort::read_frames`], but waits until there is something to tell.
     pub fn poll_frames(
         &self,
         cx: &mut Context<'_>,
         frames_max: usize,
         mut read: impl FnMut(&PassFrame),
-    ) -> Poll<usize> {
+    ) -> Poll<Polled> {
         let count = self.read_frames(frames_max, &mut read);
         if count > 0 {
-            return Poll::Ready(count);
+            return Poll::Ready(Polled::Frames(count));
         }
         self.bell.prepare(cx.waker());
-        let count = self.read_frames(frames_max, &mut read);
-        if count > 0 || self.is_closed() {
+        let news = self.look_again(frames_max, &mut read);
+        if news.is_some() {
             self.bell.stay_awake();
-            // A thread's last frame may have come just before it left.
-            let last = self.read_frames(frames_max - count, &mut read);
-            return Poll::Ready(count + last);
         }
-        Poll::Pending
+        news.map_or(Poll::Pending, Poll::Ready)
+    }
+
+    fn look_again(&self, frames_max: usize, read: impl FnMut(&PassFrame)) -> Option<Polled> {
+        // In this order: what a thread sent before it left is read before it is known as gone.
+        let gone = self
+            .links
+            .iter()
+            .position(|link| !link.gone.get() && link.frames.borrow().is_abandoned());
+        let count = self.read_frames(frames_max, read);
+        if count > 0 {
+            return Some(Polled::Frames(count));
+        }
+        if let Some(thread) = gone {
+            self.links[thread].gone.set(true);
+            return Some(Polled::ThreadGone(thread));
+        }
+        let all_gone = self.links.iter().all(|link| link.gone.get());
+        all_gone.then_some(Polled::Closed)
     }
 
     /// Waits for frames and reads them; see [`ShardPort::poll_frames`]. Needs no runtime of any
     /// kind; dropping the future loses nothing.
-    pub async fn frames(&self, frames_max: usize, mut read: impl FnMut(&PassFrame)) -> usize {
+    pub async fn frames(&self, frames_max: usize, mut read: impl FnMut(&PassFrame)) -> Polled {
         poll_fn(|cx| self.poll_frames(cx, frames_max, &mut read)).await
     }
 
-    /// Whether every engine thread is gone. Frames may be left to read.
-    pub fn is_closed(&self) -> bool {
-        self.links
-            .iter()
-            .all(|link| link.frames.borrow().is_abandoned())
+    /// The engine thread on which `worker` lives.
+    pub fn thread_of(&self, worker: WorkerId) -> usize {
+        thread_of(worker, self.links.len())
     }
+}
+
+/// What a shard hears when it waits for frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polled {
+    /// So many frames were read.
+    Frames(usize),
+    /// This engine thread stopped or died, and everything it sent has been read. Streams of its
+    /// workers ([`ShardPort::thread_of`]) that have not ended never will. Said once a thread.
+    ThreadGone(usize),
+    /// Every thread is gone, and that has been said.
+    Closed,
+}
+
+/// The engine thread on which `worker` lives.
+pub fn thread_of(worker: WorkerId, threads: usize) -> usize {
+    worker.index() % threads
 }
 
 impl ShardLink {
@@ -476,22 +508,28 @@ impl ThreadPort {
         link.flow.thread_waits.store(true, Ordering::Relaxed);
         self.bell.prepare();
         let full = link.frames.is_full() && !link.frames.is_abandoned();
-        if !full {
-            link.flow.thread_waits.store(false, Ordering::Relaxed);
-            self.bell.stay_awake();
-        }
-        full
+        self.sleep_if(full)
     }
 
-    /// The thread is about to sleep until a request comes. Returns false if one has come
-    /// meanwhile: then the thread stays awake. Otherwise call [`ThreadPort::wait`].
-    pub fn prepare_wait_for_requests(&mut self) -> bool {
+    /// The thread is about to sleep until a request comes, or room for an open frame. Returns
+    /// false if something has come meanwhile: then the thread stays awake. Otherwise call
+    /// [`ThreadPort::wait`].
+    pub fn prepare_wait(&mut self) -> bool {
+        for link in self.links.iter().filter(|link| !link.open.is_empty()) {
+            link.flow.thread_waits.store(true, Ordering::Relaxed);
+        }
         self.bell.prepare();
-        let idle = !self.has_requests();
-        if !idle {
+        let nothing = self.links.iter().all(|link| {
+            link.requests.is_empty() && (link.open.is_empty() || link.frames.is_full())
+        });
+        self.sleep_if(nothing)
+    }
+
+    fn sleep_if(&self, nothing_came: bool) -> bool {
+        if !nothing_came {
             self.bell.stay_awake();
         }
-        idle
+        nothing_came
     }
 
     /// Sleeps until rung or until `deadline_ns`; see [`ThreadBell::wait`].

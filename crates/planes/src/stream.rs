@@ -65,7 +65,7 @@ impl fmt::Display for StreamAddr {
 /// The table holds as many streams as it may; the caller answers 503 and may retry later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{limit} streams are open on this shard, which is its limit; retry later or raise `live.max_streams`"
+    "{limit} streams are open on this shard, which is its limit; retry later or raise `live.streams_max`"
 )]
 pub struct TableFull {
     /// Streams that the table may hold.

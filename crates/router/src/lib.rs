@@ -1,1 +1,29 @@
-//! Routing policies over worker views and active-sequence accounting.
+//! Chooses the worker of each request, and keeps count of what each worker has on its hands.
+//!
+//! ```text
+//!   frontend shard ── Router::route(now, request) ──► Routed { target, hit_blocks, active }
+//!                          │ policy, draws                              │ on_first_token, drop
+//!                          ▼                                            ▼
+//!                        Fleet: load line of each target, readiness, block index, sessions
+//!                          ▲
+//!   engine thread ── Fleet::on_kv(delta)
+//! ```
+//!
+//! One [`Fleet`] is shared by all shards; each shard has a [`Router`] of its own. Neither does I/O
+//! or reads a clock, so the simulator runs the same objects: used by one thread, the same calls
+//! and seed give the same choices. Costs and knobs: `docs/routing.md`.
+//!
+//! Modules: [`fleet`] is the shared state, [`router`] a decision from request to accounting,
+//! [`policy`] the ways to choose, [`active`] what live sequences weigh.
+#![forbid(unsafe_code)]
+
+pub mod active;
+pub mod fleet;
+pub mod policy;
+pub mod router;
+mod session;
+
+pub use active::ActiveSequence;
+pub use fleet::{Counters, Fleet, FleetError, Load, TargetConfig};
+pub use policy::{Candidates, Draws, RoutePolicy, WorkerView};
+pub use router::{RouteError, RouteRequest, Routed, Router, Score};

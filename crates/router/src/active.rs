@@ -1,0 +1,216 @@
+//! What live sequences weigh: requests, tokens to prefill, and distinct blocks.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+
+use slipstream_base::{BlockHash, Prompt};
+
+use crate::fleet::Fleet;
+
+/// A sequence that was routed and has not ended. Dropping it gives back all that it was charged,
+/// whatever became of the request.
+#[must_use = "dropping it says that the sequence ended"]
+pub struct ActiveSequence {
+    fleet: Arc<Fleet>,
+    target: u32,
+    /// Full blocks of the prompt.
+    chain: Arc<[BlockHash]>,
+    /// 1 if the prompt ends in a partial block, which nobody shares.
+    private_blocks: u64,
+    /// Charged until the first token; 0 after.
+    prefill_tokens: u64,
+    prompt_tokens: u64,
+    decoding: bool,
+}
+
+impl ActiveSequence {
+    /// Charges `prompt` to `target`, of which it finds `hit_blocks` cached.
+    pub(crate) fn charge(
+        fleet: &Arc<Fleet>,
+        target: usize,
+        prompt: &Prompt,
+        hit_blocks: u32,
+    ) -> ActiveSequence {
+        let hit_tokens = u64::from(hit_blocks) * u64::from(prompt.block_size());
+        let sequence = ActiveSequence {
+            fleet: Arc::clone(fleet),
+            target: target as u32,
+            chain: prompt.blocks().into(),
+            private_blocks: u64::from(!prompt.len().is_multiple_of(prompt.block_size())),
+            prefill_tokens: u64::from(prompt.len()) - hit_tokens,
+            prompt_tokens: u64::from(prompt.len()),
+            decoding: false,
+        };
+        let fresh = fleet.active[target]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(&sequence.chain);
+        let load = &fleet.loads[target];
+        add(&load.requests, 1);
+        add(&load.routed, 1);
+        add(&load.prefill_tokens, sequence.prefill_tokens);
+        add(&load.active_blocks, fresh + sequence.private_blocks);
+        sequence
+    }
+
+    /// The first token came: the prompt is computed. Further calls do nothing.
+    pub fn on_first_token(&mut self) {
+        if !self.decoding {
+            self.decoding = true;
+            self.discharge_prefill();
+            add(
+                &self.fleet.loads[self.target as usize].decode_tokens,
+                self.prompt_tokens,
+            );
+        }
+    }
+
+    /// Prompt tokens that are still charged as prefill.
+    pub fn prefill_tokens(&self) -> u64 {
+        self.prefill_tokens
+    }
+
+    fn discharge_prefill(&mut self) {
+        let load = &self.fleet.loads[self.target as usize];
+        let tokens = std::mem::take(&mut self.prefill_tokens);
+        sub(&load.prefill_tokens, tokens);
+        add(&load.prefill_tokens_done, tokens);
+    }
+}
+
+impl Drop for ActiveSequence {
+    fn drop(&mut self) {
+        if self.decoding {
+            let load = &self.fleet.loads[self.target as usize];
+            sub(&load.decode_tokens, self.prompt_tokens);
+        } else {
+            self.discharge_prefill();
+        }
+        let freed = self.private_blocks
+            + self.fleet.active[self.target as usize]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&self.chain);
+        let load = &self.fleet.loads[self.target as usize];
+        sub(&load.requests, 1);
+        sub(&load.active_blocks, freed);
+        add(&load.blocks_freed, freed);
+    }
+}
+
+// Relaxed: a load is a hint to others. Each charge is taken back by the thread that holds the
+// sequence, so that the sums come out right whatever the order.
+fn add(cell: &AtomicU64, n: u64) {
+    cell.fetch_add(n, Ordering::Relaxed);
+}
+
+fn sub(cell: &AtomicU64, n: u64) {
+    cell.fetch_sub(n, Ordering::Relaxed);
+}
+
+/// The distinct blocks of the live prompts of one target.
+///
+/// Hashes are chained, so two prompts that share a block share all before it: live prompts form a
+/// tree. It is kept as *runs*, stretches of blocks that the same sequences pass through, found by
+/// the hash of their first block. A prompt then costs one map access for each run on its path and
+/// a binary search where it leaves a run, not one access a block.
+#[derive(Debug, Default)]
+pub(crate) struct ActiveBlocks {
+    runs: HashMap<BlockHash, Run>,
+}
+
+/// Blocks `start..end` of `chain`.
+#[derive(Debug)]
+struct Run {
+    chain: Arc<[BlockHash]>,
+    start: u32,
+    end: u32,
+    /// Live sequences that pass through; never 0.
+    sequences: u32,
+}
+
+impl ActiveBlocks {
+    /// A sequence with these blocks begins. Returns how many of them no live sequence had.
+    pub(crate) fn insert(&mut self, chain: &Arc<[BlockHash]>) -> u64 {
+        let mut at = 0;
+        while at < chain.len() {
+            let Some(run) = self.runs.get_mut(&chain[at]) else {
+                let fresh = Run {
+                    chain: Arc::clone(chain),
+                    start: at as u32,
+                    end: chain.len() as u32,
+                    sequences: 1,
+                };
+                self.runs.insert(chain[at], fresh);
+                return (chain.len() - at) as u64;
+            };
+            let shared = run.shared_with(&chain[at..]);
+            let rest = run.split_off(shared);
+            run.sequences += 1;
+            if let Some(rest) = rest {
+                self.runs.insert(rest.blocks()[0], rest);
+            }
+            at += shared;
+        }
+        0
+    }
+
+    /// A sequence that was inserted with these blocks ended. Returns how many of them no live
+    /// sequence has any more.
+    pub(crate) fn remove(&mut self, chain: &[BlockHash]) -> u64 {
+        let mut at = 0;
+        let mut freed = 0;
+        while at < chain.len() {
+            let run = self
+                .runs
+                .get_mut(&chain[at])
+                .expect("each run of a live sequence is in the map");
+            let len = run.blocks().len();
+            run.sequences -= 1;
+            if run.sequences == 0 {
+                self.runs.remove(&chain[at]);
+                freed += len as u64;
+            }
+            at += len;
+        }
+        freed
+    }
+}
+
+impl Run {
+    fn blocks(&self) -> &[BlockHash] {
+        &self.chain[self.start as usize..self.end as usize]
+    }
+
+    /// How many leading blocks of `path` are this run's; at least 1, as the first was found by its
+    /// hash.
+    fn shared_with(&self, path: &[BlockHash]) -> usize {
+        let both = self.blocks().len().min(path.len());
+        let ours = &self.blocks()[..both];
+        if ours[both - 1] == path[both - 1] {
+            return both;
+        }
+        let (mut equal, mut differ) = (1, both);
+        while differ - equal > 0 {
+            let middle = equal + (differ - equal) / 2;
+            if ours[middle] == path[middle] {
+                equal = middle + 1;
+            } else {
+                differ = middle;
+            }
+        }
+        equal
+    }
+
+    /// Keeps the first `at` blocks; the rest, if any, as a run of its own.
+    fn split_off(&mut self, at: usize) -> Option<Run> {
+        let middle = self.start + at as u32;
+        (middle < self.end).then(|| Run {
+            chain: Arc::clone(&self.chain),
+            start: middle,
+            end: std::mem::replace(&mut self.end, middle),
+            sequences: self.sequences,
+        })
+    }
+}

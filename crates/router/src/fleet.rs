@@ -1,0 +1,448 @@
+//! What routers share: the load, readiness and cached blocks of every target.
+
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig};
+use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
+use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
+
+use crate::active::ActiveBlocks;
+use crate::session::SessionTable;
+
+/// One rank that requests can go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TargetConfig {
+    /// Which rank.
+    pub rank: RankId,
+    /// Blocks of its KV cache (`engine.num_gpu_blocks`).
+    pub kv_blocks: u32,
+    /// Whether it reuses blocks (`engine.enable_prefix_caching`).
+    pub prefix_caching: bool,
+}
+
+/// Why a fleet could not be built. A mistake in the configuration; retrying does not help.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum FleetError {
+    /// Nothing to route to.
+    #[error(
+        "no rank takes prompts; add a [pool.NAME] with role \"both\" or \"prefill\" and workers >= 1"
+    )]
+    Empty,
+    /// Prompts are hashed once, in blocks of one size.
+    #[error(
+        "pool `{pool}` has block_size {block_size}, but pool `{other_pool}` has {other}; \
+         one router serves one block size: set `engine.block_size` for all pools"
+    )]
+    BlockSize {
+        /// The pool that disagrees.
+        pool: String,
+        /// Its block size, tokens.
+        block_size: u32,
+        /// The first pool.
+        other_pool: String,
+        /// Its block size, tokens.
+        other: u32,
+    },
+    /// A rank was listed twice, or the list is not sorted.
+    #[error(
+        "{rank} is listed twice or out of order; list ranks by worker, then dp_rank, each once"
+    )]
+    Order {
+        /// The second of the two.
+        rank: RankId,
+    },
+}
+
+/// Load of one target, written by every router: a cache line to itself, so that charging one
+/// target does not slow the reading of its neighbor.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct LoadLine {
+    /// Sequences that were routed here and have not ended.
+    pub(crate) requests: AtomicU64,
+    /// Prompt tokens still to compute, after reuse, of sequences without a first token.
+    pub(crate) prefill_tokens: AtomicU64,
+    /// Prompt tokens of sequences that decode.
+    pub(crate) decode_tokens: AtomicU64,
+    /// Distinct blocks of live prompts.
+    pub(crate) active_blocks: AtomicU64,
+    /// Prefill tokens ever discharged; its rate gives the `Retry-After` estimate.
+    pub(crate) prefill_tokens_done: AtomicU64,
+    /// Active blocks ever given back; likewise.
+    pub(crate) blocks_freed: AtomicU64,
+    /// Sequences ever routed here.
+    pub(crate) routed: AtomicU64,
+}
+
+/// The load of one target at one moment, for metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Which rank.
+    pub rank: RankId,
+    /// Whether it takes requests.
+    pub ready: bool,
+    /// Whether the index knows all of its blocks; `false` from a gap to the next snapshot.
+    pub trusted: bool,
+    /// Sequences routed there that have not ended.
+    pub requests: u64,
+    /// Prompt tokens still to compute, after reuse.
+    pub prefill_tokens: u64,
+    /// Prompt tokens of sequences that decode.
+    pub decode_tokens: u64,
+    /// Distinct blocks of live prompts.
+    pub active_blocks: u64,
+    /// Blocks of its KV cache.
+    pub kv_blocks: u32,
+    /// Blocks that the index believes cached there.
+    pub cached_blocks: u64,
+    /// Sequences ever routed there.
+    pub routed_total: u64,
+}
+
+/// What the fleet has counted since its start, for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Deltas that did not follow on the one before.
+    pub kv_gaps_total: u64,
+    /// Deltas seen before.
+    pub kv_duplicates_total: u64,
+    /// Deltas of a rank that is no target here.
+    pub kv_strangers_total: u64,
+    /// Blocks that found no room in the index.
+    pub kv_dropped_blocks_total: u64,
+    /// Requests refused because every ready target was busy.
+    pub busy_total: u64,
+    /// Requests sent where their session was.
+    pub affinity_hits_total: u64,
+    /// Sessions forgotten before their time because the table was full.
+    pub sessions_dropped_total: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct CounterCells {
+    pub(crate) kv_gaps: AtomicU64,
+    pub(crate) kv_duplicates: AtomicU64,
+    pub(crate) kv_strangers: AtomicU64,
+    pub(crate) kv_dropped_blocks: AtomicU64,
+    pub(crate) busy: AtomicU64,
+    pub(crate) affinity_hits: AtomicU64,
+}
+
+/// Where the fleet learns what is cached.
+enum Cached {
+    Exact(BlockIndex),
+    Approximate(ApproximateIndex),
+}
+
+/// The targets of one model, as all routers see them. Shared by `Arc`.
+///
+/// Targets are dense indexes in the order of `RankId`. Workers start not ready.
+#[repr(align(128))] // keeps the `Arc`'s counts, which every request changes, off the lines below
+pub struct Fleet {
+    config: RouterConfig,
+    block_size: u32,
+    targets: Box<[TargetConfig]>,
+    /// Targets of each worker; empty for a worker that takes no prompts.
+    workers: Box<[Range<u32>]>,
+    pub(crate) loads: Box<[LoadLine]>,
+    pub(crate) active: Box<[Mutex<ActiveBlocks>]>,
+    /// One bit a target.
+    ready: Box<[AtomicU64]>,
+    /// Bumped after each change of `ready`, so that a router rebuilds its list only then.
+    ready_generation: AtomicU64,
+    cached: Cached,
+    pub(crate) sessions: Option<SessionTable>,
+    pub(crate) round_robin: AtomicU64,
+    pub(crate) counters: CounterCells,
+}
+
+impl Fleet {
+    /// The ranks of `cluster` that take prompts: those of pools with role both or prefill. Workers
+    /// are numbered over all pools in file order.
+    ///
+    /// # Errors
+    /// [`FleetError`] if there are none, or the pools' block sizes differ.
+    pub fn from_cluster(cluster: &Cluster) -> Result<Fleet, FleetError> {
+        let mut targets = Vec::new();
+        let mut first: Option<(&str, u32)> = None;
+        let mut worker = 0;
+        for pool in &cluster.pools {
+            let block_size = pool.engine.block_size;
+            let (other_pool, other) = *first.get_or_insert((&pool.name, block_size));
+            if block_size != other {
+                return Err(FleetError::BlockSize {
+                    pool: pool.name.clone(),
+                    block_size,
+                    other_pool: other_pool.into(),
+                    other,
+                });
+            }
+            for id in worker..worker + pool.workers {
+                if pool.role == PoolRole::Decode {
+                    continue;
+                }
+                for dp_rank in 0..pool.engine.data_parallel_size {
+                    targets.push(TargetConfig {
+                        rank: RankId {
+                            worker: WorkerId(id),
+                            dp_rank: dp_rank as u16,
+                        },
+                        kv_blocks: pool.engine.num_gpu_blocks,
+                        prefix_caching: pool.engine.enable_prefix_caching,
+                    });
+                }
+            }
+            worker += pool.workers;
+        }
+        let block_size = first.map_or(1, |(_, block_size)| block_size);
+        Fleet::new(cluster.router.clone(), block_size, targets)
+    }
+
+    /// A fleet of `targets`, sorted by rank, whose prompts come in blocks of `block_size` tokens.
+    ///
+    /// # Errors
+    /// [`FleetError::Empty`], [`FleetError::Order`].
+    pub fn new(
+        config: RouterConfig,
+        block_size: u32,
+        targets: Vec<TargetConfig>,
+    ) -> Result<Fleet, FleetError> {
+        let last = targets.last().ok_or(FleetError::Empty)?;
+        if let Some(pair) = targets.windows(2).find(|pair| pair[0].rank >= pair[1].rank) {
+            return Err(FleetError::Order { rank: pair[1].rank });
+        }
+        let mut workers = vec![0..0; last.rank.worker.index() + 1];
+        for (target, config) in (0u32..).zip(&targets) {
+            let range = &mut workers[config.rank.worker.index()];
+            if range.end == 0 {
+                range.start = target; // the worker's first rank
+            }
+            range.end = target + 1;
+        }
+        let cached = if config.kv_events {
+            let capacity = targets.iter().map(|t| t.kv_blocks as usize).sum();
+            Cached::Exact(BlockIndex::new(targets.len(), capacity))
+        } else {
+            // A target without prefix caching never has a hit, so nothing is believed of it.
+            let kv_blocks: Vec<u32> = targets
+                .iter()
+                .map(|t| if t.prefix_caching { t.kv_blocks } else { 0 })
+                .collect();
+            let ttl_ns = SimTime::from_secs_f64(config.approximate_ttl_s).0;
+            Cached::Approximate(ApproximateIndex::new(&kv_blocks, ttl_ns))
+        };
+        let sessions = (config.affinity_ttl_s > 0.0)
+            .then(|| SessionTable::new(SimTime::from_secs_f64(config.affinity_ttl_s).0));
+        Ok(Fleet {
+            config,
+            block_size: block_size.max(1),
+            workers: workers.into(),
+            loads: targets.iter().map(|_| LoadLine::default()).collect(),
+            active: targets.iter().map(|_| Mutex::default()).collect(),
+            ready: (0..targets.len().div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            ready_generation: AtomicU64::new(1),
+            targets: targets.into(),
+            cached,
+            sessions,
+            round_robin: AtomicU64::new(0),
+            counters: CounterCells::default(),
+        })
+    }
+
+    /// `[router]` of the cluster file.
+    pub fn config(&self) -> &RouterConfig {
+        &self.config
+    }
+
+    /// Tokens per block of every prompt that is routed here.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// The ranks, by dense target index.
+    pub fn targets(&self) -> &[TargetConfig] {
+        &self.targets
+    }
+
+    /// The dense index of `rank`; `None` if it takes no prompts.
+    pub fn target_of(&self, rank: RankId) -> Option<usize> {
+        let range = self.workers.get(rank.worker.index())?;
+        // Ranks of a worker are sorted, and nearly always 0, 1, 2, …
+        let targets = &self.targets[range.start as usize..range.end as usize];
+        targets
+            .binary_search_by_key(&rank, |target| target.rank)
+            .ok()
+            .map(|at| range.start as usize + at)
+    }
+
+    /// The targets of `worker`; empty if it is unknown or takes no prompts.
+    pub(crate) fn targets_of(&self, worker: WorkerId) -> Range<u32> {
+        self.workers.get(worker.index()).cloned().unwrap_or(0..0)
+    }
+
+    /// Whether `worker` takes requests from now on. Sequences that it has are not touched.
+    pub fn set_ready(&self, worker: WorkerId, ready: bool) {
+        for target in self.targets_of(worker) {
+            let bit = 1 << (target % 64);
+            let word = &self.ready[target as usize / 64];
+            if ready {
+                word.fetch_or(bit, Ordering::Release);
+            } else {
+                word.fetch_and(!bit, Ordering::Release);
+            }
+        }
+        self.ready_generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// `worker` vanished, and its cache with it: it takes no requests until [`Fleet::set_ready`],
+    /// and its event stream begins again at sequence 0.
+    pub fn on_worker_lost(&self, worker: WorkerId) {
+        self.set_ready(worker, false);
+        for target in self.targets_of(worker) {
+            match &self.cached {
+                Cached::Exact(index) => index.forget(target as usize),
+                Cached::Approximate(index) => index.forget(target as usize),
+            }
+        }
+    }
+
+    /// Whether `target` takes requests.
+    pub fn is_ready(&self, target: usize) -> bool {
+        self.ready[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1
+    }
+
+    /// Changes whenever readiness does.
+    pub(crate) fn ready_generation(&self) -> u64 {
+        self.ready_generation.load(Ordering::Acquire)
+    }
+
+    /// The cache of a rank changed. If the answer says `gap`, ask that rank's engine for a
+    /// snapshot (`Cleared`, then every block held) in the same stream; until it arrives the rank
+    /// counts as holding nothing.
+    ///
+    /// Ignored where the index is approximate. A rank that is no target is counted and ignored.
+    pub fn on_kv(&self, delta: &KvDelta) -> Applied {
+        self.feed(delta, BlockIndex::apply)
+    }
+
+    /// Takes `snapshot` for all that its rank holds, whatever its sequence: for a snapshot that was
+    /// fetched beside the stream.
+    pub fn resync(&self, snapshot: &KvDelta) -> Applied {
+        self.feed(snapshot, BlockIndex::resync)
+    }
+
+    fn feed(
+        &self,
+        delta: &KvDelta,
+        apply: impl FnOnce(&BlockIndex, usize, &KvDelta) -> Applied,
+    ) -> Applied {
+        let Cached::Exact(index) = &self.cached else {
+            return Applied::default();
+        };
+        let Some(target) = self.target_of(delta.rank) else {
+            self.counters.kv_strangers.fetch_add(1, Ordering::Relaxed);
+            return Applied::default();
+        };
+        let applied = apply(index, target, delta);
+        let count = |cell: &AtomicU64, n: u64| {
+            if n > 0 {
+                cell.fetch_add(n, Ordering::Relaxed);
+            }
+        };
+        count(&self.counters.kv_gaps, applied.gap.into());
+        count(&self.counters.kv_duplicates, applied.duplicate.into());
+        count(&self.counters.kv_dropped_blocks, applied.dropped.into());
+        applied
+    }
+
+    /// For each target, the leading `blocks` that are cached there. Shape of `out`: `[targets]`.
+    pub(crate) fn overlap(&self, now: SimTime, blocks: &[BlockHash], out: &mut [u32]) {
+        match &self.cached {
+            Cached::Exact(index) => index.overlap(blocks, out),
+            Cached::Approximate(index) => index.overlap(now, blocks, out),
+        }
+    }
+
+    /// The leading `blocks` that are cached at `target`.
+    pub(crate) fn overlap_of(&self, now: SimTime, target: usize, blocks: &[BlockHash]) -> u32 {
+        match &self.cached {
+            Cached::Exact(index) => index.overlap_of(target, blocks),
+            Cached::Approximate(index) => index.overlap_of(now, target, blocks),
+        }
+    }
+
+    /// `blocks` go to `target`: an index without events believes them cached from now on.
+    pub(crate) fn on_routed(&self, now: SimTime, target: usize, blocks: &[BlockHash]) {
+        if let Cached::Approximate(index) = &self.cached {
+            index.on_routed(now, target, blocks);
+        }
+    }
+
+    /// Whether `target` is above a busy threshold.
+    pub(crate) fn is_busy(&self, target: usize) -> bool {
+        let load = &self.loads[target];
+        let prefill_max = self.config.busy_prefill_tokens;
+        self.blocks_max(target)
+            .is_some_and(|max| load.active_blocks.load(Ordering::Relaxed) as f64 > max)
+            || prefill_max > 0 && load.prefill_tokens.load(Ordering::Relaxed) > prefill_max
+    }
+
+    /// Active blocks above which `target` is busy; `None` if it never is.
+    pub(crate) fn blocks_max(&self, target: usize) -> Option<f64> {
+        let share = self.config.busy_kv_share;
+        (share < 1.0).then(|| share * f64::from(self.targets[target].kv_blocks))
+    }
+
+    /// Whether any busy threshold is set.
+    pub(crate) fn has_thresholds(&self) -> bool {
+        self.config.busy_kv_share < 1.0 || self.config.busy_prefill_tokens > 0
+    }
+
+    /// The load of every target, by dense index. Each number is right by itself; they are not read
+    /// at one instant.
+    pub fn loads(&self) -> Vec<Load> {
+        let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
+        self.targets
+            .iter()
+            .zip(&self.loads)
+            .enumerate()
+            .map(|(target, (config, load))| Load {
+                rank: config.rank,
+                ready: self.is_ready(target),
+                trusted: match &self.cached {
+                    Cached::Exact(index) => index.is_trusted(target),
+                    Cached::Approximate(_) => true,
+                },
+                requests: read(&load.requests),
+                prefill_tokens: read(&load.prefill_tokens),
+                decode_tokens: read(&load.decode_tokens),
+                active_blocks: read(&load.active_blocks),
+                kv_blocks: config.kv_blocks,
+                cached_blocks: match &self.cached {
+                    Cached::Exact(index) => index.held(target),
+                    Cached::Approximate(index) => index.held(target),
+                },
+                routed_total: read(&load.routed),
+            })
+            .collect()
+    }
+
+    /// What was counted since the start.
+    pub fn counters(&self) -> Counters {
+        let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
+        let cells = &self.counters;
+        Counters {
+            kv_gaps_total: read(&cells.kv_gaps),
+            kv_duplicates_total: read(&cells.kv_duplicates),
+            kv_strangers_total: read(&cells.kv_strangers),
+            kv_dropped_blocks_total: read(&cells.kv_dropped_blocks),
+            busy_total: read(&cells.busy),
+            affinity_hits_total: read(&cells.affinity_hits),
+            sessions_dropped_total: self.sessions.as_ref().map_or(0, SessionTable::dropped),
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! A routing decision, from request to accounting.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use slipstream_base::cluster::RouterPolicy;
+use slipstream_base::mix::draw;
+use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
+
+use crate::active::ActiveSequence;
+use crate::fleet::Fleet;
+use crate::policy::{self, Candidates, Draws, RoutePolicy};
+
+/// A request as the router sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteRequest<'a> {
+    /// The prompt, in blocks of [`Fleet::block_size`] tokens.
+    pub prompt: &'a Prompt,
+    /// Tokens of the answer at most. The policies here do not count an answer before it exists
+    /// (clients often send a bound far above what they get); another policy may.
+    pub max_tokens: u32,
+    /// Names the client's session; with `router.affinity_ttl_s` its requests stay together.
+    pub session: Option<u64>,
+    /// The worker that the client named. Its ranks are chosen among by the policy.
+    pub direct: Option<WorkerId>,
+    /// Workers not to use: those that this request has already failed on.
+    pub exclude: &'a [WorkerId],
+}
+
+/// Where a request goes.
+#[must_use]
+pub struct Routed {
+    /// The rank.
+    pub target: RankId,
+    /// Leading blocks of the prompt that it is expected to reuse.
+    pub hit_blocks: u32,
+    /// The sequence's charge; keep it until the sequence ends.
+    pub active: ActiveSequence,
+}
+
+/// One candidate of a traced request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Score {
+    /// The candidate.
+    pub rank: RankId,
+    /// What the policy held against it, in the policy's own unit (KV-aware: blocks).
+    pub cost: f64,
+    /// Leading blocks of the prompt that it would have reused.
+    pub hit_blocks: u32,
+    /// Sequences in flight.
+    pub requests: u64,
+    /// Prompt tokens still to compute, after reuse.
+    pub prefill_tokens: u64,
+    /// Distinct blocks of live prompts.
+    pub active_blocks: u64,
+}
+
+/// Why a request was not routed. The router stays usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RouteError {
+    /// No worker is ready, or the request has failed on all that are. Retrying may help: workers
+    /// start and return.
+    #[error(
+        "no worker is ready to take the request ({ready} ready, {excluded} already tried); retry when one is"
+    )]
+    NoWorker {
+        /// Ranks that are ready.
+        ready: usize,
+        /// Workers that the request has failed on.
+        excluded: usize,
+    },
+    /// Every ready worker is above `router.busy_kv_share` or `router.busy_prefill_tokens`.
+    /// Retrying helps, after `retry_after_s`.
+    #[error("all {busy} ready ranks are busy; retry after {retry_after_s} s")]
+    Busy {
+        /// Ranks that are ready, all of them busy.
+        busy: usize,
+        /// Estimate of when one will take requests again, s, 1 to 60.
+        retry_after_s: u32,
+    },
+    /// The client named a worker that does not exist or takes no prompts. Retrying does not help.
+    #[error("there is no worker {worker} that takes prompts; workers are w0 to w{last}")]
+    UnknownWorker {
+        /// The name.
+        worker: WorkerId,
+        /// The highest that exists.
+        last: u32,
+    },
+    /// The client named a worker that is not ready, or on which the request failed. Retrying may
+    /// help.
+    #[error("worker {worker} is not ready; retry when it is, or name another")]
+    WorkerNotReady {
+        /// The name.
+        worker: WorkerId,
+    },
+    /// The policy is `direct`, and the client named none. Retrying does not help.
+    #[error(
+        "the router's policy is `direct`, so the request must name its worker: send `x-slipstream-worker`"
+    )]
+    WorkerNotNamed,
+    /// The prompt was hashed in blocks of another size. A mistake of the caller.
+    #[error(
+        "the prompt comes in blocks of {prompt} tokens, but this fleet's blocks hold {fleet}; hash it with `engine.block_size`"
+    )]
+    BlockSize {
+        /// The prompt's, tokens.
+        prompt: u32,
+        /// The fleet's, tokens.
+        fleet: u32,
+    },
+}
+
+impl RouteError {
+    /// Whether the same request may succeed later.
+    pub fn retry_may_help(&self) -> bool {
+        match self {
+            RouteError::NoWorker { .. }
+            | RouteError::Busy { .. }
+            | RouteError::WorkerNotReady { .. } => true,
+            RouteError::UnknownWorker { .. }
+            | RouteError::WorkerNotNamed
+            | RouteError::BlockSize { .. } => false,
+        }
+    }
+}
+
+/// One shard's router: the policy's state, its draws, and scratch space.
+pub struct Router {
+    fleet: Arc<Fleet>,
+    policy: Box<dyn RoutePolicy>,
+    draws: Draws,
+    /// Ready targets, rising, as of `ready_generation`.
+    ready: Vec<u32>,
+    ready_generation: u64,
+    /// Those of `ready` that the request at hand may use.
+    open: Vec<u32>,
+    /// Hits of the request at hand, by target.
+    hits: Vec<u32>,
+    drain: DrainRate,
+}
+
+impl Router {
+    /// Router number `shard` of `fleet`, with the policy of its configuration. Shards draw from
+    /// different streams.
+    pub fn new(fleet: Arc<Fleet>, shard: u32) -> Router {
+        let policy = policy::from_config(fleet.config());
+        Router::with_policy(fleet, shard, policy)
+    }
+
+    /// Router number `shard` of `fleet`, with a policy of the caller's.
+    pub fn with_policy(fleet: Arc<Fleet>, shard: u32, policy: Box<dyn RoutePolicy>) -> Router {
+        Router {
+            policy,
+            draws: Draws::new(draw(fleet.config().seed, shard.into())),
+            ready: Vec::new(),
+            ready_generation: 0,
+            open: Vec::new(),
+            hits: vec![0; fleet.targets().len()],
+            drain: DrainRate::default(),
+            fleet,
+        }
+    }
+
+    /// The fleet that it routes to.
+    pub fn fleet(&self) -> &Arc<Fleet> {
+        &self.fleet
+    }
+
+    /// Chooses a rank for `request` and charges it. With `scores`, all candidates are appended
+    /// there, by rank: for traced requests, as it costs a walk of the index and of all loads under
+    /// every policy.
+    ///
+    /// # Errors
+    /// [`RouteError`]; nothing is charged then.
+    pub fn route(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        scores: Option<&mut Vec<Score>>,
+    ) -> Result<Routed, RouteError> {
+        let fleet = Arc::clone(&self.fleet);
+        if request.prompt.block_size() != fleet.block_size() {
+            return Err(RouteError::BlockSize {
+                prompt: request.prompt.block_size(),
+                fleet: fleet.block_size(),
+            });
+        }
+        self.drain.observe(now);
+        self.refresh_ready();
+        self.find_open(now, request)?;
+
+        let blocks = reusable_blocks(request.prompt);
+        let reads_overlap = self.policy.reads_overlap() || scores.is_some();
+        let affine = self.session_target(now, request);
+        let walked = reads_overlap && (affine.is_none() || scores.is_some());
+        if walked {
+            fleet.overlap(now, blocks, &mut self.hits);
+        }
+        let candidates = Candidates {
+            fleet: &fleet,
+            targets: &self.open,
+            hits: if walked { &self.hits } else { &[] },
+        };
+        if let Some(scores) = scores {
+            scores.extend(candidates.iter().map(|view| Score {
+                rank: view.rank,
+                cost: self.policy.cost(&view, request),
+                hit_blocks: view.hit_blocks,
+                requests: view.requests,
+                prefill_tokens: view.prefill_tokens,
+                active_blocks: view.active_blocks,
+            }));
+        }
+        let target = if let Some(target) = affine {
+            target
+        } else {
+            let place = self
+                .policy
+                .choose(&candidates, request, &mut self.draws)
+                .filter(|&place| place < self.open.len())
+                .expect("a policy chooses among one or more candidates");
+            self.open[place]
+        } as usize;
+
+        let hit_blocks = if walked {
+            self.hits[target]
+        } else {
+            fleet.overlap_of(now, target, blocks)
+        };
+        fleet.on_routed(now, target, request.prompt.blocks());
+        if let (Some(sessions), Some(session)) = (&fleet.sessions, request.session) {
+            sessions.on_routed(now, session, target as u32);
+        }
+        Ok(Routed {
+            target: fleet.targets()[target].rank,
+            hit_blocks,
+            active: ActiveSequence::charge(&fleet, target, request.prompt, hit_blocks),
+        })
+    }
+
+    /// Rebuilds the list of ready targets if readiness changed.
+    fn refresh_ready(&mut self) {
+        let generation = self.fleet.ready_generation();
+        if generation != self.ready_generation {
+            self.ready_generation = generation;
+            self.ready.clear();
+            let targets = 0..self.fleet.targets().len();
+            self.ready.extend(
+                targets
+                    .filter(|&target| self.fleet.is_ready(target))
+                    .map(|target| target as u32),
+            );
+        }
+    }
+
+    /// Fills `open` with the targets that `request` may go to: at least one.
+    fn find_open(&mut self, now: SimTime, request: &RouteRequest<'_>) -> Result<(), RouteError> {
+        let fleet = &self.fleet;
+        let named = match request.direct {
+            Some(worker) => {
+                let range = fleet.targets_of(worker);
+                if range.is_empty() {
+                    let last = fleet.targets()[fleet.targets().len() - 1].rank.worker.0;
+                    return Err(RouteError::UnknownWorker { worker, last });
+                }
+                range
+            }
+            None if fleet.config().policy == RouterPolicy::Direct => {
+                return Err(RouteError::WorkerNotNamed);
+            }
+            None => 0..u32::MAX,
+        };
+        let excluded = |target: u32| {
+            let worker = fleet.targets()[target as usize].rank.worker;
+            request.exclude.contains(&worker)
+        };
+        self.open.clear();
+        if request.direct.is_none() && request.exclude.is_empty() {
+            self.open.extend_from_slice(&self.ready);
+        } else {
+            let usable = self
+                .ready
+                .iter()
+                .filter(|&&target| named.contains(&target) && !excluded(target));
+            self.open.extend(usable);
+        }
+        if self.open.is_empty() {
+            return Err(match request.direct {
+                Some(worker) => RouteError::WorkerNotReady { worker },
+                None => RouteError::NoWorker {
+                    ready: self.ready.len(),
+                    excluded: request.exclude.len(),
+                },
+            });
+        }
+        if fleet.has_thresholds() {
+            let before = self.open.len();
+            let retry_after_s = {
+                let all_busy = self.open.iter().all(|&t| fleet.is_busy(t as usize));
+                all_busy.then(|| self.drain.retry_after_s(now, fleet, &self.open))
+            };
+            if let Some(retry_after_s) = retry_after_s {
+                fleet.counters.busy.fetch_add(1, Ordering::Relaxed);
+                return Err(RouteError::Busy {
+                    busy: before,
+                    retry_after_s,
+                });
+            }
+            self.open.retain(|&target| !fleet.is_busy(target as usize));
+        }
+        Ok(())
+    }
+
+    /// Where the request's session is kept, if that target is open to it.
+    fn session_target(&self, now: SimTime, request: &RouteRequest<'_>) -> Option<u32> {
+        let sessions = self.fleet.sessions.as_ref()?;
+        let target = sessions.target(now, request.session?)?;
+        self.open.binary_search(&target).ok()?;
+        self.fleet
+            .counters
+            .affinity_hits
+            .fetch_add(1, Ordering::Relaxed);
+        Some(target)
+    }
+}
+
+/// Blocks of a prompt that can be reused: an engine computes at least the last token.
+fn reusable_blocks(prompt: &Prompt) -> &[slipstream_base::BlockHash] {
+    let reusable = (prompt.len() - 1) / prompt.block_size();
+    &prompt.blocks()[..reusable as usize]
+}
+
+/// How fast the fleet works off what it has, for `Retry-After`.
+#[derive(Clone, Copy, Debug, Default)]
+struct DrainRate {
+    /// When `mark` was read; `None` before the first request.
+    since: Option<SimTime>,
+    mark: Drained,
+}
+
+/// Sums over the fleet since its start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Drained {
+    prefill_tokens: u64,
+    blocks: u64,
+}
+
+impl DrainRate {
+    /// Shortest span over which a rate is taken, s.
+    const SPAN_MIN_S: f64 = 1.0;
+    /// Longest wait that is asked of a client, s: the estimate is not worth more.
+    const RETRY_AFTER_MAX_S: f64 = 60.0;
+
+    fn observe(&mut self, now: SimTime) {
+        self.since.get_or_insert(now);
+    }
+
+    /// Seconds until the one of `busy` that is nearest to its thresholds falls below them, at the
+    /// mean rate per target since the mark; 1 s where no rate is known.
+    fn retry_after_s(&mut self, now: SimTime, fleet: &Fleet, busy: &[u32]) -> u32 {
+        let mut drained = Drained::default();
+        for load in &fleet.loads {
+            drained.prefill_tokens += load.prefill_tokens_done.load(Ordering::Relaxed);
+            drained.blocks += load.blocks_freed.load(Ordering::Relaxed);
+        }
+        let span_s = now.since(self.since.unwrap_or(now)) as f64 / 1e9;
+        let per_target_s = span_s * fleet.targets().len() as f64;
+        let rate = |now: u64, then: u64| (now - then) as f64 / per_target_s;
+        let prefill_rate = rate(drained.prefill_tokens, self.mark.prefill_tokens);
+        let block_rate = rate(drained.blocks, self.mark.blocks);
+        if span_s >= Self::SPAN_MIN_S {
+            self.since = Some(now);
+            self.mark = drained;
+        }
+        let wait_s = busy
+            .iter()
+            .map(|&target| {
+                let load = &fleet.loads[target as usize];
+                let over = |value: u64, max: f64, rate: f64| {
+                    let excess = (value as f64 - max).max(0.0);
+                    if excess == 0.0 { 0.0 } else { excess / rate }
+                };
+                let blocks = load.active_blocks.load(Ordering::Relaxed);
+                let prefill = load.prefill_tokens.load(Ordering::Relaxed);
+                let prefill_max = match fleet.config().busy_prefill_tokens {
+                    0 => f64::INFINITY,
+                    max => max as f64,
+                };
+                let blocks_max = fleet.blocks_max(target as usize).unwrap_or(f64::INFINITY);
+                over(blocks, blocks_max, block_rate).max(over(prefill, prefill_max, prefill_rate))
+            })
+            .fold(f64::INFINITY, f64::min);
+        if wait_s.is_finite() {
+            wait_s.ceil().clamp(1.0, Self::RETRY_AFTER_MAX_S) as u32
+        } else {
+            1
+        }
+    }
+}

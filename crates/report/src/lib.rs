@@ -1,1 +1,20 @@
-//! Percentiles, tables, JSON, Parquet and the drag record.
+//! What a run is told as: percentiles, tables, one stable JSON form, and the drag record.
+//!
+//! `bench`, `simulate` and `drag` report through the same types, so that two runs can be put side
+//! by side whatever produced them. Nothing here knows where a number came from.
+//!
+//! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
+//! - [`run`]: the result of one run, as printed and as JSON.
+//! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
+//! - [`drag`]: one row a request with the time of each hand-over; CSV writer and reader.
+#![forbid(unsafe_code)]
+
+pub mod compare;
+pub mod drag;
+pub mod latency;
+pub mod run;
+pub mod table;
+
+pub use drag::{DragReader, DragRecord, DragWriter};
+pub use latency::{Latency, Percentiles};
+pub use run::RunReport;

@@ -1,0 +1,154 @@
+//! Two or more runs side by side, with each one's ratio to the first.
+
+use crate::latency::Percentiles;
+use crate::run::RunReport;
+use crate::table::{Table, Tone, grouped, number};
+
+/// Which way a figure is good.
+#[derive(Clone, Copy)]
+enum Good {
+    Less,
+    More,
+}
+
+type Figure = (&'static str, Good, fn(&RunReport) -> Option<f64>);
+
+fn percentile(p: Option<Percentiles>, pick: fn(Percentiles) -> f64) -> Option<f64> {
+    p.map(pick)
+}
+
+/// The rows, in reading order.
+const FIGURES: &[Figure] = &[
+    ("TTFT p50, ms", Good::Less, |r| {
+        percentile(r.latency.ttft_ms, |p| p.p50)
+    }),
+    ("TTFT p99, ms", Good::Less, |r| {
+        percentile(r.latency.ttft_ms, |p| p.p99)
+    }),
+    ("ITL p50, ms", Good::Less, |r| {
+        percentile(r.latency.itl_ms, |p| p.p50)
+    }),
+    ("ITL p99, ms", Good::Less, |r| {
+        percentile(r.latency.itl_ms, |p| p.p99)
+    }),
+    ("TPOT p50, ms", Good::Less, |r| {
+        percentile(r.latency.tpot_ms, |p| p.p50)
+    }),
+    ("E2E p50, ms", Good::Less, |r| {
+        percentile(r.latency.e2e_ms, |p| p.p50)
+    }),
+    ("E2E p99, ms", Good::Less, |r| {
+        percentile(r.latency.e2e_ms, |p| p.p99)
+    }),
+    ("requests/s", Good::More, |r| {
+        Some(r.throughput.requests_per_s)
+    }),
+    ("output tokens/s", Good::More, |r| {
+        Some(r.throughput.output_tokens_per_s)
+    }),
+    ("goodput, requests/s", Good::More, |r| {
+        r.goodput.as_ref().map(|g| g.requests_per_s)
+    }),
+    ("prefix hits, % of input", Good::More, |r| {
+        r.prefix_hit_share().map(|s| s * 100.0)
+    }),
+    ("preemptions", Good::Less, |r| {
+        r.engine.and_then(|e| e.preemptions)
+    }),
+    ("requests failed", Good::Less, |r| {
+        Some(r.requests.failed as f64)
+    }),
+    ("duration, s", Good::Less, |r| Some(r.duration_s)),
+    ("server CPU, µs a token", Good::Less, |r| {
+        r.server.map(|s| s.cpu_us_per_token)
+    }),
+    ("server CPU, µs a request", Good::Less, |r| {
+        r.server.map(|s| s.cpu_us_per_request)
+    }),
+];
+
+/// Rows that are whole numbers.
+const COUNTS: [&str; 2] = ["preemptions", "requests failed"];
+
+/// A change below this share is not colored: the histograms' own precision is 0.1 %, and runs on a
+/// shared machine differ by more.
+const NOTABLE: f64 = 0.02;
+
+/// The runs side by side. Ratios are to the first run; `color` as in [`Table::render`].
+///
+/// Rows that no run measured are left out.
+pub fn render(runs: &[RunReport], color: bool) -> String {
+    let Some(first) = runs.first() else {
+        return String::new();
+    };
+    let mut header = vec![String::new(), first.label.clone()];
+    for run in &runs[1..] {
+        header.push(run.label.clone());
+        header.push("ratio".to_owned());
+    }
+    let mut table = Table::new(header);
+    for (name, good, figure) in FIGURES {
+        let values: Vec<Option<f64>> = runs.iter().map(figure).collect();
+        if values.iter().all(Option::is_none) {
+            continue;
+        }
+        let shown = |value: Option<f64>| match value {
+            None => "-".to_owned(),
+            Some(count) if COUNTS.contains(name) => grouped(count.round() as u64),
+            Some(value) => number(value),
+        };
+        let mut row = vec![
+            ((*name).to_owned(), Tone::Plain),
+            (shown(values[0]), Tone::Plain),
+        ];
+        for &value in &values[1..] {
+            row.push((shown(value), Tone::Plain));
+            row.push(ratio(*good, values[0], value));
+        }
+        table.toned_row(row);
+    }
+    table.render(color)
+}
+
+fn ratio(good: Good, first: Option<f64>, value: Option<f64>) -> (String, Tone) {
+    match (first, value) {
+        (Some(first), Some(value)) if first == value => ("1.00×".to_owned(), Tone::Plain),
+        (Some(first), Some(value)) if first != 0.0 => {
+            let ratio = value / first;
+            let tone = match good {
+                _ if (ratio - 1.0).abs() < NOTABLE => Tone::Plain,
+                Good::Less if ratio < 1.0 => Tone::Better,
+                Good::More if ratio > 1.0 => Tone::Better,
+                Good::Less | Good::More => Tone::Worse,
+            };
+            (format!("{}×", number(ratio)), tone)
+        }
+        _ => ("-".to_owned(), Tone::Plain),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_runs_side_by_side() {
+        let kv = crate::run::tests::sample();
+        let mut round_robin = kv.clone();
+        round_robin.label = "round robin".into();
+        round_robin.throughput.output_tokens_per_s /= 2.0;
+        round_robin.latency.ttft_ms.as_mut().unwrap().p50 *= 4.0;
+        round_robin.tokens.cached = Some(128_000);
+        round_robin.goodput = None;
+        insta::assert_snapshot!(render(&[kv, round_robin], false));
+    }
+
+    #[test]
+    fn tones_follow_what_is_good() {
+        assert_eq!(ratio(Good::Less, Some(2.0), Some(1.0)).1, Tone::Better);
+        assert_eq!(ratio(Good::More, Some(2.0), Some(1.0)).1, Tone::Worse);
+        assert_eq!(ratio(Good::More, Some(2.0), Some(2.01)).1, Tone::Plain);
+        assert_eq!(ratio(Good::Less, Some(0.0), Some(2.0)).0, "-");
+        assert_eq!(ratio(Good::Less, Some(0.0), Some(0.0)).0, "1.00×");
+    }
+}

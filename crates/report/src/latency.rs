@@ -1,0 +1,187 @@
+//! Durations: a histogram of bounded size, and the percentiles read from it.
+
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+
+/// Significant decimal digits that percentiles keep: a value is off by at most one part in 1,000.
+/// Mean, minimum and maximum are exact.
+pub const SIGNIFICANT_DIGITS: u8 = 3;
+
+/// Longest duration that is told apart, ns (about 52 days); longer ones count as this.
+const LONGEST_NS: u64 = 1 << 52;
+
+/// Durations of one kind, ns.
+///
+/// Memory is bounded (at most about 350 KiB) however many are recorded, and two can be added up,
+/// so that threads record apart.
+#[derive(Clone, Debug)]
+pub struct Latency {
+    histogram: Histogram<u64>,
+    sum_ns: u128,
+    longest_ns: u64,
+    shortest_ns: u64,
+}
+
+impl Default for Latency {
+    fn default() -> Self {
+        let mut histogram =
+            Histogram::new(SIGNIFICANT_DIGITS).expect("3 digits are within the library's 0 to 5");
+        histogram.auto(true);
+        Latency {
+            histogram,
+            sum_ns: 0,
+            longest_ns: 0,
+            shortest_ns: u64::MAX,
+        }
+    }
+}
+
+impl Latency {
+    /// Adds one duration.
+    pub fn record(&mut self, ns: u64) {
+        self.record_n(ns, 1);
+    }
+
+    /// Adds `count` equal durations.
+    pub fn record_n(&mut self, ns: u64, count: u64) {
+        if count == 0 {
+            return;
+        }
+        self.histogram
+            .record_n(ns.min(LONGEST_NS), count)
+            .expect("an auto-resizing histogram takes every value up to 2^52");
+        self.sum_ns += u128::from(ns) * u128::from(count);
+        self.longest_ns = self.longest_ns.max(ns);
+        self.shortest_ns = self.shortest_ns.min(ns);
+    }
+
+    /// Adds everything that `other` holds.
+    pub fn add(&mut self, other: &Latency) {
+        self.histogram
+            .add(&other.histogram)
+            .expect("both histograms resize and have the same precision");
+        self.sum_ns += other.sum_ns;
+        self.longest_ns = self.longest_ns.max(other.longest_ns);
+        self.shortest_ns = self.shortest_ns.min(other.shortest_ns);
+    }
+
+    /// Durations recorded.
+    pub fn count(&self) -> u64 {
+        self.histogram.len()
+    }
+
+    /// The smallest recorded duration that at least `share` (0 to 1) of all do not exceed, ns;
+    /// `None` if nothing was recorded.
+    pub fn quantile_ns(&self, share: f64) -> Option<u64> {
+        (self.count() > 0).then(|| {
+            self.histogram
+                .value_at_quantile(share)
+                .clamp(self.shortest_ns, self.longest_ns)
+        })
+    }
+
+    /// The percentiles that reports show; `None` if nothing was recorded.
+    pub fn percentiles(&self) -> Option<Percentiles> {
+        let at = |share| self.quantile_ns(share).map(ms);
+        Some(Percentiles {
+            count: self.count(),
+            mean: self.sum_ns as f64 / self.count() as f64 / 1e6,
+            min: at(0.0).map(|_| ms(self.shortest_ns))?,
+            p50: at(0.50)?,
+            p75: at(0.75)?,
+            p90: at(0.90)?,
+            p95: at(0.95)?,
+            p99: at(0.99)?,
+            max: ms(self.longest_ns),
+        })
+    }
+}
+
+fn ms(ns: u64) -> f64 {
+    ns as f64 / 1e6
+}
+
+/// Percentiles of durations, ms. Precision: [`SIGNIFICANT_DIGITS`]; mean, min and max are exact.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Percentiles {
+    /// Durations counted.
+    pub count: u64,
+    /// Arithmetic mean.
+    pub mean: f64,
+    /// Shortest.
+    pub min: f64,
+    /// Median.
+    pub p50: f64,
+    /// 75th percentile.
+    pub p75: f64,
+    /// 90th percentile.
+    pub p90: f64,
+    /// 95th percentile.
+    pub p95: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// Longest.
+    pub max: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn known_percentiles_of_one_to_a_thousand_ms() {
+        let mut latency = Latency::default();
+        for n in 1..=1_000u64 {
+            latency.record(n * 1_000_000);
+        }
+        let p = latency.percentiles().unwrap();
+        assert_eq!(
+            (p.count, p.min, p.max, p.mean),
+            (1_000, 1.0, 1_000.0, 500.5)
+        );
+        for (value, exact) in [
+            (p.p50, 500.0),
+            (p.p75, 750.0),
+            (p.p90, 900.0),
+            (p.p99, 990.0),
+        ] {
+            assert!((value - exact).abs() <= exact * 1e-3, "{value} for {exact}");
+        }
+    }
+
+    #[test]
+    fn nothing_recorded_has_no_percentiles() {
+        assert_eq!(Latency::default().percentiles(), None);
+    }
+
+    #[test]
+    fn extremes_are_taken() {
+        let mut latency = Latency::default();
+        latency.record(0);
+        latency.record(u64::MAX);
+        let p = latency.percentiles().unwrap();
+        assert_eq!(p.min, 0.0);
+        assert_eq!(p.max, u64::MAX as f64 / 1e6);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn quantiles_match_a_sorted_list(
+            mut values in prop::collection::vec(0u64..10_000_000_000, 1..200),
+            share in 0.01f64..1.0,
+        ) {
+            let (mut left, mut right) = (Latency::default(), Latency::default());
+            for (i, &v) in values.iter().enumerate() {
+                if i % 2 == 0 { left.record(v) } else { right.record(v) }
+            }
+            left.add(&right);
+            values.sort_unstable();
+            let rank = ((share * values.len() as f64).ceil() as usize).clamp(1, values.len());
+            let exact = values[rank - 1] as f64;
+            let got = left.quantile_ns(share).unwrap() as f64;
+            prop_assert!((got - exact).abs() <= exact * 1e-3 + 1.0, "{got} for {exact}");
+        }
+    }
+}

@@ -1,0 +1,402 @@
+//! The result of one run: what `bench` and `simulate` print, save and compare.
+//!
+//! The JSON form is stable: fields are only added while [`SCHEMA`] stands. Every field's unit is in
+//! its name or its doc; what was not measured is absent.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+use crate::latency::{Percentiles, SIGNIFICANT_DIGITS};
+use crate::table::{Table, grouped, number};
+
+/// Version of the JSON form.
+pub const SCHEMA: u32 = 1;
+
+/// One run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunReport {
+    /// [`SCHEMA`] of the writer.
+    pub schema: u32,
+    /// Name of the run in tables.
+    pub label: String,
+    /// What was loaded: a URL, or `simulated`.
+    pub target: String,
+    /// Model asked for.
+    pub model: String,
+    /// Workload in a few words.
+    pub workload: String,
+    /// Seed of the workload.
+    pub seed: u64,
+    /// First due to last answer, s. Warm-up is not in any figure.
+    pub duration_s: f64,
+    /// Counts of requests.
+    pub requests: RequestCounts,
+    /// Failed requests by kind.
+    pub errors: BTreeMap<String, u64>,
+    /// Counts of tokens.
+    pub tokens: TokenCounts,
+    /// Rates over `duration_s`.
+    pub throughput: Throughput,
+    /// Latencies, ms.
+    pub latency: Latencies,
+    /// What met its objectives, if there were any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goodput: Option<Goodput>,
+    /// The load generator's own cost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client: Option<ProcessCost>,
+    /// The server's cost, summed over the processes watched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server: Option<ProcessCost>,
+    /// What the server counted over the run, warm-up included if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineCounts>,
+}
+
+/// Counts of requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestCounts {
+    /// Sent, warm-up apart.
+    pub sent: u64,
+    /// Answered in full.
+    pub succeeded: u64,
+    /// Failed, by kind in `errors`.
+    pub failed: u64,
+    /// Sent before measuring began.
+    pub warmup: u64,
+    /// Turns never sent because an earlier turn of their session failed or the run was cut short.
+    pub abandoned: u64,
+    /// Lines of the trace that were skipped as bad.
+    pub skipped_lines: u64,
+    /// Sent again on a fresh connection or after a `Retry-After`.
+    pub retries: u64,
+}
+
+/// Counts of tokens over answered requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenCounts {
+    /// Prompt tokens: as the server counted them, or as the workload meant them.
+    pub input: u64,
+    /// Answer tokens: as the server counted them, or one an event.
+    pub output: u64,
+    /// Stream events that carried text.
+    pub events: u64,
+    /// Prompt tokens that the server found cached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cached: Option<u64>,
+}
+
+/// Rates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Throughput {
+    /// Answered requests, 1/s.
+    pub requests_per_s: f64,
+    /// Prompt tokens, 1/s.
+    pub input_tokens_per_s: f64,
+    /// Answer tokens, 1/s.
+    pub output_tokens_per_s: f64,
+}
+
+/// Percentiles of each latency, ms; absent where nothing was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Latencies {
+    /// Due to first token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttft_ms: Option<Percentiles>,
+    /// Gaps between successive tokens, over all gaps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub itl_ms: Option<Percentiles>,
+    /// (E2E − TTFT) / (OSL − 1), over requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpot_ms: Option<Percentiles>,
+    /// Due to last token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub e2e_ms: Option<Percentiles>,
+    /// Due to sent: how far the load generator itself fell behind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub send_lag_ms: Option<Percentiles>,
+}
+
+/// Requests that met every stated objective.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Goodput {
+    /// The objectives as given: `ttft=1s,itl=50ms`.
+    pub slo: String,
+    /// Requests that met all of them.
+    pub met: u64,
+    /// `met` over requests sent.
+    pub share: f64,
+    /// `met` a second.
+    pub requests_per_s: f64,
+}
+
+/// What a process cost over the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ProcessCost {
+    /// CPU time, user and system, s.
+    pub cpu_s: f64,
+    /// CPU time over answered requests, µs.
+    pub cpu_us_per_request: f64,
+    /// CPU time over answer tokens, µs.
+    pub cpu_us_per_token: f64,
+    /// Peak resident memory, bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rss_peak_bytes: Option<u64>,
+}
+
+/// Counters of the engines, summed, as differences over the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EngineCounts {
+    /// Requests preempted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preemptions: Option<f64>,
+    /// Prompt tokens looked up in the prefix caches.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_query_tokens: Option<f64>,
+    /// Those found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_hit_tokens: Option<f64>,
+}
+
+impl RunReport {
+    /// Share of prompt tokens found cached: as answers said, or else as the engines counted.
+    pub fn prefix_hit_share(&self) -> Option<f64> {
+        let share = |hit: f64, of: f64| (of > 0.0).then(|| hit / of);
+        match (self.tokens.cached, &self.engine) {
+            (Some(cached), _) => share(cached as f64, self.tokens.input as f64),
+            (None, Some(engine)) => share(engine.prefix_hit_tokens?, engine.prefix_query_tokens?),
+            (None, None) => None,
+        }
+    }
+
+    /// The JSON form, indented, with a final newline.
+    pub fn to_json(&self) -> String {
+        let mut text =
+            serde_json::to_string_pretty(self).expect("plain numbers and strings serialize");
+        text.push('\n');
+        text
+    }
+
+    /// Reads the JSON form.
+    ///
+    /// # Errors
+    /// [`RunError`] if it is not one, or of a later schema.
+    pub fn from_json(text: &str) -> Result<RunReport, RunError> {
+        let run: RunReport = serde_json::from_str(text)?;
+        if run.schema != SCHEMA {
+            return Err(RunError::Schema { found: run.schema });
+        }
+        Ok(run)
+    }
+
+    /// The report for people.
+    pub fn render(&self) -> String {
+        let mut out = String::new();
+        let mut say = |text: String| {
+            out.push_str(&text);
+            out.push('\n');
+        };
+        let r = &self.requests;
+        say(format!(
+            "{} · {} · {}",
+            self.target, self.model, self.workload
+        ));
+        let mut counts = format!(
+            "{} of {} requests answered in {} s",
+            grouped(r.succeeded),
+            grouped(r.sent),
+            number(self.duration_s)
+        );
+        for (count, what) in [
+            (r.failed, "failed"),
+            (r.abandoned, "later turns abandoned"),
+            (r.retries, "sent again"),
+            (r.skipped_lines, "trace lines skipped"),
+            (r.warmup, "before them as warm-up"),
+        ] {
+            if count > 0 {
+                write!(counts, ", {} {what}", grouped(count)).expect("a String takes every write");
+            }
+        }
+        say(counts);
+        for (kind, count) in &self.errors {
+            say(format!("  failed: {kind}: {}", grouped(*count)));
+        }
+        say(format!(
+            "throughput {} requests/s, {} input tokens/s, {} output tokens/s",
+            number(self.throughput.requests_per_s),
+            number(self.throughput.input_tokens_per_s),
+            number(self.throughput.output_tokens_per_s),
+        ));
+        let mut tokens = format!(
+            "tokens     {} in, {} out in {} events",
+            grouped(self.tokens.input),
+            grouped(self.tokens.output),
+            grouped(self.tokens.events)
+        );
+        if let Some(share) = self.prefix_hit_share() {
+            write!(tokens, ", prefix hits {} %", number(share * 100.0))
+                .expect("a String takes every write");
+        }
+        say(tokens);
+        if let Some(preemptions) = self.engine.and_then(|e| e.preemptions) {
+            say(format!(
+                "engines    {} preemptions",
+                grouped(preemptions.round() as u64)
+            ));
+        }
+        if let Some(goodput) = &self.goodput {
+            say(format!(
+                "goodput    {} requests/s ({} %) within {}",
+                number(goodput.requests_per_s),
+                number(goodput.share * 100.0),
+                goodput.slo
+            ));
+        }
+        for (who, cost) in [("client", &self.client), ("server", &self.server)] {
+            if let Some(cost) = cost {
+                let rss = cost.rss_peak_bytes.map_or(String::new(), |b| {
+                    format!(", peak RSS {} MiB", number(b as f64 / f64::from(1 << 20)))
+                });
+                say(format!(
+                    "{who:<10} {} CPU-s, {} µs a request, {} µs an output token{rss}",
+                    number(cost.cpu_s),
+                    number(cost.cpu_us_per_request),
+                    number(cost.cpu_us_per_token)
+                ));
+            }
+        }
+        let mut table = Table::new(["ms", "mean", "p50", "p75", "p90", "p95", "p99", "max"]);
+        let l = &self.latency;
+        for (name, percentiles) in [
+            ("TTFT", l.ttft_ms),
+            ("ITL", l.itl_ms),
+            ("TPOT", l.tpot_ms),
+            ("E2E", l.e2e_ms),
+            ("send lag", l.send_lag_ms),
+        ] {
+            if let Some(p) = percentiles {
+                let cells = [p.mean, p.p50, p.p75, p.p90, p.p95, p.p99, p.max].map(number);
+                table.row([name.to_owned()].into_iter().chain(cells));
+            }
+        }
+        out.push('\n');
+        out.push_str(&table.render(false));
+        writeln!(
+            out,
+            "from due to received; percentiles to {SIGNIFICANT_DIGITS} digits; tokens that arrive in one read share its time"
+        )
+        .expect("a String takes every write");
+        out
+    }
+}
+
+/// Why a saved run could not be read. Nothing to retry.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// Not the JSON form of a run.
+    #[error("not a saved run: {0}; `slipstream bench --out FILE` writes one")]
+    Json(#[from] serde_json::Error),
+    /// Written by another version.
+    #[error("the file has schema {found}, this program reads {SCHEMA}; run the bench again")]
+    Schema {
+        /// Its `schema`.
+        found: u32,
+    },
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn sample() -> RunReport {
+        let p = |p50: f64| {
+            Some(Percentiles {
+                count: 10,
+                mean: p50 * 1.1,
+                min: p50 / 2.0,
+                p50,
+                p75: p50 * 1.2,
+                p90: p50 * 1.5,
+                p95: p50 * 1.6,
+                p99: p50 * 2.0,
+                max: p50 * 3.0,
+            })
+        };
+        RunReport {
+            schema: SCHEMA,
+            label: "kv".into(),
+            target: "http://127.0.0.1:8000".into(),
+            model: "m".into(),
+            workload: "closed loop of 4".into(),
+            seed: 1,
+            duration_s: 12.5,
+            requests: RequestCounts {
+                sent: 1_000,
+                succeeded: 998,
+                failed: 2,
+                ..RequestCounts::default()
+            },
+            errors: [("http 503".to_owned(), 2)].into(),
+            tokens: TokenCounts {
+                input: 1_024_000,
+                output: 128_000,
+                events: 128_000,
+                cached: Some(512_000),
+            },
+            throughput: Throughput {
+                requests_per_s: 79.84,
+                input_tokens_per_s: 81_920.0,
+                output_tokens_per_s: 10_240.0,
+            },
+            latency: Latencies {
+                ttft_ms: p(100.0),
+                itl_ms: p(10.0),
+                tpot_ms: p(10.5),
+                e2e_ms: p(1_400.0),
+                send_lag_ms: p(0.05),
+            },
+            goodput: Some(Goodput {
+                slo: "ttft=1s".into(),
+                met: 900,
+                share: 0.9,
+                requests_per_s: 72.0,
+            }),
+            client: Some(ProcessCost {
+                cpu_s: 0.2,
+                cpu_us_per_request: 200.4,
+                cpu_us_per_token: 1.5625,
+                rss_peak_bytes: Some(20 << 20),
+            }),
+            server: None,
+            engine: Some(EngineCounts {
+                preemptions: Some(3.0),
+                ..EngineCounts::default()
+            }),
+        }
+    }
+
+    #[test]
+    fn a_saved_run_reads_back_the_same() {
+        let run = sample();
+        assert_eq!(RunReport::from_json(&run.to_json()).unwrap(), run);
+    }
+
+    #[test]
+    fn other_schemas_and_other_json_are_refused() {
+        let later = sample()
+            .to_json()
+            .replacen("\"schema\": 1", "\"schema\": 2", 1);
+        let error = RunReport::from_json(&later).unwrap_err().to_string();
+        assert!(error.contains("schema 2"), "{error}");
+        let error = RunReport::from_json("{}").unwrap_err().to_string();
+        assert!(error.contains("--out"), "{error}");
+    }
+
+    #[test]
+    fn what_people_see() {
+        insta::assert_snapshot!(sample().render());
+    }
+}

@@ -17,7 +17,7 @@ pub fn mix64(x: u64) -> u64 {
 #[inline]
 pub fn draw(seed: u64, index: u64) -> u64 {
     // The golden-ratio increment of SplitMix64; index + 1 keeps draw(0, 0) off the fixed point 0.
-    mix64(seed.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    mix64(seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
 /// Maps 64 random bits to `0..n` without division (Lemire's multiply-shift; bias below n/2^64).

@@ -15,6 +15,7 @@ pub mod request;
 pub mod stage;
 pub mod time;
 pub mod token;
+pub mod workload_file;
 
 pub use fpm::ForwardPassMetrics;
 pub use ids::{RankId, RequestId, WorkerId};

@@ -1,1 +1,28 @@
-//! Request generators and trace readers.
+//! The requests of a workload: one stream from a file and a seed, the same for a live load
+//! generator and for a simulation.
+//!
+//! ```text
+//!   workload file ─► Generator ─┐
+//!                               ├─► Source ─► Schedule ─► driver (bench: HTTP, twin: virtual time)
+//!   trace file ───► Mooncake ───┘                ▲             │
+//!                                                └── on_done ──┘   next turn, next in closed loop
+//! ```
+//!
+//! - [`draw`]: named streams of draws. A draw is a pure function of seed, name and index, so that a
+//!   new key in the file, or a thread more, does not shift the others.
+//! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
+//!   follow; so bench and twin agree on what is shared without passing text around.
+//! - [`generate`] and [`mooncake`]: where requests come from, one in memory at a time.
+//! - [`schedule`]: when they are due; follow-up turns; closed loops. No clock: the driver says `now`.
+#![forbid(unsafe_code)]
+
+pub mod draw;
+pub mod generate;
+pub mod mooncake;
+pub mod prompt;
+pub mod schedule;
+pub mod source;
+
+pub use prompt::{Content, PromptSource, Role, Segment, Vocabulary};
+pub use schedule::Schedule;
+pub use source::{Request, Source, SourceError};

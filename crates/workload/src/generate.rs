@@ -1,0 +1,479 @@
+//! Requests drawn from a workload's classes.
+
+use slipstream_base::mix::mix64;
+use slipstream_base::workload_file::{Arrival, Class, Workload};
+use slipstream_base::{RequestId, SimTime};
+
+use crate::draw::{Stream, Table};
+use crate::prompt::{Content, PromptSource, Role, Segment};
+use crate::source::{Request, SourceError, TURNS_MAX};
+
+/// When sessions begin, one after the other.
+#[derive(Debug)]
+pub(crate) struct Arrivals {
+    arrival: Arrival,
+    gaps: Stream,
+    index: u64,
+    /// Of the last session, s of workload time.
+    at_s: f64,
+    time_scale: f64,
+    duration_s: f64,
+}
+
+impl Arrivals {
+    pub(crate) fn new(workload: &Workload, salt: u64) -> Arrivals {
+        Arrivals {
+            arrival: workload.arrival.clone(),
+            gaps: Stream::named(workload.seed ^ salt, "arrival"),
+            index: 0,
+            at_s: 0.0,
+            time_scale: workload.time_scale,
+            duration_s: workload.duration_s.unwrap_or(f64::INFINITY),
+        }
+    }
+
+    /// The next session's arrival; `None` when no more come. `trace_ms` is what the trace says, for
+    /// a workload that follows its trace. In a closed loop all are due at once.
+    pub(crate) fn next(&mut self, trace_ms: Option<f64>) -> Option<SimTime> {
+        let index = self.index;
+        self.index += 1;
+        self.at_s = match &self.arrival {
+            Arrival::Closed { .. } => 0.0,
+            Arrival::Constant { rate_per_s } => index as f64 / rate_per_s,
+            Arrival::Poisson { rate_per_s } => {
+                self.at_s + self.gaps.sub(index).exponential() / rate_per_s
+            }
+            Arrival::Gamma { rate_per_s, cv } => {
+                let gap = if *cv > 0.0 {
+                    self.gaps.sub(index).gamma(1.0 / (cv * cv))
+                } else {
+                    1.0
+                };
+                self.at_s + gap / rate_per_s
+            }
+            Arrival::Timestamps { ms } => *ms.get(index as usize)? / 1e3,
+            Arrival::Trace => trace_ms? / 1e3,
+        };
+        (self.at_s < self.duration_s).then(|| SimTime::from_secs_f64(self.at_s / self.time_scale))
+    }
+}
+
+/// Requests drawn from classes.
+#[derive(Debug)]
+pub struct Generator {
+    classes: Vec<Class>,
+    class_table: Table,
+    /// Per class, per level of its prefix tree: popularity of the branches.
+    branch_tables: Vec<Vec<Table>>,
+    arrivals: Arrivals,
+    seed: u64,
+    time_scale: f64,
+    session: u64,
+    requests_left: u64,
+}
+
+impl Generator {
+    pub(crate) fn new(
+        workload: &Workload,
+        classes: Vec<Class>,
+        salt: u64,
+    ) -> Result<Self, SourceError> {
+        if workload.arrival == Arrival::Trace {
+            return Err(SourceError::NoTrace);
+        }
+        Ok(Generator {
+            class_table: Table::new(classes.iter().map(|c| c.weight)),
+            branch_tables: classes
+                .iter()
+                .map(|c| {
+                    c.prefix
+                        .iter()
+                        .map(|l| Table::zipf(l.branches, l.skew))
+                        .collect()
+                })
+                .collect(),
+            classes,
+            arrivals: Arrivals::new(workload, salt),
+            seed: workload.seed ^ salt,
+            time_scale: workload.time_scale,
+            session: 0,
+            requests_left: workload.requests.unwrap_or(u64::MAX),
+        })
+    }
+
+    fn stream(&self, name: &str) -> Stream {
+        Stream::named(self.seed, name)
+    }
+
+    /// The shared texts that begin a session's prompts.
+    fn prefix(&self, class: usize, session: u64) -> Vec<Segment> {
+        let choices = self.stream("prefix").sub(session);
+        // The path from the root names a text: equal paths, equal texts.
+        let mut path = self.stream("prefix text").sub(class as u64);
+        self.classes[class]
+            .prefix
+            .iter()
+            .zip(&self.branch_tables[class])
+            .enumerate()
+            .map(|(level, (shape, table))| {
+                path = path.sub(table.index(choices.unit(level as u64)) as u64);
+                Segment {
+                    content: Content::Text(path.bits(u64::MAX)),
+                    tokens: path.sub(u64::MAX - 1).sample_whole(&shape.tokens, 1),
+                    role: Role::System,
+                }
+            })
+            .collect()
+    }
+
+    fn output_len(&self, class: usize, session: u64, turn: u32) -> u32 {
+        let stream = self.stream("osl").sub(session).sub(u64::from(turn));
+        stream.sample_whole(&self.classes[class].osl, 1)
+    }
+
+    fn user_tokens(&self, class: usize, session: u64, turn: u32) -> u32 {
+        let stream = self.stream("user").sub(session).sub(u64::from(turn));
+        stream.sample_whole(&self.classes[class].session.user_tokens, 1)
+    }
+
+    fn user_text(&self, session: u64, turn: u32, tokens: u32) -> Segment {
+        Segment {
+            content: Content::Text(mix64(
+                self.stream("text").sub(session).bits(u64::from(turn)),
+            )),
+            tokens,
+            role: Role::User,
+        }
+    }
+
+    /// Turns of a session: as drawn, but no longer than `isl_max` allows and `left` requests.
+    fn turns(&self, class: usize, session: u64, first_isl: u32, left: u64) -> u32 {
+        let shape = &self.classes[class].session;
+        let drawn = self
+            .stream("turns")
+            .sub(session)
+            .sample_whole(&shape.turns, 1);
+        let most = drawn
+            .min(TURNS_MAX)
+            .min(u32::try_from(left).unwrap_or(u32::MAX));
+        let Some(isl_max) = shape.isl_max else {
+            return most;
+        };
+        let mut isl = u64::from(first_isl);
+        let mut turns = 1;
+        while turns < most {
+            isl += u64::from(self.output_len(class, session, turns - 1));
+            isl += u64::from(self.user_tokens(class, session, turns));
+            if isl > u64::from(isl_max) {
+                break;
+            }
+            turns += 1;
+        }
+        turns
+    }
+
+    pub(crate) fn follow_up(
+        &self,
+        request: &Request,
+        answer_tokens: u32,
+        now: SimTime,
+    ) -> Option<Request> {
+        if !request.has_next() {
+            return None;
+        }
+        let (session, turn, class) = (request.session, request.turn + 1, request.class as usize);
+        let think = self.stream("think").sub(session).sub(u64::from(turn));
+        let think_s = think.sample(&self.classes[class].session.think_time_s);
+        let answer = Segment {
+            content: Content::Answer(request.id()),
+            tokens: answer_tokens,
+            role: Role::Assistant,
+        };
+        let user = self.user_text(session, turn, self.user_tokens(class, session, turn));
+        Some(Request {
+            turn,
+            due: now + SimTime::from_secs_f64(think_s / self.time_scale).0,
+            prompt: PromptSource::new(
+                request
+                    .prompt
+                    .segments()
+                    .iter()
+                    .copied()
+                    .chain([answer, user]),
+            ),
+            output_len: self.output_len(class, session, turn),
+            ..*request
+        })
+    }
+}
+
+impl Iterator for Generator {
+    type Item = Request;
+
+    fn next(&mut self) -> Option<Request> {
+        if self.requests_left == 0 {
+            return None;
+        }
+        let session = self.session;
+        let due = self.arrivals.next(None)?;
+        let class = self
+            .class_table
+            .index(self.stream("class").sub(session).unit(0));
+        let mut segments = self.prefix(class, session);
+        let shared: u32 = segments.iter().map(|s| s.tokens).sum();
+        let isl = self
+            .stream("isl")
+            .sub(session)
+            .sample_whole(&self.classes[class].isl, 1);
+        // At least one token of a prompt is its own, so that a session differs from its neighbors.
+        let own = isl.saturating_sub(shared).max(1);
+        segments.push(self.user_text(session, 0, own));
+        let turns = self.turns(class, session, shared + own, self.requests_left);
+        self.session += 1;
+        self.requests_left -= u64::from(turns);
+        Some(Request {
+            session,
+            turn: 0,
+            turns,
+            due,
+            prompt: PromptSource::new(segments),
+            output_len: self.output_len(class, session, 0),
+            ignore_eos: self.classes[class].ignore_eos,
+            priority: self.classes[class].priority,
+            class: class as u32,
+        })
+    }
+}
+
+/// The number of a request, from its session and turn.
+pub fn request_id(session: u64, turn: u32) -> RequestId {
+    RequestId(session << 12 | u64::from(turn))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::workload_file::{self, Dist, PrefixLevel, SessionShape};
+    use std::collections::HashSet;
+
+    fn workload(arrival: Arrival, requests: u64, class: Class) -> Workload {
+        Workload {
+            seed: 1,
+            requests: Some(requests),
+            duration_s: None,
+            time_scale: 1.0,
+            arrival,
+            content: workload_file::Content::Generated(vec![class]),
+        }
+    }
+
+    fn generator(workload: &Workload) -> Generator {
+        let workload_file::Content::Generated(classes) = &workload.content else {
+            unreachable!("made above")
+        };
+        Generator::new(workload, classes.clone(), 0).unwrap()
+    }
+
+    /// Mean and coefficient of variation of the gaps between arrivals. Tolerances as in `draw`:
+    /// four standard errors of the mean (cv/√n), 3 % for the cv.
+    fn check_gaps(arrival: Arrival, mean_s: f64, cv: f64) {
+        let n = 50_000;
+        let due: Vec<f64> = generator(&workload(arrival, n, Class::default()))
+            .map(|r| r.due.as_secs_f64())
+            .collect();
+        let gaps: Vec<f64> = due.windows(2).map(|w| w[1] - w[0]).collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        let variance = gaps.iter().map(|g| (g - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
+        assert!(
+            (mean / mean_s - 1.0).abs() <= 4.0 * cv / (n as f64).sqrt() + 1e-6,
+            "{mean}"
+        );
+        assert!(
+            (variance.sqrt() / mean - cv).abs() <= 0.03 * cv + 1e-6,
+            "{}",
+            variance.sqrt() / mean
+        );
+    }
+
+    #[test]
+    fn arrivals_have_the_stated_rate_and_burstiness() {
+        check_gaps(Arrival::Constant { rate_per_s: 8.0 }, 0.125, 0.0);
+        check_gaps(Arrival::Poisson { rate_per_s: 10.0 }, 0.1, 1.0);
+        check_gaps(
+            Arrival::Gamma {
+                rate_per_s: 10.0,
+                cv: 2.0,
+            },
+            0.1,
+            2.0,
+        );
+        check_gaps(
+            Arrival::Gamma {
+                rate_per_s: 10.0,
+                cv: 0.5,
+            },
+            0.1,
+            0.5,
+        );
+    }
+
+    #[test]
+    fn duration_and_time_scale() {
+        let mut w = workload(
+            Arrival::Constant { rate_per_s: 1.0 },
+            1_000,
+            Class::default(),
+        );
+        w.duration_s = Some(60.0);
+        w.time_scale = 60.0;
+        let due: Vec<_> = generator(&w).map(|r| r.due).collect();
+        assert_eq!(due.len(), 60);
+        assert!(due[59] < SimTime::from_secs_f64(1.0));
+        assert_eq!(due[30], SimTime::from_secs_f64(0.5));
+    }
+
+    #[test]
+    fn a_number_of_requests_counts_all_turns() {
+        let class = Class {
+            session: SessionShape {
+                turns: Dist::Exact(4.0),
+                ..SessionShape::default()
+            },
+            ..Class::default()
+        };
+        let w = workload(Arrival::Closed { concurrency: 2 }, 10, class);
+        let turns: Vec<u32> = generator(&w).map(|r| r.turns).collect();
+        assert_eq!(turns, [4, 4, 2]);
+    }
+
+    #[test]
+    fn a_session_grows_by_answer_and_user_text() {
+        let class = Class {
+            isl: Dist::Exact(100.0),
+            osl: Dist::Exact(20.0),
+            session: SessionShape {
+                turns: Dist::Exact(3.0),
+                think_time_s: Dist::Exact(2.0),
+                user_tokens: Dist::Exact(30.0),
+                isl_max: None,
+            },
+            ..Class::default()
+        };
+        let mut g = generator(&workload(Arrival::Closed { concurrency: 1 }, 3, class));
+        let first = g.next().unwrap();
+        let second = g.follow_up(&first, 20, SimTime(5)).unwrap();
+        let third = g.follow_up(&second, 7, SimTime(9)).unwrap();
+        assert_eq!(g.follow_up(&third, 20, SimTime(0)), None);
+        let isl = [&first, &second, &third].map(|r| r.prompt.tokens());
+        assert_eq!(isl, [100, 150, 187]);
+        assert_eq!(second.due, SimTime(5) + 2_000_000_000);
+        // Each prompt begins with the one before it.
+        assert_eq!(second.prompt.segments()[..1], *first.prompt.segments());
+        assert_eq!(third.prompt.segments()[..3], *second.prompt.segments());
+        assert_eq!(
+            second.prompt.segments()[1].content,
+            Content::Answer(first.id())
+        );
+        assert_eq!(
+            (third.id(), third.name()),
+            (request_id(0, 2), "0.2".to_owned())
+        );
+    }
+
+    #[test]
+    fn isl_max_ends_sessions_early() {
+        let class = Class {
+            isl: Dist::Exact(100.0),
+            osl: Dist::Exact(20.0),
+            session: SessionShape {
+                turns: Dist::Exact(50.0),
+                user_tokens: Dist::Exact(30.0),
+                isl_max: Some(200),
+                ..SessionShape::default()
+            },
+            ..Class::default()
+        };
+        let mut g = generator(&workload(Arrival::Closed { concurrency: 1 }, 100, class));
+        assert_eq!(g.next().unwrap().turns, 3); // 100, 150, 200
+    }
+
+    #[test]
+    fn prefix_tree_shares_what_its_shape_says() {
+        let level = |branches, tokens| PrefixLevel {
+            branches,
+            tokens: Dist::Exact(tokens),
+            skew: 0.0,
+        };
+        let class = Class {
+            isl: Dist::Exact(1_000.0),
+            prefix: vec![level(3, 256.0), level(2, 128.0)],
+            ..Class::default()
+        };
+        let requests: Vec<_> =
+            generator(&workload(Arrival::Closed { concurrency: 1 }, 200, class)).collect();
+        let texts = |n: usize| -> HashSet<Vec<Segment>> {
+            requests
+                .iter()
+                .map(|r| r.prompt.segments()[..n].to_vec())
+                .collect()
+        };
+        assert_eq!(
+            [texts(1).len(), texts(2).len(), texts(3).len()],
+            [3, 6, 200]
+        );
+        assert!(requests.iter().all(|r| r.prompt.tokens() == 1_000));
+    }
+
+    #[test]
+    fn a_prompt_has_a_token_of_its_own_beyond_a_long_prefix() {
+        let class = Class {
+            isl: Dist::Exact(10.0),
+            prefix: vec![PrefixLevel {
+                branches: 1,
+                tokens: Dist::Exact(64.0),
+                skew: 0.0,
+            }],
+            ..Class::default()
+        };
+        let r = generator(&workload(Arrival::Closed { concurrency: 1 }, 1, class))
+            .next()
+            .unwrap();
+        assert_eq!(r.prompt.tokens(), 65);
+    }
+
+    #[test]
+    fn changing_one_key_leaves_the_other_draws_alone() {
+        let lengths = |osl| {
+            let class = Class {
+                isl: Dist::Uniform {
+                    min: 10.0,
+                    max: 1_000.0,
+                },
+                osl,
+                ..Class::default()
+            };
+            generator(&workload(Arrival::Poisson { rate_per_s: 5.0 }, 50, class))
+                .map(|r| (r.due, r.prompt.clone()))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            lengths(Dist::Exact(1.0)),
+            lengths(Dist::Uniform { min: 1.0, max: 9.0 })
+        );
+    }
+
+    #[test]
+    fn a_salt_changes_texts_but_not_lengths_kind() {
+        let w = workload(Arrival::Closed { concurrency: 1 }, 1, Class::default());
+        let workload_file::Content::Generated(classes) = &w.content else {
+            unreachable!()
+        };
+        let salted = Generator::new(&w, classes.clone(), 9)
+            .unwrap()
+            .next()
+            .unwrap();
+        let plain = generator(&w).next().unwrap();
+        assert_eq!(salted.prompt.tokens(), plain.prompt.tokens());
+        assert_ne!(salted.prompt, plain.prompt);
+    }
+}

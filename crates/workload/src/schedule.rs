@@ -1,0 +1,344 @@
+//! When requests are due, follow-up turns and closed loops included. The driver says `now`.
+
+use std::collections::BTreeMap;
+
+use slipstream_base::SimTime;
+use slipstream_base::workload_file::{Arrival, Workload};
+
+use crate::source::{Request, Source, SourceError};
+
+/// The requests of a workload as they come due.
+///
+/// A driver asks [`next_due`](Self::next_due), waits until then, takes what is due with
+/// [`pop`](Self::pop), and reports each end by [`on_done`](Self::on_done) or
+/// [`on_failed`](Self::on_failed). Memory follows the sessions under way.
+#[derive(Debug)]
+pub struct Schedule {
+    source: Source,
+    shard: Shard,
+    /// The first request of the next session.
+    next_session: Option<Request>,
+    exhausted: bool,
+    /// Later turns whose time is known, in order of it.
+    follow_ups: BTreeMap<(SimTime, u64), Request>,
+    /// Closed loop: sessions that may begin.
+    slots: Option<u64>,
+    /// Closed loop: no session begins from then on.
+    closes: SimTime,
+    /// Requests taken and not yet ended.
+    in_flight: u64,
+    abandoned: u64,
+}
+
+/// Which part of the sessions a driver runs, when several share a workload: those whose number
+/// leaves `index` when divided by `count`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// From 0.
+    pub index: u32,
+    /// At least 1.
+    pub count: u32,
+}
+
+impl Shard {
+    /// Everything.
+    pub const WHOLE: Shard = Shard { index: 0, count: 1 };
+
+    /// This shard's part of `total` equal things.
+    pub fn part_of(self, total: u64) -> u64 {
+        let (index, count) = (u64::from(self.index), u64::from(self.count));
+        total / count + u64::from(index < total % count)
+    }
+}
+
+impl Schedule {
+    /// Schedules one shard of a workload. `salt` as in [`Source::open`].
+    ///
+    /// # Errors
+    /// [`SourceError`] if a trace cannot be opened.
+    pub fn open(workload: &Workload, salt: u64, shard: Shard) -> Result<Schedule, SourceError> {
+        let slots = match workload.arrival {
+            Arrival::Closed { concurrency } => Some(shard.part_of(u64::from(concurrency))),
+            _ => None,
+        };
+        let closes = workload.duration_s.map_or(SimTime::MAX, |s| {
+            SimTime::from_secs_f64(s / workload.time_scale)
+        });
+        Ok(Schedule {
+            source: Source::open(workload, salt)?,
+            shard,
+            next_session: None,
+            exhausted: false,
+            follow_ups: BTreeMap::new(),
+            slots,
+            closes,
+            in_flight: 0,
+            abandoned: 0,
+        })
+    }
+
+    /// When the next request is due: `None` if none is until one in flight ends, or at all
+    /// ([`is_over`](Self::is_over)).
+    ///
+    /// # Errors
+    /// [`SourceError`] if the trace breaks; no session begins after that.
+    pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
+        let session = self.peek_session(now)?;
+        let follow_up = self.follow_ups.keys().next().map(|(due, _)| *due);
+        Ok(match (session, follow_up) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        })
+    }
+
+    /// Takes a request that is due at `now`, the earliest first.
+    ///
+    /// # Errors
+    /// As [`next_due`](Self::next_due).
+    pub fn pop(&mut self, now: SimTime) -> Result<Option<Request>, SourceError> {
+        let session = self.peek_session(now)?.filter(|due| *due <= now);
+        let follow_up = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
+        let request = match (session, follow_up) {
+            (session, Some(entry)) if session.is_none_or(|due| entry.key().0 <= due) => {
+                entry.remove()
+            }
+            (Some(due), _) => {
+                let mut request = self.next_session.take().expect("peek_session saw one");
+                request.due = due;
+                if let Some(slots) = &mut self.slots {
+                    *slots -= 1;
+                }
+                request
+            }
+            (None, _) => return Ok(None),
+        };
+        self.in_flight += 1;
+        Ok(Some(request))
+    }
+
+    /// A request was answered with `answer_tokens` tokens, the last one at `now`. Says whether the
+    /// session goes on.
+    pub fn on_done(&mut self, request: &Request, answer_tokens: u32, now: SimTime) -> bool {
+        self.in_flight -= 1;
+        match self.source.follow_up(request, answer_tokens, now) {
+            Some(next) => {
+                self.follow_ups.insert((next.due, next.id().0), next);
+                true
+            }
+            None => {
+                self.end_session();
+                false
+            }
+        }
+    }
+
+    /// A request failed, and its session with it: there is no answer to go on from.
+    pub fn on_failed(&mut self, request: &Request) {
+        self.in_flight -= 1;
+        self.abandoned += u64::from(request.turns - request.turn - 1);
+        self.end_session();
+    }
+
+    /// Begins no more sessions and drops later turns that wait; those in flight may end.
+    pub fn stop(&mut self) {
+        self.exhausted = true;
+        self.next_session = None;
+        for (_, request) in std::mem::take(&mut self.follow_ups) {
+            self.abandoned += u64::from(request.turns - request.turn);
+        }
+    }
+
+    /// Whether every request has ended and none will come.
+    pub fn is_over(&self) -> bool {
+        self.exhausted
+            && self.next_session.is_none()
+            && self.follow_ups.is_empty()
+            && self.in_flight == 0
+    }
+
+    /// Requests taken and not yet ended.
+    pub fn in_flight(&self) -> u64 {
+        self.in_flight
+    }
+
+    /// Later turns that were never due, since an earlier one failed or the run was stopped.
+    pub fn abandoned(&self) -> u64 {
+        self.abandoned
+    }
+
+    /// Lines of the trace skipped as bad so far.
+    pub fn skipped_lines(&self) -> u64 {
+        self.source.skipped_lines()
+    }
+
+    fn end_session(&mut self) {
+        if let Some(slots) = &mut self.slots {
+            *slots += 1;
+        }
+    }
+
+    /// When the next session begins, if one may.
+    fn peek_session(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
+        if self.slots.is_some() && now >= self.closes {
+            self.exhausted = true;
+            self.next_session = None;
+        }
+        while self.next_session.is_none() && !self.exhausted {
+            match self.source.next() {
+                None => self.exhausted = true,
+                Some(Err(error)) => {
+                    self.exhausted = true;
+                    return Err(error);
+                }
+                Some(Ok(request)) => {
+                    if request.session % u64::from(self.shard.count) == u64::from(self.shard.index)
+                    {
+                        self.next_session = Some(request);
+                    }
+                }
+            }
+        }
+        let Some(request) = &self.next_session else {
+            return Ok(None);
+        };
+        Ok(match self.slots {
+            None => Some(request.due),
+            Some(0) => None,
+            // A slot is free: due now.
+            Some(_) => Some(now),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::workload_file::{Class, Content, Dist, SessionShape};
+
+    fn workload(arrival: Arrival, requests: u64, turns: f64) -> Workload {
+        let session = SessionShape {
+            turns: Dist::Exact(turns),
+            think_time_s: Dist::Exact(1.0),
+            ..SessionShape::default()
+        };
+        Workload {
+            seed: 1,
+            requests: Some(requests),
+            duration_s: None,
+            time_scale: 1.0,
+            arrival,
+            content: Content::Generated(vec![Class {
+                session,
+                ..Class::default()
+            }]),
+        }
+    }
+
+    /// Runs a schedule against a server that answers each request after `service_ns`, and returns
+    /// `(name, due, in flight when taken)` of each.
+    fn drive(workload: &Workload, shard: Shard, service_ns: u64) -> Vec<(String, u64, u64)> {
+        let mut schedule = Schedule::open(workload, 0, shard).unwrap();
+        let mut served: BTreeMap<(SimTime, u64), Request> = BTreeMap::new();
+        let (mut now, mut log) = (SimTime::ZERO, Vec::new());
+        while !schedule.is_over() {
+            while let Some(request) = schedule.pop(now).unwrap() {
+                log.push((request.name(), request.due.0, schedule.in_flight()));
+                served.insert((now + service_ns, request.id().0), request);
+            }
+            let due = schedule.next_due(now).unwrap();
+            let done = served.keys().next().map(|k| k.0);
+            let Some(next) = due.into_iter().chain(done).min() else {
+                break;
+            };
+            now = next;
+            while let Some(entry) = served.first_entry().filter(|e| e.key().0 <= now) {
+                let request = entry.remove();
+                schedule.on_done(&request, request.output_len, now);
+            }
+        }
+        assert!(schedule.is_over());
+        log
+    }
+
+    #[test]
+    fn a_closed_loop_keeps_its_concurrency() {
+        let log = drive(
+            &workload(Arrival::Closed { concurrency: 3 }, 10, 1.0),
+            Shard::WHOLE,
+            100,
+        );
+        assert_eq!(log.len(), 10);
+        let due: Vec<u64> = log.iter().map(|l| l.1).collect();
+        assert_eq!(due, [0, 0, 0, 100, 100, 100, 200, 200, 200, 300]);
+        assert!(log.iter().all(|l| l.2 <= 3));
+    }
+
+    #[test]
+    fn an_open_loop_does_not_wait_for_answers() {
+        let w = workload(Arrival::Constant { rate_per_s: 10.0 }, 5, 1.0);
+        let log = drive(&w, Shard::WHOLE, 1_000_000_000_000);
+        let due: Vec<u64> = log.iter().map(|l| l.1 / 1_000_000).collect();
+        assert_eq!(due, [0, 100, 200, 300, 400]);
+        assert_eq!(log[4].2, 5);
+    }
+
+    #[test]
+    fn a_turn_waits_for_the_answer_and_the_think_time() {
+        let w = workload(Arrival::Closed { concurrency: 1 }, 4, 2.0);
+        let log = drive(&w, Shard::WHOLE, 500_000_000);
+        let seen: Vec<(&str, u64)> = log.iter().map(|l| (&*l.0, l.1 / 1_000_000)).collect();
+        // The slot belongs to the session: session 1 begins when 0 has ended.
+        assert_eq!(
+            seen,
+            [("0.0", 0), ("0.1", 1_500), ("1.0", 2_000), ("1.1", 3_500)]
+        );
+    }
+
+    #[test]
+    fn shards_part_the_sessions_and_the_slots() {
+        let w = workload(Arrival::Closed { concurrency: 5 }, 12, 2.0);
+        let mut names = Vec::new();
+        for index in 0..2 {
+            let log = drive(&w, Shard { index, count: 2 }, 10);
+            assert!(log.iter().all(|l| l.2 <= 3 - u64::from(index)));
+            names.extend(log.into_iter().map(|l| l.0));
+        }
+        names.sort();
+        let mut whole: Vec<_> = drive(&w, Shard::WHOLE, 10)
+            .into_iter()
+            .map(|l| l.0)
+            .collect();
+        whole.sort();
+        assert_eq!(names, whole);
+    }
+
+    #[test]
+    fn a_failure_ends_the_session_and_counts_its_turns() {
+        let w = workload(Arrival::Closed { concurrency: 1 }, 8, 4.0);
+        let mut schedule = Schedule::open(&w, 0, Shard::WHOLE).unwrap();
+        let first = schedule.pop(SimTime(0)).unwrap().unwrap();
+        assert_eq!(schedule.pop(SimTime(0)).unwrap(), None);
+        schedule.on_failed(&first);
+        assert_eq!(schedule.abandoned(), 3);
+        assert_eq!(schedule.pop(SimTime(0)).unwrap().unwrap().name(), "1.0");
+    }
+
+    #[test]
+    fn a_closed_loop_ends_with_its_duration() {
+        let mut w = workload(Arrival::Closed { concurrency: 1 }, 1_000, 1.0);
+        w.duration_s = Some(1.0);
+        let log = drive(&w, Shard::WHOLE, 300_000_000);
+        assert_eq!(log.len(), 4); // at 0, 0.3, 0.6 and 0.9 s
+    }
+
+    #[test]
+    fn stopping_drops_what_waits() {
+        let w = workload(Arrival::Closed { concurrency: 1 }, 8, 4.0);
+        let mut schedule = Schedule::open(&w, 0, Shard::WHOLE).unwrap();
+        let first = schedule.pop(SimTime(0)).unwrap().unwrap();
+        assert!(schedule.on_done(&first, 1, SimTime(1)));
+        schedule.stop();
+        assert!(schedule.is_over());
+        assert_eq!(schedule.abandoned(), 3);
+    }
+}

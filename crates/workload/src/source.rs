@@ -1,0 +1,147 @@
+//! Where requests come from: one interface over generators and traces.
+
+use std::path::PathBuf;
+
+use slipstream_base::workload_file::{Content, Workload};
+use slipstream_base::{RequestId, SimTime};
+
+use crate::generate::Generator;
+use crate::mooncake::Mooncake;
+use crate::prompt::PromptSource;
+
+/// Turns that a session may have; a request's number leaves them 12 bits.
+pub const TURNS_MAX: u32 = 1 << 12;
+
+/// One request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// Number of the session, from 0 in order of arrival.
+    pub session: u64,
+    /// Turn of the session, from 0.
+    pub turn: u32,
+    /// Turns that the session is meant to have.
+    pub turns: u32,
+    /// When it is due, after the run's start; compressed by the time scale. For a later turn:
+    /// known when the answer before it is complete.
+    pub due: SimTime,
+    /// What is asked.
+    pub prompt: PromptSource,
+    /// Tokens to generate at most (exactly, if `ignore_eos`), at least 1.
+    pub output_len: u32,
+    /// Generate `output_len` tokens whatever the natural length is.
+    pub ignore_eos: bool,
+    /// Lower goes first, in engines that schedule by priority.
+    pub priority: i32,
+    /// Which class of the workload it belongs to.
+    pub class: u32,
+}
+
+impl Request {
+    /// The request's number: the same in every run of the workload.
+    pub fn id(&self) -> RequestId {
+        RequestId(self.session << 12 | u64::from(self.turn))
+    }
+
+    /// The request's name in reports: `session.turn`.
+    pub fn name(&self) -> String {
+        format!("{}.{}", self.session, self.turn)
+    }
+
+    /// Whether another turn follows.
+    pub fn has_next(&self) -> bool {
+        self.turn + 1 < self.turns
+    }
+}
+
+/// Why the stream of requests broke. The trace must be mended; nothing to retry.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// The trace cannot be opened or read.
+    #[error("trace {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A line is not a request.
+    #[error("trace {}, line {line}: {what}; mend the line, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
+    BadLine {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// What is wrong.
+        what: String,
+    },
+    /// Arrival times are asked from a workload that is not a trace.
+    #[error(
+        "the workload takes its arrivals from a trace but has none; set `arrival.kind`, or add `[trace]`"
+    )]
+    NoTrace,
+}
+
+/// The first requests of all sessions, in order of arrival; later turns by
+/// [`follow_up`](Source::follow_up).
+///
+/// One request is in memory at a time.
+#[derive(Debug)]
+pub struct Source {
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Generated(Generator),
+    Trace(Mooncake),
+}
+
+impl Source {
+    /// Opens a workload. `salt` 0 is the workload itself; another gives requests of the same kind
+    /// with other texts (a warm-up that does not fill caches for what follows).
+    ///
+    /// # Errors
+    /// [`SourceError`] if a trace cannot be opened.
+    pub fn open(workload: &Workload, salt: u64) -> Result<Source, SourceError> {
+        let kind = match &workload.content {
+            Content::Generated(classes) => {
+                Kind::Generated(Generator::new(workload, classes.clone(), salt)?)
+            }
+            Content::Trace(file) => Kind::Trace(Mooncake::open(workload, file, salt)?),
+        };
+        Ok(Source { kind })
+    }
+
+    /// The turn after `request`, or `None` if the session ends with it. `answer_tokens` were
+    /// answered, the last of them at `now`; think time is added.
+    pub fn follow_up(
+        &self,
+        request: &Request,
+        answer_tokens: u32,
+        now: SimTime,
+    ) -> Option<Request> {
+        match &self.kind {
+            Kind::Generated(generator) => generator.follow_up(request, answer_tokens, now),
+            Kind::Trace(_) => None,
+        }
+    }
+
+    /// Lines of the trace that were skipped as bad so far.
+    pub fn skipped_lines(&self) -> u64 {
+        match &self.kind {
+            Kind::Generated(_) => 0,
+            Kind::Trace(trace) => trace.skipped_lines(),
+        }
+    }
+}
+
+impl Iterator for Source {
+    type Item = Result<Request, SourceError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match &mut self.kind {
+            Kind::Generated(generator) => generator.next().map(Ok),
+            Kind::Trace(trace) => trace.next(),
+        }
+    }
+}

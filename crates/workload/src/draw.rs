@@ -23,7 +23,7 @@ impl Stream {
 
     /// A stream of its own for item `index`.
     #[must_use]
-    pub fn sub(self, index: u64) -> Stream {
+    pub fn child(self, index: u64) -> Stream {
         Stream(draw(self.0, index))
     }
 
@@ -66,7 +66,7 @@ impl Stream {
         let c = 1.0 / libm::sqrt(9.0 * d);
         // Each round is accepted with probability above 0.95, so 64 rounds without one do not
         // happen (below 1e-83); the bound keeps the loop finite all the same.
-        let (normals, uniforms) = (self.sub(0), self.sub(1));
+        let (normals, uniforms) = (self.child(0), self.child(1));
         let mut value = d;
         for round in 0..64 {
             let x = normals.normal(round);
@@ -82,7 +82,7 @@ impl Stream {
             }
         }
         if boosted {
-            value *= libm::pow(self.sub(2).unit_above_zero(0), 1.0 / k);
+            value *= libm::pow(self.child(2).unit_above_zero(0), 1.0 / k);
         }
         value / k
     }
@@ -186,7 +186,7 @@ mod tests {
     /// for these shapes (log-normal at cv 0.7 has kurtosis 13). Four standard errors each.
     fn check_moments(dist: &Dist, mean: f64, cv: f64) {
         let stream = Stream::named(7, "test");
-        let values: Vec<f64> = (0..N).map(|i| stream.sub(i).sample(dist)).collect();
+        let values: Vec<f64> = (0..N).map(|i| stream.child(i).sample(dist)).collect();
         check_values(&values, mean, cv);
     }
 
@@ -246,7 +246,7 @@ mod tests {
         for cv in [0.5, 1.0, 2.0] {
             let stream = Stream::named(3, "gamma");
             let values: Vec<f64> = (0..N)
-                .map(|i| stream.sub(i).gamma(1.0 / (cv * cv)))
+                .map(|i| stream.child(i).gamma(1.0 / (cv * cv)))
                 .collect();
             check_values(&values, 1.0, cv);
         }
@@ -265,7 +265,7 @@ mod tests {
             cv: 0.5,
             bounds,
         };
-        assert!((0..1_000).all(|i| (90.0..=110.0).contains(&stream.sub(i).sample(&dist))));
+        assert!((0..1_000).all(|i| (90.0..=110.0).contains(&stream.child(i).sample(&dist))));
     }
 
     #[test]
@@ -274,7 +274,7 @@ mod tests {
         let die = Dist::Uniform { min: 1.0, max: 6.0 };
         let mut counts = [0u32; 7];
         for i in 0..60_000 {
-            counts[stream.sub(i).sample_whole(&die, 0) as usize] += 1;
+            counts[stream.child(i).sample_whole(&die, 0) as usize] += 1;
         }
         // 10,000 each; the standard deviation is 91, four of them 365.
         assert_eq!(counts[0], 0);

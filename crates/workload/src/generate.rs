@@ -41,11 +41,11 @@ impl Arrivals {
             Arrival::Closed { .. } => 0.0,
             Arrival::Constant { rate_per_s } => index as f64 / rate_per_s,
             Arrival::Poisson { rate_per_s } => {
-                self.at_s + self.gaps.sub(index).exponential() / rate_per_s
+                self.at_s + self.gaps.child(index).exponential() / rate_per_s
             }
             Arrival::Gamma { rate_per_s, cv } => {
                 let gap = if *cv > 0.0 {
-                    self.gaps.sub(index).gamma(1.0 / (cv * cv))
+                    self.gaps.child(index).gamma(1.0 / (cv * cv))
                 } else {
                     1.0
                 };
@@ -107,19 +107,19 @@ impl Generator {
 
     /// The shared texts that begin a session's prompts.
     fn prefix(&self, class: usize, session: u64) -> Vec<Segment> {
-        let choices = self.stream("prefix").sub(session);
+        let choices = self.stream("prefix").child(session);
         // The path from the root names a text: equal paths, equal texts.
-        let mut path = self.stream("prefix text").sub(class as u64);
+        let mut path = self.stream("prefix text").child(class as u64);
         self.classes[class]
             .prefix
             .iter()
             .zip(&self.branch_tables[class])
             .enumerate()
             .map(|(level, (shape, table))| {
-                path = path.sub(table.index(choices.unit(level as u64)) as u64);
+                path = path.child(table.index(choices.unit(level as u64)) as u64);
                 Segment {
                     content: Content::Text(path.bits(u64::MAX)),
-                    tokens: path.sub(u64::MAX - 1).sample_whole(&shape.tokens, 1),
+                    tokens: path.child(u64::MAX - 1).sample_whole(&shape.tokens, 1),
                     role: Role::System,
                 }
             })
@@ -127,19 +127,19 @@ impl Generator {
     }
 
     fn output_len(&self, class: usize, session: u64, turn: u32) -> u32 {
-        let stream = self.stream("osl").sub(session).sub(u64::from(turn));
+        let stream = self.stream("osl").child(session).child(u64::from(turn));
         stream.sample_whole(&self.classes[class].osl, 1)
     }
 
     fn user_tokens(&self, class: usize, session: u64, turn: u32) -> u32 {
-        let stream = self.stream("user").sub(session).sub(u64::from(turn));
+        let stream = self.stream("user").child(session).child(u64::from(turn));
         stream.sample_whole(&self.classes[class].session.user_tokens, 1)
     }
 
     fn user_text(&self, session: u64, turn: u32, tokens: u32) -> Segment {
         Segment {
             content: Content::Text(mix64(
-                self.stream("text").sub(session).bits(u64::from(turn)),
+                self.stream("text").child(session).bits(u64::from(turn)),
             )),
             tokens,
             role: Role::User,
@@ -151,7 +151,7 @@ impl Generator {
         let shape = &self.classes[class].session;
         let drawn = self
             .stream("turns")
-            .sub(session)
+            .child(session)
             .sample_whole(&shape.turns, 1);
         let most = drawn
             .min(TURNS_MAX)
@@ -182,7 +182,7 @@ impl Generator {
             return None;
         }
         let (session, turn, class) = (request.session, request.turn + 1, request.class as usize);
-        let think = self.stream("think").sub(session).sub(u64::from(turn));
+        let think = self.stream("think").child(session).child(u64::from(turn));
         let think_s = think.sample(&self.classes[class].session.think_time_s);
         let answer = Segment {
             content: Content::Answer(request.id()),
@@ -218,12 +218,12 @@ impl Iterator for Generator {
         let due = self.arrivals.next(None)?;
         let class = self
             .class_table
-            .index(self.stream("class").sub(session).unit(0));
+            .index(self.stream("class").child(session).unit(0));
         let mut segments = self.prefix(class, session);
         let shared: u32 = segments.iter().map(|s| s.tokens).sum();
         let isl = self
             .stream("isl")
-            .sub(session)
+            .child(session)
             .sample_whole(&self.classes[class].isl, 1);
         // At least one token of a prompt is its own, so that a session differs from its neighbors.
         let own = isl.saturating_sub(shared).max(1);

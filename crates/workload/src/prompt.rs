@@ -190,12 +190,9 @@ impl PromptSource {
                 }
             }
         }
-        Prompt::from_parts(
-            self.tokens(),
-            block_size,
-            blocks.into(),
-            Tail::Opaque { id },
-        )
+        let tail = Tail::Opaque { id };
+        let prompt = Prompt::from_parts(self.tokens(), block_size, blocks.into(), tail)?;
+        Ok(prompt.with_root(root))
     }
 }
 

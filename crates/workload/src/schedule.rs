@@ -120,15 +120,12 @@ impl Schedule {
     /// session goes on.
     pub fn on_done(&mut self, request: &Request, answer_tokens: u32, now: SimTime) -> bool {
         self.in_flight -= 1;
-        match self.source.follow_up(request, answer_tokens, now) {
-            Some(next) => {
-                self.follow_ups.insert((next.due, next.id().0), next);
-                true
-            }
-            None => {
-                self.end_session();
-                false
-            }
+        if let Some(next) = self.source.follow_up(request, answer_tokens, now) {
+            self.follow_ups.insert((next.due, next.id().0), next);
+            true
+        } else {
+            self.end_session();
+            false
         }
     }
 

@@ -1,0 +1,282 @@
+//! Errors as a client sees them: OpenAI's shape, with a status and a remedy.
+
+use super::json;
+
+/// A refusal or a failure, ready to be sent to a client.
+///
+/// The body is OpenAI's: `{"error":{"message","type","param","code"}}`. Whether to retry follows
+/// from the status: 4xx no (408 and 429 yes), 5xx yes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ApiError {
+    /// HTTP status of the answer; in mid-stream, the status it would have had.
+    pub status: u16,
+    /// `error.type`: OpenAI's classes, such as `invalid_request_error`.
+    pub kind: &'static str,
+    /// `error.code`: what to match on in a program; `null` if `None`.
+    pub code: Option<&'static str>,
+    /// `error.param`: the field at fault, as a path (`messages.2.content`).
+    pub param: Option<String>,
+    /// What, where, and how to mend it.
+    pub message: String,
+    /// Value of the `Retry-After` header, s.
+    pub retry_after_s: Option<u32>,
+}
+
+impl ApiError {
+    fn new(status: u16, kind: &'static str, code: Option<&'static str>, message: String) -> Self {
+        ApiError {
+            status,
+            kind,
+            code,
+            param: None,
+            message,
+            retry_after_s: None,
+        }
+    }
+
+    /// 400: field `param` has a value that cannot be.
+    pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        ApiError {
+            param: Some(param.into()),
+            ..ApiError::new(400, "invalid_request_error", None, message.into())
+        }
+    }
+
+    /// 400: field `param` asks for something that is not modelled.
+    pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
+        ApiError {
+            code: Some("unsupported_parameter"),
+            ..ApiError::invalid(param, message)
+        }
+    }
+
+    /// 400: the body is not what it should be, and no field is to blame.
+    pub fn bad_body(message: impl Into<String>) -> Self {
+        ApiError::new(400, "invalid_request_error", None, message.into())
+    }
+
+    /// 400: prompt plus answer do not fit into the model.
+    ///
+    /// `max_tokens` is what the client asked for; `None` if it left that open.
+    pub fn context_length(
+        kind: super::Kind,
+        prompt_tokens: u32,
+        max_tokens: Option<u32>,
+        max_model_len: u32,
+    ) -> Self {
+        let message = match max_tokens {
+            Some(asked) => format!(
+                "this model's maximum context length is {max_model_len} tokens, but {} were \
+                 requested ({prompt_tokens} in the prompt, {asked} for the answer); shorten the \
+                 prompt or lower `max_tokens`",
+                u64::from(prompt_tokens) + u64::from(asked)
+            ),
+            None => format!(
+                "this model's maximum context length is {max_model_len} tokens, but the prompt \
+                 has {prompt_tokens}, which leaves no room for an answer; shorten the prompt"
+            ),
+        };
+        let param = match kind {
+            super::Kind::Chat => "messages",
+            super::Kind::Completion => "prompt",
+        };
+        ApiError {
+            code: Some("context_length_exceeded"),
+            ..ApiError::invalid(param, message)
+        }
+    }
+
+    /// 401: no API key, or one that is not known.
+    pub fn unauthorized() -> Self {
+        ApiError::new(
+            401,
+            "invalid_request_error",
+            Some("invalid_api_key"),
+            "no valid API key; send one of the server's keys as `Authorization: Bearer KEY`".into(),
+        )
+    }
+
+    /// 404: `model` is not served here; `served` are the names that are.
+    pub fn model_not_found(model: &str, served: &[&str]) -> Self {
+        let message = format!(
+            "the model `{}` does not exist; this server has {}",
+            clip(model),
+            served
+                .iter()
+                .map(|name| format!("`{name}`"))
+                .collect::<Vec<_>>()
+                .join(", ")
+        );
+        ApiError {
+            param: Some("model".into()),
+            ..ApiError::new(
+                404,
+                "invalid_request_error",
+                Some("model_not_found"),
+                message,
+            )
+        }
+    }
+
+    /// 404: no such route.
+    pub fn route_not_found(method: &str, path: &str) -> Self {
+        ApiError::new(
+            404,
+            "invalid_request_error",
+            Some("unknown_url"),
+            format!(
+                "no route for {} {}; `GET /openapi.json` lists the routes",
+                clip(method),
+                clip(path)
+            ),
+        )
+    }
+
+    /// 405: the route exists, for other methods.
+    pub fn method_not_allowed(method: &str, path: &str, allowed: &str) -> Self {
+        ApiError::new(
+            405,
+            "invalid_request_error",
+            Some("method_not_allowed"),
+            format!(
+                "{} is not allowed on {}; use {allowed}",
+                clip(method),
+                clip(path)
+            ),
+        )
+    }
+
+    /// 408: the request did not arrive in time.
+    pub fn request_timeout(what: &str, limit_s: f64) -> Self {
+        ApiError::new(
+            408,
+            "timeout_error",
+            Some("request_timeout"),
+            format!("the {what} did not arrive within {limit_s} s; send it without pauses"),
+        )
+    }
+
+    /// 413: the body is longer than the server takes.
+    pub fn body_too_large(limit_bytes: u64) -> Self {
+        ApiError::new(
+            413,
+            "invalid_request_error",
+            Some("body_too_large"),
+            format!(
+                "the body is longer than {limit_bytes} bytes; shorten it, or raise \
+                 `live.body_bytes_max`"
+            ),
+        )
+    }
+
+    /// 415: the body is announced as something that is not JSON.
+    pub fn media_type(content_type: &str) -> Self {
+        ApiError::new(
+            415,
+            "invalid_request_error",
+            Some("unsupported_media_type"),
+            format!(
+                "the body is `{}`; send `Content-Type: application/json`",
+                clip(content_type)
+            ),
+        )
+    }
+
+    /// 431: the head of the request is longer than the server takes.
+    pub fn head_too_large(limit_bytes: u32) -> Self {
+        ApiError::new(
+            431,
+            "invalid_request_error",
+            Some("headers_too_large"),
+            format!("the head of the request is longer than {limit_bytes} bytes; send less"),
+        )
+    }
+
+    /// 500: we broke; the log has more under this request id.
+    pub fn internal(request_id: &str) -> Self {
+        ApiError::new(
+            500,
+            "server_error",
+            Some("internal_error"),
+            format!("the server failed to answer request {request_id}; its log says why"),
+        )
+    }
+
+    /// 502: the worker that had the request went away.
+    pub fn worker_lost(worker: &str) -> Self {
+        ApiError::new(
+            502,
+            "server_error",
+            Some("worker_lost"),
+            format!("worker {worker} went away before the answer was complete; try again"),
+        )
+    }
+
+    /// 503: too much load; try again in `retry_after_s`.
+    pub fn overloaded(what: impl Into<String>, retry_after_s: u32) -> Self {
+        ApiError {
+            retry_after_s: Some(retry_after_s),
+            ..ApiError::new(503, "server_error", Some("overloaded"), what.into())
+        }
+    }
+
+    /// 504: the answer was not complete in the time a request may take.
+    pub fn deadline(limit_s: f64) -> Self {
+        ApiError::new(
+            504,
+            "timeout_error",
+            Some("deadline_exceeded"),
+            format!("the answer was not complete after {limit_s} s (`live.request_timeout_s`)"),
+        )
+    }
+
+    /// The body of the answer, and the payload of an error event in a stream.
+    pub fn body(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(128 + self.message.len());
+        out.extend_from_slice(b"{\"error\":{\"message\":");
+        json::string(&mut out, &self.message);
+        out.extend_from_slice(b",\"type\":");
+        json::string(&mut out, self.kind);
+        out.extend_from_slice(b",\"param\":");
+        json::string_or_null(&mut out, self.param.as_deref());
+        out.extend_from_slice(b",\"code\":");
+        json::string_or_null(&mut out, self.code);
+        out.extend_from_slice(b"}}");
+        out
+    }
+}
+
+/// At most the first 128 bytes of something a client sent, so that an error quotes no megabyte.
+pub(super) fn clip(text: &str) -> &str {
+    const BYTES_MAX: usize = 128;
+    if text.len() <= BYTES_MAX {
+        return text;
+    }
+    let end = (0..=BYTES_MAX)
+        .rev()
+        .find(|&at| text.is_char_boundary(at))
+        .unwrap_or(0);
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn body_is_openais_shape() {
+        let body = ApiError::invalid("max_tokens", "must be \"1\" or more").body();
+        assert_eq!(
+            String::from_utf8(body).unwrap(),
+            r#"{"error":{"message":"must be \"1\" or more","type":"invalid_request_error","param":"max_tokens","code":null}}"#
+        );
+    }
+
+    #[test]
+    fn quotes_of_the_client_are_clipped_at_a_character() {
+        let long = "é".repeat(100);
+        let error = ApiError::model_not_found(&long, &["m"]);
+        assert!(error.message.contains(&"é".repeat(64)));
+        assert!(!error.message.contains(&"é".repeat(65)));
+    }
+}

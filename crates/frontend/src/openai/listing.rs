@@ -1,0 +1,59 @@
+//! What a server says about itself.
+
+use super::json::{self, Out};
+
+/// A model as `/v1/models` shows it.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelCard<'a> {
+    /// The name that clients send.
+    pub id: &'a str,
+    /// When the server started, Unix time, s.
+    pub created: u64,
+    /// Prompt plus answer at most, tokens.
+    pub max_model_len: u32,
+}
+
+impl ModelCard<'_> {
+    fn render(&self, out: &mut impl Out) {
+        out.put(b"{\"id\":");
+        json::string(out, self.id);
+        out.put(b",\"object\":\"model\",\"created\":");
+        json::integer(out, self.created);
+        out.put(b",\"owned_by\":\"slipstream\",\"root\":");
+        json::string(out, self.id);
+        out.put(b",\"parent\":null,\"max_model_len\":");
+        json::integer(out, u64::from(self.max_model_len));
+        out.put(b"}");
+    }
+}
+
+/// Body of `GET /v1/models`.
+pub fn models_json(models: &[ModelCard<'_>]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(256);
+    out.put(b"{\"object\":\"list\",\"data\":[");
+    for (at, model) in models.iter().enumerate() {
+        if at > 0 {
+            out.put(b",");
+        }
+        model.render(&mut out);
+    }
+    out.put(b"]}");
+    out
+}
+
+/// Body of `GET /v1/models/{id}`.
+pub fn model_json(model: &ModelCard<'_>) -> Vec<u8> {
+    let mut out = Vec::with_capacity(192);
+    model.render(&mut out);
+    out
+}
+
+/// Body of `GET /version`.
+pub fn version_json() -> &'static [u8] {
+    concat!("{\"version\":\"", env!("CARGO_PKG_VERSION"), "\"}").as_bytes()
+}
+
+/// Body of `GET /openapi.json`: every route, in OpenAPI 3.1.
+pub fn openapi_json() -> &'static [u8] {
+    include_bytes!("../../assets/openapi.json")
+}

@@ -1,0 +1,161 @@
+//! Log probabilities: modelled, since a modelled engine has no logits.
+//!
+//! The token that was generated is always the most likely one, with a probability drawn uniformly
+//! from [1/2, 1); alternative *r* (from 2) gets `(1 − p₁)/2^(r−1)`, so that all stay below 1 in sum.
+//! Both the draws and the alternatives follow from (seed, position) alone: the same request with the
+//! same seed has the same log probabilities. They say nothing about any real model; they have the
+//! shape, the order and the size that clients parse.
+
+use slipstream_base::TokenId;
+use slipstream_base::mix;
+
+use super::Kind;
+use super::json::{self, Out};
+use crate::text::TextModel;
+
+/// A token, and how likely it was.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprob {
+    /// Its text; what is no UTF-8 on its own is replaced by U+FFFD.
+    pub text: String,
+    /// Its bytes.
+    pub bytes: Box<[u8]>,
+    /// Natural logarithm of its probability.
+    pub logprob: f64,
+    /// The likeliest tokens at this place, best first. Shape `[top]`, as asked for.
+    pub top: Vec<TokenLogprob>,
+}
+
+impl TokenLogprob {
+    /// The modelled log probability of `token`, generated at `position` of the choice with `seed`,
+    /// with the `top` likeliest tokens (itself the first of them).
+    pub fn modelled(
+        model: &TextModel,
+        seed: u64,
+        position: u64,
+        token: TokenId,
+        top: u32,
+    ) -> TokenLogprob {
+        // A stream of draws of its own, so that the answer's tokens and these are independent.
+        const STREAM: u64 = 0x6c6f_6770_726f_6273; // "logprobs"
+        let seed = mix::draw(seed ^ STREAM, position);
+        let p_first = 0.5 + 0.5 * mix::unit(mix::draw(seed, 0));
+        let mut chosen = TokenLogprob::new(model, token, libm::log(p_first));
+        if top == 0 {
+            return chosen;
+        }
+        let mut tokens = vec![token];
+        chosen.top.push(chosen.clone());
+        let vocab = model.output_vocab();
+        let mut p = 1.0 - p_first;
+        let mut start = mix::below(mix::draw(seed, 1), vocab.len() as u64) as usize;
+        while chosen.top.len() < top as usize && tokens.len() < vocab.len() {
+            // Neighbors in the vocabulary from a drawn start: distinct without a search.
+            let other = vocab[start % vocab.len()];
+            start += 1;
+            if tokens.contains(&other) {
+                continue;
+            }
+            tokens.push(other);
+            p /= 2.0;
+            chosen
+                .top
+                .push(TokenLogprob::new(model, other, libm::log(p)));
+        }
+        chosen
+    }
+
+    fn new(model: &TextModel, token: TokenId, logprob: f64) -> TokenLogprob {
+        let bytes = model.token_bytes(token);
+        TokenLogprob {
+            text: String::from_utf8_lossy(bytes).into_owned(),
+            bytes: bytes.into(),
+            logprob,
+            top: Vec::new(),
+        }
+    }
+
+    /// Appends `"token":…,"logprob":…,"bytes":[…]`.
+    fn render_fields(&self, out: &mut impl Out) {
+        out.put(b"\"token\":");
+        json::string(out, &self.text);
+        out.put(b",\"logprob\":");
+        json::float(out, self.logprob);
+        out.put(b",\"bytes\":[");
+        for (at, byte) in self.bytes.iter().enumerate() {
+            if at > 0 {
+                out.put(b",");
+            }
+            json::integer(out, u64::from(*byte));
+        }
+        out.put(b"]");
+    }
+}
+
+/// The log probabilities of some tokens of a choice: of one event, or of a whole answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LogprobsPiece {
+    /// One entry a token.
+    pub tokens: Vec<TokenLogprob>,
+    /// Completions: where the first of the tokens starts in the choice's text, characters.
+    pub text_offset: u64,
+}
+
+impl LogprobsPiece {
+    /// Appends the `logprobs` object in the shape of the endpoint.
+    pub(super) fn render(&self, kind: Kind, out: &mut impl Out) {
+        match kind {
+            Kind::Chat => self.render_chat(out),
+            Kind::Completion => self.render_completion(out),
+        }
+    }
+
+    fn render_chat(&self, out: &mut impl Out) {
+        out.put(b"{\"content\":[");
+        separated(out, &self.tokens, |out, token| {
+            out.put(b"{");
+            token.render_fields(out);
+            out.put(b",\"top_logprobs\":[");
+            separated(out, &token.top, |out, other| {
+                out.put(b"{");
+                other.render_fields(out);
+                out.put(b"}");
+            });
+            out.put(b"]}");
+        });
+        out.put(b"]}");
+    }
+
+    fn render_completion(&self, out: &mut impl Out) {
+        out.put(b"{\"text_offset\":[");
+        let mut offset = self.text_offset;
+        separated(out, &self.tokens, |out, token| {
+            json::integer(out, offset);
+            offset += token.text.chars().count() as u64;
+        });
+        out.put(b"],\"token_logprobs\":[");
+        separated(out, &self.tokens, |out, t| json::float(out, t.logprob));
+        out.put(b"],\"tokens\":[");
+        separated(out, &self.tokens, |out, t| json::string(out, &t.text));
+        out.put(b"],\"top_logprobs\":[");
+        separated(out, &self.tokens, |out, token| {
+            out.put(b"{");
+            separated(out, &token.top, |out, other| {
+                json::string(out, &other.text);
+                out.put(b":");
+                json::float(out, other.logprob);
+            });
+            out.put(b"}");
+        });
+        out.put(b"]}");
+    }
+}
+
+fn separated<O: Out, T>(out: &mut O, items: &[T], mut each: impl FnMut(&mut O, &T)) {
+    for (at, item) in items.iter().enumerate() {
+        if at > 0 {
+            out.put(b",");
+        }
+        each(out, item);
+    }
+}

@@ -1,0 +1,139 @@
+//! OpenAI's API as bytes in and bytes out: requests parsed and checked, answers rendered.
+//!
+//! No socket, clock or tokenizer here. What is accepted, refused and ignored is listed in
+//! `docs/openai-api.md`; a test holds the list and the parser together.
+
+mod error;
+mod fields;
+mod json;
+mod listing;
+mod logprobs;
+mod request;
+mod sse;
+mod tokenize;
+mod unary;
+mod value;
+
+pub use error::ApiError;
+pub use json::Out;
+pub(crate) use json::escape;
+pub use listing::{ModelCard, model_json, models_json, openapi_json, version_json};
+pub use logprobs::{LogprobsPiece, TokenLogprob};
+pub use request::{
+    ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,
+    NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
+    parse_chat, parse_completion,
+};
+pub use sse::SseRender;
+pub use tokenize::{
+    DetokenizeRequest, TokenizeInput, TokenizeRequest, detokenize_json, parse_detokenize,
+    parse_tokenize, tokenize_json,
+};
+pub use unary::{UnaryChoice, render_unary};
+
+/// Which of the two generating endpoints a request came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// `POST /v1/chat/completions`
+    Chat,
+    /// `POST /v1/completions`
+    Completion,
+}
+
+/// What every answer to one request repeats.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// Which endpoint answers.
+    pub kind: Kind,
+    /// `id` of the answer, by custom `chatcmpl-…` or `cmpl-…`.
+    pub id: &'a str,
+    /// `created`: Unix time, s.
+    pub created: u64,
+    /// `model`: the served name.
+    pub model: &'a str,
+    /// Streams: a usage event comes last, and `usage` is null in the others.
+    pub include_usage: bool,
+}
+
+impl Head<'_> {
+    /// Appends `{"id":…,"object":…,"created":…,"model":…,` with the comma.
+    fn render(&self, out: &mut impl Out, stream: bool) {
+        out.put(b"{\"id\":");
+        json::string(out, self.id);
+        out.put(b",\"object\":\"");
+        out.put(match (self.kind, stream) {
+            (Kind::Chat, true) => b"chat.completion.chunk".as_slice(),
+            (Kind::Chat, false) => b"chat.completion",
+            (Kind::Completion, _) => b"text_completion",
+        });
+        out.put(b"\",\"created\":");
+        json::integer(out, self.created);
+        out.put(b",\"model\":");
+        json::string(out, self.model);
+        out.put(b",");
+    }
+}
+
+/// Why a choice ended, as a client reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish<'a> {
+    /// At its natural end: `"stop"`.
+    Stop,
+    /// At a stop string: `"stop"`, with the string in vLLM's `stop_reason`.
+    StopString(&'a str),
+    /// At a token of `stop_token_ids`: `"stop"`, with the token in vLLM's `stop_reason`.
+    StopToken(u32),
+    /// At `max_tokens` or the model's length: `"length"`.
+    Length,
+    /// Cancelled: `"abort"`, vLLM's word; OpenAI has none.
+    Abort,
+}
+
+impl Finish<'_> {
+    /// Value of `finish_reason`.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Finish::Stop | Finish::StopString(_) | Finish::StopToken(_) => "stop",
+            Finish::Length => "length",
+            Finish::Abort => "abort",
+        }
+    }
+
+    /// Appends `"finish_reason":…,"stop_reason":…`.
+    fn render(&self, out: &mut impl Out) {
+        out.put(b"\"finish_reason\":\"");
+        out.put(self.reason().as_bytes());
+        out.put(b"\",\"stop_reason\":");
+        match self {
+            Finish::StopString(stop) => json::string(out, stop),
+            Finish::StopToken(token) => json::integer(out, u64::from(*token)),
+            _ => out.put(b"null"),
+        }
+    }
+}
+
+/// Token counts of an answer: of all its choices together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompts; a prompt counts once, however many choices it has.
+    pub prompt_tokens: u64,
+    /// Tokens generated.
+    pub completion_tokens: u64,
+    /// Prompt tokens found in a KV cache.
+    pub cached_tokens: u64,
+}
+
+impl Usage {
+    /// Appends the `usage` object.
+    fn render(&self, out: &mut impl Out) {
+        out.put(b"{\"prompt_tokens\":");
+        json::integer(out, self.prompt_tokens);
+        out.put(b",\"total_tokens\":");
+        json::integer(out, self.prompt_tokens + self.completion_tokens);
+        out.put(b",\"completion_tokens\":");
+        json::integer(out, self.completion_tokens);
+        out.put(b",\"prompt_tokens_details\":{\"cached_tokens\":");
+        json::integer(out, self.cached_tokens);
+        out.put(b"}}");
+    }
+}

@@ -1,0 +1,807 @@
+//! Requests to the two generating endpoints, parsed and checked.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use slipstream_base::TokenId;
+
+use super::error::clip;
+use super::fields::{self, Rule};
+use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
+use super::{ApiError, Kind};
+use crate::text::Message;
+
+/// Choices of one request at most: `n` times its prompts.
+pub const CHOICES_MAX: u32 = 1024;
+/// `n` at most. Source: OpenAI's API reference, "Create chat completion".
+pub const N_MAX: u32 = 128;
+/// Stop strings at most. OpenAI takes 4, vLLM any number; each costs time per byte of the answer.
+pub const STOPS_MAX: usize = 64;
+/// A stop string's length at most, bytes: what it could hold back of an answer.
+pub const STOP_BYTES_MAX: usize = 1024;
+/// `stop_token_ids` at most.
+pub const STOP_TOKENS_MAX: usize = 1024;
+/// Log probabilities per token at most. Source: OpenAI's `top_logprobs`; vLLM's `max_logprobs`.
+pub const LOGPROBS_MAX: u32 = 20;
+/// `max_tokens` of a completion that names none. Source: OpenAI's API reference; vLLM keeps to it.
+pub const COMPLETION_MAX_TOKENS: u32 = 16;
+/// `user`, `request_id` and `cache_salt` at most, bytes.
+pub const NAME_BYTES_MAX: usize = 512;
+
+/// A request that is well formed. What depends on the model (its name, its length, its
+/// vocabulary) is for the caller to check.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ApiRequest<'a> {
+    /// Where it came.
+    pub kind: Kind,
+    /// `model`; without one, the model that is served (as vLLM does).
+    pub model: Option<Cow<'a, str>>,
+    /// What to answer.
+    pub input: Input<'a>,
+    /// How to answer.
+    pub params: RequestParams,
+}
+
+/// What to answer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Input<'a> {
+    /// A chat; at least one message.
+    Chat {
+        /// What was said so far.
+        messages: Vec<Message<'a>>,
+        /// Open the assistant's turn behind the last message. Default true.
+        add_generation_prompt: bool,
+        /// `chat_template_kwargs`: variables for the template.
+        template_kwargs: Vec<(String, serde_json::Value)>,
+    },
+    /// Prompts; at least one, none empty. Each gets `n` choices, in order.
+    Prompts(Vec<PromptInput<'a>>),
+}
+
+/// A prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PromptInput<'a> {
+    /// As text.
+    Text(Cow<'a, str>),
+    /// As token ids.
+    Tokens(Vec<TokenId>),
+}
+
+/// How to answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RequestParams {
+    /// Answer in events.
+    pub stream: bool,
+    /// `stream_options.include_usage`: a last event with the counts.
+    pub include_usage: bool,
+    /// Choices per prompt, `1..=`[`N_MAX`].
+    pub n: u32,
+    /// Tokens per choice at most, 1 or more; `None`: as many as the model's length leaves.
+    pub max_tokens: Option<u32>,
+    /// Tokens before anything may end a choice; at most `max_tokens`.
+    pub min_tokens: u32,
+    /// Go on to `max_tokens` whatever comes.
+    pub ignore_eos: bool,
+    /// Stop strings, none empty.
+    pub stop: Vec<String>,
+    /// Tokens that end a choice.
+    pub stop_token_ids: Vec<TokenId>,
+    /// A stop string that was found stays in the answer.
+    pub include_stop_str_in_output: bool,
+    /// Decides the answer; negative seeds wrap. `None`: the caller draws one.
+    pub seed: Option<u64>,
+    /// Log probabilities of the generated tokens.
+    pub logprobs: Option<LogprobsWish>,
+    /// Completions: the prompt's text goes before the answer's.
+    pub echo: bool,
+    /// Tokens such as BOS around the prompt: completions yes, chats no (their template has them).
+    pub add_special_tokens: bool,
+    /// Under priority scheduling: lower goes first.
+    pub priority: i32,
+    /// Who asks, by the client's name for them.
+    pub user: Option<String>,
+    /// The client's name for the request; the header `x-request-id` may give one too.
+    pub request_id: Option<String>,
+    /// Keeps prefixes apart from those of requests with another salt.
+    pub cache_salt: Option<String>,
+}
+
+/// Log probabilities asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogprobsWish {
+    /// Alternatives per token, `0..=`[`LOGPROBS_MAX`].
+    pub top: u32,
+}
+
+/// Parses the body of `POST /v1/chat/completions`.
+///
+/// # Errors
+/// [`ApiError`] 400 with the field at fault, or with the place where the JSON breaks off.
+pub fn parse_chat(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
+    parse(Kind::Chat, body)
+}
+
+/// Parses the body of `POST /v1/completions`.
+///
+/// # Errors
+/// As [`parse_chat`].
+pub fn parse_completion(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
+    parse(Kind::Completion, body)
+}
+
+fn parse(kind: Kind, body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
+    let mut raw = Raw::new();
+    read_members(
+        body,
+        |name| fields::rule(kind, name).is_some(),
+        |name, value| raw.take(kind, name, value),
+    )?;
+    raw.finish(kind)
+}
+
+/// Values of the fields as they were sent, types checked.
+struct Raw<'a> {
+    model: Option<Cow<'a, str>>,
+    messages: Option<Vec<Message<'a>>>,
+    prompts: Option<Vec<PromptInput<'a>>>,
+    include_usage: Option<bool>,
+    max_completion_tokens: Option<u32>,
+    best_of: Option<u32>,
+    chat_logprobs: bool,
+    top_logprobs: Option<u32>,
+    completion_logprobs: Option<u32>,
+    add_generation_prompt: bool,
+    template_kwargs: Vec<(String, serde_json::Value)>,
+    add_special_tokens: Option<bool>,
+    params: RequestParams,
+}
+
+impl<'a> Raw<'a> {
+    fn new() -> Self {
+        Raw {
+            model: None,
+            messages: None,
+            prompts: None,
+            include_usage: None,
+            max_completion_tokens: None,
+            best_of: None,
+            chat_logprobs: false,
+            top_logprobs: None,
+            completion_logprobs: None,
+            add_generation_prompt: true,
+            template_kwargs: Vec::new(),
+            add_special_tokens: None,
+            params: RequestParams {
+                stream: false,
+                include_usage: false,
+                n: 1,
+                max_tokens: None,
+                min_tokens: 0,
+                ignore_eos: false,
+                stop: Vec::new(),
+                stop_token_ids: Vec::new(),
+                include_stop_str_in_output: false,
+                seed: None,
+                logprobs: None,
+                echo: false,
+                add_special_tokens: false,
+                priority: 0,
+                user: None,
+                request_id: None,
+                cache_salt: None,
+            },
+        }
+    }
+
+    /// Notes one field. A field sent twice counts as its last value, as in Python's parser; null
+    /// counts as not sent.
+    fn take(&mut self, kind: Kind, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+        if value == Json::Null {
+            return Ok(());
+        }
+        if let Some(Rule::Refused { harmless, hint }) = fields::rule(kind, name) {
+            return if harmless(&value) {
+                Ok(())
+            } else {
+                Err(ApiError::unsupported(
+                    name,
+                    format!("`{name}` is not supported: {hint}"),
+                ))
+            };
+        }
+        let params = &mut self.params;
+        match name {
+            "model" => self.model = Some(text(name, value)?),
+            "messages" => self.messages = Some(messages(name, value)?),
+            "prompt" => self.prompts = Some(prompts(name, value)?),
+            "stream" => params.stream = boolean(name, &value)?,
+            "stream_options" => self.include_usage = Some(stream_options(name, &value)?),
+            "n" => params.n = whole(name, &value, 1, N_MAX)?,
+            "max_tokens" => params.max_tokens = Some(whole(name, &value, 1, u32::MAX)?),
+            "max_completion_tokens" => {
+                self.max_completion_tokens = Some(whole(name, &value, 1, u32::MAX)?);
+            }
+            "min_tokens" => params.min_tokens = whole(name, &value, 0, u32::MAX)?,
+            "ignore_eos" => params.ignore_eos = boolean(name, &value)?,
+            "stop" => params.stop = stops(name, value)?,
+            "stop_token_ids" => params.stop_token_ids = stop_tokens(name, value)?,
+            "include_stop_str_in_output" => {
+                params.include_stop_str_in_output = boolean(name, &value)?;
+            }
+            "seed" => params.seed = Some(seed(name, &value)?),
+            "logprobs" => match kind {
+                Kind::Chat => self.chat_logprobs = boolean(name, &value)?,
+                Kind::Completion => {
+                    self.completion_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?);
+                }
+            },
+            "top_logprobs" => self.top_logprobs = Some(whole(name, &value, 0, LOGPROBS_MAX)?),
+            "echo" => params.echo = boolean(name, &value)?,
+            "add_special_tokens" => self.add_special_tokens = Some(boolean(name, &value)?),
+            "add_generation_prompt" => self.add_generation_prompt = boolean(name, &value)?,
+            "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
+            "priority" => params.priority = priority(name, &value)?,
+            "user" => params.user = Some(name_text(name, value)?),
+            "request_id" => params.request_id = Some(name_text(name, value)?),
+            "cache_salt" => params.cache_salt = Some(name_text(name, value)?),
+            "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
+            // Samplers are not modelled: their settings change nothing, but must make sense.
+            "temperature" => real(name, &value, |t| t >= 0.0, "0 or more")?,
+            "top_p" => real(name, &value, |p| p > 0.0 && p <= 1.0, "above 0 and up to 1")?,
+            "top_k" => real(
+                name,
+                &value,
+                |k| k >= -1.0 && k.fract() == 0.0,
+                "a whole number from -1 (0 and -1: all)",
+            )?,
+            "min_p" => real(name, &value, |p| (0.0..=1.0).contains(&p), "from 0 to 1")?,
+            "frequency_penalty" | "presence_penalty" => {
+                real(name, &value, |p| (-2.0..=2.0).contains(&p), "from -2 to 2")?;
+            }
+            "repetition_penalty" => real(name, &value, |p| p > 0.0, "above 0")?,
+            other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
+        }
+        Ok(())
+    }
+
+    /// Checks what concerns several fields.
+    fn finish(self, kind: Kind) -> Result<ApiRequest<'a>, ApiError> {
+        let mut params = self.params;
+        let input = match kind {
+            Kind::Chat => Input::Chat {
+                messages: self.messages.ok_or_else(|| missing("messages"))?,
+                add_generation_prompt: self.add_generation_prompt,
+                template_kwargs: self.template_kwargs,
+            },
+            Kind::Completion => Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?),
+        };
+        params.add_special_tokens = self.add_special_tokens.unwrap_or(kind == Kind::Completion);
+        if let Some(include_usage) = self.include_usage {
+            if !params.stream {
+                return Err(ApiError::invalid(
+                    "stream_options",
+                    "`stream_options` needs `stream: true`; set it, or leave the options out",
+                ));
+            }
+            params.include_usage = include_usage;
+        }
+        // The newer name counts where both are sent, as in vLLM.
+        params.max_tokens = self.max_completion_tokens.or(params.max_tokens);
+        if kind == Kind::Completion && params.max_tokens.is_none() {
+            params.max_tokens = Some(COMPLETION_MAX_TOKENS);
+        }
+        if let Some(max_tokens) = params.max_tokens
+            && params.min_tokens > max_tokens
+        {
+            return Err(ApiError::invalid(
+                "min_tokens",
+                format!(
+                    "`min_tokens` is {}, more than the {max_tokens} tokens that `max_tokens` \
+                     allows; lower it",
+                    params.min_tokens
+                ),
+            ));
+        }
+        if let Some(best_of) = self.best_of
+            && best_of != params.n
+        {
+            return Err(ApiError::unsupported(
+                "best_of",
+                format!(
+                    "`best_of` is {best_of}, but `n` is {}: choosing among more answers than are \
+                     returned is not supported; leave `best_of` out",
+                    params.n
+                ),
+            ));
+        }
+        params.logprobs = match kind {
+            Kind::Completion => self.completion_logprobs.map(|top| LogprobsWish { top }),
+            Kind::Chat if self.chat_logprobs => Some(LogprobsWish {
+                top: self.top_logprobs.unwrap_or(0),
+            }),
+            Kind::Chat if self.top_logprobs.is_some_and(|top| top > 0) => {
+                return Err(ApiError::invalid(
+                    "top_logprobs",
+                    "`top_logprobs` needs `logprobs: true`; set it, or leave `top_logprobs` out",
+                ));
+            }
+            Kind::Chat => None,
+        };
+        if params.echo && kind == Kind::Chat {
+            return Err(ApiError::unsupported(
+                "echo",
+                "`echo` is not supported in a chat: the client has the messages; leave it out",
+            ));
+        }
+        if params.echo && params.logprobs.is_some() {
+            return Err(ApiError::unsupported(
+                "echo",
+                "`echo` with `logprobs` is not supported: log probabilities are modelled for \
+                 generated tokens alone; leave out one of the two",
+            ));
+        }
+        if let Input::Prompts(prompts) = &input {
+            let choices = prompts.len() as u64 * u64::from(params.n);
+            if choices > u64::from(CHOICES_MAX) {
+                return Err(ApiError::invalid(
+                    "prompt",
+                    format!(
+                        "{} prompts with `n` = {} make {choices} choices; a request may have \
+                         {CHOICES_MAX}; send several requests",
+                        prompts.len(),
+                        params.n
+                    ),
+                ));
+            }
+        }
+        Ok(ApiRequest {
+            kind,
+            model: self.model,
+            input,
+            params,
+        })
+    }
+}
+
+/// Reads `body` as a JSON object and gives `take` each member whose name is `known`; the others
+/// are skipped without being built.
+pub(super) fn read_members<'a>(
+    body: &'a [u8],
+    known: impl Fn(&str) -> bool,
+    mut take: impl FnMut(&str, Json<'a>) -> Result<(), ApiError>,
+) -> Result<(), ApiError> {
+    struct Members<'c, K, T> {
+        left: &'c Cell<u32>,
+        known: K,
+        take: T,
+    }
+    impl<'de, K, T> Visitor<'de> for Members<'_, K, T>
+    where
+        K: Fn(&str) -> bool,
+        T: FnMut(&str, Json<'de>),
+    {
+        type Value = ();
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a JSON object")
+        }
+        fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+            while let Some(name) = map.next_key_seed(KeySeed)? {
+                if (self.known)(&name) {
+                    let value = map.next_value_seed(JsonSeed { left: self.left })?;
+                    (self.take)(&name, value);
+                } else {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+            Ok(())
+        }
+    }
+    impl<'de, K, T> DeserializeSeed<'de> for Members<'_, K, T>
+    where
+        K: Fn(&str) -> bool,
+        T: FnMut(&str, Json<'de>),
+    {
+        type Value = ();
+        fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+            from.deserialize_map(self)
+        }
+    }
+
+    let body = std::str::from_utf8(body).map_err(|error| {
+        ApiError::bad_body(format!(
+            "the body is not UTF-8: byte {} cannot stand there; JSON is sent as UTF-8",
+            error.valid_up_to()
+        ))
+    })?;
+    // A broken body is told from a wrong field: the JSON is read to its end first.
+    let mut wrong = None;
+    let left = Cell::new(VALUES_MAX);
+    let mut json = serde_json::Deserializer::from_str(body);
+    Members {
+        left: &left,
+        known,
+        take: |name: &str, value| {
+            if wrong.is_none() {
+                wrong = take(name, value).err();
+            }
+        },
+    }
+    .deserialize(&mut json)
+    .and_then(|()| json.end())
+    .map_err(|error| {
+        ApiError::bad_body(if error.is_data() {
+            format!("the body is not a request: {error}")
+        } else {
+            format!("the body is not valid JSON: {error}")
+        })
+    })?;
+    wrong.map_or(Ok(()), Err)
+}
+
+pub(super) fn missing(name: &str) -> ApiError {
+    ApiError::invalid(name, format!("`{name}` is missing; it is required"))
+}
+
+fn wrong_type(path: &str, wanted: &str, value: &Json<'_>) -> ApiError {
+    ApiError::invalid(
+        path,
+        format!("`{path}` must be {wanted}, not {}", value.what()),
+    )
+}
+
+pub(super) fn boolean(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
+    match value {
+        Json::Bool(b) => Ok(*b),
+        other => Err(wrong_type(path, "true or false", other)),
+    }
+}
+
+pub(super) fn text<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
+    match value {
+        Json::Text(text) => Ok(text),
+        other => Err(wrong_type(path, "a string", &other)),
+    }
+}
+
+fn name_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+    let name = text(path, value)?;
+    if name.is_empty() || name.len() > NAME_BYTES_MAX {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "`{path}` has {} bytes; it must have 1 to {NAME_BYTES_MAX}",
+                name.len()
+            ),
+        ));
+    }
+    Ok(name.into_owned())
+}
+
+fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<u32, ApiError> {
+    let outside = |shown: &dyn fmt::Display| {
+        ApiError::invalid(
+            path,
+            format!("`{path}` is {shown}; it must be from {min} to {max}"),
+        )
+    };
+    match value {
+        Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(*n as u32),
+        Json::Unsigned(n) => Err(outside(n)),
+        Json::Negative(n) => Err(outside(n)),
+        Json::Real(n) => Err(ApiError::invalid(
+            path,
+            format!("`{path}` is {n}; it must be a whole number from {min} to {max}"),
+        )),
+        other => Err(wrong_type(path, "a whole number", other)),
+    }
+}
+
+fn real(path: &str, value: &Json<'_>, holds: fn(f64) -> bool, range: &str) -> Result<(), ApiError> {
+    let number = match value {
+        Json::Unsigned(n) => *n as f64,
+        Json::Negative(n) => *n as f64,
+        Json::Real(n) => *n,
+        other => return Err(wrong_type(path, "a number", other)),
+    };
+    if holds(number) {
+        Ok(())
+    } else {
+        Err(ApiError::invalid(
+            path,
+            format!("`{path}` is {number}; it must be {range}"),
+        ))
+    }
+}
+
+fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
+    match value {
+        Json::Unsigned(n) => Ok(*n),
+        Json::Negative(n) => Ok(*n as u64),
+        other => Err(wrong_type(path, "a whole number of 64 bits", other)),
+    }
+}
+
+fn priority(path: &str, value: &Json<'_>) -> Result<i32, ApiError> {
+    let number = match value {
+        Json::Unsigned(n) => i32::try_from(*n).ok(),
+        Json::Negative(n) => i32::try_from(*n).ok(),
+        other => return Err(wrong_type(path, "a whole number", other)),
+    };
+    number.ok_or_else(|| {
+        ApiError::invalid(
+            path,
+            format!("`{path}` must be from {} to {}", i32::MIN, i32::MAX),
+        )
+    })
+}
+
+fn stream_options(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
+    if !matches!(value, Json::Object(_)) {
+        return Err(wrong_type(path, "an object", value));
+    }
+    let flag = |name: &str| match value.member(name) {
+        None | Some(Json::Null) => Ok(false),
+        Some(flag) => boolean(&format!("{path}.{name}"), flag),
+    };
+    if flag("continuous_usage_stats")? {
+        return Err(ApiError::unsupported(
+            "stream_options.continuous_usage_stats",
+            "`stream_options.continuous_usage_stats` is not supported; `include_usage` sends the \
+             counts once, at the end",
+        ));
+    }
+    flag("include_usage")
+}
+
+fn stops(path: &str, value: Json<'_>) -> Result<Vec<String>, ApiError> {
+    let stops = match value {
+        Json::Text(stop) => vec![stop.into_owned()],
+        other => other
+            .into_elements()
+            .map_err(|other| wrong_type(path, "a string or an array of strings", &other))?
+            .into_iter()
+            .enumerate()
+            .map(|(at, stop)| Ok(text(&format!("{path}.{at}"), stop)?.into_owned()))
+            .collect::<Result<_, ApiError>>()?,
+    };
+    if stops.len() > STOPS_MAX {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "`{path}` has {} strings; at most {STOPS_MAX} are taken",
+                stops.len()
+            ),
+        ));
+    }
+    if let Some(stop) = stops.iter().find(|stop| stop.len() > STOP_BYTES_MAX) {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "a string of `{path}` has {} bytes; at most {STOP_BYTES_MAX} are taken",
+                stop.len()
+            ),
+        ));
+    }
+    if stops.iter().any(String::is_empty) {
+        return Err(ApiError::invalid(
+            path,
+            format!("`{path}` has an empty string, which every text contains; remove it"),
+        ));
+    }
+    Ok(stops)
+}
+
+fn stop_tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {
+    let tokens = tokens(path, value)?;
+    if tokens.len() > STOP_TOKENS_MAX {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "`{path}` has {} tokens; at most {STOP_TOKENS_MAX} are taken",
+                tokens.len()
+            ),
+        ));
+    }
+    Ok(tokens)
+}
+
+/// An array of token ids.
+pub(super) fn tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {
+    match value {
+        Json::Tokens(tokens) => Ok(tokens),
+        Json::Array(elements) => {
+            // Had all been token ids, this would be `Json::Tokens`, or empty.
+            for (at, element) in elements.iter().enumerate() {
+                whole(&format!("{path}.{at}"), element, 0, u32::MAX)?;
+            }
+            Ok(Vec::new())
+        }
+        other => Err(wrong_type(path, "an array of token ids", &other)),
+    }
+}
+
+fn template_kwargs(
+    path: &str,
+    value: Json<'_>,
+) -> Result<Vec<(String, serde_json::Value)>, ApiError> {
+    match value {
+        Json::Object(members) => Ok(members
+            .into_iter()
+            .map(|(name, value)| (name.into_owned(), value.into_owned()))
+            .collect()),
+        other => Err(wrong_type(path, "an object", &other)),
+    }
+}
+
+fn prompts<'a>(path: &str, value: Json<'a>) -> Result<Vec<PromptInput<'a>>, ApiError> {
+    const WANTED: &str =
+        "a string, an array of strings, an array of token ids, or an array of such";
+    let prompts = match value {
+        Json::Text(text) => vec![PromptInput::Text(text)],
+        Json::Tokens(tokens) => vec![PromptInput::Tokens(tokens)],
+        Json::Array(elements) => elements
+            .into_iter()
+            .enumerate()
+            .map(|(at, element)| match element {
+                Json::Text(text) => Ok(PromptInput::Text(text)),
+                Json::Tokens(tokens) => Ok(PromptInput::Tokens(tokens)),
+                Json::Array(inner) => Ok(PromptInput::Tokens(tokens(
+                    &format!("{path}.{at}"),
+                    Json::Array(inner),
+                )?)),
+                number @ (Json::Unsigned(_) | Json::Negative(_) | Json::Real(_)) => {
+                    // An array of numbers, one of which is no token id.
+                    whole(&format!("{path}.{at}"), &number, 0, u32::MAX)?;
+                    Err(wrong_type(path, WANTED, &Json::Array(Vec::new())))
+                }
+                other => Err(wrong_type(
+                    &format!("{path}.{at}"),
+                    "a string or an array of token ids",
+                    &other,
+                )),
+            })
+            .collect::<Result<_, ApiError>>()?,
+        other => return Err(wrong_type(path, WANTED, &other)),
+    };
+    if prompts.is_empty() {
+        return Err(ApiError::invalid(
+            path,
+            format!("`{path}` is empty; send at least one prompt"),
+        ));
+    }
+    let empty = |prompt: &PromptInput<'_>| match prompt {
+        PromptInput::Text(text) => text.is_empty(),
+        PromptInput::Tokens(tokens) => tokens.is_empty(),
+    };
+    if let Some(at) = prompts.iter().position(empty) {
+        let at = if prompts.len() == 1 {
+            path.to_owned()
+        } else {
+            format!("{path}.{at}")
+        };
+        return Err(ApiError::invalid(
+            at.clone(),
+            format!("`{at}` is empty; a prompt needs at least one token"),
+        ));
+    }
+    Ok(prompts)
+}
+
+pub(super) fn messages<'a>(path: &str, value: Json<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+    let elements = value
+        .into_elements()
+        .map_err(|other| wrong_type(path, "an array of messages", &other))?;
+    if elements.is_empty() {
+        return Err(ApiError::invalid(
+            path,
+            format!("`{path}` is empty; send at least one message"),
+        ));
+    }
+    elements
+        .into_iter()
+        .enumerate()
+        .map(|(at, element)| message(&format!("{path}.{at}"), element))
+        .collect()
+}
+
+fn message<'a>(path: &str, value: Json<'a>) -> Result<Message<'a>, ApiError> {
+    let Json::Object(members) = value else {
+        return Err(wrong_type(path, "an object", &value));
+    };
+    let mut role = None;
+    let mut content = None;
+    let mut name = None;
+    for (member, value) in members {
+        if value == Json::Null {
+            continue;
+        }
+        let at = || format!("{path}.{member}");
+        match &*member {
+            "role" => role = Some(text(&at(), value)?),
+            "content" => content = Some(message_content(&at(), value)?),
+            "name" => name = Some(text(&at(), value)?),
+            "tool_calls" if value == Json::Array(Vec::new()) => {}
+            "tool_calls" | "function_call" | "audio" => {
+                return Err(ApiError::unsupported(
+                    at(),
+                    format!(
+                        "`{}` is not supported: only text is modelled; put it into `content` as \
+                         text",
+                        at()
+                    ),
+                ));
+            }
+            _ => {}
+        }
+    }
+    let role = role.ok_or_else(|| missing(&format!("{path}.role")))?;
+    if role.is_empty() {
+        return Err(ApiError::invalid(
+            format!("{path}.role"),
+            format!("`{path}.role` is empty; send `user`, `assistant` or `system`"),
+        ));
+    }
+    let content = match content {
+        Some(content) => content,
+        // The one message that OpenAI lets go without: an assistant's that called tools.
+        None if role == "assistant" => Cow::Borrowed(""),
+        None => return Err(missing(&format!("{path}.content"))),
+    };
+    Ok(Message {
+        role,
+        content,
+        name,
+    })
+}
+
+/// Text, or parts of it, which are joined by a newline as vLLM does for templates that take text
+/// (`vllm/entrypoints/chat_utils.py`).
+fn message_content<'a>(path: &str, value: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
+    if let Json::Text(text) = value {
+        return Ok(text);
+    }
+    let parts = value
+        .into_elements()
+        .map_err(|other| wrong_type(path, "a string or an array of text parts", &other))?;
+    let mut texts = parts
+        .into_iter()
+        .enumerate()
+        .map(|(at, part)| content_part(&format!("{path}.{at}"), part));
+    let first = texts.next().unwrap_or(Ok(Cow::Borrowed("")))?;
+    texts.try_fold(first, |mut joined, next| {
+        let whole = joined.to_mut();
+        whole.push('\n');
+        whole.push_str(&next?);
+        Ok(joined)
+    })
+}
+
+fn content_part<'a>(path: &str, part: Json<'a>) -> Result<Cow<'a, str>, ApiError> {
+    let members = match part {
+        Json::Text(text) => return Ok(text),
+        Json::Object(members) => members,
+        other => return Err(wrong_type(path, "an object with a `type`", &other)),
+    };
+    let mut kind = None;
+    let mut said = None;
+    for (member, value) in members {
+        match &*member {
+            "type" => kind = Some(text(&format!("{path}.type"), value)?),
+            "text" => said = Some(text(&format!("{path}.text"), value)?),
+            _ => {}
+        }
+    }
+    match kind.as_deref() {
+        Some("text") => said.ok_or_else(|| missing(&format!("{path}.text"))),
+        Some(other) => Err(ApiError::unsupported(
+            path,
+            format!(
+                "`{path}` is a part of type `{}`; only `text` parts are supported",
+                clip(other)
+            ),
+        )),
+        None => Err(missing(&format!("{path}.type"))),
+    }
+}

@@ -1,0 +1,182 @@
+//! Server-sent events of one choice, from pieces rendered once.
+
+use super::json::{self, Out};
+use super::{Finish, Head, Kind, LogprobsPiece, Usage};
+
+/// Renders the events of one choice of one stream.
+///
+/// All that does not change from token to token is rendered once, when the stream opens; an event
+/// is then three copies: what goes before the text, the text, what goes after.
+///
+/// ```text
+/// data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"delta":{"content":" the"},…}]}
+/// '--------------------- before ------------------------------------------------'  '--' '--- after'
+///                                                 '- choices_at    '- body_at
+/// ```
+///
+/// Order of a stream: [`role`](Self::role) (chat alone), [`text`](Self::text) per token,
+/// [`finish`](Self::finish), for each choice; then [`usage`](Self::usage) if asked for, and
+/// [`done`](Self::done).
+#[derive(Clone, Debug)]
+pub struct SseRender {
+    kind: Kind,
+    include_usage: bool,
+    before: Box<[u8]>,
+    /// Where the choices start in `before`: just behind `"choices":[`.
+    choices_at: u32,
+    /// Where the body of the choice starts in `before`: just behind `"index":N,`.
+    body_at: u32,
+}
+
+/// Behind the text of an event that is not the last of its choice.
+const CHAT_AFTER: &[u8] = b"\"},\"logprobs\":null,\"finish_reason\":null}]}\n\n";
+const CHAT_AFTER_USAGE: &[u8] =
+    b"\"},\"logprobs\":null,\"finish_reason\":null}],\"usage\":null}\n\n";
+const COMPLETION_AFTER: &[u8] = b"\",\"logprobs\":null,\"finish_reason\":null}]}\n\n";
+const COMPLETION_AFTER_USAGE: &[u8] =
+    b"\",\"logprobs\":null,\"finish_reason\":null}],\"usage\":null}\n\n";
+
+impl SseRender {
+    /// The renderer of choice `index` of the stream `head` opens.
+    pub fn new(head: &Head<'_>, index: u32) -> SseRender {
+        let mut before = Vec::with_capacity(192 + head.id.len() + head.model.len());
+        before.put(b"data: ");
+        head.render(&mut before, true);
+        before.put(b"\"choices\":[");
+        let choices_at = before.len();
+        before.put(b"{\"index\":");
+        json::integer(&mut before, u64::from(index));
+        before.put(b",");
+        let body_at = before.len();
+        before.put(match head.kind {
+            Kind::Chat => b"\"delta\":{\"content\":\"",
+            Kind::Completion => b"\"text\":\"",
+        });
+        SseRender {
+            kind: head.kind,
+            include_usage: head.include_usage,
+            before: before.into(),
+            choices_at: choices_at as u32,
+            body_at: body_at as u32,
+        }
+    }
+
+    /// The event that opens a choice of a chat: `"delta":{"role":"assistant","content":""}`.
+    /// Completions have none.
+    pub fn role(&self, out: &mut impl Out) {
+        if self.kind == Kind::Completion {
+            return;
+        }
+        out.put(&self.before[..self.body_at as usize]);
+        out.put(b"\"delta\":{\"role\":\"assistant\",\"content\":\"");
+        out.put(self.after());
+    }
+
+    /// An event with `text`.
+    #[inline]
+    pub fn text(&self, text: &str, out: &mut impl Out) {
+        let after = self.after();
+        // Room for the usual case, where nothing is escaped.
+        out.reserve(self.before.len() + text.len() + after.len());
+        out.put(&self.before);
+        json::escape(out, text);
+        out.put(after);
+    }
+
+    /// An event with a text that is already escaped, from
+    /// [`TextModel::token_json`](crate::text::TextModel::token_json).
+    #[inline]
+    pub fn escaped(&self, json: &[u8], out: &mut impl Out) {
+        let after = self.after();
+        out.reserve(self.before.len() + json.len() + after.len());
+        out.put(&self.before);
+        out.put(json);
+        out.put(after);
+    }
+
+    /// An event with `text` and the log probabilities of its tokens.
+    pub fn text_logprobs(&self, text: &str, logprobs: &LogprobsPiece, out: &mut impl Out) {
+        out.put(&self.before);
+        json::escape(out, text);
+        out.put(self.close_text());
+        out.put(b"\"logprobs\":");
+        logprobs.render(self.kind, out);
+        out.put(b",\"finish_reason\":null}]");
+        self.close(out);
+    }
+
+    /// The last event of the choice: the text that was still held back (it may be empty), and why
+    /// it ended. As vLLM does, the last token and the reason share an event.
+    pub fn finish(
+        &self,
+        text: &str,
+        logprobs: Option<&LogprobsPiece>,
+        finish: &Finish<'_>,
+        out: &mut impl Out,
+    ) {
+        if self.kind == Kind::Chat && text.is_empty() {
+            out.put(&self.before[..self.body_at as usize]);
+            out.put(b"\"delta\":{},");
+        } else {
+            out.put(&self.before);
+            json::escape(out, text);
+            out.put(self.close_text());
+        }
+        out.put(b"\"logprobs\":");
+        match logprobs {
+            Some(logprobs) => logprobs.render(self.kind, out),
+            None => out.put(b"null"),
+        }
+        out.put(b",");
+        finish.render(out);
+        out.put(b"}]");
+        self.close(out);
+    }
+
+    /// The event with the counts of the whole stream: no choices, and `usage`. Send it once, behind
+    /// the last choice, if the client asked for it.
+    pub fn usage(&self, usage: &Usage, out: &mut impl Out) {
+        out.put(&self.before[..self.choices_at as usize]);
+        out.put(b"],\"usage\":");
+        usage.render(out);
+        out.put(b"}\n\n");
+    }
+
+    /// The end of the stream.
+    pub fn done(out: &mut impl Out) {
+        out.put(b"data: [DONE]\n\n");
+    }
+
+    /// A failure in mid-stream: the error, then the end.
+    pub fn error(error: &super::ApiError, out: &mut impl Out) {
+        out.put(b"data: ");
+        out.put(&error.body());
+        out.put(b"\n\n");
+        SseRender::done(out);
+    }
+
+    #[inline]
+    fn after(&self) -> &'static [u8] {
+        match (self.kind, self.include_usage) {
+            (Kind::Chat, false) => CHAT_AFTER,
+            (Kind::Chat, true) => CHAT_AFTER_USAGE,
+            (Kind::Completion, false) => COMPLETION_AFTER,
+            (Kind::Completion, true) => COMPLETION_AFTER_USAGE,
+        }
+    }
+
+    fn close_text(&self) -> &'static [u8] {
+        match self.kind {
+            Kind::Chat => b"\"},",
+            Kind::Completion => b"\",",
+        }
+    }
+
+    fn close(&self, out: &mut impl Out) {
+        out.put(if self.include_usage {
+            b",\"usage\":null}\n\n"
+        } else {
+            b"}\n\n"
+        });
+    }
+}

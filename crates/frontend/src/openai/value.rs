@@ -1,0 +1,195 @@
+//! A JSON value that borrows its strings, so that checks of our own can say which field is wrong.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+
+/// A parsed JSON value. Strings without escapes point into the body.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Json<'a> {
+    Null,
+    Bool(bool),
+    /// A whole number from 0.
+    Unsigned(u64),
+    /// A whole number below 0.
+    Negative(i64),
+    Real(f64),
+    Text(Cow<'a, str>),
+    /// An array of numbers that fit into 32 bits, at 4 bytes each: prompts as token ids. Not empty.
+    Tokens(Vec<u32>),
+    Array(Vec<Json<'a>>),
+    Object(Vec<(Cow<'a, str>, Json<'a>)>),
+}
+
+impl<'a> Json<'a> {
+    /// What it is, for messages: `a string`.
+    pub(super) fn what(&self) -> &'static str {
+        match self {
+            Json::Null => "null",
+            Json::Bool(_) => "a boolean",
+            Json::Unsigned(_) | Json::Negative(_) | Json::Real(_) => "a number",
+            Json::Text(_) => "a string",
+            Json::Tokens(_) | Json::Array(_) => "an array",
+            Json::Object(_) => "an object",
+        }
+    }
+
+    /// The value with its small arrays spelled out.
+    pub(super) fn into_elements(self) -> Result<Vec<Json<'a>>, Json<'a>> {
+        match self {
+            Json::Array(elements) => Ok(elements),
+            Json::Tokens(tokens) => Ok(tokens
+                .into_iter()
+                .map(|token| Json::Unsigned(u64::from(token)))
+                .collect()),
+            other => Err(other),
+        }
+    }
+
+    /// The value of member `name`, if this is an object that has one; the last one wins.
+    pub(super) fn member(&self, name: &str) -> Option<&Json<'a>> {
+        match self {
+            Json::Object(members) => members.iter().rev().find(|(n, _)| n == name).map(|m| &m.1),
+            _ => None,
+        }
+    }
+
+    /// The same as a value of `serde_json`, which a template can be given.
+    pub(super) fn into_owned(self) -> serde_json::Value {
+        use serde_json::Value;
+        match self {
+            Json::Null => Value::Null,
+            Json::Bool(b) => Value::Bool(b),
+            Json::Unsigned(n) => n.into(),
+            Json::Negative(n) => n.into(),
+            Json::Real(n) => n.into(),
+            Json::Text(text) => Value::String(text.into_owned()),
+            Json::Tokens(tokens) => tokens.into(),
+            Json::Array(elements) => elements.into_iter().map(Json::into_owned).collect(),
+            Json::Object(members) => Value::Object(
+                members
+                    .into_iter()
+                    .map(|(name, value)| (name.into_owned(), value.into_owned()))
+                    .collect(),
+            ),
+        }
+    }
+}
+
+/// Values a body may have besides token ids: a value takes 32 bytes where its text may take 2, and
+/// a body of 8 MiB must not become one of 128.
+pub(super) const VALUES_MAX: u32 = 1 << 18;
+
+/// Parses a [`Json`], counting what it makes.
+#[derive(Clone, Copy)]
+pub(super) struct JsonSeed<'c> {
+    /// Values that may still be made.
+    pub(super) left: &'c Cell<u32>,
+}
+
+impl JsonSeed<'_> {
+    fn count<E: serde::de::Error>(self) -> Result<(), E> {
+        let left = self.left.get();
+        if left == 0 {
+            return Err(E::custom(format_args!(
+                "the body has more than {VALUES_MAX} values"
+            )));
+        }
+        self.left.set(left - 1);
+        Ok(())
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for JsonSeed<'_> {
+    type Value = Json<'de>;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Json<'de>, D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for JsonSeed<'_> {
+    type Value = Json<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+    fn visit_unit<E>(self) -> Result<Json<'de>, E> {
+        Ok(Json::Null)
+    }
+    fn visit_bool<E>(self, value: bool) -> Result<Json<'de>, E> {
+        Ok(Json::Bool(value))
+    }
+    fn visit_u64<E>(self, value: u64) -> Result<Json<'de>, E> {
+        Ok(Json::Unsigned(value))
+    }
+    fn visit_i64<E>(self, value: i64) -> Result<Json<'de>, E> {
+        Ok(u64::try_from(value).map_or(Json::Negative(value), Json::Unsigned))
+    }
+    fn visit_f64<E>(self, value: f64) -> Result<Json<'de>, E> {
+        Ok(Json::Real(value))
+    }
+    fn visit_borrowed_str<E>(self, value: &'de str) -> Result<Json<'de>, E> {
+        Ok(Json::Text(Cow::Borrowed(value)))
+    }
+    fn visit_str<E>(self, value: &str) -> Result<Json<'de>, E> {
+        Ok(Json::Text(Cow::Owned(value.into())))
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Json<'de>, A::Error> {
+        let mut tokens = Vec::new();
+        let mut elements = Vec::new();
+        while let Some(element) = seq.next_element_seed(self)? {
+            match element {
+                Json::Unsigned(n) if elements.is_empty() && u32::try_from(n).is_ok() => {
+                    tokens.push(n as u32);
+                }
+                other => {
+                    // Not token ids after all: what was taken for them moves over.
+                    for token in std::mem::take(&mut tokens) {
+                        self.count()?;
+                        elements.push(Json::Unsigned(u64::from(token)));
+                    }
+                    self.count()?;
+                    elements.push(other);
+                }
+            }
+        }
+        Ok(if tokens.is_empty() {
+            Json::Array(elements)
+        } else {
+            Json::Tokens(tokens)
+        })
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Json<'de>, A::Error> {
+        let mut members = Vec::new();
+        while let Some(name) = map.next_key_seed(KeySeed)? {
+            self.count()?;
+            members.push((name, map.next_value_seed(self)?));
+        }
+        Ok(Json::Object(members))
+    }
+}
+
+/// Parses a member's name, borrowed where it has no escapes.
+pub(super) struct KeySeed;
+
+impl<'de> DeserializeSeed<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Cow<'de, str>, D::Error> {
+        from.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a member's name")
+    }
+    fn visit_borrowed_str<E>(self, value: &'de str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Borrowed(value))
+    }
+    fn visit_str<E>(self, value: &str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Owned(value.into()))
+    }
+}

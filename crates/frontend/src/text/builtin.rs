@@ -1,0 +1,301 @@
+//! The built-in tokenizer: no file, every text there and back, tokens that do not depend on what
+//! stands beside them.
+//!
+//! A text is cut into pieces by one rule, and each piece into tokens, longest first:
+//!
+//! ```text
+//! piece  =  [space] 1 to 16 ASCII letters  |  1 to 3 ASCII digits  |  any other character
+//! ```
+//!
+//! Tokens are the 256 bytes (so that nothing is without one), numbers of 2 and 3 digits, common
+//! words with and without a space in front and a capital, and fragments that are frequent in those
+//! words. A piece that is a word is one token, whatever surrounds it: answers are made of such
+//! words with a space in front, and become the same tokens when a client sends them back.
+//!
+//! The rule and the longest-match search are those of a `Split` pre-tokenizer, a `ByteLevel` one and
+//! a `WordPiece` model of the `tokenizers` library, which can therefore give the same ids.
+
+use std::collections::{BTreeMap, HashSet};
+
+use slipstream_base::TokenId;
+
+use super::Message;
+use super::trie::Trie;
+
+/// Letters in a piece at most. Longer runs (encoded data) are cut, which bounds the search.
+pub(super) const LETTERS_MAX: usize = 16;
+/// Digits in a piece at most.
+pub(super) const DIGITS_MAX: usize = 3;
+
+const END_OF_TEXT: &str = "<|endoftext|>";
+const IM_START: &str = "<|im_start|>";
+const IM_END: &str = "<|im_end|>";
+
+/// Our own list of common English words, lower case, one a line.
+static WORDS: &str = include_str!("../../assets/words.txt");
+
+/// The tokenizer's tables.
+pub(super) struct Builtin {
+    tokens: Vec<Token>,
+    /// Texts without special tokens: those are looked for on their own.
+    trie: Trie,
+    output: Vec<TokenId>,
+}
+
+/// A token of the vocabulary.
+pub(super) struct Token {
+    pub(super) bytes: Box<[u8]>,
+    pub(super) special: bool,
+}
+
+impl Builtin {
+    pub(super) fn new() -> Builtin {
+        let words: Vec<&str> = WORDS.lines().filter(|word| !word.is_empty()).collect();
+        let mut tokens = Vec::new();
+        let mut seen = HashSet::new();
+        let mut add = |bytes: Vec<u8>| {
+            if seen.insert(bytes.clone()) {
+                tokens.push(Token {
+                    bytes: bytes.into(),
+                    special: false,
+                });
+            }
+        };
+        // Byte `b` is token `b`: encoding relies on it.
+        (0..=255u8).for_each(|byte| add(vec![byte]));
+        for digits in 2..=DIGITS_MAX as u32 {
+            (0..10u32.pow(digits))
+                .for_each(|n| add(format!("{n:0width$}", width = digits as usize).into_bytes()));
+        }
+        fragments(&words).into_iter().for_each(&mut add);
+        for word in &words {
+            let capital = word[..1].to_ascii_uppercase() + &word[1..];
+            for text in [*word, &capital] {
+                add(format!(" {text}").into_bytes());
+                add(text.as_bytes().to_vec());
+            }
+        }
+        let trie = Trie::new(tokens.iter().zip(0..).map(|(t, id)| (&*t.bytes, id)));
+        let output = words
+            .iter()
+            .map(|word| {
+                let spaced = format!(" {word}");
+                let (token, len) = trie.longest(spaced.as_bytes()).expect("it was added");
+                assert_eq!(len, spaced.len(), "` {word}` is a token");
+                token
+            })
+            .collect();
+        for name in [END_OF_TEXT, IM_START, IM_END] {
+            tokens.push(Token {
+                bytes: name.as_bytes().into(),
+                special: true,
+            });
+        }
+        Builtin {
+            tokens,
+            trie,
+            output,
+        }
+    }
+
+    pub(super) fn tokens(&self) -> &[Token] {
+        &self.tokens
+    }
+
+    /// Words with a space in front.
+    pub(super) fn output_vocab(&self) -> &[TokenId] {
+        &self.output
+    }
+
+    pub(super) fn eos(&self) -> TokenId {
+        self.special(2)
+    }
+
+    fn special(&self, index: usize) -> TokenId {
+        (self.tokens.len() - 3 + index) as TokenId
+    }
+
+    /// Appends the tokens of `text`; names of special tokens in it count as those tokens.
+    pub(super) fn encode(&self, text: &str, out: &mut Vec<TokenId>) {
+        let bytes = text.as_bytes();
+        // English has about 4 bytes a token; a wrong guess costs one more allocation.
+        out.reserve(bytes.len() / 4 + 8);
+        let mut at = 0;
+        while at < bytes.len() {
+            let byte = bytes[at];
+            let end = match CLASS[byte as usize] {
+                Class::Letter => letters_end(bytes, at),
+                Class::Space if bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic) => {
+                    letters_end(bytes, at + 1)
+                }
+                Class::Digit => digits_end(bytes, at),
+                Class::Angle => {
+                    if let Some((token, len)) = self.special_at(&bytes[at..]) {
+                        out.push(token);
+                        at += len;
+                        continue;
+                    }
+                    at + 1
+                }
+                Class::Space | Class::Other => at + 1,
+            };
+            if end == at + 1 {
+                out.push(TokenId::from(byte));
+                at = end;
+                continue;
+            }
+            while at < end {
+                let (token, len) = self
+                    .trie
+                    .longest(&bytes[at..end])
+                    .expect("every byte is a token");
+                out.push(token);
+                at += len;
+            }
+        }
+    }
+
+    fn special_at(&self, bytes: &[u8]) -> Option<(TokenId, usize)> {
+        [END_OF_TEXT, IM_START, IM_END]
+            .iter()
+            .enumerate()
+            .find(|(_, name)| bytes.starts_with(name.as_bytes()))
+            .map(|(index, name)| (self.special(index), name.len()))
+    }
+
+    /// Appends the tokens of a chat, as if [`render_chat`] had been encoded: special tokens and line
+    /// breaks stand alone, so the parts between them can be encoded one by one.
+    pub(super) fn encode_chat(
+        &self,
+        messages: &[Message<'_>],
+        add_generation_prompt: bool,
+        out: &mut Vec<TokenId>,
+    ) {
+        const NEWLINE: TokenId = b'\n' as TokenId;
+        for message in messages {
+            out.push(self.special(1));
+            self.encode(&message.role, out);
+            out.push(NEWLINE);
+            self.encode(&message.content, out);
+            out.push(self.special(2));
+            out.push(NEWLINE);
+        }
+        if add_generation_prompt {
+            out.push(self.special(1));
+            self.encode("assistant", out);
+            out.push(NEWLINE);
+        }
+    }
+}
+
+/// The chat as text: each message between `<|im_start|>role` and `<|im_end|>`.
+pub(super) fn render_chat(messages: &[Message<'_>], add_generation_prompt: bool) -> String {
+    let mut text = String::with_capacity(
+        messages
+            .iter()
+            .map(|m| m.role.len() + m.content.len() + 32)
+            .sum::<usize>()
+            + 32,
+    );
+    for message in messages {
+        for part in [
+            IM_START,
+            &*message.role,
+            "\n",
+            &*message.content,
+            IM_END,
+            "\n",
+        ] {
+            text.push_str(part);
+        }
+    }
+    if add_generation_prompt {
+        text.push_str(IM_START);
+        text.push_str("assistant\n");
+    }
+    text
+}
+
+/// Fragments for words that are not in the list: letters with a space in front, every pair of
+/// letters, and longer runs that at least `OFTEN` words of the list share.
+fn fragments(words: &[&str]) -> Vec<Vec<u8>> {
+    const OFTEN: u32 = 4;
+    let mut inner: BTreeMap<&str, u32> = BTreeMap::new();
+    let mut opening: BTreeMap<&str, u32> = BTreeMap::new();
+    for word in words {
+        for len in 3..=5 {
+            for start in 0..(word.len() + 1).saturating_sub(len) {
+                *inner.entry(&word[start..start + len]).or_default() += 1;
+            }
+        }
+        for len in 2..=word.len().min(5) {
+            *opening.entry(&word[..len]).or_default() += 1;
+        }
+    }
+    let often = |counts: BTreeMap<&str, u32>| -> Vec<String> {
+        counts
+            .into_iter()
+            .filter(|&(_, count)| count >= OFTEN)
+            .map(|(text, _)| text.to_owned())
+            .collect()
+    };
+    let mut fragments: Vec<Vec<u8>> = Vec::new();
+    for letter in (b'a'..=b'z').chain(b'A'..=b'Z') {
+        fragments.push(vec![b' ', letter]);
+    }
+    for first in b'a'..=b'z' {
+        for second in b'a'..=b'z' {
+            fragments.push(vec![first, second]);
+        }
+    }
+    fragments.extend(often(inner).into_iter().map(String::into_bytes));
+    for text in often(opening) {
+        let capital = text[..1].to_ascii_uppercase() + &text[1..];
+        fragments.push(format!(" {text}").into_bytes());
+        fragments.push(format!(" {capital}").into_bytes());
+        fragments.push(capital.into_bytes());
+    }
+    fragments
+}
+
+#[derive(Clone, Copy)]
+enum Class {
+    Letter,
+    Digit,
+    Space,
+    /// May begin the name of a special token.
+    Angle,
+    Other,
+}
+
+static CLASS: [Class; 256] = {
+    let mut table = [Class::Other; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        table[byte] = match byte as u8 {
+            b'a'..=b'z' | b'A'..=b'Z' => Class::Letter,
+            b'0'..=b'9' => Class::Digit,
+            b' ' => Class::Space,
+            b'<' => Class::Angle,
+            _ => Class::Other,
+        };
+        byte += 1;
+    }
+    table
+};
+
+#[inline]
+fn letters_end(bytes: &[u8], start: usize) -> usize {
+    run_end(bytes, start, LETTERS_MAX, u8::is_ascii_alphabetic)
+}
+
+#[inline]
+fn digits_end(bytes: &[u8], start: usize) -> usize {
+    run_end(bytes, start, DIGITS_MAX, u8::is_ascii_digit)
+}
+
+#[inline]
+fn run_end(bytes: &[u8], start: usize, max: usize, belongs: fn(&u8) -> bool) -> usize {
+    let window = &bytes[start..bytes.len().min(start + max)];
+    start + window.iter().take_while(|b| belongs(b)).count()
+}

@@ -1,22 +1,172 @@
-//! The scheduler.
+//! The scheduler: which sequences a pass works on, and what becomes of them.
 
-use slipstream_base::cluster::EngineConfig;
-use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
-use crate::answer::OutputModel;
+use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
+use slipstream_base::fpm::{DecodeStats, PrefillStats};
+use slipstream_base::mix::mix64;
+use slipstream_base::{
+    BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
+    SimTime, Tail, TokenId,
+};
+
+use crate::answer::{OutputModel, natural_len, output_token};
 use crate::error::{EngineError, Refusal};
-use crate::output::{PassOutput, Stats};
-use crate::timing::StepTime;
+use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
+use crate::pool::{BLOCKS_MAX, BlockId, BlockPool};
+use crate::timing::{StepLoad, StepTime};
+use crate::waiting::{Rank, Sums, Waiting};
 
 /// One rank of one engine: its scheduler and its KV cache.
+///
+/// A driver calls [`add`](Engine::add) and [`abort`](Engine::abort) at any moment, and in turn
+/// [`begin_pass`](Engine::begin_pass) and, once the time that it returned has come,
+/// [`finish_pass`](Engine::finish_pass).
+///
+/// Cost: a pass is O(sequences scheduled + blocks moved); a pass that only decodes and fills no
+/// block allocates nothing. Memory follows what is live: requests, and blocks once used.
 pub struct Engine {
     rank: RankId,
+    block_size: u32,
+    max_num_seqs: u32,
+    max_num_batched_tokens: u32,
+    max_len: u32,
+    caching: bool,
+    chunked: bool,
+    policy: SchedulingPolicy,
+    limits: Limits,
     timing: Box<dyn StepTime>,
     output: OutputModel,
-    stats: Stats,
+
+    pool: BlockPool,
+    sequences: Slab,
+    by_id: HashMap<RequestId, u32, BuildHasherDefault<IdHasher>>,
+    running: Vec<Running>,
+    waiting: Waiting,
+    /// Waiting sequences that have no token yet: tokens of their prompts.
+    waiting_prefill: Sums,
+    /// Waiting sequences that had been decoding: their tokens.
+    waiting_decode: Sums,
+    stuck: Option<Stuck>,
+    /// Block tables of sequences that left, for those to come.
+    spare_tables: Vec<Vec<BlockId>>,
+
+    pass: Option<Pass>,
+    /// What happened to the cache since the last delta.
+    ops: Vec<KvOp>,
+    kv_sequence: u64,
+    fpm_counter: u64,
+    arrivals: u64,
+    passes: u64,
+    preemptions: u64,
+    prefix_query_tokens: u64,
+    prefix_hit_tokens: u64,
+
+    // Scratch.
+    hits: Vec<BlockId>,
+    block_tokens: Vec<TokenId>,
 }
 
-#[allow(clippy::unused_self, unused_variables, clippy::needless_pass_by_value)]
+/// As configured, for refusals.
+#[derive(Clone, Copy)]
+struct Limits {
+    max_model_len: u32,
+}
+
+/// A sequence, apart from what a decode pass looks at.
+struct Sequence {
+    request: EngineRequest,
+    /// Order of arrival; breaks ties of priority.
+    arrival: u64,
+    /// Output tokens when it ends, if nothing ends it before.
+    end_outputs: u32,
+    /// It ends there by itself, with the end-of-sequence token.
+    natural_end: bool,
+    /// Generated so far; while it is running, `Running::len` is ahead of this.
+    outputs: u32,
+    cached_tokens: u32,
+    arrived: SimTime,
+    /// `None` until it leaves the waiting queue for the first time.
+    admitted: Option<SimTime>,
+    preemptions: u32,
+    running: bool,
+    /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
+    generated_blocks: Vec<BlockHash>,
+    /// Blocks held, in order; empty while it waits.
+    table: Vec<BlockId>,
+}
+
+impl Sequence {
+    fn rank(&self) -> Rank {
+        (self.request.priority, self.arrival)
+    }
+
+    /// Prompt and answer so far, while it waits.
+    fn tokens(&self) -> u32 {
+        self.request.prompt.len() + self.outputs
+    }
+}
+
+/// What a pass looks at of a running sequence, in the order in which they run.
+#[derive(Clone, Copy)]
+struct Running {
+    id: RequestId,
+    seed: u64,
+    slot: u32,
+    prompt_len: u32,
+    /// Tokens whose keys and values are in the cache.
+    computed: u32,
+    /// Prompt and answer so far. Decoding: `computed + 1`, the last token being computed next.
+    len: u32,
+    /// `len` at which it ends.
+    end_len: u32,
+    /// Tokens that its blocks can hold.
+    capacity: u32,
+    /// Tokens of it in the pass under way; 0 if it is not in it.
+    scheduled: u32,
+    /// Caught up with its last token since it was admitted: each pass adds one.
+    decoding: bool,
+    natural_end: bool,
+    /// Has stop tokens to look for.
+    stops: bool,
+    /// Left (finished or aborted) while a pass is under way; removed at its end.
+    gone: bool,
+}
+
+/// The pass under way.
+#[derive(Clone, Copy)]
+struct Pass {
+    start: SimTime,
+    end: SimTime,
+    load: StepLoad,
+    chunks: Sums,
+    contexts: Sums,
+}
+
+/// What a pass has taken on while it is being scheduled.
+#[derive(Default)]
+struct Plan {
+    budget: u32,
+    load: StepLoad,
+    chunks: Sums,
+    contexts: Sums,
+    preempted: bool,
+}
+
+/// Why the head of the waiting queue could not be admitted, and what would have to change.
+///
+/// Looking for the blocks of a long prompt in every pass would cost O(prompt) a pass. What a
+/// sequence needs shrinks only when its next block becomes cached, and what is free grows only by
+/// releases; so until one of the two happens the answer stays no. (A hit block that somebody else
+/// touches leaves both sides one lower.)
+#[derive(Clone, Copy)]
+struct Stuck {
+    slot: u32,
+    releases: u64,
+    next_block: Option<BlockHash>,
+}
+
 impl Engine {
     /// An empty engine.
     ///
@@ -28,83 +178,831 @@ impl Engine {
         timing: Box<dyn StepTime>,
         output: OutputModel,
     ) -> Result<Engine, EngineError> {
+        for (key, value) in [
+            ("block_size", config.block_size),
+            ("num_gpu_blocks", config.num_gpu_blocks),
+            ("max_num_seqs", config.max_num_seqs),
+            ("max_num_batched_tokens", config.max_num_batched_tokens),
+            ("max_model_len", config.max_model_len),
+        ] {
+            if value == 0 {
+                return Err(EngineError::Zero { key });
+            }
+        }
+        if config.num_gpu_blocks > BLOCKS_MAX {
+            return Err(EngineError::TooManyBlocks {
+                blocks: config.num_gpu_blocks,
+                max: BLOCKS_MAX,
+            });
+        }
         output.check()?;
-        let stats = Stats {
-            total_blocks: config.num_gpu_blocks,
-            ..Stats::default()
-        };
+
+        // A sequence longer than the cache, or (without chunks) than a pass, could be preempted
+        // and never come back. vLLM does not start with such a configuration unless it is told to
+        // lower max_model_len by itself (`--max-model-len auto`), which is what happens here.
+        let cache_tokens = u64::from(config.num_gpu_blocks) * u64::from(config.block_size);
+        let mut max_len = u64::from(config.max_model_len).min(cache_tokens) as u32;
+        if !config.enable_chunked_prefill {
+            max_len = max_len.min(config.max_num_batched_tokens);
+        }
         Ok(Engine {
             rank,
+            block_size: config.block_size,
+            max_num_seqs: config.max_num_seqs,
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            max_len,
+            caching: config.enable_prefix_caching,
+            chunked: config.enable_chunked_prefill,
+            policy: config.scheduling_policy,
+            limits: Limits {
+                max_model_len: config.max_model_len,
+            },
             timing,
             output,
-            stats,
+            pool: BlockPool::new(config.num_gpu_blocks),
+            sequences: Slab::default(),
+            by_id: HashMap::default(),
+            running: Vec::new(),
+            waiting: Waiting::new(config.scheduling_policy),
+            waiting_prefill: Sums::default(),
+            waiting_decode: Sums::default(),
+            stuck: None,
+            spare_tables: Vec::new(),
+            pass: None,
+            ops: Vec::new(),
+            kv_sequence: 0,
+            fpm_counter: 0,
+            arrivals: 0,
+            passes: 0,
+            preemptions: 0,
+            prefix_query_tokens: 0,
+            prefix_hit_tokens: 0,
+            hits: Vec::new(),
+            block_tokens: Vec::new(),
         })
     }
 
-    /// Takes `request` into the waiting queue.
+    /// Takes `request` into the waiting queue; the next pass may admit it.
     ///
     /// # Errors
     /// [`Refusal`] if it can never run; the engine is unchanged then.
     pub fn add(&mut self, now: SimTime, request: EngineRequest) -> Result<(), Refusal> {
-        unimplemented!("lands next")
+        self.check(&request)?;
+        let prompt_len = request.prompt.len();
+        let end_outputs = request.params.max_tokens.min(self.max_len - prompt_len);
+        let natural = if request.params.ignore_eos {
+            u32::MAX
+        } else {
+            // vLLM masks the end-of-sequence token while fewer than min_tokens are out, so it can
+            // be the next one after them at the earliest.
+            natural_len(&self.output.lengths, request.seed)
+                .max(request.params.min_tokens.saturating_add(1))
+        };
+        let (id, arrival) = (request.id, self.arrivals);
+        let sequence = Sequence {
+            request,
+            arrival,
+            end_outputs: end_outputs.min(natural),
+            natural_end: natural <= end_outputs,
+            outputs: 0,
+            cached_tokens: 0,
+            arrived: now,
+            admitted: None,
+            preemptions: 0,
+            running: false,
+            generated_blocks: Vec::new(),
+            table: Vec::new(),
+        };
+        let rank = sequence.rank();
+        let slot = self.sequences.insert(sequence);
+        self.by_id.insert(id, slot);
+        self.waiting.push(slot, rank);
+        self.waiting_prefill.add(prompt_len);
+        self.arrivals += 1;
+        Ok(())
+    }
+
+    fn check(&self, request: &EngineRequest) -> Result<(), Refusal> {
+        let prompt = &request.prompt;
+        if prompt.block_size() != self.block_size {
+            return Err(Refusal::BlockSize {
+                given: prompt.block_size(),
+                block_size: self.block_size,
+            });
+        }
+        if request.params.max_tokens == 0 {
+            return Err(Refusal::NoTokens);
+        }
+        let prompt_tokens = prompt.len();
+        if prompt_tokens >= self.limits.max_model_len {
+            return Err(Refusal::ModelLen {
+                prompt_tokens,
+                max_model_len: self.limits.max_model_len,
+            });
+        }
+        let needed_blocks = prompt_tokens / self.block_size + 1;
+        if needed_blocks > self.pool.total() {
+            return Err(Refusal::Blocks {
+                prompt_tokens,
+                needed_blocks,
+                total_blocks: self.pool.total(),
+                block_size: self.block_size,
+            });
+        }
+        if prompt_tokens >= self.max_len {
+            return Err(Refusal::Budget {
+                prompt_tokens,
+                max_num_batched_tokens: self.max_num_batched_tokens,
+            });
+        }
+        if self.by_id.contains_key(&request.id) {
+            return Err(Refusal::Duplicate { id: request.id });
+        }
+        Ok(())
     }
 
     /// Drops a request at any moment, also between the begin and the end of a pass; its blocks are
     /// free at once. False if the engine does not know it (any more).
     pub fn abort(&mut self, id: RequestId) -> bool {
-        unimplemented!("lands next")
+        let Some(&slot) = self.by_id.get(&id) else {
+            return false;
+        };
+        if self.sequences[slot].running {
+            let at = self
+                .running
+                .iter()
+                .position(|r| r.slot == slot && !r.gone)
+                .expect("a running sequence is in the running queue");
+            if self.pass.is_some() {
+                self.running[at].gone = true;
+            } else {
+                self.running.remove(at);
+            }
+        } else {
+            self.leave_waiting(slot);
+        }
+        self.remove(slot);
+        true
     }
 
     /// Schedules a pass that starts at `now`, and returns when it ends by the model; `None` if there
-    /// is nothing to do. [`finish_pass`](Engine::finish_pass) must come before the next one.
+    /// is nothing to do. [`finish_pass`](Engine::finish_pass) comes before the next one.
+    ///
+    /// Running sequences go first, in the order of their admission, then waiting ones, all within
+    /// one budget of `max_num_batched_tokens`. A running sequence that finds no free block preempts
+    /// the youngest running one, and a pass that preempted admits nobody.
+    ///
+    /// Source: vLLM 0.33, `Scheduler.schedule` in `vllm/v1/core/sched/scheduler.py`.
+    ///
+    /// # Panics
+    /// If a pass is under way.
     pub fn begin_pass(&mut self, now: SimTime) -> Option<SimTime> {
-        unimplemented!("lands next")
+        assert!(self.pass.is_none(), "finish_pass() comes first");
+        if self.is_idle() {
+            return None;
+        }
+        let plan = loop {
+            let mut plan = Plan {
+                budget: self.max_num_batched_tokens,
+                ..Plan::default()
+            };
+            self.schedule_running(&mut plan);
+            if !plan.preempted {
+                self.admit_waiting(now, &mut plan);
+            }
+            if !plan.load.is_empty() {
+                break plan;
+            }
+            // By priority the first running sequence may have been its own victim. vLLM runs an
+            // empty step then and schedules again; that takes no time here.
+            assert!(
+                plan.preempted,
+                "a lone sequence fits an empty cache, as add() checked"
+            );
+        };
+        let tokens = plan.load.tokens();
+        assert!(tokens <= u64::from(self.max_num_batched_tokens));
+        let end = now + self.timing.step_ns(&plan.load);
+        self.pass = Some(Pass {
+            start: now,
+            end,
+            load: plan.load,
+            chunks: plan.chunks,
+            contexts: plan.contexts,
+        });
+        self.passes += 1;
+        Some(end)
+    }
+
+    fn schedule_running(&mut self, plan: &mut Plan) {
+        let mut at = 0;
+        while at < self.running.len() && plan.budget > 0 {
+            let r = &mut self.running[at];
+            let chunk = (r.len - r.computed).min(plan.budget);
+            let target = r.computed + chunk;
+            // Below its capacity a sequence neither needs a block nor fills one.
+            if target >= r.capacity {
+                if !self.make_room(&mut at, target, plan) {
+                    break;
+                }
+                let r = self.running[at];
+                self.grow(r.slot, r.computed, target);
+                self.running[at].capacity = target.next_multiple_of(self.block_size);
+            }
+            let r = &mut self.running[at];
+            r.scheduled = chunk;
+            if r.decoding {
+                plan.load.add_decode(target);
+                plan.contexts.add(target);
+            } else {
+                plan.load.add_prefill(r.computed, chunk);
+                plan.chunks.add(chunk);
+            }
+            plan.budget -= chunk;
+            at += 1;
+        }
+    }
+
+    /// Preempts until the running sequence `at` can have blocks for `target` tokens; false if it had
+    /// to give way itself. `at` follows the sequence when one before it is taken out.
+    fn make_room(&mut self, at: &mut usize, target: u32, plan: &mut Plan) -> bool {
+        let slot = self.running[*at].slot;
+        loop {
+            let held = self.sequences[slot].table.len() as u32;
+            if target.div_ceil(self.block_size) - held <= self.pool.free() {
+                return true;
+            }
+            plan.preempted = true;
+            let victim = match self.policy {
+                SchedulingPolicy::Fcfs => self.running.len() - 1,
+                SchedulingPolicy::Priority => (0..self.running.len())
+                    .max_by_key(|&i| self.sequences[self.running[i].slot].rank())
+                    .expect("at least the sequence itself runs"),
+            };
+            let r = self.running.remove(victim);
+            if r.scheduled > 0 {
+                plan.take_back(&r);
+            }
+            self.preempt(&r);
+            match victim.cmp(at) {
+                std::cmp::Ordering::Less => *at -= 1,
+                std::cmp::Ordering::Equal => return false,
+                std::cmp::Ordering::Greater => {}
+            }
+        }
+    }
+
+    /// Moves a sequence from running back to waiting; everything is computed again later, less what
+    /// is still cached then.
+    fn preempt(&mut self, r: &Running) {
+        let sequence = &mut self.sequences[r.slot];
+        let prompt_blocks = sequence.request.prompt.blocks().len();
+        let known = prompt_blocks + sequence.generated_blocks.len();
+        let hashes = sequence
+            .table
+            .iter()
+            .skip(known)
+            .map_while(|&b| self.pool.hash(b));
+        sequence.generated_blocks.extend(hashes);
+        sequence.outputs = r.len - r.prompt_len;
+        sequence.preemptions += 1;
+        sequence.running = false;
+        let table = std::mem::take(&mut sequence.table);
+        let rank = sequence.rank();
+        self.release(table);
+        self.preemptions += 1;
+        self.waiting.push_preempted(r.slot, rank);
+        if r.len > r.prompt_len {
+            self.waiting_decode.add(r.len);
+        } else {
+            self.waiting_prefill.add(r.len);
+        }
+    }
+
+    fn admit_waiting(&mut self, now: SimTime, plan: &mut Plan) {
+        while plan.budget > 0 && (self.running.len() as u32) < self.max_num_seqs {
+            let Some(slot) = self.waiting.first() else {
+                break;
+            };
+            if self.is_stuck(slot) {
+                break;
+            }
+            let (computed, next_block) = self.find_hits(slot);
+            let len = self.sequences[slot].tokens();
+            let left = len - computed;
+            if !self.chunked && left > plan.budget {
+                break;
+            }
+            let chunk = left.min(plan.budget);
+
+            // The whole sequence must fit, not its first chunk alone (vLLM's
+            // `scheduler_reserve_full_isl`, on by default). A hit block that nobody holds is among
+            // the free ones, so holding it uses one up.
+            let new_blocks = len.div_ceil(self.block_size) - self.hits.len() as u32;
+            let unheld = self.hits.iter().filter(|&&b| self.pool.is_free(b)).count() as u32;
+            if new_blocks + unheld > self.pool.free() {
+                self.stuck = Some(Stuck {
+                    slot,
+                    releases: self.pool.releases(),
+                    next_block,
+                });
+                break;
+            }
+            self.admit(now, slot, computed, chunk);
+            plan.load.add_prefill(computed, chunk);
+            plan.chunks.add(chunk);
+            plan.budget -= chunk;
+        }
+    }
+
+    /// True if the sequence could not be admitted lately, and nothing happened that could help.
+    fn is_stuck(&mut self, slot: u32) -> bool {
+        let Some(stuck) = self.stuck else {
+            return false;
+        };
+        let same = stuck.slot == slot
+            && stuck.releases == self.pool.releases()
+            && stuck
+                .next_block
+                .is_none_or(|h| self.pool.lookup(h).is_none());
+        if !same {
+            self.stuck = None;
+        }
+        same
+    }
+
+    /// Finds the leading blocks of a waiting sequence that are cached, into `hits`. Returns the
+    /// tokens in them, and the first block that was not found, if the search ended at one.
+    fn find_hits(&mut self, slot: u32) -> (u32, Option<BlockHash>) {
+        self.hits.clear();
+        if !self.caching {
+            return (0, None);
+        }
+        let sequence = &self.sequences[slot];
+        // At least one token must be computed, or there would be no logits to sample from.
+        let most = (sequence.tokens() - 1) / self.block_size;
+        let prompt_blocks = sequence.request.prompt.blocks().iter();
+        let mut next_block = None;
+        for &hash in prompt_blocks
+            .chain(&sequence.generated_blocks)
+            .take(most as usize)
+        {
+            if let Some(block) = self.pool.lookup(hash) {
+                self.hits.push(block);
+            } else {
+                next_block = Some(hash);
+                break;
+            }
+        }
+        (self.hits.len() as u32 * self.block_size, next_block)
+    }
+
+    /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
+    /// tokens behind the `computed` ones.
+    fn admit(&mut self, now: SimTime, slot: u32, computed: u32, chunk: u32) {
+        self.leave_waiting(slot);
+        let table = self.spare_tables.pop().unwrap_or_default();
+        let sequence = &mut self.sequences[slot];
+        sequence.running = true;
+        sequence.table = table;
+        sequence.table.extend_from_slice(&self.hits);
+        if sequence.admitted.is_none() {
+            sequence.admitted = Some(now);
+            sequence.cached_tokens = computed;
+            if self.caching {
+                self.prefix_query_tokens += u64::from(sequence.request.prompt.len());
+                self.prefix_hit_tokens += u64::from(computed);
+            }
+        }
+        let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
+        let r = Running {
+            id: sequence.request.id,
+            seed: sequence.request.seed,
+            slot,
+            prompt_len,
+            computed,
+            len,
+            end_len: prompt_len + sequence.end_outputs,
+            capacity: (computed + chunk).next_multiple_of(self.block_size),
+            scheduled: chunk,
+            decoding: false,
+            natural_end: sequence.natural_end,
+            stops: !sequence.request.params.stop_token_ids.is_empty(),
+            gone: false,
+        };
+        for i in 0..self.hits.len() {
+            self.pool.touch(self.hits[i]);
+        }
+        self.grow(slot, computed, computed + chunk);
+        self.running.push(r);
+    }
+
+    /// Gives a sequence blocks for `target` tokens, of which there are enough, and caches those that
+    /// are full with them. Blocks are cached when they are scheduled, not when they are computed,
+    /// so that the next sequence of the same pass hits them, as in vLLM.
+    fn grow(&mut self, slot: u32, computed: u32, target: u32) {
+        let sequence = &mut self.sequences[slot];
+        let blocks = target.div_ceil(self.block_size) as usize;
+        while sequence.table.len() < blocks {
+            sequence.table.push(self.pool.allocate(&mut self.ops));
+        }
+        if !self.caching {
+            return;
+        }
+        let full = computed / self.block_size..target / self.block_size;
+        if full.is_empty() {
+            return;
+        }
+        let mut parent = match full.start {
+            0 => sequence.request.prompt.root(),
+            n => self
+                .pool
+                .hash(sequence.table[n as usize - 1])
+                .expect("full blocks behind have a hash"),
+        };
+        for j in full {
+            let hash = block_hash(
+                sequence,
+                j,
+                parent,
+                &self.output.vocab,
+                &mut self.block_tokens,
+            );
+            let block = sequence.table[j as usize];
+            self.pool.cache(block, hash, parent, &mut self.ops);
+            parent = hash;
+        }
+    }
+
+    fn leave_waiting(&mut self, slot: u32) {
+        let sequence = &self.sequences[slot];
+        self.waiting.remove(slot, sequence.rank());
+        if sequence.outputs > 0 {
+            self.waiting_decode.remove(sequence.tokens());
+        } else {
+            self.waiting_prefill.remove(sequence.tokens());
+        }
+        if self.stuck.is_some_and(|s| s.slot == slot) {
+            self.stuck = None;
+        }
+    }
+
+    /// Forgets a sequence that is in neither queue any more.
+    fn remove(&mut self, slot: u32) {
+        let sequence = self.sequences.remove(slot);
+        self.by_id.remove(&sequence.request.id);
+        self.release(sequence.table);
+    }
+
+    /// Frees blocks, last first: the end of a prefix is of no use without its beginning, so it is
+    /// evicted before that.
+    fn release(&mut self, mut table: Vec<BlockId>) {
+        for &block in table.iter().rev() {
+            self.pool.release(block);
+        }
+        if table.capacity() > 0 {
+            table.clear();
+            self.spare_tables.push(table);
+        }
     }
 
     /// Applies the pass begun last, and fills `out` with what it gave.
+    ///
+    /// # Panics
+    /// If no pass is under way.
     pub fn finish_pass(&mut self, out: &mut PassOutput) {
-        unimplemented!("lands next")
+        let pass = self.pass.take().expect("begin_pass() comes first");
+        out.clear();
+        (out.start, out.end) = (pass.start, pass.end);
+        let mut gone = 0;
+        for at in 0..self.running.len() {
+            let r = &mut self.running[at];
+            if r.gone {
+                gone += 1;
+                continue;
+            }
+            r.computed += std::mem::take(&mut r.scheduled);
+            // A part of its prompt; or it was not in the pass.
+            if r.computed < r.len {
+                continue;
+            }
+            let position = r.len - r.prompt_len;
+            r.len += 1;
+            r.decoding = true;
+            let ends = r.len == r.end_len;
+            let token = if ends && r.natural_end {
+                self.output.eos
+            } else {
+                output_token(&self.output.vocab, r.seed, position)
+            };
+            out.tokens.push((r.id, token));
+            if position == 0 {
+                let (r, sequence) = (*r, &self.sequences[r.slot]);
+                out.first.push(FirstToken {
+                    id: r.id,
+                    cached_tokens: sequence.cached_tokens,
+                    arrived: sequence.arrived,
+                    admitted: sequence.admitted.expect("it runs"),
+                    first_pass_start: pass.start,
+                });
+            }
+            let r = self.running[at];
+            if r.stops && self.stops_at(&r, token) {
+                gone += 1;
+                self.finish(at, FinishReason::Stop, out);
+            } else if ends {
+                gone += 1;
+                let reason = if r.natural_end {
+                    FinishReason::Stop
+                } else {
+                    FinishReason::Length
+                };
+                self.finish(at, reason, out);
+            }
+        }
+        if gone > 0 {
+            self.running.retain(|r| !r.gone);
+        }
+        self.take_kv(&mut out.kv);
+        self.report(&pass, &mut out.fpm);
+        assert_eq!(
+            self.running.len() + self.waiting.len() as usize,
+            self.by_id.len()
+        );
+    }
+
+    /// True if the token just generated is a stop token that counts.
+    fn stops_at(&self, r: &Running, token: TokenId) -> bool {
+        let params = &self.sequences[r.slot].request.params;
+        // As the end-of-sequence token, masked while fewer than min_tokens are out.
+        r.len - r.prompt_len > params.min_tokens && params.stop_token_ids.contains(&token)
+    }
+
+    fn finish(&mut self, at: usize, reason: FinishReason, out: &mut PassOutput) {
+        self.running[at].gone = true;
+        let r = self.running[at];
+        let sequence = &self.sequences[r.slot];
+        out.finished.push(Finished {
+            id: r.id,
+            reason,
+            usage: Usage {
+                prompt_tokens: r.prompt_len,
+                cached_tokens: sequence.cached_tokens,
+                output_tokens: r.len - r.prompt_len,
+                preemptions: sequence.preemptions,
+            },
+        });
+        self.remove(r.slot);
+    }
+
+    fn report(&mut self, pass: &Pass, fpm: &mut ForwardPassMetrics) {
+        self.heartbeat(fpm);
+        fpm.wall_time_s = pass.end.since(pass.start) as f64 / 1e9;
+        fpm.scheduled_prefill = prefill_stats(&pass.chunks);
+        fpm.scheduled_prefill_kv_tokens = pass.load.prefill_context - pass.load.prefill_tokens;
+        fpm.scheduled_decode = decode_stats(&pass.contexts);
     }
 
     /// True between `begin_pass` and `finish_pass`.
     pub fn in_pass(&self) -> bool {
-        unimplemented!("lands next")
+        self.pass.is_some()
     }
 
-    /// True if no sequence is running or waiting.
+    /// True if no sequence is running or waiting. (A pass may still be under way, if all its
+    /// sequences were aborted.)
     pub fn is_idle(&self) -> bool {
-        self.stats.running == 0 && self.stats.waiting == 0
+        self.by_id.is_empty()
     }
 
-    /// The engine's state in numbers; costs nothing.
+    /// The engine's state in numbers; O(1).
     pub fn stats(&self) -> Stats {
-        self.stats
+        Stats {
+            running: self.by_id.len() as u32 - self.waiting.len(),
+            waiting: self.waiting.len(),
+            used_blocks: self.pool.used(),
+            free_blocks: self.pool.free(),
+            total_blocks: self.pool.total(),
+            cached_blocks: self.pool.cached(),
+            prefix_query_tokens: self.prefix_query_tokens,
+            prefix_hit_tokens: self.prefix_hit_tokens,
+            preemptions: self.preemptions,
+            passes: self.passes,
+        }
     }
 
     /// Longest sequence (prompt plus answer) that this engine can hold, tokens: `max_model_len`, or
-    /// less where the KV cache is smaller.
+    /// less where the KV cache (or, without chunked prefill, the budget of a pass) is smaller.
     pub fn max_len(&self) -> u32 {
-        unimplemented!("lands next")
+        self.max_len
     }
 
-    /// Fills `out` with `Cleared` and every block held, for a consumer that lost a delta.
+    /// Fills `out` with `Cleared` and every block held, for a consumer that lost a delta. O(cached
+    /// blocks).
+    ///
+    /// It takes no number: `sequence` is that of the next delta to come, which may repeat changes
+    /// that the snapshot already has; applied in order they do no harm.
     pub fn kv_snapshot(&self, out: &mut KvDelta) {
-        unimplemented!("lands next")
+        out.rank = self.rank;
+        out.sequence = self.kv_sequence;
+        out.ops.clear();
+        out.ops.push(KvOp::Cleared);
+        let blocks = self.pool.cached_blocks();
+        out.ops
+            .extend(blocks.map(|(hash, parent)| KvOp::Stored { hash, parent }));
     }
 
-    /// Takes the changes of the KV cache that no pass has handed out yet; false if there are none.
+    /// Takes the changes of the KV cache that no delta has told yet; false, and no number taken, if
+    /// there are none. `finish_pass` does this too.
     pub fn take_kv(&mut self, out: &mut KvDelta) -> bool {
-        unimplemented!("lands next")
+        out.rank = self.rank;
+        out.sequence = self.kv_sequence;
+        out.ops.clear();
+        std::mem::swap(&mut out.ops, &mut self.ops);
+        self.kv_sequence += u64::from(!out.ops.is_empty());
+        !out.ops.is_empty()
     }
 
     /// Forgets every cached block. False, with nothing changed, while sequences hold blocks, as in
     /// vLLM.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        unimplemented!("lands next")
+        let done = self.pool.reset();
+        if done {
+            self.ops.push(KvOp::Cleared);
+        }
+        done
     }
 
-    /// An idle heartbeat: a record with the next number, no pass, and what waits.
+    /// Fills `out` with a record that has the next number, no pass, and what waits: an idle
+    /// heartbeat.
     pub fn heartbeat(&mut self, out: &mut ForwardPassMetrics) {
-        unimplemented!("lands next")
+        *out = ForwardPassMetrics {
+            rank: self.rank,
+            counter: self.fpm_counter,
+            queued_prefill: prefill_stats(&self.waiting_prefill),
+            queued_decode: decode_stats(&self.waiting_decode),
+            ..ForwardPassMetrics::default()
+        };
+        self.fpm_counter += 1;
+    }
+
+    /// Checks every invariant in O(blocks + sequences). For tests.
+    #[doc(hidden)]
+    pub fn audit(&self) {
+        let mut held = HashMap::new();
+        let mut running = 0;
+        for (slot, sequence) in self.sequences.iter() {
+            assert_eq!(self.by_id.get(&sequence.request.id), Some(&slot));
+            running += u32::from(sequence.running);
+            assert!(sequence.running || sequence.table.is_empty());
+            for &block in &sequence.table {
+                *held.entry(block).or_insert(0) += 1;
+            }
+        }
+        self.pool.audit(&held);
+        let stats = self.stats();
+        assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
+        assert_eq!(running, stats.running);
+        assert!(running <= self.max_num_seqs);
+        for r in self.running.iter().filter(|r| !r.gone) {
+            let blocks = self.sequences[r.slot].table.len() as u32;
+            assert_eq!(blocks * self.block_size, r.capacity);
+            assert!(r.computed < r.len && r.len < r.end_len && r.computed <= r.capacity);
+        }
+        let waiting = self.waiting_prefill.count + self.waiting_decode.count;
+        assert_eq!(waiting, stats.waiting);
+    }
+}
+
+impl Plan {
+    /// Undoes the scheduling of a sequence.
+    fn take_back(&mut self, r: &Running) {
+        self.budget += r.scheduled;
+        let target = r.computed + r.scheduled;
+        if r.decoding {
+            self.load.decode_sequences -= 1;
+            self.load.decode_context -= u64::from(target);
+            self.contexts.remove(target);
+        } else {
+            let mut part = StepLoad::default();
+            part.add_prefill(r.computed, r.scheduled);
+            self.load.prefill_tokens -= part.prefill_tokens;
+            self.load.prefill_sequences -= 1;
+            self.load.prefill_context -= part.prefill_context;
+            self.load.prefill_attention -= part.prefill_attention;
+            self.chunks.remove(r.scheduled);
+        }
+    }
+}
+
+/// Hash of the full block `j` of a sequence, which follows `parent`.
+fn block_hash(
+    sequence: &Sequence,
+    j: u32,
+    parent: BlockHash,
+    vocab: &[TokenId],
+    scratch: &mut Vec<TokenId>,
+) -> BlockHash {
+    let prompt = &sequence.request.prompt;
+    let blocks = prompt.blocks();
+    if let Some(&hash) = blocks.get(j as usize) {
+        return hash;
+    }
+    if let Some(&hash) = sequence.generated_blocks.get(j as usize - blocks.len()) {
+        return hash;
+    }
+    match prompt.tail() {
+        Tail::Opaque { id } => parent.child_of_id(*id, u64::from(j)),
+        Tail::Tokens(tail) => {
+            // Tokens are made up again rather than kept. The end-of-sequence token is never among
+            // them: a sequence ends with it, and its last token is not computed.
+            let size = prompt.block_size();
+            let (first, last) = (j * size, (j + 1) * size);
+            scratch.clear();
+            if first < prompt.len() {
+                scratch.extend_from_slice(tail);
+            }
+            let outputs = first.max(prompt.len()) - prompt.len()..last - prompt.len();
+            scratch.extend(outputs.map(|p| output_token(vocab, sequence.request.seed, p)));
+            parent.child(scratch)
+        }
+    }
+}
+
+fn prefill_stats(sums: &Sums) -> PrefillStats {
+    PrefillStats {
+        requests: sums.count,
+        tokens: sums.tokens,
+        length_variance: sums.variance(),
+    }
+}
+
+fn decode_stats(sums: &Sums) -> DecodeStats {
+    DecodeStats {
+        requests: sums.count,
+        kv_tokens: sums.tokens,
+        kv_tokens_variance: sums.variance(),
+    }
+}
+
+/// Sequences by slot; slots are used again.
+#[derive(Default)]
+struct Slab {
+    slots: Vec<Option<Sequence>>,
+    free: Vec<u32>,
+}
+
+impl Slab {
+    fn insert(&mut self, sequence: Sequence) -> u32 {
+        if let Some(slot) = self.free.pop() {
+            self.slots[slot as usize] = Some(sequence);
+            slot
+        } else {
+            self.slots.push(Some(sequence));
+            self.slots.len() as u32 - 1
+        }
+    }
+
+    fn remove(&mut self, slot: u32) -> Sequence {
+        self.free.push(slot);
+        self.slots[slot as usize]
+            .take()
+            .expect("a slot is removed once")
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(slot, s)| Some((slot as u32, s.as_ref()?)))
+    }
+}
+
+impl std::ops::Index<u32> for Slab {
+    type Output = Sequence;
+    fn index(&self, slot: u32) -> &Sequence {
+        self.slots[slot as usize].as_ref().expect("slot in use")
+    }
+}
+
+impl std::ops::IndexMut<u32> for Slab {
+    fn index_mut(&mut self, slot: u32) -> &mut Sequence {
+        self.slots[slot as usize].as_mut().expect("slot in use")
+    }
+}
+
+/// Ids are small numbers or packed addresses: one round of mixing spreads them, and nobody outside
+/// chooses them.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = mix64(self.0 ^ u64::from(byte));
+        }
+    }
+    fn write_u64(&mut self, id: u64) {
+        self.0 = mix64(id);
     }
 }

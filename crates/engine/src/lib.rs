@@ -15,13 +15,14 @@
 //!
 //! What is modelled, and how it differs from vLLM: `docs/engine-model.md`.
 #![forbid(unsafe_code)]
-#![allow(dead_code)] // until the scheduler lands
 
 mod answer;
 mod engine;
 mod error;
 mod output;
+pub mod pool;
 pub mod timing;
+mod waiting;
 
 pub use answer::{OutputModel, natural_len, output_token};
 pub use engine::Engine;

@@ -39,6 +39,8 @@ pub struct FirstToken {
     pub id: RequestId,
     /// Prompt tokens found in the KV cache when it was first admitted (the prefix hit).
     pub cached_tokens: u32,
+    /// When it was added.
+    pub arrived: SimTime,
     /// When it left the waiting queue for the first time.
     pub admitted: SimTime,
     /// When the pass that computed the token began; it ended at [`PassOutput::end`].

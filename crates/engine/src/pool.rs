@@ -1,0 +1,687 @@
+//! The paged KV cache: blocks, who holds them, what they cache, and which is evicted next.
+//!
+//! A block is *held* (reference count above 0) or *free*. A full block has a *hash*; a free block
+//! that has one stays cached, and can be hit, until it is allocated for something else. Free blocks
+//! are allocated in this order, which is that of vLLM's free queue:
+//!
+//! ```text
+//!   ┌ blank ───────┐ ┌ fresh ─────┐ ┌ cached (LRU) ──────────────────┐
+//!   │ last in,     │ │ never used │ │ longest free   …   just freed  │
+//!   │ first out    │ │            │ │                                │
+//!   └──────────────┘ └────────────┘ └────────────────────────────────┘
+//! ```
+//!
+//! Source: vLLM 0.33 `vllm/v1/core/block_pool.py`, `BlockPool.free_blocks` (blocks without a hash
+//! go to the front of the queue, those with one to its end) and `get_new_blocks` (from the front).
+//!
+//! Memory of blocks never used is never touched: an engine with a large cache and few requests
+//! stays small.
+
+use slipstream_base::{BlockHash, KvOp};
+
+/// Index of a block in its pool.
+pub type BlockId = u32;
+
+const NIL: u32 = u32::MAX;
+
+/// Largest pool: 2^26 blocks (10^9 tokens in blocks of 16). Keeps indices and table sizes in `u32`.
+pub const BLOCKS_MAX: u32 = 1 << 26;
+
+/// One block. All zero is a block never used, so that a pool comes from zeroed pages.
+#[derive(Clone, Copy, Default)]
+struct Block {
+    /// What it caches; meaningful while `hashed`.
+    hash: u64,
+    /// Sequences that hold it.
+    refs: u32,
+    /// Neighbors in the list of free blocks that it is in.
+    prev: u32,
+    next: u32,
+    /// Neighbors among the copies of the same hash, oldest first: a list whose first block's
+    /// `older` is its last, so that both ends are at hand.
+    older: u32,
+    newer: u32,
+    hashed: bool,
+}
+
+/// The blocks of one engine.
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    /// Parent of each hashed block, for snapshots: apart, as nothing else reads it.
+    parents: Vec<u64>,
+    index: HashIndex,
+    /// Top of the stack of free blocks without a hash.
+    blank: u32,
+    /// Blocks from here on were never used.
+    fresh: u32,
+    /// The free blocks with a hash, next to be evicted first.
+    lru_first: u32,
+    lru_last: u32,
+    free: u32,
+    cached: u32,
+    /// Blocks freed so far. Only a free block can make an allocation possible that failed before.
+    releases: u64,
+}
+
+impl BlockPool {
+    /// A pool of `blocks` free blocks, at most [`BLOCKS_MAX`].
+    pub fn new(blocks: u32) -> BlockPool {
+        assert!(blocks <= BLOCKS_MAX, "checked by the engine");
+        BlockPool {
+            blocks: vec![Block::default(); blocks as usize],
+            parents: vec![0; blocks as usize],
+            index: HashIndex::new(blocks),
+            blank: NIL,
+            fresh: 0,
+            lru_first: NIL,
+            lru_last: NIL,
+            free: blocks,
+            cached: 0,
+            releases: 0,
+        }
+    }
+
+    /// All blocks.
+    pub fn total(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Blocks that nobody holds.
+    pub fn free(&self) -> u32 {
+        self.free
+    }
+
+    /// Blocks that somebody holds.
+    pub fn used(&self) -> u32 {
+        self.total() - self.free
+    }
+
+    /// Distinct hashes that can be hit.
+    pub fn cached(&self) -> u32 {
+        self.cached
+    }
+
+    /// Blocks freed so far.
+    pub fn releases(&self) -> u64 {
+        self.releases
+    }
+
+    /// The oldest block that caches `hash`.
+    #[inline]
+    pub fn lookup(&self, hash: BlockHash) -> Option<BlockId> {
+        self.index.get(hash.0, &self.blocks)
+    }
+
+    /// True if nobody holds `block`.
+    #[inline]
+    pub fn is_free(&self, block: BlockId) -> bool {
+        self.blocks[block as usize].refs == 0
+    }
+
+    /// What `block` caches.
+    #[inline]
+    pub fn hash(&self, block: BlockId) -> Option<BlockHash> {
+        let block = &self.blocks[block as usize];
+        block.hashed.then_some(BlockHash(block.hash))
+    }
+
+    /// Holds a cached block once more.
+    #[inline]
+    pub fn touch(&mut self, block: BlockId) {
+        let b = &mut self.blocks[block as usize];
+        b.refs += 1;
+        if b.refs == 1 {
+            // Only cached blocks are looked up, so it is in the LRU list.
+            let (prev, next) = (b.prev, b.next);
+            self.unlink_lru(prev, next);
+            self.free -= 1;
+        }
+    }
+
+    /// Takes a free block for new content, and holds it once. What it cached is forgotten; if that
+    /// was the last copy, `ops` hears of it.
+    ///
+    /// # Panics
+    /// If no block is free.
+    #[inline]
+    pub fn allocate(&mut self, ops: &mut Vec<KvOp>) -> BlockId {
+        let id = if self.blank != NIL {
+            let id = self.blank;
+            self.blank = self.blocks[id as usize].next;
+            id
+        } else if self.fresh < self.total() {
+            let id = self.fresh;
+            self.fresh += 1;
+            id
+        } else {
+            let id = self.lru_first;
+            assert!(id != NIL, "allocate() is called only where free() > 0");
+            let next = self.blocks[id as usize].next;
+            self.unlink_lru(NIL, next);
+            self.forget(id, ops);
+            id
+        };
+        self.blocks[id as usize].refs = 1;
+        self.free -= 1;
+        id
+    }
+
+    /// Lets go of a block. A free block without a hash is allocated next, one with a hash last.
+    #[inline]
+    pub fn release(&mut self, block: BlockId) {
+        let lru_last = self.lru_last;
+        let b = &mut self.blocks[block as usize];
+        assert!(b.refs > 0, "a block is released by who holds it");
+        b.refs -= 1;
+        if b.refs > 0 {
+            return;
+        }
+        self.free += 1;
+        self.releases += 1;
+        if b.hashed {
+            b.prev = lru_last;
+            b.next = NIL;
+            self.lru_last = block;
+            if lru_last == NIL {
+                self.lru_first = block;
+            } else {
+                self.blocks[lru_last as usize].next = block;
+            }
+        } else {
+            b.next = self.blank;
+            self.blank = block;
+        }
+    }
+
+    /// Notes that `block`, which is held, is full and caches `hash`, which follows `parent`. If it
+    /// is the first copy, `ops` hears of it.
+    #[inline]
+    pub fn cache(
+        &mut self,
+        block: BlockId,
+        hash: BlockHash,
+        parent: BlockHash,
+        ops: &mut Vec<KvOp>,
+    ) {
+        let b = &mut self.blocks[block as usize];
+        debug_assert!(b.refs > 0 && !b.hashed, "a held block becomes full once");
+        b.hash = hash.0;
+        b.hashed = true;
+        self.parents[block as usize] = parent.0;
+        match self.index.insert(hash.0, block, &self.blocks) {
+            None => {
+                let b = &mut self.blocks[block as usize];
+                (b.older, b.newer) = (block, NIL);
+                self.cached += 1;
+                ops.push(KvOp::Stored { hash, parent });
+            }
+            Some(first) => {
+                let last = self.blocks[first as usize].older;
+                self.blocks[last as usize].newer = block;
+                let b = &mut self.blocks[block as usize];
+                (b.older, b.newer) = (last, NIL);
+                self.blocks[first as usize].older = block;
+            }
+        }
+    }
+
+    /// Forgets everything cached; false, with nothing changed, while any block is held.
+    pub fn reset(&mut self) -> bool {
+        if self.used() > 0 {
+            return false;
+        }
+        let releases = self.releases;
+        *self = BlockPool::new(self.total());
+        self.releases = releases + 1;
+        true
+    }
+
+    /// Each distinct cached hash with its parent, in the order of block numbers.
+    pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockHash, BlockHash)> + '_ {
+        self.blocks[..self.fresh as usize]
+            .iter()
+            .zip(&self.parents)
+            .enumerate()
+            // The oldest copy stands for all: it is the one whose `older` is the list's end.
+            .filter(|(_, (b, _))| b.hashed && self.blocks[b.older as usize].newer == NIL)
+            .map(|(_, (b, &parent))| (BlockHash(b.hash), BlockHash(parent)))
+    }
+
+    /// Takes a block out of the LRU list, given its neighbors there.
+    #[inline]
+    fn unlink_lru(&mut self, prev: u32, next: u32) {
+        if prev == NIL {
+            self.lru_first = next;
+        } else {
+            self.blocks[prev as usize].next = next;
+        }
+        if next == NIL {
+            self.lru_last = prev;
+        } else {
+            self.blocks[next as usize].prev = prev;
+        }
+    }
+
+    /// Takes the hash off `block`.
+    #[inline]
+    fn forget(&mut self, block: BlockId, ops: &mut Vec<KvOp>) {
+        let Block {
+            hash, older, newer, ..
+        } = self.blocks[block as usize];
+        self.blocks[block as usize].hashed = false;
+        if older == block {
+            self.index.remove(hash, block);
+            self.cached -= 1;
+            ops.push(KvOp::Removed {
+                hash: BlockHash(hash),
+            });
+        } else if self.blocks[older as usize].newer == NIL {
+            // The oldest of several: the next one takes its place in the index and as list head.
+            self.index.replace(hash, block, newer);
+            self.blocks[newer as usize].older = older;
+        } else {
+            self.blocks[older as usize].newer = newer;
+            if newer == NIL {
+                let first = self
+                    .index
+                    .get(hash, &self.blocks)
+                    .expect("a newer copy's hash is in the index");
+                self.blocks[first as usize].older = older;
+            } else {
+                self.blocks[newer as usize].older = older;
+            }
+        }
+    }
+
+    /// Checks every invariant in O(blocks); `held` is how often each block should be held. For tests.
+    #[doc(hidden)]
+    pub fn audit(&self, held: &std::collections::HashMap<BlockId, u32>) {
+        let mut free = 0;
+        let mut distinct = std::collections::HashSet::new();
+        for (id, block) in self.blocks.iter().enumerate() {
+            let id = id as BlockId;
+            assert_eq!(
+                block.refs,
+                held.get(&id).copied().unwrap_or(0),
+                "references of {id}"
+            );
+            free += u32::from(block.refs == 0);
+            if block.hashed {
+                distinct.insert(block.hash);
+                let first = self
+                    .lookup(BlockHash(block.hash))
+                    .expect("a hashed block can be found");
+                let copies = self.copies(first);
+                assert!(copies.contains(&id), "{id} is among the copies of its hash");
+            }
+        }
+        assert_eq!(free, self.free, "free blocks");
+        assert_eq!(distinct.len() as u32, self.cached, "distinct hashes");
+        let mut listed = self.total() - self.fresh;
+        let mut at = self.blank;
+        while at != NIL {
+            let block = &self.blocks[at as usize];
+            assert!(block.refs == 0 && !block.hashed, "blank block {at}");
+            listed += 1;
+            at = block.next;
+        }
+        let (mut at, mut prev) = (self.lru_first, NIL);
+        while at != NIL {
+            let block = &self.blocks[at as usize];
+            assert!(block.refs == 0 && block.hashed && block.prev == prev);
+            listed += 1;
+            (prev, at) = (at, block.next);
+        }
+        assert_eq!(prev, self.lru_last);
+        assert_eq!(listed, self.free, "blocks in the free lists");
+    }
+
+    fn copies(&self, first: BlockId) -> Vec<BlockId> {
+        let mut copies = vec![first];
+        let mut at = self.blocks[first as usize].newer;
+        while at != NIL {
+            copies.push(at);
+            at = self.blocks[at as usize].newer;
+        }
+        assert_eq!(self.blocks[first as usize].older, copies[copies.len() - 1]);
+        copies
+    }
+}
+
+/// Hash to first block: open addressing with linear probing, at most half full.
+///
+/// Hashes are already mixed (XXH3), so a slot is taken from their upper half, and a slot holds no
+/// more than that half and a block: 8 bytes. It never grows, and deletion shifts entries back
+/// instead of leaving tombstones, so no insertion is ever slow.
+struct HashIndex {
+    slots: Vec<Slot>,
+    mask: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    /// Upper half of the hash.
+    tag: u32,
+    /// Block plus one; 0 is an empty slot, as zeroed pages are.
+    block: u32,
+}
+
+impl HashIndex {
+    fn new(blocks: u32) -> HashIndex {
+        let slots = (2 * blocks as usize).next_power_of_two();
+        HashIndex {
+            slots: vec![Slot::default(); slots],
+            mask: slots - 1,
+        }
+    }
+
+    #[inline]
+    fn tag(hash: u64) -> u32 {
+        (hash >> 32) as u32
+    }
+
+    #[inline]
+    fn get(&self, hash: u64, blocks: &[Block]) -> Option<BlockId> {
+        let tag = Self::tag(hash);
+        let mut at = tag as usize & self.mask;
+        loop {
+            let slot = self.slots[at];
+            if slot.block == 0 {
+                return None;
+            }
+            if slot.tag == tag && blocks[slot.block as usize - 1].hash == hash {
+                return Some(slot.block - 1);
+            }
+            at = (at + 1) & self.mask;
+        }
+    }
+
+    /// Enters `block` as the first of its hash, unless there is one: then returns that.
+    #[inline]
+    fn insert(&mut self, hash: u64, block: BlockId, blocks: &[Block]) -> Option<BlockId> {
+        let tag = Self::tag(hash);
+        let mut at = tag as usize & self.mask;
+        loop {
+            let slot = self.slots[at];
+            if slot.block == 0 {
+                self.slots[at] = Slot {
+                    tag,
+                    block: block + 1,
+                };
+                return None;
+            }
+            if slot.tag == tag && blocks[slot.block as usize - 1].hash == hash {
+                return Some(slot.block - 1);
+            }
+            at = (at + 1) & self.mask;
+        }
+    }
+
+    /// Slot that names `block` as the first of `hash`.
+    #[inline]
+    fn slot_of(&self, hash: u64, block: BlockId) -> usize {
+        let mut at = Self::tag(hash) as usize & self.mask;
+        while self.slots[at].block != block + 1 {
+            debug_assert!(self.slots[at].block != 0, "the block is in the index");
+            at = (at + 1) & self.mask;
+        }
+        at
+    }
+
+    fn replace(&mut self, hash: u64, old: BlockId, new: BlockId) {
+        let at = self.slot_of(hash, old);
+        self.slots[at].block = new + 1;
+    }
+
+    #[inline]
+    fn remove(&mut self, hash: u64, block: BlockId) {
+        let mut hole = self.slot_of(hash, block);
+        let mut at = hole;
+        loop {
+            at = (at + 1) & self.mask;
+            let slot = self.slots[at];
+            if slot.block == 0 {
+                break;
+            }
+            // An entry may move back into the hole unless that lies before its home.
+            let home = slot.tag as usize & self.mask;
+            if at.wrapping_sub(home) & self.mask >= at.wrapping_sub(hole) & self.mask {
+                self.slots[hole] = slot;
+                hole = at;
+            }
+        }
+        self.slots[hole] = Slot::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, HashMap, VecDeque};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hash(n: u64) -> BlockHash {
+        BlockHash::default().child_of_id(n, 0)
+    }
+
+    #[test]
+    fn evicts_the_block_that_was_free_longest() {
+        let mut pool = BlockPool::new(3);
+        let mut ops = Vec::new();
+        let held: Vec<BlockId> = (0..3).map(|_| pool.allocate(&mut ops)).collect();
+        for (&block, n) in held.iter().zip(1..) {
+            pool.cache(block, hash(n), hash(0), &mut ops);
+        }
+        // Freed in the order 2, 0, 1; then 2 is hit and freed again, so 0 is the oldest.
+        for i in [2, 0, 1] {
+            pool.release(held[i]);
+        }
+        let hit = pool.lookup(hash(3)).unwrap();
+        pool.touch(hit);
+        pool.release(hit);
+        ops.clear();
+        for _ in 0..3 {
+            pool.allocate(&mut ops);
+        }
+        let removed = |n| KvOp::Removed { hash: hash(n) };
+        assert_eq!(ops, [removed(1), removed(2), removed(3)]);
+    }
+
+    #[test]
+    fn blocks_without_a_hash_are_taken_before_any_is_evicted() {
+        let mut pool = BlockPool::new(2);
+        let mut ops = Vec::new();
+        let (a, b) = (pool.allocate(&mut ops), pool.allocate(&mut ops));
+        pool.cache(a, hash(1), hash(0), &mut ops);
+        pool.release(a);
+        pool.release(b);
+        ops.clear();
+        assert_eq!(pool.allocate(&mut ops), b);
+        assert_eq!(ops, []);
+        assert_eq!(pool.lookup(hash(1)), Some(a));
+    }
+
+    #[test]
+    fn only_the_first_copy_is_stored_and_the_last_removed() {
+        let mut pool = BlockPool::new(3);
+        let mut ops = Vec::new();
+        let held: Vec<BlockId> = (0..3).map(|_| pool.allocate(&mut ops)).collect();
+        for &block in &held {
+            pool.cache(block, hash(7), hash(0), &mut ops);
+        }
+        assert_eq!(
+            ops,
+            [KvOp::Stored {
+                hash: hash(7),
+                parent: hash(0)
+            }]
+        );
+        assert_eq!(pool.lookup(hash(7)), Some(held[0]), "the oldest is hit");
+        ops.clear();
+        pool.release(held[1]);
+        pool.release(held[0]);
+        pool.release(held[2]);
+        pool.allocate(&mut ops); // takes held[1], the middle copy
+        assert_eq!(pool.lookup(hash(7)), Some(held[0]));
+        pool.allocate(&mut ops); // takes held[0], the first
+        assert_eq!(pool.lookup(hash(7)), Some(held[2]));
+        assert_eq!(ops, []);
+        pool.allocate(&mut ops);
+        assert_eq!(pool.lookup(hash(7)), None);
+        assert_eq!(ops, [KvOp::Removed { hash: hash(7) }]);
+    }
+
+    #[test]
+    fn reset_waits_until_nothing_is_held() {
+        let mut pool = BlockPool::new(2);
+        let mut ops = Vec::new();
+        let a = pool.allocate(&mut ops);
+        pool.cache(a, hash(1), hash(0), &mut ops);
+        assert!(!pool.reset());
+        assert_eq!(pool.lookup(hash(1)), Some(a));
+        pool.release(a);
+        assert!(pool.reset());
+        assert_eq!(
+            (pool.lookup(hash(1)), pool.cached(), pool.free()),
+            (None, 0, 2)
+        );
+    }
+
+    /// The pool as a queue and a map of lists, as slow and plain as can be.
+    #[derive(Default)]
+    struct Plain {
+        free: VecDeque<BlockId>,
+        refs: BTreeMap<BlockId, u32>,
+        hashes: BTreeMap<BlockId, u64>,
+        copies: BTreeMap<u64, Vec<BlockId>>,
+        ops: Vec<KvOp>,
+    }
+
+    impl Plain {
+        fn allocate(&mut self) -> BlockId {
+            let block = self.free.pop_front().unwrap();
+            if let Some(h) = self.hashes.remove(&block) {
+                let copies = self.copies.get_mut(&h).unwrap();
+                copies.retain(|&b| b != block);
+                if copies.is_empty() {
+                    self.copies.remove(&h);
+                    self.ops.push(KvOp::Removed { hash: hash(h) });
+                }
+            }
+            self.refs.insert(block, 1);
+            block
+        }
+        fn cache(&mut self, block: BlockId, h: u64) {
+            self.hashes.insert(block, h);
+            let copies = self.copies.entry(h).or_default();
+            if copies.is_empty() {
+                self.ops.push(KvOp::Stored {
+                    hash: hash(h),
+                    parent: hash(0),
+                });
+            }
+            copies.push(block);
+        }
+        fn touch(&mut self, block: BlockId) {
+            self.free.retain(|&b| b != block);
+            *self.refs.entry(block).or_default() += 1;
+        }
+        fn release(&mut self, block: BlockId) {
+            let refs = self.refs.get_mut(&block).unwrap();
+            *refs -= 1;
+            if *refs == 0 {
+                self.refs.remove(&block);
+                if self.hashes.contains_key(&block) {
+                    self.free.push_back(block);
+                } else {
+                    self.free.push_front(block);
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn agrees_with_a_plain_pool(
+            size in 1u32..12,
+            ops in prop::collection::vec((0u8..4, 0usize..64, 1u64..8), 0..200),
+        ) {
+            let mut pool = BlockPool::new(size);
+            let mut heard = Vec::new();
+            let mut plain = Plain { free: (0..size).collect(), ..Plain::default() };
+            let mut held: Vec<BlockId> = Vec::new(); // one entry a reference
+            for (op, pick, h) in ops {
+                match op {
+                    0 if pool.free() > 0 => {
+                        let block = pool.allocate(&mut heard);
+                        prop_assert_eq!(block, plain.allocate());
+                        held.push(block);
+                    }
+                    1 if !held.is_empty() => {
+                        let block = held.swap_remove(pick % held.len());
+                        pool.release(block);
+                        plain.release(block);
+                    }
+                    2 if !held.is_empty() => {
+                        let block = held[pick % held.len()];
+                        if pool.hash(block).is_none() {
+                            pool.cache(block, hash(h), hash(0), &mut heard);
+                            plain.cache(block, h);
+                        }
+                    }
+                    3 => {
+                        let found = pool.lookup(hash(h));
+                        prop_assert_eq!(found, plain.copies.get(&h).map(|c| c[0]));
+                        if let Some(block) = found {
+                            pool.touch(block);
+                            plain.touch(block);
+                            held.push(block);
+                        }
+                    }
+                    _ => {}
+                }
+                let mut refs = HashMap::new();
+                for &block in &held {
+                    *refs.entry(block).or_insert(0) += 1;
+                }
+                pool.audit(&refs);
+                prop_assert_eq!(pool.cached() as usize, plain.copies.len());
+            }
+            prop_assert_eq!(&heard, &plain.ops);
+            let mut listed: Vec<u64> = pool.cached_blocks().map(|(h, _)| h.0).collect();
+            let mut expected: Vec<u64> = plain.copies.keys().map(|&h| hash(h).0).collect();
+            listed.sort_unstable();
+            expected.sort_unstable();
+            prop_assert_eq!(listed, expected);
+        }
+
+        /// Many keys that share a home slot: deletion must not cut their chains.
+        #[test]
+        fn index_survives_crowded_slots(ops in prop::collection::vec((any::<bool>(), 0u32..16), 0..300)) {
+            let mut index = HashIndex::new(16);
+            // Blocks 0 to 15; the upper halves collide in groups of eight.
+            let key = |b: u32| (u64::from(30 + b / 8) << 32) | u64::from(b);
+            let mut blocks = vec![Block::default(); 16];
+            for b in 0..16 {
+                blocks[b as usize].hash = key(b);
+            }
+            let mut present = [false; 16];
+            for (add, b) in ops {
+                if add {
+                    let found = index.insert(key(b), b, &blocks);
+                    prop_assert_eq!(found.is_some(), present[b as usize]);
+                    present[b as usize] = true;
+                } else if present[b as usize] {
+                    index.remove(key(b), b);
+                    present[b as usize] = false;
+                }
+                for b in 0..16 {
+                    prop_assert_eq!(index.get(key(b), &blocks), present[b as usize].then_some(b));
+                }
+            }
+        }
+    }
+}

@@ -410,8 +410,10 @@ struct ThreadLink {
 /// What became of an open frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flushed {
-    /// There was nothing in it, or it left, or it may grow.
-    Done,
+    /// There was nothing in it, or it may grow.
+    Kept,
+    /// It left.
+    Sent,
     /// The ring is full; it stays open. See [`ThreadPort::prepare_wait_for_room`].
     Full,
     /// The shard is gone, and what the frame held with it.
@@ -474,7 +476,7 @@ impl ThreadPort {
         let limits = self.limits;
         let link = &mut self.links[usize::from(shard)];
         if link.open.is_empty() {
-            return Flushed::Done;
+            return Flushed::Kept;
         }
         if link.frames.is_abandoned() {
             link.open.clear();
@@ -482,7 +484,7 @@ impl ThreadPort {
         }
         let behind = link.frames.slots() < limits.frames.max(1);
         if may_grow && behind && link.open.size_words() < limits.frame_words {
-            return Flushed::Done;
+            return Flushed::Kept;
         }
         if link.frames.is_full() {
             return Flushed::Full;
@@ -493,7 +495,7 @@ impl ThreadPort {
         let pushed = link.frames.push(frame);
         debug_assert!(pushed.is_ok(), "a ring that is not full takes a frame");
         link.task_bell.ring();
-        Flushed::Done
+        Flushed::Sent
     }
 
     /// Whether the open frame of `shard` may take another pass.

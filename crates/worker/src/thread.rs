@@ -363,7 +363,7 @@ impl EngineThread {
             self.sink.on_kv(&self.kv);
         }
         rank.engine.kv_snapshot(&mut self.kv);
-        self.sink.on_kv(&self.kv);
+        self.sink.on_kv_snapshot(&self.kv);
         rank.stats.resyncs.add(1);
     }
 

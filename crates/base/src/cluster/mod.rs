@@ -207,6 +207,16 @@ pub enum Dtype {
     Fp8,
 }
 
+impl Dtype {
+    /// Bytes of one number.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::Bf16 => 2,
+            Dtype::Fp8 => 1,
+        }
+    }
+}
+
 /// How a worker is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RouterPolicy {

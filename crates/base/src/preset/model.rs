@@ -234,7 +234,7 @@ fn refuse_other_attention(config: &Map<String, Value>) -> Result<(), ShapeError>
     let set = |field: &str| {
         config
             .get(field)
-            .is_some_and(|v| !v.is_null() && *v != Value::from(0))
+            .is_some_and(|v| !v.is_null() && v.as_u64() != Some(0))
     };
     let unsupported = |field, what| Err(ShapeError::Unsupported { field, what });
     if set("kv_lora_rank") {
@@ -275,9 +275,7 @@ fn optional(config: &Map<String, Value>, field: &'static str) -> Result<Option<u
         None | Some(Value::Null) => Ok(None),
         Some(value) => match value.as_u64() {
             Some(n) if (1..=MAX).contains(&n) => Ok(Some(n as u32)),
-            Some(n)
-                if n > MAX && field == "max_position_embeddings" && n <= u64::from(u32::MAX) =>
-            {
+            Some(n) if field == "max_position_embeddings" && u32::try_from(n).is_ok() && n > 0 => {
                 Ok(Some(n as u32))
             }
             _ => Err(ShapeError::Range {

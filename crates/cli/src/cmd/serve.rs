@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::cluster::{Cluster, EngineConfig};
-use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId, WorkerId};
+use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, RankId, WorkerId};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane};
@@ -273,16 +273,16 @@ struct FleetSink {
 
 impl EventSink for FleetSink {
     fn on_kv(&mut self, delta: &KvDelta) {
-        if matches!(delta.ops.first(), Some(KvOp::Cleared)) {
-            self.fleet.resync(delta);
-            return;
-        }
         if self.fleet.on_kv(delta).gap {
             tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing");
             if let Some(workers) = self.workers.get().and_then(Weak::upgrade) {
                 workers.resync(delta.rank);
             }
         }
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        self.fleet.resync(snapshot);
     }
 
     fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}

@@ -11,7 +11,6 @@ pub mod fpm;
 pub mod ids;
 pub mod kv_event;
 pub mod mix;
-pub mod preset;
 pub mod request;
 pub mod stage;
 pub mod time;

@@ -25,12 +25,15 @@ struct Cli {
 enum Command {
     /// Serve OpenAI clients from modelled engines
     Serve(cmd::serve::Args),
+    /// Simulate, measure and load the CPU scheduler
+    Sched(cmd::sched::Args),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Serve(args) => cmd::serve::run(&args),
+        Command::Sched(args) => cmd::sched::run(&args),
     };
     match result {
         Ok(code) => code,

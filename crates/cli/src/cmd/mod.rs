@@ -1,6 +1,4 @@
 //! The subcommands, a module each: `Args` and `run`.
 
-mod cluster_args;
-mod fleet_metrics;
-
+pub(crate) mod sched;
 pub(crate) mod serve;

@@ -1,0 +1,545 @@
+//! The file of `slipstream sched sim`, and the runs that it asks for.
+
+use serde::Deserialize;
+
+use crate::machine::{Costs, IdleState, Machine, Mechanism};
+use crate::perfetto::Trace;
+use crate::policy::{LLC_CPUS_MAX, Params};
+use crate::rtapp;
+use crate::sched::Kind;
+use crate::sim::{self, RunResult, SimError};
+use crate::workload::{Schbench, Span, Workload};
+
+/// Why a file is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// Not TOML, or an unknown or ill-typed key. The text says where.
+    #[error("{0}")]
+    Toml(#[from] toml::de::Error),
+    /// Values that cannot be; all of them.
+    #[error("{}", .0.join("\n"))]
+    Values(Vec<String>),
+    /// The rt-app file is wrong.
+    #[error("`workload.file`: {0}")]
+    RtApp(#[from] rtapp::RtAppError),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    machine: MachineFile,
+    #[serde(default)]
+    costs: CostsFile,
+    #[serde(default)]
+    policy: PolicyFile,
+    run: RunFile,
+    workload: WorkloadFile,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MachineFile {
+    llcs: u32,
+    cpus_per_llc: u32,
+    #[serde(default = "one")]
+    threads_per_core: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// `[costs]`: a preset, and what differs from it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CostsFile {
+    preset: Option<Preset>,
+    /// Waking an idle CPU always takes this long, us; sweeps run once for each.
+    wake_idle_us: Option<OneOrMany>,
+    switch_ns: Option<u64>,
+    ipi_ns: Option<u64>,
+    kick_ns: Option<u64>,
+    llc_refill_ns: Option<u64>,
+    cpu_refill_ns: Option<u64>,
+    tick_us: Option<u64>,
+    idle_after_us: Option<Vec<u64>>,
+    idle_exit_us: Option<Vec<u64>>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(u64),
+    Many(Vec<u64>),
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Preset {
+    BareMetal,
+    InstructionClock,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PolicyFile {
+    wake_idle_us: Option<u64>,
+    residency_runs: Option<u32>,
+    saturated_runs: Option<u32>,
+    slack_pct: Option<u32>,
+    saturated_pct: Option<u32>,
+    relaxed_pct: Option<u32>,
+    preempt: Option<bool>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RunFile {
+    #[serde(default = "default_seed")]
+    seed: u64,
+    #[serde(default = "default_warmup")]
+    warmup_ms: u64,
+    duration_ms: u64,
+    #[serde(default)]
+    loads_pct: Vec<u32>,
+    #[serde(default)]
+    policies: Vec<Kind>,
+    /// Sizes to run at instead of `machine.llcs`.
+    #[serde(default)]
+    sweep_llcs: Vec<u32>,
+}
+
+fn default_seed() -> u64 {
+    1
+}
+
+fn default_warmup() -> u64 {
+    100
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+enum WorkloadFile {
+    Schbench {
+        cpus_per_message_thread: u32,
+        work_us: u64,
+        #[serde(default)]
+        route_us: u64,
+        #[serde(default)]
+        linger_us: u64,
+        #[serde(default)]
+        linger_share: Option<f64>,
+        mechanism: Mechanism,
+        #[serde(default)]
+        hogs: u32,
+    },
+    Pairs {
+        pairs: u32,
+        #[serde(default = "one")]
+        consumers: u32,
+        mechanism: Mechanism,
+        #[serde(default)]
+        linger_us: u64,
+        #[serde(default)]
+        hogs: u32,
+    },
+    RequestResponse {
+        pairs: u32,
+        think_us: u64,
+        work_us: u64,
+        mechanism: Mechanism,
+        #[serde(default)]
+        hogs: u32,
+    },
+    Inference {
+        engines: u32,
+        requests_per_s: f64,
+        #[serde(default)]
+        hogs: u32,
+    },
+    RtApp {
+        file: String,
+    },
+}
+
+/// One run to be made.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The host.
+    pub machine: Machine,
+    /// What things cost.
+    pub costs: Costs,
+    /// Flat cost of waking an idle CPU, us, when the file gives one.
+    pub wake_idle_us: Option<u64>,
+    /// Offered load, percent; `None` for workloads that set their own.
+    pub load_pct: Option<u32>,
+    /// The scheduler.
+    pub kind: Kind,
+    /// Its work.
+    pub workload: Workload,
+    /// Whose latencies the table shows; index into the workload's groups.
+    pub shown_group: usize,
+}
+
+/// A parsed file: runs, in the order of the table's rows.
+#[derive(Clone, Debug)]
+pub struct Experiment {
+    /// Seed of every run.
+    pub seed: u64,
+    /// Our parameters.
+    pub params: Params,
+    /// Whether the file sets what the policy takes for the cost of waking an idle CPU.
+    wake_idle_given: bool,
+    /// Not measured, ns.
+    pub warmup_ns: u64,
+    /// Measured, ns.
+    pub measure_ns: u64,
+    /// The runs.
+    pub plans: Vec<Plan>,
+}
+
+impl Experiment {
+    /// Reads the file's text. `load_rtapp` gives the text of the rt-app file that it names.
+    ///
+    /// # Errors
+    /// All wrong values together, each with its key and what it may be.
+    pub fn parse(
+        text: &str,
+        load_rtapp: impl Fn(&str) -> Result<String, String>,
+    ) -> Result<Experiment, ConfigError> {
+        let file: File = toml::from_str(text)?;
+        check(&file)?;
+        let mut params = Params::with_defaults();
+        let p = &file.policy;
+        set(
+            &mut params.wake_idle_ns,
+            p.wake_idle_us.map(|us| us * 1_000),
+        );
+        set(&mut params.residency_runs, p.residency_runs);
+        set(&mut params.saturated_runs, p.saturated_runs);
+        set(&mut params.slack_pct, p.slack_pct);
+        set(&mut params.saturated_pct, p.saturated_pct);
+        set(&mut params.relaxed_pct, p.relaxed_pct);
+        set(&mut params.preempt, p.preempt.map(u32::from));
+        let kinds = if file.run.policies.is_empty() {
+            Kind::ALL.to_vec()
+        } else {
+            file.run.policies.clone()
+        };
+        let sizes = if file.run.sweep_llcs.is_empty() {
+            vec![file.machine.llcs]
+        } else {
+            file.run.sweep_llcs.clone()
+        };
+        let mut plans = Vec::new();
+        for llcs in sizes {
+            let machine = Machine {
+                llcs,
+                cpus_per_llc: file.machine.cpus_per_llc,
+                threads_per_core: file.machine.threads_per_core,
+            };
+            for (wake_idle_us, costs) in costs(&file.costs) {
+                let loads: Vec<Option<u32>> =
+                    if matches!(file.workload, WorkloadFile::Schbench { .. }) {
+                        file.run.loads_pct.iter().map(|&l| Some(l)).collect()
+                    } else {
+                        vec![None]
+                    };
+                for load_pct in loads {
+                    let (workload, shown_group) =
+                        workload(&file.workload, machine, load_pct, &load_rtapp)?;
+                    for &kind in &kinds {
+                        plans.push(Plan {
+                            machine,
+                            costs: costs.clone(),
+                            wake_idle_us,
+                            load_pct,
+                            kind,
+                            workload: workload.clone(),
+                            shown_group,
+                        });
+                    }
+                }
+            }
+        }
+        Ok(Experiment {
+            seed: file.run.seed,
+            params,
+            wake_idle_given: p.wake_idle_us.is_some(),
+            warmup_ns: file.run.warmup_ms * 1_000_000,
+            measure_ns: file.run.duration_ms * 1_000_000,
+            plans,
+        })
+    }
+
+    /// Makes one of the runs.
+    ///
+    /// # Errors
+    /// See [`SimError`].
+    pub fn run(&self, plan: &Plan, trace: Option<&mut Trace>) -> Result<RunResult, SimError> {
+        let mut params = self.params;
+        if let (Some(us), false) = (plan.wake_idle_us, self.wake_idle_given) {
+            // On a real host the loader measures it.
+            params.wake_idle_ns = us * 1_000;
+        }
+        let sched = plan.kind.build(plan.machine, params);
+        sim::run(
+            plan.machine,
+            &plan.costs,
+            &plan.workload,
+            sched,
+            self.seed,
+            self.warmup_ns,
+            self.measure_ns,
+            trace,
+        )
+    }
+}
+
+fn set<T>(to: &mut T, value: Option<T>) {
+    if let Some(v) = value {
+        *to = v;
+    }
+}
+
+fn check(f: &File) -> Result<(), ConfigError> {
+    let mut wrong = Vec::new();
+    let mut need = |ok: bool, what: String| {
+        if !ok {
+            wrong.push(what);
+        }
+    };
+    let m = &f.machine;
+    need(
+        (1..=LLC_CPUS_MAX).contains(&m.cpus_per_llc),
+        format!(
+            "`machine.cpus_per_llc` is {}; it must be 1 to {LLC_CPUS_MAX} (split larger LLCs)",
+            m.cpus_per_llc
+        ),
+    );
+    need(
+        matches!(m.threads_per_core, 1 | 2)
+            && m.cpus_per_llc.is_multiple_of(m.threads_per_core.max(1)),
+        format!(
+            "`machine.threads_per_core` is {}; it must be 1, or 2 with an even `cpus_per_llc`",
+            m.threads_per_core
+        ),
+    );
+    for &llcs in f.run.sweep_llcs.iter().chain([&m.llcs]) {
+        need(
+            (1..=4096).contains(&llcs),
+            format!("`machine.llcs` or `run.sweep_llcs` has {llcs}; it must be 1 to 4096"),
+        );
+    }
+    need(
+        (1..=600_000).contains(&f.run.duration_ms),
+        format!(
+            "`run.duration_ms` is {}; it must be 1 to 600000",
+            f.run.duration_ms
+        ),
+    );
+    need(
+        f.run.warmup_ms <= 600_000,
+        format!(
+            "`run.warmup_ms` is {}; it must be at most 600000",
+            f.run.warmup_ms
+        ),
+    );
+    for &l in &f.run.loads_pct {
+        need(
+            (1..=200).contains(&l),
+            format!("`run.loads_pct` has {l}; it must be 1 to 200"),
+        );
+    }
+    let is_schbench = matches!(f.workload, WorkloadFile::Schbench { .. });
+    need(
+        is_schbench != f.run.loads_pct.is_empty(),
+        "`run.loads_pct` belongs to `workload.kind = \"schbench\"`, which needs it; others set their own load".into(),
+    );
+    need(
+        f.costs.tick_us != Some(0),
+        "`costs.tick_us` is 0; give the time between two ticks, such as 4000".into(),
+    );
+    match (&f.costs.idle_after_us, &f.costs.idle_exit_us) {
+        (None, None) => {}
+        (Some(a), Some(e)) if a.len() == e.len() && a.first() == Some(&0) && a.is_sorted() => {}
+        _ => need(
+            false,
+            "`costs.idle_after_us` and `costs.idle_exit_us` go together: as many of each, the first starting at 0, in rising order"
+                .into(),
+        ),
+    }
+    let most = |wrong: &mut Vec<String>, what: &str, n: u32| {
+        if n > 1_000_000 {
+            wrong.push(format!("`workload.{what}` is {n}; at most 1000000"));
+        }
+    };
+    match &f.workload {
+        WorkloadFile::Schbench {
+            cpus_per_message_thread,
+            work_us,
+            linger_share,
+            hogs,
+            ..
+        } => {
+            if *cpus_per_message_thread == 0 || *work_us == 0 {
+                wrong.push(
+                    "`workload.cpus_per_message_thread` and `workload.work_us` must be at least 1"
+                        .into(),
+                );
+            }
+            if linger_share.is_some_and(|s| !(0.0..=1.0).contains(&s)) {
+                wrong.push("`workload.linger_share` is a share: 0 to 1".into());
+            }
+            most(&mut wrong, "hogs", *hogs);
+        }
+        WorkloadFile::Pairs {
+            pairs,
+            consumers,
+            hogs,
+            ..
+        } => {
+            if *pairs == 0 || *consumers == 0 || *consumers > 1000 {
+                wrong.push(
+                    "`workload.pairs` must be at least 1 and `workload.consumers` 1 to 1000".into(),
+                );
+            }
+            most(&mut wrong, "pairs", *pairs);
+            most(&mut wrong, "hogs", *hogs);
+        }
+        WorkloadFile::RequestResponse { pairs, hogs, .. } => {
+            most(&mut wrong, "pairs", *pairs);
+            most(&mut wrong, "hogs", *hogs);
+        }
+        WorkloadFile::Inference {
+            engines,
+            requests_per_s,
+            hogs,
+        } => {
+            if *engines == 0 || !requests_per_s.is_finite() || *requests_per_s <= 0.0 {
+                wrong.push(
+                    "`workload.engines` must be at least 1 and `workload.requests_per_s` above 0"
+                        .into(),
+                );
+            }
+            most(&mut wrong, "engines", *engines);
+            most(&mut wrong, "hogs", *hogs);
+        }
+        WorkloadFile::RtApp { .. } => {}
+    }
+    if wrong.is_empty() {
+        Ok(())
+    } else {
+        Err(ConfigError::Values(wrong))
+    }
+}
+
+fn costs(f: &CostsFile) -> Vec<(Option<u64>, Costs)> {
+    let finish = |mut c: Costs| {
+        set(&mut c.switch_ns, f.switch_ns);
+        set(&mut c.ipi_ns, f.ipi_ns);
+        set(&mut c.kick_ns, f.kick_ns);
+        set(&mut c.llc_refill_ns, f.llc_refill_ns);
+        set(&mut c.cpu_refill_ns, f.cpu_refill_ns);
+        set(&mut c.tick_ns, f.tick_us.map(|us| us * 1_000));
+        if let (Some(after), Some(exit)) = (&f.idle_after_us, &f.idle_exit_us) {
+            c.idle = after
+                .iter()
+                .zip(exit)
+                .map(|(&a, &e)| IdleState {
+                    after_ns: a * 1_000,
+                    exit_ns: e * 1_000,
+                })
+                .collect();
+        }
+        c
+    };
+    let base = || match f.preset {
+        Some(Preset::InstructionClock) => Costs::instruction_clock(),
+        _ => Costs::bare_metal(),
+    };
+    let flat = |us: u64| (Some(us), finish(Costs::flat(us * 1_000)));
+    match &f.wake_idle_us {
+        None => vec![(None, finish(base()))],
+        Some(OneOrMany::One(us)) => vec![flat(*us)],
+        Some(OneOrMany::Many(many)) => many.iter().map(|&us| flat(us)).collect(),
+    }
+}
+
+fn workload(
+    f: &WorkloadFile,
+    machine: Machine,
+    load_pct: Option<u32>,
+    load_rtapp: &impl Fn(&str) -> Result<String, String>,
+) -> Result<(Workload, usize), ConfigError> {
+    let us = |us: u64| us * 1_000;
+    let (mut w, shown, hogs) = match f {
+        WorkloadFile::Schbench {
+            cpus_per_message_thread,
+            work_us,
+            route_us,
+            linger_us,
+            linger_share,
+            mechanism,
+            hogs,
+        } => {
+            let linger = match linger_share {
+                Some(share) => Span::Either(0, us(*linger_us), *share),
+                None => Span::Fixed(us(*linger_us)),
+            };
+            let s = Schbench {
+                message_threads: (machine.cpus() / cpus_per_message_thread).max(1),
+                work: Span::Exp(us(*work_us)),
+                route: Span::Fixed(us(*route_us)),
+                linger,
+                mechanism: *mechanism,
+            };
+            let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
+            (Workload::schbench(machine, s, load), "worker", *hogs)
+        }
+        WorkloadFile::Pairs {
+            pairs,
+            consumers,
+            mechanism,
+            linger_us,
+            hogs,
+        } => {
+            let linger = Span::Fixed(us(*linger_us));
+            (
+                Workload::pairs(machine, *pairs, *consumers, *mechanism, linger),
+                "consumer",
+                *hogs,
+            )
+        }
+        WorkloadFile::RequestResponse {
+            pairs,
+            think_us,
+            work_us,
+            mechanism,
+            hogs,
+        } => {
+            let (think, work) = (Span::Exp(us(*think_us)), Span::Exp(us(*work_us)));
+            let w = Workload::request_response(machine, *pairs, think, work, *mechanism);
+            (w, "server", *hogs)
+        }
+        WorkloadFile::Inference {
+            engines,
+            requests_per_s,
+            hogs,
+        } => (
+            Workload::inference(machine, *engines, *requests_per_s),
+            "detokenizer",
+            *hogs,
+        ),
+        WorkloadFile::RtApp { file } => {
+            let text = load_rtapp(file).map_err(|e| ConfigError::Values(vec![e]))?;
+            let w = rtapp::parse(&text, machine)?;
+            return Ok((w, 0));
+        }
+    };
+    if hogs > 0 {
+        w.add_hogs(machine, hogs);
+    }
+    let shown = w.group(shown);
+    Ok((w, shown))
+}

@@ -1,0 +1,199 @@
+//! The simulated host: topology and costs.
+
+use serde::Deserialize;
+
+/// CPUs in LLCs of equal size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Last-level caches.
+    pub llcs: u32,
+    /// CPUs (hardware threads) of each, 1 to 64.
+    pub cpus_per_llc: u32,
+    /// Hardware threads of a core: 1 or 2. Threads of a core adjoin.
+    pub threads_per_core: u32,
+}
+
+impl Machine {
+    /// CPUs of the host.
+    pub fn cpus(&self) -> u32 {
+        self.llcs * self.cpus_per_llc
+    }
+
+    /// The LLC of a CPU.
+    pub fn llc_of(&self, cpu: u32) -> u32 {
+        cpu / self.cpus_per_llc
+    }
+}
+
+/// How one task wakes another; decides the sync hint and what the path costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, PartialOrd, Ord)]
+#[serde(rename_all = "lowercase")]
+pub enum Mechanism {
+    /// A pipe.
+    Pipe,
+    /// A Unix stream socket.
+    Unix,
+    /// A TCP connection over loopback.
+    Tcp,
+    /// TCP with the receiver in `epoll_wait`.
+    Epoll,
+    /// An eventfd.
+    Eventfd,
+    /// A futex: mutexes, condition variables, channels of most runtimes.
+    Futex,
+}
+
+impl Mechanism {
+    /// All of them, in the order of tables.
+    pub const ALL: [Mechanism; 6] = [
+        Mechanism::Pipe,
+        Mechanism::Unix,
+        Mechanism::Tcp,
+        Mechanism::Epoll,
+        Mechanism::Eventfd,
+        Mechanism::Futex,
+    ];
+
+    /// Whether the kernel's wake-up carries the sync hint. Pipes and sockets use
+    /// `wake_up_interruptible_sync_poll`, and epoll relays it (Linux 6.12: `fs/pipe.c`,
+    /// `net/core/sock.c`, `fs/eventpoll.c`); futex and eventfd use plain wake-ups.
+    pub fn is_sync(self) -> bool {
+        !matches!(self, Mechanism::Eventfd | Mechanism::Futex)
+    }
+
+    /// Name in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Mechanism::Pipe => "pipe",
+            Mechanism::Unix => "unix",
+            Mechanism::Tcp => "tcp",
+            Mechanism::Epoll => "epoll",
+            Mechanism::Eventfd => "eventfd",
+            Mechanism::Futex => "futex",
+        }
+    }
+
+    /// CPU time of one message, ns: what is left of the wake-up latency on the test kernel
+    /// (`make test-sched`, one instruction = 1 ns) once the context switch is taken off the
+    /// hand-over's latency; for eventfd and futex, once waking an idle CPU is taken off too.
+    fn path_ns(self) -> u64 {
+        match self {
+            Mechanism::Pipe => 5_200,
+            Mechanism::Unix => 8_300,
+            Mechanism::Tcp => 22_800,
+            Mechanism::Epoll => 24_500,
+            Mechanism::Eventfd => 4_100,
+            Mechanism::Futex => 3_900,
+        }
+    }
+
+    /// CPU time of the sender before the wake-up takes effect, ns. Half of the path: the guest's
+    /// clock sees only the sum.
+    pub fn send_ns(self) -> u64 {
+        self.path_ns() / 2
+    }
+
+    /// CPU time of the receiver after it got its CPU, ns.
+    pub fn recv_ns(self) -> u64 {
+        self.path_ns() - self.send_ns()
+    }
+}
+
+/// One idle state: what leaving it costs once a CPU has idled that long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdleState {
+    /// A CPU is in this state (or a deeper one) after idling this long, ns.
+    pub after_ns: u64,
+    /// Time to leave it, ns.
+    pub exit_ns: u64,
+}
+
+/// What things cost, ns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// A context switch.
+    pub switch_ns: u64,
+    /// From the sending of an interrupt to its arrival at another CPU.
+    pub ipi_ns: u64,
+    /// What sending it costs the sender.
+    pub kick_ns: u64,
+    /// Idle states, shallowest first; the first must start at 0.
+    pub idle: Vec<IdleState>,
+    /// Extra run time of a task on an LLC other than its last one.
+    pub llc_refill_ns: u64,
+    /// Extra run time on another CPU of the same LLC.
+    pub cpu_refill_ns: u64,
+    /// Between two ticks of a CPU.
+    pub tick_ns: u64,
+}
+
+impl Costs {
+    /// A server that manages its own idle states. Exit latencies and target residencies of C1, C1E
+    /// and C6: `skx_cstates` in Linux `drivers/idle/intel_idle.c`. Switch, interrupt and refill are
+    /// assumptions of common magnitude: set them from your machine.
+    pub fn bare_metal() -> Costs {
+        Costs {
+            switch_ns: 1_500,
+            ipi_ns: 1_000,
+            kick_ns: 700,
+            idle: vec![
+                IdleState {
+                    after_ns: 0,
+                    exit_ns: 2_000,
+                },
+                IdleState {
+                    after_ns: 20_000,
+                    exit_ns: 10_000,
+                },
+                IdleState {
+                    after_ns: 600_000,
+                    exit_ns: 133_000,
+                },
+            ],
+            llc_refill_ns: 20_000,
+            cpu_refill_ns: 2_000,
+            tick_ns: 4_000_000,
+        }
+    }
+
+    /// The test kernel under an instruction clock: waking an idle CPU takes 5.2 us more than a
+    /// hand-over, no idle state is deep and caches cost nothing. Source: wake-up latencies of
+    /// `make test-sched`, EEVDF less hand-over (`docs/sched.md`).
+    pub fn instruction_clock() -> Costs {
+        Costs {
+            switch_ns: 1_500,
+            ipi_ns: 2_000,
+            kick_ns: 700,
+            idle: vec![IdleState {
+                after_ns: 0,
+                exit_ns: 3_200,
+            }],
+            llc_refill_ns: 0,
+            cpu_refill_ns: 0,
+            tick_ns: 4_000_000,
+        }
+    }
+
+    /// A guest whose idle CPUs are halted: an interrupt and a wake-up together take `wake_ns`,
+    /// whatever they idled.
+    pub fn flat(wake_ns: u64) -> Costs {
+        let ipi_ns = (wake_ns / 2).min(1_000);
+        Costs {
+            ipi_ns,
+            idle: vec![IdleState {
+                after_ns: 0,
+                exit_ns: wake_ns - ipi_ns,
+            }],
+            ..Costs::bare_metal()
+        }
+    }
+
+    /// Time to leave idle after `idled_ns`.
+    pub fn idle_exit_ns(&self, idled_ns: u64) -> u64 {
+        self.idle
+            .iter()
+            .rev()
+            .find(|s| idled_ns >= s.after_ns)
+            .map_or(0, |s| s.exit_ns)
+    }
+}

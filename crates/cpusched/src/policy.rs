@@ -1,0 +1,780 @@
+//! The policy header, called from Rust: the same C text that the BPF program includes.
+//!
+//! The structs mirror `include/slip_policy.h`; [`layout_matches`] compares their sizes with the C
+//! compiler's, and [`Core::new`] refuses to run when they differ.
+
+/// Most CPUs of one LLC. `SLIP_LLC_CPUS`.
+pub const LLC_CPUS_MAX: u32 = 64;
+/// Hand-overs of other CPUs that one dispatch looks at. `SLIP_STEAL_TRIES`.
+pub const STEAL_TRIES: u32 = 4;
+
+/// The wake-up carried the sync hint.
+pub const WAKE_SYNC: u32 = 1;
+/// The wakee may run on the waker's CPU.
+pub const WAKE_WAKER_OK: u32 = 4;
+/// The wakee may run on its previous CPU.
+pub const WAKE_PREV_OK: u32 = 8;
+/// The wakee may not run on every CPU.
+pub const WAKE_MASKED: u32 = 16;
+
+/// Counters in the order of `enum slip_path`, then `enum slip_counter`.
+pub const COUNTERS: [&str; 16] = [
+    "handoff",
+    "prev_idle",
+    "llc_core",
+    "llc_thread",
+    "far_idle",
+    "mask_idle",
+    "preempt",
+    "queue_llc",
+    "queue_cpu",
+    "ran_next",
+    "stolen",
+    "hint_lied",
+    "hint_refused",
+    "tick_kick",
+    "far_pull",
+    "kept",
+];
+/// Index of a counter by name.
+///
+/// # Panics
+/// If there is no such counter: the names are ours.
+pub fn counter(name: &str) -> usize {
+    COUNTERS
+        .iter()
+        .position(|c| *c == name)
+        .expect("a counter's name")
+}
+
+/// `struct slip_params`: tunables. Durations in ns, shares in percent.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Params {
+    /// Slice of a weight-100 task, by level.
+    pub slice_ns: [u64; 3],
+    /// No slice is shorter.
+    pub slice_min_ns: u64,
+    /// No slice is longer.
+    pub slice_max_ns: u64,
+    /// Cost of waking an idle CPU; a waker that blocks later than this is not handed over from.
+    pub wake_idle_ns: u64,
+    /// A task that waited this long may leave its LLC at once.
+    pub patience_ns: u64,
+    /// Runs on an LLC before a task may leave it.
+    pub residency_runs: u32,
+    /// How much busier than another the own LLC must be to leave it.
+    pub slack_pct: u32,
+    /// An LLC saturates when at most this share of its CPUs idles.
+    pub saturated_pct: u32,
+    /// It is saturated no longer when at least this share idles.
+    pub relaxed_pct: u32,
+    /// 0: never hand over.
+    pub hand_off: u32,
+    /// 0: believe every hint.
+    pub learn: u32,
+    /// 0: a wake-up never preempts a hog.
+    pub preempt: u32,
+    /// Instead of `residency_runs`, to a wakee whose LLC is saturated.
+    pub saturated_runs: u32,
+}
+
+/// `struct slip_task`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Task {
+    pub vtime: u64,
+    pub run_at: u64,
+    pub queued_at: u64,
+    pub burst_ns: u64,
+    pub sync_at: u64,
+    pub block_ns: u64,
+    pub llc_mask: u64,
+    pub slice_cap_ns: u64,
+    pub weight: u32,
+    pub llc: u32,
+    pub runs_on_llc: u32,
+    pub level: u32,
+    pub handed: u32,
+    pub no_hand_off: u32,
+}
+
+/// `struct slip_cpu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Cpu {
+    pub handover_at: u64,
+    pub llc: u32,
+    pub bit: u32,
+    pub level: u32,
+    pub restricted: u32,
+}
+
+/// `struct slip_llc`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Llc {
+    pub vclock: u64,
+    pub idle_mask: u64,
+    pub handover_mask: u64,
+    pub nr_cpus: u32,
+    pub nr_queued: u32,
+    pub saturated: u32,
+    pub overloaded: u32,
+}
+
+/// `struct slip_wake`: what is known of a wake-up.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Wake {
+    pub now: u64,
+    pub rnd: u64,
+    pub waker_cpu: u32,
+    pub prev_cpu: u32,
+    pub waker_llc: u32,
+    pub prev_llc: u32,
+    pub waker_queued: u32,
+    pub nr_llcs: u32,
+    pub flags: u32,
+    pub pad: u32,
+}
+
+/// `struct slip_placement`: the decision.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Placement {
+    pub path: u32,
+    pub cpu: u32,
+    pub llc: u32,
+    pub refused: u32,
+}
+
+/// `struct slip_heads`: what waits for a CPU.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Heads {
+    pub cpu_key: u64,
+    pub llc_key: u64,
+    pub has_handover: u32,
+    pub has_cpu: u32,
+    pub has_llc: u32,
+    pub pad: u32,
+}
+
+/// A place to take work from, in the order of `enum slip_source`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The task handed to this CPU.
+    Handover,
+    /// Tasks bound to this CPU.
+    Cpu,
+    /// The LLC's queue.
+    Llc,
+    /// Nothing here.
+    None,
+}
+
+#[repr(C)]
+struct Env {
+    llcs: *mut Llc,
+    cpus: *mut Cpu,
+    nr_llcs: u32,
+    nr_cpus: u32,
+    cpus_per_llc: u32,
+    threads_per_core: u32,
+    masked_cpu: i32,
+    pad: u32,
+}
+
+// References: C sees the pointers that they are, and `Option<&T>` is a pointer that may be null.
+unsafe extern "C" {
+    fn slip_n_layout(sizes: &mut [u32; 8]);
+    fn slip_n_params_default(p: &mut Params);
+    fn slip_n_place(
+        p: &Params,
+        env: &mut Env,
+        wakee: &Task,
+        waker: Option<&Task>,
+        w: &Wake,
+        prev_level: u32,
+        out: &mut Placement,
+    );
+    fn slip_n_llc_update(p: &Params, llc: &mut Llc);
+    fn slip_n_cpu_set_idle(p: &Params, llc: &mut Llc, cpu: &Cpu, idle: u32);
+    fn slip_n_llc_load(llc: &Llc) -> u32;
+    fn slip_n_task_init(t: &mut Task, weight: u32, llc: u32, vclock: u64);
+    fn slip_n_slice(p: &Params, t: &Task, llc: &Llc) -> u64;
+    fn slip_n_on_runnable(p: &Params, t: &mut Task, llc: &Llc, now: u64);
+    fn slip_n_queue_key(t: &Task, slice: u64) -> u64;
+    fn slip_n_on_run(t: &mut Task, cpu: &mut Cpu, llc: &mut Llc, now: u64);
+    fn slip_n_on_sync_wake(t: &mut Task, now: u64);
+    fn slip_n_on_stop(p: &Params, t: &mut Task, now: u64, runnable: u32) -> u32;
+    fn slip_n_may_leave(p: &Params, t: &Task, saturated: u32, now: u64) -> u32;
+    fn slip_n_pick_two(env: &mut Env, home: u32, nr_llcs: u32, rnd: u64, busiest: u32) -> i32;
+    fn slip_n_handover_put(llc: &mut Llc, cpu: &mut Cpu, waker: &mut Task, now: u64);
+    fn slip_n_handover_taken(llc: &mut Llc, cpu: &Cpu);
+    fn slip_n_tick_wants_kick(p: &Params, llc: &Llc, cpu: &Cpu, now: u64) -> u32;
+    fn slip_n_tick_far(p: &Params, env: &mut Env, home: u32, nr_llcs: u32, rnd: u64) -> i32;
+    fn slip_n_choose(h: &Heads) -> u32;
+    fn slip_n_next_handover(mask: u64, bit: u32) -> u32;
+    fn slip_n_may_steal(p: &Params, victim: &Cpu, now: u64) -> u32;
+    fn slip_n_pull_from(env: &mut Env, home: u32, nr_llcs: u32, rnd: u64) -> i32;
+    fn slip_n_claim_thread(env: &mut Env, llc: u32, cpu: &mut i32) -> u32;
+    fn slip_n_count_bits(x: u64) -> u32;
+    fn slip_n_lowest_bit(x: u64) -> u32;
+}
+
+impl Params {
+    /// The header's defaults.
+    pub fn with_defaults() -> Params {
+        let mut p = Params::default();
+        // SAFETY: `p` is a live, aligned Params; the function writes every field and keeps nothing.
+        unsafe { slip_n_params_default(&mut p) };
+        p
+    }
+}
+
+/// Whether the Rust mirrors have the C structs' sizes.
+pub fn layout_matches() -> bool {
+    let mut c = [0u32; 8];
+    // SAFETY: the function writes exactly eight words.
+    unsafe { slip_n_layout(&mut c) };
+    let rust = [
+        size_of::<Params>(),
+        size_of::<Task>(),
+        size_of::<Cpu>(),
+        size_of::<Llc>(),
+        size_of::<Wake>(),
+        size_of::<Placement>(),
+        size_of::<Env>(),
+        size_of::<Heads>(),
+    ];
+    c.iter().zip(rust).all(|(&c, rust)| c as usize == rust)
+}
+
+/// Bits set in `x`, as the header counts them.
+pub fn count_bits(x: u64) -> u32 {
+    // SAFETY: a pure function of its argument.
+    unsafe { slip_n_count_bits(x) }
+}
+
+/// Index of the lowest bit set, 64 for none, as the header finds it.
+pub fn lowest_bit(x: u64) -> u32 {
+    // SAFETY: a pure function of its argument.
+    unsafe { slip_n_lowest_bit(x) }
+}
+
+/// The next waiting hand-over of another CPU, after `bit`; 64 if none.
+pub fn next_handover(mask: u64, bit: u32) -> u32 {
+    // SAFETY: a pure function of its arguments.
+    unsafe { slip_n_next_handover(mask, bit) }
+}
+
+/// The queue that a CPU takes from next.
+pub fn choose(heads: &Heads) -> Source {
+    // SAFETY: reads one live struct.
+    match unsafe { slip_n_choose(heads) } {
+        0 => Source::Handover,
+        1 => Source::Cpu,
+        2 => Source::Llc,
+        _ => Source::None,
+    }
+}
+
+/// The policy's state for one host: parameters, LLCs, CPUs and tasks, and every decision on them.
+#[derive(Clone, Debug)]
+pub struct Core {
+    /// Tunables.
+    pub params: Params,
+    /// One entry per LLC.
+    pub llcs: Vec<Llc>,
+    /// One entry per CPU; CPU `i` is in LLC `i / cpus_per_llc`.
+    pub cpus: Vec<Cpu>,
+    /// One entry per task.
+    pub tasks: Vec<Task>,
+    cpus_per_llc: u32,
+    threads_per_core: u32,
+}
+
+impl Core {
+    /// A host of `nr_llcs` LLCs of `cpus_per_llc` CPUs each, all busy (as at boot of the policy).
+    ///
+    /// # Panics
+    /// If an LLC has no CPU or more than [`LLC_CPUS_MAX`], or the layouts differ.
+    pub fn new(params: Params, nr_llcs: u32, cpus_per_llc: u32, threads_per_core: u32) -> Core {
+        assert!(
+            layout_matches(),
+            "the Rust mirror of slip_policy.h is out of date"
+        );
+        assert!((1..=LLC_CPUS_MAX).contains(&cpus_per_llc) && nr_llcs > 0);
+        let llc = Llc {
+            nr_cpus: cpus_per_llc,
+            saturated: 1,
+            ..Llc::default()
+        };
+        let cpus = (0..nr_llcs * cpus_per_llc)
+            .map(|i| Cpu {
+                llc: i / cpus_per_llc,
+                bit: i % cpus_per_llc,
+                ..Cpu::default()
+            })
+            .collect();
+        Core {
+            params,
+            llcs: vec![llc; nr_llcs as usize],
+            cpus,
+            tasks: Vec::new(),
+            cpus_per_llc,
+            threads_per_core,
+        }
+    }
+
+    fn env(&mut self, masked_cpu: Option<u32>) -> Env {
+        Env {
+            llcs: self.llcs.as_mut_ptr(),
+            cpus: self.cpus.as_mut_ptr(),
+            nr_llcs: self.llcs.len() as u32,
+            nr_cpus: self.cpus.len() as u32,
+            cpus_per_llc: self.cpus_per_llc,
+            threads_per_core: self.threads_per_core,
+            masked_cpu: masked_cpu.map_or(-1, |c| c as i32),
+            pad: 0,
+        }
+    }
+
+    /// Adds a task whose home is the LLC of `cpu`; returns its index.
+    pub fn add_task(&mut self, weight: u32, cpu: u32) -> usize {
+        let llc = self.cpus[cpu as usize].llc;
+        let mut t = Task::default();
+        // SAFETY: `t` is a live, aligned Task; nothing is kept.
+        unsafe { slip_n_task_init(&mut t, weight, llc, self.llcs[llc as usize].vclock) };
+        self.tasks.push(t);
+        self.tasks.len() - 1
+    }
+
+    /// Where a waking task goes. `wake`'s LLC fields are filled in here.
+    pub fn place(
+        &mut self,
+        wakee: usize,
+        waker: Option<usize>,
+        mut wake: Wake,
+        masked_cpu: Option<u32>,
+    ) -> Placement {
+        wake.waker_llc = self.cpus[wake.waker_cpu as usize].llc;
+        wake.prev_llc = self.cpus[wake.prev_cpu as usize].llc;
+        wake.nr_llcs = self.llcs.len() as u32;
+        let prev_level = self.cpus[wake.prev_cpu as usize].level;
+        let mut out = Placement::default();
+        let mut env = self.env(masked_cpu);
+        let waker = waker.map(|w| &self.tasks[w]);
+        // SAFETY: all pointers lead to live values of this Core or this frame; the C code touches
+        // LLCs and CPUs only through `env`, with its bounds, and keeps no pointer. `waker` may be
+        // null, which the C code tests.
+        unsafe {
+            slip_n_place(
+                &self.params,
+                &mut env,
+                &self.tasks[wakee],
+                waker,
+                &wake,
+                prev_level,
+                &mut out,
+            );
+        }
+        out
+    }
+
+    /// A CPU became idle or busy.
+    pub fn set_idle(&mut self, cpu: u32, idle: bool) {
+        let c = self.cpus[cpu as usize];
+        let llc = &mut self.llcs[c.llc as usize];
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_cpu_set_idle(&self.params, llc, &c, idle as u32) };
+    }
+
+    /// The queue of an LLC is now `nr_queued` long.
+    pub fn set_queued(&mut self, llc: u32, nr_queued: u32) {
+        let l = &mut self.llcs[llc as usize];
+        l.nr_queued = nr_queued;
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_llc_update(&self.params, l) };
+    }
+
+    /// Runnable tasks per CPU of an LLC, scaled by 1024.
+    pub fn llc_load(&self, llc: u32) -> u32 {
+        // SAFETY: reads one live struct.
+        unsafe { slip_n_llc_load(&self.llcs[llc as usize]) }
+    }
+
+    /// The slice that a task would get on an LLC now, ns.
+    pub fn slice(&self, task: usize, llc: u32) -> u64 {
+        // SAFETY: reads live structs.
+        unsafe { slip_n_slice(&self.params, &self.tasks[task], &self.llcs[llc as usize]) }
+    }
+
+    /// A task became runnable and is about to be queued on `llc`; returns its key there.
+    pub fn on_runnable(&mut self, task: usize, llc: u32, now: u64) -> u64 {
+        let slice = self.slice(task, llc);
+        let t = &mut self.tasks[task];
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe {
+            slip_n_on_runnable(&self.params, t, &self.llcs[llc as usize], now);
+            slip_n_queue_key(t, slice)
+        }
+    }
+
+    /// A task got a CPU; returns its slice, ns.
+    pub fn on_run(&mut self, task: usize, cpu: u32, now: u64) -> u64 {
+        let c = &mut self.cpus[cpu as usize];
+        let llc = c.llc;
+        // SAFETY: live, aligned structs, all distinct; nothing is kept.
+        unsafe {
+            slip_n_on_run(&mut self.tasks[task], c, &mut self.llcs[llc as usize], now);
+        }
+        self.slice(task, llc)
+    }
+
+    /// The running task makes a wake-up with the sync hint.
+    pub fn on_sync_wake(&mut self, task: usize, now: u64) {
+        // SAFETY: a live, aligned struct; nothing is kept.
+        unsafe { slip_n_on_sync_wake(&mut self.tasks[task], now) };
+    }
+
+    /// A task left its CPU; true if a hand-over that it made turned out a lie.
+    pub fn on_stop(&mut self, task: usize, now: u64, runnable: bool) -> bool {
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_on_stop(&self.params, &mut self.tasks[task], now, runnable as u32) != 0 }
+    }
+
+    /// Whether a task may leave its LLC, and whether that is `saturated`.
+    pub fn may_leave(&self, task: usize, saturated: bool, now: u64) -> bool {
+        // SAFETY: reads live structs.
+        unsafe { slip_n_may_leave(&self.params, &self.tasks[task], saturated as u32, now) != 0 }
+    }
+
+    /// One of two random LLCs other than `home`: the less loaded, or the more loaded.
+    pub fn pick_two(&mut self, home: u32, rnd: u64, busiest: bool) -> Option<u32> {
+        let mut env = self.env(None);
+        let n = self.llcs.len() as u32;
+        // SAFETY: `env` points into this Core and bounds every access.
+        let far = unsafe { slip_n_pick_two(&mut env, home, n, rnd, busiest as u32) };
+        u32::try_from(far).ok()
+    }
+
+    /// A hand-over was put on `cpu` by `waker`.
+    pub fn handover_put(&mut self, cpu: u32, waker: usize, now: u64) {
+        let c = &mut self.cpus[cpu as usize];
+        let llc = &mut self.llcs[c.llc as usize];
+        // SAFETY: live, aligned structs, all distinct; nothing is kept.
+        unsafe { slip_n_handover_put(llc, c, &mut self.tasks[waker], now) };
+    }
+
+    /// The hand-over on `cpu` was taken.
+    pub fn handover_taken(&mut self, cpu: u32) {
+        let c = self.cpus[cpu as usize];
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_handover_taken(&mut self.llcs[c.llc as usize], &c) };
+    }
+
+    /// At the tick: claims an idle CPU for work that waits, in this LLC or another.
+    pub fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> Option<u32> {
+        let c = self.cpus[cpu as usize];
+        let n = self.llcs.len() as u32;
+        let params = self.params;
+        let llc = self.llcs[c.llc as usize];
+        let mut env = self.env(None);
+        // SAFETY: live structs; `env` points into this Core and bounds every access.
+        unsafe {
+            let target = if slip_n_tick_wants_kick(&params, &llc, &c, now) != 0 {
+                c.llc as i32
+            } else {
+                slip_n_tick_far(&params, &mut env, c.llc, n, rnd)
+            };
+            let mut idle = -1;
+            if target >= 0 && slip_n_claim_thread(&mut env, target as u32, &mut idle) != 0 {
+                return Some(idle as u32);
+            }
+        }
+        None
+    }
+
+    /// Whether another CPU may take the hand-over that waits on `victim`.
+    pub fn may_steal(&self, victim: u32, now: u64) -> bool {
+        // SAFETY: reads live structs.
+        unsafe { slip_n_may_steal(&self.params, &self.cpus[victim as usize], now) != 0 }
+    }
+
+    /// The LLC that an idle CPU of `home` should pull from.
+    pub fn pull_from(&mut self, home: u32, rnd: u64) -> Option<u32> {
+        let mut env = self.env(None);
+        let n = self.llcs.len() as u32;
+        // SAFETY: `env` points into this Core and bounds every access.
+        u32::try_from(unsafe { slip_n_pull_from(&mut env, home, n, rnd) }).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PREV: u32 = 0;
+    const WAKER: u32 = 1;
+
+    /// One LLC of four CPUs, all idle but the waker's; task 0 wakes task 1.
+    fn host() -> Core {
+        let mut core = Core::new(Params::with_defaults(), 1, 4, 1);
+        for cpu in [0, 2, 3] {
+            core.set_idle(cpu, true);
+        }
+        core.add_task(100, WAKER);
+        core.add_task(100, PREV);
+        core
+    }
+
+    fn sync_wake(now: u64) -> Wake {
+        Wake {
+            now,
+            waker_cpu: WAKER,
+            prev_cpu: PREV,
+            flags: WAKE_SYNC | WAKE_WAKER_OK | WAKE_PREV_OK,
+            ..Wake::default()
+        }
+    }
+
+    fn check_path(change: impl FnOnce(&mut Core, &mut Wake), path: &str, cpu: u32) {
+        let (mut core, mut wake) = (host(), sync_wake(1_000));
+        change(&mut core, &mut wake);
+        let p = core.place(1, Some(0), wake, None);
+        assert_eq!((COUNTERS[p.path as usize], p.cpu), (path, cpu));
+    }
+
+    #[test]
+    fn sync_wakeup_takes_the_wakers_cpu_before_the_idle_previous_one() {
+        check_path(|_, _| {}, "handoff", WAKER);
+    }
+
+    #[test]
+    fn hand_over_needs_every_condition() {
+        check_path(|_, w| w.flags &= !WAKE_SYNC, "prev_idle", PREV);
+        check_path(|_, w| w.flags &= !WAKE_WAKER_OK, "prev_idle", PREV);
+        check_path(|_, w| w.flags |= 2, "prev_idle", PREV); // exiting
+        check_path(|_, w| w.waker_queued = 1, "prev_idle", PREV);
+        check_path(|c, _| c.set_queued(0, 1), "prev_idle", PREV);
+        check_path(|c, _| c.params.hand_off = 0, "prev_idle", PREV);
+        check_path(|c, _| c.tasks[1].no_hand_off = 1, "prev_idle", PREV);
+        check_path(|c, _| c.tasks[0].block_ns = 20_001, "prev_idle", PREV);
+        check_path(|c, _| c.tasks[0].block_ns = 20_000, "handoff", WAKER);
+    }
+
+    #[test]
+    fn placement_goes_down_its_list() {
+        let busy = |c: &mut Core, cpus: &[u32]| cpus.iter().for_each(|&i| c.set_idle(i, false));
+        let plain = |w: &mut Wake| w.flags = WAKE_PREV_OK;
+        check_path(|_, w| plain(w), "prev_idle", 0);
+        check_path(|c, w| (plain(w), busy(c, &[0])).1, "llc_core", 2);
+        check_path(|c, w| (plain(w), busy(c, &[0, 2, 3])).1, "queue_llc", 0);
+        let hog = |c: &mut Core| c.cpus[0].level = 2;
+        check_path(
+            |c, w| (plain(w), busy(c, &[0, 2, 3]), hog(c)).2,
+            "preempt",
+            0,
+        );
+    }
+
+    #[test]
+    fn saturation_has_two_thresholds() {
+        let mut core = Core::new(Params::with_defaults(), 1, 8, 1);
+        let state = |c: &Core| c.llcs[0].saturated;
+        assert_eq!(state(&core), 1, "all CPUs busy");
+        core.set_idle(0, true);
+        assert_eq!(state(&core), 1, "12.5 % idle is between the thresholds");
+        core.set_idle(1, true);
+        assert_eq!(state(&core), 0, "25 % idle is above the upper one");
+        core.set_idle(1, false);
+        assert_eq!(state(&core), 0, "and stays so between them");
+        core.set_idle(0, false);
+        assert_eq!(state(&core), 1);
+        core.set_queued(0, 8);
+        assert_eq!(core.llcs[0].overloaded, 1, "a task a CPU waits");
+        core.set_queued(0, 7);
+        assert_eq!(core.llcs[0].overloaded, 1);
+        core.set_queued(0, 0);
+        assert_eq!(core.llcs[0].overloaded, 0);
+    }
+
+    #[test]
+    fn liar_is_found_out_after_one_hand_over_and_forgiven_after_few() {
+        let mut core = host();
+        core.on_run(0, WAKER, 0);
+        core.on_sync_wake(0, 1_000);
+        core.handover_put(WAKER, 0, 1_000);
+        assert!(core.on_stop(0, 501_000, false), "500 us is a lie");
+        let refused = core.place(1, Some(0), sync_wake(501_000), None);
+        assert_eq!((refused.path, refused.refused), (1, 1));
+        core.set_idle(PREV, true);
+        let mut honest = 0;
+        while core.tasks[0].block_ns > core.params.wake_idle_ns {
+            let now = 600_000 + honest * 10_000;
+            core.on_run(0, WAKER, now);
+            core.on_sync_wake(0, now);
+            assert!(!core.on_stop(0, now + 1_000, false));
+            honest += 1;
+        }
+        assert!((2..=4).contains(&honest), "{honest} honest hints");
+        assert_eq!(core.place(1, Some(0), sync_wake(700_000), None).path, 0);
+    }
+
+    #[test]
+    fn task_stays_on_its_llc_for_the_minimum_of_runs() {
+        let mut core = Core::new(Params::with_defaults(), 2, 2, 1);
+        core.add_task(100, 0);
+        for runs in 0..core.params.residency_runs {
+            assert!(!core.may_leave(0, false, 1_000), "after {runs} runs");
+            core.on_run(0, 0, 1_000);
+            core.on_stop(0, 1_000, false);
+        }
+        assert!(core.may_leave(0, false, 1_000));
+        core.on_run(0, 2, 2_000);
+        assert!(
+            !core.may_leave(0, false, 2_000),
+            "a move starts the count again"
+        );
+        core.tasks[0].queued_at = 2_000;
+        let patience = core.params.patience_ns;
+        assert!(
+            core.may_leave(0, false, 2_000 + patience),
+            "but not for ever"
+        );
+    }
+
+    #[test]
+    fn weights_divide_virtual_time() {
+        let mut core = host();
+        core.tasks[0].weight = 300;
+        for task in [0, 1] {
+            core.on_run(task, 0, 0);
+            core.on_stop(task, 3_000_000, true);
+        }
+        assert_eq!(
+            (core.tasks[0].vtime, core.tasks[1].vtime),
+            (1_000_000, 3_000_000)
+        );
+    }
+
+    #[test]
+    fn bits_are_counted_as_the_machine_counts_them() {
+        for x in [0, 1, 0x8000_0000_0000_0000, u64::MAX, 0x0123_4567_89ab_cdef] {
+            assert_eq!(count_bits(x), x.count_ones());
+            assert_eq!(lowest_bit(x), x.trailing_zeros());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn placement_names_a_cpu_that_was_idle_and_claims_it(
+            idle in prop::collection::vec(any::<u8>(), 4),
+            flags in 0u32..32,
+            (waker_cpu, prev_cpu) in (0u32..32, 0u32..32),
+            (queued, waker_queued, runs, rnd) in (0u32..20, 0u32..2, 0u32..8, any::<u64>()),
+        ) {
+            let mut core = Core::new(Params::with_defaults(), 4, 8, 2);
+            for cpu in 0..32 {
+                core.set_idle(cpu, idle[cpu as usize / 8] >> (cpu % 8) & 1 == 1);
+            }
+            core.set_queued(1, queued);
+            core.add_task(100, waker_cpu);
+            core.add_task(100, prev_cpu);
+            core.tasks[1].runs_on_llc = runs;
+            let before: Vec<u64> = core.llcs.iter().map(|l| l.idle_mask).collect();
+            let pinned = (flags & WAKE_MASKED != 0).then_some(prev_cpu);
+            let wake = Wake { now: 5, rnd, waker_cpu, prev_cpu, waker_queued, flags, ..Wake::default() };
+            let p = core.place(1, Some(0), wake, pinned);
+            let after: Vec<u64> = core.llcs.iter().map(|l| l.idle_mask).collect();
+            let claimed: u32 =
+                before.iter().zip(&after).map(|(b, a)| (b & !a).count_ones()).sum();
+            prop_assert!(before.iter().zip(&after).all(|(b, a)| a & !b == 0), "only claims");
+            let (llc, bit) = (p.cpu as usize / 8, p.cpu % 8);
+            match COUNTERS[p.path as usize] {
+                "handoff" => {
+                    prop_assert_eq!(p.cpu, waker_cpu);
+                    prop_assert_eq!(flags & (WAKE_SYNC | 2 | WAKE_WAKER_OK), WAKE_SYNC | WAKE_WAKER_OK);
+                    prop_assert_eq!(waker_queued, 0);
+                    prop_assert_eq!(core.llcs[llc].saturated, 0);
+                    prop_assert_eq!(core.llcs[llc].nr_queued, 0);
+                    prop_assert_eq!(claimed, 0);
+                }
+                "queue_llc" | "queue_cpu" | "preempt" => prop_assert_eq!(claimed, 0),
+                path => {
+                    prop_assert_eq!(claimed, 1);
+                    prop_assert!(before[llc] >> bit & 1 == 1 && after[llc] >> bit & 1 == 0);
+                    if path == "far_idle" {
+                        prop_assert!(runs >= 1, "a task that never ran there may not leave");
+                        prop_assert_eq!(before[prev_cpu as usize / 8], 0);
+                    } else {
+                        prop_assert_eq!(llc as u32, prev_cpu / 8);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn pick_two_never_picks_home(n in 2u32..20, home in 0u32..20, rnd in any::<u64>()) {
+            let mut core = Core::new(Params::with_defaults(), n, 1, 1);
+            let home = home % n;
+            for busiest in [false, true] {
+                let far = core.pick_two(home, rnd, busiest).expect("there are others");
+                prop_assert!(far < n && far != home);
+            }
+        }
+
+        #[test]
+        fn slice_stays_within_its_bounds(weight in 1u32..10_000, level in 0u32..3, queued in 0u32..1000) {
+            let mut core = host();
+            core.tasks[0].weight = weight;
+            core.tasks[0].level = level;
+            core.set_queued(0, queued);
+            let slice = core.slice(0, 0);
+            prop_assert!((core.params.slice_min_ns..=core.params.slice_max_ns).contains(&slice));
+        }
+
+        #[test]
+        fn dispatch_takes_the_hand_over_first_and_then_the_smaller_key(
+            (cpu_key, llc_key) in (any::<u64>(), any::<u64>()),
+            (has_handover, has_cpu, has_llc) in (0u32..2, 0u32..2, 0u32..2),
+        ) {
+            let heads = Heads { cpu_key, llc_key, has_handover, has_cpu, has_llc, pad: 0 };
+            let llc_first = (llc_key.wrapping_sub(cpu_key) as i64) < 0;
+            let expected = match (has_handover, has_cpu, has_llc) {
+                (1, ..) => Source::Handover,
+                (_, 1, 1) if llc_first => Source::Llc,
+                (_, 1, _) => Source::Cpu,
+                (_, _, 1) => Source::Llc,
+                _ => Source::None,
+            };
+            prop_assert_eq!(choose(&heads), expected);
+        }
+
+        #[test]
+        fn thieves_find_every_waiting_hand_over_but_their_own(mask in any::<u64>(), bit in 0u32..64) {
+            let (mut left, mut found) = (mask, 0u64);
+            loop {
+                let next = next_handover(left, bit);
+                if next == 64 {
+                    break;
+                }
+                prop_assert!(next != bit && left >> next & 1 == 1);
+                left &= !(1 << next);
+                found |= 1 << next;
+            }
+            prop_assert_eq!(found, mask & !(1 << bit));
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! Workloads from rt-app's JSON: `tasks` with `instance`, `loop`, `phases`, `run` (us), `sleep`
+//! (us), `timer` (`period`, us), `lock`, `unlock`, `resume`, `suspend`, `cpus` (one) and `priority`
+//! (nice). `global` and `resources` are accepted and not used. Anything else is an error: a
+//! workload that silently lost a part would measure something else.
+//!
+//! Source: rt-app's `doc/tutorial.txt`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+
+use crate::machine::{Machine, Mechanism};
+use crate::workload::{Op, Span, TaskSpec, Workload};
+
+/// Why an rt-app file is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum RtAppError {
+    /// Not JSON.
+    #[error("not JSON: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Something in it.
+    #[error("{at}: {what}")]
+    Bad {
+        /// The place, as a path of keys.
+        at: String,
+        /// What is wrong and what may stand there.
+        what: String,
+    },
+}
+
+fn bad<T>(at: &str, what: impl Into<String>) -> Result<T, RtAppError> {
+    Err(RtAppError::Bad {
+        at: at.to_owned(),
+        what: what.into(),
+    })
+}
+
+/// Most operations of one task's script: loops are written out.
+const OPS_MAX: usize = 100_000;
+
+/// JSON whose objects keep their order: events happen in the order in which a file gives them, and
+/// `serde_json::Map` sorts.
+#[derive(Clone, Debug, PartialEq)]
+enum Value {
+    Object(Vec<(String, Value)>),
+    Array(Vec<Value>),
+    Text(String),
+    Int(i64),
+    Other,
+}
+
+impl Value {
+    fn as_object(&self) -> Option<&[(String, Value)]> {
+        match self {
+            Value::Object(entries) => Some(entries),
+            _ => None,
+        }
+    }
+
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.as_object()?
+            .iter()
+            .find(|(k, _)| k == key)
+            .map(|(_, v)| v)
+    }
+
+    fn as_i64(&self) -> Option<i64> {
+        match self {
+            Value::Int(n) => Some(*n),
+            _ => None,
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Value, D::Error> {
+        struct Json;
+        impl<'de> Visitor<'de> for Json {
+            type Value = Value;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("JSON")
+            }
+            fn visit_bool<E>(self, _: bool) -> Result<Value, E> {
+                Ok(Value::Other)
+            }
+            fn visit_i64<E>(self, n: i64) -> Result<Value, E> {
+                Ok(Value::Int(n))
+            }
+            fn visit_u64<E>(self, n: u64) -> Result<Value, E> {
+                Ok(i64::try_from(n).map_or(Value::Other, Value::Int))
+            }
+            fn visit_f64<E>(self, _: f64) -> Result<Value, E> {
+                Ok(Value::Other)
+            }
+            fn visit_str<E>(self, s: &str) -> Result<Value, E> {
+                Ok(Value::Text(s.to_owned()))
+            }
+            fn visit_unit<E>(self) -> Result<Value, E> {
+                Ok(Value::Other)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut a: A) -> Result<Value, A::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = a.next_element()? {
+                    items.push(item);
+                }
+                Ok(Value::Array(items))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut a: A) -> Result<Value, A::Error> {
+                let mut entries: Vec<(String, Value)> = Vec::new();
+                while let Some((key, value)) = a.next_entry::<String, Value>()? {
+                    if entries.iter().any(|(k, _)| *k == key) {
+                        return Err(A::Error::custom(format!(
+                            "key `{key}` twice in one object; number them: `{key}0`, `{key}1`"
+                        )));
+                    }
+                    entries.push((key, value));
+                }
+                Ok(Value::Object(entries))
+            }
+        }
+        d.deserialize_any(Json)
+    }
+}
+
+#[derive(Default)]
+struct Names {
+    locks: BTreeMap<String, u32>,
+    channels: BTreeMap<String, u32>,
+}
+
+fn number(names: &mut BTreeMap<String, u32>, name: &str) -> u32 {
+    let next = names.len() as u32;
+    *names.entry(name.to_owned()).or_insert(next)
+}
+
+/// Reads an rt-app file.
+///
+/// # Errors
+/// The place and what may stand there.
+pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
+    let root: Value = serde_json::from_str(text)?;
+    let Some(entries) = root.as_object() else {
+        return bad("file", "must be an object");
+    };
+    for (key, _) in entries {
+        if !matches!(key.as_str(), "tasks" | "global" | "resources") {
+            return bad(key, "unknown; known are `tasks`, `global` and `resources`");
+        }
+    }
+    let Some(tasks) = root.get("tasks").and_then(Value::as_object) else {
+        return bad("tasks", "missing; it must be an object of tasks");
+    };
+    let mut names = Names::default();
+    let mut w = Workload::default();
+    for (name, task) in tasks {
+        let at = format!("tasks.{name}");
+        let Some(entries) = task.as_object() else {
+            return bad(&at, "must be an object");
+        };
+        let mut script = Vec::new();
+        let (mut instances, mut weight, mut pinned, mut endless) = (1, 100, None, true);
+        let mut body = Vec::new();
+        for (key, value) in entries {
+            let at = format!("{at}.{key}");
+            match key.as_str() {
+                "instance" => instances = uint(&at, value, 10_000)?,
+                "priority" => weight = nice_weight(&at, value)?,
+                "cpus" => pinned = Some(one_cpu(&at, value, machine)?),
+                "policy" if *value == Value::Text("SCHED_OTHER".into()) => {}
+                "policy" => return bad(&at, "only SCHED_OTHER is simulated"),
+                "loop" | "phases" => {}
+                _ => {
+                    body.push((key.clone(), value.clone()));
+                }
+            }
+        }
+        match task.get("loop").map(Value::as_i64) {
+            None | Some(Some(-1)) => {}
+            Some(Some(n)) if n > 0 => endless = n == i64::MAX,
+            _ => return bad(&format!("{at}.loop"), "must be -1 or a positive count"),
+        }
+        if let Some(phases) = task.get("phases") {
+            if !body.is_empty() {
+                let key = &body[0].0;
+                return bad(
+                    &format!("{at}.{key}"),
+                    "stands beside `phases`; put it into a phase",
+                );
+            }
+            let Some(phases) = phases.as_object() else {
+                return bad(&format!("{at}.phases"), "must be an object of phases");
+            };
+            for (phase, body) in phases {
+                let at = format!("{at}.phases.{phase}");
+                let Some(body) = body.as_object() else {
+                    return bad(&at, "must be an object");
+                };
+                let (repeat, body): (Vec<_>, Vec<_>) =
+                    body.iter().cloned().partition(|(key, _)| key == "loop");
+                let times = match repeat.first() {
+                    None => 1,
+                    Some((_, n)) => uint(&format!("{at}.loop"), n, OPS_MAX as u64)?,
+                };
+                let mut ops = Vec::new();
+                events(&at, &body, &mut names, &mut ops)?;
+                for _ in 0..times {
+                    script.extend(ops.iter().cloned());
+                    if script.len() > OPS_MAX {
+                        return bad(&at, format!("makes more than {OPS_MAX} steps; loop less"));
+                    }
+                }
+            }
+        } else {
+            events(&at, &body, &mut names, &mut script)?;
+        }
+        if script.is_empty() {
+            return bad(&at, "does nothing; give it a `run` or a `sleep`");
+        }
+        if !endless {
+            let times = task
+                .get("loop")
+                .and_then(Value::as_i64)
+                .expect("checked above") as usize;
+            if script.len().saturating_mul(times) > OPS_MAX {
+                return bad(
+                    &format!("{at}.loop"),
+                    format!("makes more than {OPS_MAX} steps; use -1"),
+                );
+            }
+            script = script
+                .iter()
+                .cloned()
+                .cycle()
+                .take(script.len() * times)
+                .collect();
+            script.push(Op::Exit);
+        }
+        let group = w.group(name);
+        for i in 0..instances {
+            let home = pinned.unwrap_or((w.tasks.len() as u32 + i as u32 * 7) % machine.cpus());
+            w.tasks.push(TaskSpec {
+                group,
+                script: script.as_slice().into(),
+                weight,
+                pinned,
+                home,
+            });
+        }
+    }
+    w.channels = names.channels.len() as u32;
+    w.locks = names.locks.len() as u32;
+    Ok(w)
+}
+
+fn events(
+    at: &str,
+    body: &[(String, Value)],
+    names: &mut Names,
+    ops: &mut Vec<Op>,
+) -> Result<(), RtAppError> {
+    for (key, value) in body {
+        let at = format!("{at}.{key}");
+        // Keys of one object differ, so rt-app lets digits follow the event's name.
+        let event = key.trim_end_matches(|c: char| c.is_ascii_digit());
+        let name = || match value {
+            Value::Text(s) => Ok(s.as_str()),
+            _ => bad(&at, "must be a name"),
+        };
+        match event {
+            "run" | "runtime" => {
+                ops.push(Op::Run(Span::Fixed(uint(&at, value, 1 << 40)? * 1_000)));
+            }
+            "sleep" => ops.push(Op::Sleep(Span::Fixed(uint(&at, value, 1 << 40)? * 1_000))),
+            "timer" => {
+                let Some(period) = value.get("period") else {
+                    return bad(&at, "needs a `period`");
+                };
+                let period = uint(&format!("{at}.period"), period, 1 << 40)?.max(1);
+                ops.push(Op::Timer(period * 1_000));
+            }
+            "lock" => ops.push(Op::Lock(number(&mut names.locks, name()?))),
+            "unlock" => ops.push(Op::Unlock(number(&mut names.locks, name()?))),
+            "suspend" => ops.push(Op::Recv(number(&mut names.channels, name()?))),
+            // rt-app resumes by a condition variable, that is a futex.
+            "resume" => {
+                ops.push(Op::Send(
+                    number(&mut names.channels, name()?),
+                    Mechanism::Futex,
+                ));
+            }
+            _ => {
+                return bad(
+                    &at,
+                    "unknown; known are run, sleep, timer, lock, unlock, suspend and resume",
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+fn uint(at: &str, v: &Value, most: u64) -> Result<u64, RtAppError> {
+    match v.as_i64().map(u64::try_from) {
+        Some(Ok(n)) if n <= most => Ok(n),
+        _ => bad(at, format!("must be a whole number from 0 to {most}")),
+    }
+}
+
+fn one_cpu(at: &str, v: &Value, machine: Machine) -> Result<u32, RtAppError> {
+    let Value::Array(cpus) = v else {
+        return bad(
+            at,
+            "must be a list of one CPU; larger masks are not simulated",
+        );
+    };
+    match cpus.as_slice() {
+        [cpu] => match cpu.as_i64() {
+            Some(c) if (0..machine.cpus() as i64).contains(&c) => Ok(c as u32),
+            _ => bad(
+                at,
+                format!("must name one CPU of 0 to {}", machine.cpus() - 1),
+            ),
+        },
+        _ => bad(
+            at,
+            "must be a list of one CPU; larger masks are not simulated",
+        ),
+    }
+}
+
+/// Weight of a nice value, 100 for 0: each step is a factor of 1.25, as `sched_prio_to_weight`.
+fn nice_weight(at: &str, v: &Value) -> Result<u32, RtAppError> {
+    match v.as_i64() {
+        Some(nice @ -20..=19) => Ok((100.0 * 1.25f64.powi(-(nice as i32))).round().max(1.0) as u32),
+        _ => bad(at, "must be a nice value, -20 to 19"),
+    }
+}

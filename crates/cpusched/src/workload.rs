@@ -1,0 +1,350 @@
+//! Tasks as scripts, and ready-made workloads.
+
+use std::sync::Arc;
+
+use crate::machine::{Machine, Mechanism};
+
+/// A channel: a count of messages and a line of tasks that wait for one.
+pub type Channel = u32;
+/// A lock that blocks.
+pub type Lock = u32;
+
+/// A duration drawn anew at each use, ns.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Span {
+    /// Always the same.
+    Fixed(u64),
+    /// Exponential with this mean.
+    Exp(u64),
+    /// Uniform from low to high.
+    Uniform(u64, u64),
+    /// Mostly the first, with this share (0 to 1) of the second.
+    Either(u64, u64, f64),
+}
+
+impl Span {
+    /// Mean, ns.
+    pub fn mean_ns(self) -> f64 {
+        match self {
+            Span::Fixed(ns) | Span::Exp(ns) => ns as f64,
+            Span::Uniform(a, b) => (a + b) as f64 / 2.0,
+            Span::Either(a, b, p) => a as f64 * (1.0 - p) + b as f64 * p,
+        }
+    }
+}
+
+/// One step of a script. A script starts again when it ends.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Op {
+    /// Computes.
+    Run(Span),
+    /// Sends one message.
+    Send(Channel, Mechanism),
+    /// Sends one message to one of the channels `first .. first + count`, in turn.
+    SendNext {
+        /// The first channel.
+        first: Channel,
+        /// How many there are.
+        count: u32,
+        /// How.
+        by: Mechanism,
+    },
+    /// Waits for a message.
+    Recv(Channel),
+    /// Sleeps.
+    Sleep(Span),
+    /// Sleeps until the next multiple of a period since the task's start, ns.
+    Timer(u64),
+    /// Takes a lock.
+    Lock(Lock),
+    /// Gives it back.
+    Unlock(Lock),
+    /// A request ends here: its latency is counted from the message that began it.
+    Done,
+    /// Ends the task.
+    Exit,
+}
+
+/// A task.
+#[derive(Clone, Debug)]
+pub struct TaskSpec {
+    /// The group that its latencies are reported under; index into [`Workload::groups`].
+    pub group: usize,
+    /// What it does.
+    pub script: Arc<[Op]>,
+    /// Weight, 100 for nice 0.
+    pub weight: u32,
+    /// The one CPU it may run on.
+    pub pinned: Option<u32>,
+    /// Where it starts.
+    pub home: u32,
+}
+
+/// Messages that arrive from outside (a network card, a timer).
+#[derive(Clone, Debug)]
+pub struct Arrivals {
+    /// Where to.
+    pub to: Channel,
+    /// Time between two.
+    pub gap: Span,
+}
+
+/// A host's work.
+#[derive(Clone, Debug, Default)]
+pub struct Workload {
+    /// Names of groups.
+    pub groups: Vec<String>,
+    /// Tasks.
+    pub tasks: Vec<TaskSpec>,
+    /// Arrivals from outside.
+    pub arrivals: Vec<Arrivals>,
+    /// Channels `0 .. channels`.
+    pub channels: u32,
+    /// Locks `0 .. locks`.
+    pub locks: u32,
+}
+
+impl Workload {
+    /// A group by name, added when new.
+    pub fn group(&mut self, name: &str) -> usize {
+        if let Some(i) = self.groups.iter().position(|g| g == name) {
+            return i;
+        }
+        self.groups.push(name.to_owned());
+        self.groups.len() - 1
+    }
+
+    fn channel(&mut self) -> Channel {
+        self.channels += 1;
+        self.channels - 1
+    }
+
+    fn task(&mut self, group: usize, home: u32, script: &[Op]) {
+        self.tasks.push(TaskSpec {
+            group,
+            script: script.into(),
+            weight: 100,
+            pinned: None,
+            home,
+        });
+    }
+
+    /// Adds `n` tasks that never sleep.
+    pub fn add_hogs(&mut self, machine: Machine, n: u32) {
+        let group = self.group("hog");
+        for i in 0..n {
+            let home = (i * 7919) % machine.cpus();
+            self.task(group, home, &[Op::Run(Span::Fixed(10_000_000))]);
+        }
+    }
+
+    /// Message threads that hand requests to workers in turn, as schbench does: arrivals come to
+    /// the message threads as a Poisson stream, each is sent to the next worker, which computes and
+    /// waits again. `load` is the share of all CPUs' time that the requests take, the message
+    /// threads' part included.
+    ///
+    /// Workers are as many as CPUs, shared out evenly, so that at `load` 1 all of them are needed.
+    pub fn schbench(machine: Machine, s: Schbench, load: f64) -> Workload {
+        let mut w = Workload::default();
+        let (message, worker) = (w.group("message"), w.group("worker"));
+        let cpus = machine.cpus();
+        let per_message = (cpus / s.message_threads).max(1);
+        let request_ns = s.work.mean_ns()
+            + s.route.mean_ns()
+            + s.linger.mean_ns()
+            + (s.mechanism.send_ns() + 2 * s.mechanism.recv_ns()) as f64;
+        let rate = load * cpus as f64 / request_ns; // requests per ns
+        let gap = (s.message_threads as f64 / rate) as u64;
+        for m in 0..s.message_threads {
+            let inbox = w.channel();
+            let first = w.channels;
+            for _ in 0..per_message {
+                w.channel();
+            }
+            let home = (m * per_message) % cpus;
+            w.task(
+                message,
+                home,
+                &[
+                    Op::Recv(inbox),
+                    Op::Run(s.route),
+                    Op::SendNext {
+                        first,
+                        count: per_message,
+                        by: s.mechanism,
+                    },
+                    Op::Run(s.linger),
+                ],
+            );
+            for i in 0..per_message {
+                let inbox = first + i;
+                w.task(
+                    worker,
+                    (home + i) % cpus,
+                    &[Op::Recv(inbox), Op::Run(s.work), Op::Done],
+                );
+            }
+            w.arrivals.push(Arrivals {
+                to: inbox,
+                gap: Span::Exp(gap),
+            });
+        }
+        w
+    }
+
+    /// Pairs that send one message to and fro; with `consumers` above 1, one producer sends to
+    /// several in turn and waits for each answer in turn. The producer computes for `linger` after
+    /// each send.
+    pub fn pairs(
+        machine: Machine,
+        pairs: u32,
+        consumers: u32,
+        by: Mechanism,
+        linger: Span,
+    ) -> Workload {
+        let mut w = Workload::default();
+        let (ping, pong) = (w.group("producer"), w.group("consumer"));
+        for p in 0..pairs {
+            let home = (p * machine.cpus_per_llc) % machine.cpus();
+            let mut script = Vec::new();
+            let back = w.channel();
+            for c in 0..consumers {
+                let to = w.channel();
+                script.extend([Op::Send(to, by), Op::Run(linger)]);
+                let home = (home + 1 + c) % machine.cpus();
+                w.task(pong, home, &[Op::Recv(to), Op::Done, Op::Send(back, by)]);
+            }
+            for _ in 0..consumers {
+                script.push(Op::Recv(back));
+            }
+            w.task(ping, home, &script);
+        }
+        w
+    }
+
+    /// Clients that compute, ask a server thread and wait for its answer.
+    pub fn request_response(
+        machine: Machine,
+        pairs: u32,
+        think: Span,
+        work: Span,
+        by: Mechanism,
+    ) -> Workload {
+        let mut w = Workload::default();
+        let (client, server) = (w.group("client"), w.group("server"));
+        for p in 0..pairs {
+            let home = (p * 2) % machine.cpus();
+            let (ask, answer) = (w.channel(), w.channel());
+            w.task(
+                client,
+                home,
+                &[
+                    Op::Sleep(think),
+                    Op::Send(ask, by),
+                    Op::Recv(answer),
+                    Op::Done,
+                ],
+            );
+            let server_home = (home + 1) % machine.cpus();
+            w.task(
+                server,
+                server_home,
+                &[Op::Recv(ask), Op::Run(work), Op::Send(answer, by)],
+            );
+        }
+        w
+    }
+
+    /// An inference host: HTTP requests come to frontend shards, go to tokenizers (futex: a channel
+    /// of the runtime) and over a Unix socket to an engine loop, which runs passes; each pass wakes
+    /// the detokenizers over a pipe and connector threads over futexes.
+    ///
+    /// Spans are those of a busy eight-GPU host in round numbers, not of a certain one: 300 us to
+    /// parse and route, 1 ms to tokenize, 25 ms passes with 2 ms of host work, 100 us to render.
+    pub fn inference(machine: Machine, engines: u32, requests_per_s: f64) -> Workload {
+        let mut w = Workload::default();
+        let frontend = w.group("frontend");
+        let tokenizer = w.group("tokenizer");
+        let engine = w.group("engine");
+        let detokenizer = w.group("detokenizer");
+        let connector = w.group("connector");
+        for e in 0..engines {
+            let home = (e * machine.cpus() / engines.max(1)) % machine.cpus();
+            let (http, tok, queue, render, kv) = (
+                w.channel(),
+                w.channel(),
+                w.channel(),
+                w.channel(),
+                w.channel(),
+            );
+            w.task(
+                frontend,
+                home,
+                &[
+                    Op::Recv(http),
+                    Op::Run(Span::Exp(300_000)),
+                    Op::Send(tok, Mechanism::Futex),
+                ],
+            );
+            for _ in 0..2 {
+                w.task(
+                    tokenizer,
+                    (home + 1) % machine.cpus(),
+                    &[
+                        Op::Recv(tok),
+                        Op::Run(Span::Exp(1_000_000)),
+                        Op::Send(queue, Mechanism::Unix),
+                    ],
+                );
+            }
+            // Takes in what was queued, beside the passes.
+            w.task(
+                engine,
+                (home + 2) % machine.cpus(),
+                &[Op::Recv(queue), Op::Run(Span::Fixed(50_000)), Op::Done],
+            );
+            // The pass loop: host work, launch, wait for the device, hand out the results.
+            w.task(
+                engine,
+                (home + 3) % machine.cpus(),
+                &[
+                    Op::Run(Span::Uniform(1_500_000, 2_500_000)),
+                    Op::Send(kv, Mechanism::Futex),
+                    Op::Sleep(Span::Fixed(23_000_000)),
+                    Op::Send(render, Mechanism::Pipe),
+                ],
+            );
+            w.task(
+                detokenizer,
+                (home + 4) % machine.cpus(),
+                &[Op::Recv(render), Op::Run(Span::Exp(100_000)), Op::Done],
+            );
+            w.task(
+                connector,
+                (home + 5) % machine.cpus(),
+                &[Op::Recv(kv), Op::Run(Span::Fixed(30_000)), Op::Done],
+            );
+            let gap = (engines as f64 / requests_per_s * 1e9) as u64;
+            w.arrivals.push(Arrivals {
+                to: http,
+                gap: Span::Exp(gap),
+            });
+        }
+        w
+    }
+}
+
+/// The schbench-like workload's numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Schbench {
+    /// Message threads.
+    pub message_threads: u32,
+    /// A worker's computing for one request.
+    pub work: Span,
+    /// A message thread's computing before it sends.
+    pub route: Span,
+    /// Its computing after it sent: with more than the wake-up of an idle CPU, the hint lies.
+    pub linger: Span,
+    /// How it wakes the worker.
+    pub mechanism: Mechanism,
+}

@@ -1,0 +1,5 @@
+//! The simulator against answers known by other means, and the policy on whole hosts.
+
+mod config;
+mod host;
+mod sanitized;

@@ -1,0 +1,197 @@
+//! Cost of the engine itself: passes of a steady load, and the block pool's operations.
+
+use std::collections::VecDeque;
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use slipstream_base::cluster::{EngineConfig, OutputLen};
+use slipstream_base::{
+    BlockHash, EngineRequest, GenerationParams, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
+};
+use slipstream_engine::pool::BlockPool;
+use slipstream_engine::timing::Constant;
+use slipstream_engine::{Engine, OutputModel, PassOutput};
+
+fn engine(num_gpu_blocks: u32, block_size: u32) -> Engine {
+    let config = EngineConfig {
+        block_size,
+        num_gpu_blocks,
+        max_num_seqs: 256,
+        max_num_batched_tokens: 8_192,
+        max_model_len: 131_072,
+        ..EngineConfig::default()
+    };
+    let output = OutputModel {
+        vocab: (0..150_000).collect(),
+        eos: 150_000,
+        lengths: OutputLen::Constant(1),
+    };
+    let timing = Box::new(Constant { step_ns: 1 });
+    Engine::new(RankId::default(), &config, timing, output).expect("a valid configuration")
+}
+
+/// A prompt of `len` tokens that nothing else shares a block with.
+fn request(id: u64, len: u32, block_size: u32, max_tokens: u32, opaque: bool) -> EngineRequest {
+    let full = u64::from(len / block_size);
+    let blocks = (0..full)
+        .map(|j| BlockHash::default().child_of_id(id, j))
+        .collect();
+    let tail = if opaque {
+        Tail::Opaque { id }
+    } else {
+        Tail::Tokens(vec![1; (len % block_size) as usize].into())
+    };
+    EngineRequest {
+        id: RequestId(id),
+        prompt: Prompt::from_parts(len, block_size, blocks, tail).expect("shapes agree"),
+        params: GenerationParams {
+            max_tokens,
+            ignore_eos: true,
+            ..GenerationParams::default()
+        },
+        priority: 0,
+        seed: id,
+    }
+}
+
+/// A pass at a constant batch: 128 tokens in, 1,024 out, the next request as soon as one ends (its
+/// making included). Per element: one output token.
+fn step(c: &mut Criterion) {
+    let mut group = c.benchmark_group("engine_step");
+    for batch in [1u64, 32, 256] {
+        group.throughput(Throughput::Elements(batch));
+        group.bench_function(BenchmarkId::from_parameter(batch), |b| {
+            let mut engine = engine(32_768, 16);
+            let mut out = PassOutput::default();
+            let mut next = 0;
+            let mut now = SimTime(0);
+            // Staggered, so that ends are spread over passes.
+            for _ in 0..batch {
+                let left = 1 + (next * 1_024 / batch) as u32;
+                engine
+                    .add(now, request(next, 128, 16, left, false))
+                    .expect("fits");
+                next += 1;
+            }
+            b.iter(|| {
+                now = engine.begin_pass(now).expect("never idle");
+                engine.finish_pass(&mut out);
+                for _ in &out.finished {
+                    engine
+                        .add(now, request(next, 128, 16, 1_024, false))
+                        .expect("fits");
+                    next += 1;
+                }
+                black_box(out.tokens.len())
+            });
+        });
+    }
+    group.finish();
+}
+
+/// A whole request as the simulator sends it: 12,000 tokens in blocks of 64, half of them cached
+/// with another request, 340 tokens out, beside 31 others.
+fn request_life(c: &mut Criterion) {
+    let mut group = c.benchmark_group("engine_request");
+    group.throughput(Throughput::Elements(1));
+    group.bench_function("12000_in_340_out_batch_32", |b| {
+        let mut engine = engine(16_384, 64);
+        let mut out = PassOutput::default();
+        let (mut next, mut now) = (0u64, SimTime(0));
+        let make = |next: u64| {
+            let mut r = request(next, 12_000, 64, 340, true);
+            let shared = (0..93).map(|j| BlockHash::default().child_of_id(next / 2, j));
+            let own = (93..187).map(|j| BlockHash::default().child_of_id(next, j));
+            r.prompt = Prompt::from_parts(
+                12_000,
+                64,
+                shared.chain(own).collect(),
+                Tail::Opaque { id: next },
+            )
+            .expect("shapes agree");
+            r
+        };
+        for _ in 0..32 {
+            engine.add(now, make(next)).expect("fits");
+            next += 1;
+        }
+        b.iter(|| {
+            let mut done = 0;
+            while done == 0 {
+                now = engine.begin_pass(now).expect("never idle");
+                engine.finish_pass(&mut out);
+                done = out.finished.len();
+                for _ in 0..done {
+                    engine.add(now, make(next)).expect("fits");
+                    next += 1;
+                }
+            }
+            done
+        });
+    });
+    group.finish();
+}
+
+fn pool(c: &mut Criterion) {
+    let mut group = c.benchmark_group("block_pool");
+    const BLOCKS: u32 = 16_384;
+    let hash = |n: u64| BlockHash::default().child_of_id(n, 0);
+
+    group.bench_function("allocate_release", |b| {
+        let mut pool = BlockPool::new(BLOCKS);
+        let mut ops = Vec::new();
+        let mut held: VecDeque<u32> = (0..BLOCKS / 2).map(|_| pool.allocate(&mut ops)).collect();
+        b.iter(|| {
+            let oldest = held.pop_front().expect("half of them");
+            pool.release(oldest);
+            held.push_back(pool.allocate(&mut ops));
+        });
+    });
+
+    // The steady state of a full cache: each new block evicts one.
+    group.bench_function("evict_allocate_cache_release", |b| {
+        let mut pool = BlockPool::new(BLOCKS);
+        let mut ops: Vec<KvOp> = Vec::new();
+        let mut held = VecDeque::new();
+        let mut n = 0;
+        let mut turn = |pool: &mut BlockPool, held: &mut VecDeque<u32>| {
+            let block = pool.allocate(&mut ops);
+            n += 1;
+            pool.cache(block, hash(n), hash(n - 1), &mut ops);
+            held.push_back(block);
+            ops.clear();
+        };
+        for _ in 0..BLOCKS / 2 {
+            turn(&mut pool, &mut held);
+        }
+        b.iter(|| {
+            turn(&mut pool, &mut held);
+            let oldest = held.pop_front().expect("half of them");
+            pool.release(oldest);
+        });
+    });
+
+    // Both over keys in an order that no prefetcher guesses.
+    let mut full = BlockPool::new(BLOCKS);
+    let mut ops = Vec::new();
+    for n in 0..u64::from(BLOCKS) {
+        let block = full.allocate(&mut ops);
+        full.cache(block, hash(n), hash(0), &mut ops);
+    }
+    for (name, offset) in [("lookup_hit", 0), ("lookup_miss", u64::from(BLOCKS))] {
+        let keys: Vec<BlockHash> = (0..u64::from(BLOCKS))
+            .map(|i| hash(offset + i * 7_919 % u64::from(BLOCKS)))
+            .collect();
+        group.bench_function(name, |b| {
+            let mut at = 0;
+            b.iter(|| {
+                at = (at + 1) % keys.len();
+                full.lookup(keys[at])
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, step, request_life, pool);
+criterion_main!(benches);

@@ -1,4 +1,6 @@
 //! The engine from outside: answers worked out by hand, and runs against a plain model.
 
+mod against_plain;
 mod known_answers;
+mod plain;
 mod rig;

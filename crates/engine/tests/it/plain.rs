@@ -1,0 +1,404 @@
+//! The same scheduler written as plainly as it can be: every token kept, every list a `Vec`, every
+//! search a scan. Written from vLLM's rules, apart from the engine, to check it against.
+
+use std::collections::HashMap;
+
+use slipstream_base::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
+use slipstream_base::{BlockHash, EngineRequest, FinishReason, KvOp, RequestId, Tail, TokenId};
+use slipstream_engine::{OutputModel, Usage, output_token};
+
+pub(crate) struct Plain {
+    config: EngineConfig,
+    output: OutputModel,
+    max_len: u32,
+    requests: HashMap<u64, Request>,
+    running: Vec<u64>,
+    waiting: Vec<u64>,
+    arrivals: u64,
+    // Blocks.
+    free: Vec<usize>, // next to be allocated first
+    refs: Vec<u32>,
+    content: Vec<Option<BlockHash>>,
+    copies: HashMap<BlockHash, Vec<usize>>, // oldest first
+    pub(crate) ops: Vec<KvOp>,
+    // The pass under way.
+    scheduled: Vec<(u64, u32)>,
+    pub(crate) preemptions: u64,
+    pub(crate) queries: u64,
+    pub(crate) hits: u64,
+}
+
+struct Request {
+    request: EngineRequest,
+    /// Prompt and answer; the prompt's tokens are only placeholders if it is opaque.
+    tokens: Vec<TokenId>,
+    computed: u32,
+    blocks: Vec<usize>,
+    arrival: u64,
+    cached: Option<u32>,
+    preemptions: u32,
+    decoding: bool,
+}
+
+/// What a pass scheduled: (prefills, their tokens, their cached tokens, decodes, their context).
+pub(crate) type Work = (u32, u64, u64, u32, u64);
+
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Result {
+    pub(crate) tokens: Vec<(RequestId, TokenId)>,
+    /// Id and cached tokens.
+    pub(crate) first: Vec<(RequestId, u32)>,
+    pub(crate) finished: Vec<(RequestId, FinishReason, Usage)>,
+}
+
+impl Plain {
+    pub(crate) fn new(config: &EngineConfig, output: OutputModel) -> Plain {
+        let blocks = config.num_gpu_blocks as usize;
+        let mut max_len = config
+            .max_model_len
+            .min(config.num_gpu_blocks * config.block_size);
+        if !config.enable_chunked_prefill {
+            max_len = max_len.min(config.max_num_batched_tokens);
+        }
+        Plain {
+            config: config.clone(),
+            output,
+            max_len,
+            requests: HashMap::new(),
+            running: vec![],
+            waiting: vec![],
+            arrivals: 0,
+            free: (0..blocks).collect(),
+            refs: vec![0; blocks],
+            content: vec![None; blocks],
+            copies: HashMap::new(),
+            ops: vec![],
+            scheduled: vec![],
+            preemptions: 0,
+            queries: 0,
+            hits: 0,
+        }
+    }
+
+    pub(crate) fn max_len(&self) -> u32 {
+        self.max_len
+    }
+
+    pub(crate) fn live(&self) -> Vec<u64> {
+        let mut ids: Vec<u64> = self.requests.keys().copied().collect();
+        ids.sort_unstable();
+        ids
+    }
+
+    /// Running, waiting, free blocks, distinct cached blocks.
+    pub(crate) fn counts(&self) -> (u32, u32, u32, u32) {
+        (
+            self.running.len() as u32,
+            self.waiting.len() as u32,
+            self.free.len() as u32,
+            self.copies.len() as u32,
+        )
+    }
+
+    pub(crate) fn add(&mut self, request: EngineRequest, prompt: &[TokenId]) {
+        let id = request.id.0;
+        self.requests.insert(
+            id,
+            Request {
+                request,
+                tokens: prompt.to_vec(),
+                computed: 0,
+                blocks: vec![],
+                arrival: self.arrivals,
+                cached: None,
+                preemptions: 0,
+                decoding: false,
+            },
+        );
+        self.arrivals += 1;
+        self.waiting.push(id);
+        self.sort_waiting();
+    }
+
+    fn sort_waiting(&mut self) {
+        if self.config.scheduling_policy == SchedulingPolicy::Priority {
+            let requests = &self.requests;
+            self.waiting
+                .sort_by_key(|id| (requests[id].request.priority, requests[id].arrival));
+        }
+    }
+
+    pub(crate) fn abort(&mut self, id: u64) -> bool {
+        let known = self.requests.contains_key(&id);
+        if known {
+            self.waiting.retain(|&w| w != id);
+            self.running.retain(|&r| r != id);
+            self.scheduled.retain(|s| s.0 != id);
+            self.free_blocks(id);
+            self.requests.remove(&id);
+        }
+        known
+    }
+
+    pub(crate) fn reset(&mut self) -> bool {
+        if self.refs.iter().any(|&r| r > 0) {
+            return false;
+        }
+        self.copies.clear();
+        self.content.fill(None);
+        self.ops.push(KvOp::Cleared);
+        true
+    }
+
+    /// Hash of block `j`, from all tokens up to its end.
+    fn hash(&self, id: u64, j: usize) -> BlockHash {
+        let r = &self.requests[&id];
+        let prompt = &r.request.prompt;
+        if j < prompt.blocks().len() {
+            return prompt.blocks()[j];
+        }
+        match prompt.tail() {
+            Tail::Tokens(_) => prompt.root().chain(&r.tokens, prompt.block_size())[j],
+            Tail::Opaque { id: name } => {
+                let parent = self.parent(id, j);
+                parent.child_of_id(*name, j as u64)
+            }
+        }
+    }
+
+    fn parent(&self, id: u64, j: usize) -> BlockHash {
+        match j {
+            0 => self.requests[&id].request.prompt.root(),
+            _ => self.hash(id, j - 1),
+        }
+    }
+
+    fn size(&self) -> usize {
+        self.config.block_size as usize
+    }
+
+    fn allocate(&mut self, id: u64, target: u32) {
+        let want = (target as usize).div_ceil(self.size());
+        while self.requests[&id].blocks.len() < want {
+            let block = self.free.remove(0);
+            if let Some(hash) = self.content[block].take() {
+                let copies = self.copies.get_mut(&hash).unwrap();
+                copies.retain(|&b| b != block);
+                if copies.is_empty() {
+                    self.copies.remove(&hash);
+                    self.ops.push(KvOp::Removed { hash });
+                }
+            }
+            self.refs[block] = 1;
+            self.requests.get_mut(&id).unwrap().blocks.push(block);
+        }
+        if !self.config.enable_prefix_caching {
+            return;
+        }
+        for j in 0..target as usize / self.size() {
+            let block = self.requests[&id].blocks[j];
+            if self.content[block].is_none() {
+                let (hash, parent) = (self.hash(id, j), self.parent(id, j));
+                self.content[block] = Some(hash);
+                let copies = self.copies.entry(hash).or_default();
+                if copies.is_empty() {
+                    self.ops.push(KvOp::Stored { hash, parent });
+                }
+                copies.push(block);
+            }
+        }
+    }
+
+    fn free_blocks(&mut self, id: u64) {
+        let blocks = std::mem::take(&mut self.requests.get_mut(&id).unwrap().blocks);
+        for block in blocks.into_iter().rev() {
+            self.refs[block] -= 1;
+            if self.refs[block] == 0 {
+                match self.content[block] {
+                    Some(_) => self.free.push(block),
+                    None => self.free.insert(0, block),
+                }
+            }
+        }
+    }
+
+    fn preempt(&mut self, victim: u64) {
+        self.free_blocks(victim);
+        let r = self.requests.get_mut(&victim).unwrap();
+        r.computed = 0;
+        r.decoding = false;
+        r.preemptions += 1;
+        self.preemptions += 1;
+        self.waiting.insert(0, victim);
+        self.sort_waiting();
+    }
+
+    /// Schedules a pass; `None` if there is nothing to do.
+    pub(crate) fn begin(&mut self) -> Option<Work> {
+        loop {
+            if self.requests.is_empty() {
+                return None;
+            }
+            self.schedule();
+            if !self.scheduled.is_empty() {
+                break;
+            }
+        }
+        let mut work = (0, 0, 0, 0, 0);
+        for &(id, new) in &self.scheduled {
+            let r = &self.requests[&id];
+            if r.decoding {
+                work.3 += 1;
+                work.4 += u64::from(r.computed + new);
+            } else {
+                work.0 += 1;
+                work.1 += u64::from(new);
+                work.2 += u64::from(r.computed);
+            }
+        }
+        Some(work)
+    }
+
+    fn schedule(&mut self) {
+        let mut budget = self.config.max_num_batched_tokens;
+        let mut preempted = false;
+        let mut at = 0;
+        'running: while at < self.running.len() && budget > 0 {
+            let id = self.running[at];
+            let r = &self.requests[&id];
+            let new = (r.tokens.len() as u32 - r.computed).min(budget);
+            let target = r.computed + new;
+            let missing = (target as usize)
+                .div_ceil(self.size())
+                .saturating_sub(r.blocks.len());
+            while missing > self.free.len() {
+                preempted = true;
+                let victim = match self.config.scheduling_policy {
+                    SchedulingPolicy::Fcfs => *self.running.last().unwrap(),
+                    SchedulingPolicy::Priority => *self
+                        .running
+                        .iter()
+                        .max_by_key(|id| {
+                            (
+                                self.requests[id].request.priority,
+                                self.requests[id].arrival,
+                            )
+                        })
+                        .unwrap(),
+                };
+                let place = self.running.iter().position(|&r| r == victim).unwrap();
+                self.running.remove(place);
+                if let Some(i) = self.scheduled.iter().position(|s| s.0 == victim) {
+                    budget += self.scheduled.remove(i).1;
+                    at -= 1;
+                }
+                self.preempt(victim);
+                if victim == id {
+                    break 'running;
+                }
+            }
+            self.allocate(id, target);
+            self.scheduled.push((id, new));
+            budget -= new;
+            at += 1;
+        }
+        if preempted {
+            return;
+        }
+        while let Some(&id) = self.waiting.first() {
+            if budget == 0 || self.running.len() as u32 == self.config.max_num_seqs {
+                break;
+            }
+            let len = self.requests[&id].tokens.len();
+            let mut found = vec![];
+            if self.config.enable_prefix_caching {
+                for j in 0..(len - 1) / self.size() {
+                    match self.copies.get(&self.hash(id, j)) {
+                        Some(copies) => found.push(copies[0]),
+                        None => break,
+                    }
+                }
+            }
+            let computed = (found.len() * self.size()) as u32;
+            let mut new = len as u32 - computed;
+            if new > budget && !self.config.enable_chunked_prefill {
+                break;
+            }
+            new = new.min(budget);
+            let unheld = found.iter().filter(|&&b| self.refs[b] == 0).count();
+            if len.div_ceil(self.size()) - found.len() + unheld > self.free.len() {
+                break;
+            }
+            for &block in &found {
+                self.refs[block] += 1;
+                self.free.retain(|&b| b != block);
+            }
+            self.waiting.remove(0);
+            self.running.push(id);
+            let r = self.requests.get_mut(&id).unwrap();
+            r.blocks = found;
+            r.computed = computed;
+            if r.cached.is_none() {
+                r.cached = Some(computed);
+                if self.config.enable_prefix_caching {
+                    self.queries += len as u64;
+                    self.hits += u64::from(computed);
+                }
+            }
+            self.allocate(id, computed + new);
+            self.scheduled.push((id, new));
+            budget -= new;
+        }
+    }
+
+    pub(crate) fn finish(&mut self) -> Result {
+        let mut result = Result::default();
+        for (id, new) in std::mem::take(&mut self.scheduled) {
+            let natural = match self.output.lengths {
+                OutputLen::Constant(n) => n,
+                OutputLen::LogNormal { .. } => unreachable!("the tests use constants"),
+            };
+            let r = self.requests.get_mut(&id).unwrap();
+            r.computed += new;
+            if (r.computed as usize) < r.tokens.len() {
+                continue;
+            }
+            r.decoding = true;
+            let params = &r.request.params;
+            let prompt_tokens = r.request.prompt.len();
+            let outputs = r.tokens.len() as u32 - prompt_tokens + 1;
+            let masked = outputs <= params.min_tokens;
+            let at_end = !params.ignore_eos && !masked && outputs >= natural;
+            let token = if at_end {
+                self.output.eos
+            } else {
+                output_token(&self.output.vocab, r.request.seed, outputs - 1)
+            };
+            r.tokens.push(token);
+            result.tokens.push((RequestId(id), token));
+            if outputs == 1 {
+                result.first.push((RequestId(id), r.cached.unwrap()));
+            }
+            let stopped = at_end || (!masked && params.stop_token_ids.contains(&token));
+            let full = outputs == params.max_tokens || r.tokens.len() as u32 == self.max_len;
+            if stopped || full {
+                let reason = if stopped {
+                    FinishReason::Stop
+                } else {
+                    FinishReason::Length
+                };
+                let usage = Usage {
+                    prompt_tokens,
+                    cached_tokens: r.cached.unwrap(),
+                    output_tokens: outputs,
+                    preemptions: r.preemptions,
+                };
+                result.finished.push((RequestId(id), reason, usage));
+                self.running.retain(|&r| r != id);
+                self.free_blocks(id);
+                self.requests.remove(&id);
+            }
+        }
+        result
+    }
+}

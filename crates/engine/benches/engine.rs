@@ -10,7 +10,7 @@ use slipstream_base::{
 };
 use slipstream_engine::pool::BlockPool;
 use slipstream_engine::timing::Constant;
-use slipstream_engine::{Engine, OutputModel, PassOutput};
+use slipstream_engine::{DecodeRun, Engine, OutputModel, PassOutput};
 
 fn engine(num_gpu_blocks: u32, block_size: u32) -> Engine {
     let config = EngineConfig {
@@ -90,45 +90,55 @@ fn step(c: &mut Criterion) {
 }
 
 /// A whole request as the simulator sends it: 12,000 tokens in blocks of 64, half of them cached
-/// with another request, 340 tokens out, beside 31 others.
+/// with another request, 340 tokens out, beside 31 others. Pass by pass, and jumping.
 fn request_life(c: &mut Criterion) {
     let mut group = c.benchmark_group("engine_request");
     group.throughput(Throughput::Elements(1));
-    group.bench_function("12000_in_340_out_batch_32", |b| {
-        let mut engine = engine(16_384, 64);
-        let mut out = PassOutput::default();
-        let (mut next, mut now) = (0u64, SimTime(0));
-        let make = |next: u64| {
-            let mut r = request(next, 12_000, 64, 340, true);
-            let shared = (0..93).map(|j| BlockHash::default().child_of_id(next / 2, j));
-            let own = (93..187).map(|j| BlockHash::default().child_of_id(next, j));
-            r.prompt = Prompt::from_parts(
-                12_000,
-                64,
-                shared.chain(own).collect(),
-                Tail::Opaque { id: next },
-            )
-            .expect("shapes agree");
-            r
-        };
-        for _ in 0..32 {
-            engine.add(now, make(next)).expect("fits");
-            next += 1;
-        }
-        b.iter(|| {
-            let mut done = 0;
-            while done == 0 {
-                now = engine.begin_pass(now).expect("never idle");
-                engine.finish_pass(&mut out);
-                done = out.finished.len();
-                for _ in 0..done {
-                    engine.add(now, make(next)).expect("fits");
-                    next += 1;
-                }
+    for (name, jump) in [
+        ("12000_340_of_32_single", false),
+        ("12000_340_of_32_jump", true),
+    ] {
+        group.bench_function(name, |b| {
+            let mut engine = engine(16_384, 64);
+            let mut out = PassOutput::default();
+            let (mut next, mut now) = (0u64, SimTime(0));
+            let make = |next: u64| {
+                let mut r = request(next, 12_000, 64, 340, true);
+                let shared = (0..93).map(|j| BlockHash::default().child_of_id(next / 2, j));
+                let own = (93..187).map(|j| BlockHash::default().child_of_id(next, j));
+                r.prompt = Prompt::from_parts(
+                    12_000,
+                    64,
+                    shared.chain(own).collect(),
+                    Tail::Opaque { id: next },
+                )
+                .expect("shapes agree");
+                r
+            };
+            engine.list_tokens(!jump);
+            let mut run = DecodeRun::default();
+            for _ in 0..32 {
+                engine.add(now, make(next)).expect("fits");
+                next += 1;
             }
-            done
+            b.iter(|| {
+                let mut done = 0;
+                while done == 0 {
+                    if jump && engine.decode_run(now, SimTime::MAX, u32::MAX, &mut run) > 0 {
+                        now = *run.ends.last().expect("at least one pass");
+                    }
+                    now = engine.begin_pass(now).expect("never idle");
+                    engine.finish_pass(&mut out);
+                    done = out.finished.len();
+                    for _ in 0..done {
+                        engine.add(now, make(next)).expect("fits");
+                        next += 1;
+                    }
+                }
+                done
+            });
         });
-    });
+    }
     group.finish();
 }
 

@@ -1,5 +1,7 @@
 //! The scheduler: which sequences a pass works on, and what becomes of them.
 
+mod jump;
+
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -17,6 +19,8 @@ use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockId, BlockPool};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, Sums, Waiting};
+
+pub use jump::DecodeRun;
 
 /// One rank of one engine: its scheduler and its KV cache.
 ///
@@ -38,6 +42,7 @@ pub struct Engine {
     limits: Limits,
     timing: Box<dyn StepTime>,
     output: OutputModel,
+    lists_tokens: bool,
 
     pool: BlockPool,
     sequences: Slab,
@@ -66,6 +71,7 @@ pub struct Engine {
     // Scratch.
     hits: Vec<BlockId>,
     block_tokens: Vec<TokenId>,
+    phases: jump::Phases,
 }
 
 /// As configured, for refusals.
@@ -219,6 +225,7 @@ impl Engine {
             },
             timing,
             output,
+            lists_tokens: true,
             pool: BlockPool::new(config.num_gpu_blocks),
             sequences: Slab::default(),
             by_id: HashMap::default(),
@@ -239,6 +246,7 @@ impl Engine {
             prefix_hit_tokens: 0,
             hits: Vec::new(),
             block_tokens: Vec::new(),
+            phases: jump::Phases::default(),
         })
     }
 
@@ -613,13 +621,7 @@ impl Engine {
         if full.is_empty() {
             return;
         }
-        let mut parent = match full.start {
-            0 => sequence.request.prompt.root(),
-            n => self
-                .pool
-                .hash(sequence.table[n as usize - 1])
-                .expect("full blocks behind have a hash"),
-        };
+        let mut parent = parent_of(sequence, full.start, &self.pool);
         for j in full {
             let hash = block_hash(
                 sequence,
@@ -632,6 +634,15 @@ impl Engine {
             self.pool.cache(block, hash, parent, &mut self.ops);
             parent = hash;
         }
+    }
+
+    /// Hash and parent of the full block `j` of a running sequence.
+    fn generated_block(&mut self, slot: u32, j: u32) -> (BlockHash, BlockHash) {
+        let sequence = &self.sequences[slot];
+        let parent = parent_of(sequence, j, &self.pool);
+        let vocab = &self.output.vocab;
+        let hash = block_hash(sequence, j, parent, vocab, &mut self.block_tokens);
+        (hash, parent)
     }
 
     fn leave_waiting(&mut self, slot: u32) {
@@ -690,12 +701,19 @@ impl Engine {
             r.len += 1;
             r.decoding = true;
             let ends = r.len == r.end_len;
-            let token = if ends && r.natural_end {
-                self.output.eos
-            } else {
-                output_token(&self.output.vocab, r.seed, position)
-            };
-            out.tokens.push((r.id, token));
+            out.token_count += 1;
+            let mut stops = false;
+            if self.lists_tokens || r.stops {
+                let token = if ends && r.natural_end {
+                    self.output.eos
+                } else {
+                    output_token(&self.output.vocab, r.seed, position)
+                };
+                if self.lists_tokens {
+                    out.tokens.push((r.id, token));
+                }
+                stops = r.stops && stops_at(&self.sequences[r.slot], position, token);
+            }
             if position == 0 {
                 let (r, sequence) = (*r, &self.sequences[r.slot]);
                 out.first.push(FirstToken {
@@ -706,13 +724,9 @@ impl Engine {
                     first_pass_start: pass.start,
                 });
             }
-            let r = self.running[at];
-            if r.stops && self.stops_at(&r, token) {
+            if ends || stops {
                 gone += 1;
-                self.finish(at, FinishReason::Stop, out);
-            } else if ends {
-                gone += 1;
-                let reason = if r.natural_end {
+                let reason = if stops || self.running[at].natural_end {
                     FinishReason::Stop
                 } else {
                     FinishReason::Length
@@ -729,13 +743,6 @@ impl Engine {
             self.running.len() + self.waiting.len() as usize,
             self.by_id.len()
         );
-    }
-
-    /// True if the token just generated is a stop token that counts.
-    fn stops_at(&self, r: &Running, token: TokenId) -> bool {
-        let params = &self.sequences[r.slot].request.params;
-        // As the end-of-sequence token, masked while fewer than min_tokens are out.
-        r.len - r.prompt_len > params.min_tokens && params.stop_token_ids.contains(&token)
     }
 
     fn finish(&mut self, at: usize, reason: FinishReason, out: &mut PassOutput) {
@@ -761,6 +768,12 @@ impl Engine {
         fpm.scheduled_prefill = prefill_stats(&pass.chunks);
         fpm.scheduled_prefill_kv_tokens = pass.load.prefill_context - pass.load.prefill_tokens;
         fpm.scheduled_decode = decode_stats(&pass.contexts);
+    }
+
+    /// Whether passes list their output tokens (they do unless told otherwise). A simulator needs
+    /// no more than their number.
+    pub fn list_tokens(&mut self, on: bool) {
+        self.lists_tokens = on;
     }
 
     /// True between `begin_pass` and `finish_pass`.
@@ -891,6 +904,23 @@ impl Plan {
             self.load.prefill_attention -= part.prefill_attention;
             self.chunks.remove(r.scheduled);
         }
+    }
+}
+
+/// True if output token number `position` is a stop token that counts.
+fn stops_at(sequence: &Sequence, position: u32, token: TokenId) -> bool {
+    let params = &sequence.request.params;
+    // As the end-of-sequence token, masked while fewer than min_tokens are out.
+    position >= params.min_tokens && params.stop_token_ids.contains(&token)
+}
+
+/// What block `j` of a running sequence follows, all blocks before it being full.
+fn parent_of(sequence: &Sequence, j: u32, pool: &BlockPool) -> BlockHash {
+    match j {
+        0 => sequence.request.prompt.root(),
+        _ => pool
+            .hash(sequence.table[j as usize - 1])
+            .expect("full blocks have a hash"),
     }
 }
 

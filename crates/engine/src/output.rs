@@ -10,11 +10,14 @@ pub struct PassOutput {
     pub start: SimTime,
     /// When it ended, by the model: the time of every token in it.
     pub end: SimTime,
-    /// Tokens in the order in which the engine ran their sequences; at most one a sequence.
+    /// Output tokens of the pass, at most one a sequence.
+    pub token_count: u32,
+    /// Those tokens, in the order in which the engine ran their sequences; empty if the engine was
+    /// told not to list them ([`Engine::list_tokens`](crate::Engine::list_tokens)).
     pub tokens: Vec<(RequestId, TokenId)>,
-    /// Sequences whose first token is among `tokens`, in the same order.
+    /// Sequences whose first token came in this pass, in the same order.
     pub first: Vec<FirstToken>,
-    /// Sequences whose last token is among `tokens`, in the same order.
+    /// Sequences whose last token came in this pass, in the same order.
     pub finished: Vec<Finished>,
     /// How the KV cache changed since the last delta. Publish it unless `ops` is empty: an empty
     /// delta takes no number.
@@ -25,6 +28,7 @@ pub struct PassOutput {
 
 impl PassOutput {
     pub(crate) fn clear(&mut self) {
+        self.token_count = 0;
         self.tokens.clear();
         self.first.clear();
         self.finished.clear();

@@ -43,6 +43,14 @@ pub(crate) struct Add {
     stops: bool,
 }
 
+impl Add {
+    /// Longer answers, no stop tokens: more to jump over.
+    pub(crate) fn lengthen(&mut self) {
+        self.max_tokens *= 2;
+        self.stops = self.stops && self.seed == 0;
+    }
+}
+
 pub(crate) fn add() -> impl Strategy<Value = Add> {
     (
         (

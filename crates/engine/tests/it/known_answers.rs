@@ -437,6 +437,39 @@ fn a_victim_already_scheduled_gives_its_budget_back() {
 }
 
 #[test]
+fn the_budget_of_a_victim_serves_those_behind_it() {
+    let mut rig = Rig::new(&EngineConfig {
+        block_size: 2,
+        max_num_batched_tokens: 10,
+        scheduling_policy: SchedulingPolicy::Priority,
+        ..small(33)
+    });
+    let add = |rig: &mut Rig, id, len, priority| {
+        let mut r = request(id, &[1], 20);
+        r.prompt = Prompt::from_tokens(&tokens_of(id, len), 2, ROOT).unwrap();
+        r.priority = priority;
+        rig.add(r).unwrap();
+    };
+    add(&mut rig, 0, 5, 9);
+    rig.step();
+    add(&mut rig, 1, 5, 0);
+    add(&mut rig, 2, 54, 0);
+    // The long prompt gets what the two leave: 4 tokens, then 8 a pass.
+    for pass in 1..=6u64 {
+        rig.step();
+        let (_, tokens, _, decodes, _) = rig.work();
+        assert_eq!((tokens, decodes), if pass == 1 { (9, 1) } else { (8, 2) });
+    }
+    // 0 has computed 11 tokens, 1 has 10, 2 has 44: 6 + 5 + 22 blocks.
+    assert_eq!(rig.engine.stats().free_blocks, 0);
+    // 0 needs none for its twelfth token and is scheduled. 1 needs one for its eleventh: 0 gives way,
+    // and its token of the budget goes to the long prompt.
+    rig.step();
+    assert_eq!(rig.engine.stats().preemptions, 1);
+    assert_eq!(rig.work(), (1, 9, 44, 1, 11));
+}
+
+#[test]
 fn answers_end_as_asked() {
     // natural length; max, min, ignore_eos; tokens, reason, whether the last one is EOS
     let cases = [

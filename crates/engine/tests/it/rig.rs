@@ -82,6 +82,7 @@ impl Rig {
         self.engine.finish_pass(&mut self.out);
         self.engine.audit();
         assert_eq!((self.out.start, self.out.end), (self.now, end));
+        assert_eq!(self.out.token_count as usize, self.out.tokens.len());
         self.now = end;
         for &(id, token) in &self.out.tokens {
             self.answers.entry(id.0).or_default().push(token);

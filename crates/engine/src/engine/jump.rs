@@ -1,0 +1,281 @@
+//! Many decode passes at once, for a driver whose time is virtual.
+
+use std::ops::Range;
+
+use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RequestId, SimTime};
+
+use super::{Engine, Running, decode_stats};
+use crate::timing::StepLoad;
+use crate::waiting::Sums;
+
+/// What a run of decode passes did: in each of them every running sequence got one token, none
+/// its first and none its last. A driver keeps one and hands it in again and again.
+#[derive(Clone, Debug, Default)]
+pub struct DecodeRun {
+    /// When the first pass began.
+    pub start: SimTime,
+    /// When each pass ended, and the next one began. As many as there were passes.
+    pub ends: Vec<SimTime>,
+    /// How the KV cache changed, in the order of happening.
+    pub kv_ops: Vec<KvOp>,
+    /// Where in `kv_ops` the changes of each pass end. Shape `[ends.len()]`.
+    pub kv_ends: Vec<u32>,
+    /// Number of the delta of the first pass that changed something; each that did has one.
+    pub kv_sequence: u64,
+    /// Record of the first pass.
+    first: ForwardPassMetrics,
+}
+
+impl DecodeRun {
+    /// The changes of pass `index`. One delta, unless empty: then it takes no number.
+    pub fn kv_of(&self, index: usize) -> &[KvOp] {
+        let begin = match index {
+            0 => 0,
+            _ => self.kv_ends[index - 1],
+        };
+        &self.kv_ops[begin as usize..self.kv_ends[index] as usize]
+    }
+
+    /// Sequences that got a token in each pass.
+    pub fn sequences(&self) -> u32 {
+        self.first.scheduled_decode.requests
+    }
+
+    /// Fills `out` with the record of pass `index`.
+    pub fn fpm_of(&self, index: usize, out: &mut ForwardPassMetrics) {
+        out.clone_from(&self.first);
+        out.counter += index as u64;
+        // Every context grows by one a pass, so their spread stays.
+        out.scheduled_decode.kv_tokens += index as u64 * u64::from(self.sequences());
+        let start = match index {
+            0 => self.start,
+            _ => self.ends[index - 1],
+        };
+        out.wall_time_s = self.ends[index].since(start) as f64 / 1e9;
+    }
+
+    fn clear(&mut self) {
+        self.ends.clear();
+        self.kv_ops.clear();
+        self.kv_ends.clear();
+    }
+}
+
+/// Scratch of [`Engine::decode_run`].
+#[derive(Default)]
+pub(super) struct Phases {
+    /// Places in the running queue, by how many tokens their last block holds (`computed` modulo
+    /// the block size), in order within each.
+    places: Vec<u32>,
+    /// Where the places of each phase begin in `places`. Shape `[block_size + 1]`.
+    begins: Vec<u32>,
+    /// Hashes and parents of the blocks that a pass fills.
+    filled: Vec<(BlockHash, BlockHash)>,
+}
+
+impl Phases {
+    fn sort(&mut self, running: &[Running], block_size: u32) {
+        self.begins.clear();
+        self.begins.resize(block_size as usize + 1, 0);
+        for r in running {
+            self.begins[(r.computed % block_size) as usize] += 1;
+        }
+        let mut begin = 0;
+        for count in &mut self.begins {
+            begin += std::mem::replace(count, begin);
+        }
+        self.places.resize(running.len(), 0);
+        for (place, r) in running.iter().enumerate() {
+            let at = &mut self.begins[(r.computed % block_size) as usize];
+            self.places[*at as usize] = place as u32;
+            *at += 1;
+        }
+        // Each begin has moved on to the next one's.
+        self.begins.rotate_right(1);
+        self.begins[0] = 0;
+    }
+
+    /// Places whose blocks hold `phase` tokens.
+    fn at(&self, phase: u32) -> Range<usize> {
+        self.begins[phase as usize] as usize..self.begins[phase as usize + 1] as usize
+    }
+}
+
+impl Engine {
+    /// Runs up to `max_passes` passes that only decode, the first of them at `now`, and returns how
+    /// many it ran: with the same result as as many single passes, in O(sequences + passes + blocks
+    /// moved) together.
+    ///
+    /// It stops before a pass that would end at `until` or later (something may happen then that the
+    /// pass must see, or an abort in the middle of it), in which a sequence ends, that lacks a block,
+    /// or that could admit a waiting sequence. 0 if that is so at once, or if a sequence is in
+    /// prefill or has stop tokens: a single pass comes next then.
+    ///
+    /// No output tokens are made up; they are in [`output_token`](crate::output_token), if anyone
+    /// asks.
+    ///
+    /// # Panics
+    /// If a pass is under way.
+    pub fn decode_run(
+        &mut self,
+        now: SimTime,
+        until: SimTime,
+        max_passes: u32,
+        run: &mut DecodeRun,
+    ) -> u32 {
+        assert!(self.pass.is_none(), "finish_pass() comes first");
+        run.clear();
+        run.start = now;
+        if !self.waiting_cannot_move() {
+            return 0;
+        }
+        let mut contexts = Sums::default();
+        let mut quiet = max_passes;
+        for r in &self.running {
+            if !r.decoding || r.stops {
+                return 0;
+            }
+            quiet = quiet.min(r.end_len - r.len - 1);
+            contexts.add(r.len);
+        }
+        if quiet == 0 || self.running.is_empty() {
+            return 0;
+        }
+        let mut phases = std::mem::take(&mut self.phases);
+        phases.sort(&self.running, self.block_size);
+        let passes = self.run_passes(now, until, quiet, contexts.tokens, &mut phases, run);
+        self.phases = phases;
+        if passes == 0 {
+            return 0;
+        }
+        for r in &mut self.running {
+            r.computed += passes;
+            r.len += passes;
+        }
+        run.kv_sequence = self.kv_sequence;
+        std::mem::swap(&mut run.kv_ops, &mut self.ops);
+        let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
+        self.kv_sequence += changed.count() as u64;
+        self.heartbeat(&mut run.first);
+        run.first.scheduled_decode = decode_stats(&contexts);
+        self.fpm_counter += u64::from(passes) - 1;
+        self.passes += u64::from(passes);
+        passes
+    }
+
+    /// True if no waiting sequence can be admitted while the running ones do nothing but decode.
+    fn waiting_cannot_move(&mut self) -> bool {
+        let running = self.running.len() as u32;
+        if running > self.max_num_batched_tokens {
+            return false; // not all of them are in a pass
+        }
+        match self.waiting.first() {
+            None => true,
+            Some(head) => {
+                running >= self.max_num_seqs
+                    || running == self.max_num_batched_tokens
+                    || self.is_stuck(head)
+            }
+        }
+    }
+
+    /// The passes themselves: their times, and the blocks that they take and fill. Leaves `computed`
+    /// and `len` as they were.
+    fn run_passes(
+        &mut self,
+        now: SimTime,
+        until: SimTime,
+        quiet: u32,
+        context: u64,
+        phases: &mut Phases,
+        run: &mut DecodeRun,
+    ) -> u32 {
+        let size = self.block_size;
+        let mut load = StepLoad {
+            decode_sequences: self.running.len() as u32,
+            decode_context: context,
+            ..StepLoad::default()
+        };
+        let mut end = now;
+        for pass in 1..=quiet {
+            end += self.timing.step_ns(&load);
+            if end >= until {
+                return pass - 1;
+            }
+            // The pass computes token `computed + pass`: it needs a block if that is the first in
+            // one, and fills it if it is the last.
+            let growing = phases.at((size - (pass - 1) % size) % size);
+            let filling = if self.caching {
+                phases.at((size - pass % size) % size)
+            } else {
+                0..0
+            };
+            if growing.len() as u32 > self.pool.free() {
+                return pass - 1;
+            }
+            if !self.hash_filled(pass, filling.clone(), phases) {
+                return pass - 1;
+            }
+            self.move_blocks(pass, growing, filling, phases);
+            run.ends.push(end);
+            run.kv_ends.push(self.ops.len() as u32);
+            load = load.next_decode();
+        }
+        quiet
+    }
+
+    /// Hashes the blocks that the sequences in `filling` fill in `pass`; false if one of them is what
+    /// the head of the waiting queue is waiting for.
+    fn hash_filled(&mut self, pass: u32, filling: Range<usize>, phases: &mut Phases) -> bool {
+        phases.filled.clear();
+        for i in filling {
+            let r = &self.running[phases.places[i] as usize];
+            let j = (r.computed + pass) / self.block_size - 1;
+            let (hash, parent) = self.generated_block(r.slot, j);
+            if self.stuck.is_some_and(|s| s.next_block == Some(hash)) {
+                return false;
+            }
+            phases.filled.push((hash, parent));
+        }
+        true
+    }
+
+    /// Takes and fills blocks, in the order of the running queue.
+    fn move_blocks(
+        &mut self,
+        pass: u32,
+        mut growing: Range<usize>,
+        mut filling: Range<usize>,
+        phases: &Phases,
+    ) {
+        let mut filled = phases.filled.iter();
+        loop {
+            let first = |range: &Range<usize>| phases.places[range.clone()].first().copied();
+            let grows = first(&growing).unwrap_or(u32::MAX);
+            let fills = first(&filling).unwrap_or(u32::MAX);
+            if grows == u32::MAX && fills == u32::MAX {
+                return;
+            }
+            // Blocks of one token are taken and filled at once, in this order.
+            if grows <= fills {
+                growing.start += 1;
+                let r = &mut self.running[grows as usize];
+                r.capacity += self.block_size;
+                let block = self.pool.allocate(&mut self.ops);
+                self.sequences[r.slot].table.push(block);
+            } else {
+                filling.start += 1;
+                let r = &self.running[fills as usize];
+                let j = (r.computed + pass) / self.block_size - 1;
+                let block = self.sequences[r.slot].table[j as usize];
+                let &(hash, parent) = filled.next().expect("hash_filled() made one for each");
+                self.pool.cache(block, hash, parent, &mut self.ops);
+            }
+        }
+    }
+
+    /// Ids of the running sequences, in the order in which they run.
+    pub fn running_ids(&self) -> impl Iterator<Item = RequestId> + '_ {
+        self.running.iter().filter(|r| !r.gone).map(|r| r.id)
+    }
+}

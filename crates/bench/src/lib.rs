@@ -1,1 +1,27 @@
-//! Load generator for any OpenAI endpoint.
+//! Loads an OpenAI endpoint with a workload, and measures what its clients see.
+//!
+//! Latency counts from when a request was *due*, so a slow server cannot hide behind a load
+//! generator that waits for it (coordinated omission). Memory is bounded: histograms instead of
+//! lists, drag records streamed to disk. The generator knows HTTP and the OpenAI API, and nothing
+//! of the server behind it.
+//!
+//! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
+//! - [`body`]: requests rendered from prompt segments.
+//! - [`measure`]: histograms and counts; [`slo`]: objectives; [`process`]: CPU and memory.
+//! - [`run`]: the run itself, on one or more threads of single-threaded runtimes.
+#![forbid(unsafe_code)]
+
+mod alarm;
+pub mod answer;
+pub mod body;
+mod client;
+pub mod http;
+pub mod measure;
+pub mod process;
+pub mod run;
+pub mod slo;
+mod target;
+
+pub use run::{BenchError, Config, Outcome, Progress, run};
+pub use slo::Slo;
+pub use target::{Endpoint, PromptForm, Target};

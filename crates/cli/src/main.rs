@@ -27,6 +27,8 @@ enum Command {
     Serve(cmd::serve::Args),
     /// Simulate, measure and load the CPU scheduler
     Sched(cmd::sched::Args),
+    /// Load an OpenAI endpoint and report what its clients see
+    Bench(Box<cmd::bench::Args>),
 }
 
 fn main() -> ExitCode {
@@ -34,6 +36,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
+        Command::Bench(args) => cmd::bench::run(&args),
     };
     match result {
         Ok(code) => code,

@@ -34,7 +34,7 @@ pub struct RunReport {
     /// Counts of requests.
     pub requests: RequestCounts,
     /// Failed requests by kind.
-    pub errors: BTreeMap<String, u64>,
+    pub errors: BTreeMap<String, ErrorCount>,
     /// Counts of tokens.
     pub tokens: TokenCounts,
     /// Rates over `duration_s`.
@@ -72,6 +72,15 @@ pub struct RequestCounts {
     pub skipped_lines: u64,
     /// Sent again on a fresh connection or after a `Retry-After`.
     pub retries: u64,
+}
+
+/// Failures of one kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorCount {
+    /// How many.
+    pub count: u64,
+    /// What the first one said.
+    pub example: String,
 }
 
 /// Counts of tokens over answered requests.
@@ -221,8 +230,12 @@ impl RunReport {
             }
         }
         say(counts);
-        for (kind, count) in &self.errors {
-            say(format!("  failed: {kind}: {}", grouped(*count)));
+        for (kind, error) in &self.errors {
+            let ErrorCount { count, example } = error;
+            say(format!(
+                "  failed: {} {kind}, such as: {example}",
+                grouped(*count)
+            ));
         }
         say(format!(
             "throughput {} requests/s, {} input tokens/s, {} output tokens/s",
@@ -339,7 +352,14 @@ pub(crate) mod tests {
                 failed: 2,
                 ..RequestCounts::default()
             },
-            errors: [("http 503".to_owned(), 2)].into(),
+            errors: [(
+                "http 503".to_owned(),
+                ErrorCount {
+                    count: 2,
+                    example: "every worker is busy".to_owned(),
+                },
+            )]
+            .into(),
             tokens: TokenCounts {
                 input: 1_024_000,
                 output: 128_000,

@@ -66,15 +66,15 @@ impl Vocabulary {
             enough even every eye face fact family far farm father feel few find fire first fish \
             five follow food for form found four friend from full game gave get girl give go good \
             got great group grow had half hand hard has have he head hear help her here high him \
-            his hold home horse hot hour house how idea if important in into is it just keep kind \
+            his hold home horse hot hour house idea if important in into is it just keep kind \
             king knew know land large last late learn leave left let letter life light like line \
-            list little live long look love low made make man many map mark may me mean men might \
+            list little live long look love made make man many map mark may me mean men might \
             mile mind money moon more morning most mother move much music must my name near need \
             never new next night no north not note nothing now number of off often oil old on \
             once one only open or order other our out over own page paper part pass people person \
             place plain plan plant play point power problem put question quick rain ran reach \
             read real red rest right river road rock room round rule run said same saw say school \
-            sea second see seem self sentence set seven several shall she ship short should show \
+            sea second see seem self sentence set seven several she ship short should show \
             side simple since sing sit six size sleep slow small snow so some song soon sound \
             south space special stand star start state stay step still stood stop story street \
             strong study such sun sure table take talk teach tell ten than that the their them \

@@ -23,6 +23,19 @@ pub struct Workload {
     pub content: Content,
 }
 
+impl Default for Workload {
+    fn default() -> Self {
+        Workload {
+            seed: 0,
+            requests: None,
+            duration_s: None,
+            time_scale: 1.0,
+            arrival: Arrival::Closed { concurrency: 1 },
+            content: Content::Generated(vec![Class::default()]),
+        }
+    }
+}
+
 /// When sessions begin. A session is one conversation, and most often one request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Arrival {

@@ -1,0 +1,79 @@
+//! Waits for a moment of `CLOCK_MONOTONIC`, to the microsecond where the system allows it.
+//!
+//! Tokio's timers count in milliseconds, which would send every request of an open loop up to a
+//! millisecond late; so on Linux a timerfd stands in.
+
+#[cfg(target_os = "linux")]
+mod imp {
+    use std::os::fd::OwnedFd;
+
+    use rustix::time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    };
+    use tokio::io::unix::AsyncFd;
+
+    /// One alarm, set again and again.
+    #[derive(Debug)]
+    pub(crate) struct Alarm(AsyncFd<OwnedFd>);
+
+    impl Alarm {
+        pub(crate) fn new() -> std::io::Result<Alarm> {
+            let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+            let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+            // Deprecated for types that may hand out a closed descriptor; an `OwnedFd` cannot, and
+            // the call that replaces it is unsafe.
+            #[allow(deprecated)]
+            Ok(Alarm(AsyncFd::new(fd)?))
+        }
+
+        /// Returns once the clock shows `at_ns`, at once if it already does.
+        pub(crate) async fn wait_until(&mut self, at_ns: u64) -> std::io::Result<()> {
+            let spec = Itimerspec {
+                it_interval: Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                },
+                // 0 would disarm the timer.
+                it_value: Timespec {
+                    tv_sec: (at_ns / 1_000_000_000) as _,
+                    tv_nsec: (at_ns % 1_000_000_000).max(1) as _,
+                },
+            };
+            timerfd_settime(self.0.get_ref(), TimerfdTimerFlags::ABSTIME, &spec)?;
+            loop {
+                let mut ready = self.0.readable().await?;
+                let mut count = [0u8; 8];
+                // Reading resets it. Not ready after all (an alarm set again): wait on.
+                match rustix::io::read(self.0.get_ref(), &mut count) {
+                    Ok(_) => return Ok(()),
+                    Err(rustix::io::Errno::AGAIN) => ready.clear_ready(),
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod imp {
+    use std::time::Duration;
+
+    /// One alarm, to tokio's millisecond.
+    #[derive(Debug)]
+    pub(crate) struct Alarm;
+
+    impl Alarm {
+        pub(crate) fn new() -> std::io::Result<Alarm> {
+            Ok(Alarm)
+        }
+
+        pub(crate) async fn wait_until(&mut self, at_ns: u64) -> std::io::Result<()> {
+            let left = at_ns.saturating_sub(crate::process::monotonic_ns());
+            tokio::time::sleep(Duration::from_nanos(left)).await;
+            Ok(())
+        }
+    }
+}
+
+pub(crate) use imp::Alarm;

@@ -1,0 +1,307 @@
+//! What a run has shown so far: histograms and counts, one set a thread, added up at the end.
+
+use std::collections::BTreeMap;
+
+use slipstream_report::Latency;
+use slipstream_report::run::{
+    ErrorCount, Goodput, Latencies, RequestCounts, Throughput, TokenCounts,
+};
+
+use crate::slo::{Shown, Slo};
+
+/// Times of one request as its answer arrives, ns of `CLOCK_MONOTONIC`.
+///
+/// Tokens that arrive in one read share its time: the gaps between them are 0, which is what the
+/// program that reads them sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeline {
+    /// When it was due.
+    pub due: u64,
+    /// When it was handed to the socket; 0: not yet.
+    pub sent: u64,
+    /// When the first text arrived; 0: not yet.
+    pub first: u64,
+    /// When the last text arrived; 0: not yet.
+    pub last: u64,
+    /// Longest gap between two events with text.
+    pub gap_max: u64,
+}
+
+impl Timeline {
+    /// A request that was due at `due`.
+    pub fn new(due: u64) -> Timeline {
+        Timeline {
+            due,
+            sent: 0,
+            first: 0,
+            last: 0,
+            gap_max: 0,
+        }
+    }
+
+    /// `events` events with text came in one read at `now`; gaps go to `itl`.
+    pub fn on_events(&mut self, events: u64, now: u64, itl: &mut Latency) {
+        if events == 0 {
+            return;
+        }
+        let together = if self.first == 0 {
+            self.first = now;
+            events - 1
+        } else {
+            let gap = now.saturating_sub(self.last);
+            self.gap_max = self.gap_max.max(gap);
+            itl.record(gap);
+            events - 1
+        };
+        itl.record_n(0, together);
+        self.last = now;
+    }
+
+    /// What the request showed, with `output_tokens` in `events` events.
+    pub fn shown(&self, output_tokens: u64, events: u64) -> Shown {
+        let after_first = self.last.saturating_sub(self.first);
+        let over = |count: u64| {
+            after_first
+                .checked_div(count.saturating_sub(1))
+                .unwrap_or(0)
+        };
+        Shown {
+            ttft: self.first.saturating_sub(self.due),
+            itl: over(events),
+            itl_max: self.gap_max,
+            tpot: over(output_tokens),
+            e2e: self.last.saturating_sub(self.due),
+        }
+    }
+}
+
+/// An answered request.
+#[derive(Clone, Copy, Debug)]
+pub struct Answered {
+    /// Its times.
+    pub timeline: Timeline,
+    /// Prompt tokens, by the server's count or the workload's.
+    pub input_tokens: u64,
+    /// Answer tokens, by the server's count or one an event.
+    pub output_tokens: u64,
+    /// Prompt tokens found cached, if the server says.
+    pub cached_tokens: Option<u64>,
+    /// Events with text.
+    pub events: u64,
+    /// Whether tokens came one by one, so that gaps and TPOT mean something.
+    pub streamed: bool,
+}
+
+/// Sums over requests.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// Gaps between tokens, recorded while answers arrive.
+    pub itl: Latency,
+    ttft: Latency,
+    tpot: Latency,
+    e2e: Latency,
+    send_lag: Latency,
+    /// Requests counted.
+    pub requests: RequestCounts,
+    /// Failures by kind.
+    pub errors: BTreeMap<String, ErrorCount>,
+    tokens: TokenCounts,
+    met: u64,
+    first_due: Option<u64>,
+    last_end: u64,
+}
+
+impl Totals {
+    /// Counts a request that was answered.
+    pub fn on_answered(&mut self, answered: &Answered, slo: Option<&Slo>) {
+        let t = &answered.timeline;
+        self.on_ended(t, t.last);
+        self.requests.succeeded += 1;
+        let shown = t.shown(answered.output_tokens, answered.events);
+        self.ttft.record(shown.ttft);
+        self.e2e.record(shown.e2e);
+        if answered.streamed && answered.output_tokens > 1 {
+            self.tpot.record(shown.tpot);
+        }
+        self.tokens.input += answered.input_tokens;
+        self.tokens.output += answered.output_tokens;
+        self.tokens.events += answered.events;
+        if let Some(cached) = answered.cached_tokens {
+            *self.tokens.cached.get_or_insert(0) += cached;
+        }
+        self.met += u64::from(slo.is_some_and(|slo| slo.is_met(&shown)));
+    }
+
+    /// Counts a request that failed at `now`. `kind` is one of a few; `example` says more.
+    pub fn on_failed(&mut self, timeline: &Timeline, kind: &str, example: &str, now: u64) {
+        self.on_ended(timeline, now);
+        self.requests.failed += 1;
+        self.count_error(kind, 1, example);
+    }
+
+    fn count_error(&mut self, kind: &str, count: u64, example: &str) {
+        if let Some(error) = self.errors.get_mut(kind) {
+            error.count += count;
+        } else {
+            let example = example.to_owned();
+            self.errors
+                .insert(kind.to_owned(), ErrorCount { count, example });
+        }
+    }
+
+    fn on_ended(&mut self, timeline: &Timeline, end: u64) {
+        self.requests.sent += 1;
+        if timeline.sent > 0 {
+            self.send_lag
+                .record(timeline.sent.saturating_sub(timeline.due));
+        }
+        let first = self.first_due.map_or(timeline.due, |f| f.min(timeline.due));
+        self.first_due = Some(first);
+        self.last_end = self.last_end.max(end);
+    }
+
+    /// Adds everything that `other` holds.
+    pub fn add(&mut self, other: &Totals) {
+        for (mine, theirs) in [
+            (&mut self.itl, &other.itl),
+            (&mut self.ttft, &other.ttft),
+            (&mut self.tpot, &other.tpot),
+            (&mut self.e2e, &other.e2e),
+            (&mut self.send_lag, &other.send_lag),
+        ] {
+            mine.add(theirs);
+        }
+        let (mine, theirs) = (&mut self.requests, &other.requests);
+        mine.sent += theirs.sent;
+        mine.succeeded += theirs.succeeded;
+        mine.failed += theirs.failed;
+        mine.warmup += theirs.warmup;
+        mine.abandoned += theirs.abandoned;
+        // Every thread reads the whole trace and meets the same bad lines.
+        mine.skipped_lines = mine.skipped_lines.max(theirs.skipped_lines);
+        mine.retries += theirs.retries;
+        for (kind, error) in &other.errors {
+            self.count_error(kind, error.count, &error.example);
+        }
+        self.tokens.input += other.tokens.input;
+        self.tokens.output += other.tokens.output;
+        self.tokens.events += other.tokens.events;
+        if let Some(cached) = other.tokens.cached {
+            *self.tokens.cached.get_or_insert(0) += cached;
+        }
+        self.met += other.met;
+        self.first_due = match (self.first_due, other.first_due) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        self.last_end = self.last_end.max(other.last_end);
+    }
+
+    /// First due to last end, s.
+    pub fn duration_s(&self) -> f64 {
+        let from = self.first_due.unwrap_or(self.last_end);
+        self.last_end.saturating_sub(from) as f64 / 1e9
+    }
+
+    /// Counts of tokens.
+    pub fn tokens(&self) -> TokenCounts {
+        self.tokens
+    }
+
+    /// Rates over the duration.
+    pub fn throughput(&self) -> Throughput {
+        Throughput {
+            requests_per_s: self.per_s(self.requests.succeeded),
+            input_tokens_per_s: self.per_s(self.tokens.input),
+            output_tokens_per_s: self.per_s(self.tokens.output),
+        }
+    }
+
+    /// Percentiles.
+    pub fn latencies(&self) -> Latencies {
+        Latencies {
+            ttft_ms: self.ttft.percentiles(),
+            itl_ms: self.itl.percentiles(),
+            tpot_ms: self.tpot.percentiles(),
+            e2e_ms: self.e2e.percentiles(),
+            send_lag_ms: self.send_lag.percentiles(),
+        }
+    }
+
+    /// Requests that met `slo`.
+    pub fn goodput(&self, slo: &Slo) -> Goodput {
+        Goodput {
+            slo: slo.to_string(),
+            met: self.met,
+            share: self.met as f64 / self.requests.sent.max(1) as f64,
+            requests_per_s: self.per_s(self.met),
+        }
+    }
+
+    fn per_s(&self, count: u64) -> f64 {
+        let duration = self.duration_s();
+        if duration > 0.0 {
+            count as f64 / duration
+        } else {
+            0.0
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answered(due: u64, events: &[(u64, u64)]) -> (Answered, Latency) {
+        let mut itl = Latency::default();
+        let mut timeline = Timeline::new(due);
+        timeline.sent = due + 1;
+        for &(count, at) in events {
+            timeline.on_events(count, at, &mut itl);
+        }
+        let tokens = events.iter().map(|e| e.0).sum();
+        let answered = Answered {
+            timeline,
+            input_tokens: 10,
+            output_tokens: tokens,
+            cached_tokens: Some(4),
+            events: tokens,
+            streamed: true,
+        };
+        (answered, itl)
+    }
+
+    const MS: u64 = 1_000_000;
+
+    #[test]
+    fn tokens_of_one_read_share_its_time() {
+        let (a, itl) = answered(0, &[(1, 100 * MS), (3, 130 * MS), (1, 140 * MS)]);
+        assert_eq!(itl.count(), 4); // 30, 0, 0, 10
+        assert_eq!(itl.quantile_ns(0.5), Some(0));
+        let shown = a.timeline.shown(5, 5);
+        assert_eq!(
+            (shown.ttft, shown.tpot, shown.itl_max, shown.e2e),
+            (100 * MS, 10 * MS, 30 * MS, 140 * MS)
+        );
+    }
+
+    #[test]
+    fn two_threads_add_up() {
+        let slo: Slo = "ttft=100ms".parse().unwrap();
+        let (mut a, mut b) = (Totals::default(), Totals::default());
+        a.on_answered(&answered(0, &[(1, 50 * MS), (1, 100 * MS)]).0, Some(&slo));
+        b.on_answered(&answered(0, &[(1, 500 * MS)]).0, Some(&slo));
+        b.on_failed(&Timeline::new(5), "http 503", "busy", 1_000 * MS);
+        a.add(&b);
+        assert_eq!(
+            (a.requests.sent, a.requests.succeeded, a.requests.failed),
+            (3, 2, 1)
+        );
+        assert_eq!(a.duration_s(), 1.0);
+        assert_eq!(a.throughput().requests_per_s, 2.0);
+        assert_eq!(a.tokens().cached, Some(8));
+        assert_eq!((a.goodput(&slo).met, a.errors["http 503"].count), (1, 1));
+        // One token has no gap, so one TPOT only.
+        assert_eq!(a.latencies().tpot_ms.unwrap().count, 1);
+    }
+}

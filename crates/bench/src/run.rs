@@ -1,0 +1,512 @@
+//! The run: threads of single-threaded runtimes, each with its part of the sessions.
+
+mod counters;
+mod driver;
+
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::time::Duration;
+
+use slipstream_base::workload_file::{Arrival, Workload};
+use slipstream_report::drag::{DragError, DragWriter};
+use slipstream_report::run::{EngineCounts, ProcessCost, RunReport, SCHEMA};
+use slipstream_workload::schedule::Shard;
+use slipstream_workload::{SourceError, Vocabulary};
+use tokio::sync::watch;
+
+use crate::body::{Template, TemplateParts};
+use crate::client::{self, Failure};
+use crate::measure::Totals;
+use crate::process;
+use crate::slo::Slo;
+use crate::target::{Endpoint, PromptForm, Target};
+
+/// What is run, and how.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The server.
+    pub target: Target,
+    /// Endpoint.
+    pub endpoint: Endpoint,
+    /// Form of prompts.
+    pub form: PromptForm,
+    /// Ask for streams (or for whole answers).
+    pub stream: bool,
+    /// Model; `None`: the first that the server lists.
+    pub model: Option<String>,
+    /// Sent as a bearer token.
+    pub api_key: Option<String>,
+    /// Further headers, `Name: value`.
+    pub headers: Vec<String>,
+    /// The requests.
+    pub workload: Workload,
+    /// The workload in a few words.
+    pub workload_name: String,
+    /// Words that are one token each for the server.
+    pub vocabulary: Vocabulary,
+    /// Token ids that the server's model has, for [`PromptForm::Tokens`].
+    pub token_ids: std::ops::Range<u32>,
+    /// Objectives.
+    pub slo: Option<Slo>,
+    /// Requests sent and answered before measuring begins; of the same kind, with other texts.
+    pub warmup: u64,
+    /// A request may take so long.
+    pub timeout: Duration,
+    /// A connection may take so long.
+    pub connect_timeout: Duration,
+    /// Threads; sessions are shared out among them. At least 1.
+    pub threads: u32,
+    /// Requests in flight at most, over all threads; further ones wait, and their wait counts.
+    pub in_flight_max: u64,
+    /// Times that a request answered 429 or 503 is sent again, after its `Retry-After`.
+    pub retries: u32,
+    /// Write one drag record a request to this CSV file.
+    pub drag: Option<PathBuf>,
+    /// Ask the server for the times of its stages.
+    pub trace_stages: bool,
+    /// Processes whose cost is the server's.
+    pub server_pids: Vec<u32>,
+    /// Read the server's counters from `/metrics`, if it has them.
+    pub scrape_metrics: bool,
+    /// Name of the run in tables.
+    pub label: String,
+    /// Wait so long for the server to answer before the run.
+    pub wait_ready: Duration,
+    /// End the run early, with what was measured, on SIGINT.
+    pub catch_interrupt: bool,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Whether warm-up is still going on.
+    pub warming_up: bool,
+    /// Requests ended.
+    pub ended: u64,
+    /// Of those, failed.
+    pub failed: u64,
+    /// Requests in flight.
+    pub in_flight: u64,
+    /// Events with text so far.
+    pub events: u64,
+    /// Requests in all, if it is known.
+    pub total: Option<u64>,
+    /// Since measuring began, ns.
+    pub elapsed_ns: u64,
+}
+
+/// What came out.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The measures.
+    pub report: RunReport,
+    /// Whether the run was cut short by an interrupt.
+    pub interrupted: bool,
+    /// What a reader of the report should know.
+    pub notes: Vec<String>,
+}
+
+/// Why a run could not be made. Failed requests are no such error: they are counted.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// Not a URL that can be loaded.
+    #[error("`{url}` cannot be loaded: {why}")]
+    Url {
+        /// As given.
+        url: String,
+        /// What to write.
+        why: String,
+    },
+    /// The host's name is not known.
+    #[error("looking up {host}: {source}")]
+    Lookup {
+        /// Host and port.
+        host: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The server does not answer, or not as an OpenAI endpoint. May be retried.
+    #[error("{url}: {what}")]
+    Server {
+        /// What was asked.
+        url: String,
+        /// What came.
+        what: String,
+    },
+    /// The requests broke off.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// Drag records could not be written.
+    #[error("{}: {source}", path.display())]
+    Drag {
+        /// The file.
+        path: PathBuf,
+        /// What failed.
+        source: DragError,
+    },
+    /// A process to watch is not there.
+    #[error("there is no process {0} to watch, or /proc does not show it; check --server-pid")]
+    NoProcess(u32),
+    /// The options contradict each other.
+    #[error("{0}")]
+    Options(String),
+    /// The system refused a thread, a timer or a file.
+    #[error("{what}: {source}")]
+    System {
+        /// What was wanted.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// What a thread shows while it runs.
+#[derive(Debug, Default)]
+pub(crate) struct ThreadProgress {
+    pub(crate) ended: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    pub(crate) in_flight: AtomicU64,
+    pub(crate) events: AtomicU64,
+}
+
+/// Rows of drag records, shared by the threads: one lock a request.
+pub(crate) type DragSink = Mutex<DragWriter<BufWriter<File>>>;
+
+/// What all threads of a run share.
+pub(crate) struct Shared {
+    pub(crate) config: Config,
+    pub(crate) template: Template,
+    pub(crate) drag: Option<DragSink>,
+    pub(crate) stop: watch::Receiver<bool>,
+    pub(crate) progress: Vec<ThreadProgress>,
+    gate: Barrier,
+    start: Mutex<Option<Baseline>>,
+    start_ns: AtomicU64,
+}
+
+/// Costs and counters when measuring began.
+#[derive(Clone, Debug, Default)]
+struct Baseline {
+    own_cpu_ns: u64,
+    server_cpu_s: f64,
+    engine: Option<EngineCounts>,
+}
+
+/// Runs a workload, and calls `on_progress` about four times a second.
+///
+/// # Errors
+/// [`BenchError`]. Requests that fail are counted in the report instead.
+pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Outcome, BenchError> {
+    let config = Config {
+        threads: threads_of(&config)?,
+        ..config
+    };
+    for pid in &config.server_pids {
+        process::usage_of(*pid).ok_or(BenchError::NoProcess(*pid))?;
+    }
+    let model = find_model(&config)?;
+    let mut notes = Vec::new();
+    // A handful of files beside the sockets: runtimes, timers, the drag file.
+    let files = process::raise_open_files().saturating_sub(64);
+    let in_flight_max = config.in_flight_max.min(files).max(1);
+    if let Arrival::Closed { concurrency } = config.workload.arrival
+        && u64::from(concurrency) > in_flight_max
+    {
+        notes.push(format!(
+            "only {in_flight_max} of {concurrency} requests fit in flight; raise --max-in-flight or `ulimit -n`"
+        ));
+    }
+    let config = Config {
+        in_flight_max,
+        ..config
+    };
+    let drag = config.drag.as_ref().map(open_drag).transpose()?;
+    let template = Template::new(TemplateParts {
+        target: &config.target,
+        endpoint: config.endpoint,
+        form: config.form,
+        stream: config.stream,
+        model: &model,
+        api_key: config.api_key.as_deref(),
+        headers: &config.headers,
+        trace_stages: config.trace_stages,
+        vocabulary: config.vocabulary.clone(),
+        token_ids: config.token_ids.clone(),
+    });
+    let (stopper, stop) = watch::channel(false);
+    let threads = config.threads;
+    let shared = Arc::new(Shared {
+        template,
+        drag,
+        stop,
+        progress: (0..threads).map(|_| ThreadProgress::default()).collect(),
+        gate: Barrier::new(threads as usize),
+        start: Mutex::new(None),
+        start_ns: AtomicU64::new(0),
+        config,
+    });
+
+    let (tell, told) = mpsc::channel();
+    let stopper = Arc::new(stopper);
+    for index in 0..threads {
+        let (shared, tell, stopper) = (shared.clone(), tell.clone(), stopper.clone());
+        std::thread::Builder::new()
+            .name(format!("bench-{index}"))
+            .spawn(move || {
+                let shard = Shard {
+                    index,
+                    count: shared.config.threads,
+                };
+                // The receiver is gone only if the run was given up.
+                let _ = tell.send(driver::run_thread(&shared, shard, &stopper));
+            })
+            .map_err(|source| BenchError::System {
+                what: "starting a thread",
+                source,
+            })?;
+    }
+    drop(tell);
+
+    let mut totals = Totals::default();
+    let mut failure = None;
+    loop {
+        match told.recv_timeout(Duration::from_millis(250)) {
+            Ok(Ok(part)) => totals.add(&part),
+            Ok(Err(error)) => {
+                failure.get_or_insert(error);
+                // Nothing more is worth sending.
+                stopper.send_replace(true);
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => on_progress(&shared.progress()),
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    if let Some(error) = failure {
+        return Err(error);
+    }
+    let interrupted = *stopper.borrow();
+    shared.finish(&totals, model, interrupted, notes)
+}
+
+impl Shared {
+    /// Lets all threads begin to measure together, and returns the moment.
+    fn start_line(&self) -> u64 {
+        if self.gate.wait().is_leader() {
+            let baseline = Baseline {
+                engine: self.engine_counts(),
+                server_cpu_s: self.server_usage().map_or(0.0, |u| u.cpu_s),
+                own_cpu_ns: process::own_cpu_ns(),
+            };
+            *self.start.lock().expect(UNPOISONED) = Some(baseline);
+            self.start_ns.store(process::monotonic_ns(), Relaxed);
+        }
+        self.gate.wait();
+        self.start_ns.load(Relaxed)
+    }
+
+    fn engine_counts(&self) -> Option<EngineCounts> {
+        let c = &self.config;
+        if !c.scrape_metrics {
+            return None;
+        }
+        let answer = client::get(
+            &c.target,
+            "/metrics",
+            c.api_key.as_deref(),
+            &c.headers,
+            c.connect_timeout,
+        );
+        match answer {
+            Ok((200, text)) => counters::engine_counts(&text),
+            _ => None,
+        }
+    }
+
+    fn server_usage(&self) -> Option<process::Usage> {
+        let pids = &self.config.server_pids;
+        (!pids.is_empty()).then(|| {
+            pids.iter().filter_map(|pid| process::usage_of(*pid)).fold(
+                process::Usage::default(),
+                |sum, one| process::Usage {
+                    cpu_s: sum.cpu_s + one.cpu_s,
+                    rss_peak_bytes: sum.rss_peak_bytes + one.rss_peak_bytes,
+                },
+            )
+        })
+    }
+
+    fn progress(&self) -> Progress {
+        let start = self.start_ns.load(Relaxed);
+        let mut all = Progress {
+            warming_up: start == 0,
+            total: self.config.workload.requests,
+            elapsed_ns: if start == 0 {
+                0
+            } else {
+                process::monotonic_ns().saturating_sub(start)
+            },
+            ..Progress::default()
+        };
+        for one in &self.progress {
+            all.ended += one.ended.load(Relaxed);
+            all.failed += one.failed.load(Relaxed);
+            all.in_flight += one.in_flight.load(Relaxed);
+            all.events += one.events.load(Relaxed);
+        }
+        all
+    }
+
+    fn finish(
+        &self,
+        totals: &Totals,
+        model: String,
+        interrupted: bool,
+        mut notes: Vec<String>,
+    ) -> Result<Outcome, BenchError> {
+        let own_cpu_ns = process::own_cpu_ns();
+        let baseline = self
+            .start
+            .lock()
+            .expect(UNPOISONED)
+            .take()
+            .unwrap_or_default();
+        if let (Some(drag), Some(path)) = (&self.drag, &self.config.drag) {
+            let flushed = drag.lock().expect(UNPOISONED).flush();
+            flushed.map_err(|source| BenchError::Drag {
+                path: path.clone(),
+                source,
+            })?;
+        }
+        let cost = |cpu_s: f64, rss| ProcessCost {
+            cpu_s,
+            cpu_us_per_request: per(cpu_s, totals.requests.succeeded),
+            cpu_us_per_token: per(cpu_s, totals.tokens().output),
+            rss_peak_bytes: rss,
+        };
+        let own_rss = process::usage_of(std::process::id()).map(|u| u.rss_peak_bytes);
+        let own_cpu_s = own_cpu_ns.saturating_sub(baseline.own_cpu_ns) as f64 / 1e9;
+        let server = self
+            .server_usage()
+            .map(|u| cost(u.cpu_s - baseline.server_cpu_s, Some(u.rss_peak_bytes)));
+        let engine = self
+            .engine_counts()
+            .zip(baseline.engine)
+            .map(|(end, begin)| counters::difference(&end, &begin));
+        let meant = totals.requests.succeeded > 0 && totals.tokens().input == 0;
+        if meant {
+            notes.push(
+                "the server reports no prompt tokens; input tokens are the workload's".into(),
+            );
+        }
+        let c = &self.config;
+        let report = RunReport {
+            schema: SCHEMA,
+            label: c.label.clone(),
+            target: c.target.url.clone(),
+            model,
+            workload: c.workload_name.clone(),
+            seed: c.workload.seed,
+            duration_s: totals.duration_s(),
+            requests: totals.requests,
+            errors: totals.errors.clone(),
+            tokens: totals.tokens(),
+            throughput: totals.throughput(),
+            latency: totals.latencies(),
+            goodput: c.slo.as_ref().map(|slo| totals.goodput(slo)),
+            client: Some(cost(own_cpu_s, own_rss)),
+            server,
+            engine,
+        };
+        Ok(Outcome {
+            report,
+            interrupted,
+            notes,
+        })
+    }
+}
+
+const UNPOISONED: &str = "no thread panics while it holds the lock";
+
+fn per(cpu_s: f64, count: u64) -> f64 {
+    if count == 0 {
+        0.0
+    } else {
+        cpu_s * 1e6 / count as f64
+    }
+}
+
+/// Threads that have something to do.
+fn threads_of(config: &Config) -> Result<u32, BenchError> {
+    if config.threads == 0 {
+        return Err(BenchError::Options("--threads is 0; use 1 or more".into()));
+    }
+    if config.form == PromptForm::Tokens && config.endpoint == Endpoint::Chat {
+        return Err(BenchError::Options(
+            "chat prompts cannot be sent as token ids; use --endpoint completions".into(),
+        ));
+    }
+    Ok(match config.workload.arrival {
+        Arrival::Closed { concurrency } => config.threads.min(concurrency.max(1)),
+        _ => config.threads,
+    })
+}
+
+fn open_drag(path: &PathBuf) -> Result<DragSink, BenchError> {
+    let fail = |source| BenchError::Drag {
+        path: path.clone(),
+        source,
+    };
+    let file = File::create(path).map_err(|e| fail(e.into()))?;
+    Ok(Mutex::new(
+        DragWriter::new(BufWriter::new(file)).map_err(fail)?,
+    ))
+}
+
+/// The model to ask for; waits for the server if told to.
+fn find_model(config: &Config) -> Result<String, BenchError> {
+    let url = format!("{}/v1/models", config.target.url.trim_end_matches("/v1"));
+    let fail = |what: String| BenchError::Server {
+        url: url.clone(),
+        what,
+    };
+    let give_up_ns = process::monotonic_ns() + config.wait_ready.as_nanos() as u64;
+    let (status, body) = loop {
+        let key = config.api_key.as_deref();
+        match client::get(
+            &config.target,
+            "/v1/models",
+            key,
+            &config.headers,
+            config.connect_timeout,
+        ) {
+            Ok((503, _)) | Err(Failure::Connect(_)) if process::monotonic_ns() < give_up_ns => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            Ok(answer) => break answer,
+            Err(error) => {
+                return Err(fail(format!(
+                    "{error}; is the server running? (--wait-ready 30s waits for it)"
+                )));
+            }
+        }
+    };
+    if let Some(model) = &config.model {
+        return Ok(model.clone());
+    }
+    if status == 401 || status == 403 {
+        return Err(fail(format!("status {status}; give a key by --api-key")));
+    }
+    serde_json::from_str::<serde_json::Value>(&body)
+        .ok()
+        .filter(|_| status == 200)
+        .and_then(|v| v["data"][0]["id"].as_str().map(str::to_owned))
+        .ok_or_else(|| {
+            let says = client::error_text(&body);
+            fail(format!(
+                "status {status} {says}: no model is listed; name one by --model"
+            ))
+        })
+}

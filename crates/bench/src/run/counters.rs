@@ -1,0 +1,67 @@
+//! The engines' counters, from a server's `/metrics` page under vLLM's names.
+
+use slipstream_report::run::EngineCounts;
+
+/// Sums the counters over all engines; `None` if the page has none of them.
+///
+/// Names: vLLM V1, `vllm/v1/metrics/loggers.py`.
+pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
+    let counts = EngineCounts {
+        preemptions: sum(page, "vllm:num_preemptions_total"),
+        prefix_query_tokens: sum(page, "vllm:prefix_cache_queries_total"),
+        prefix_hit_tokens: sum(page, "vllm:prefix_cache_hits_total"),
+    };
+    (counts != EngineCounts::default()).then_some(counts)
+}
+
+/// What was counted between two looks.
+pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCounts {
+    // A counter that appears with its first event began at 0.
+    let minus = |end: Option<f64>, begin: Option<f64>| end.map(|e| e - begin.unwrap_or(0.0));
+    EngineCounts {
+        preemptions: minus(end.preemptions, begin.preemptions),
+        prefix_query_tokens: minus(end.prefix_query_tokens, begin.prefix_query_tokens),
+        prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
+    }
+}
+
+/// Sum over the lines `NAME{labels} VALUE` or `NAME VALUE`.
+fn sum(page: &str, name: &str) -> Option<f64> {
+    page.lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = match rest.as_bytes().first()? {
+                b'{' => &rest[rest.rfind('}')? + 1..],
+                b' ' => rest,
+                _ => return None,
+            };
+            value.split_ascii_whitespace().next()?.parse::<f64>().ok()
+        })
+        .reduce(|a, b| a + b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_are_summed_and_other_lines_passed_over() {
+        let page = "# TYPE vllm:num_preemptions_total counter\n\
+            vllm:num_preemptions_total{engine=\"0\",model_name=\"a} b\"} 3.0\n\
+            vllm:num_preemptions_total{engine=\"1\"} 4 1700000000\n\
+            vllm:num_preemptions_total_created 9\n\
+            vllm:prefix_cache_hits_total 1e3\n";
+        let counts = engine_counts(page).unwrap();
+        assert_eq!(
+            (counts.preemptions, counts.prefix_hit_tokens),
+            (Some(7.0), Some(1_000.0))
+        );
+        assert_eq!(counts.prefix_query_tokens, None);
+        assert_eq!(engine_counts("up 1\n"), None);
+        let begin = EngineCounts {
+            preemptions: Some(5.0),
+            ..EngineCounts::default()
+        };
+        assert_eq!(difference(&counts, &begin).preemptions, Some(2.0));
+    }
+}

@@ -1,0 +1,156 @@
+//! Objectives that a request meets or misses: `ttft=1s,itl=50ms`.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Objectives, ns; `None`: not stated.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Slo {
+    text: String,
+    ttft: Option<u64>,
+    itl: Option<u64>,
+    itl_max: Option<u64>,
+    tpot: Option<u64>,
+    e2e: Option<u64>,
+}
+
+/// What a request showed, ns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shown {
+    /// Due to first token.
+    pub ttft: u64,
+    /// Mean gap between events with text.
+    pub itl: u64,
+    /// Longest such gap.
+    pub itl_max: u64,
+    /// (E2E − TTFT) / (OSL − 1).
+    pub tpot: u64,
+    /// Due to last token.
+    pub e2e: u64,
+}
+
+impl Slo {
+    /// Whether a request that was answered met every objective.
+    pub fn is_met(&self, shown: &Shown) -> bool {
+        [
+            (self.ttft, shown.ttft),
+            (self.itl, shown.itl),
+            (self.itl_max, shown.itl_max),
+            (self.tpot, shown.tpot),
+            (self.e2e, shown.e2e),
+        ]
+        .iter()
+        .all(|(limit, value)| limit.is_none_or(|limit| *value <= limit))
+    }
+}
+
+impl FromStr for Slo {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Slo, String> {
+        let mut slo = Slo {
+            text: text.to_owned(),
+            ..Slo::default()
+        };
+        for part in text.split(',') {
+            let (name, value) = part.split_once('=').ok_or_else(|| {
+                format!("`{part}` is not NAME=TIME; write for example ttft=1s,itl=50ms")
+            })?;
+            let slot = match name.trim() {
+                "ttft" => &mut slo.ttft,
+                "itl" => &mut slo.itl,
+                "itl_max" => &mut slo.itl_max,
+                "tpot" => &mut slo.tpot,
+                "e2e" => &mut slo.e2e,
+                other => {
+                    return Err(format!(
+                        "`{other}` is not an objective; there are ttft, itl (mean gap), itl_max (longest gap), tpot, e2e"
+                    ));
+                }
+            };
+            *slot = Some(parse_ns(value.trim())?);
+        }
+        Ok(slo)
+    }
+}
+
+impl fmt::Display for Slo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// Reads a time with its unit, `50ms` or `1.5s`, as ns.
+///
+/// # Errors
+/// A message that says what to write.
+pub fn parse_ns(text: &str) -> Result<u64, String> {
+    let unit_at = text
+        .find(|c: char| c.is_ascii_alphabetic())
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(unit_at);
+    let scale = match unit {
+        "ns" => 1.0,
+        "us" => 1e3,
+        "ms" => 1e6,
+        "s" => 1e9,
+        "m" | "min" => 60e9,
+        "h" => 3_600e9,
+        _ => {
+            return Err(format!(
+                "`{text}` is not a time; write a number and a unit: us, ms, s, m or h"
+            ));
+        }
+    };
+    let number: f64 = number
+        .trim()
+        .parse()
+        .map_err(|_| format!("`{text}` is not a time; write for example 50ms"))?;
+    if !(number.is_finite() && number >= 0.0) {
+        return Err(format!("`{text}` is not a time: it must not be negative"));
+    }
+    Ok((number * scale).round() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stated_objective_counts() {
+        let slo: Slo = "ttft=1s, itl=50ms".parse().unwrap();
+        let good = Shown {
+            ttft: 1_000_000_000,
+            itl: 50_000_000,
+            itl_max: u64::MAX,
+            tpot: u64::MAX,
+            e2e: u64::MAX,
+        };
+        assert!(slo.is_met(&good));
+        assert!(!slo.is_met(&Shown {
+            ttft: 1_000_000_001,
+            ..good
+        }));
+        assert!(!slo.is_met(&Shown {
+            itl: 50_000_001,
+            ..good
+        }));
+        assert_eq!(slo.to_string(), "ttft=1s, itl=50ms");
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_said() {
+        for (text, says) in [
+            ("ttft", "NAME=TIME"),
+            ("tftt=1s", "there are ttft"),
+            ("ttft=1", "unit"),
+            ("ttft=-1s", "negative"),
+            ("ttft=xs", "not a time"),
+        ] {
+            let error = text.parse::<Slo>().unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+        assert_eq!(parse_ns("1.5s"), Ok(1_500_000_000));
+        assert_eq!(parse_ns("250us"), Ok(250_000));
+    }
+}

@@ -1,0 +1,439 @@
+//! `slipstream bench`: loads an OpenAI endpoint and reports what its clients see.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{Subcommand, ValueEnum};
+use slipstream_base::workload_file::{
+    Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
+};
+use slipstream_bench::{Config, Endpoint, Progress, PromptForm, Slo, Target};
+use slipstream_report::table::{color_wanted, grouped, number};
+use slipstream_report::{RunReport, compare};
+use slipstream_workload::Vocabulary;
+
+use crate::out;
+
+/// Flags of `slipstream bench`.
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Option<Action>,
+    #[command(flatten)]
+    load: Load,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Print saved runs side by side, with ratios to the first
+    Compare {
+        /// Files that `slipstream bench --out` wrote
+        #[arg(required = true, num_args = 2..)]
+        runs: Vec<PathBuf>,
+    },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum EndpointArg {
+    /// /v1/completions: prompts have the exact length
+    Completions,
+    /// /v1/chat/completions: the server's template adds tokens
+    Chat,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormArg {
+    /// As words
+    Text,
+    /// As token ids (completions only)
+    Tokens,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum BadLineArg {
+    /// End with an error that names the line
+    Stop,
+    /// Count it and go on
+    Skip,
+}
+
+#[derive(clap::Args)]
+struct Load {
+    /// Server, such as http://127.0.0.1:8000
+    #[arg(required = true)]
+    url: Option<String>,
+
+    /// Workload file (docs/workload.md)
+    #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
+    workload: Option<PathBuf>,
+    /// Replay a trace in Mooncake's JSONL form
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
+    trace: Option<PathBuf>,
+    /// Closed loop: requests at a time [default without a file: 1]
+    #[arg(long, value_name = "N", conflicts_with_all = ["workload", "rate"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    concurrency: Option<u32>,
+    /// Open loop: requests a second, at random (Poisson)
+    #[arg(
+        long,
+        value_name = "PER_S",
+        conflicts_with = "workload",
+        help_heading = "What to send"
+    )]
+    rate: Option<f64>,
+    /// Tokens of each prompt [default without a file: 1024]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    isl: Option<u32>,
+    /// Tokens of each answer [default without a file: 128]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    osl: Option<u32>,
+    /// Requests in all [default without a file: 100, or the whole trace]
+    #[arg(long, value_name = "N", help_heading = "What to send")]
+    requests: Option<u64>,
+    /// Begin no session later than this, such as 60s (time of the workload)
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "What to send")]
+    duration: Option<Duration>,
+    /// Divide arrival and think times by this
+    #[arg(long, value_name = "FACTOR", help_heading = "What to send")]
+    time_scale: Option<f64>,
+    /// Seed of the workload's draws
+    #[arg(long, value_name = "N", help_heading = "What to send")]
+    seed: Option<u64>,
+    /// What to do with a line of the trace that is not a request
+    #[arg(long, value_name = "WHAT", help_heading = "What to send")]
+    on_bad_line: Option<BadLineArg>,
+
+    /// Endpoint to load
+    #[arg(long, default_value = "completions", help_heading = "How to send it")]
+    endpoint: EndpointArg,
+    /// Form of prompts
+    #[arg(long, default_value = "text", help_heading = "How to send it")]
+    prompt_form: FormArg,
+    /// Token ids to draw from with `--prompt-form tokens`, FIRST..END
+    #[arg(long, value_name = "RANGE", default_value = "1000..30000", value_parser = id_range, help_heading = "How to send it")]
+    token_ids: std::ops::Range<u32>,
+    /// Model to ask for [default: the first that the server lists]
+    #[arg(long, help_heading = "How to send it")]
+    model: Option<String>,
+    /// API key
+    #[arg(
+        long,
+        env = "SLIPSTREAM_API_KEY",
+        hide_env_values = true,
+        help_heading = "How to send it"
+    )]
+    api_key: Option<String>,
+    /// Further header, such as "x-tenant: a"; may be repeated
+    #[arg(long = "header", value_name = "HEADER", value_parser = header, help_heading = "How to send it")]
+    headers: Vec<String>,
+    /// Ask for whole answers instead of streams
+    #[arg(long, help_heading = "How to send it")]
+    no_stream: bool,
+    /// Requests sent before measuring begins, with texts of their own
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        help_heading = "How to send it"
+    )]
+    warmup: u64,
+    /// Longest time for one request
+    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = time, help_heading = "How to send it")]
+    timeout: Duration,
+    /// Longest time for a connection
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time, help_heading = "How to send it")]
+    connect_timeout: Duration,
+    /// Times to send a request again that is answered 429 or 503
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        help_heading = "How to send it"
+    )]
+    retries: u32,
+    /// Requests in flight at most; further ones wait, and their wait counts
+    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u64).range(1..), help_heading = "How to send it")]
+    max_in_flight: u64,
+    /// Threads of the load generator
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to send it")]
+    threads: u32,
+    /// Wait so long for the server to come up
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = time, help_heading = "How to send it")]
+    wait_ready: Duration,
+
+    /// Objectives for goodput, such as ttft=1s,itl=50ms
+    #[arg(long, value_name = "SLO", help_heading = "What to report")]
+    slo: Option<Slo>,
+    /// Name of the run in tables
+    #[arg(long, value_name = "NAME", help_heading = "What to report")]
+    label: Option<String>,
+    /// Print JSON (docs/bench.md)
+    #[arg(long, help_heading = "What to report")]
+    json: bool,
+    /// Save the JSON form, for `slipstream bench compare`
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    out: Option<PathBuf>,
+    /// Write one drag record a request to this CSV file
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    drag: Option<PathBuf>,
+    /// Ask a Slipstream server for the times of its stages; for --drag
+    #[arg(long, requires = "drag", help_heading = "What to report")]
+    trace_stages: bool,
+    /// Process whose CPU and memory count as the server's; may be repeated
+    #[arg(
+        long = "server-pid",
+        value_name = "PID",
+        help_heading = "What to report"
+    )]
+    server_pids: Vec<u32>,
+    /// Do not read the server's /metrics
+    #[arg(long, help_heading = "What to report")]
+    no_metrics: bool,
+    /// Show no progress
+    #[arg(long, help_heading = "What to report")]
+    quiet: bool,
+}
+
+/// Runs a load, or compares saved runs.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    match &args.action {
+        Some(Action::Compare { runs }) => compare_runs(runs),
+        None => load(&args.load),
+    }
+}
+
+fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
+    let read = |path: &PathBuf| -> anyhow::Result<RunReport> {
+        let named = || path.display().to_string();
+        let text = std::fs::read_to_string(path).with_context(named)?;
+        RunReport::from_json(&text).with_context(named)
+    };
+    let runs = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let no_color = std::env::var_os("NO_COLOR");
+    let color = color_wanted(std::io::stdout().is_terminal(), no_color.as_deref());
+    out::print(&compare::render(&runs, color))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn load(args: &Load) -> anyhow::Result<ExitCode> {
+    let (workload, name) = args.workload()?;
+    let url = args.url.as_deref().unwrap_or_default();
+    let config = Config {
+        target: Target::resolve(url)?,
+        endpoint: match args.endpoint {
+            EndpointArg::Completions => Endpoint::Completions,
+            EndpointArg::Chat => Endpoint::Chat,
+        },
+        form: match args.prompt_form {
+            FormArg::Text => PromptForm::Text,
+            FormArg::Tokens => PromptForm::Tokens,
+        },
+        stream: !args.no_stream,
+        model: args.model.clone(),
+        api_key: args.api_key.clone(),
+        headers: args.headers.clone(),
+        label: args.label.clone().unwrap_or_else(|| name.clone()),
+        workload,
+        workload_name: name,
+        vocabulary: Vocabulary::english(),
+        token_ids: args.token_ids.clone(),
+        slo: args.slo.clone(),
+        warmup: args.warmup,
+        timeout: args.timeout,
+        connect_timeout: args.connect_timeout,
+        threads: args.threads,
+        in_flight_max: args.max_in_flight,
+        retries: args.retries,
+        drag: args.drag.clone(),
+        trace_stages: args.trace_stages,
+        server_pids: args.server_pids.clone(),
+        scrape_metrics: !args.no_metrics,
+        wait_ready: args.wait_ready,
+        catch_interrupt: true,
+    };
+    let shows = std::io::stderr().is_terminal() && !args.quiet;
+    let mut last = Progress::default();
+    let outcome = slipstream_bench::run(config, &mut |progress| {
+        if shows {
+            show_progress(progress, &last);
+            last = *progress;
+        }
+    });
+    if shows {
+        eprint!("\r\x1b[K");
+    }
+    let outcome = outcome?;
+    for note in &outcome.notes {
+        eprintln!("note: {note}");
+    }
+    if outcome.interrupted {
+        eprintln!("note: interrupted; the figures are those of the requests that had ended");
+    }
+    let report = &outcome.report;
+    if let Some(path) = &args.out {
+        std::fs::write(path, report.to_json()).with_context(|| path.display().to_string())?;
+    }
+    out::print(&if args.json {
+        report.to_json()
+    } else {
+        report.render()
+    })?;
+    let failed = report.requests.failed > 0 || outcome.interrupted || report.requests.sent == 0;
+    Ok(if failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+fn show_progress(now: &Progress, last: &Progress) {
+    let seconds = (now.elapsed_ns.saturating_sub(last.elapsed_ns)) as f64 / 1e9;
+    let rate = if seconds > 0.0 {
+        now.events.saturating_sub(last.events) as f64 / seconds
+    } else {
+        0.0
+    };
+    let of = now
+        .total
+        .map_or(String::new(), |t| format!(" of {}", grouped(t)));
+    let what = if now.warming_up { "warm-up: " } else { "" };
+    let failed = if now.failed > 0 {
+        format!(", {} failed", grouped(now.failed))
+    } else {
+        String::new()
+    };
+    let mut stderr = std::io::stderr().lock();
+    // A terminal that went away is no reason to end the run.
+    let _ = write!(
+        stderr,
+        "\r\x1b[K{what}{}{of} requests ended{failed}, {} in flight, {} tokens/s",
+        grouped(now.ended),
+        grouped(now.in_flight),
+        number(rate)
+    );
+    let _ = stderr.flush();
+}
+
+impl Load {
+    /// The workload, and its name in a few words.
+    fn workload(&self) -> anyhow::Result<(Workload, String)> {
+        let (mut workload, name) = match (&self.workload, &self.trace) {
+            (Some(path), _) => (read_workload(path)?, file_name(path)),
+            (None, Some(path)) => (self.trace_workload(path), file_name(path)),
+            (None, None) => self.plain_workload(),
+        };
+        if let Some(requests) = self.requests {
+            workload.requests = Some(requests);
+        }
+        if let Some(duration) = self.duration {
+            workload.duration_s = Some(duration.as_secs_f64());
+        }
+        if let Some(seed) = self.seed {
+            workload.seed = seed;
+        }
+        if let Some(scale) = self.time_scale {
+            if !(scale.is_finite() && scale > 0.0) {
+                bail!("--time-scale is {scale}, but must be above 0");
+            }
+            workload.time_scale = scale;
+        }
+        if let (Some(what), Content::Trace(file)) = (self.on_bad_line, &mut workload.content) {
+            file.on_bad_line = match what {
+                BadLineArg::Stop => OnBadLine::Stop,
+                BadLineArg::Skip => OnBadLine::Skip,
+            };
+        }
+        if let Some(rate) = self.rate
+            && !(rate.is_finite() && rate > 0.0)
+        {
+            bail!("--rate is {rate}, but must be above 0");
+        }
+        Ok((workload, name))
+    }
+
+    fn arrival(&self) -> Option<Arrival> {
+        match (self.concurrency, self.rate) {
+            (Some(concurrency), _) => Some(Arrival::Closed { concurrency }),
+            (None, Some(rate_per_s)) => Some(Arrival::Poisson { rate_per_s }),
+            (None, None) => None,
+        }
+    }
+
+    fn trace_workload(&self, path: &Path) -> Workload {
+        Workload {
+            arrival: self.arrival().unwrap_or(Arrival::Trace),
+            content: Content::Trace(TraceFile {
+                path: path.to_owned(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: 512,
+            }),
+            ..Workload::default()
+        }
+    }
+
+    fn plain_workload(&self) -> (Workload, String) {
+        let (isl, osl) = (self.isl.unwrap_or(1024), self.osl.unwrap_or(128));
+        let arrival = self.arrival().unwrap_or(Arrival::Closed { concurrency: 1 });
+        let when = match &arrival {
+            Arrival::Closed { concurrency } => format!("c={concurrency}"),
+            _ => format!("{}/s", self.rate.unwrap_or_default()),
+        };
+        let workload = Workload {
+            // A duration alone bounds the run as well.
+            requests: self.duration.is_none().then_some(100),
+            arrival,
+            content: Content::Generated(vec![Class {
+                isl: Dist::Exact(f64::from(isl)),
+                osl: Dist::Exact(f64::from(osl)),
+                ..Class::default()
+            }]),
+            ..Workload::default()
+        };
+        (workload, format!("{when} {isl}/{osl}"))
+    }
+}
+
+fn read_workload(path: &Path) -> anyhow::Result<Workload> {
+    bail!("{}: workload files are not read yet", path.display())
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name()
+        .unwrap_or(path.as_os_str())
+        .to_string_lossy()
+        .into_owned()
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    slipstream_bench::slo::parse_ns(text).map(Duration::from_nanos)
+}
+
+fn id_range(text: &str) -> Result<std::ops::Range<u32>, String> {
+    let wrong = || format!("`{text}` is not FIRST..END with FIRST below END, such as 1000..30000");
+    let (first, end) = text.split_once("..").ok_or_else(wrong)?;
+    let first = first.parse().map_err(|_| wrong())?;
+    let end = end.parse().map_err(|_| wrong())?;
+    if first < end {
+        Ok(first..end)
+    } else {
+        Err(wrong())
+    }
+}
+
+fn header(text: &str) -> Result<String, String> {
+    let name_ok = |name: &str| {
+        !name.is_empty()
+            && name
+                .bytes()
+                .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+    };
+    match text.split_once(':') {
+        Some((name, value)) if name_ok(name) && !value.contains(|c: char| c.is_control()) => {
+            Ok(text.to_owned())
+        }
+        _ => Err(format!("`{text}` is not a header; write NAME: VALUE")),
+    }
+}

@@ -7,13 +7,18 @@
 
 mod builtin;
 mod detok;
+mod export;
+mod hf;
 mod stop;
+mod template;
 mod trie;
 
 use std::borrow::Cow;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use detok::Detokenizer;
+pub use export::builtin_files;
 use slipstream_base::TokenId;
 pub use stop::{StopHit, StopMatcher};
 
@@ -28,6 +33,17 @@ pub struct Message<'a> {
     pub name: Option<Cow<'a, str>>,
 }
 
+impl<'a> Message<'a> {
+    /// A message without a name.
+    pub fn new(role: &'a str, content: &'a str) -> Message<'a> {
+        Message {
+            role: role.into(),
+            content: content.into(),
+            name: None,
+        }
+    }
+}
+
 /// How to render a chat.
 #[derive(Clone, Copy, Debug)]
 pub struct ChatOptions<'a> {
@@ -40,22 +56,85 @@ pub struct ChatOptions<'a> {
 }
 
 /// Why a tokenizer could not be loaded, or could not render a chat.
+///
+/// Only [`Template`](TextError::Template) and [`NoTemplate`](TextError::NoTemplate) come from a
+/// model that was loaded; it goes on.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// The template refused the chat, or failed on it. The request's fault; the model goes on.
+    /// The template refused the chat, or failed on it. The request's fault.
     #[error("the chat template refused the messages: {0}")]
     Template(String),
+    /// The tokenizer has no template.
+    #[error(
+        "the model's tokenizer has no chat template; send a prompt to /v1/completions, or add \
+         `chat_template.jinja` to `model.tokenizer`"
+    )]
+    NoTemplate,
+    /// A file cannot be read.
+    #[error("{} cannot be read; `model.tokenizer` must be a directory with `tokenizer.json`", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file is not what it should be.
+    #[error("{} cannot be parsed: {message}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and where.
+        message: String,
+    },
+    /// The template is no Jinja.
+    #[error("the chat template cannot be parsed: {0}")]
+    TemplateSyntax(String),
+    /// No end-of-sequence token.
+    #[error(
+        "{} names {} as end-of-sequence token; set `eos_token` in its `tokenizer_config.json` to a \
+         token of the vocabulary",
+        dir.display(), named.as_deref().unwrap_or("nothing")
+    )]
+    Eos {
+        /// The directory.
+        dir: PathBuf,
+        /// What it names.
+        named: Option<String>,
+    },
+    /// The tokens cannot be turned into bytes.
+    #[error(
+        "the tokenizer's decoder is neither `ByteLevel` nor `Metaspace` or `ByteFallback`; use a \
+         tokenizer from which the text can be had back, or the built-in one"
+    )]
+    Decoder,
+    /// The highest id is beyond reason.
+    #[error("the tokenizer has ids up to {0}; at most 4,194,304 are taken")]
+    VocabSize(usize),
+    /// Too few tokens come back as themselves.
+    #[error(
+        "only {found} tokens of the tokenizer come back as themselves when an answer is tokenized \
+         again, of 64 that are needed; use another tokenizer, or the built-in one"
+    )]
+    OutputVocab {
+        /// Tokens that do.
+        found: usize,
+    },
 }
 
 /// Tokenizer, chat template and detokenization table of a model.
 ///
 /// Immutable after it was made, and shared by all shards through an `Arc`.
 pub struct TextModel {
-    codec: builtin::Builtin,
+    codec: Codec,
     table: Table,
     eos: TokenId,
     output_vocab: Arc<[TokenId]>,
     first_vocab: Arc<[TokenId]>,
+}
+
+enum Codec {
+    Builtin(builtin::Builtin),
+    HuggingFace(Box<hf::Hf>),
 }
 
 impl TextModel {
@@ -72,15 +151,39 @@ impl TextModel {
             table,
             first_vocab: output_vocab.clone(),
             output_vocab,
-            codec,
+            codec: Codec::Builtin(codec),
         }
+    }
+
+    /// The tokenizer in the directory `dir`: `tokenizer.json`, with special tokens and chat template
+    /// from `tokenizer_config.json` or `chat_template.jinja`.
+    ///
+    /// Takes up to some seconds: it is worked out which tokens come back as themselves.
+    ///
+    /// # Errors
+    /// [`TextError`] if a file is missing or wrong, or if the tokenizer cannot be used for answers
+    /// that become the same tokens again.
+    pub fn load(dir: &Path) -> Result<TextModel, TextError> {
+        let loaded = hf::load(dir)?;
+        Ok(TextModel {
+            codec: Codec::HuggingFace(Box::new(loaded.hf)),
+            table: Table::new(loaded.tokens.iter().map(|(bytes, special)| Entry {
+                bytes,
+                special: *special,
+            })),
+            eos: loaded.eos,
+            output_vocab: loaded.output.into(),
+            first_vocab: loaded.first.into(),
+        })
     }
 
     /// Appends the tokens of `text`; with `add_special_tokens` those that the model wants around a
     /// prompt too (the built-in one wants none).
     pub fn encode(&self, text: &str, add_special_tokens: bool, out: &mut Vec<TokenId>) {
-        let _ = add_special_tokens;
-        self.codec.encode(text, out);
+        match &self.codec {
+            Codec::Builtin(builtin) => builtin.encode(text, out),
+            Codec::HuggingFace(hf) => hf.encode(text, add_special_tokens, out),
+        }
     }
 
     /// The chat as text, by the model's template.
@@ -92,10 +195,13 @@ impl TextModel {
         messages: &[Message<'_>],
         options: &ChatOptions<'_>,
     ) -> Result<String, TextError> {
-        Ok(builtin::render_chat(
-            messages,
-            options.add_generation_prompt,
-        ))
+        match &self.codec {
+            Codec::Builtin(_) => Ok(builtin::render_chat(
+                messages,
+                options.add_generation_prompt,
+            )),
+            Codec::HuggingFace(hf) => hf.render_chat(messages, options),
+        }
     }
 
     /// Appends the tokens of the chat as its template renders it.
@@ -108,8 +214,14 @@ impl TextModel {
         options: &ChatOptions<'_>,
         out: &mut Vec<TokenId>,
     ) -> Result<(), TextError> {
-        self.codec
-            .encode_chat(messages, options.add_generation_prompt, out);
+        match &self.codec {
+            Codec::Builtin(builtin) => {
+                builtin.encode_chat(messages, options.add_generation_prompt, out);
+            }
+            Codec::HuggingFace(hf) => {
+                hf.encode(&hf.render_chat(messages, options)?, false, out);
+            }
+        }
         Ok(())
     }
 
@@ -244,5 +356,56 @@ impl Table {
         self.flags
             .get(token as usize)
             .is_some_and(|flag| flag & SPECIAL != 0)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::OnceLock;
+
+    use super::*;
+
+    /// One model for all tests: it takes a while to build without optimization.
+    pub(crate) fn builtin() -> &'static TextModel {
+        static MODEL: OnceLock<TextModel> = OnceLock::new();
+        MODEL.get_or_init(TextModel::builtin)
+    }
+
+    #[test]
+    fn tokens_have_bytes_and_json_and_special_ones_are_no_text() {
+        let model = builtin();
+        let newline = TokenId::from(b'\n');
+        assert_eq!(model.token_bytes(newline), b"\n");
+        assert_eq!(model.token_json(newline), Some(&b"\\n"[..]));
+        assert_eq!(model.token_json(0xc3), None, "half a character");
+        assert_eq!(model.token_bytes(model.eos()), b"<|im_end|>");
+        assert_eq!(model.token_json(model.eos()), Some(&b""[..]));
+        assert!(model.is_special(model.eos()) && !model.is_special(newline));
+        let beyond = model.vocab_size();
+        assert_eq!(model.token_bytes(beyond), b"");
+        assert_eq!(model.token_json(beyond), None);
+    }
+
+    #[test]
+    fn characters_are_given_out_whole() {
+        let model = builtin();
+        let mut detok = Detokenizer::default();
+        let mut out = String::new();
+        for (byte, so_far) in
+            "aé\u{1f600}"
+                .bytes()
+                .zip(["a", "a", "aé", "aé", "aé", "aé", "aé\u{1f600}"])
+        {
+            detok.push(model, TokenId::from(byte), &mut out);
+            assert_eq!(out, so_far);
+        }
+        // A broken character does not swallow what follows it.
+        detok.push(model, 0xe2, &mut out);
+        detok.push(model, TokenId::from(b'b'), &mut out);
+        detok.push(model, model.eos(), &mut out);
+        detok.push(model, 0xe2, &mut out);
+        assert!(!detok.is_clean());
+        detok.finish(&mut out);
+        assert_eq!(out, "aé\u{1f600}\u{fffd}b\u{fffd}");
     }
 }

@@ -1,0 +1,3 @@
+//! The frontend's modules as its users see them.
+
+mod huggingface;

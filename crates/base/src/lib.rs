@@ -11,6 +11,7 @@ pub mod fpm;
 pub mod ids;
 pub mod kv_event;
 pub mod mix;
+pub mod preset;
 pub mod request;
 pub mod stage;
 pub mod time;

@@ -1,8 +1,33 @@
-//! OpenAI HTTP and SSE, tokenizer, chat templates, admission.
+//! OpenAI over HTTP, in front of workers that speak frames.
 //!
-//! [`openai`] is the API as bytes in and bytes out, [`text`] turns text into tokens and back.
-//! Neither does I/O, but for reading the files of a tokenizer.
+//! ```text
+//!              ┌ acceptor ─ one listener, each socket to the shard with the fewest
+//!   client ──► shard (a thread): hyper ─ openai ─ text ─ router ─► request ring ─► engine thread
+//!          ◄── shard: SSE pieces ◄─ stream table ◄─ frame ring ◄────────────────────┘
+//! ```
+//!
+//! * [`server`]: threads, the listener, connections, shutdown.
+//! * `shard`: what one thread owns; takes frames apart.
+//! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
+//! * `reply`: an answer in the making, and its body.
+//! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
+//! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
+//!
+//! The frontend knows frames, not engines: nothing here depends on what computes the tokens.
 #![forbid(unsafe_code)]
 
 pub mod openai;
 pub mod text;
+
+mod generate;
+mod http;
+mod io;
+mod metrics;
+mod reply;
+pub mod server;
+mod service;
+mod shard;
+
+pub use server::{Bound, Frontend, StartError};
+pub use service::{ApiKeys, DragRow, DragSink, Limits, Service};
+pub use shard::ShardPlane;

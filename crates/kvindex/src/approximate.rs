@@ -1,77 +1,188 @@
 //! The approximate index: what was routed to a target is believed cached there for a while.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use lru::LruCache;
 use slipstream_base::{BlockHash, SimTime};
 
-/// Believes that a block is cached where it was last routed, until `ttl` has passed or as many
-/// younger blocks as the target's KV cache holds were routed there.
+use crate::owners::{Owners, Padded};
+
+/// Believes that a block is cached where it was last routed, until a time to live has passed or
+/// as many younger blocks were routed there as the target's KV cache holds.
+///
+/// For engines that send no KV events. Readers take no lock, except to forget what is due.
 pub struct ApproximateIndex {
     ttl_ns: u64,
-    targets: Box<[Mutex<LruCache<BlockHash, SimTime>>]>,
+    owners: Owners,
+    recent: Box<[Padded<Mutex<Recent>>]>,
+    /// When the oldest block of each target is due; `u64::MAX` without one. Read for each prompt,
+    /// hence packed.
+    due: Box<[AtomicU64]>,
+    dropped: AtomicU64,
+}
+
+/// What was routed to a target, oldest first, and until when it is believed cached.
+struct Recent {
+    until: LruCache<BlockHash, SimTime>,
+    kv_blocks: usize,
 }
 
 impl ApproximateIndex {
-    /// An empty index; `kv_blocks` is the size of each target's KV cache, `ttl_ns` how long a block
-    /// is believed to stay.
+    /// An empty index. `kv_blocks` is the size of each target's KV cache (0: it never reuses a
+    /// block), `ttl_ns` how long a block is believed to stay.
     pub fn new(kv_blocks: &[u32], ttl_ns: u64) -> ApproximateIndex {
+        let total = kv_blocks.iter().map(|&blocks| blocks as usize).sum();
+        let recent = |&blocks: &u32| {
+            Padded(Mutex::new(Recent {
+                until: LruCache::unbounded(), // bounded by `kv_blocks`, but not allocated ahead
+                kv_blocks: blocks as usize,
+            }))
+        };
         ApproximateIndex {
             ttl_ns,
-            targets: kv_blocks
-                .iter()
-                .map(|&blocks| {
-                    let capacity = std::num::NonZeroUsize::new(blocks as usize)
-                        .unwrap_or(std::num::NonZeroUsize::MIN);
-                    Mutex::new(LruCache::new(capacity))
-                })
-                .collect(),
+            owners: Owners::new(kv_blocks.len(), total),
+            recent: kv_blocks.iter().map(recent).collect(),
+            due: kv_blocks.iter().map(|_| AtomicU64::new(u64::MAX)).collect(),
+            dropped: AtomicU64::new(0),
         }
     }
 
     /// `blocks` were routed to `target` at `now`.
     pub fn on_routed(&self, now: SimTime, target: usize, blocks: &[BlockHash]) {
-        let mut held = self.targets[target]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        // The head of a chain is touched last, so that its tail is the first to be forgotten, as
-        // engines do.
-        for &hash in blocks.iter().rev() {
-            held.put(hash, now + self.ttl_ns);
-        }
+        self.with_recent(target, |recent| {
+            let blocks = &blocks[..blocks.len().min(recent.kv_blocks)];
+            // From the end, so that a chain's end is the oldest, and goes first, as in an engine.
+            for &hash in blocks.iter().rev() {
+                if recent.until.put(hash, now + self.ttl_ns).is_some() {
+                    continue;
+                }
+                // Room before the newcomer, as the index is as large as the caches and no larger.
+                if recent.until.len() > recent.kv_blocks {
+                    let oldest = recent.until.pop_lru();
+                    let (hash, _) = oldest.expect("it holds at least the newcomer");
+                    self.owners.remove(hash, target);
+                }
+                if self.owners.insert(hash, target).is_err() {
+                    self.dropped.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        });
     }
 
     /// For each target, how many leading `blocks` are believed cached. Shape of `out`: `[T]`.
+    ///
+    /// # Panics
+    /// If `out` is not as long as there are targets.
     pub fn overlap(&self, now: SimTime, blocks: &[BlockHash], out: &mut [u32]) {
-        for (target, hit) in out.iter_mut().enumerate() {
-            *hit = self.overlap_of(now, target, blocks);
+        for target in 0..self.due.len() {
+            self.forget_due(now, target);
         }
+        self.owners.overlap(blocks, out, |_| u64::MAX);
     }
 
     /// How many leading `blocks` are believed cached at `target`.
     pub fn overlap_of(&self, now: SimTime, target: usize, blocks: &[BlockHash]) -> u32 {
-        let held = self.targets[target]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        blocks
-            .iter()
-            .take_while(|hash| held.peek(hash).is_some_and(|until| *until > now))
-            .count() as u32
+        self.forget_due(now, target);
+        self.owners.overlap_of(target, blocks)
     }
 
-    /// Blocks believed cached at `target`.
+    /// Blocks believed cached at `target`, some of which may be due to be forgotten.
     pub fn held(&self, target: usize) -> u64 {
-        self.targets[target]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len() as u64
+        let recent = &self.recent[target].0;
+        let recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.until.len() as u64
+    }
+
+    /// Blocks that found no room in the index since the start. They count as not cached.
+    pub fn dropped_total(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
     }
 
     /// Forgets all that was routed to `target`.
     pub fn forget(&self, target: usize) {
-        self.targets[target]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        self.with_recent(target, |recent| {
+            while let Some((hash, _)) = recent.until.pop_lru() {
+                self.owners.remove(hash, target);
+            }
+        });
+    }
+
+    /// Each block is forgotten once, so this costs what was routed, not what is held.
+    fn forget_due(&self, now: SimTime, target: usize) {
+        if self.due[target].load(Ordering::Relaxed) > now.0 {
+            return;
+        }
+        self.with_recent(target, |recent| {
+            while let Some((&hash, &until)) = recent.until.peek_lru()
+                && until <= now
+            {
+                recent.until.pop_lru();
+                self.owners.remove(hash, target);
+            }
+        });
+    }
+
+    fn with_recent(&self, target: usize, change: impl FnOnce(&mut Recent)) {
+        let recent = &self.recent[target].0;
+        let mut recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut recent);
+        let due = recent
+            .until
+            .peek_lru()
+            .map_or(u64::MAX, |(_, until)| until.0);
+        self.due[target].store(due, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::mix::draw;
+
+    use super::*;
+
+    fn chain(seed: u64, len: u64) -> Vec<BlockHash> {
+        (0..len).map(|n| BlockHash(draw(seed, n))).collect()
+    }
+
+    fn overlap(index: &ApproximateIndex, now: u64, blocks: &[BlockHash]) -> Vec<u32> {
+        let mut out = vec![u32::MAX; index.due.len()];
+        index.overlap(SimTime(now), blocks, &mut out);
+        for (target, &hit) in out.iter().enumerate() {
+            assert_eq!(index.overlap_of(SimTime(now), target, blocks), hit);
+        }
+        out
+    }
+
+    #[test]
+    fn what_was_routed_is_believed_until_its_time() {
+        let index = ApproximateIndex::new(&[100, 100], 50);
+        let a = chain(1, 20);
+        index.on_routed(SimTime(0), 1, &a);
+        assert_eq!(overlap(&index, 49, &a), [0, 20]);
+        // Its first half is used again, and lives on.
+        index.on_routed(SimTime(30), 1, &a[..10]);
+        assert_eq!(overlap(&index, 50, &a), [0, 10]);
+        assert_eq!(index.held(1), 10);
+        assert_eq!(overlap(&index, 80, &a), [0, 0]);
+        assert_eq!(index.held(1), 0);
+    }
+
+    #[test]
+    fn no_more_is_believed_than_the_cache_holds() {
+        let index = ApproximateIndex::new(&[30, 0], 1_000);
+        let (a, b) = (chain(1, 20), chain(2, 20));
+        index.on_routed(SimTime(0), 0, &a);
+        index.on_routed(SimTime(1), 0, &b);
+        // The end of the older chain made room.
+        assert_eq!(overlap(&index, 2, &a), [10, 0]);
+        assert_eq!(overlap(&index, 2, &b), [20, 0]);
+        index.on_routed(SimTime(3), 0, &chain(3, 100));
+        assert_eq!(index.held(0), 30);
+        // A target that reuses nothing is never believed to hold anything.
+        index.on_routed(SimTime(4), 1, &a);
+        assert_eq!(overlap(&index, 4, &a)[1], 0);
+        index.forget(0);
+        assert_eq!((index.held(0), index.dropped_total()), (0, 0));
     }
 }

@@ -1,31 +1,44 @@
 //! The exact index: owners by block hash, fed by KV deltas.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::{BlockHash, KvDelta, KvOp};
 
+use crate::owners::{Owners, Padded};
+use crate::table::Full;
+
 /// Who holds which block, shared by routers (readers) and engine threads (writers).
+///
+/// Readers take no lock and never wait. A look-up that runs beside a change sees it or does not;
+/// blocks that stay are always found.
+///
+/// Writers lock the shard that a hash falls in (up to 64 shards), for one operation at a time, and
+/// the event stream of their target for a whole delta. Why locks: `docs/routing.md` has the
+/// numbers.
 pub struct BlockIndex {
-    inner: Mutex<Inner>,
+    owners: Owners,
+    streams: Box<[Padded<Stream>]>,
+    /// One bit a target: what is known of it is complete.
+    trusted: Box<[AtomicU64]>,
 }
 
-struct Inner {
-    owners: HashMap<BlockHash, Vec<bool>>,
-    streams: Vec<Stream>,
-}
-
-#[derive(Clone, Copy)]
+/// A target's deltas.
+#[derive(Default)]
 struct Stream {
-    next: u64,
-    trusted: bool,
+    /// Sequence expected next; held locked while a delta is applied, so that deltas of one target
+    /// go in one after the other.
+    next: Mutex<u64>,
+    /// Blocks held.
+    held: AtomicU64,
 }
 
 /// What came of a delta.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
-    /// Deltas before this one are missing. The target counts as holding nothing until a snapshot
-    /// ([`KvOp::Cleared`], then every block held) arrives; ask its engine for one.
+    /// Deltas before this one are missing, or were and no snapshot has come since. The target
+    /// counts as holding nothing until a snapshot ([`KvOp::Cleared`], then every block held)
+    /// arrives; ask its engine for one.
     pub gap: bool,
     /// Seen before, and ignored whole.
     pub duplicate: bool,
@@ -33,154 +46,398 @@ pub struct Applied {
     pub stored: u32,
     /// Blocks that the target held and does no longer.
     pub removed: u32,
-    /// Blocks that found no room: the target holds more than was promised in `new`. They count as
+    /// Blocks that found no room: the targets hold more than was promised in `new`. They count as
     /// not cached.
     pub dropped: u32,
 }
 
 impl BlockIndex {
     /// An empty index for `targets` owners that hold at most `capacity_blocks_total` blocks
-    /// between them (the sum of their `num_gpu_blocks`).
+    /// between them (the sum of their `num_gpu_blocks`). Memory is taken at once:
+    /// 26 bytes a block up to 64 targets, about 13 more for each further 64.
     pub fn new(targets: usize, capacity_blocks_total: usize) -> BlockIndex {
-        let _ = capacity_blocks_total;
+        let owners = Owners::new(targets, capacity_blocks_total);
+        let trusted = vec![u64::MAX; owners.words()];
         BlockIndex {
-            inner: Mutex::new(Inner {
-                owners: HashMap::new(),
-                streams: vec![
-                    Stream {
-                        next: 0,
-                        trusted: true
-                    };
-                    targets
-                ],
-            }),
+            streams: (0..targets).map(|_| Padded::default()).collect(),
+            trusted: trusted.into_iter().map(AtomicU64::new).collect(),
+            owners,
         }
     }
 
     /// Number of owners.
     pub fn targets(&self) -> usize {
-        self.lock().streams.len()
+        self.owners.targets()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Memory of the table, bytes.
+    pub fn bytes(&self) -> usize {
+        self.owners.bytes()
     }
 
     /// Applies the changes of one pass of `target`.
     ///
     /// A delta older than expected is ignored as a duplicate. One that is newer than expected is a
-    /// gap: the target is not trusted until a delta that begins with [`KvOp::Cleared`] (a snapshot)
-    /// arrives, in the same stream or by [`BlockIndex::resync`].
+    /// gap: from then on the target is not trusted, and its deltas are skipped, until one that
+    /// begins with [`KvOp::Cleared`] (a snapshot) arrives in the same stream, or
+    /// [`BlockIndex::resync`] is called.
+    ///
+    /// # Panics
+    /// If `target` is not below [`BlockIndex::targets`].
     pub fn apply(&self, target: usize, delta: &KvDelta) -> Applied {
-        let inner = &mut *self.lock();
-        let stream = &mut inner.streams[target];
-        if delta.sequence < stream.next {
+        let mut next = self.stream(target);
+        if delta.sequence < *next {
             return Applied {
                 duplicate: true,
                 ..Applied::default()
             };
         }
-        let missing = delta.sequence > stream.next;
-        stream.next = delta.sequence + 1;
-        if delta.ops.first() == Some(&KvOp::Cleared) {
-            stream.trusted = true;
-        } else if missing || !stream.trusted {
-            stream.trusted = false;
+        let missing = delta.sequence > *next;
+        *next = delta.sequence.saturating_add(1);
+        if delta.ops.first() != Some(&KvOp::Cleared) && (missing || !self.is_trusted(target)) {
+            self.set_trusted(target, false);
             return Applied {
                 gap: true,
                 ..Applied::default()
             };
         }
-        inner.change(target, &delta.ops)
+        let applied = self.change(target, &delta.ops);
+        self.set_trusted(target, true);
+        applied
     }
 
-    /// Replaces all that `target` holds by `snapshot`, whatever its sequence; deltas go on after it.
+    /// Replaces all that `target` holds by `snapshot`, whatever its sequence; deltas go on after
+    /// it. For a snapshot that was fetched beside the stream.
     pub fn resync(&self, target: usize, snapshot: &KvDelta) -> Applied {
-        let inner = &mut *self.lock();
-        inner.streams[target] = Stream {
-            next: snapshot.sequence + 1,
-            trusted: true,
-        };
-        inner.change(target, &[KvOp::Cleared]);
-        inner.change(target, &snapshot.ops)
+        let mut next = self.stream(target);
+        *next = snapshot.sequence.saturating_add(1);
+        self.set_trusted(target, false); // no half a snapshot is believed
+        let cleared = self.change(target, &[KvOp::Cleared]);
+        let mut applied = self.change(target, &snapshot.ops);
+        applied.removed += cleared.removed;
+        self.set_trusted(target, true);
+        applied
     }
 
     /// Forgets `target`, whose engine is gone; the next one starts at sequence 0.
     pub fn forget(&self, target: usize) {
-        let inner = &mut *self.lock();
-        inner.streams[target] = Stream {
-            next: 0,
-            trusted: true,
-        };
-        inner.change(target, &[KvOp::Cleared]);
-    }
-
-    /// For each target, how many leading `blocks` it holds without a break. Shape of `out`: `[T]`.
-    pub fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
-        let inner = self.lock();
-        for (target, hit) in out.iter_mut().enumerate() {
-            *hit = inner.leading(target, blocks);
-        }
-    }
-
-    /// How many leading `blocks` one target holds without a break.
-    pub fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
-        self.lock().leading(target, blocks)
+        let mut next = self.stream(target);
+        *next = 0;
+        self.change(target, &[KvOp::Cleared]);
+        self.set_trusted(target, true);
     }
 
     /// Whether what is known of `target` is complete; `false` from a gap to the next snapshot.
     pub fn is_trusted(&self, target: usize) -> bool {
-        self.lock().streams[target].trusted
+        self.trusted[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1
     }
 
     /// Blocks that `target` holds.
     pub fn held(&self, target: usize) -> u64 {
-        self.lock()
-            .owners
-            .values()
-            .filter(|owners| owners[target])
-            .count() as u64
+        self.streams[target].0.held.load(Ordering::Relaxed)
     }
-}
 
-impl Inner {
-    fn change(&mut self, target: usize, ops: &[KvOp]) -> Applied {
-        let targets = self.streams.len();
+    fn stream(&self, target: usize) -> MutexGuard<'_, u64> {
+        self.streams[target]
+            .0
+            .next
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_trusted(&self, target: usize, trusted: bool) {
+        if self.is_trusted(target) == trusted {
+            return; // nearly always, and the line stays with its readers
+        }
+        let bit = 1 << (target % 64);
+        let word = &self.trusted[target / 64];
+        if trusted {
+            word.fetch_or(bit, Ordering::Release);
+        } else {
+            word.fetch_and(!bit, Ordering::Release);
+        }
+    }
+
+    /// Applies `ops` one by one; the caller holds the stream of `target`.
+    fn change(&self, target: usize, ops: &[KvOp]) -> Applied {
         let mut applied = Applied::default();
         for op in ops {
             match *op {
-                KvOp::Stored { hash, .. } => {
-                    let owners = self
-                        .owners
-                        .entry(hash)
-                        .or_insert_with(|| vec![false; targets]);
-                    applied.stored += u32::from(!owners[target]);
-                    owners[target] = true;
-                }
+                KvOp::Stored { hash, .. } => match self.owners.insert(hash, target) {
+                    Ok(fresh) => applied.stored += u32::from(fresh),
+                    Err(Full) => applied.dropped += 1,
+                },
                 KvOp::Removed { hash } => {
-                    if let Some(owners) = self.owners.get_mut(&hash) {
-                        applied.removed += u32::from(owners[target]);
-                        owners[target] = false;
-                    }
+                    applied.removed += u32::from(self.owners.remove(hash, target));
                 }
-                KvOp::Cleared => {
-                    for owners in self.owners.values_mut() {
-                        applied.removed += u32::from(owners[target]);
-                        owners[target] = false;
-                    }
-                }
+                // What this delta stored before is gone as well, and is not yet in `held`.
+                KvOp::Cleared if self.held(target) == 0 && applied.stored == 0 => {}
+                KvOp::Cleared => applied.removed += self.owners.clear(target) as u32,
             }
         }
+        // The stream's lock makes this thread the only one that writes.
+        let held = self.held(target) + u64::from(applied.stored) - u64::from(applied.removed);
+        self.streams[target].0.held.store(held, Ordering::Relaxed);
         applied
     }
 
-    fn leading(&self, target: usize, blocks: &[BlockHash]) -> u32 {
-        if !self.streams[target].trusted {
-            return 0;
+    /// For each target, how many leading `blocks` it holds without a break. Shape of `out`: `[T]`.
+    ///
+    /// Blocks are looked at one in eight, and all of those where some target's run ends: a target
+    /// that holds both ends of such a stretch is taken to hold what lies between, as engines that
+    /// evict a chain from its end do.
+    ///
+    /// # Panics
+    /// If `out` is not as long as there are targets.
+    pub fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+        self.owners.overlap(blocks, out, |word| {
+            self.trusted[word].load(Ordering::Acquire)
+        });
+    }
+
+    /// How many leading `blocks` one target holds without a break; as [`BlockIndex::overlap`].
+    pub fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
+        if self.is_trusted(target) {
+            self.owners.overlap_of(target, blocks)
+        } else {
+            0
         }
-        blocks
+    }
+
+    /// Whether `target` holds `hash`, trusted or not.
+    pub fn holds(&self, target: usize, hash: BlockHash) -> bool {
+        self.owners.overlap_of(target, &[hash]) == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeSet, HashMap};
+
+    use proptest::prelude::*;
+    use slipstream_base::mix::draw;
+
+    use super::*;
+
+    fn hash(n: u64) -> BlockHash {
+        BlockHash(draw(0, n))
+    }
+
+    fn stored(n: u64) -> KvOp {
+        KvOp::Stored {
+            hash: hash(n),
+            parent: BlockHash(0),
+        }
+    }
+
+    fn delta(sequence: u64, ops: &[KvOp]) -> KvDelta {
+        KvDelta {
+            sequence,
+            ops: ops.into(),
+            ..KvDelta::default()
+        }
+    }
+
+    fn overlap(index: &BlockIndex, blocks: &[BlockHash]) -> Vec<u32> {
+        let mut out = vec![u32::MAX; index.targets()];
+        index.overlap(blocks, &mut out);
+        for (target, &hit) in out.iter().enumerate() {
+            assert_eq!(index.overlap_of(target, blocks), hit, "target {target}");
+        }
+        out
+    }
+
+    /// Applies `deltas` to target 0 of 2; expects the answers, and that block 1 is then found or not.
+    fn check_stream(deltas: &[(u64, &[KvOp])], gaps: &[bool], found: bool) {
+        let index = BlockIndex::new(2, 100);
+        index.apply(1, &delta(0, &[stored(1)]));
+        let answers: Vec<bool> = deltas
             .iter()
-            .take_while(|hash| self.owners.get(hash).is_some_and(|owners| owners[target]))
-            .count() as u32
+            .map(|&(sequence, ops)| index.apply(0, &delta(sequence, ops)).gap)
+            .collect();
+        assert_eq!(answers, gaps);
+        assert_eq!(overlap(&index, &[hash(1)]), [u32::from(found), 1]);
+        assert_eq!(index.is_trusted(0), gaps.last() != Some(&true));
+    }
+
+    #[test]
+    fn a_gap_is_told_until_a_snapshot_comes() {
+        let one = [stored(1)];
+        let two = [stored(2)];
+        let snapshot = [KvOp::Cleared, stored(1)];
+        check_stream(&[(0, &one)], &[false], true);
+        check_stream(&[(0, &two), (2, &one)], &[false, true], false);
+        check_stream(&[(0, &one), (2, &two)], &[false, true], false);
+        check_stream(
+            &[(0, &one), (2, &two), (3, &two)],
+            &[false, true, true],
+            false,
+        );
+        check_stream(
+            &[(0, &one), (2, &two), (3, &snapshot)],
+            &[false, true, false],
+            true,
+        );
+        // A snapshot that itself comes after a gap says all there is to know.
+        check_stream(&[(0, &two), (7, &snapshot)], &[false, false], true);
+        check_stream(
+            &[(0, &one), (2, &two), (3, &[KvOp::Cleared])],
+            &[false, true, false],
+            false,
+        );
+    }
+
+    #[test]
+    fn duplicates_are_ignored_whole() {
+        let index = BlockIndex::new(1, 100);
+        index.apply(0, &delta(0, &[stored(1)]));
+        index.apply(0, &delta(1, &[KvOp::Removed { hash: hash(1) }]));
+        let again = index.apply(0, &delta(0, &[stored(1)]));
+        assert!(again.duplicate && again.stored == 0);
+        assert_eq!(overlap(&index, &[hash(1)]), [0]);
+        // At least once within a delta, too.
+        let twice = index.apply(0, &delta(2, &[stored(3), stored(3)]));
+        assert_eq!((twice.stored, index.held(0)), (1, 1));
+        let unknown = index.apply(0, &delta(3, &[KvOp::Removed { hash: hash(9) }]));
+        assert_eq!((unknown.removed, index.held(0)), (0, 1));
+    }
+
+    #[test]
+    fn resync_replaces_what_was_held_and_forget_starts_over() {
+        let index = BlockIndex::new(1, 100);
+        index.apply(0, &delta(0, &[stored(1), stored(2)]));
+        assert!(index.apply(0, &delta(5, &[stored(3)])).gap);
+        index.resync(0, &delta(4, &[KvOp::Cleared, stored(2)]));
+        assert_eq!((index.held(0), index.is_trusted(0)), (1, true));
+        assert!(!index.apply(0, &delta(5, &[stored(3)])).gap);
+        assert_eq!(overlap(&index, &[hash(2), hash(3)]), [2]);
+        index.forget(0);
+        assert_eq!(overlap(&index, &[hash(2), hash(3)]), [0]);
+        assert!(!index.apply(0, &delta(0, &[stored(1)])).gap);
+    }
+
+    #[test]
+    fn more_blocks_than_promised_are_dropped_and_counted() {
+        let index = BlockIndex::new(1, 100);
+        let ops: Vec<KvOp> = (0..5_000).map(stored).collect();
+        let applied = index.apply(0, &delta(0, &ops));
+        assert!(applied.stored >= 100);
+        assert_eq!(applied.stored + applied.dropped, 5_000);
+        assert_eq!(index.held(0), u64::from(applied.stored));
+        index.apply(0, &delta(1, &[KvOp::Cleared]));
+        assert_eq!(index.held(0), 0);
+    }
+
+    #[test]
+    fn no_blocks_and_last_target_of_a_word() {
+        for targets in [1, 63, 64, 65, 128, 129] {
+            let index = BlockIndex::new(targets, 100);
+            index.apply(targets - 1, &delta(0, &[stored(1)]));
+            assert_eq!(overlap(&index, &[]), vec![0; targets]);
+            let mut expected = vec![0; targets];
+            expected[targets - 1] = 1;
+            assert_eq!(overlap(&index, &[hash(1), hash(2)]), expected);
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Change {
+        Stored(u64),
+        Removed(u64),
+        Cleared,
+    }
+
+    fn change() -> impl Strategy<Value = Change> {
+        prop_oneof![
+            40 => (0u64..200).prop_map(Change::Stored),
+            30 => (0u64..200).prop_map(Change::Removed),
+            1 => Just(Change::Cleared),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn holds_what_a_plain_map_holds(
+            targets in prop::sample::select(vec![1usize, 3, 64, 65, 130]),
+            deltas in prop::collection::vec((any::<prop::sample::Index>(), prop::collection::vec(change(), 1..40)), 1..40),
+        ) {
+            let index = BlockIndex::new(targets, 200);
+            let mut naive: HashMap<u64, BTreeSet<usize>> = HashMap::new();
+            let mut sequences = vec![0; targets];
+            for (target, changes) in &deltas {
+                let target = target.index(targets);
+                let mut ops = Vec::new();
+                let (mut added, mut gone) = (0, 0);
+                for change in changes {
+                    match *change {
+                        Change::Stored(n) => {
+                            added += u32::from(naive.entry(n).or_default().insert(target));
+                            ops.push(stored(n));
+                        }
+                        Change::Removed(n) => {
+                            gone += u32::from(naive.entry(n).or_default().remove(&target));
+                            ops.push(KvOp::Removed { hash: hash(n) });
+                        }
+                        Change::Cleared => {
+                            for owners in naive.values_mut() {
+                                gone += u32::from(owners.remove(&target));
+                            }
+                            ops.push(KvOp::Cleared);
+                        }
+                    }
+                }
+                let applied = index.apply(target, &delta(sequences[target], &ops));
+                sequences[target] += 1;
+                prop_assert_eq!((applied.stored, applied.removed), (added, gone));
+                prop_assert!(!applied.gap && applied.dropped == 0);
+            }
+            for target in 0..targets {
+                let held: Vec<u64> = (0..200)
+                    .filter(|n| naive.get(n).is_some_and(|owners| owners.contains(&target)))
+                    .collect();
+                prop_assert_eq!(index.held(target), held.len() as u64);
+                for n in 0..200 {
+                    prop_assert_eq!(index.holds(target, hash(n)), held.contains(&n));
+                }
+            }
+        }
+
+        /// Targets hold chains from their beginning, as engines do; then the walk in strides is exact.
+        #[test]
+        fn overlap_is_the_longest_prefix(
+            targets in prop::sample::select(vec![1usize, 5, 64, 70]),
+            held in prop::collection::vec((any::<prop::sample::Index>(), 0usize..200), 0..30),
+            asked in 0usize..200,
+            branch in 0usize..200,
+        ) {
+            // Blocks 0..branch are a common start; each target goes on with the prompt or leaves it.
+            let prompt: Vec<BlockHash> = (0..asked as u64).map(hash).collect();
+            let index = BlockIndex::new(targets, 200 * 30);
+            let mut expected = vec![0; targets];
+            for (sequence, (target, len)) in held.iter().enumerate() {
+                let target = target.index(targets);
+                let leaves = sequence % 2 == 1;
+                let ops: Vec<KvOp> = (0..*len)
+                    .map(|n| stored(if leaves && n >= branch { 1_000 + n as u64 } else { n as u64 }))
+                    .collect();
+                index.resync(target, &delta(0, &ops));
+                let on_path = if leaves { branch.min(*len) } else { *len };
+                expected[target] = on_path.min(asked) as u32;
+            }
+            prop_assert_eq!(overlap(&index, &prompt), expected);
+        }
+
+        /// Whatever a target holds: a run is never counted short, and a single look is exact.
+        #[test]
+        fn overlap_never_misses_a_prefix(held in prop::collection::btree_set(0u64..60, 0..60)) {
+            let index = BlockIndex::new(1, 100);
+            let ops: Vec<KvOp> = held.iter().copied().map(stored).collect();
+            index.apply(0, &delta(0, &ops));
+            let prompt: Vec<BlockHash> = (0..60).map(hash).collect();
+            let exact = (0..60).take_while(|n| held.contains(n)).count() as u32;
+            prop_assert!(overlap(&index, &prompt)[0] >= exact);
+        }
     }
 }

@@ -10,6 +10,8 @@
 
 pub mod approximate;
 pub mod block_index;
+mod owners;
+mod table;
 
 pub use approximate::ApproximateIndex;
 pub use block_index::{Applied, BlockIndex};

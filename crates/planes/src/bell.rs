@@ -229,3 +229,152 @@ fn lock<T>(mutex: &loom::sync::Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
+
+/// Every interleaving of a producer and a sleeper: `RUSTFLAGS="--cfg loom" cargo test --release
+/// --package slipstream-planes --lib loom`. The ring is a counter here; `rtrb` has been checked
+/// by its authors, and what can go wrong is a wake-up that gets lost.
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn loom_a_thread_hears_of_everything() {
+        loom::model(|| {
+            let bell = Arc::new(ThreadBell::default());
+            let ring = Arc::new(AtomicUsize::new(0));
+            let producer = {
+                let (bell, ring) = (bell.clone(), ring.clone());
+                loom::thread::spawn(move || {
+                    for _ in 0..2 {
+                        ring.fetch_add(1, Ordering::Release);
+                        bell.ring();
+                    }
+                })
+            };
+            let mut taken = 0;
+            while taken < 2 {
+                taken += ring.swap(0, Ordering::Acquire);
+                if taken == 2 {
+                    break;
+                }
+                bell.prepare();
+                if ring.load(Ordering::Acquire) > 0 {
+                    bell.stay_awake();
+                } else {
+                    // Without a deadline: a lost wake-up is a deadlock, which loom reports.
+                    bell.wait(None);
+                }
+            }
+            producer.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_a_task_hears_of_everything() {
+        use loom::future::block_on;
+        use std::future::poll_fn;
+        use std::task::Poll;
+
+        loom::model(|| {
+            let bell = Arc::new(TaskBell::default());
+            let ring = Arc::new(AtomicUsize::new(0));
+            let producer = {
+                let (bell, ring) = (bell.clone(), ring.clone());
+                loom::thread::spawn(move || {
+                    for _ in 0..2 {
+                        ring.fetch_add(1, Ordering::Release);
+                        bell.ring();
+                    }
+                })
+            };
+            let mut taken = 0;
+            while taken < 2 {
+                taken += block_on(poll_fn(|cx| {
+                    let found = ring.swap(0, Ordering::Acquire);
+                    if found > 0 {
+                        return Poll::Ready(found);
+                    }
+                    bell.prepare(cx.waker());
+                    let found = ring.swap(0, Ordering::Acquire);
+                    if found > 0 {
+                        bell.stay_awake();
+                        return Poll::Ready(found);
+                    }
+                    Poll::Pending
+                }));
+            }
+            producer.join().unwrap();
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    struct Count(AtomicUsize);
+
+    impl std::task::Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn a_task_is_woken_once_a_sleep() {
+        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let waker = Waker::from(count.clone());
+        let bell = TaskBell::default();
+        assert!(!bell.ring(), "nobody sleeps");
+        bell.prepare(&waker);
+        assert!(bell.ring());
+        assert!(!bell.ring(), "it is awake now");
+        bell.prepare(&waker);
+        bell.stay_awake();
+        assert!(!bell.ring());
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn the_last_waker_counts() {
+        let first = Arc::new(Count(AtomicUsize::new(0)));
+        let second = Arc::new(Count(AtomicUsize::new(0)));
+        let bell = TaskBell::default();
+        bell.prepare(&Waker::from(first.clone()));
+        bell.prepare(&Waker::from(second.clone()));
+        bell.ring();
+        let woken = [&first, &second].map(|c| c.0.load(Ordering::Relaxed));
+        assert_eq!(woken, [0, 1]);
+    }
+
+    #[test]
+    fn a_deadline_in_the_past_does_not_sleep() {
+        let bell = ThreadBell::default();
+        bell.prepare();
+        bell.wait(Some(1));
+        assert!(!bell.ring(), "it is awake");
+    }
+
+    #[test]
+    fn a_sleeping_thread_is_rung() {
+        let bell = Arc::new(ThreadBell::default());
+        let ringer = {
+            let bell = Arc::clone(&bell);
+            // Rings until somebody was asleep: the sleeper below sleeps without a deadline.
+            std::thread::spawn(move || {
+                while !bell.ring() {
+                    std::thread::yield_now();
+                }
+            })
+        };
+        bell.prepare();
+        bell.wait(None);
+        ringer.join().unwrap();
+    }
+}

@@ -11,6 +11,10 @@ pub trait EventSink: Send {
     /// A rank's cache changed.
     fn on_kv(&mut self, delta: &KvDelta);
 
+    /// Everything that a rank's cache holds, for whoever missed a delta: `Cleared`, then every
+    /// block. It takes no number of its own: `sequence` is that of the next delta.
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta);
+
     /// A rank ended a pass, or was idle for a second.
     fn on_fpm(&mut self, metrics: &ForwardPassMetrics);
 
@@ -24,6 +28,7 @@ pub struct NoEvents;
 
 impl EventSink for NoEvents {
     fn on_kv(&mut self, _delta: &KvDelta) {}
+    fn on_kv_snapshot(&mut self, _snapshot: &KvDelta) {}
     fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
 }
 
@@ -32,6 +37,11 @@ impl<A: EventSink, B: EventSink> EventSink for (A, B) {
     fn on_kv(&mut self, delta: &KvDelta) {
         self.0.on_kv(delta);
         self.1.on_kv(delta);
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        self.0.on_kv_snapshot(snapshot);
+        self.1.on_kv_snapshot(snapshot);
     }
 
     fn on_fpm(&mut self, metrics: &ForwardPassMetrics) {

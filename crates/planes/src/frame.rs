@@ -567,3 +567,166 @@ impl<'a> Iterator for Entries<'a> {
         Some(entry)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// An entry with its own tokens and text, to compare with.
+    #[derive(Clone, Debug, PartialEq)]
+    enum Owned {
+        Prologue(StreamId, Prologue),
+        Refused(StreamId, RefusalReason, String),
+        Tokens(StreamId, Vec<u32>, Option<FirstPass>),
+        End(StreamId, End),
+    }
+
+    impl Owned {
+        fn of(entry: Entry<'_>) -> Owned {
+            match entry {
+                Entry::Prologue { stream, prologue } => Owned::Prologue(stream, prologue),
+                Entry::Refused {
+                    stream,
+                    reason,
+                    message,
+                } => Owned::Refused(stream, reason, message.to_owned()),
+                Entry::Tokens {
+                    stream,
+                    tokens,
+                    first,
+                } => Owned::Tokens(stream, tokens.to_vec(), first),
+                Entry::End { stream, end } => Owned::End(stream, end),
+            }
+        }
+
+        fn push(&self, frame: &mut PassFrame) {
+            match self {
+                Owned::Prologue(stream, prologue) => frame.push_prologue(*stream, prologue),
+                Owned::Refused(stream, reason, text) => frame.push_refused(*stream, *reason, text),
+                Owned::Tokens(stream, tokens, first) => frame.push_tokens(*stream, tokens, *first),
+                Owned::End(stream, end) => frame.push_end(*stream, end),
+            }
+        }
+    }
+
+    fn stream() -> impl Strategy<Value = StreamId> {
+        (0..SLOTS_MAX, any::<u32>()).prop_map(|(slot, generation)| StreamId { slot, generation })
+    }
+
+    fn entry() -> impl Strategy<Value = Owned> {
+        let time = prop::option::of(1u64..);
+        let prologue = (any::<u32>(), time.clone(), time).prop_map(
+            |(hit_tokens, worker_recv_ns, admitted_ns)| Prologue {
+                hit_tokens,
+                worker_recv_ns,
+                admitted_ns,
+            },
+        );
+        let first = prop::option::of(
+            any::<(u64, u64)>().prop_map(|(start_ns, end_ns)| FirstPass { start_ns, end_ns }),
+        );
+        let reason = prop::sample::select(RefusalReason::ALL.to_vec());
+        let finish = prop::sample::select(vec![
+            FinishReason::Stop,
+            FinishReason::Length,
+            FinishReason::Abort,
+        ]);
+        let end = (finish, any::<[u32; 4]>()).prop_map(|(reason, n)| End {
+            reason,
+            usage: Usage {
+                prompt_tokens: n[0],
+                completion_tokens: n[1],
+                cached_tokens: n[2],
+                preemptions: n[3],
+            },
+        });
+        prop_oneof![
+            (stream(), prologue).prop_map(|(s, p)| Owned::Prologue(s, p)),
+            (stream(), reason, ".{0,40}").prop_map(|(s, r, t)| Owned::Refused(s, r, t)),
+            (stream(), prop::collection::vec(any::<u32>(), 1..9), first)
+                .prop_map(|(s, t, f)| Owned::Tokens(s, t, f)),
+            (stream(), end).prop_map(|(s, e)| Owned::End(s, e)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_goes_in_comes_out(entries in prop::collection::vec(entry(), 0..20)) {
+            let mut frame = PassFrame::new();
+            frame.push_end(StreamId { slot: 1, generation: 1 }, &End {
+                reason: FinishReason::Stop,
+                usage: Usage::default(),
+            });
+            frame.clear(); // a reused frame is as good as a new one
+            for entry in &entries {
+                entry.push(&mut frame);
+            }
+            prop_assert_eq!(frame.len() as usize, entries.len());
+            prop_assert_eq!(frame.is_empty(), entries.is_empty());
+            let back: Vec<Owned> = frame.entries().map(Owned::of).collect();
+            prop_assert_eq!(&back, &entries);
+            let (words, text) = frame.parts();
+            let copy = PassFrame::from_parts(words.to_vec(), text.to_owned(), 0).unwrap();
+            prop_assert_eq!(copy, frame);
+        }
+
+        /// Words that were cut and changed either are refused or can be read to their end.
+        #[test]
+        fn a_frame_from_elsewhere_never_panics(
+            entries in prop::collection::vec(entry(), 1..6),
+            cut: prop::sample::Index,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), 0u32..9, 0u32..32), 0..4),
+        ) {
+            let mut frame = PassFrame::new();
+            for entry in &entries {
+                entry.push(&mut frame);
+            }
+            let (words, text) = frame.parts();
+            let mut words = words[..cut.index(words.len() + 1)].to_vec();
+            for (at, value, shift) in changes {
+                if !words.is_empty() {
+                    let at = at.index(words.len());
+                    words[at] ^= value << shift;
+                }
+            }
+            if let Ok(read) = PassFrame::from_parts(words, text.to_owned(), 0) {
+                prop_assert_eq!(read.entries().count(), read.len() as usize);
+            }
+        }
+    }
+
+    #[test]
+    fn bad_frames_say_what_is_wrong() {
+        let token = [1 << 24, 0, 42];
+        let check = |words: &[u32], text: &str, word, problem| {
+            let words = [&token, words].concat();
+            let error = PassFrame::from_parts(words, text.into(), 0).unwrap_err();
+            assert_eq!(error, FrameError { word, problem });
+        };
+        check(&[1 << 24], "", 3, FrameProblem::Cut);
+        check(&[1 << 24, 0], "", 3, FrameProblem::Cut);
+        check(&[2 << 24, 0, 3, 7, 7], "", 3, FrameProblem::Cut);
+        check(&[2 << 24, 0, u32::MAX], "", 3, FrameProblem::Cut);
+        check(&[2 << 24, 0, 0], "", 3, FrameProblem::NoTokens);
+        check(&[77 << 24, 0, 0], "", 3, FrameProblem::Kind(77));
+        check(&[6 << 24, 0, 9, 0, 0, 0, 0], "", 3, FrameProblem::Reason(9));
+        check(&[5 << 24, 0, 99, 0, 0], "", 3, FrameProblem::Reason(99));
+        let text = FrameProblem::Text { offset: 1, len: 1 };
+        check(&[5 << 24, 0, 0, 1, 1], "é", 3, text);
+    }
+
+    #[test]
+    fn one_token_is_three_words() {
+        let mut frame = PassFrame::new();
+        let stream = StreamId {
+            slot: 5,
+            generation: 6,
+        };
+        frame.push_tokens(stream, &[9], None);
+        frame.push_tokens(stream, &[], None);
+        assert_eq!(frame.parts().0, [1 << 24 | 5, 6, 9]);
+        assert_eq!(frame.len(), 1);
+    }
+}

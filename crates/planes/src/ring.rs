@@ -410,8 +410,10 @@ struct ThreadLink {
 /// What became of an open frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flushed {
-    /// There was nothing in it, or it left, or it may grow.
-    Done,
+    /// There was nothing in it, or it may grow.
+    Kept,
+    /// It left.
+    Sent,
     /// The ring is full; it stays open. See [`ThreadPort::prepare_wait_for_room`].
     Full,
     /// The shard is gone, and what the frame held with it.
@@ -474,7 +476,7 @@ impl ThreadPort {
         let limits = self.limits;
         let link = &mut self.links[usize::from(shard)];
         if link.open.is_empty() {
-            return Flushed::Done;
+            return Flushed::Kept;
         }
         if link.frames.is_abandoned() {
             link.open.clear();
@@ -482,7 +484,7 @@ impl ThreadPort {
         }
         let behind = link.frames.slots() < limits.frames.max(1);
         if may_grow && behind && link.open.size_words() < limits.frame_words {
-            return Flushed::Done;
+            return Flushed::Kept;
         }
         if link.frames.is_full() {
             return Flushed::Full;
@@ -493,7 +495,7 @@ impl ThreadPort {
         let pushed = link.frames.push(frame);
         debug_assert!(pushed.is_ok(), "a ring that is not full takes a frame");
         link.task_bell.ring();
-        Flushed::Done
+        Flushed::Sent
     }
 
     /// Whether the open frame of `shard` may take another pass.
@@ -545,6 +547,303 @@ impl Drop for ThreadPort {
             let bell = Arc::clone(&link.task_bell);
             drop(link);
             bell.ring();
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::task::{Wake, Waker};
+
+    use slipstream_base::RankId;
+
+    use super::*;
+    use crate::frame::Entry;
+    use crate::stream::{StreamAddr, StreamId};
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: std::sync::Arc<Self>) {
+            self.0.fetch_add(1, SeqCst);
+        }
+    }
+
+    const SMALL: PlaneLimits = PlaneLimits {
+        requests: 4,
+        frames: 2,
+        frame_words: 30,
+    };
+
+    fn kill(slot: u32) -> ToWorker {
+        let addr = StreamAddr {
+            shard: 0,
+            stream: StreamId {
+                slot,
+                generation: 0,
+            },
+        };
+        ToWorker::Kill {
+            rank: RankId::default(),
+            addr,
+        }
+    }
+
+    fn resync() -> ToWorker {
+        ToWorker::Resync {
+            rank: RankId::default(),
+        }
+    }
+
+    fn slot_of(message: &ToWorker) -> u32 {
+        match message {
+            ToWorker::Kill { addr, .. } => addr.stream.slot,
+            other => panic!("{other:?} is not a kill"),
+        }
+    }
+
+    fn pair() -> (ShardPort, ThreadPort) {
+        let mut plane = Plane::new(1, 1, SMALL);
+        (plane.shards.pop().unwrap(), plane.threads.pop().unwrap())
+    }
+
+    /// Adds a token and sends the frame if it may go.
+    fn push(thread: &mut ThreadPort, token: u32, may_grow: bool) -> Flushed {
+        let stream = StreamId {
+            slot: 0,
+            generation: 0,
+        };
+        thread.frame(0).unwrap().push_tokens(stream, &[token], None);
+        thread.flush(0, may_grow)
+    }
+
+    fn tokens(frame: &PassFrame) -> Vec<u32> {
+        frame
+            .entries()
+            .flat_map(|entry| match entry {
+                Entry::Tokens { tokens, .. } => tokens.to_vec(),
+                other => panic!("{other:?} is no tokens"),
+            })
+            .collect()
+    }
+
+    #[test]
+    fn controls_are_never_lost_and_keep_their_order() {
+        let (shard, mut thread) = pair();
+        for slot in 0..10 {
+            shard.send(kill(slot)).unwrap();
+        }
+        assert!(matches!(shard.send(resync()), Err(SendError::Full(_))));
+        let mut taken = Vec::new();
+        while taken.len() < 10 {
+            while let Some(message) = thread.receive() {
+                taken.push(slot_of(&message));
+            }
+            shard.read_frames(1, |_| ()); // a shard that looks at its rings sends what waited
+        }
+        assert_eq!(taken, (0..10).collect::<Vec<_>>());
+        assert!(shard.send(resync()).is_ok());
+    }
+
+    #[test]
+    fn a_shard_with_waiting_controls_is_woken_when_there_is_room() {
+        let (shard, mut thread) = pair();
+        let woken = std::sync::Arc::new(Woken::default());
+        let waker = Waker::from(woken.clone());
+        let mut cx = Context::from_waker(&waker);
+        for slot in 0..5 {
+            shard.send(kill(slot)).unwrap();
+        }
+        assert!(shard.poll_frames(&mut cx, 9, |_| ()).is_pending());
+        assert_eq!(woken.0.load(SeqCst), 0);
+        thread.receive().unwrap();
+        assert_eq!(woken.0.load(SeqCst), 1);
+        assert!(shard.poll_frames(&mut cx, 9, |_| ()).is_pending());
+        let left: Vec<_> = std::iter::from_fn(|| thread.receive()).collect();
+        assert_eq!(left.iter().map(slot_of).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_shard_that_is_behind_gets_larger_frames_in_order() {
+        let (shard, mut thread) = pair();
+        assert_eq!(
+            push(&mut thread, 0, true),
+            Flushed::Sent,
+            "it has taken everything"
+        );
+        for token in 1..9 {
+            assert_eq!(
+                push(&mut thread, token, true),
+                Flushed::Kept,
+                "it is behind"
+            );
+        }
+        assert_eq!(push(&mut thread, 9, true), Flushed::Kept);
+        assert_eq!(
+            push(&mut thread, 10, true),
+            Flushed::Sent,
+            "this one is full"
+        );
+        let mut read = Vec::new();
+        assert_eq!(shard.read_frames(9, |frame| read.push(tokens(frame))), 2);
+        assert_eq!(read, [vec![0], (1..11).collect()]);
+    }
+
+    #[test]
+    fn a_full_ring_takes_no_frame_until_one_is_read() {
+        let (shard, mut thread) = pair();
+        assert_eq!(push(&mut thread, 0, false), Flushed::Sent);
+        assert_eq!(push(&mut thread, 1, false), Flushed::Sent);
+        assert_eq!(push(&mut thread, 2, false), Flushed::Full);
+        assert!(thread.has_room(0), "but it may grow");
+        assert!(thread.prepare_wait_for_room(0), "or be waited for");
+        shard.read_frames(1, |_| ());
+        // The shard has rung, or this would sleep for good.
+        thread.wait(None);
+        assert_eq!(thread.flush(0, false), Flushed::Sent);
+        let mut read = Vec::new();
+        shard.read_frames(9, |frame| read.extend(tokens(frame)));
+        assert_eq!(read, [1, 2]);
+    }
+
+    #[test]
+    fn a_thread_does_not_sleep_on_a_request_or_on_room() {
+        let (shard, mut thread) = pair();
+        assert!(thread.prepare_wait());
+        thread.bell().stay_awake();
+        shard.send(kill(1)).unwrap();
+        assert!(!thread.prepare_wait(), "a request has come");
+        thread.receive().unwrap();
+        for token in 0..3 {
+            push(&mut thread, token, false);
+        }
+        assert!(thread.prepare_wait(), "an open frame has no room");
+        thread.bell().stay_awake();
+        shard.read_frames(1, |_| ());
+        assert!(!thread.prepare_wait(), "now it has");
+    }
+
+    #[test]
+    fn frames_are_used_again() {
+        let (shard, mut thread) = pair();
+        let mut addresses = std::collections::BTreeSet::new();
+        for token in 0..100 {
+            push(&mut thread, token, false);
+            shard.read_frames(9, |frame| {
+                addresses.insert(frame.parts().0.as_ptr() as usize);
+            });
+        }
+        assert!(addresses.len() <= 3, "{addresses:?}");
+    }
+
+    #[test]
+    fn a_shard_hears_of_a_thread_that_is_gone_after_its_last_frame() {
+        let mut plane = Plane::new(1, 2, SMALL);
+        let shard = plane.shards.pop().unwrap();
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut poll = |tokens_read: &mut Vec<u32>| {
+            shard.poll_frames(&mut cx, 9, |frame| tokens_read.extend(tokens(frame)))
+        };
+        let mut read = Vec::new();
+        let mut leaving = plane.threads.remove(1);
+        push(&mut leaving, 77, false);
+        drop(leaving);
+        assert_eq!(poll(&mut read), Poll::Ready(Polled::Frames(1)));
+        assert_eq!(read, [77]);
+        assert_eq!(poll(&mut read), Poll::Ready(Polled::ThreadGone(1)));
+        assert_eq!(poll(&mut read), Poll::Pending);
+        drop(plane.threads);
+        assert_eq!(poll(&mut read), Poll::Ready(Polled::ThreadGone(0)));
+        assert_eq!(poll(&mut read), Poll::Ready(Polled::Closed));
+        assert!(matches!(shard.send(kill(0)), Err(SendError::Closed(_))));
+    }
+
+    #[test]
+    fn a_thread_hears_of_a_shard_that_is_gone() {
+        let (shard, mut thread) = pair();
+        for token in 0..3 {
+            push(&mut thread, token, false);
+        }
+        assert!(thread.prepare_wait_for_room(0));
+        drop(shard);
+        thread.wait(None);
+        assert!(thread.is_gone(0));
+        assert_eq!(thread.flush(0, false), Flushed::Gone);
+        assert_eq!(
+            thread.flush(0, false),
+            Flushed::Kept,
+            "what it held is gone too"
+        );
+    }
+
+    #[test]
+    fn a_reader_that_sends_is_fine() {
+        let (shard, mut thread) = pair();
+        push(&mut thread, 0, false);
+        shard.read_frames(9, |_| shard.send(kill(3)).unwrap());
+        assert_eq!(slot_of(&thread.receive().unwrap()), 3);
+    }
+
+    /// Two real threads, rings that are nearly always full, both sides asleep half of the time.
+    #[test]
+    fn nothing_is_lost_between_threads() {
+        const COUNT: u32 = 20_000;
+        let (shard, mut thread) = pair();
+        let engine = std::thread::spawn(move || {
+            let (mut sent, mut killed) = (0, 0);
+            loop {
+                while let Some(message) = thread.receive() {
+                    assert_eq!(slot_of(&message), killed);
+                    killed += 1;
+                }
+                if sent == COUNT && killed == COUNT {
+                    break;
+                }
+                if sent < COUNT && thread.has_room(0) {
+                    push(&mut thread, sent, sent % 7 != 0);
+                    sent += 1;
+                } else if thread.flush(0, false) != Flushed::Sent && thread.prepare_wait() {
+                    thread.wait(None);
+                }
+            }
+            while thread.flush(0, false) == Flushed::Full {
+                if thread.prepare_wait_for_room(0) {
+                    thread.wait(None);
+                }
+            }
+        });
+        let (mut next, mut sent) = (0, 0);
+        let reader = std::thread::current();
+        let waker = Waker::from(std::sync::Arc::new(Unpark(reader)));
+        let mut cx = Context::from_waker(&waker);
+        loop {
+            if sent < COUNT {
+                shard.send(kill(sent)).unwrap();
+                sent += 1;
+            }
+            let polled = shard.poll_frames(&mut cx, 1, |frame| {
+                for token in tokens(frame) {
+                    assert_eq!(token, next);
+                    next += 1;
+                }
+            });
+            match polled {
+                Poll::Ready(Polled::Closed) => break,
+                Poll::Pending if sent == COUNT => std::thread::park(),
+                _ => {}
+            }
+        }
+        assert_eq!(next, COUNT);
+        engine.join().unwrap();
+    }
+
+    struct Unpark(std::thread::Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: std::sync::Arc<Self>) {
+            self.0.unpark();
         }
     }
 }

@@ -358,3 +358,163 @@ impl<T> Drop for Registration<T> {
         self.table.remove(self.id);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn an_address_packs_into_a_request_id() {
+        let addr = StreamAddr {
+            shard: 0xab,
+            stream: StreamId {
+                slot: 0x12_3456,
+                generation: 0xdead_beef,
+            },
+        };
+        assert_eq!(RequestId::from(addr), RequestId(0xab12_3456_dead_beef));
+        assert_eq!(addr.to_string(), "s171.1193046#3735928559");
+    }
+
+    proptest! {
+        #[test]
+        fn every_request_id_is_an_address(id: u64) {
+            prop_assert_eq!(RequestId::from(StreamAddr::from(RequestId(id))), RequestId(id));
+        }
+
+        /// Against a map that never forgets which ids were given out.
+        #[test]
+        fn a_table_finds_what_is_open_and_nothing_else(
+            ops in prop::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..400)
+        ) {
+            let table = StreamTable::new(3, 300);
+            let mut open: Vec<(Registration<usize>, usize)> = Vec::new();
+            let mut closed: Vec<StreamId> = Vec::new();
+            for (n, (op, pick)) in ops.into_iter().enumerate() {
+                match op {
+                    0 | 1 => match table.register(n) {
+                        Ok(registration) => {
+                            prop_assert!(!closed.contains(&registration.id()), "an id comes once");
+                            open.push((registration, n));
+                        }
+                        Err(full) => {
+                            prop_assert_eq!(full, TableFull { limit: 300 });
+                            prop_assert_eq!(open.len(), 300);
+                        }
+                    },
+                    2 if !open.is_empty() => {
+                        let (registration, _) = open.swap_remove(pick.index(open.len()));
+                        closed.push(registration.id());
+                    }
+                    _ if !closed.is_empty() => {
+                        let id = closed[pick.index(closed.len())];
+                        prop_assert_eq!(table.with(id, |value| *value), None);
+                        prop_assert!(!table.contains(id));
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(table.len() as usize, open.len());
+            }
+            for (registration, n) in &open {
+                prop_assert_eq!(table.with(registration.id(), |value| *value), Some(*n));
+                prop_assert_eq!(registration.addr().shard, 3);
+            }
+            let mut seen = 0;
+            table.for_each(|_, _| seen += 1);
+            prop_assert_eq!(seen, open.len());
+            let registered = table.counts().registered as usize;
+            prop_assert_eq!(registered, open.len() + closed.len());
+        }
+    }
+
+    #[test]
+    fn a_full_table_says_so_and_takes_the_next_after_one_is_gone() {
+        let table = StreamTable::new(0, 2);
+        let first = table.register(()).unwrap();
+        let _second = table.register(()).unwrap();
+        assert_eq!(table.register(()).err(), Some(TableFull { limit: 2 }));
+        let freed = first.id();
+        drop(first);
+        let third = table.register(()).unwrap();
+        assert_eq!(third.id().slot, freed.slot, "the slot is reused");
+        assert_ne!(third.id().generation, freed.generation);
+        assert_eq!(table.counts().refused, 1);
+        assert_eq!(table.with(freed, |()| ()), None);
+        assert_eq!(table.counts().stale, 1);
+    }
+
+    #[test]
+    fn ids_from_elsewhere_find_nothing() {
+        let table = StreamTable::new(0, 1000);
+        let _open = table.register(()).unwrap();
+        for (slot, generation) in [(0, 1), (1, 0), (999, 0), (1000, 0), (u32::MAX, 0)] {
+            assert_eq!(table.with(StreamId { slot, generation }, |()| ()), None);
+            assert!(!table.contains(StreamId { slot, generation }));
+        }
+    }
+
+    #[test]
+    fn a_registration_removes_itself_during_a_panic() {
+        let table = StreamTable::new(0, 8);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            let _registration = table.register(1).unwrap();
+            panic!("a handler fails");
+        }));
+        assert!(result.is_err());
+        assert!(table.is_empty());
+        assert!(table.register(2).is_ok());
+    }
+
+    #[test]
+    fn a_stream_may_be_dropped_while_its_entry_is_looked_at() {
+        let table: StreamTable<u32> = StreamTable::new(0, 1);
+        let registration = table.register(1).unwrap();
+        let id = registration.id();
+        let mut held = Some(registration);
+        table.with(id, |value| {
+            drop(held.take());
+            *value = 7; // still there for whoever looks
+            assert!(!table.contains(id), "but closed for everybody else");
+            assert!(table.register(2).is_err(), "and its slot is not free yet");
+        });
+        assert!(table.is_empty());
+        assert!(table.register(3).is_ok(), "now it is");
+    }
+
+    #[test]
+    fn a_panic_while_an_entry_is_looked_at_leaks_no_slot() {
+        let table: StreamTable<u32> = StreamTable::new(0, 1);
+        let registration = table.register(1).unwrap();
+        let id = registration.id();
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            table.with(id, move |_| {
+                drop(registration);
+                panic!("rendering fails");
+            });
+        }));
+        assert!(result.is_err());
+        assert!(table.register(2).is_ok());
+    }
+
+    #[test]
+    fn a_value_may_own_other_streams() {
+        struct Nested(#[allow(dead_code)] Option<Registration<Nested>>);
+        let table = StreamTable::new(0, 8);
+        let inner = table.register(Nested(None)).unwrap();
+        let outer = table.register(Nested(Some(inner))).unwrap();
+        drop(outer);
+        assert!(table.is_empty());
+    }
+
+    #[test]
+    fn a_registration_outlives_its_table() {
+        let table = StreamTable::new(0, 8);
+        let registration = table.register(5).unwrap();
+        drop(table);
+        assert_eq!(registration.with(|value| *value), 5);
+    }
+}

@@ -1,1 +1,32 @@
-//! Engines in wall-clock time: pass timer, output fan-out, metrics and KV event publishers.
+//! Engines in wall-clock time.
+//!
+//! An [`Engine`](slipstream_engine::Engine) says what a pass yields and when it ends; this crate
+//! makes that happen at that time, on a few threads, and carries requests in and tokens out.
+//!
+//! ```text
+//!   ThreadPort ──requests──► thread ── add, abort ──► Engine        one thread, many ranks;
+//!       ▲                      │  ◄── begin/finish ──   │           a heap of deadlines
+//!       └──── one frame a ─────┤                        ▼
+//!             shard and round  └──────────────► EventSink: FPM of every pass, KV deltas
+//! ```
+//!
+//! * [`WorkerSet`]: starts threads, tells when workers are ready, stops them.
+//! * [`timeline`]: modelled time on the wall clock.
+//! * [`stats`], [`metrics`]: what the ranks are doing, and its exposition.
+//!
+//! Data-parallel ranks of a worker run independently: no barrier joins their passes. So do those
+//! of a dense model in vLLM; those of a mixture of experts wait for each other, which is not
+//! modelled here.
+//!
+//! It knows no HTTP and no client, and nothing of who routed a request.
+#![forbid(unsafe_code)]
+
+mod live;
+pub mod metrics;
+mod set;
+pub mod stats;
+mod thread;
+pub mod timeline;
+
+pub use set::{JoinError, LiveTiming, StartError, WorkerSet, WorkerSpec, engine_threads};
+pub use stats::{RankStats, ThreadStats};

@@ -1,12 +1,20 @@
 //! The cluster file, resolved: what `serve` and `simulate` build their cluster from.
 //!
 //! These are plain values with defaults. Reading them from TOML, with every mistake reported
-//! together by line, is the parser's part (`cluster::file`).
+//! together by line, is the parser's part ([`file`]); what each key means, and what goes wrong
+//! with too little or too much of it, stands in [`reference`] (and `docs/cluster-file.md`, which
+//! is made from it).
 
-use std::path::PathBuf;
+pub mod file;
+pub mod reference;
 
-/// A whole cluster.
-#[derive(Clone, Debug, PartialEq, Default)]
+use std::path::{Path, PathBuf};
+
+use crate::doc::Doc;
+use crate::preset::{self, ModelShape};
+
+/// A whole cluster. The default is what an empty file gives.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
     /// `[model]`
     pub model: ModelConfig,
@@ -18,10 +26,19 @@ pub struct Cluster {
     pub live: LiveConfig,
 }
 
+impl Default for Cluster {
+    fn default() -> Self {
+        let no_files = |_: &Path| Err(std::io::ErrorKind::NotFound.into());
+        let (cluster, _) = file::read(Doc::empty(), no_files).expect("the defaults are valid");
+        cluster
+    }
+}
+
 /// `[model]`: which model is served, and how text becomes tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// A preset's name (`slipstream presets`), which sets the shape of the model. Default `qwen3-32b`.
+    /// A preset's name (`slipstream presets`), which sets the shape of the model. Default
+    /// `qwen3-8b`, which fits on one default GPU and leaves room for its KV cache.
     pub preset: String,
     /// Name that clients send as `model`. Default: the preset's name.
     pub name: String,
@@ -29,15 +46,22 @@ pub struct ModelConfig {
     pub config: Option<PathBuf>,
     /// Directory with `tokenizer.json` (and a chat template); `None`: the built-in tokenizer.
     pub tokenizer: Option<PathBuf>,
+    /// The shape that `config` or `preset` gives.
+    pub shape: ModelShape,
+}
+
+impl ModelConfig {
+    const PRESET: &str = "qwen3-8b";
 }
 
 impl Default for ModelConfig {
     fn default() -> Self {
         ModelConfig {
-            preset: "qwen3-32b".into(),
-            name: "qwen3-32b".into(),
+            preset: Self::PRESET.into(),
+            name: Self::PRESET.into(),
             config: None,
             tokenizer: None,
+            shape: preset::model(Self::PRESET).expect("it is a preset").clone(),
         }
     }
 }
@@ -101,6 +125,8 @@ pub struct EngineConfig {
     pub tensor_parallel_size: u32,
     /// Ranks with a scheduler of their own in a worker. Default 1.
     pub data_parallel_size: u32,
+    /// Share of a GPU's memory for weights and KV cache. Default 0.9.
+    pub gpu_memory_utilization: f64,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, used unless the
@@ -123,6 +149,7 @@ impl Default for EngineConfig {
             scheduling_policy: SchedulingPolicy::Fcfs,
             tensor_parallel_size: 1,
             data_parallel_size: 1,
+            gpu_memory_utilization: 0.9,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -205,6 +232,16 @@ pub enum Dtype {
     Bf16,
     /// 1 byte.
     Fp8,
+}
+
+impl Dtype {
+    /// Bytes of one number.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::Bf16 => 2,
+            Dtype::Fp8 => 1,
+        }
+    }
 }
 
 /// How a worker is chosen.

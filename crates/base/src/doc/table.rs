@@ -155,8 +155,13 @@ impl<'a> Table<'a> {
 
     /// Path of `key` as it was written, or where it would be.
     fn path_of(&self, key: &str) -> String {
-        if let Some(node) = self.node.and_then(|n| n.child(key)) {
-            return node.path.clone();
+        if let Some(table) = self.node {
+            if let Some(node) = table.child(key) {
+                return node.path.clone();
+            }
+            if !table.path.is_empty() {
+                return format!("{}.{key}", table.path);
+            }
         }
         self.path_here(key)
     }
@@ -164,6 +169,13 @@ impl<'a> Table<'a> {
     /// Whether the document has `key` here (a table or a value).
     pub fn has(&self, key: &str) -> bool {
         self.node(key).is_some()
+    }
+
+    /// Whether `key` holds a table, for keys that take a plain value or a table. Reading it as the
+    /// wrong one of the two is a mistake like others.
+    pub fn holds_table(&self, key: &str) -> bool {
+        self.node(key)
+            .is_some_and(|n| matches!(n.kind, Kind::Table(_)))
     }
 
     /// Whether this table itself stands in the document.

@@ -1,16 +1,321 @@
 //! `slipstream serve`: a live cluster in one process.
+//!
+//! Wiring alone: engines onto engine threads, shards in front of them, rings in between, and the
+//! router's fleet where KV events go in and choices come out.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use anyhow::Context;
+use prometheus_client::registry::Registry;
+use slipstream_base::cluster::{Cluster, EngineConfig};
+use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, RankId, WorkerId};
+use slipstream_engine::{Engine, OutputModel};
+use slipstream_frontend::text::TextModel;
+use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane};
+use slipstream_planes::{EventSink, Plane, PlaneLimits};
+use slipstream_router::{Fleet, Router};
+use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec, engine_threads};
+
+use crate::cmd::cluster_args::ClusterArgs;
+use crate::out;
+
+/// Variable with API keys, comma separated.
+const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 
 /// Flags of `slipstream serve`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Cluster file; without one, a small default cluster is served
-    cluster: Option<PathBuf>,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    /// Address to listen on; port 0 picks a free one [default: live.listen]
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
+    #[arg(long, value_name = "FACTOR")]
+    speedup: Option<f64>,
 }
 
 /// Serves until interrupted.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    anyhow::bail!("not built yet (cluster {:?})", args.cluster)
+    let mut sets = Vec::new();
+    if let Some(listen) = &args.listen {
+        sets.push(format!("live.listen={listen:?}"));
+    }
+    if let Some(speedup) = args.speedup {
+        sets.push(format!("live.speedup={speedup:?}"));
+    }
+    let Some(cluster) = args.cluster.resolve(&sets)? else {
+        return Ok(ExitCode::SUCCESS); // --print-config
+    };
+    let live = Live::start(&cluster)?;
+    let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
+    eprintln!(
+        "serving {} with {workers} modelled worker{}",
+        cluster.model.name,
+        if workers == 1 { "" } else { "s" }
+    );
+    // On stdout, as data: a script reads the address that port 0 became.
+    out::print(&format!(
+        "listening on http://{}\n",
+        live.frontend.address()
+    ))?;
+    wait_for_signal()?;
+    eprintln!("finishing open requests; interrupt again to end at once");
+    live.shutdown()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A cluster that runs.
+struct Live {
+    frontend: Frontend,
+    workers: Arc<WorkerSet>,
+}
+
+impl Live {
+    fn start(cluster: &Cluster) -> anyhow::Result<Live> {
+        let live = &cluster.live;
+        // First of all, as this is what fails most: another server on the port.
+        let bound = Bound::bind(&live.listen)?;
+        let text = Arc::new(text_model(cluster)?);
+        let fleet = Arc::new(Fleet::from_cluster(cluster)?);
+        let specs = worker_specs(cluster, &text)?;
+
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = engine_threads(live.engine_threads, cores, specs.len());
+        let shards = match live.shards {
+            0 => (cores / 2).max(1),
+            shards => shards as usize,
+        };
+        let plane = Plane::new(shards, threads, PlaneLimits::default());
+        let workers: Arc<OnceLock<Weak<WorkerSet>>> = Arc::default();
+        let sinks = (0..threads)
+            .map(|_| {
+                let (fleet, workers) = (fleet.clone(), workers.clone());
+                Box::new(FleetSink { fleet, workers }) as Box<dyn EventSink>
+            })
+            .collect();
+        let timing = LiveTiming {
+            speedup: live.speedup,
+            ..LiveTiming::default()
+        };
+        let on_ready = {
+            let fleet = fleet.clone();
+            move |worker: WorkerId| fleet.set_ready(worker, true)
+        };
+        let set = WorkerSet::start(specs, &timing, plane.threads, sinks, on_ready)?;
+        let set = Arc::new(set);
+        // Filled once, here.
+        let _ = workers.set(Arc::downgrade(&set));
+
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
+            &set,
+            &cluster.model.name,
+        )));
+        registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
+            fleet.clone(),
+        )));
+        let service = service(cluster, text, fleet.clone())?;
+        let planes = plane
+            .shards
+            .into_iter()
+            .enumerate()
+            .map(|(shard, port)| ShardPlane {
+                port,
+                router: Router::new(fleet.clone(), shard as u32),
+            })
+            .collect();
+        let frontend = Frontend::start(bound, service, planes, registry)?;
+        Ok(Live {
+            frontend,
+            workers: set,
+        })
+    }
+
+    /// Frontend first, so that what is under way can finish; then the engines.
+    fn shutdown(self) -> anyhow::Result<()> {
+        self.frontend.shutdown();
+        if let Some(workers) = Arc::into_inner(self.workers) {
+            workers.shutdown()?;
+        }
+        Ok(())
+    }
+}
+
+fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
+    match &cluster.model.tokenizer {
+        None => Ok(TextModel::builtin()),
+        Some(dir) => Err(anyhow::anyhow!("not yet")).with_context(|| {
+            format!(
+                "loading the tokenizer (model.tokenizer) from {}",
+                dir.display()
+            )
+        }),
+    }
+}
+
+fn worker_specs(cluster: &Cluster, text: &TextModel) -> anyhow::Result<Vec<WorkerSpec>> {
+    let mut specs = Vec::new();
+    for pool in &cluster.pools {
+        for _ in 0..pool.workers {
+            let worker = WorkerId(specs.len() as u32);
+            let ranks = (0..pool.engine.data_parallel_size)
+                .map(|dp_rank| {
+                    let rank = RankId {
+                        worker,
+                        dp_rank: dp_rank as u16,
+                    };
+                    engine(cluster, rank, &pool.engine, text)
+                        .with_context(|| format!("[pool.{}]", pool.name))
+                })
+                .collect::<anyhow::Result<Vec<Engine>>>()?;
+            specs.push(WorkerSpec {
+                worker,
+                ranks,
+                startup_s: pool.engine.startup_s,
+            });
+        }
+    }
+    Ok(specs)
+}
+
+fn engine(
+    cluster: &Cluster,
+    rank: RankId,
+    config: &EngineConfig,
+    text: &TextModel,
+) -> anyhow::Result<Engine> {
+    let timing = timing(cluster, config);
+    let output = OutputModel {
+        vocab: text.output_vocab(),
+        eos: text.eos(),
+        lengths: config.output_len.clone(),
+    };
+    Ok(Engine::new(rank, config, timing, output)?)
+}
+
+fn timing(_c: &Cluster, config: &EngineConfig) -> Box<dyn slipstream_engine::timing::StepTime> {
+    match config.timing {
+        slipstream_base::cluster::TimingConfig::Constant { step_ns } => {
+            Box::new(slipstream_engine::timing::Constant { step_ns })
+        }
+        _ => Box::new(slipstream_engine::timing::Constant {
+            step_ns: 10_000_000,
+        }),
+    }
+}
+
+fn service(cluster: &Cluster, text: Arc<TextModel>, fleet: Arc<Fleet>) -> anyhow::Result<Service> {
+    let live = &cluster.live;
+    // One router, one block size (`Fleet::from_cluster` holds that); the least of the rest.
+    let engines = || cluster.pools.iter().map(|pool| &pool.engine);
+    let seconds = |s: f64| Duration::try_from_secs_f64(s).unwrap_or(Duration::MAX);
+    let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
+    Ok(Service {
+        model: cluster.model.name.clone(),
+        text,
+        root: BlockHash::root(&cluster.model.name, "", ""),
+        block_size: fleet.block_size(),
+        max_model_len: engines().map(|e| e.max_model_len).min().unwrap_or(0),
+        kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
+        fleet,
+        api_keys: api_keys(live.api_keys_file.as_ref())?,
+        limits: Limits {
+            body_bytes_max: live.body_bytes_max,
+            header_bytes_max: live.header_bytes_max,
+            read_timeout: seconds(live.read_timeout_s),
+            write_timeout: seconds(live.write_timeout_s),
+            request_timeout: (live.request_timeout_s > 0.0)
+                .then(|| seconds(live.request_timeout_s)),
+            streams_max: live.streams_max,
+            stream_buffer_bytes_max: live.stream_buffer_bytes_max,
+            drain: Duration::from_secs(10),
+        },
+        created: std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs()),
+        seed,
+        drag: None,
+    })
+}
+
+fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
+    let mut keys = Vec::new();
+    if let Some(file) = file {
+        let text = std::fs::read_to_string(file).with_context(|| {
+            format!(
+                "reading API keys (live.api_keys_file) from {}",
+                file.display()
+            )
+        })?;
+        keys.extend(text.lines().map(str::to_owned));
+        anyhow::ensure!(
+            keys.iter().any(|key| !key.trim().is_empty()),
+            "{} holds no API key; write one a line, or leave `live.api_keys_file` out",
+            file.display()
+        );
+    }
+    if let Ok(listed) = std::env::var(API_KEYS_VARIABLE) {
+        keys.extend(listed.split(',').map(str::to_owned));
+    }
+    Ok(ApiKeys::new(keys))
+}
+
+/// Feeds the fleet's block index from engine threads.
+struct FleetSink {
+    fleet: Arc<Fleet>,
+    /// Set once the workers run; asked for a snapshot when a delta is missing.
+    workers: Arc<OnceLock<Weak<WorkerSet>>>,
+}
+
+impl EventSink for FleetSink {
+    fn on_kv(&mut self, delta: &KvDelta) {
+        if self.fleet.on_kv(delta).gap {
+            tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing");
+            if let Some(workers) = self.workers.get().and_then(Weak::upgrade) {
+                workers.resync(delta.rank);
+            }
+        }
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        self.fleet.resync(snapshot);
+    }
+
+    fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
+}
+
+/// Returns at SIGINT or SIGTERM. A second one then ends the process as if unhandled.
+fn wait_for_signal() -> anyhow::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        anyhow::Ok(())
+    })?;
+    std::thread::spawn(move || {
+        let again = runtime.block_on(async {
+            let mut interrupt = signal(SignalKind::interrupt())?;
+            let mut terminate = signal(SignalKind::terminate())?;
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            std::io::Result::Ok(())
+        });
+        if again.is_ok() {
+            std::process::exit(130);
+        }
+    });
+    Ok(())
 }

@@ -360,7 +360,7 @@ fn aborts_reach_the_waiting_and_the_last_one_running() {
     assert!(rig.engine.abort(RequestId(2)));
     assert!(rig.engine.is_idle() && rig.engine.in_pass());
     rig.finish(end);
-    assert_eq!(rig.ids(), []);
+    assert!(rig.ids().is_empty());
     assert_eq!(rig.engine.begin_pass(rig.now), None);
     assert!(!rig.engine.abort(RequestId(9)));
 }

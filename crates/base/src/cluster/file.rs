@@ -1,0 +1,983 @@
+//! Reads the cluster file into a [`Cluster`].
+//!
+//! Four layers: defaults, the file, the environment, flags; the later wins. Within one layer, and
+//! across them, a pool's own `[pool.NAME.engine]` wins over `[engine]`, which is what all pools
+//! start from.
+//!
+//! ```
+//! use slipstream_base::cluster::file;
+//! use slipstream_base::doc::Doc;
+//!
+//! let mut doc = Doc::parse("cluster.toml", b"[pool.main]\nworkers = 8\n");
+//! doc.set("engine.max_num_seqs=64");
+//! let (cluster, settings) = file::read(doc, |path| std::fs::read(path)).unwrap();
+//! assert_eq!(cluster.pools[0].engine.max_num_seqs, 64);
+//! print!("{}", settings.to_toml()); // what `--print-config` shows
+//! ```
+
+use std::io;
+use std::path::Path;
+
+use super::{
+    Cluster, Dtype, EngineConfig, LiveConfig, ModelConfig, OutputLen, PoolConfig, PoolRole,
+    RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+};
+use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
+use crate::preset::{self, Gpu, ModelShape};
+
+/// Prefix of the environment variables that [`Doc::env`] takes for a cluster:
+/// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
+pub const ENV_PREFIX: &str = "SLIPSTREAM_";
+
+/// Words of `[router] policy`.
+pub const POLICIES: &[(&str, RouterPolicy)] = &[
+    ("round_robin", RouterPolicy::RoundRobin),
+    ("random", RouterPolicy::Random),
+    ("power_of_two", RouterPolicy::PowerOfTwo),
+    ("least_requests", RouterPolicy::LeastRequests),
+    ("least_tokens", RouterPolicy::LeastTokens),
+    ("kv", RouterPolicy::Kv),
+    ("direct", RouterPolicy::Direct),
+];
+
+const ROLES: &[(&str, PoolRole)] = &[
+    ("both", PoolRole::Both),
+    ("prefill", PoolRole::Prefill),
+    ("decode", PoolRole::Decode),
+];
+const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
+    ("fcfs", SchedulingPolicy::Fcfs),
+    ("priority", SchedulingPolicy::Priority),
+];
+const DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
+
+/// Sections of the design that this version does not have.
+const LATER: &[&str] = &["network", "host", "kv", "event", "prices"];
+
+/// Workers of all pools together; `WorkerId`s are dense and per-worker state is an array.
+const WORKERS_MAX: u32 = 65_536;
+
+/// Reads `doc` as a cluster. `load` reads the files that it names (`model.config`,
+/// `engine.timing.path`); nothing else is opened.
+///
+/// The [`Settings`] hold every effective value and its origin.
+///
+/// # Errors
+/// All mistakes together, each with place and remedy. Nothing was started; mend and read again.
+pub fn read(
+    doc: Doc,
+    mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Result<(Cluster, Settings), Mistakes> {
+    doc.read(|root| {
+        for section in LATER {
+            root.refuse(
+                section,
+                "is not supported by this version",
+                "remove the section",
+            );
+        }
+        let model = root.table("model", |t| read_model(t, &mut load));
+        let base = root.base("engine");
+        let mut pools = root.tables("pool", |name, t| {
+            read_pool(name, t, &base, &model, &mut load)
+        });
+        if pools.is_empty() {
+            // As if the file said `[pool.main]`.
+            let whole = root.table("pool", |pools| {
+                pools.table("main", |t| read_pool("main", t, &base, &model, &mut load))
+            });
+            pools.push(whole);
+        }
+        let workers: u64 = pools.iter().map(|pool| u64::from(pool.workers)).sum();
+        if workers > u64::from(WORKERS_MAX) {
+            let message =
+                format!("the pools have {workers} workers, but must have at most {WORKERS_MAX}");
+            root.mistake("pool", message, "lower `workers`");
+        }
+        Cluster {
+            model,
+            pools,
+            router: root.table("router", read_router),
+            live: root.table("live", read_live),
+        }
+    })
+}
+
+fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>) -> ModelConfig {
+    let default = ModelConfig::default();
+    let preset = t.get("preset").or(default.preset);
+    let config = t.path("config").optional();
+    let known = preset::model(&preset);
+    if known.is_none() && config.is_none() {
+        let names: Vec<&str> = preset::MODELS.iter().map(|m| &*m.name).collect();
+        t.mistake(
+            "preset",
+            format!("`model.preset` is \"{preset}\", which is no preset"),
+            format!("one of {}, or give `model.config`", names.join(", ")),
+        );
+    }
+    let name = match &config {
+        None => t
+            .get("name")
+            .check(|n: &String| !n.is_empty(), "a name")
+            .or_from(Origin::Preset(preset.clone()), preset.clone()),
+        Some(path) => {
+            // A model's folder is named after it: `models/my-model/config.json`.
+            let folder = path.parent().and_then(Path::file_name);
+            let name = folder.map_or("model".into(), |f| f.to_string_lossy().into_owned());
+            t.get("name")
+                .check(|n: &String| !n.is_empty(), "a name")
+                .or_from(Origin::Derived("folder of model.config".into()), name)
+        }
+    };
+    let mut shape = known.cloned().unwrap_or(default.shape);
+    if let Some(path) = &config {
+        let read = load(path)
+            .map_err(|e| e.to_string())
+            .and_then(|json| ModelShape::from_config_json(&name, &json).map_err(|e| chain(&e)));
+        match read {
+            Ok(read) => shape = read,
+            Err(error) => t.mistake(
+                "config",
+                format!("`model.config`: {}: {error}", path.display()),
+                "give the `config.json` of a model, or name a `preset` instead",
+            ),
+        }
+    }
+    ModelConfig {
+        preset,
+        name,
+        config,
+        tokenizer: t.path("tokenizer").optional(),
+        shape,
+    }
+}
+
+/// The error and its causes, on one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", chain(cause)),
+        None => error.to_string(),
+    }
+}
+
+fn read_pool(
+    name: &str,
+    t: &Table<'_>,
+    base: &Table<'_>,
+    model: &ModelConfig,
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> PoolConfig {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if name.is_empty() || name.len() > 64 || !name.chars().all(plain) {
+        t.mistake(
+            "",
+            format!("`{name}` cannot name a pool"),
+            "use up to 64 letters, digits, `-` and `_`: it becomes a label of metrics",
+        );
+    }
+    let role = t.choice("role", ROLES).or(PoolRole::Both);
+    if role != PoolRole::Both {
+        t.mistake(
+            "role",
+            "`role`: pools that only prefill or only decode are not supported by this version",
+            "remove it, or write \"both\"",
+        );
+    }
+    PoolConfig {
+        name: name.to_owned(),
+        role,
+        workers: t.get("workers").within(1..=WORKERS_MAX).or(1),
+        engine: t.table_over("engine", base, |engine| {
+            read_engine(engine, &model.shape, load)
+        }),
+    }
+}
+
+fn read_engine(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> EngineConfig {
+    let default = EngineConfig::default();
+    let timing = t.table("timing", |timing| read_timing(timing, load));
+    let tensor_parallel_size = t
+        .get("tensor_parallel_size")
+        .within(1..=1024)
+        .or(default.tensor_parallel_size);
+    let splits = shape.divides_into(tensor_parallel_size);
+    if !splits {
+        let fitting: Vec<String> = (1..=64)
+            .filter(|&tp| shape.divides_into(tp))
+            .map(|tp: u32| tp.to_string())
+            .collect();
+        t.mistake(
+            "tensor_parallel_size",
+            format!(
+                "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads and {} \
+                 key-value heads, which do not split evenly",
+                shape.name, shape.attention_heads, shape.kv_heads
+            ),
+            format!("one of {}", fitting.join(", ")),
+        );
+    }
+    let gpu_memory_utilization = t
+        .get("gpu_memory_utilization")
+        .within(0.01..=1.0)
+        .or(default.gpu_memory_utilization);
+    let block_size = t.get("block_size").within(1..=1024).or(default.block_size);
+
+    let memory = match &timing {
+        TimingConfig::Roofline { gpu, dtype } if splits => preset::gpu(gpu).map(|gpu| Memory {
+            gpu,
+            shape,
+            dtype: *dtype,
+            tensor_parallel: tensor_parallel_size,
+            utilization: gpu_memory_utilization,
+        }),
+        _ => None,
+    };
+    let (blocks_fit, origin) = match &memory {
+        None => (default.num_gpu_blocks, Origin::Default),
+        Some(memory) => memory.blocks(t, block_size),
+    };
+    // 2^24 blocks of 16 tokens are 268 million tokens, more than any GPU holds of any model.
+    let num_gpu_blocks = t
+        .get("num_gpu_blocks")
+        .within(1..=1 << 24)
+        .or_from(origin, blocks_fit);
+
+    let capacity = u64::from(num_gpu_blocks) * u64::from(block_size);
+    let len_fit = capacity.min(u64::from(shape.max_positions)) as u32;
+    let len_origin = Origin::Derived(if capacity < u64::from(shape.max_positions) {
+        format!(
+            "KV cache holds {capacity}, {} allows {}",
+            shape.name, shape.max_positions
+        )
+    } else {
+        format!("{} allows {}", shape.name, shape.max_positions)
+    });
+    let max_model_len: u32 = t
+        .get("max_model_len")
+        .within(1..=shape.max_positions)
+        .or_from(len_origin, len_fit);
+    if u64::from(max_model_len) > capacity {
+        t.mistake(
+            "max_model_len",
+            format!(
+                "`max_model_len` is {max_model_len}, but the KV cache holds {capacity} tokens \
+                 ({num_gpu_blocks} blocks of {block_size})"
+            ),
+            format!("set `max_model_len = {capacity}` or less, or give the cache more memory"),
+        );
+    }
+    if block_size > max_model_len {
+        t.mistake(
+            "block_size",
+            format!(
+                "`block_size` is {block_size}, but `max_model_len` is {max_model_len}: \
+                 no prompt would fill a block"
+            ),
+            "set a smaller `block_size`; vLLM's default is 16",
+        );
+    }
+
+    let enable_chunked_prefill = t
+        .get("enable_chunked_prefill")
+        .or(default.enable_chunked_prefill);
+    let max_num_seqs: u32 = t
+        .get("max_num_seqs")
+        .within(1..=65_536)
+        .or(default.max_num_seqs);
+    let budget = t.get("max_num_batched_tokens").within(1..=1 << 24);
+    let max_num_batched_tokens = if enable_chunked_prefill {
+        budget.or(default.max_num_batched_tokens.max(max_num_seqs))
+    } else {
+        // Source: vLLM, `SchedulerConfig`: without chunking, a pass must hold a whole prompt.
+        let whole = max_model_len
+            .max(default.max_num_batched_tokens)
+            .max(max_num_seqs);
+        budget.or_from(
+            Origin::Derived("holds the longest prompt whole".into()),
+            whole,
+        )
+    };
+    if max_num_batched_tokens < max_num_seqs {
+        t.mistake(
+            "max_num_batched_tokens",
+            format!(
+                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_num_seqs` is \
+                 {max_num_seqs}: not every running sequence would get a token"
+            ),
+            format!("set `max_num_batched_tokens = {max_num_seqs}` or more"),
+        );
+    }
+    if !enable_chunked_prefill && max_num_batched_tokens < max_model_len {
+        t.mistake(
+            "max_num_batched_tokens",
+            format!(
+                "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_model_len` is \
+                 {max_model_len} and chunked prefill is off: longer prompts could never run"
+            ),
+            format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
+        );
+    }
+    EngineConfig {
+        block_size,
+        num_gpu_blocks,
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        enable_prefix_caching: t
+            .get("enable_prefix_caching")
+            .or(default.enable_prefix_caching),
+        enable_chunked_prefill,
+        scheduling_policy: t
+            .choice("scheduling_policy", SCHEDULING)
+            .or(default.scheduling_policy),
+        tensor_parallel_size,
+        data_parallel_size: t
+            .get("data_parallel_size")
+            .within(1..=1024)
+            .or(default.data_parallel_size),
+        gpu_memory_utilization,
+        startup_s: t
+            .get("startup_s")
+            .within(0.0..=86_400.0)
+            .or(default.startup_s),
+        output_len: t.table("output_len", read_output_len),
+        timing,
+    }
+}
+
+/// What of a GPU is left for the KV cache.
+struct Memory<'m> {
+    gpu: &'static Gpu,
+    shape: &'m ModelShape,
+    dtype: Dtype,
+    tensor_parallel: u32,
+    utilization: f64,
+}
+
+impl Memory<'_> {
+    /// Blocks that fit beside the weights, and how that came about; a mistake (and 1) if not even
+    /// the weights do.
+    ///
+    /// vLLM also sets aside what a profiling pass needed for activations, some percent of the
+    /// memory, which is not modelled: state `num_gpu_blocks` to match a given deployment.
+    fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
+        let budget = (self.gpu.memory_bytes as f64 * self.utilization) as u64;
+        let weights = self
+            .shape
+            .weight_bytes_per_gpu(self.tensor_parallel, self.dtype);
+        let per_token = self
+            .shape
+            .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.dtype);
+        let blocks = budget.saturating_sub(weights) / (per_token * u64::from(block_size)).max(1);
+        if blocks == 0 {
+            let message = format!(
+                "{} takes {} of weights on each of {} GPUs of {}, but {} of it is {} \
+                 (`gpu_memory_utilization` {}), which leaves no block of KV cache",
+                self.shape.name,
+                gigabytes(weights),
+                self.tensor_parallel,
+                self.gpu.name,
+                gigabytes(self.gpu.memory_bytes),
+                gigabytes(budget),
+                self.utilization,
+            );
+            // Half of the budget for the KV cache is a start that works.
+            let enough = (1..=64).find(|&tp| {
+                self.shape.divides_into(tp)
+                    && self.shape.weight_bytes_per_gpu(tp, self.dtype) < budget / 2
+            });
+            let hint = match enough {
+                Some(tp) => format!("set `tensor_parallel_size = {tp}`, or take a larger GPU"),
+                None => "take a larger GPU or a smaller model".into(),
+            };
+            t.mistake("tensor_parallel_size", message, hint);
+            return (1, Origin::Default);
+        }
+        let how = format!(
+            "{} of {} x {} - {} weights",
+            gigabytes(budget.saturating_sub(weights)),
+            self.gpu.name,
+            self.utilization,
+            gigabytes(weights),
+        );
+        (blocks.min(1 << 24) as u32, Origin::Derived(how))
+    }
+}
+
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.1} GB", bytes as f64 / 1e9)
+}
+
+fn read_output_len(t: &Table<'_>) -> OutputLen {
+    #[derive(Clone, PartialEq)]
+    enum Kind {
+        Constant,
+        LogNormal,
+    }
+    let kinds = [("constant", Kind::Constant), ("lognormal", Kind::LogNormal)];
+    let tokens_max = 1 << 24;
+    match t.choice("kind", &kinds).or(Kind::LogNormal) {
+        Kind::Constant => {
+            for key in ["mean", "cv"] {
+                t.unused(key, "kind", "`kind` is \"constant\"");
+            }
+            OutputLen::Constant(
+                t.get("tokens")
+                    .within(1..=tokens_max)
+                    .required("say how many", 1),
+            )
+        }
+        Kind::LogNormal => {
+            t.unused("tokens", "kind", "`kind` is \"lognormal\"");
+            OutputLen::LogNormal {
+                mean: t.get("mean").within(1.0..=f64::from(tokens_max)).or(256.0),
+                cv: t.get("cv").within(0.0..=10.0).or(0.7),
+            }
+        }
+    }
+}
+
+fn read_timing(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>) -> TimingConfig {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Kind {
+        Constant,
+        Linear,
+        Roofline,
+        Table,
+    }
+    const KINDS: &[(&str, Kind)] = &[
+        ("constant", Kind::Constant),
+        ("linear", Kind::Linear),
+        ("roofline", Kind::Roofline),
+        ("table", Kind::Table),
+    ];
+    const KEYS: &[(Kind, &[&str])] = &[
+        (Kind::Constant, &["step_ns"]),
+        (
+            Kind::Linear,
+            &[
+                "base_ns",
+                "per_prefill_token_ns",
+                "per_decode_token_ns",
+                "per_sequence_ns",
+                "per_context_token_ns",
+            ],
+        ),
+        (Kind::Roofline, &["gpu", "dtype"]),
+        (Kind::Table, &["path"]),
+    ];
+    // An hour: a longer pass is a slip of units.
+    const STEP_NS_MAX: u64 = 3_600_000_000_000;
+
+    let kind = t.choice("kind", KINDS).or(Kind::Roofline);
+    let word = KINDS
+        .iter()
+        .find(|(_, k)| *k == kind)
+        .map_or("", |(word, _)| word);
+    for key in KEYS
+        .iter()
+        .filter(|(k, _)| *k != kind)
+        .flat_map(|(_, keys)| *keys)
+    {
+        t.unused(key, "kind", &format!("`kind` is \"{word}\""));
+    }
+    match kind {
+        Kind::Constant => TimingConfig::Constant {
+            step_ns: t.get("step_ns").within(0..=STEP_NS_MAX).required(
+                "say how long a pass takes, such as `step_ns = 10_000_000` for 10 ms",
+                0,
+            ),
+        },
+        Kind::Linear => {
+            let coefficient = |key| t.get(key).within(0.0..=STEP_NS_MAX as f64).or(0.0);
+            TimingConfig::Linear {
+                base_ns: t.get("base_ns").within(0.0..=STEP_NS_MAX as f64).required(
+                    "say what an empty pass would take, such as `base_ns = 5e6` for 5 ms",
+                    0.0,
+                ),
+                per_prefill_token_ns: coefficient("per_prefill_token_ns"),
+                per_decode_token_ns: coefficient("per_decode_token_ns"),
+                per_sequence_ns: coefficient("per_sequence_ns"),
+                per_context_token_ns: coefficient("per_context_token_ns"),
+            }
+        }
+        Kind::Roofline => {
+            let TimingConfig::Roofline { gpu, dtype } = TimingConfig::default() else {
+                unreachable!("the default is a roofline");
+            };
+            let names: Vec<(&str, &str)> = preset::GPUS.iter().map(|g| (g.name, g.name)).collect();
+            let gpu = t.choice("gpu", &names).or(&gpu).to_owned();
+            let dtype = t.choice("dtype", DTYPES).or(dtype);
+            if dtype == Dtype::Fp8 && preset::gpu(&gpu).is_some_and(|g| g.fp8_flops.is_none()) {
+                t.mistake(
+                    "dtype",
+                    format!("`dtype` is \"fp8\", but {gpu} has no FP8 units"),
+                    "write \"bf16\", or take another `gpu`",
+                );
+            }
+            TimingConfig::Roofline { gpu, dtype }
+        }
+        Kind::Table => {
+            let path = t
+                .path("path")
+                .required("name a CSV file (see docs/step-time.md)", "".into());
+            if !path.as_os_str().is_empty()
+                && let Err(error) = load(&path)
+            {
+                t.mistake(
+                    "path",
+                    format!("`path`: {}: {error}", path.display()),
+                    "a path in a file starts from the folder of that file",
+                );
+            }
+            TimingConfig::Table { path }
+        }
+    }
+}
+
+fn read_router(t: &Table<'_>) -> RouterConfig {
+    let default = RouterConfig::default();
+    // A day, a year: longer is a slip of units, and products with 1e9 ns must fit.
+    const TTL_S_MAX: f64 = 86_400.0 * 366.0;
+    RouterConfig {
+        policy: t.choice("policy", POLICIES).or(default.policy),
+        prefill_weight: t
+            .get("prefill_weight")
+            .within(0.0..=1e6)
+            .or(default.prefill_weight),
+        temperature: t
+            .get("temperature")
+            .within(0.0..=1e6)
+            .or(default.temperature),
+        kv_events: t.get("kv_events").or(default.kv_events),
+        approximate_ttl_s: t
+            .get("approximate_ttl_s")
+            .within(0.001..=TTL_S_MAX)
+            .or(default.approximate_ttl_s),
+        affinity_ttl_s: t
+            .get("affinity_ttl_s")
+            .within(0.0..=TTL_S_MAX)
+            .or(default.affinity_ttl_s),
+        busy_kv_share: t
+            .get("busy_kv_share")
+            .within(0.01..=1e6)
+            .or(default.busy_kv_share),
+        busy_prefill_tokens: t.get("busy_prefill_tokens").or(default.busy_prefill_tokens),
+        seed: t.get("seed").or(default.seed),
+    }
+}
+
+fn read_live(t: &Table<'_>) -> LiveConfig {
+    let default = LiveConfig::default();
+    const TIMEOUT_S_MAX: f64 = 86_400.0;
+    t.refuse(
+        "tls",
+        "is not supported by this version",
+        "put a TLS proxy in front",
+    );
+    LiveConfig {
+        listen: t
+            .get("listen")
+            .check(
+                |listen: &String| is_listen_address(listen),
+                "an address and a port, such as \"127.0.0.1:8000\" or \"[::1]:0\"",
+            )
+            .or(default.listen),
+        speedup: t.get("speedup").within(0.0..=1e12).or(default.speedup),
+        shards: t.get("shards").within(0..=1024).or(default.shards),
+        engine_threads: t
+            .get("engine_threads")
+            .within(0..=1024)
+            .or(default.engine_threads),
+        api_keys_file: t.path("api_keys_file").optional(),
+        body_bytes_max: t
+            .get("body_bytes_max")
+            .within(1 << 10..=1 << 30)
+            .or(default.body_bytes_max),
+        header_bytes_max: t
+            .get("header_bytes_max")
+            .within(1 << 10..=1 << 20)
+            .or(default.header_bytes_max),
+        read_timeout_s: t
+            .get("read_timeout_s")
+            .within(0.01..=TIMEOUT_S_MAX)
+            .or(default.read_timeout_s),
+        streams_max: t
+            .get("streams_max")
+            .within(1..=1 << 24)
+            .or(default.streams_max),
+        stream_buffer_bytes_max: t
+            .get("stream_buffer_bytes_max")
+            .within(4 << 10..=1 << 30)
+            .or(default.stream_buffer_bytes_max),
+        write_timeout_s: t
+            .get("write_timeout_s")
+            .within(0.01..=TIMEOUT_S_MAX)
+            .or(default.write_timeout_s),
+        request_timeout_s: t
+            .get("request_timeout_s")
+            .within(0.0..=TIMEOUT_S_MAX)
+            .or(default.request_timeout_s),
+        drag_out: t.path("drag_out").optional(),
+    }
+}
+
+/// An IP address or a host name, and a port. Names are resolved by the server.
+fn is_listen_address(text: &str) -> bool {
+    if text.parse::<std::net::SocketAddr>().is_ok() {
+        return true;
+    }
+    let Some((host, port)) = text.rsplit_once(':') else {
+        return false;
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+    let is_name = host.starts_with(|c: char| c.is_ascii_alphabetic()) && host.chars().all(plain);
+    is_name && port.parse::<u16>().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parse(text: &str) -> Result<(Cluster, Settings), Mistakes> {
+        read(Doc::parse("c.toml", text.as_bytes()), |path| {
+            match path.to_str() {
+                Some("models/tiny/config.json") => {
+                    Ok(br#"{"num_hidden_layers": 2, "hidden_size": 64,
+                    "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 100,
+                    "max_position_embeddings": 512}"#
+                        .to_vec())
+                }
+                Some("broken.json") => Ok(b"{".to_vec()),
+                Some("grid.csv") => Ok(Vec::new()),
+                _ => Err(io::ErrorKind::NotFound.into()),
+            }
+        })
+    }
+
+    #[track_caller]
+    fn check_refused(text: &str, expected: &[&str]) {
+        let shown = match parse(text) {
+            Ok(_) => panic!("accepted: {text}"),
+            Err(mistakes) => format!("error: {mistakes}"),
+        };
+        for part in expected {
+            assert!(shown.contains(part), "no {part:?} in\n{shown}");
+        }
+        let count = shown.matches("error: ").count();
+        assert_eq!(count, expected.len(), "mistakes in\n{shown}");
+    }
+
+    #[test]
+    fn five_mistakes_are_reported_together() {
+        check_refused(
+            "[model]\npreset = \"qwen3-32\"\n\n[engine]\nblock_size = 0\nmax_nmu_seqs = 5\n\
+             enable_prefix_caching = \"yes\"\n\n[ruoter]\npolicy = \"kv\"\n",
+            &[
+                "c.toml:2:10: `model.preset` is \"qwen3-32\", which is no preset",
+                "c.toml:5:14: `engine.block_size` is 0, but must be 1 to 1024",
+                "c.toml:6:1: unknown key `engine.max_nmu_seqs`\nhint: did you mean `max_num_seqs`?",
+                "c.toml:7:25: `engine.enable_prefix_caching` is a string (\"yes\"), but must be true or false",
+                "c.toml:9:2: unknown key `ruoter`\nhint: did you mean `router`?",
+            ],
+        );
+    }
+
+    #[test]
+    fn sections_to_come_are_not_called_unknown() {
+        check_refused(
+            "[network]\nmode = \"flows\"\n[host]\n[kv]\n[[event]]\nat_s = 1\n[prices]\n[live.tls]\n",
+            &[
+                "c.toml:1:2: `network` is not supported by this version",
+                "`host` is not",
+                "`kv` is not",
+                "`event` is not",
+                "`prices` is not",
+                "`live.tls` is not",
+            ],
+        );
+    }
+
+    #[test]
+    fn a_model_larger_than_its_gpus_is_refused_with_the_numbers() {
+        check_refused(
+            "[model]\npreset = \"llama-3.1-70b\"\n[engine]\ntensor_parallel_size = 1\n",
+            &[
+                "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPUs of h100-sxm, but \
+               85.9 GB of it is 77.3 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
+               hint: set `tensor_parallel_size = 4`, or take a larger GPU",
+            ],
+        );
+    }
+
+    #[test]
+    fn values_that_contradict_each_other_are_refused() {
+        check_refused(
+            "[engine]\ntensor_parallel_size = 3\n",
+            &[
+                "`tensor_parallel_size` is 3, but qwen3-8b has 32 attention heads and 8 key-value heads, \
+               which do not split evenly\nhint: one of 1, 2, 4, 8, 16, 32",
+            ],
+        );
+        check_refused(
+            "[engine]\nnum_gpu_blocks = 10\nmax_model_len = 1000\n",
+            &["`max_model_len` is 1000, but the KV cache holds 160 tokens (10 blocks of 16)"],
+        );
+        check_refused(
+            "[engine]\nblock_size = 64\nmax_model_len = 32\n",
+            &["`block_size` is 64, but `max_model_len` is 32"],
+        );
+        check_refused(
+            "[engine]\nmax_num_seqs = 64\nmax_num_batched_tokens = 32\n",
+            &["`max_num_batched_tokens` is 32, but `max_num_seqs` is 64"],
+        );
+        check_refused(
+            "[engine]\nenable_chunked_prefill = false\nmax_num_batched_tokens = 4096\n",
+            &["chunked prefill is off"],
+        );
+        check_refused(
+            "[engine.timing]\ngpu = \"a100-sxm-80gb\"\ndtype = \"fp8\"\n",
+            &["c.toml:3:9: `dtype` is \"fp8\", but a100-sxm-80gb has no FP8 units"],
+        );
+        check_refused(
+            "[engine]\nmax_model_len = 50_000\n",
+            &["`engine.max_model_len` is 50000, but must be 1 to 40960"],
+        );
+        check_refused(
+            "[pool.a]\nrole = \"prefill\"\n",
+            &["not supported by this version"],
+        );
+        check_refused("[pool.\"a b\"]\n", &["`a b` cannot name a pool"]);
+        check_refused(
+            "[pool.a]\nworkers = 65_000\n[pool.b]\nworkers = 65_000\n",
+            &["130000 workers"],
+        );
+        check_refused(
+            "[live]\nlisten = \"8000\"\nspeedup = -1\n",
+            &[
+                "`live.listen` is \"8000\"",
+                "`live.speedup` is -1.0, but must be 0 to",
+            ],
+        );
+    }
+
+    #[test]
+    fn keys_of_another_kind_are_refused_unless_a_flag_chose_the_kind() {
+        let text = "[engine.timing]\nkind = \"constant\"\nstep_ns = 5\ngpu = \"h100-sxm\"\n\
+                    [engine.output_len]\ntokens = 5\n";
+        check_refused(
+            text,
+            &[
+                "c.toml:4:1: `engine.timing.gpu` is not used: `kind` is \"constant\"",
+                "c.toml:6:1: `engine.output_len.tokens` is not used: `kind` is \"lognormal\"",
+            ],
+        );
+        let mut doc = Doc::parse("c.toml", b"[engine.timing]\ngpu = \"h200-sxm\"\n");
+        doc.set("engine.timing.kind=constant");
+        doc.set("engine.timing.step_ns=7");
+        let (cluster, _) = read(doc, |_| Err(io::ErrorKind::NotFound.into())).unwrap();
+        assert_eq!(
+            cluster.pools[0].engine.timing,
+            TimingConfig::Constant { step_ns: 7 }
+        );
+        check_refused(
+            "[engine.timing]\nkind = \"constant\"\n",
+            &["`engine.timing.step_ns` is missing"],
+        );
+    }
+
+    #[test]
+    fn files_that_cannot_be_used_are_mistakes() {
+        check_refused(
+            "[model]\nconfig = \"no.json\"\n",
+            &["c.toml:2:10: `model.config`: no.json: "],
+        );
+        check_refused(
+            "[model]\nconfig = \"broken.json\"\n",
+            &["`model.config`: broken.json: not JSON: EOF"],
+        );
+        check_refused(
+            "[engine.timing]\nkind = \"table\"\npath = \"no.csv\"\n",
+            &["`path`: no.csv: "],
+        );
+        check_refused(
+            "[engine.timing]\nkind = \"table\"\n",
+            &["`engine.timing.path` is missing"],
+        );
+    }
+
+    #[test]
+    fn a_config_json_gives_name_and_shape() {
+        let (cluster, settings) = parse("[model]\nconfig = \"models/tiny/config.json\"\n").unwrap();
+        assert_eq!(cluster.model.name, "tiny");
+        assert_eq!(cluster.model.shape.layers, 2);
+        assert_eq!(cluster.pools[0].engine.max_model_len, 512);
+        let origin = &settings.get("model.name").unwrap().origin;
+        assert_eq!(origin.to_string(), "folder of model.config");
+    }
+
+    #[test]
+    fn kv_blocks_follow_from_the_gpu() {
+        let (cluster, settings) = parse("").unwrap();
+        assert_eq!(cluster, Cluster::default());
+        // 80 GiB x 0.9 - 16.38 GB of weights, over 16 tokens of 147,456 bytes.
+        let engine = &cluster.pools[0].engine;
+        assert_eq!(engine.num_gpu_blocks, 25_824);
+        assert_eq!(
+            engine.max_model_len, 40_960,
+            "the model's, since the cache holds more"
+        );
+        let blocks = settings.get("pool.main.engine.num_gpu_blocks").unwrap();
+        assert_eq!(
+            blocks.origin.to_string(),
+            "60.9 GB of h100-sxm x 0.9 - 16.4 GB weights",
+        );
+        let tight = "[model]\npreset = \"qwen3-32b\"\n[engine]\ngpu_memory_utilization = 0.85\n";
+        let (cluster, settings) = parse(tight).unwrap();
+        let len = settings.get("pool.main.engine.max_model_len").unwrap();
+        assert_eq!(
+            len.origin.to_string(),
+            "KV cache holds 28576, qwen3-32b allows 40960"
+        );
+        assert_eq!(cluster.pools[0].engine.max_model_len, 28_576);
+    }
+
+    #[test]
+    fn pools_inherit_and_override() {
+        let text = "[engine]\nmax_num_seqs = 100\n[pool.small]\nworkers = 2\n[pool.big]\n\
+                    [pool.big.engine]\nmax_num_seqs = 200\ntensor_parallel_size = 2\n\
+                    [pool.big.engine.timing]\ngpu = \"h200-sxm\"\n";
+        let mut doc = Doc::parse("c.toml", text.as_bytes());
+        doc.set("engine.max_num_seqs=150");
+        doc.set("pool.big.workers=3");
+        let (cluster, settings) = read(doc, |_| Err(io::ErrorKind::NotFound.into())).unwrap();
+        let [small, big] = &cluster.pools[..] else {
+            panic!("{:?}", cluster.pools)
+        };
+        assert_eq!(
+            (
+                small.name.as_str(),
+                small.workers,
+                small.engine.max_num_seqs
+            ),
+            ("small", 2, 150)
+        );
+        assert_eq!(
+            (big.name.as_str(), big.workers, big.engine.max_num_seqs),
+            ("big", 3, 200)
+        );
+        assert!(big.engine.num_gpu_blocks > 3 * small.engine.num_gpu_blocks);
+        let origin = |path: &str| settings.get(path).unwrap().origin.to_string();
+        assert_eq!(
+            origin("pool.small.engine.max_num_seqs"),
+            "--set engine.max_num_seqs=150"
+        );
+        assert_eq!(origin("pool.big.engine.max_num_seqs"), "c.toml:7");
+    }
+
+    #[test]
+    fn a_mistake_that_all_pools_inherit_is_reported_once() {
+        check_refused(
+            "[engine]\nblock_size = 0\nmystery = 1\n[pool.a]\n[pool.b]\n[pool.c]\n",
+            &["`engine.block_size` is 0", "unknown key `engine.mystery`"],
+        );
+    }
+
+    #[test]
+    fn the_example_is_the_cluster_that_it_says() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cluster.toml");
+        let doc = Doc::parse("examples/cluster.toml", &std::fs::read(path).unwrap());
+        let (cluster, _) = read(doc, |path| std::fs::read(path)).unwrap();
+        assert_eq!(cluster.pools[0].workers, 8);
+        assert_eq!(cluster.model.preset, "qwen3-32b");
+        assert_eq!(cluster.pools[0].engine.tensor_parallel_size, 2);
+        assert_eq!(cluster.router.policy, RouterPolicy::Kv);
+    }
+
+    #[test]
+    fn listen_addresses() {
+        for good in [
+            "127.0.0.1:8000",
+            "[::1]:0",
+            "localhost:80",
+            "node-7.cluster:65535",
+        ] {
+            assert!(is_listen_address(good), "{good}");
+        }
+        for bad in [
+            "",
+            "8000",
+            ":80",
+            "localhost",
+            "localhost:99999",
+            "1.2.3:80",
+            "a b:1",
+            "::1:80:",
+        ] {
+            assert!(!is_listen_address(bad), "{bad}");
+        }
+    }
+
+    /// A value for a key: mostly plausible, sometimes not.
+    fn line() -> impl Strategy<Value = String> {
+        let words = prop_oneof![
+            Just("\"kv\""),
+            Just("\"constant\""),
+            Just("\"linear\""),
+            Just("\"table\""),
+            Just("\"roofline\""),
+            Just("\"grid.csv\""),
+            Just("\"h200-sxm\""),
+            Just("\"fp8\""),
+            Just("\"llama-3.1-8b\""),
+            Just("true"),
+            Just("false"),
+            Just("\"127.0.0.1:1\""),
+            Just("\"priority\""),
+            Just("nan"),
+            Just("{}"),
+        ];
+        let value = prop_oneof![
+            4 => (0u64..5000).prop_map(|n| n.to_string()),
+            2 => (0.0..4.0f64).prop_map(|x| format!("{x:?}")),
+            3 => words.prop_map(str::to_owned),
+        ];
+        let key = prop::sample::select(super::super::reference::KEYS);
+        (key, value, any::<bool>()).prop_map(|(key, value, plain)| {
+            // Half of the time the default, so that documents of several lines are often valid.
+            let value = if plain && !key.default.starts_with('(') {
+                key.default
+            } else {
+                &value
+            };
+            format!("{} = {value}\n", key.path.replace("NAME", "p"))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn documents_never_panic_and_print_config_reads_back(
+            lines in prop::collection::vec(line(), 0..4),
+            noise in prop::option::weighted(0.2, ".{0,30}"),
+        ) {
+            let text = lines.concat() + &noise.unwrap_or_default();
+            if let Ok((cluster, settings)) = parse(&text) {
+                let printed = settings.to_toml();
+                let (again, _) = parse(&printed).map_err(|e| TestCaseError::fail(format!("{e}\nin\n{printed}")))?;
+                prop_assert_eq!(cluster, again);
+            }
+        }
+
+        #[test]
+        fn bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = read(Doc::parse("c.toml", &bytes), |_| Err(io::ErrorKind::NotFound.into()));
+        }
+    }
+}

@@ -1,0 +1,599 @@
+//! What every key of the cluster file means. `docs/cluster-file.md` is made from this, and a test
+//! holds that it names exactly the keys that [`super::file`] reads, with their defaults.
+
+use std::fmt::Write as _;
+
+/// A key of the cluster file.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// Path, such as `engine.block_size`. `NAME` stands for a pool's name.
+    pub path: &'static str,
+    /// Type, unit and bounds.
+    pub value: &'static str,
+    /// Default as TOML, or in words between parentheses.
+    pub default: &'static str,
+    /// What it means.
+    pub meaning: &'static str,
+    /// What goes wrong when it is too low or too high (or wrong).
+    pub pitfall: &'static str,
+}
+
+const fn key(
+    path: &'static str,
+    value: &'static str,
+    default: &'static str,
+    meaning: &'static str,
+    pitfall: &'static str,
+) -> Key {
+    Key {
+        path,
+        value,
+        default,
+        meaning,
+        pitfall,
+    }
+}
+
+/// All keys, section by section.
+pub const KEYS: &[Key] = &[
+    key(
+        "model.preset",
+        "string",
+        "\"qwen3-8b\"",
+        "Model whose shape is used; `slipstream presets` lists them.",
+        "A shape other than the model you mean gives wrong step times and a wrong KV cache size.",
+    ),
+    key(
+        "model.name",
+        "string",
+        "(the preset's name, or the folder of `config`)",
+        "What clients send as `model`.",
+        "Clients that send another name get 404.",
+    ),
+    key(
+        "model.config",
+        "path",
+        "(none)",
+        "A Hugging Face style `config.json`; overrides the preset's shape.",
+        "Attention that is not over the whole context (latent, windowed, linear) is refused.",
+    ),
+    key(
+        "model.tokenizer",
+        "path",
+        "(the built-in tokenizer)",
+        "Folder with `tokenizer.json` and, for chat, a template.",
+        "With another tokenizer than the real deployment, prompts have other lengths.",
+    ),
+    key(
+        "engine.block_size",
+        "tokens, 1 to 1,024",
+        "16",
+        "Tokens of a KV block: the unit of allocation and of prefix reuse.",
+        "High: prompts shorter than a block share nothing, and each sequence wastes half a block on \
+         average. Low: more hashes and events per request.",
+    ),
+    key(
+        "engine.num_gpu_blocks",
+        "blocks, 1 to 16,777,216",
+        "(GPU memory x utilization - weights; 16,384 unless `timing.kind` is \"roofline\")",
+        "KV blocks of a rank.",
+        "Low: preemptions, and long prompts are refused. High: a cache that the GPU would not have.",
+    ),
+    key(
+        "engine.max_num_seqs",
+        "sequences, 1 to 65,536",
+        "256",
+        "Sequences in one pass at most.",
+        "Low: requests wait although the GPU has room. High: every token takes longer, and blocks run \
+         out (preemptions).",
+    ),
+    key(
+        "engine.max_num_batched_tokens",
+        "tokens, 1 to 16,777,216",
+        "8192",
+        "Token budget of a pass, over prefill and decode. At least `max_num_seqs`; at least \
+         `max_model_len` where chunked prefill is off.",
+        "Low: prefill takes more passes (TTFT). High: passes with prefill hold up decodes (ITL).",
+    ),
+    key(
+        "engine.max_model_len",
+        "tokens, 1 to the model's",
+        "(what the model allows and the KV cache holds)",
+        "Prompt plus answer at most.",
+        "Low: requests are refused. High: one request may take the whole cache.",
+    ),
+    key(
+        "engine.enable_prefix_caching",
+        "true or false",
+        "true",
+        "Reuse cached blocks by hash.",
+        "false: every prompt is computed whole, and KV-aware routing has nothing to find.",
+    ),
+    key(
+        "engine.enable_chunked_prefill",
+        "true or false",
+        "true",
+        "Split a prompt over passes when the budget is short.",
+        "false: a prompt waits until a pass has room for all of it.",
+    ),
+    key(
+        "engine.scheduling_policy",
+        "\"fcfs\" or \"priority\"",
+        "\"fcfs\"",
+        "Order of the waiting queue: arrival, or the request's `priority` (lower first).",
+        "\"priority\": steady urgent load starves the rest.",
+    ),
+    key(
+        "engine.tensor_parallel_size",
+        "GPUs, 1 to 1,024",
+        "1",
+        "GPUs that share one replica of the model. Must split its attention heads evenly, and its \
+         key-value heads evenly or repeat them evenly.",
+        "Low: the weights do not fit. High: time goes into all-reduces.",
+    ),
+    key(
+        "engine.data_parallel_size",
+        "ranks, 1 to 1,024",
+        "1",
+        "Ranks in a worker, each with a scheduler and a KV cache of its own.",
+        "High: prefixes are spread thin over the ranks.",
+    ),
+    key(
+        "engine.gpu_memory_utilization",
+        "share, 0.01 to 1",
+        "0.9",
+        "Share of a GPU's memory for weights and KV cache.",
+        "High: on a real GPU, out of memory, since activations need the rest. Low: fewer blocks.",
+    ),
+    key(
+        "engine.startup_s",
+        "s, 0 to 86,400",
+        "0.0",
+        "Time from a worker's start until it takes requests.",
+        "High: a test waits for it at `speedup` 1.",
+    ),
+    key(
+        "engine.output_len.kind",
+        "\"constant\" or \"lognormal\"",
+        "\"lognormal\"",
+        "Distribution of natural answer lengths, drawn from a request's seed. Unused where a request \
+         says `ignore_eos`.",
+        "\"constant\" makes equal requests end together, which real ones do not.",
+    ),
+    key(
+        "engine.output_len.tokens",
+        "tokens, 1 to 16,777,216; needed for \"constant\"",
+        "(none)",
+        "The length.",
+        "Above `max_tokens` of the requests, those decide alone.",
+    ),
+    key(
+        "engine.output_len.mean",
+        "tokens, 1 to 16,777,216",
+        "256.0",
+        "Mean of the lognormal.",
+        "Above `max_tokens` of the requests, those decide alone.",
+    ),
+    key(
+        "engine.output_len.cv",
+        "0 to 10",
+        "0.7",
+        "Standard deviation over mean of the lognormal.",
+        "High: a few answers run to `max_tokens`, most are very short.",
+    ),
+    key(
+        "engine.timing.kind",
+        "\"constant\", \"linear\", \"roofline\" or \"table\"",
+        "\"roofline\"",
+        "How long a pass takes; `docs/step-time.md` has the equations.",
+        "A key that the chosen kind does not use is a mistake, unless the kind comes from a higher \
+         layer (`--set engine.timing.kind=constant` over a file with a roofline).",
+    ),
+    key(
+        "engine.timing.step_ns",
+        "ns, 0 to 3,600,000,000,000; needed for \"constant\"",
+        "(none)",
+        "Length of every pass.",
+        "0: the engine does not model time at all.",
+    ),
+    key(
+        "engine.timing.base_ns",
+        "ns, at least 0; needed for \"linear\"",
+        "(none)",
+        "Cost of a pass before anything is in it.",
+        "Low: small batches are too fast.",
+    ),
+    key(
+        "engine.timing.per_prefill_token_ns",
+        "ns, at least 0",
+        "0.0",
+        "Cost of a prompt token.",
+        "0: prefill is free, and prefix reuse gains nothing.",
+    ),
+    key(
+        "engine.timing.per_decode_token_ns",
+        "ns, at least 0",
+        "0.0",
+        "Cost of a sequence that decodes.",
+        "0: batches may grow for free.",
+    ),
+    key(
+        "engine.timing.per_sequence_ns",
+        "ns, at least 0",
+        "0.0",
+        "Cost of a sequence in the pass, prefill or decode.",
+        "0: batches may grow for free.",
+    ),
+    key(
+        "engine.timing.per_context_token_ns",
+        "ns, at least 0",
+        "0.0",
+        "Cost of a token of context that a decode attends to.",
+        "0: long contexts decode as fast as short ones.",
+    ),
+    key(
+        "engine.timing.gpu",
+        "string",
+        "\"h100-sxm\"",
+        "GPU of the roofline; `slipstream presets` lists them. Its memory also sets the default of \
+         `num_gpu_blocks`.",
+        "A PCIe GPU with a high `tensor_parallel_size` spends most of a pass in all-reduces.",
+    ),
+    key(
+        "engine.timing.dtype",
+        "\"bf16\" or \"fp8\"",
+        "\"bf16\"",
+        "Format of weights and KV cache.",
+        "\"fp8\" on a GPU without FP8 units is refused.",
+    ),
+    key(
+        "engine.timing.path",
+        "path; needed for \"table\"",
+        "(none)",
+        "CSV grid of measured passes; `docs/step-time.md` has the format.",
+        "Beyond its last points the table is continued in a straight line.",
+    ),
+    key(
+        "pool.NAME.role",
+        "\"both\"",
+        "\"both\"",
+        "What its engines do. \"prefill\" and \"decode\" are known, but not supported by this version.",
+        "",
+    ),
+    key(
+        "pool.NAME.workers",
+        "workers, 1 to 65,536 (all pools together as well)",
+        "1",
+        "Equal workers of this pool.",
+        "High: prefixes are spread thin, and each worker costs memory for its block pool.",
+    ),
+    key(
+        "pool.NAME.engine",
+        "table",
+        "(what `[engine]` says)",
+        "Any key of `[engine]`, for this pool alone: `[pool.big.engine]`, \
+         `[pool.big.engine.timing]`.",
+        "A pool's own key wins over `[engine]`, also over `--set engine.…`.",
+    ),
+    key(
+        "router.policy",
+        "\"round_robin\", \"random\", \"power_of_two\", \"least_requests\", \"least_tokens\", \"kv\" or \"direct\"",
+        "\"kv\"",
+        "How a worker is chosen. `direct`: the client names it (`x-slipstream-worker`).",
+        "Policies that do not look at prefixes spread a conversation over all workers.",
+    ),
+    key(
+        "router.prefill_weight",
+        "0 to 1,000,000",
+        "1.0",
+        "Weight of blocks left to prefill against active blocks in the cost of `kv`.",
+        "Low: load alone decides. High: popular prefixes pile up on one worker.",
+    ),
+    key(
+        "router.temperature",
+        "0 to 1,000,000",
+        "0.0",
+        "`kv`: 0 takes the cheapest worker; above, a softmax over normalized costs.",
+        "High: as good as random.",
+    ),
+    key(
+        "router.kv_events",
+        "true or false",
+        "true",
+        "Follow the engines' KV events; false: an approximate index of what was routed where.",
+        "false: evictions go unseen until `approximate_ttl_s`.",
+    ),
+    key(
+        "router.approximate_ttl_s",
+        "s, 0.001 to 31,622,400",
+        "120.0",
+        "How long the approximate index believes a block is cached.",
+        "High: hits that are no more. Low: misses that would be hits.",
+    ),
+    key(
+        "router.affinity_ttl_s",
+        "s, 0 to 31,622,400",
+        "0.0",
+        "Keep a session (`x-session-id`) on its worker for this long after its last request; 0: no \
+         affinity.",
+        "High: long-lived sessions cannot leave a busy worker.",
+    ),
+    key(
+        "router.busy_kv_share",
+        "share, 0.01 to 1,000,000",
+        "1.0",
+        "A worker whose active blocks exceed this share of its cache is busy; all busy: 503. 1 or \
+         more: never.",
+        "Low: requests are refused although they could wait.",
+    ),
+    key(
+        "router.busy_prefill_tokens",
+        "tokens",
+        "0",
+        "A worker with more prompt tokens to prefill is busy; all busy: 503. 0: never.",
+        "Low: one long prompt makes a worker busy.",
+    ),
+    key(
+        "router.seed",
+        "integer, 0 to 2^63 - 1",
+        "0",
+        "Seed of the policies that draw.",
+        "",
+    ),
+    key(
+        "live.listen",
+        "\"ADDRESS:PORT\"",
+        "\"127.0.0.1:8000\"",
+        "Address to listen on; port 0 takes a free one.",
+        "0.0.0.0 opens the server to everyone who can reach the machine.",
+    ),
+    key(
+        "live.speedup",
+        "0 to 1e12",
+        "1.0",
+        "Divides modelled time; 0: do not wait at all.",
+        "High: the CPU becomes the bottleneck, and latencies measure it instead of the model.",
+    ),
+    key(
+        "live.shards",
+        "threads, 0 to 1,024",
+        "0",
+        "Frontend shards; 0: half of the cores, at least 1.",
+        "High: shards and engine threads take each other's cores.",
+    ),
+    key(
+        "live.engine_threads",
+        "threads, 0 to 1,024",
+        "0",
+        "Engine threads; 0: at most cores - 1, and no more than workers.",
+        "Low: passes of many workers end late at high load.",
+    ),
+    key(
+        "live.api_keys_file",
+        "path",
+        "(none: no key needed)",
+        "File of API keys, one a line, beside those in `SLIPSTREAM_API_KEYS` (comma separated).",
+        "",
+    ),
+    key(
+        "live.body_bytes_max",
+        "bytes, 1,024 to 1,073,741,824",
+        "8388608",
+        "Largest request body.",
+        "Low: long prompts get 413. High: a few clients can fill the memory.",
+    ),
+    key(
+        "live.header_bytes_max",
+        "bytes, 1,024 to 1,048,576",
+        "32768",
+        "Largest request head.",
+        "Low: clients behind proxies that add headers get 431.",
+    ),
+    key(
+        "live.read_timeout_s",
+        "s, 0.01 to 86,400",
+        "10.0",
+        "Time for a request's head to arrive, and for its body after that.",
+        "High: slow clients hold connections. Low: clients on slow links are cut.",
+    ),
+    key(
+        "live.streams_max",
+        "streams, 1 to 16,777,216",
+        "65536",
+        "Streams open at once, over all shards; more get 503.",
+        "High: memory follows.",
+    ),
+    key(
+        "live.stream_buffer_bytes_max",
+        "bytes, 4,096 to 1,073,741,824",
+        "4194304",
+        "Unread answer of a stream before it is cut.",
+        "Low: clients that pause for a moment are cut. High: slow clients fill the memory.",
+    ),
+    key(
+        "live.write_timeout_s",
+        "s, 0.01 to 86,400",
+        "60.0",
+        "A stream whose client reads nothing for so long is cut.",
+        "High: dead clients hold their sequences' blocks.",
+    ),
+    key(
+        "live.request_timeout_s",
+        "s, 0 to 86,400",
+        "0.0",
+        "A request may take so long in all; 0: no limit.",
+        "Low: long answers are cut.",
+    ),
+    key(
+        "live.drag_out",
+        "path",
+        "(none)",
+        "Write one drag record a request to this CSV file.",
+        "",
+    ),
+];
+
+/// `docs/cluster-file.md`.
+pub fn markdown() -> String {
+    let mut out = String::from(INTRODUCTION);
+    let mut section = "";
+    for key in KEYS {
+        let (table, name) = key
+            .path
+            .rsplit_once('.')
+            .expect("every key lies in a table");
+        if table != section {
+            section = table;
+            write!(
+                out,
+                "\n## `[{table}]`\n\n| key | value | default | meaning | when it is off |\n\
+                 | --- | --- | --- | --- | --- |\n"
+            )
+            .expect("a String takes all");
+        }
+        let default = match key.default.strip_prefix('(') {
+            Some(words) => words.trim_end_matches(')').to_owned(),
+            None => format!("`{}`", key.default),
+        };
+        writeln!(
+            out,
+            "| `{name}` | {} | {default} | {} | {} |",
+            key.value, key.meaning, key.pitfall
+        )
+        .expect("a String takes all");
+    }
+    out.push_str(CLOSING);
+    out
+}
+
+const INTRODUCTION: &str = "\
+# The cluster file
+
+<!-- Made from crates/base/src/cluster/reference.rs: `SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-base reference`. -->
+
+One TOML file describes a cluster. Every key has a default; an empty file is one worker. Unknown
+keys are errors, and all mistakes are reported together, each with its line and a remedy:
+
+```text
+error: cluster.toml:4:14: `engine.block_size` is 0, but must be 1 to 1024
+error: cluster.toml:7:1: unknown key `engine.max_nmu_seqs`
+hint: did you mean `max_num_seqs`?
+```
+
+```toml
+[model]
+preset = \"qwen3-32b\"
+
+[engine]
+tensor_parallel_size = 2
+max_num_seqs = 128
+
+[engine.timing]
+kind = \"roofline\"
+gpu = \"h100-sxm\"
+
+[pool.main]
+workers = 8
+
+[router]
+policy = \"kv\"
+```
+
+**Layers.** A flag `--set engine.max_num_seqs=64` wins over the environment, the environment over
+the file, the file over the default. A variable is named after the path, with two underscores for
+each dot: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64`. Values of flags and variables are TOML; quotes
+around strings may be left out.
+
+**Pools.** `[engine]` is where every pool starts from; `[pool.NAME.engine]` changes keys for one
+pool, and wins over `[engine]` in all layers. A file without a pool has one, named `main`.
+
+**Paths** in a file start from the folder of that file, those in flags and variables from the
+working directory.
+
+**`--print-config`** prints every effective value as TOML with a comment that says where it came
+from; the output is a cluster file of the same cluster.
+
+`[network]`, `[host]`, `[kv]`, `[[event]]` and `[prices]` are not supported by this version, and
+are refused rather than ignored.
+";
+
+const CLOSING: &str = "
+## How `num_gpu_blocks` follows from a GPU
+
+With `timing.kind = \"roofline\"`, and the key not given, per rank:
+
+```text
+weights   = bytes of all weights / tensor_parallel_size     (FP8: embeddings stay in 16 bits)
+per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of dtype
+blocks    = floor((gpu_memory x gpu_memory_utilization - weights) / (per_token x block_size))
+```
+
+vLLM measures in addition what activations need (some percent of the memory) and takes that off as
+well; give `num_gpu_blocks` from its log to match a deployment exactly.
+";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::path::Path;
+
+    use super::*;
+    use crate::cluster::file;
+    use crate::doc::Doc;
+
+    /// Every key that the parser reads, over all kinds, with the default if it is a plain one.
+    fn keys_read() -> BTreeMap<String, Option<String>> {
+        let table = "\n[engine.timing]\nkind = \"table\"\npath = \"t.csv\"\n";
+        let linear = "\n[engine.timing]\nkind = \"linear\"\nbase_ns = 1\n";
+        let constant = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1\n[engine.output_len]\nkind = \"constant\"\ntokens = 1";
+        let mut keys = BTreeMap::new();
+        for text in ["", table, linear, constant] {
+            let doc = Doc::parse("", text.as_bytes());
+            let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
+            for setting in &settings {
+                let path = setting.path.replace("pool.main.engine", "engine");
+                let default = setting
+                    .value
+                    .clone()
+                    .filter(|_| setting.origin.to_string() == "default");
+                let entry = keys
+                    .entry(path.replace("pool.main", "pool.NAME"))
+                    .or_insert(None);
+                *entry = entry.take().or(default);
+            }
+        }
+        keys
+    }
+
+    #[test]
+    fn every_key_is_described_and_every_description_is_of_a_key() {
+        let described: BTreeSet<&str> = KEYS.iter().map(|k| k.path).collect();
+        assert_eq!(described.len(), KEYS.len(), "a key twice");
+        let keys = keys_read();
+        let mut read: BTreeSet<&str> = keys.keys().map(String::as_str).collect();
+        read.insert("pool.NAME.engine"); // a table, described in its own right
+        assert_eq!(described, read);
+    }
+
+    #[test]
+    fn defaults_are_described_as_they_are() {
+        let keys = keys_read();
+        for key in KEYS.iter().filter(|key| !key.default.starts_with('(')) {
+            assert_eq!(keys[key.path].as_deref(), Some(key.default), "{}", key.path);
+        }
+    }
+
+    #[test]
+    fn the_document_is_up_to_date() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/cluster-file.md");
+        if std::env::var_os("SLIPSTREAM_WRITE_DOCS").is_some() {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, markdown()).unwrap();
+        }
+        let found = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            found == markdown(),
+            "docs/cluster-file.md is stale; run SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-base reference"
+        );
+    }
+}

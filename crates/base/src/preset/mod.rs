@@ -1,0 +1,9 @@
+//! Real models and GPUs by name, with the numbers that step times and KV cache sizes follow from.
+//!
+//! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` name them.
+
+mod gpu;
+mod model;
+
+pub use gpu::{GPUS, Gpu, Link, gpu};
+pub use model::{Experts, MODELS, ModelShape, ShapeError, model};

@@ -1,0 +1,127 @@
+//! What `/metrics` says of the router's fleet.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use slipstream_router::{Fleet, fleet::Load};
+
+/// Encodes loads by rank and the router's counters; a scrape reads atomics.
+pub(crate) struct FleetCollector(pub(crate) Arc<Fleet>);
+
+/// Name, help, and where the value is.
+type Gauge = (&'static str, &'static str, fn(&Load) -> u64);
+
+impl fmt::Debug for FleetCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FleetCollector({} ranks)", self.0.targets().len())
+    }
+}
+
+impl Collector for FleetCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let loads = self.0.loads();
+        let gauges: [Gauge; 6] = [
+            (
+                "slipstream_router_ready",
+                "1 if the rank takes requests",
+                |l| l.ready.into(),
+            ),
+            (
+                "slipstream_router_requests",
+                "Sequences routed and not ended",
+                |l| l.requests,
+            ),
+            (
+                "slipstream_router_prefill_tokens",
+                "Prompt tokens routed and not yet computed",
+                |l| l.prefill_tokens,
+            ),
+            (
+                "slipstream_router_active_blocks",
+                "Distinct blocks of live sequences",
+                |l| l.active_blocks,
+            ),
+            (
+                "slipstream_router_cached_blocks",
+                "Blocks that the index knows of",
+                |l| l.cached_blocks,
+            ),
+            (
+                "slipstream_router_index_trusted",
+                "0 while a KV delta is missing",
+                |l| l.trusted.into(),
+            ),
+        ];
+        for (name, help, of) in gauges {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for load in &loads {
+                let (worker, engine) = labels(load);
+                family
+                    .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
+                    .encode_gauge(&(of(load) as f64))?;
+            }
+        }
+        let mut routed = encoder.encode_descriptor(
+            "slipstream_router_routed",
+            "Sequences routed to the rank",
+            None,
+            MetricType::Counter,
+        )?;
+        for load in &loads {
+            let (worker, engine) = labels(load);
+            routed
+                .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
+                .encode_counter::<NoLabelSet, u64, f64>(&load.routed_total, None)?;
+        }
+        let counters = self.0.counters();
+        for (name, help, value) in [
+            (
+                "slipstream_router_kv_gaps",
+                "Gaps seen in KV deltas",
+                counters.kv_gaps_total,
+            ),
+            (
+                "slipstream_router_kv_duplicates",
+                "KV deltas seen before",
+                counters.kv_duplicates_total,
+            ),
+            (
+                "slipstream_router_kv_strangers",
+                "KV deltas of unknown ranks",
+                counters.kv_strangers_total,
+            ),
+            (
+                "slipstream_router_kv_dropped_blocks",
+                "Blocks for which the index had no room",
+                counters.kv_dropped_blocks_total,
+            ),
+            (
+                "slipstream_router_busy",
+                "Requests refused as busy",
+                counters.busy_total,
+            ),
+            (
+                "slipstream_router_affinity_hits",
+                "Requests that stayed on their session's worker",
+                counters.affinity_hits_total,
+            ),
+            (
+                "slipstream_router_sessions_dropped",
+                "Sessions forgotten for want of room",
+                counters.sessions_dropped_total,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        Ok(())
+    }
+}
+
+fn labels(load: &Load) -> (String, String) {
+    (load.rank.worker.to_string(), load.rank.dp_rank.to_string())
+}

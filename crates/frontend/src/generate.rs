@@ -1,0 +1,386 @@
+//! From the body of a request to dispatched sequences.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use hyper::Response;
+use slipstream_base::{
+    BlockHash, EngineRequest, GenerationParams, Prompt, RequestId, SimTime, Stage, StageTimes,
+    TokenId, mix,
+};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::{Registration, StartRequest, ToWorker};
+use slipstream_router::{RouteError, RouteRequest, Routed, Score};
+
+use crate::http::{self, HttpBody, RequestHead};
+use crate::metrics::Rejection;
+use crate::openai::{
+    ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
+};
+use crate::reply::{Feed, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace};
+use crate::service::Service;
+use crate::shard::Shard;
+use crate::text::{ChatOptions, StopMatcher};
+
+/// Room made for a chat's tokens before they are counted.
+const CHAT_TOKENS_EXPECTED: usize = 1024;
+
+/// A prompt, tokenized and hashed.
+struct Tokenized {
+    prompt: Prompt,
+    max_tokens: u32,
+    /// Its text, if it is to be repeated before the answer.
+    echo: Option<String>,
+}
+
+/// Serves `POST /v1/chat/completions` and `POST /v1/completions`.
+pub(crate) async fn generate(
+    shard: &Rc<Shard>,
+    kind: Kind,
+    head: RequestHead,
+    body: &[u8],
+    mut times: StageTimes,
+) -> Result<Response<HttpBody>, ApiError> {
+    let service = &shard.service;
+    let request = match kind {
+        Kind::Chat => parse_chat(body)?,
+        Kind::Completion => parse_completion(body)?,
+    };
+    check_model(service, request.model.as_deref())?;
+    times.note(Stage::Parsed, monotonic_ns());
+
+    let prompts = tokenize(service, &request)?;
+    times.note(Stage::Tokenized, monotonic_ns());
+
+    let handle = dispatch(shard, &head, &request, prompts, times)?;
+    if request.params.stream {
+        return Ok(http::events(ReplyBody(handle)));
+    }
+    let (body, trace) = handle.whole().await?;
+    Ok(http::whole(body, trace.as_deref()))
+}
+
+/// 404 unless `model` is what is served, or is not named at all.
+pub(crate) fn check_model(service: &Service, model: Option<&str>) -> Result<(), ApiError> {
+    match model {
+        Some(model) if model != service.model => {
+            Err(ApiError::model_not_found(model, &[&service.model]))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// 400 unless all of `tokens` are in the vocabulary.
+pub(crate) fn check_tokens(
+    service: &Service,
+    field: &str,
+    tokens: &[TokenId],
+) -> Result<(), ApiError> {
+    let vocab_size = service.text.vocab_size();
+    match tokens.iter().find(|&&token| token >= vocab_size) {
+        None => Ok(()),
+        Some(token) => Err(ApiError::invalid(
+            field,
+            format!("token {token} is not in the vocabulary, which has {vocab_size} tokens"),
+        )),
+    }
+}
+
+fn tokenize(service: &Service, request: &ApiRequest<'_>) -> Result<Vec<Tokenized>, ApiError> {
+    let params = &request.params;
+    let text = &service.text;
+    check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
+    match &request.input {
+        Input::Chat {
+            messages,
+            add_generation_prompt,
+            template_kwargs,
+        } => {
+            let options = ChatOptions {
+                add_generation_prompt: *add_generation_prompt,
+                template_kwargs,
+                now_unix_s: now_unix_s(),
+            };
+            let mut tokens = Vec::with_capacity(CHAT_TOKENS_EXPECTED);
+            text.encode_chat(messages, &options, &mut tokens)
+                .map_err(|error| ApiError::invalid("messages", error.to_string()))?;
+            Ok(vec![fit(service, request.kind, params, &tokens, None)?])
+        }
+        Input::Prompts(prompts) => prompts
+            .iter()
+            .map(|prompt| match prompt {
+                PromptInput::Text(prompt) => {
+                    let mut tokens = Vec::with_capacity(prompt.len() / 3);
+                    text.encode(prompt, params.add_special_tokens, &mut tokens);
+                    let echo = params.echo.then(|| prompt.to_string());
+                    fit(service, request.kind, params, &tokens, echo)
+                }
+                PromptInput::Tokens(tokens) => {
+                    check_tokens(service, "prompt", tokens)?;
+                    let echo = params.echo.then(|| text.decode(tokens));
+                    fit(service, request.kind, params, tokens, echo)
+                }
+            })
+            .collect(),
+    }
+}
+
+/// Checks that prompt and answer fit into the model, and hashes the prompt.
+fn fit(
+    service: &Service,
+    kind: Kind,
+    params: &RequestParams,
+    tokens: &[TokenId],
+    echo: Option<String>,
+) -> Result<Tokenized, ApiError> {
+    let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+    let blocks_hold = service.kv_blocks.saturating_mul(service.block_size);
+    let limit = service.max_model_len.min(blocks_hold);
+    let room = limit.saturating_sub(len);
+    if room == 0 || params.max_tokens.is_some_and(|asked| asked > room) {
+        return Err(ApiError::context_length(
+            kind,
+            len,
+            params.max_tokens,
+            limit,
+        ));
+    }
+    let root = match &params.cache_salt {
+        None => service.root,
+        Some(salt) => BlockHash::root(&service.model, "", salt),
+    };
+    let prompt = Prompt::from_tokens(tokens, service.block_size, root)
+        .map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
+    Ok(Tokenized {
+        prompt,
+        max_tokens: params.max_tokens.unwrap_or(room),
+        echo,
+    })
+}
+
+/// Routes every sequence, opens its stream, and hands it to its worker.
+fn dispatch(
+    shard: &Rc<Shard>,
+    head: &RequestHead,
+    request: &ApiRequest<'_>,
+    prompts: Vec<Tokenized>,
+    mut times: StageTimes,
+) -> Result<ReplyHandle, ApiError> {
+    let service = &shard.service;
+    let params = &request.params;
+    let count = prompts.len() * params.n as usize;
+    if !shard.open_streams(count) {
+        shard.metrics.on_rejected(Rejection::StreamsMax);
+        return Err(ApiError::overloaded(
+            format!(
+                "{} streams are open, which is the limit (`live.streams_max`); try again later",
+                service.limits.streams_max
+            ),
+            1,
+        ));
+    }
+    // From here on the streams are given back by `ReplyHandle`, or by `Claim` if none is made.
+    let claim = Claim { shard, count };
+
+    let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
+    let stops: Rc<[String]> = params.stop.as_slice().into();
+    let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
+    let mut specs = Vec::with_capacity(count);
+    let mut requests = Vec::with_capacity(count);
+    let mut trace = head.traced.then(Trace::default);
+    let shape = Shape {
+        kind: request.kind,
+        id: answer_id(
+            request.kind,
+            params.request_id.as_deref().unwrap_or(&head.id),
+        ),
+        created: now_unix_s(),
+        model: shard.model.clone(),
+        stream: params.stream,
+        include_usage: params.include_usage,
+        prompt_tokens: prompts.iter().map(|p| u64::from(p.prompt.len())).sum(),
+        choices_per_prompt: params.n,
+    };
+    shard.metrics.prompt_tokens.add(shape.prompt_tokens);
+
+    for tokenized in prompts {
+        let mut echo = tokenized.echo;
+        for choice in 0..params.n {
+            let route = RouteRequest {
+                prompt: &tokenized.prompt,
+                max_tokens: tokenized.max_tokens,
+                session: head.session,
+                direct: head.worker,
+                exclude: &[],
+            };
+            let routed = route_one(shard, &route, trace.as_mut().filter(|_| specs.is_empty()))?;
+            // Choices differ; the first is the one a request with n = 1 would get.
+            let seed = if choice == 0 {
+                seed
+            } else {
+                mix::draw(seed, u64::from(choice))
+            };
+            requests.push((
+                routed.target,
+                EngineRequest {
+                    id: RequestId::default(), // replaced by the stream's address
+                    prompt: tokenized.prompt.clone(),
+                    params: GenerationParams {
+                        max_tokens: tokenized.max_tokens,
+                        min_tokens: params.min_tokens,
+                        ignore_eos: params.ignore_eos,
+                        stop_token_ids: params.stop_token_ids.as_slice().into(),
+                    },
+                    priority: params.priority,
+                    seed,
+                },
+            ));
+            specs.push(SequenceSpec {
+                target: routed.target,
+                seed,
+                top_logprobs: params.logprobs.map(|wish| wish.top),
+                stop: (!stops.is_empty())
+                    .then(|| StopMatcher::new(&stops, params.include_stop_str_in_output)),
+                stops: stops.clone(),
+                min_tokens: params.min_tokens,
+                plain: stops.is_empty() && params.logprobs.is_none(),
+                echo: if choice + 1 == params.n {
+                    echo.take()
+                } else {
+                    echo.clone()
+                },
+                stop_token_ids: stop_token_ids.clone(),
+                active: Some(routed.active),
+            });
+        }
+    }
+    times.note(Stage::Routed, monotonic_ns());
+
+    let unread_max = service.limits.stream_buffer_bytes_max as usize;
+    let state = ReplyState::new(shape, specs, times, trace, unread_max);
+    let reply = Rc::new(Reply {
+        state: RefCell::new(state),
+    });
+    let mut registrations: Vec<Registration<Feed>> = Vec::with_capacity(count);
+    for sequence in 0..count as u32 {
+        match shard.table.register(Feed {
+            reply: reply.clone(),
+            sequence,
+        }) {
+            Ok(registration) => registrations.push(registration),
+            Err(full) => {
+                shard.metrics.on_rejected(Rejection::StreamsMax);
+                return Err(ApiError::overloaded(full.to_string(), 1));
+            }
+        }
+    }
+    let addresses: Vec<_> = registrations.iter().map(Registration::addr).collect();
+    std::mem::forget(claim);
+    let handle = ReplyHandle::new(shard.clone(), reply.clone(), registrations);
+
+    let dispatched_ns = monotonic_ns();
+    reply
+        .state
+        .borrow_mut()
+        .times
+        .note(Stage::Dispatched, dispatched_ns);
+    for (addr, (rank, request)) in addresses.into_iter().zip(requests) {
+        // Always traced: the prologue's times feed the hand-over histograms, and cost 16 bytes.
+        let start = StartRequest {
+            addr,
+            rank,
+            request,
+            dispatched_ns,
+            traced: true,
+        };
+        if !shard.send(ToWorker::Start(Box::new(start))) {
+            // Dropping the handle kills those that were handed over.
+            shard.metrics.on_rejected(Rejection::NoWorker);
+            return Err(ApiError::overloaded(
+                format!(
+                    "worker {} takes no more requests at the moment; try again",
+                    rank.worker
+                ),
+                1,
+            ));
+        }
+    }
+    Ok(handle)
+}
+
+/// Gives claimed room back unless a [`ReplyHandle`] has taken that over.
+struct Claim<'a> {
+    shard: &'a Shard,
+    count: usize,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.shard.on_streams_closed(self.count);
+    }
+}
+
+fn route_one(
+    shard: &Shard,
+    route: &RouteRequest<'_>,
+    trace: Option<&mut Trace>,
+) -> Result<Routed, ApiError> {
+    let now = SimTime(monotonic_ns());
+    let mut router = shard.router.borrow_mut();
+    let routed = match trace {
+        None => router.route(now, route, None),
+        Some(trace) => {
+            let mut scores = Vec::new();
+            let routed = router.route(now, route, Some(&mut scores));
+            trace.scores = scores_json(&scores);
+            routed
+        }
+    };
+    routed.map_err(|error| {
+        let retry_after_s = match error {
+            RouteError::Busy { retry_after_s, .. } => retry_after_s,
+            _ => 1,
+        };
+        if !error.retry_may_help() {
+            return ApiError::bad_body(error.to_string());
+        }
+        shard.metrics.on_rejected(match error {
+            RouteError::Busy { .. } => Rejection::Busy,
+            _ => Rejection::NoWorker,
+        });
+        ApiError::overloaded(error.to_string(), retry_after_s)
+    })
+}
+
+fn scores_json(scores: &[Score]) -> String {
+    use std::fmt::Write;
+    let mut json = String::from("[");
+    for (at, score) in scores.iter().enumerate() {
+        let comma = if at == 0 { "" } else { "," };
+        let _ = write!(
+            json,
+            "{comma}{{\"worker\":{},\"dp_rank\":{},\"hit_blocks\":{},\"cost\":{:.3}}}",
+            score.rank.worker.0, score.rank.dp_rank, score.hit_blocks, score.cost
+        );
+    }
+    json.push(']');
+    json
+}
+
+/// Unix time, s. For `created` and for templates that write a date; nothing is measured with it.
+pub(crate) fn now_unix_s() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+/// `chatcmpl-…` or `cmpl-…`.
+fn answer_id(kind: Kind, request_id: &str) -> String {
+    let prefix = match kind {
+        Kind::Chat => "chatcmpl-",
+        Kind::Completion => "cmpl-",
+    };
+    let mut id = String::with_capacity(prefix.len() + request_id.len());
+    id.push_str(prefix);
+    id.push_str(request_id);
+    id
+}

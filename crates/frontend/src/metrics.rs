@@ -1,0 +1,516 @@
+//! Counters and histograms of a shard, and their exposition over all shards.
+//!
+//! Each shard writes its own set and no other thread does, so a count is a load and a store, not a
+//! locked instruction; a scrape reads all sets.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Unit;
+use slipstream_base::{FinishReason, Stage, StageTimes};
+
+/// A number that one thread writes and others read.
+#[derive(Debug, Default)]
+pub(crate) struct Count(AtomicU64);
+
+impl Count {
+    /// Adds `n`. Only the owning shard may call it: two writers would lose counts.
+    #[inline]
+    pub(crate) fn add(&self, n: u64) {
+        self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
+    }
+
+    /// Subtracts `n`; for gauges.
+    #[inline]
+    pub(crate) fn sub(&self, n: u64) {
+        self.0.store(self.0.load(Relaxed).wrapping_sub(n), Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+}
+
+/// Upper bounds in ns: 1, 2 and 5 in each decade from 1 µs to 500 s. The path's own costs lie at the
+/// lower end, waiting for a loaded engine at the upper.
+const BOUNDS_NS: [u64; 27] = {
+    let mut bounds = [0; 27];
+    let mut decade = 1_000;
+    let mut i = 0;
+    while i < 27 {
+        bounds[i] = decade;
+        bounds[i + 1] = 2 * decade;
+        bounds[i + 2] = 5 * decade;
+        decade *= 10;
+        i += 3;
+    }
+    bounds
+};
+
+/// Upper bounds for counts of tokens: powers of two from 1 to 2^20.
+const BOUNDS_TOKENS: [u64; 21] = {
+    let mut bounds = [0; 21];
+    let mut i = 0;
+    while i < 21 {
+        bounds[i] = 1 << i;
+        i += 1;
+    }
+    bounds
+};
+
+/// A histogram over fixed bounds, written by one thread.
+pub(crate) struct Histogram {
+    bounds: &'static [u64],
+    /// One count a bound, and one for what lies above the last.
+    counts: Box<[Count]>,
+    sum: Count,
+}
+
+impl Histogram {
+    fn new(bounds: &'static [u64]) -> Histogram {
+        Histogram {
+            bounds,
+            counts: (0..=bounds.len()).map(|_| Count::default()).collect(),
+            sum: Count::default(),
+        }
+    }
+
+    /// Notes `value` (ns or tokens, as the bounds are).
+    #[inline]
+    pub(crate) fn observe(&self, value: u64) {
+        self.observe_n(value, 1);
+    }
+
+    /// Notes `value` `n` times.
+    #[inline]
+    pub(crate) fn observe_n(&self, value: u64, n: u64) {
+        let bucket = self.bounds.partition_point(|&bound| bound < value);
+        self.counts[bucket].add(n);
+        self.sum.add(value.wrapping_mul(n));
+    }
+}
+
+/// Why a request was turned away before an engine saw it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Rejection {
+    /// 4xx: the request was not valid.
+    Invalid,
+    /// 401.
+    Unauthorized,
+    /// 503: every worker over its busy threshold.
+    Busy,
+    /// 503: `live.streams_max` reached.
+    StreamsMax,
+    /// 503: no worker is ready, or a worker's inbox is full.
+    NoWorker,
+}
+
+const REJECTIONS: [&str; 5] = [
+    "invalid",
+    "unauthorized",
+    "busy",
+    "streams_max",
+    "no_worker",
+];
+const FINISH: [&str; 3] = ["stop", "length", "abort"];
+
+/// Stages that the frontend sees, with the one before: a hand-over's two ends.
+pub(crate) const HAND_OVERS: [(Stage, Stage); 11] = [
+    (Stage::Accept, Stage::Parsed),
+    (Stage::Parsed, Stage::Tokenized),
+    (Stage::Tokenized, Stage::Routed),
+    (Stage::Routed, Stage::Dispatched),
+    (Stage::Dispatched, Stage::WorkerRecv),
+    (Stage::WorkerRecv, Stage::Admitted),
+    (Stage::Admitted, Stage::FirstPassStart),
+    (Stage::FirstPassStart, Stage::FirstPassEnd),
+    (Stage::FirstPassEnd, Stage::FrameRecv),
+    (Stage::FrameRecv, Stage::Rendered),
+    (Stage::Rendered, Stage::Written),
+];
+
+/// What one shard counts.
+pub(crate) struct ShardMetrics {
+    pub(crate) connections: Count,
+    pub(crate) connections_open: Count,
+    pub(crate) requests: Count,
+    pub(crate) streams_open: Count,
+    pub(crate) streams_paused: Count,
+    pub(crate) streams_cut_slow: Count,
+    pub(crate) streams_cut_full: Count,
+    pub(crate) streams_cut_deadline: Count,
+    pub(crate) disconnects: Count,
+    pub(crate) engine_refusals: Count,
+    pub(crate) stale_entries: Count,
+    pub(crate) frames: Count,
+    pub(crate) flushes: Count,
+    pub(crate) drag_rows_dropped: Count,
+    pub(crate) prompt_tokens: Count,
+    pub(crate) generation_tokens: Count,
+    pub(crate) cached_tokens: Count,
+    rejected: [Count; REJECTIONS.len()],
+    finished: [Count; FINISH.len()],
+    pub(crate) ttft: Histogram,
+    pub(crate) itl: Histogram,
+    pub(crate) e2e: Histogram,
+    prompt_len: Histogram,
+    generation_len: Histogram,
+    hand_overs: [Histogram; HAND_OVERS.len()],
+}
+
+impl ShardMetrics {
+    pub(crate) fn new() -> ShardMetrics {
+        let time = || Histogram::new(&BOUNDS_NS);
+        let tokens = || Histogram::new(&BOUNDS_TOKENS);
+        ShardMetrics {
+            connections: Count::default(),
+            connections_open: Count::default(),
+            requests: Count::default(),
+            streams_open: Count::default(),
+            streams_paused: Count::default(),
+            streams_cut_slow: Count::default(),
+            streams_cut_full: Count::default(),
+            streams_cut_deadline: Count::default(),
+            disconnects: Count::default(),
+            engine_refusals: Count::default(),
+            stale_entries: Count::default(),
+            frames: Count::default(),
+            flushes: Count::default(),
+            drag_rows_dropped: Count::default(),
+            prompt_tokens: Count::default(),
+            generation_tokens: Count::default(),
+            cached_tokens: Count::default(),
+            rejected: Default::default(),
+            finished: Default::default(),
+            ttft: time(),
+            itl: time(),
+            e2e: time(),
+            prompt_len: tokens(),
+            generation_len: tokens(),
+            hand_overs: std::array::from_fn(|_| time()),
+        }
+    }
+
+    pub(crate) fn on_rejected(&self, why: Rejection) {
+        self.rejected[why as usize].add(1);
+    }
+
+    /// Counts a sequence that came to its end.
+    pub(crate) fn on_finished(&self, reason: FinishReason, prompt: u32, generated: u32) {
+        self.finished[reason as usize].add(1);
+        self.prompt_len.observe(u64::from(prompt));
+        self.generation_len.observe(u64::from(generated));
+    }
+
+    /// Notes the length of every hand-over whose two ends are known.
+    pub(crate) fn on_stages(&self, times: &StageTimes) {
+        for ((from, to), histogram) in HAND_OVERS.iter().zip(&self.hand_overs) {
+            if let (Some(from), Some(to)) = (times.at(*from), times.at(*to)) {
+                histogram.observe(to.saturating_sub(from));
+            }
+        }
+    }
+}
+
+/// Encodes the sum over all shards at each scrape.
+pub(crate) struct FrontendCollector {
+    pub(crate) shards: Vec<Arc<ShardMetrics>>,
+}
+
+impl fmt::Debug for FrontendCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FrontendCollector({} shards)", self.shards.len())
+    }
+}
+
+impl FrontendCollector {
+    fn sum(&self, of: impl Fn(&ShardMetrics) -> &Count) -> u64 {
+        // Wrapping: a gauge may be negative in one shard when another did the matching add.
+        self.shards
+            .iter()
+            .fold(0u64, |sum, shard| sum.wrapping_add(of(shard).get()))
+    }
+
+    fn counter(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        of: impl Fn(&ShardMetrics) -> &Count,
+    ) -> fmt::Result {
+        encoder
+            .encode_descriptor(name, help, None, MetricType::Counter)?
+            .encode_counter::<NoLabelSet, u64, f64>(&self.sum(of), None)
+    }
+
+    fn gauge(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        of: impl Fn(&ShardMetrics) -> &Count,
+    ) -> fmt::Result {
+        let value = self.sum(of).cast_signed();
+        encoder
+            .encode_descriptor(name, help, None, MetricType::Gauge)?
+            .encode_gauge(&value)
+    }
+
+    /// Buckets and sum over all shards, in units of `per_unit` recorded ones: dividing gives the
+    /// nearest float to 0.001, multiplying by 1e-9 a neighbor.
+    fn merged(&self, of: impl Fn(&ShardMetrics) -> &Histogram, per_unit: f64) -> Merged {
+        let first = of(&self.shards[0]);
+        let mut buckets: Vec<(f64, u64)> = first
+            .bounds
+            .iter()
+            .map(|&bound| bound as f64 / per_unit)
+            .chain([f64::INFINITY])
+            .map(|bound| (bound, 0))
+            .collect();
+        let mut sum = 0.0;
+        for shard in &self.shards {
+            let histogram = of(shard);
+            for (bucket, count) in buckets.iter_mut().zip(&histogram.counts) {
+                bucket.1 += count.get();
+            }
+            sum += histogram.sum.get() as f64 / per_unit;
+        }
+        Merged {
+            sum,
+            count: buckets.iter().map(|b| b.1).sum(),
+            buckets,
+        }
+    }
+
+    fn seconds(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        of: impl Fn(&ShardMetrics) -> &Histogram,
+    ) -> fmt::Result {
+        let merged = self.merged(of, 1e9);
+        encoder
+            .encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?
+            .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+    }
+
+    fn tokens(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        of: impl Fn(&ShardMetrics) -> &Histogram,
+    ) -> fmt::Result {
+        let merged = self.merged(of, 1.0);
+        encoder
+            .encode_descriptor(name, help, None, MetricType::Histogram)?
+            .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)
+    }
+}
+
+struct Merged {
+    sum: f64,
+    count: u64,
+    buckets: Vec<(f64, u64)>,
+}
+
+impl Collector for FrontendCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let e = &mut encoder;
+        // vLLM's names and meanings, so that its dashboards work.
+        self.seconds(
+            e,
+            "vllm:time_to_first_token",
+            "Arrival to first token",
+            |s| &s.ttft,
+        )?;
+        self.seconds(e, "vllm:inter_token_latency", "Gap between tokens", |s| {
+            &s.itl
+        })?;
+        self.seconds(
+            e,
+            "vllm:e2e_request_latency",
+            "Arrival to last token",
+            |s| &s.e2e,
+        )?;
+        self.tokens(
+            e,
+            "vllm:request_prompt_tokens",
+            "Prompt tokens a request",
+            |s| &s.prompt_len,
+        )?;
+        self.tokens(
+            e,
+            "vllm:request_generation_tokens",
+            "Generated tokens a request",
+            |s| &s.generation_len,
+        )?;
+        self.counter(e, "vllm:prompt_tokens", "Prompt tokens", |s| {
+            &s.prompt_tokens
+        })?;
+        self.counter(e, "vllm:generation_tokens", "Generated tokens", |s| {
+            &s.generation_tokens
+        })?;
+        {
+            let mut family = e.encode_descriptor(
+                "vllm:request_success",
+                "Sequences finished, by reason",
+                None,
+                MetricType::Counter,
+            )?;
+            for (reason, name) in FINISH.iter().enumerate() {
+                let value = self.sum(|s| &s.finished[reason]);
+                family
+                    .encode_family(&[("finished_reason", *name)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            }
+        }
+        // Our own.
+        self.counter(e, "slipstream_http_requests", "HTTP requests", |s| {
+            &s.requests
+        })?;
+        self.counter(e, "slipstream_connections", "Connections accepted", |s| {
+            &s.connections
+        })?;
+        self.gauge(e, "slipstream_connections_open", "Connections open", |s| {
+            &s.connections_open
+        })?;
+        self.gauge(e, "slipstream_streams_open", "Sequences under way", |s| {
+            &s.streams_open
+        })?;
+        self.counter(
+            e,
+            "slipstream_cached_tokens",
+            "Prompt tokens found cached",
+            |s| &s.cached_tokens,
+        )?;
+        {
+            let mut family = e.encode_descriptor(
+                "slipstream_requests_rejected",
+                "Requests turned away, by reason",
+                None,
+                MetricType::Counter,
+            )?;
+            for (reason, name) in REJECTIONS.iter().enumerate() {
+                let value = self.sum(|s| &s.rejected[reason]);
+                family
+                    .encode_family(&[("reason", *name)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            }
+        }
+        self.counter(
+            e,
+            "slipstream_streams_paused",
+            "Times a stream's rendering waited for its reader",
+            |s| &s.streams_paused,
+        )?;
+        {
+            let mut family = e.encode_descriptor(
+                "slipstream_streams_cut",
+                "Streams ended before their time, by reason",
+                None,
+                MetricType::Counter,
+            )?;
+            let cuts = [
+                ("slow_reader", self.sum(|s| &s.streams_cut_slow)),
+                ("buffer_full", self.sum(|s| &s.streams_cut_full)),
+                ("deadline", self.sum(|s| &s.streams_cut_deadline)),
+            ];
+            for (reason, value) in cuts {
+                family
+                    .encode_family(&[("reason", reason)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            }
+        }
+        self.counter(
+            e,
+            "slipstream_client_disconnects",
+            "Clients gone mid-answer",
+            |s| &s.disconnects,
+        )?;
+        self.counter(
+            e,
+            "slipstream_engine_refusals",
+            "Requests an engine refused",
+            |s| &s.engine_refusals,
+        )?;
+        self.counter(
+            e,
+            "slipstream_stale_entries",
+            "Frame entries for streams that had ended here (cancelled ones)",
+            |s| &s.stale_entries,
+        )?;
+        self.counter(e, "slipstream_frames", "Pass frames received", |s| {
+            &s.frames
+        })?;
+        self.counter(
+            e,
+            "slipstream_flushes",
+            "Body pieces handed to sockets",
+            |s| &s.flushes,
+        )?;
+        self.counter(
+            e,
+            "slipstream_drag_rows_dropped",
+            "Drag records lost to a full queue",
+            |s| &s.drag_rows_dropped,
+        )?;
+        let mut family = e.encode_descriptor(
+            "slipstream_hand_over",
+            "Time between two stages of a request",
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+        )?;
+        for (i, (from, to)) in HAND_OVERS.iter().enumerate() {
+            let merged = self.merged(|s| &s.hand_overs[i], 1e9);
+            family
+                .encode_family(&[("from", from.name()), ("to", to.name())])?
+                .encode_histogram::<NoLabelSet>(merged.sum, merged.count, &merged.buckets, None)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::encoding::text::encode;
+    use prometheus_client::registry::Registry;
+
+    #[test]
+    fn shards_are_summed_and_buckets_are_cumulative() {
+        let shards = vec![Arc::new(ShardMetrics::new()), Arc::new(ShardMetrics::new())];
+        shards[0].ttft.observe(1_500); // between 1 and 2 µs
+        shards[1].ttft.observe(1_000); // a bound belongs to its bucket
+        shards[1].ttft.observe(u64::MAX / 2);
+        shards[0].on_rejected(Rejection::Busy);
+        shards[1].on_rejected(Rejection::Busy);
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(FrontendCollector { shards }));
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        let ttft = |le: &str| {
+            let key = format!("vllm:time_to_first_token_seconds_bucket{{le=\"{le}\"}} ");
+            text.lines()
+                .find_map(|l| l.strip_prefix(&key))
+                .map(str::to_owned)
+        };
+        assert_eq!(
+            ttft("1e-6").or(ttft("0.000001")).as_deref(),
+            Some("1"),
+            "{text}"
+        );
+        assert_eq!(ttft("2e-6").or(ttft("0.000002")).as_deref(), Some("2"));
+        assert_eq!(ttft("+Inf").as_deref(), Some("3"));
+        assert!(
+            text.contains("slipstream_requests_rejected_total{reason=\"busy\"} 2"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,793 @@
+//! The answer to one HTTP request while it is being made.
+//!
+//! ```text
+//!   PassFrame ─► Shard::drain ─► stream table ─► Reply::on_tokens ─► `out` (rendered events)
+//!                                                   │ more than RENDERED_BYTES_MAX unread?
+//!                                                   └─► `held` (tokens, 4 bytes each)
+//!   hyper polls ReplyBody::poll_frame ◄── `out`, then what `held` renders to
+//! ```
+//!
+//! A reply has one *sequence* for each choice of each prompt. It lives in an `Rc` shared by the
+//! stream table (which feeds it) and by the HTTP side (which owns it: dropping [`ReplyHandle`] kills
+//! what is still under way).
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use bytes::{Bytes, BytesMut};
+use hyper::body::{Body, Frame};
+use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::{End, FirstPass, Prologue, Registration, ToWorker};
+use slipstream_router::ActiveSequence;
+use tokio::time::Sleep;
+
+use crate::metrics::ShardMetrics;
+use crate::openai::{
+    ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryChoice, Usage,
+    render_unary,
+};
+use crate::shard::Shard;
+use crate::text::{Detokenizer, StopMatcher, TextModel};
+
+/// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
+/// fiftieth of the size, until the client has read: 1,024 streams that nobody reads then hold
+/// 16 MiB of text and not 200. One write of 16 KiB carries about 85 tokens, so a larger bound
+/// would save no system calls worth naming.
+const RENDERED_BYTES_MAX: usize = 16 << 10;
+
+/// What the stream table holds for a stream: which sequence of which reply it feeds.
+pub(crate) struct Feed {
+    pub(crate) reply: Rc<Reply>,
+    pub(crate) sequence: u32,
+}
+
+/// See the module's text.
+pub(crate) struct Reply {
+    pub(crate) state: RefCell<ReplyState>,
+}
+
+pub(crate) struct ReplyState {
+    shape: Shape,
+    sequences: Vec<Sequence>,
+    /// Sequences that have not ended.
+    open: u32,
+    out: BytesMut,
+    /// All events, `[DONE]` included, are in `out` or gone.
+    complete: bool,
+    /// The reply failed; for whole answers, what to answer instead.
+    error: Option<ApiError>,
+    /// A pause has been counted since the client last caught up.
+    paused: bool,
+    unread_bytes_max: usize,
+    waker: Option<Waker>,
+    pub(crate) times: StageTimes,
+    trace: Option<Trace>,
+}
+
+/// What does not change over the life of a reply.
+pub(crate) struct Shape {
+    pub(crate) kind: Kind,
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    pub(crate) model: Rc<str>,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
+    /// Tokens of all prompts, each counted once.
+    pub(crate) prompt_tokens: u64,
+    /// Sequences per prompt.
+    pub(crate) choices_per_prompt: u32,
+}
+
+impl Shape {
+    pub(crate) fn head(&self) -> Head<'_> {
+        Head {
+            kind: self.kind,
+            id: &self.id,
+            created: self.created,
+            model: &self.model,
+            include_usage: self.include_usage,
+        }
+    }
+}
+
+/// What a traced request is told at its end, beside the stage times.
+#[derive(Default)]
+pub(crate) struct Trace {
+    /// JSON array of the candidates' scores, as the router saw them.
+    pub(crate) scores: String,
+}
+
+/// How one sequence's tokens become text.
+pub(crate) struct SequenceSpec {
+    pub(crate) target: RankId,
+    pub(crate) seed: u64,
+    /// Number of alternatives per token; `None`: no log probabilities.
+    pub(crate) top_logprobs: Option<u32>,
+    pub(crate) stop: Option<StopMatcher>,
+    /// The stop strings that the matcher counts.
+    pub(crate) stops: Rc<[String]>,
+    /// Before this many tokens no stop string ends the sequence.
+    pub(crate) min_tokens: u32,
+    /// No stop strings and no log probabilities: a token's event needs nothing but its text.
+    pub(crate) plain: bool,
+    /// Completions with `echo`: the prompt's text, which comes first.
+    pub(crate) echo: Option<String>,
+    pub(crate) stop_token_ids: Rc<[TokenId]>,
+    /// The router's account of it; given back when the sequence ends.
+    pub(crate) active: Option<ActiveSequence>,
+}
+
+struct Sequence {
+    spec: SequenceSpec,
+    render: SseRender,
+    detok: Detokenizer,
+    /// Tokens that wait for the client to read (streams).
+    held: VecDeque<TokenId>,
+    /// The answer so far (whole answers).
+    text: String,
+    logprobs: LogprobsPiece,
+    /// Characters of text rendered, for `text_offset`.
+    text_chars: u64,
+    /// Tokens rendered, or consumed by a stop matcher: the position of the next one.
+    position: u64,
+    generated: u32,
+    cached: u32,
+    preemptions: u32,
+    last_token_ns: u64,
+    last_token: TokenId,
+    ended: Option<Ending>,
+    /// The event with the reason is rendered.
+    closed: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Ending {
+    Engine(FinishReason),
+    StopString(String),
+}
+
+impl ReplyState {
+    pub(crate) fn new(
+        shape: Shape,
+        specs: Vec<SequenceSpec>,
+        times: StageTimes,
+        trace: Option<Trace>,
+        unread_bytes_max: usize,
+    ) -> ReplyState {
+        let mut out = BytesMut::new();
+        let head = shape.head();
+        let sequences: Vec<Sequence> = specs
+            .into_iter()
+            .enumerate()
+            .map(|(index, spec)| Sequence {
+                render: SseRender::new(&head, index as u32),
+                detok: Detokenizer::default(),
+                held: VecDeque::new(),
+                text: String::new(),
+                logprobs: LogprobsPiece::default(),
+                text_chars: 0,
+                position: 0,
+                generated: 0,
+                cached: 0,
+                preemptions: 0,
+                last_token_ns: 0,
+                last_token: 0,
+                ended: None,
+                closed: false,
+                spec,
+            })
+            .collect();
+        let mut state = ReplyState {
+            open: sequences.len() as u32,
+            sequences,
+            shape,
+            out: BytesMut::new(),
+            complete: false,
+            error: None,
+            paused: false,
+            unread_bytes_max,
+            waker: None,
+            times,
+            trace,
+        };
+        for sequence in &mut state.sequences {
+            if state.shape.stream {
+                sequence.render.role(&mut out);
+            }
+            if let Some(echo) = sequence.spec.echo.take() {
+                sequence.text_chars += echo.chars().count() as u64;
+                if state.shape.stream {
+                    sequence.render.text(&echo, &mut out);
+                } else {
+                    sequence.text = echo;
+                }
+            }
+        }
+        state.out = out;
+        state
+    }
+
+    fn wake(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// The worker admitted the sequence.
+    pub(crate) fn on_prologue(&mut self, sequence: u32, prologue: &Prologue) {
+        self.sequences[sequence as usize].cached = prologue.hit_tokens;
+        if let Some(ns) = prologue.worker_recv_ns {
+            self.times.note(Stage::WorkerRecv, ns);
+        }
+        if let Some(ns) = prologue.admitted_ns {
+            self.times.note(Stage::Admitted, ns);
+        }
+    }
+
+    /// Tokens came at `now_ns`. Returns whether the worker should be told to kill the sequence: it
+    /// hit a stop string, or the reply has failed.
+    pub(crate) fn on_tokens(
+        &mut self,
+        index: u32,
+        tokens: &[TokenId],
+        first: Option<FirstPass>,
+        now_ns: u64,
+        text: &TextModel,
+        metrics: &ShardMetrics,
+    ) -> bool {
+        let sequence = &mut self.sequences[index as usize];
+        if sequence.ended.is_some() {
+            return false; // past a stop string: computed before the kill arrived
+        }
+        if self.complete {
+            sequence.ended = Some(Ending::Engine(FinishReason::Abort));
+            return true;
+        }
+        if let Some(first) = first {
+            self.times.note(Stage::FirstPassStart, first.start_ns);
+            self.times.note(Stage::FirstPassEnd, first.end_ns);
+            self.times.note(Stage::FrameRecv, now_ns);
+            if let Some(active) = &mut sequence.spec.active {
+                active.on_first_token();
+            }
+            if let Some(accept) = self.times.at(Stage::Accept) {
+                metrics.ttft.observe(now_ns.saturating_sub(accept));
+            }
+        } else {
+            metrics
+                .itl
+                .observe(now_ns.saturating_sub(sequence.last_token_ns));
+        }
+        // Tokens of one entry reached us together.
+        if tokens.len() > 1 {
+            metrics.itl.observe_n(0, tokens.len() as u64 - 1);
+        }
+        sequence.last_token_ns = now_ns;
+        sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
+        metrics.generation_tokens.add(tokens.len() as u64);
+
+        let mut stopped = false;
+        if !self.shape.stream {
+            for &token in tokens {
+                sequence.generated += 1;
+                stopped = sequence.take_whole(token, text);
+                if stopped {
+                    break;
+                }
+            }
+        } else if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
+            for &token in tokens {
+                sequence.generated += 1;
+                stopped = sequence.take_streamed(token, text, &mut self.out);
+                if stopped {
+                    break;
+                }
+            }
+        } else {
+            if !self.paused {
+                self.paused = true;
+                metrics.streams_paused.add(1);
+            }
+            sequence.generated += tokens.len() as u32;
+            sequence.held.extend(tokens);
+            if self.out.len() + sequence.held.len() * size_of::<TokenId>() > self.unread_bytes_max {
+                metrics.streams_cut_full.add(1);
+                self.fail(&ApiError::overloaded(
+                    "the client reads more slowly than the answer is made, and its buffer is full; \
+                     read faster, or raise `live.stream_buffer_bytes_max`",
+                    1,
+                ));
+                self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
+                return true;
+            }
+        }
+        if stopped {
+            self.close_sequence(index);
+        }
+        if self.shape.stream {
+            self.settle();
+            if first.is_some() {
+                self.times.note(Stage::Rendered, monotonic_ns());
+            }
+            self.wake();
+        } else if self.open == 0 {
+            self.wake();
+        }
+        stopped
+    }
+
+    /// The engine ended the sequence.
+    pub(crate) fn on_end(&mut self, index: u32, end: &End, metrics: &ShardMetrics) {
+        let sequence = &mut self.sequences[index as usize];
+        sequence.cached = end.usage.cached_tokens;
+        sequence.preemptions = end.usage.preemptions;
+        metrics.on_finished(
+            end.reason,
+            end.usage.prompt_tokens,
+            end.usage.completion_tokens,
+        );
+        metrics
+            .cached_tokens
+            .add(u64::from(end.usage.cached_tokens));
+        if self.complete || sequence.ended.is_some() {
+            return;
+        }
+        sequence.ended = Some(Ending::Engine(end.reason));
+        self.close_sequence(index);
+        self.settle();
+        if self.shape.stream || self.open == 0 {
+            self.wake();
+        }
+    }
+
+    /// Where the sequence runs.
+    pub(crate) fn target(&self, index: u32) -> RankId {
+        self.sequences[index as usize].spec.target
+    }
+
+    /// The worker did not take the sequence.
+    pub(crate) fn on_refused(&mut self, index: u32, error: &ApiError) {
+        if self.sequences[index as usize].ended.is_some() {
+            return; // all of it is here; only its client may be behind
+        }
+        self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
+        self.fail(error);
+    }
+
+    /// The reply cannot be completed. A stream gets the error and its end; a whole answer becomes
+    /// the error.
+    pub(crate) fn fail(&mut self, error: &ApiError) {
+        if self.complete {
+            return;
+        }
+        if self.shape.stream {
+            SseRender::error(error, &mut self.out);
+        } else {
+            self.error = Some(error.clone());
+        }
+        self.complete = true;
+        self.open = 0;
+        for sequence in &mut self.sequences {
+            sequence.held.clear();
+            sequence.spec.active = None;
+        }
+        self.wake();
+    }
+
+    /// The sequence has all its tokens.
+    fn close_sequence(&mut self, index: u32) {
+        self.open -= 1;
+        self.sequences[index as usize].spec.active = None;
+    }
+
+    /// Renders what is due now that tokens or ends have come, or the client has read.
+    fn settle(&mut self) {
+        if !self.shape.stream || self.complete {
+            return;
+        }
+        for sequence in &mut self.sequences {
+            if sequence.ended.is_some() && !sequence.closed && sequence.held.is_empty() {
+                sequence.render_end(&mut self.out);
+            }
+        }
+        if self.open > 0 || self.sequences.iter().any(|s| !s.closed) {
+            return;
+        }
+        if self.shape.include_usage {
+            let usage = self.usage();
+            self.sequences[0].render.usage(&usage, &mut self.out);
+        }
+        if self.trace.is_some() {
+            let trace = self.trace_json();
+            self.out.put(b": slipstream-trace ");
+            self.out.put(trace.as_bytes());
+            self.out.put(b"\n\n");
+        }
+        SseRender::done(&mut self.out);
+        self.complete = true;
+    }
+
+    /// Renders held tokens until the buffer is full again. The buffer is empty before.
+    fn render_held(&mut self, text: &TextModel) -> Option<u32> {
+        let mut stopped = None;
+        for (index, sequence) in self.sequences.iter_mut().enumerate() {
+            while self.out.len() < RENDERED_BYTES_MAX {
+                let Some(token) = sequence.held.pop_front() else {
+                    break;
+                };
+                if sequence.take_streamed(token, text, &mut self.out) {
+                    sequence.held.clear();
+                    stopped = Some(index as u32);
+                    break;
+                }
+            }
+            if sequence.held.is_empty() && sequence.held.capacity() > 1024 {
+                sequence.held = VecDeque::new();
+            }
+        }
+        stopped
+    }
+
+    fn usage(&self) -> Usage {
+        let per_prompt = self.shape.choices_per_prompt.max(1) as usize;
+        Usage {
+            prompt_tokens: self.shape.prompt_tokens,
+            completion_tokens: self.sequences.iter().map(|s| u64::from(s.generated)).sum(),
+            cached_tokens: self
+                .sequences
+                .iter()
+                .step_by(per_prompt)
+                .map(|s| u64::from(s.cached))
+                .sum(),
+        }
+    }
+
+    /// The trace as JSON: stage times by name (ns of `CLOCK_MONOTONIC`), where it ran, what it hit.
+    pub(crate) fn trace_json(&self) -> String {
+        use std::fmt::Write;
+        let mut json = String::from("{\"stages\":{");
+        let mut comma = "";
+        for stage in Stage::ALL {
+            if let Some(ns) = self.times.at(stage) {
+                let _ = write!(json, "{comma}\"{}\":{ns}", stage.name());
+                comma = ",";
+            }
+        }
+        let first = &self.sequences[0];
+        let _ = write!(
+            json,
+            "}},\"worker\":{},\"dp_rank\":{},\"cached_tokens\":{},\"preemptions\":{}",
+            first.spec.target.worker.0, first.spec.target.dp_rank, first.cached, first.preemptions
+        );
+        if let Some(trace) = self.trace.as_ref().filter(|t| !t.scores.is_empty()) {
+            let _ = write!(json, ",\"scores\":{}", trace.scores);
+        }
+        json.push('}');
+        json
+    }
+
+    fn is_traced(&self) -> bool {
+        self.trace.is_some()
+    }
+
+    /// The whole answer, or the error in its place.
+    fn render_whole(&self, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        if let Some(error) = &self.error {
+            return Err(error.clone());
+        }
+        let choices: Vec<UnaryChoice<'_>> = self
+            .sequences
+            .iter()
+            .map(|s| UnaryChoice {
+                text: &s.text,
+                finish: s.finish(),
+                logprobs: s.spec.top_logprobs.map(|_| &s.logprobs),
+            })
+            .collect();
+        render_unary(&self.shape.head(), &choices, &self.usage(), out);
+        Ok(())
+    }
+}
+
+impl Sequence {
+    /// Renders one generated token as an event. Returns whether it completed a stop string.
+    #[inline]
+    fn take_streamed(&mut self, token: TokenId, text: &TextModel, out: &mut BytesMut) -> bool {
+        if self.spec.plain
+            && self.detok.is_clean()
+            && let Some(json) = text.token_json(token)
+        {
+            self.position += 1;
+            // Special tokens are counted, and not shown.
+            if !json.is_empty() {
+                self.render.escaped(json, out);
+            }
+            return false;
+        }
+        self.take_streamed_slowly(token, text, out)
+    }
+
+    /// As [`take_streamed`](Self::take_streamed): for stop strings, log probabilities, tokens that
+    /// are special or no whole characters.
+    #[cold]
+    fn take_streamed_slowly(
+        &mut self,
+        token: TokenId,
+        text: &TextModel,
+        out: &mut BytesMut,
+    ) -> bool {
+        let logprobs = self.logprob(token, text);
+        let mut shown = String::new();
+        let stopped = self.take_text(token, text, &mut shown);
+        if let Some(tokens) = logprobs {
+            let piece = LogprobsPiece {
+                tokens: vec![tokens],
+                text_offset: self.text_chars,
+            };
+            self.render.text_logprobs(&shown, &piece, out);
+        } else if !shown.is_empty() {
+            self.render.text(&shown, out);
+        }
+        self.text_chars += shown.chars().count() as u64;
+        stopped
+    }
+
+    /// Adds one generated token to a whole answer. Returns whether it completed a stop string.
+    fn take_whole(&mut self, token: TokenId, text: &TextModel) -> bool {
+        if let Some(logprob) = self.logprob(token, text) {
+            if self.logprobs.tokens.is_empty() {
+                self.logprobs.text_offset = self.text_chars;
+            }
+            self.logprobs.tokens.push(logprob);
+        }
+        let mut shown = std::mem::take(&mut self.text);
+        let stopped = self.take_text(token, text, &mut shown);
+        self.text = shown;
+        stopped
+    }
+
+    /// Log probability of the token at the present position, if asked for; special tokens are not
+    /// shown and have none.
+    fn logprob(&self, token: TokenId, text: &TextModel) -> Option<TokenLogprob> {
+        let top = self.spec.top_logprobs?;
+        if text.is_special(token) {
+            return None;
+        }
+        Some(TokenLogprob::modelled(
+            text,
+            self.spec.seed,
+            self.position,
+            token,
+            top,
+        ))
+    }
+
+    /// Appends what `token` shows: through the detokenizer, and past the stop strings. Returns
+    /// whether it completed one.
+    fn take_text(&mut self, token: TokenId, text: &TextModel, shown: &mut String) -> bool {
+        self.position += 1;
+        let Some(stop) = &mut self.spec.stop else {
+            self.detok.push(text, token, shown);
+            return false;
+        };
+        let mut piece = String::new();
+        self.detok.push(text, token, &mut piece);
+        if self.position < u64::from(self.spec.min_tokens) {
+            stop.pass(&piece, shown);
+            return false;
+        }
+        let Some(hit) = stop.push(&piece, shown) else {
+            return false;
+        };
+        self.ended = Some(Ending::StopString(self.spec.stops[hit.index].clone()));
+        true
+    }
+
+    /// What was held back and turned out to be no stop string, and half characters.
+    fn take_rest(&mut self, shown: &mut String) {
+        if matches!(self.ended, Some(Ending::StopString(_))) {
+            return;
+        }
+        let mut piece = String::new();
+        self.detok.finish(&mut piece);
+        match &mut self.spec.stop {
+            Some(stop) => stop.pass(&piece, shown),
+            None => shown.push_str(&piece),
+        }
+    }
+
+    fn finish(&self) -> Finish<'_> {
+        match &self.ended {
+            Some(Ending::StopString(stop)) => Finish::StopString(stop),
+            Some(Ending::Engine(FinishReason::Stop)) => {
+                if self.spec.stop_token_ids.contains(&self.last_token) {
+                    Finish::StopToken(self.last_token)
+                } else {
+                    Finish::Stop
+                }
+            }
+            Some(Ending::Engine(FinishReason::Length)) => Finish::Length,
+            Some(Ending::Engine(FinishReason::Abort)) | None => Finish::Abort,
+        }
+    }
+
+    fn render_end(&mut self, out: &mut BytesMut) {
+        let mut rest = String::new();
+        self.take_rest(&mut rest);
+        self.render.finish(&rest, None, &self.finish(), out);
+        self.closed = true;
+    }
+}
+
+/// The HTTP side's hold on a reply. Dropping it closes the streams and kills, at the workers, what
+/// has not ended.
+pub(crate) struct ReplyHandle {
+    shard: Rc<Shard>,
+    reply: Rc<Reply>,
+    registrations: Vec<Registration<Feed>>,
+    deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl ReplyHandle {
+    pub(crate) fn new(
+        shard: Rc<Shard>,
+        reply: Rc<Reply>,
+        registrations: Vec<Registration<Feed>>,
+    ) -> ReplyHandle {
+        let deadline = shard
+            .service
+            .limits
+            .request_timeout
+            .map(|t| Box::pin(tokio::time::sleep(t)));
+        ReplyHandle {
+            shard,
+            reply,
+            registrations,
+            deadline,
+        }
+    }
+
+    /// Fails the reply if its time is over. Registers the task with the timer.
+    fn poll_deadline(&mut self, cx: &mut Context<'_>) {
+        let Some(deadline) = &mut self.deadline else {
+            return;
+        };
+        if deadline.as_mut().poll(cx).is_ready() {
+            self.deadline = None;
+            self.shard.metrics.streams_cut_deadline.add(1);
+            let limit = self
+                .shard
+                .service
+                .limits
+                .request_timeout
+                .unwrap_or_default();
+            self.reply
+                .state
+                .borrow_mut()
+                .fail(&ApiError::deadline(limit.as_secs_f64()));
+            self.end_streams();
+        }
+    }
+
+    /// Waits until every sequence has ended, and renders the whole answer. With it, for a traced
+    /// request, the trace.
+    pub(crate) async fn whole(mut self) -> Result<(Vec<u8>, Option<String>), ApiError> {
+        std::future::poll_fn(|cx| {
+            self.poll_deadline(cx);
+            let mut state = self.reply.state.borrow_mut();
+            if state.open == 0 {
+                return Poll::Ready(());
+            }
+            state.waker = Some(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        let mut state = self.reply.state.borrow_mut();
+        let mut out = Vec::new();
+        for sequence in &mut state.sequences {
+            let mut text = std::mem::take(&mut sequence.text);
+            sequence.take_rest(&mut text);
+            sequence.text = text;
+        }
+        state.render_whole(&mut out)?;
+        let now = monotonic_ns();
+        state.times.note(Stage::Rendered, now);
+        state.times.note(Stage::Written, now);
+        let trace = state.is_traced().then(|| state.trace_json());
+        drop(state);
+        Ok((out, trace))
+    }
+
+    /// Kills, at the workers, what has not ended, and closes all streams.
+    fn end_streams(&mut self) {
+        let state = self.reply.state.borrow();
+        for (registration, sequence) in self.registrations.iter().zip(&state.sequences) {
+            if sequence.ended.is_none() {
+                self.shard.send_control(ToWorker::Kill {
+                    rank: sequence.spec.target,
+                    addr: registration.addr(),
+                });
+            }
+        }
+        self.shard.on_streams_closed(self.registrations.len());
+        drop(state);
+        self.registrations.clear();
+    }
+}
+
+impl Drop for ReplyHandle {
+    fn drop(&mut self) {
+        let state = self.reply.state.borrow();
+        let now = monotonic_ns();
+        if state.open > 0 || (state.shape.stream && !state.complete) {
+            self.shard.metrics.disconnects.add(1);
+        }
+        if let Some(accept) = state.times.at(Stage::Accept) {
+            self.shard.metrics.e2e.observe(now.saturating_sub(accept));
+        }
+        self.shard.metrics.on_stages(&state.times);
+        drop(state);
+        self.end_streams();
+    }
+}
+
+/// A streamed answer as hyper takes it.
+pub(crate) struct ReplyBody(pub(crate) ReplyHandle);
+
+impl Body for ReplyBody {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let handle = &mut self.0;
+        handle.poll_deadline(cx);
+        let shard = handle.shard.clone();
+        let mut stopped = None;
+        let outcome = {
+            let mut state = handle.reply.state.borrow_mut();
+            let state = &mut *state;
+            if state.out.is_empty() && !state.complete {
+                stopped = state.render_held(&shard.service.text);
+                if let Some(index) = stopped {
+                    state.close_sequence(index);
+                }
+                state.settle();
+            }
+            if !state.out.is_empty() {
+                if state.times.at(Stage::Rendered).is_some() {
+                    state.times.note(Stage::Written, monotonic_ns());
+                }
+                shard.metrics.flushes.add(1);
+                Poll::Ready(Some(Ok(Frame::data(state.out.split().freeze()))))
+            } else if state.complete {
+                Poll::Ready(None)
+            } else {
+                // The client has everything there is.
+                state.paused = false;
+                state.waker = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        };
+        if let Some(index) = stopped {
+            handle.kill(index);
+        }
+        outcome
+    }
+}
+
+impl ReplyHandle {
+    fn kill(&self, index: u32) {
+        let state = self.reply.state.borrow();
+        self.shard.send_control(ToWorker::Kill {
+            rank: state.sequences[index as usize].spec.target,
+            addr: self.registrations[index as usize].addr(),
+        });
+    }
+}

@@ -1,0 +1,300 @@
+//! Threads and sockets: one acceptor, and a shard on each of a few threads.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioTimer;
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::LocalSet;
+
+use crate::http;
+use crate::io::ClientIo;
+use crate::metrics::{FrontendCollector, ShardMetrics};
+use crate::shard::{Shard, ShardPlane};
+use crate::{Limits, Service};
+
+/// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
+/// more.
+const HANDED_SOCKETS_MAX: usize = 1024;
+
+/// Why the frontend could not start. Nothing runs after such an error.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The address cannot be listened on.
+    #[error(
+        "cannot listen on {listen}: {source}; \
+         choose another address with --listen, for example --listen 127.0.0.1:0"
+    )]
+    Bind {
+        /// The address asked for.
+        listen: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A thread or its runtime could not be made.
+    #[error("cannot start a frontend thread: {0}")]
+    Thread(#[from] io::Error),
+}
+
+/// A running frontend. Dropping it without [`Frontend::shutdown`] leaves its threads running.
+pub struct Frontend {
+    address: SocketAddr,
+    stop: watch::Sender<bool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// An address that is bound but not yet served, so that a taken port is found before any engine
+/// starts.
+pub struct Bound {
+    listener: StdListener,
+    address: SocketAddr,
+}
+
+impl Bound {
+    /// Binds `listen` (`host:port`; port 0 picks a free one), exclusively.
+    ///
+    /// # Errors
+    /// [`StartError::Bind`] with what to do about it.
+    pub fn bind(listen: &str) -> Result<Bound, StartError> {
+        let bind = || -> io::Result<(StdListener, SocketAddr)> {
+            // The standard library sets SO_REUSEADDR, not SO_REUSEPORT: a second server on the
+            // same port fails here instead of taking half of the clients.
+            let listener = StdListener::bind(listen)?;
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok((listener, address))
+        };
+        let (listener, address) = bind().map_err(|source| StartError::Bind {
+            listen: listen.into(),
+            source,
+        })?;
+        Ok(Bound { listener, address })
+    }
+
+    /// The address bound, with the port that was picked.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// One shard's way in: sockets, and how many it holds.
+struct ShardDoor {
+    sockets: mpsc::Sender<StdStream>,
+    open: Arc<AtomicU64>,
+}
+
+impl Frontend {
+    /// Serves `bound` with one shard per element of `planes`; adds its metrics to `registry`, which
+    /// `/metrics` then encodes as a whole.
+    ///
+    /// # Errors
+    /// [`StartError::Thread`].
+    pub fn start(
+        bound: Bound,
+        service: Service,
+        planes: Vec<ShardPlane>,
+        mut registry: Registry,
+    ) -> Result<Frontend, StartError> {
+        let metrics: Vec<_> = planes
+            .iter()
+            .map(|_| Arc::new(ShardMetrics::new()))
+            .collect();
+        registry.register_collector(Box::new(FrontendCollector {
+            shards: metrics.clone(),
+        }));
+        let service = Arc::new(service);
+        let registry = Arc::new(registry);
+        let streams_open = Arc::new(AtomicU64::new(0));
+        let (stop, stopped) = watch::channel(false);
+
+        let mut threads = Vec::new();
+        let mut doors = Vec::new();
+        for (index, (plane, metrics)) in planes.into_iter().zip(metrics).enumerate() {
+            let (sockets, handed) = mpsc::channel(HANDED_SOCKETS_MAX);
+            let open = Arc::new(AtomicU64::new(0));
+            doors.push(ShardDoor {
+                sockets,
+                open: open.clone(),
+            });
+            let (service, registry) = (service.clone(), registry.clone());
+            let (streams_open, stopped) = (streams_open.clone(), stopped.clone());
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()?;
+            let thread = std::thread::Builder::new()
+                .name(format!("shard-{index}"))
+                .spawn(move || {
+                    // Built here: a shard holds `Rc`s and never leaves its thread.
+                    let shard = Rc::new(Shard::new(
+                        index as u8,
+                        service,
+                        plane,
+                        registry,
+                        metrics,
+                        streams_open,
+                    ));
+                    let run = run_shard(shard, handed, open, stopped);
+                    LocalSet::new().block_on(&runtime, run);
+                })?;
+            threads.push(thread);
+        }
+
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let address = bound.address;
+        let listener = bound.listener;
+        let acceptor = std::thread::Builder::new()
+            .name("acceptor".into())
+            .spawn(move || runtime.block_on(accept(listener, &doors, stopped)))?;
+        threads.push(acceptor);
+        Ok(Frontend {
+            address,
+            stop,
+            threads,
+        })
+    }
+
+    /// The address served.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Stops accepting, lets open requests finish for up to the service's `drain` time, and waits
+    /// for all threads.
+    pub fn shutdown(self) {
+        // Receivers are gone only if every thread has ended already.
+        let _ = self.stop.send(true);
+        for thread in self.threads {
+            if thread.join().is_err() {
+                tracing::error!("a frontend thread ended by panic");
+            }
+        }
+    }
+}
+
+/// Accepts, and hands each socket to the shard that holds the fewest.
+async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::Receiver<bool>) {
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "the listening socket cannot be polled");
+            return;
+        }
+    };
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = stopped.changed() => return,
+        };
+        match accepted {
+            Ok((stream, _)) => hand_over(stream, doors),
+            Err(error) => {
+                // Out of descriptors, most often: give those in use time to be closed. A closed
+                // handshake (ECONNABORTED) costs one such pause, which no one notices.
+                tracing::warn!(%error, "accept failed; trying again in 20 ms");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    }
+}
+
+fn hand_over(stream: TcpStream, doors: &[ShardDoor]) {
+    let door = doors
+        .iter()
+        .min_by_key(|door| door.open.load(Relaxed))
+        .expect("a frontend has at least one shard");
+    // `into_std` moves the socket out of this thread's poller, into the shard's.
+    let Ok(stream) = stream.into_std() else {
+        return;
+    };
+    door.open.fetch_add(1, Relaxed);
+    if door.sockets.try_send(stream).is_err() {
+        door.open.fetch_sub(1, Relaxed);
+        tracing::warn!("a shard is {HANDED_SOCKETS_MAX} sockets behind; connection closed");
+    }
+}
+
+async fn run_shard(
+    shard: Rc<Shard>,
+    mut handed: mpsc::Receiver<StdStream>,
+    open: Arc<AtomicU64>,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let drain = tokio::task::spawn_local(Shard::drain(shard.clone()));
+    loop {
+        let stream = tokio::select! {
+            stream = handed.recv() => stream,
+            _ = stopped.changed() => None,
+        };
+        let Some(stream) = stream else { break };
+        let (shard, open, stopped) = (shard.clone(), open.clone(), stopped.clone());
+        tokio::task::spawn_local(async move {
+            shard.metrics.connections.add(1);
+            shard.metrics.connections_open.add(1);
+            if let Ok(stream) = TcpStream::from_std(stream) {
+                serve_connection(&shard, stream, stopped).await;
+            }
+            shard.metrics.connections_open.sub(1);
+            open.fetch_sub(1, Relaxed);
+        });
+    }
+    // Connections finish what they have begun; the deadline is for clients that do not.
+    let deadline = tokio::time::Instant::now() + shard.service.limits.drain;
+    while open.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drain.abort();
+}
+
+async fn serve_connection(
+    shard: &Rc<Shard>,
+    stream: TcpStream,
+    mut stopped: watch::Receiver<bool>,
+) {
+    // A small response must not wait for the client's delayed ACK.
+    if stream.set_nodelay(true).is_err() {
+        return; // the peer has gone
+    }
+    let Limits {
+        write_timeout,
+        read_timeout,
+        header_bytes_max,
+        ..
+    } = shard.service.limits;
+    let cut = {
+        let shard = shard.clone();
+        move || shard.metrics.streams_cut_slow.add(1)
+    };
+    let io = ClientIo::new(stream, write_timeout, cut);
+    let service = {
+        let shard = shard.clone();
+        service_fn(move |request| http::handle(shard.clone(), request))
+    };
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(read_timeout)
+        // Bounds both what is read of a head and what is buffered for a slow reader.
+        .max_buf_size((header_bytes_max as usize).max(8192))
+        .serve_connection(io, service);
+    tokio::pin!(connection);
+    let outcome = tokio::select! {
+        outcome = connection.as_mut() => outcome,
+        _ = stopped.changed() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "connection ended");
+    }
+}

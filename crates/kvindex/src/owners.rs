@@ -1,0 +1,234 @@
+//! The table with its writers' locks, and the walk along a prompt.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use slipstream_base::BlockHash;
+
+use crate::table::{Full, Table};
+
+/// Owners by block, for any number of readers and writers.
+pub(crate) struct Owners {
+    table: Table<AtomicU64>,
+    /// One lock a shard of the table, for writers.
+    locks: Box<[Padded<Mutex<()>>]>,
+    targets: usize,
+}
+
+/// Keeps what one thread writes off the cache lines of others.
+#[derive(Default)]
+#[repr(align(128))]
+pub(crate) struct Padded<T>(pub(crate) T);
+
+/// Some of the targets `64 * word..64 * word + 64`, one bit each.
+#[derive(Clone, Copy)]
+pub(crate) struct Bits {
+    pub(crate) word: usize,
+    pub(crate) bits: u64,
+}
+
+/// Blocks between two look-ups, once the start of a prompt is found to be cached.
+///
+/// The owners of the blocks between are taken to be those that hold both ends. That is so where
+/// the blocks that a target holds are closed under "the block before", as an LRU of whole chains
+/// keeps them: vLLM frees a chain's blocks from its end (`KVCacheManager.free` in
+/// `vllm/v1/core/kv_cache_manager.py`), so that a block is never evicted before those after it.
+/// Where it is not so, a hit may be counted too long, and a worker be chosen for less than it
+/// seemed to have.
+const STRIDE: usize = 8;
+/// Look-ups begun together at most, so that their cache misses overlap.
+const GROUP: usize = 16;
+
+impl Owners {
+    pub(crate) fn new(targets: usize, keys: usize) -> Owners {
+        let table = Table::new(targets, keys);
+        Owners {
+            locks: (0..table.shards()).map(|_| Padded::default()).collect(),
+            table,
+            targets,
+        }
+    }
+
+    pub(crate) fn targets(&self) -> usize {
+        self.targets
+    }
+
+    pub(crate) fn words(&self) -> usize {
+        self.table.owner_words()
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.table.bytes()
+    }
+
+    fn lock(&self, shard: usize) -> MutexGuard<'_, ()> {
+        self.locks[shard]
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `target` holds `hash`. Says whether that is new.
+    pub(crate) fn insert(&self, hash: BlockHash, target: usize) -> Result<bool, Full> {
+        let _lock = self.lock(self.table.shard_of(hash));
+        self.table.insert(hash, target)
+    }
+
+    /// `target` holds `hash` no longer. Says whether it did.
+    pub(crate) fn remove(&self, hash: BlockHash, target: usize) -> bool {
+        let _lock = self.lock(self.table.shard_of(hash));
+        self.table.remove(hash, target)
+    }
+
+    /// `target` holds nothing. Returns how many blocks it held. Costs the size of the table.
+    pub(crate) fn clear(&self, target: usize) -> u64 {
+        (0..self.locks.len())
+            .map(|shard| {
+                let _lock = self.lock(shard);
+                self.table.clear(shard, target)
+            })
+            .sum()
+    }
+
+    /// Writes to `out` how many leading `blocks` each target holds, of those whose bit is set in
+    /// the word that `trusted` gives; 0 for others.
+    pub(crate) fn overlap(
+        &self,
+        blocks: &[BlockHash],
+        out: &mut [u32],
+        trusted: impl Fn(usize) -> u64,
+    ) {
+        assert_eq!(out.len(), self.targets, "one count a target");
+        out.fill(0);
+        let all = |word: usize| match (self.targets - word * 64).min(64) {
+            0 => 0,
+            targets => u64::MAX >> (64 - targets),
+        };
+        let start = |word: usize| Bits {
+            word,
+            bits: all(word) & trusted(word),
+        };
+        let ended = |target: usize, hit: u32| out[target] = hit;
+        if self.words() == 1 {
+            self.walk(blocks, &mut [start(0)], ended);
+        } else {
+            let mut alive: Vec<Bits> = (0..self.words()).map(start).collect();
+            self.walk(blocks, &mut alive, ended);
+        }
+    }
+
+    /// How many leading `blocks` `target` holds.
+    pub(crate) fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
+        let mut leading = 0;
+        let only = Bits {
+            word: target / 64,
+            bits: 1 << (target % 64),
+        };
+        self.walk(blocks, &mut [only], |_, hit| leading = hit);
+        leading
+    }
+
+    /// Follows `blocks` with the targets in `alive`, and says of each how long its run is.
+    #[inline]
+    fn walk(&self, blocks: &[BlockHash], alive: &mut [Bits], mut ended: impl FnMut(usize, u32)) {
+        let mut live = alive.len();
+        // A prompt that hits nothing is done after two look-ups.
+        let (mut stride, mut count) = (1, 2);
+        let mut settled = 0;
+        while settled < blocks.len() && live > 0 {
+            let mut ends = [0; GROUP];
+            let mut stretches = 0;
+            let mut end = settled;
+            while stretches < count && end < blocks.len() {
+                end = blocks.len().min(end + stride);
+                ends[stretches] = end - 1;
+                stretches += 1;
+            }
+            let slots: [_; GROUP] = self.find(ends[..stretches].iter().map(|&end| blocks[end]));
+            for (&end, &slot) in ends[..stretches].iter().zip(&slots) {
+                let hash = blocks[end];
+                if self.keeps_all(slot, hash, &alive[..live]) {
+                    settled = end + 1;
+                    continue;
+                }
+                // Somebody's run ends here: look at each block of the stretch.
+                let slots: [_; STRIDE] = self.find(blocks[settled..end].iter().copied());
+                let between = blocks[settled..end].iter().copied().zip(slots);
+                for (hash, slot) in between.chain([(hash, slot)]) {
+                    live = self.keep(slot, hash, &mut alive[..live], |target| {
+                        ended(target, settled as u32);
+                    });
+                    settled += 1;
+                }
+                if live == 0 {
+                    return;
+                }
+            }
+            (stride, count) = (STRIDE.min(stride * 4), GROUP.min(count * 2));
+        }
+        for alive in &alive[..live] {
+            for_each(*alive, |target| ended(target, settled as u32));
+        }
+    }
+
+    /// Slots of up to `N` hashes; none where there is no hash.
+    #[inline]
+    fn find<const N: usize>(
+        &self,
+        hashes: impl ExactSizeIterator<Item = BlockHash>,
+    ) -> [Option<usize>; N] {
+        let mut slots = [None; N];
+        for (slot, hash) in slots.iter_mut().zip(hashes) {
+            *slot = self.table.find(hash);
+        }
+        slots
+    }
+
+    #[inline]
+    fn owners(&self, slot: Option<usize>, hash: BlockHash, word: usize) -> u64 {
+        slot.map_or(0, |slot| self.table.owners(slot, hash, word))
+    }
+
+    /// Whether all of `alive` own `hash`.
+    #[inline]
+    fn keeps_all(&self, slot: Option<usize>, hash: BlockHash, alive: &[Bits]) -> bool {
+        alive
+            .iter()
+            .all(|alive| alive.bits & !self.owners(slot, hash, alive.word) == 0)
+    }
+
+    /// Keeps those of `alive` that own `hash`, at the front; returns how many words those are.
+    #[inline]
+    fn keep(
+        &self,
+        slot: Option<usize>,
+        hash: BlockHash,
+        alive: &mut [Bits],
+        mut lost: impl FnMut(usize),
+    ) -> usize {
+        let mut live = 0;
+        for at in 0..alive.len() {
+            let Bits { word, bits } = alive[at];
+            let owners = self.owners(slot, hash, word);
+            let gone = bits & !owners;
+            for_each(Bits { word, bits: gone }, &mut lost);
+            // Words without a target left are not looked at again: few outlive the first blocks.
+            if bits & owners != 0 {
+                alive[live] = Bits {
+                    word,
+                    bits: bits & owners,
+                };
+                live += 1;
+            }
+        }
+        live
+    }
+}
+
+#[inline]
+fn for_each(Bits { word, mut bits }: Bits, mut f: impl FnMut(usize)) {
+    while bits != 0 {
+        f(word * 64 + bits.trailing_zeros() as usize);
+        bits &= bits - 1;
+    }
+}

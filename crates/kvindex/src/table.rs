@@ -1,0 +1,508 @@
+//! A hash table from block hash to a set of owners that is read without locks.
+//!
+//! ```text
+//!   bucket = 7 slots          meta word: 7 tags (8 bits of the hash; 0 = empty) + 1 overflow count
+//!   ┌──────┬───────────────┬───────────────┬─ … ─┐
+//!   │ meta │ hash owners×W │ hash owners×W │     │   W = words of 64 owners; W = 1: 128 bytes
+//!   └──────┴───────────────┴───────────────┴─ … ─┘
+//! ```
+//!
+//! A key sits in its home bucket or, if that was full, in the next one that had room; each bucket
+//! counts the keys that had to pass it, so a look-up knows when to stop, and a removal leaves
+//! nothing behind: it takes back its counts and empties its slot. (The counting is that of F14,
+//! Facebook's hash table, 2019.) Nothing is ever moved, so a reader that runs beside a writer finds
+//! every key that stays.
+//!
+//! Writers of one shard exclude each other ([`crate::BlockIndex`] holds a lock a shard); the table
+//! itself relies on it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slipstream_base::BlockHash;
+use slipstream_base::mix::below;
+
+/// An atomic word. A trait, so that the interleavings of this very code are tested with loom's.
+pub(crate) trait Word {
+    fn new(value: u64) -> Self;
+    fn load_acquire(&self) -> u64;
+    fn store_release(&self, value: u64);
+}
+
+impl Word for AtomicU64 {
+    fn new(value: u64) -> Self {
+        AtomicU64::new(value)
+    }
+    #[inline]
+    fn load_acquire(&self) -> u64 {
+        self.load(Ordering::Acquire)
+    }
+    #[inline]
+    fn store_release(&self, value: u64) {
+        self.store(value, Ordering::Release);
+    }
+}
+
+/// Slots of a bucket: as many tags as fit in a word beside the count.
+const SLOTS: usize = 7;
+/// Keys a bucket is planned for. At 5 of 7, about one key in 13 lies outside its home bucket.
+const KEYS_PER_BUCKET: usize = 5;
+/// Buckets that a key may lie away from home. At the planned load the longest run of full buckets
+/// is a tenth of it; a table that holds more than planned refuses keys rather than get slow.
+const PROBES_MAX: usize = 64;
+/// Keys of a shard at least, so that its share of keys strays little from the mean (3 %).
+const SHARD_KEYS_MIN: usize = 1024;
+/// Shards at most.
+const SHARDS_MAX: usize = 64;
+
+const LINE_WORDS: usize = 16;
+const ONES: u64 = 0x0101_0101_0101_0101;
+/// The top bit of each tag; the count's byte is left out.
+const TAG_TOPS: u64 = 0x0080_8080_8080_8080;
+const COUNT_SHIFT: u32 = 56;
+const COUNT_MAX: u64 = 0xff;
+
+/// Two cache lines, which Intel's and AMD's prefetchers fetch as a pair.
+#[repr(align(128))]
+struct Line<A>([A; LINE_WORDS]);
+
+pub(crate) struct Table<A> {
+    lines: Box<[Line<A>]>,
+    owner_words: usize,
+    /// Words from bucket to bucket; a multiple of `LINE_WORDS`.
+    bucket_words: usize,
+    shard_bits: u32,
+    shard_buckets: u64,
+}
+
+/// Where a hash belongs.
+#[derive(Clone, Copy)]
+struct Home {
+    key: u64,
+    tag: u64,
+    shard: usize,
+    bucket: u64,
+}
+
+/// The table has no room for a key near its home.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Full;
+
+impl<A: Word> Table<A> {
+    /// A table for `owners` owners and `keys` keys.
+    pub(crate) fn new(owners: usize, keys: usize) -> Table<A> {
+        let shards = (keys / SHARD_KEYS_MIN)
+            .next_power_of_two()
+            .clamp(1, SHARDS_MAX);
+        let owner_words = owners.div_ceil(64).max(1);
+        let bucket_words = (1 + SLOTS * (1 + owner_words)).next_multiple_of(LINE_WORDS);
+        // Two buckets beyond the plan carry the spread of small tables.
+        let shard_buckets = keys.div_ceil(KEYS_PER_BUCKET * shards) + 2;
+        let lines = shards * shard_buckets * bucket_words / LINE_WORDS;
+        Table {
+            lines: (0..lines)
+                .map(|_| Line(std::array::from_fn(|_| A::new(0))))
+                .collect(),
+            owner_words,
+            bucket_words,
+            shard_bits: shards.trailing_zeros(),
+            shard_buckets: shard_buckets as u64,
+        }
+    }
+
+    pub(crate) fn shards(&self) -> usize {
+        1 << self.shard_bits
+    }
+
+    pub(crate) fn owner_words(&self) -> usize {
+        self.owner_words
+    }
+
+    /// Bytes of memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.lines.len() * LINE_WORDS * size_of::<u64>()
+    }
+
+    #[inline]
+    fn home(&self, hash: BlockHash) -> Home {
+        let key = stored_key(hash);
+        // Fibonacci hashing (Knuth, TAOCP 6.4) spreads hashes that come from elsewhere, such as a
+        // real engine's; ours are spread already.
+        let mixed = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (shard, rest) = if self.shard_bits == 0 {
+            (0, mixed)
+        } else {
+            (
+                (mixed >> (64 - self.shard_bits)) as usize,
+                mixed << self.shard_bits,
+            )
+        };
+        Home {
+            key,
+            tag: (mixed >> 16 & 0xff).max(1),
+            shard,
+            bucket: below(rest, self.shard_buckets),
+        }
+    }
+
+    /// The shard of `hash`, whose lock a writer holds.
+    pub(crate) fn shard_of(&self, hash: BlockHash) -> usize {
+        self.home(hash).shard
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &A {
+        &self.lines[index / LINE_WORDS].0[index % LINE_WORDS]
+    }
+
+    /// First word of a bucket.
+    #[inline]
+    fn base(&self, shard: usize, bucket: u64) -> usize {
+        (shard * self.shard_buckets as usize + bucket as usize) * self.bucket_words
+    }
+
+    /// The word with the hash of slot `slot` of the bucket that begins at `base`; its owners follow.
+    #[inline]
+    fn slot(&self, base: usize, slot: usize) -> usize {
+        base + 1 + slot * (1 + self.owner_words)
+    }
+
+    #[inline]
+    fn next(&self, bucket: u64) -> u64 {
+        if bucket + 1 == self.shard_buckets {
+            0
+        } else {
+            bucket + 1
+        }
+    }
+
+    fn probes_max(&self) -> usize {
+        PROBES_MAX.min(self.shard_buckets as usize)
+    }
+
+    /// The slot that holds `hash`.
+    ///
+    /// A reader may find a slot that a writer is about to reuse; [`Table::owners`] tells.
+    #[inline]
+    pub(crate) fn find(&self, hash: BlockHash) -> Option<usize> {
+        let home = self.home(hash);
+        let mut bucket = home.bucket;
+        for _ in 0..self.probes_max() {
+            let base = self.base(home.shard, bucket);
+            let meta = self.word(base).load_acquire();
+            let mut matches = match_tags(meta, home.tag);
+            while matches != 0 {
+                let slot = self.slot(base, matches.trailing_zeros() as usize / 8);
+                if self.word(slot).load_acquire() == home.key {
+                    return Some(slot);
+                }
+                matches &= matches - 1;
+            }
+            if meta >> COUNT_SHIFT == 0 {
+                return None;
+            }
+            bucket = self.next(bucket);
+        }
+        None
+    }
+
+    /// Word `word` of the owners of `hash`, which was found in `slot`.
+    ///
+    /// 0 if the slot was given to another key since. That key was written before its owners, so
+    /// whoever reads its owners sees it in the second look (unless the first key is back already:
+    /// then owners may be wrong for this one answer).
+    #[inline]
+    pub(crate) fn owners(&self, slot: usize, hash: BlockHash, word: usize) -> u64 {
+        let owners = self.word(slot + 1 + word).load_acquire();
+        if self.word(slot).load_acquire() == stored_key(hash) {
+            owners
+        } else {
+            0
+        }
+    }
+
+    /// Adds `owner` to the owners of `hash`. Says whether it was none before.
+    ///
+    /// The caller holds the lock of the hash's shard.
+    pub(crate) fn insert(&self, hash: BlockHash, owner: usize) -> Result<bool, Full> {
+        let (word, bit) = (owner / 64, 1 << (owner % 64));
+        if let Some(slot) = self.find(hash) {
+            let cell = self.word(slot + 1 + word);
+            let owners = cell.load_acquire();
+            cell.store_release(owners | bit);
+            return Ok(owners & bit == 0);
+        }
+        let home = self.home(hash);
+        let mut bucket = home.bucket;
+        for passed in 0..self.probes_max() {
+            let base = self.base(home.shard, bucket);
+            let meta = self.word(base).load_acquire();
+            let free = match_tags(meta, 0);
+            if free != 0 {
+                let at = free.trailing_zeros() / 8;
+                let slot = self.slot(base, at as usize);
+                // The key before the owners: see `owners`.
+                self.word(slot).store_release(home.key);
+                self.word(slot + 1 + word).store_release(bit);
+                self.word(base).store_release(meta | home.tag << (at * 8));
+                self.count_passed(home, passed, 1);
+                return Ok(true);
+            }
+            bucket = self.next(bucket);
+        }
+        Err(Full)
+    }
+
+    /// Takes `owner` from the owners of `hash`. Says whether it was one.
+    ///
+    /// The caller holds the lock of the hash's shard.
+    pub(crate) fn remove(&self, hash: BlockHash, owner: usize) -> bool {
+        let home = self.home(hash);
+        let mut bucket = home.bucket;
+        for passed in 0..self.probes_max() {
+            let base = self.base(home.shard, bucket);
+            let meta = self.word(base).load_acquire();
+            let mut matches = match_tags(meta, home.tag);
+            while matches != 0 {
+                let at = matches.trailing_zeros() as usize / 8;
+                let slot = self.slot(base, at);
+                if self.word(slot).load_acquire() == home.key {
+                    return self.remove_at(home, passed, base, at, owner);
+                }
+                matches &= matches - 1;
+            }
+            if meta >> COUNT_SHIFT == 0 {
+                return false;
+            }
+            bucket = self.next(bucket);
+        }
+        false
+    }
+
+    fn remove_at(&self, home: Home, passed: usize, base: usize, at: usize, owner: usize) -> bool {
+        let slot = self.slot(base, at);
+        let (word, bit) = (owner / 64, 1 << (owner % 64));
+        let cell = self.word(slot + 1 + word);
+        let owners = cell.load_acquire();
+        if owners & bit == 0 {
+            return false;
+        }
+        cell.store_release(owners & !bit);
+        if (0..self.owner_words).all(|word| self.word(slot + 1 + word).load_acquire() == 0) {
+            let meta = self.word(base).load_acquire();
+            self.word(base).store_release(meta & !(0xff << (at * 8)));
+            self.word(slot).store_release(0);
+            self.count_passed(home, passed, -1);
+        }
+        true
+    }
+
+    /// A key that lies `passed` buckets from home came or went.
+    fn count_passed(&self, home: Home, passed: usize, change: i64) {
+        let mut bucket = home.bucket;
+        for _ in 0..passed {
+            let cell = self.word(self.base(home.shard, bucket));
+            let meta = cell.load_acquire();
+            // A full count stays full: it can no longer tell how many there were. Look-ups that
+            // pass it stay right, and cost a probe more.
+            if meta >> COUNT_SHIFT != COUNT_MAX {
+                cell.store_release(meta.wrapping_add_signed(change << COUNT_SHIFT));
+            }
+            bucket = self.next(bucket);
+        }
+    }
+
+    /// Takes `owner` from every key of `shard`. Returns of how many. Costs the size of the shard.
+    ///
+    /// The caller holds the shard's lock.
+    pub(crate) fn clear(&self, shard: usize, owner: usize) -> u64 {
+        let mut removed = 0;
+        for bucket in 0..self.shard_buckets {
+            let base = self.base(shard, bucket);
+            for at in 0..SLOTS {
+                let key = self.word(self.slot(base, at)).load_acquire();
+                if key != 0 {
+                    removed += u64::from(self.remove(BlockHash(key), owner));
+                }
+            }
+        }
+        removed
+    }
+}
+
+/// A stored 0 means empty; the one hash in 2^64 that is 0 takes the name of another.
+#[inline]
+fn stored_key(hash: BlockHash) -> u64 {
+    if hash.0 == 0 { ONES } else { hash.0 }
+}
+
+/// The top bit of each tag byte of `meta` that equals `tag`. Exact up to the first match; a byte
+/// above one may be a false match, which the hash in the slot tells.
+#[inline]
+fn match_tags(meta: u64, tag: u64) -> u64 {
+    let differ = meta ^ (tag * ONES);
+    differ.wrapping_sub(ONES) & !differ & TAG_TOPS
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use slipstream_base::mix::draw;
+
+    use super::*;
+
+    impl Word for loom::sync::atomic::AtomicU64 {
+        fn new(value: u64) -> Self {
+            Self::new(value)
+        }
+        fn load_acquire(&self) -> u64 {
+            self.load(Ordering::Acquire)
+        }
+        fn store_release(&self, value: u64) {
+            self.store(value, Ordering::Release);
+        }
+    }
+
+    /// Runs `test` in all interleavings. Loom looks for other orders where a load follows another
+    /// thread's store, so the writer is the first thread and the reader the spawned one.
+    fn in_every_order(test: impl Fn() + Send + Sync + 'static) {
+        let orders = Arc::new(std::sync::atomic::AtomicU64::new(0));
+        let counted = Arc::clone(&orders);
+        loom::model(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            test();
+        });
+        assert!(
+            orders.load(Ordering::Relaxed) > 10,
+            "only {orders:?} orders: the threads did not meet"
+        );
+    }
+
+    fn read<A: Word>(table: &Table<A>, hash: BlockHash) -> u64 {
+        table
+            .find(hash)
+            .map_or(0, |slot| table.owners(slot, hash, 0))
+    }
+
+    /// Hashes of one home bucket, so that slots are fought for.
+    fn neighbors<A: Word>(table: &Table<A>, n: usize) -> Vec<BlockHash> {
+        (0..)
+            .map(|index| BlockHash(draw(1, index)))
+            .filter(|&hash| table.home(hash).bucket == 0)
+            .take(n)
+            .collect()
+    }
+
+    #[test]
+    fn reader_finds_what_stays_and_never_another_keys_owner() {
+        const GONE: usize = 1;
+        const COMES: usize = 2;
+        const STAYS: usize = 3;
+        in_every_order(|| {
+            let table: Arc<Table<loom::sync::atomic::AtomicU64>> = Arc::new(Table::new(64, 0));
+            let keys = neighbors(&table, 3);
+            table.insert(keys[0], GONE).unwrap();
+            table.insert(keys[2], STAYS).unwrap();
+            let reader = loom::thread::spawn({
+                let (table, keys) = (Arc::clone(&table), keys.clone());
+                move || {
+                    assert_eq!(read(&table, keys[0]) & !(1 << GONE), 0);
+                    assert_eq!(read(&table, keys[2]), 1 << STAYS);
+                }
+            });
+            table.remove(keys[0], GONE);
+            table.insert(keys[1], COMES).unwrap(); // takes the slot of keys[0]
+            reader.join().unwrap();
+            assert_eq!(read(&table, keys[0]), 0);
+            assert_eq!(read(&table, keys[1]), 1 << COMES);
+        });
+    }
+
+    #[test]
+    fn reader_finds_a_key_beyond_its_full_home_bucket_while_others_come_and_go() {
+        in_every_order(|| {
+            let table: Arc<Table<loom::sync::atomic::AtomicU64>> = Arc::new(Table::new(64, 0));
+            let keys = neighbors(&table, SLOTS + 2);
+            for &key in &keys[..=SLOTS] {
+                table.insert(key, 0).unwrap(); // the last one lies in the next bucket
+            }
+            let reader = loom::thread::spawn({
+                let (table, keys) = (Arc::clone(&table), keys.clone());
+                move || assert_eq!(read(&table, keys[SLOTS]), 1)
+            });
+            table.insert(keys[SLOTS + 1], 5).unwrap();
+            table.remove(keys[SLOTS + 1], 5);
+            reader.join().unwrap();
+            assert_eq!(read(&table, keys[SLOTS]), 1);
+        });
+    }
+
+    #[test]
+    fn removal_leaves_nothing_behind() {
+        // 20 turnovers of a table that is as full as planned, with keys that never come twice.
+        let table: Table<AtomicU64> = Table::new(64, 5_000);
+        let key = |n: u64| BlockHash(draw(2, n));
+        let mut longest = 0;
+        for n in 0..100_000 {
+            assert_eq!(table.insert(key(n), (n % 64) as usize), Ok(true));
+            if n >= 5_000 {
+                let old = n - 5_000;
+                assert!(table.remove(key(old), (old % 64) as usize));
+            }
+            if n % 10_000 == 0 {
+                longest = longest.max(longest_full_run(&table));
+            }
+        }
+        assert!(
+            longest <= PROBES_MAX / 4,
+            "{longest} full buckets side by side: look-ups get slow"
+        );
+        for n in 95_000..100_000 {
+            assert!(table.remove(key(n), (n % 64) as usize));
+        }
+        let words = table.lines.iter().flat_map(|line| &line.0);
+        assert!(words.into_iter().all(|word| word.load_acquire() == 0));
+    }
+
+    fn longest_full_run(table: &Table<AtomicU64>) -> usize {
+        let full = |&bucket: &u64| {
+            let meta = table.word(table.base(0, bucket)).load_acquire();
+            match_tags(meta, 0) == 0
+        };
+        let mut longest = 0;
+        let mut run = 0;
+        for bucket in 0..table.shard_buckets {
+            run = if full(&bucket) { run + 1 } else { 0 };
+            longest = longest.max(run);
+        }
+        longest
+    }
+
+    #[test]
+    fn a_full_table_refuses_and_keeps_what_it_has() {
+        let table: Table<AtomicU64> = Table::new(1, 0); // 2 buckets
+        let keys: Vec<_> = (0..20).map(|n| BlockHash(draw(3, n))).collect();
+        let taken: Vec<_> = keys
+            .iter()
+            .filter(|&&key| table.insert(key, 0).is_ok())
+            .collect();
+        assert_eq!(taken.len(), 2 * SLOTS);
+        assert!(taken.iter().all(|&&key| read(&table, key) == 1));
+        assert!(taken.iter().all(|&&key| table.remove(key, 0)));
+        assert_eq!(
+            table.insert(keys[19], 0),
+            Ok(true),
+            "room is there again after removals"
+        );
+    }
+
+    #[test]
+    fn hash_zero_is_a_key_like_others() {
+        let table: Table<AtomicU64> = Table::new(1, 10);
+        assert_eq!(read(&table, BlockHash(0)), 0);
+        assert_eq!(table.insert(BlockHash(0), 0), Ok(true));
+        assert_eq!(read(&table, BlockHash(0)), 1);
+        assert!(table.remove(BlockHash(0), 0));
+        assert_eq!(read(&table, BlockHash(0)), 0);
+    }
+}

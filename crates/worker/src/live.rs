@@ -1,0 +1,149 @@
+//! The streams that an engine thread is working on.
+
+use slipstream_planes::{StreamAddr, Usage};
+
+/// One stream, as the thread that computes it knows it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LiveStream {
+    generation: u32,
+    /// Index of its rank on this thread; [`VACANT`] if there is no stream.
+    pub(crate) rank: u32,
+    pub(crate) prompt_tokens: u32,
+    /// Tokens sent so far.
+    pub(crate) completion_tokens: u32,
+    pub(crate) cached_tokens: u32,
+    /// When the thread took it, ns; 0 unless traced.
+    pub(crate) recv_ns: u64,
+}
+
+const VACANT: u32 = u32::MAX;
+
+impl LiveStream {
+    pub(crate) fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt_tokens,
+            completion_tokens: self.completion_tokens,
+            cached_tokens: self.cached_tokens,
+            preemptions: 0,
+        }
+    }
+}
+
+/// Live streams by shard and slot: a shard's slots are dense and reused, so an array does where a
+/// map would hash. Its size follows the most streams that were open at once.
+#[derive(Debug)]
+pub(crate) struct LiveTable {
+    shards: Vec<Vec<LiveStream>>,
+    len: usize,
+}
+
+impl LiveTable {
+    pub(crate) fn new(shards: usize) -> LiveTable {
+        LiveTable {
+            shards: vec![Vec::new(); shards],
+            len: 0,
+        }
+    }
+
+    /// The stream at `addr`, if it is live.
+    #[inline]
+    pub(crate) fn get_mut(&mut self, addr: StreamAddr) -> Option<&mut LiveStream> {
+        let slots = self.shards.get_mut(usize::from(addr.shard))?;
+        let live = slots.get_mut(addr.stream.slot as usize)?;
+        (live.rank != VACANT && live.generation == addr.stream.generation).then_some(live)
+    }
+
+    /// The stream that lives in the slot of `addr`, of whatever generation.
+    pub(crate) fn occupant(&self, addr: StreamAddr) -> Option<StreamAddr> {
+        let slots = self.shards.get(usize::from(addr.shard))?;
+        let live = slots.get(addr.stream.slot as usize)?;
+        let mut found = addr;
+        found.stream.generation = live.generation;
+        (live.rank != VACANT).then_some(found)
+    }
+
+    /// Notes a stream. Its slot must be vacant, its shard exist.
+    pub(crate) fn insert(&mut self, addr: StreamAddr, rank: u32, prompt_tokens: u32, recv_ns: u64) {
+        let slots = &mut self.shards[usize::from(addr.shard)];
+        let slot = addr.stream.slot as usize;
+        if slot >= slots.len() {
+            let vacant = LiveStream {
+                generation: 0,
+                rank: VACANT,
+                prompt_tokens: 0,
+                completion_tokens: 0,
+                cached_tokens: 0,
+                recv_ns: 0,
+            };
+            slots.resize(slot + 1, vacant);
+        }
+        assert_eq!(slots[slot].rank, VACANT, "a slot holds one stream");
+        slots[slot] = LiveStream {
+            generation: addr.stream.generation,
+            rank,
+            prompt_tokens,
+            completion_tokens: 0,
+            cached_tokens: 0,
+            recv_ns,
+        };
+        self.len += 1;
+    }
+
+    /// Forgets a stream and returns what was known.
+    pub(crate) fn remove(&mut self, addr: StreamAddr) -> Option<LiveStream> {
+        let live = self.get_mut(addr)?;
+        let found = *live;
+        live.rank = VACANT;
+        self.len -= 1;
+        Some(found)
+    }
+
+    /// Every live stream of `shard`.
+    pub(crate) fn of_shard(&self, shard: u8) -> Vec<StreamAddr> {
+        let slots = self.shards.get(usize::from(shard)).into_iter().flatten();
+        slots
+            .enumerate()
+            .filter(|(_, live)| live.rank != VACANT)
+            .map(|(slot, live)| StreamAddr {
+                shard,
+                stream: slipstream_planes::StreamId {
+                    slot: slot as u32,
+                    generation: live.generation,
+                },
+            })
+            .collect()
+    }
+
+    /// Live streams.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_planes::StreamId;
+
+    fn addr(shard: u8, slot: u32, generation: u32) -> StreamAddr {
+        StreamAddr {
+            shard,
+            stream: StreamId { slot, generation },
+        }
+    }
+
+    #[test]
+    fn another_generation_is_another_stream() {
+        let mut table = LiveTable::new(2);
+        table.insert(addr(1, 9, 4), 0, 100, 0);
+        assert!(table.get_mut(addr(1, 9, 3)).is_none());
+        assert!(table.get_mut(addr(0, 9, 4)).is_none());
+        assert!(table.get_mut(addr(7, 9, 4)).is_none());
+        assert!(table.get_mut(addr(1, 1 << 23, 4)).is_none());
+        assert_eq!(table.occupant(addr(1, 9, 5)), Some(addr(1, 9, 4)));
+        assert_eq!(table.of_shard(1), [addr(1, 9, 4)]);
+        assert!(table.remove(addr(1, 9, 5)).is_none());
+        assert_eq!(table.remove(addr(1, 9, 4)).unwrap().prompt_tokens, 100);
+        assert_eq!((table.len(), table.occupant(addr(1, 9, 4))), (0, None));
+    }
+}

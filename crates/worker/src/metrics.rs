@@ -1,0 +1,250 @@
+//! Exposition of a set of workers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Unit;
+
+use crate::WorkerSet;
+use crate::stats::{RankStats, ThreadStats};
+
+/// What `/metrics` says of workers: by rank under vLLM's names where vLLM has one, and under our
+/// own. A scrape reads atomics; no engine thread takes part.
+#[derive(Debug)]
+pub struct WorkerCollector {
+    model: String,
+    ranks: Vec<Arc<RankStats>>,
+    threads: Vec<Arc<ThreadStats>>,
+}
+
+impl WorkerCollector {
+    /// Tells of `workers`, which serve `model`.
+    pub fn new(workers: &WorkerSet, model: &str) -> WorkerCollector {
+        WorkerCollector {
+            model: model.to_owned(),
+            ranks: workers.ranks().to_vec(),
+            threads: workers.thread_stats().collect(),
+        }
+    }
+
+    fn by_rank(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        of: impl Fn(&RankStats) -> f64,
+    ) -> fmt::Result {
+        let mut family = encoder.encode_descriptor(name, help, None, kind)?;
+        for stats in &self.ranks {
+            let worker = stats.rank.worker.to_string();
+            let engine = stats.rank.dp_rank.to_string();
+            let labels = [
+                ("model_name", self.model.as_str()),
+                ("worker", worker.as_str()),
+                ("engine", engine.as_str()),
+            ];
+            let mut metric = family.encode_family(&labels)?;
+            match kind {
+                MetricType::Counter => {
+                    metric.encode_counter::<NoLabelSet, f64, f64>(&of(stats), None)?;
+                }
+                _ => metric.encode_gauge(&of(stats))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn by_thread(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        name: &str,
+        help: &str,
+        of: impl Fn(&ThreadStats) -> f64,
+    ) -> fmt::Result {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (thread, stats) in self.threads.iter().enumerate() {
+            let thread = thread.to_string();
+            family
+                .encode_family(&[("thread", thread.as_str())])?
+                .encode_counter::<NoLabelSet, f64, f64>(&of(stats), None)?;
+        }
+        Ok(())
+    }
+
+    fn handover(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let (mut sum, mut count) = (0.0, 0);
+        let mut buckets: Vec<(f64, u64)> = Vec::new();
+        for stats in &self.threads {
+            sum += stats.handover.sum_s();
+            for (i, (bound, n)) in stats.handover.buckets().enumerate() {
+                count += n;
+                match buckets.get_mut(i) {
+                    Some((_, total)) => *total += n,
+                    None => buckets.push((bound, n)),
+                }
+            }
+        }
+        encoder
+            .encode_descriptor(
+                "slipstream_request_handover",
+                "Time of requests from shard to engine thread",
+                Some(&Unit::Seconds),
+                MetricType::Histogram,
+            )?
+            .encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+    }
+}
+
+impl Collector for WorkerCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        use MetricType::{Counter, Gauge};
+        let e = &mut encoder;
+        // Names and meanings: vLLM, `vllm/v1/metrics/loggers.py`. `engine` is the data-parallel
+        // rank there too; `worker` is ours.
+        self.by_rank(
+            e,
+            "vllm:num_requests_running",
+            "Sequences running",
+            Gauge,
+            |s| s.running.get() as f64,
+        )?;
+        self.by_rank(
+            e,
+            "vllm:num_requests_waiting",
+            "Sequences waiting",
+            Gauge,
+            |s| s.waiting.get() as f64,
+        )?;
+        let help = "Share of the KV cache held by sequences, 0 to 1";
+        self.by_rank(
+            e,
+            "vllm:kv_cache_usage_perc",
+            help,
+            Gauge,
+            RankStats::kv_usage,
+        )?;
+        let help = "Prompt tokens looked up in the prefix cache";
+        self.by_rank(e, "vllm:prefix_cache_queries", help, Counter, |s| {
+            s.prefix_query_tokens.get() as f64
+        })?;
+        let help = "Prompt tokens found in the prefix cache";
+        self.by_rank(e, "vllm:prefix_cache_hits", help, Counter, |s| {
+            s.prefix_hit_tokens.get() as f64
+        })?;
+        self.by_rank(e, "vllm:num_preemptions", "Preemptions", Counter, |s| {
+            s.preemptions.get() as f64
+        })?;
+        // Our own.
+        self.by_rank(
+            e,
+            "slipstream_rank_ready",
+            "Whether the rank takes requests",
+            Gauge,
+            |s| f64::from(u8::from(s.is_ready())),
+        )?;
+        type Of = fn(&RankStats) -> f64;
+        let counters: [(&str, &str, Of); 11] = [
+            ("slipstream_rank_passes", "Forward passes", |s| {
+                s.passes.get() as f64
+            }),
+            (
+                "slipstream_rank_prompt_tokens",
+                "Prompt tokens of sequences past prefill",
+                |s| s.prompt_tokens.get() as f64,
+            ),
+            (
+                "slipstream_rank_generation_tokens",
+                "Tokens generated",
+                |s| s.generation_tokens.get() as f64,
+            ),
+            (
+                "slipstream_rank_finished_stop",
+                "Sequences that ended by themselves",
+                |s| s.finished_stop.get() as f64,
+            ),
+            (
+                "slipstream_rank_finished_length",
+                "Sequences that reached their length",
+                |s| s.finished_length.get() as f64,
+            ),
+            (
+                "slipstream_rank_finished_abort",
+                "Sequences stopped or killed",
+                |s| s.finished_abort.get() as f64,
+            ),
+            ("slipstream_rank_refused", "Requests refused", |s| {
+                s.refused.get() as f64
+            }),
+            (
+                "slipstream_rank_fast_passes",
+                "Passes delivered without a timer",
+                |s| s.fast_passes.get() as f64,
+            ),
+            (
+                "slipstream_rank_timed_passes",
+                "Passes that waited for their end",
+                |s| s.timed_passes.get() as f64,
+            ),
+            (
+                "slipstream_rank_late_anchors",
+                "Times too late to catch up",
+                |s| s.late_anchors.get() as f64,
+            ),
+            (
+                "slipstream_rank_kv_resyncs",
+                "KV snapshots published",
+                |s| s.resyncs.get() as f64,
+            ),
+        ];
+        for (name, help, of) in counters {
+            self.by_rank(e, name, help, Counter, of)?;
+        }
+        type OfThread = fn(&ThreadStats) -> f64;
+        let counters: [(&str, &str, OfThread); 8] = [
+            (
+                "slipstream_engine_thread_received",
+                "Requests and controls taken",
+                |s| s.received.get() as f64,
+            ),
+            ("slipstream_engine_thread_frames", "Frames sent", |s| {
+                s.frames.get() as f64
+            }),
+            ("slipstream_engine_thread_sleeps", "Times asleep", |s| {
+                s.sleeps.get() as f64
+            }),
+            (
+                "slipstream_engine_thread_stalls",
+                "Waits for a shard to take a frame",
+                |s| s.stalls.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_stalled_seconds",
+                "Time of those waits",
+                |s| s.stalled_ns.get() as f64 / 1e9,
+            ),
+            (
+                "slipstream_engine_thread_orphaned",
+                "Streams of shards that are gone",
+                |s| s.orphaned.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_superseded",
+                "Streams whose slot was reused",
+                |s| s.superseded.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_misaddressed",
+                "Messages that name no shard",
+                |s| s.misaddressed.get() as f64,
+            ),
+        ];
+        for (name, help, of) in counters {
+            self.by_thread(e, name, help, of)?;
+        }
+        self.handover(e)
+    }
+}

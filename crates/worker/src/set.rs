@@ -1,0 +1,317 @@
+//! A set of workers in this process.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use slipstream_base::{RankId, WorkerId};
+use slipstream_engine::Engine;
+use slipstream_planes::bell::ThreadBell;
+use slipstream_planes::ring::thread_of;
+use slipstream_planes::{EventSink, ThreadPort};
+
+use crate::stats::{RankStats, ThreadStats};
+use crate::thread::{EngineThread, RankSeed};
+
+/// A worker to run.
+pub struct WorkerSpec {
+    /// Who it is.
+    pub worker: WorkerId,
+    /// Its data-parallel ranks, by rank; at least one.
+    pub ranks: Vec<Engine>,
+    /// Modelled time until it takes requests, s.
+    pub startup_s: f64,
+}
+
+/// How modelled time passes.
+#[derive(Clone, Debug)]
+pub struct LiveTiming {
+    /// Divides modelled time; 0: nothing is waited for. Default 1.
+    pub speedup: f64,
+    /// Sequences that may wait in a rank; more are refused as busy. Default 65,536.
+    pub waiting_max: u32,
+    /// Deliver a pass whose end is past without arming a timer. Off only to measure what that is
+    /// worth. Default on.
+    pub fast_path: bool,
+}
+
+impl Default for LiveTiming {
+    fn default() -> Self {
+        LiveTiming {
+            speedup: 1.0,
+            waiting_max: 65_536,
+            fast_path: true,
+        }
+    }
+}
+
+/// Why a set of workers could not be started. Nothing runs after such an error.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A speedup that divides nothing.
+    #[error("speedup is {0}; give a number of 0 or more (0: do not wait at all)")]
+    Speedup(f64),
+    /// A start-up time that is none.
+    #[error("worker {worker} starts up for {startup_s} s; give 0 or more")]
+    Startup {
+        /// Whose.
+        worker: WorkerId,
+        /// As given.
+        startup_s: f64,
+    },
+    /// A worker without an engine.
+    #[error("worker {worker} has no ranks; set `engine.data_parallel_size` to 1 or more")]
+    NoRanks {
+        /// Whose.
+        worker: WorkerId,
+    },
+    /// Two workers with one name.
+    #[error("two workers are called {worker}")]
+    Duplicate {
+        /// What both are called.
+        worker: WorkerId,
+    },
+    /// Not one sink a thread.
+    #[error("{threads} engine threads have {sinks} event sinks; give one each")]
+    Sinks {
+        /// Threads.
+        threads: usize,
+        /// Sinks.
+        sinks: usize,
+    },
+    /// A thread could not be made.
+    #[error("cannot start an engine thread")]
+    Thread(#[from] io::Error),
+}
+
+/// An engine thread died of a broken invariant. Its workers' streams are lost; the shards know.
+#[derive(Debug, thiserror::Error)]
+#[error("engine thread {thread} died: {message}")]
+pub struct JoinError {
+    /// Which.
+    pub thread: usize,
+    /// What it said.
+    pub message: String,
+}
+
+/// Engine threads to run: as configured, or, for 0, all cores but one (which is left to the
+/// shards); never more than there are workers, and at least one.
+pub fn engine_threads(configured: u32, cores: usize, workers: usize) -> usize {
+    let wanted = match configured {
+        0 => cores.saturating_sub(1),
+        threads => threads as usize,
+    };
+    wanted.min(workers).max(1)
+}
+
+/// Called with each worker that has become ready.
+pub(crate) type OnReady = Arc<dyn Fn(WorkerId) + Send + Sync>;
+
+/// What a thread and the handle share.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    /// One of the others was set, or a rank's `resync`.
+    pub(crate) attention: AtomicBool,
+    pub(crate) stop: AtomicBool,
+}
+
+/// Workers that run. Dropping it stops them and waits for their threads, as
+/// [`WorkerSet::shutdown`] does.
+pub struct WorkerSet {
+    threads: Vec<RunningThread>,
+    ranks: Vec<Arc<RankStats>>,
+}
+
+struct RunningThread {
+    bell: Arc<ThreadBell>,
+    control: Arc<Control>,
+    stats: Arc<ThreadStats>,
+    join: Option<JoinHandle<()>>,
+}
+
+impl RunningThread {
+    /// Makes the thread look at its flags.
+    fn attend(&self) {
+        self.control.attention.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+}
+
+impl WorkerSet {
+    /// Starts `specs` on one thread per element of `ports`; each thread publishes to the sink of
+    /// the same place.
+    ///
+    /// A worker that is starting up refuses requests (they may be retried elsewhere);
+    /// [`RankStats::is_ready`] and `on_ready`, called from its engine thread, say when it does not.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(
+        specs: Vec<WorkerSpec>,
+        timing: &LiveTiming,
+        ports: Vec<ThreadPort>,
+        sinks: Vec<Box<dyn EventSink>>,
+        on_ready: impl Fn(WorkerId) + Send + Sync + 'static,
+    ) -> Result<WorkerSet, StartError> {
+        check(&specs, timing, ports.len(), sinks.len())?;
+        let on_ready: OnReady = Arc::new(on_ready);
+        let thread_count = ports.len();
+        let mut ranks = Vec::new();
+        let mut seeds: Vec<Vec<RankSeed>> = (0..thread_count).map(|_| Vec::new()).collect();
+        for spec in specs {
+            let thread = thread_of(spec.worker, thread_count);
+            for (dp_rank, engine) in spec.ranks.into_iter().enumerate() {
+                let rank = RankId {
+                    worker: spec.worker,
+                    dp_rank: dp_rank as u16,
+                };
+                let stats = Arc::new(RankStats {
+                    rank,
+                    ..RankStats::default()
+                });
+                stats.note_engine(&engine.stats());
+                ranks.push(Arc::clone(&stats));
+                seeds[thread].push(RankSeed {
+                    rank,
+                    engine,
+                    stats,
+                    startup_s: spec.startup_s,
+                });
+            }
+        }
+        let mut set = WorkerSet {
+            threads: Vec::new(),
+            ranks,
+        };
+        for (index, ((port, sink), seeds)) in ports.into_iter().zip(sinks).zip(seeds).enumerate() {
+            let bell = Arc::clone(port.bell());
+            let stats = Arc::new(ThreadStats::default());
+            let control = Arc::new(Control::default());
+            let thread = EngineThread::new(
+                port,
+                sink,
+                seeds,
+                timing,
+                Arc::clone(&stats),
+                Arc::clone(&control),
+                Arc::clone(&on_ready),
+            );
+            let join = std::thread::Builder::new()
+                .name(format!("engine-{index}"))
+                .spawn(move || thread.run())?;
+            set.threads.push(RunningThread {
+                bell,
+                control,
+                stats,
+                join: Some(join),
+            });
+        }
+        Ok(set)
+    }
+
+    /// Every rank, by worker and rank in the order in which the workers were given.
+    pub fn ranks(&self) -> &[Arc<RankStats>] {
+        &self.ranks
+    }
+
+    /// Every engine thread.
+    pub fn thread_stats(&self) -> impl Iterator<Item = Arc<ThreadStats>> + '_ {
+        self.threads.iter().map(|thread| Arc::clone(&thread.stats))
+    }
+
+    /// Asks `rank` to publish every block that it holds. False if there is no such rank.
+    pub fn resync(&self, rank: RankId) -> bool {
+        let Some(stats) = self.ranks.iter().find(|stats| stats.rank == rank) else {
+            return false;
+        };
+        stats.resync.store(true, Ordering::Release);
+        self.threads[thread_of(rank.worker, self.threads.len())].attend();
+        true
+    }
+
+    /// Stops all engines: streams under way end as aborted, waiting requests are refused, what was
+    /// computed is still delivered to shards that take it within a second. Returns when every
+    /// thread is done.
+    ///
+    /// # Errors
+    /// [`JoinError`] of the first thread that had died.
+    pub fn shutdown(mut self) -> Result<(), JoinError> {
+        self.stop_and_join()
+    }
+
+    fn stop_and_join(&mut self) -> Result<(), JoinError> {
+        for thread in &self.threads {
+            thread.control.stop.store(true, Ordering::Release);
+            thread.attend();
+        }
+        let mut result = Ok(());
+        for (index, thread) in self.threads.iter_mut().enumerate() {
+            let Some(Err(panic)) = thread.join.take().map(JoinHandle::join) else {
+                continue;
+            };
+            let message = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message")
+                .to_owned();
+            if result.is_ok() {
+                result = Err(JoinError {
+                    thread: index,
+                    message,
+                });
+            }
+        }
+        result
+    }
+}
+
+impl Drop for WorkerSet {
+    fn drop(&mut self) {
+        // Whoever wants to know how it went calls `shutdown`.
+        let _ = self.stop_and_join();
+    }
+}
+
+fn check(
+    specs: &[WorkerSpec],
+    timing: &LiveTiming,
+    threads: usize,
+    sinks: usize,
+) -> Result<(), StartError> {
+    if !(timing.speedup.is_finite() && timing.speedup >= 0.0) {
+        return Err(StartError::Speedup(timing.speedup));
+    }
+    if threads != sinks {
+        return Err(StartError::Sinks { threads, sinks });
+    }
+    let mut seen = std::collections::BTreeSet::new();
+    for spec in specs {
+        let (worker, startup_s) = (spec.worker, spec.startup_s);
+        if spec.ranks.is_empty() {
+            return Err(StartError::NoRanks { worker });
+        }
+        if !(startup_s.is_finite() && startup_s >= 0.0) {
+            return Err(StartError::Startup { worker, startup_s });
+        }
+        if !seen.insert(worker) {
+            return Err(StartError::Duplicate { worker });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_core_is_left_to_the_shards() {
+        assert_eq!(engine_threads(0, 4, 8), 3);
+        assert_eq!(engine_threads(0, 4, 2), 2, "no more threads than workers");
+        assert_eq!(engine_threads(0, 1, 8), 1, "at least one");
+        assert_eq!(engine_threads(6, 4, 8), 6, "as asked");
+        assert_eq!(engine_threads(0, 64, 0), 1);
+    }
+}

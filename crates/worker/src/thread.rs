@@ -1,0 +1,677 @@
+//! An engine thread: ranks by deadline, requests in, frames out.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use slipstream_base::{
+    FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, WorkerId,
+};
+use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::{
+    End, EventSink, FirstPass, Flushed, Prologue, RefusalReason, StartRequest, StreamAddr,
+    ThreadPort, ToWorker, Usage,
+};
+
+use crate::live::LiveTable;
+use crate::set::{Control, LiveTiming, OnReady};
+use crate::stats::{RankStats, ThreadStats};
+use crate::timeline::Timeline;
+
+/// A rank that was idle for so long publishes a heartbeat, ns.
+const HEARTBEAT_NS: u64 = 1_000_000_000;
+
+/// Messages taken in one round, so that a flood of requests cannot keep passes from ending.
+const MESSAGES_PER_ROUND: usize = 1024;
+
+/// Longest single wait for a shard that is behind, ns; then the thread looks whether it should
+/// stop, and waits again. The shard's bell ends the wait earlier.
+const STALL_SLICE_NS: u64 = 100_000_000;
+
+/// At shutdown, shards have so long to take what is left, ns.
+const DRAIN_NS: u64 = 1_000_000_000;
+
+/// What a rank is made of.
+pub(crate) struct RankSeed {
+    pub(crate) rank: RankId,
+    pub(crate) engine: Engine,
+    pub(crate) stats: Arc<RankStats>,
+    pub(crate) startup_s: f64,
+}
+
+struct Rank {
+    id: RankId,
+    engine: Engine,
+    timeline: Timeline,
+    phase: Phase,
+    stats: Arc<RankStats>,
+    /// A record was published since the last look for idle ranks.
+    heard: bool,
+}
+
+/// What a rank is doing. In the heap exactly while starting or in a pass.
+#[derive(Clone, Copy)]
+enum Phase {
+    Starting,
+    /// Since `wall_ns`, when modelled time was `model`.
+    Idle {
+        model: SimTime,
+        wall_ns: u64,
+    },
+    /// Something was added; a pass begins at `model` once the requests at hand are taken.
+    Awake {
+        model: SimTime,
+    },
+    InPass {
+        start: SimTime,
+        end: SimTime,
+    },
+}
+
+/// Due at this wall time; same times in the order in which they were set.
+type Deadline = Reverse<(u64, u64, u32)>;
+
+pub(crate) struct EngineThread {
+    port: ThreadPort,
+    sink: Box<dyn EventSink>,
+    ranks: Vec<Rank>,
+    /// By worker: where its ranks begin in `ranks`, and how many they are.
+    workers: Vec<(WorkerId, u32, u32)>,
+    live: LiveTable,
+    deadlines: BinaryHeap<Deadline>,
+    /// Deadlines set so far.
+    sequence: u64,
+    /// Ranks in [`Phase::Awake`].
+    awake: Vec<u32>,
+    /// Ranks due in this round.
+    due: Vec<u32>,
+    heartbeat_ns: u64,
+    waiting_max: u32,
+    fast_path: bool,
+    speedup: f64,
+    out: PassOutput,
+    kv: KvDelta,
+    fpm: ForwardPassMetrics,
+    stats: Arc<ThreadStats>,
+    control: Arc<Control>,
+    on_ready: OnReady,
+    startup: Vec<f64>,
+}
+
+impl EngineThread {
+    pub(crate) fn new(
+        port: ThreadPort,
+        sink: Box<dyn EventSink>,
+        seeds: Vec<RankSeed>,
+        timing: &LiveTiming,
+        stats: Arc<ThreadStats>,
+        control: Arc<Control>,
+        on_ready: OnReady,
+    ) -> EngineThread {
+        let mut workers: Vec<(WorkerId, u32, u32)> = Vec::new();
+        let mut ranks = Vec::new();
+        let mut startup = Vec::new();
+        for seed in seeds {
+            match workers.last_mut() {
+                Some((worker, _, count)) if *worker == seed.rank.worker => *count += 1,
+                _ => workers.push((seed.rank.worker, ranks.len() as u32, 1)),
+            }
+            startup.push(seed.startup_s);
+            ranks.push(Rank {
+                id: seed.rank,
+                engine: seed.engine,
+                timeline: Timeline::new(timing.speedup, 0),
+                phase: Phase::Starting,
+                stats: seed.stats,
+                heard: false,
+            });
+        }
+        workers.sort_unstable();
+        EngineThread {
+            live: LiveTable::new(port.shards()),
+            port,
+            sink,
+            ranks,
+            workers,
+            deadlines: BinaryHeap::new(),
+            sequence: 0,
+            awake: Vec::new(),
+            due: Vec::new(),
+            heartbeat_ns: 0,
+            waiting_max: timing.waiting_max,
+            fast_path: timing.fast_path,
+            speedup: timing.speedup,
+            out: PassOutput::default(),
+            kv: KvDelta::default(),
+            fpm: ForwardPassMetrics::default(),
+            stats,
+            control,
+            on_ready,
+            startup,
+        }
+    }
+
+    pub(crate) fn run(mut self) {
+        set_timer_slack();
+        self.start_ranks();
+        while !self.should_stop() {
+            self.take_messages();
+            self.begin_awake();
+            let now = monotonic_ns();
+            self.run_due(now);
+            if now >= self.heartbeat_ns {
+                self.heartbeat(now);
+            }
+            self.sink.flush();
+            self.stats.streams.set(self.live.len() as u64);
+            // Nobody waits for what is not yet due, so the thread goes on while something is.
+            let more = self.fast_path && self.next_deadline() <= now;
+            self.flush(more);
+            if !more {
+                self.sleep();
+            }
+        }
+        self.shut_down();
+    }
+
+    /// A look at the flags, if one was raised.
+    fn should_stop(&mut self) -> bool {
+        if !self.control.attention.swap(false, Ordering::AcqRel) {
+            return false;
+        }
+        for at in 0..self.ranks.len() {
+            if self.ranks[at].stats.resync.swap(false, Ordering::AcqRel) {
+                self.resync(at);
+            }
+        }
+        self.control.stop.load(Ordering::Acquire)
+    }
+
+    fn start_ranks(&mut self) {
+        let now = monotonic_ns();
+        self.heartbeat_ns = now + HEARTBEAT_NS;
+        for at in 0..self.ranks.len() {
+            let seconds = self.startup[at];
+            let delay_ns = if self.speedup > 0.0 {
+                (seconds / self.speedup * 1e9) as u64
+            } else {
+                0
+            };
+            self.set_deadline(at as u32, now.saturating_add(delay_ns));
+        }
+    }
+
+    fn set_deadline(&mut self, rank: u32, wall_ns: u64) {
+        self.deadlines.push(Reverse((wall_ns, self.sequence, rank)));
+        self.sequence += 1;
+    }
+
+    fn next_deadline(&self) -> u64 {
+        self.deadlines
+            .peek()
+            .map_or(u64::MAX, |Reverse((at, ..))| *at)
+    }
+
+    // Requests and controls.
+
+    fn take_messages(&mut self) {
+        for _ in 0..MESSAGES_PER_ROUND {
+            let Some(message) = self.port.receive() else {
+                break;
+            };
+            self.stats.received.add(1);
+            match message {
+                ToWorker::Start(start) => self.start(*start),
+                ToWorker::Stop { addr, .. } => self.end_early(addr, true),
+                ToWorker::Kill { addr, .. } => self.end_early(addr, false),
+                ToWorker::Resync { rank } => {
+                    if let Some(at) = self.rank_index(rank) {
+                        self.resync(at);
+                    }
+                }
+            }
+        }
+    }
+
+    fn rank_index(&self, rank: RankId) -> Option<usize> {
+        let found = self
+            .workers
+            .binary_search_by_key(&rank.worker, |&(worker, ..)| worker);
+        let (_, first, count) = self.workers[found.ok()?];
+        (u32::from(rank.dp_rank) < count).then(|| first as usize + usize::from(rank.dp_rank))
+    }
+
+    fn start(&mut self, start: StartRequest) {
+        let now = monotonic_ns();
+        self.stats
+            .handover
+            .note(now.saturating_sub(start.dispatched_ns));
+        let addr = start.addr;
+        if usize::from(addr.shard) >= self.port.shards() {
+            self.stats.misaddressed.add(1);
+            return;
+        }
+        let Some(at) = self.rank_index(start.rank) else {
+            let message = format!(
+                "no rank {} runs in this process; refresh the fleet",
+                start.rank
+            );
+            self.refuse(addr, RefusalReason::NoSuchRank, &message);
+            return;
+        };
+        let (traced, prompt_tokens) = (start.traced, start.request.prompt.len());
+        if let Err((reason, message)) = self.admit(at, start, now) {
+            self.ranks[at].stats.refused.add(1);
+            self.refuse(addr, reason, &message);
+            return;
+        }
+        let recv_ns = if traced { now } else { 0 };
+        self.live.insert(addr, at as u32, prompt_tokens, recv_ns);
+    }
+
+    /// Puts a request into its engine's waiting queue.
+    fn admit(
+        &mut self,
+        at: usize,
+        start: StartRequest,
+        now: u64,
+    ) -> Result<(), (RefusalReason, String)> {
+        self.make_way(start.addr)?;
+        let rank = &mut self.ranks[at];
+        let id = rank.id;
+        if matches!(rank.phase, Phase::Starting) {
+            let message = format!("worker {} is starting up; retry in a moment", id.worker);
+            return Err((RefusalReason::NotReady, message));
+        }
+        let waiting = rank.engine.stats().waiting;
+        if waiting >= self.waiting_max {
+            let limit = self.waiting_max;
+            let message = format!("{waiting} requests wait at {id}, which is the limit of {limit}");
+            return Err((RefusalReason::Busy, message));
+        }
+        let model = rank.model_now(now);
+        let mut request = start.request;
+        request.id = start.addr.into();
+        rank.engine.add(model, request).map_err(|refusal| {
+            let reason = match refusal {
+                Refusal::Duplicate { .. } => RefusalReason::Duplicate,
+                _ => RefusalReason::Invalid,
+            };
+            (reason, refusal.to_string())
+        })?;
+        rank.stats.note_engine(&rank.engine.stats());
+        if let Phase::Idle { .. } = rank.phase {
+            rank.timeline.anchor(model, now);
+            rank.phase = Phase::Awake { model };
+            self.awake.push(at as u32);
+        }
+        Ok(())
+    }
+
+    /// Sees to it that the slot of `addr` is vacant here. A shard that reuses a slot has ended its
+    /// earlier stream, whether or not it managed to say so.
+    fn make_way(&mut self, addr: StreamAddr) -> Result<(), (RefusalReason, String)> {
+        match self.live.occupant(addr) {
+            None => Ok(()),
+            Some(same) if same == addr => {
+                let message = format!("stream {addr} is already under way");
+                Err((RefusalReason::Duplicate, message))
+            }
+            Some(old) => {
+                self.stats.superseded.add(1);
+                self.end_early(old, false);
+                Ok(())
+            }
+        }
+    }
+
+    fn refuse(&mut self, addr: StreamAddr, reason: RefusalReason, message: &str) {
+        if let Some(frame) = self.port.frame(addr.shard) {
+            frame.push_refused(addr.stream, reason, message);
+        }
+    }
+
+    /// Ends a stream before its time, and frees its blocks now, also in mid-pass. A stream that
+    /// has ended meanwhile is left alone: its end is on the way.
+    fn end_early(&mut self, addr: StreamAddr, tell: bool) {
+        let Some(live) = self.live.remove(addr) else {
+            return;
+        };
+        let rank = &mut self.ranks[live.rank as usize];
+        let known = rank.engine.abort(RequestId::from(addr));
+        debug_assert!(known, "a live stream is in its engine");
+        rank.stats.note_engine(&rank.engine.stats());
+        rank.stats.finished_abort.add(1);
+        if !tell {
+            return;
+        }
+        let end = End {
+            reason: FinishReason::Abort,
+            usage: live.usage(),
+        };
+        if let Some(frame) = self.port.frame(addr.shard) {
+            frame.push_end(addr.stream, &end);
+        }
+    }
+
+    /// Publishes what a rank's cache holds, behind the changes that were not yet published.
+    fn resync(&mut self, at: usize) {
+        let rank = &mut self.ranks[at];
+        if rank.engine.take_kv(&mut self.kv) {
+            self.sink.on_kv(&self.kv);
+        }
+        rank.engine.kv_snapshot(&mut self.kv);
+        self.sink.on_kv_snapshot(&self.kv);
+        rank.stats.resyncs.add(1);
+    }
+
+    // Passes.
+
+    /// Begins a pass in each rank that was idle and got something to do. Not request by request:
+    /// what has arrived together is scheduled together.
+    fn begin_awake(&mut self) {
+        while let Some(at) = self.awake.pop() {
+            if let Phase::Awake { model } = self.ranks[at as usize].phase {
+                self.begin(at, model);
+            }
+        }
+    }
+
+    /// Runs each rank that is due at `now`, once: a rank whose every pass is past must not keep
+    /// the others, or the requests, from their turn.
+    fn run_due(&mut self, now: u64) {
+        let mut due = std::mem::take(&mut self.due);
+        while let Some(&Reverse((deadline, _, rank))) = self.deadlines.peek()
+            && deadline <= now
+        {
+            self.deadlines.pop();
+            due.push(rank);
+        }
+        for rank in due.drain(..) {
+            match self.ranks[rank as usize].phase {
+                Phase::Starting => self.ready(rank),
+                Phase::InPass { start, end } => {
+                    self.finish(rank, start, end);
+                    // The modelled end is the next pass's start: what the host lost on the way
+                    // does not add up.
+                    self.begin(rank, end);
+                }
+                Phase::Idle { .. } | Phase::Awake { .. } => {
+                    unreachable!("a rank has a deadline only while it starts or runs a pass")
+                }
+            }
+        }
+        self.due = due;
+    }
+
+    fn ready(&mut self, at: u32) {
+        let wall_ns = monotonic_ns();
+        let rank = &mut self.ranks[at as usize];
+        let worker = rank.id.worker;
+        rank.phase = Phase::Idle {
+            model: SimTime(wall_ns),
+            wall_ns,
+        };
+        rank.stats.ready.store(true, Ordering::Release);
+        let mut siblings = self.ranks.iter().filter(|rank| rank.id.worker == worker);
+        if siblings.all(|rank| rank.stats.is_ready()) {
+            (self.on_ready)(worker);
+        }
+    }
+
+    fn begin(&mut self, at: u32, start: SimTime) {
+        let now = monotonic_ns();
+        let rank = &mut self.ranks[at as usize];
+        if rank.timeline.begin(start, now) {
+            rank.stats.late_anchors.add(1);
+        }
+        let end = rank.engine.begin_pass(start);
+        rank.stats.note_engine(&rank.engine.stats());
+        let Some(end) = end else {
+            rank.phase = Phase::Idle {
+                model: start,
+                wall_ns: now,
+            };
+            // What aborts have changed would otherwise wait for the next pass.
+            if rank.engine.take_kv(&mut self.kv) {
+                self.sink.on_kv(&self.kv);
+            }
+            return;
+        };
+        rank.phase = Phase::InPass { start, end };
+        let wall_ns = rank.timeline.wall_ns(end);
+        if wall_ns <= now && self.fast_path {
+            rank.stats.fast_passes.add(1);
+        } else {
+            rank.stats.timed_passes.add(1);
+        }
+        self.set_deadline(at, wall_ns);
+    }
+
+    /// Ends a pass: its tokens go to the open frames of their shards, its events to the sink.
+    fn finish(&mut self, at: u32, start: SimTime, end: SimTime) {
+        let rank = &mut self.ranks[at as usize];
+        rank.engine.finish_pass(&mut self.out);
+        let pass = FirstPass {
+            start_ns: rank.timeline.wall_ns(start),
+            end_ns: rank.timeline.wall_ns(end),
+        };
+        fan_out(&self.out, rank, pass, &mut self.live, &mut self.port);
+        rank.stats.note_engine(&rank.engine.stats());
+        rank.stats
+            .generation_tokens
+            .add(self.out.tokens.len() as u64);
+        rank.heard = true;
+        if !self.out.kv.ops.is_empty() {
+            self.sink.on_kv(&self.out.kv);
+        }
+        self.sink.on_fpm(&self.out.fpm);
+    }
+
+    /// Once a second: ranks that were idle all the while say that they are alive, and streams of
+    /// shards that are gone are dropped.
+    fn heartbeat(&mut self, now: u64) {
+        self.heartbeat_ns = now + HEARTBEAT_NS;
+        for rank in &mut self.ranks {
+            if matches!(rank.phase, Phase::Idle { .. }) && !rank.heard {
+                rank.engine.heartbeat(&mut self.fpm);
+                self.sink.on_fpm(&self.fpm);
+            }
+            rank.heard = false;
+        }
+        for shard in 0..self.port.shards() as u8 {
+            if self.port.is_gone(shard) {
+                self.orphan(shard);
+            }
+        }
+    }
+
+    fn orphan(&mut self, shard: u8) {
+        for addr in self.live.of_shard(shard) {
+            self.stats.orphaned.add(1);
+            self.end_early(addr, false);
+        }
+    }
+
+    // Frames, and sleep.
+
+    fn flush(&mut self, may_grow: bool) {
+        for shard in 0..self.port.shards() as u8 {
+            match self.port.flush(shard, may_grow) {
+                Flushed::Kept => {}
+                Flushed::Sent => self.stats.frames.add(1),
+                Flushed::Gone => self.orphan(shard),
+                // It can take more passes, and is tried again after each.
+                Flushed::Full if self.port.has_room(shard) => {}
+                Flushed::Full => self.wait_for_room(shard),
+            }
+        }
+    }
+
+    /// Waits until `shard` takes a frame, as its open one is as large as frames may be. No token
+    /// is dropped; modelled time goes on meanwhile, and is re-anchored after.
+    fn wait_for_room(&mut self, shard: u8) {
+        self.stats.stalls.add(1);
+        let began = monotonic_ns();
+        loop {
+            if self.port.prepare_wait_for_room(shard) {
+                if self.control.attention.load(Ordering::Acquire) {
+                    // To stop, or to publish a snapshot: the round goes on with a frame that is
+                    // larger than it should be.
+                    self.port.bell().stay_awake();
+                    break;
+                }
+                self.port.wait(Some(monotonic_ns() + STALL_SLICE_NS));
+            }
+            match self.port.flush(shard, false) {
+                Flushed::Full => {}
+                Flushed::Sent => {
+                    self.stats.frames.add(1);
+                    break;
+                }
+                Flushed::Gone => {
+                    self.orphan(shard);
+                    break;
+                }
+                Flushed::Kept => break,
+            }
+        }
+        self.stats.stalled_ns.add(monotonic_ns() - began);
+    }
+
+    fn sleep(&mut self) {
+        if !self.port.prepare_wait() {
+            return;
+        }
+        if self.control.attention.load(Ordering::Acquire) {
+            self.port.bell().stay_awake();
+            return;
+        }
+        self.stats.sleeps.add(1);
+        self.port
+            .wait(Some(self.next_deadline().min(self.heartbeat_ns)));
+    }
+
+    /// Ends every stream, and gives shards a moment to hear of it.
+    fn shut_down(&mut self) {
+        while let Some(message) = self.port.receive() {
+            if let ToWorker::Start(start) = message {
+                let message = "the worker is shutting down; retry on another";
+                self.refuse(start.addr, RefusalReason::Stopping, message);
+            }
+        }
+        let deadline = monotonic_ns() + DRAIN_NS;
+        for shard in 0..self.port.shards() as u8 {
+            for addr in self.live.of_shard(shard) {
+                self.end_early(addr, true);
+            }
+            while self.port.flush(shard, false) == Flushed::Full && monotonic_ns() < deadline {
+                if self.port.prepare_wait_for_room(shard) {
+                    self.port.wait(Some(deadline));
+                }
+            }
+        }
+        self.sink.flush();
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        // Also when an engine's assertion ends the thread.
+        for rank in &self.ranks {
+            rank.stats.ready.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl Rank {
+    /// Modelled time at wall time `now`. Idle time counts as it is, whatever the speedup: nothing
+    /// in an engine depends on it, and a modelled clock at a million times the wall clock would
+    /// overflow within a day.
+    fn model_now(&self, now: u64) -> SimTime {
+        match self.phase {
+            Phase::Starting => SimTime::ZERO,
+            Phase::Idle { model, wall_ns } => model + now.saturating_sub(wall_ns),
+            Phase::Awake { model } => model,
+            Phase::InPass { start, end } => self.timeline.model_between(now, start, end),
+        }
+    }
+}
+
+/// Writes a pass's tokens into the open frames of their shards, in the order of the pass.
+fn fan_out(
+    out: &PassOutput,
+    rank: &Rank,
+    pass: FirstPass,
+    live: &mut LiveTable,
+    port: &mut ThreadPort,
+) {
+    // Both are in the order of `tokens`, so one look ahead each does.
+    let mut first = out.first.iter().peekable();
+    let mut finished = out.finished.iter().peekable();
+    for &(id, token) in &out.tokens {
+        let addr = StreamAddr::from(id);
+        let (Some(stream), Some(frame)) = (live.get_mut(addr), port.frame(addr.shard)) else {
+            debug_assert!(false, "an engine computed {addr}, which is not live");
+            continue;
+        };
+        let began = first.next_if(|first| first.id == id);
+        if let Some(began) = began {
+            stream.cached_tokens = began.cached_tokens;
+            rank.stats
+                .prompt_tokens
+                .add(u64::from(stream.prompt_tokens));
+            frame.push_prologue(
+                addr.stream,
+                &prologue(began, stream.recv_ns, &rank.timeline),
+            );
+        }
+        frame.push_tokens(addr.stream, &[token], began.map(|_| pass));
+        stream.completion_tokens += 1;
+        if let Some(done) = finished.next_if(|done| done.id == id) {
+            frame.push_end(addr.stream, &end_of(done));
+            live.remove(addr);
+            match done.reason {
+                FinishReason::Stop => rank.stats.finished_stop.add(1),
+                FinishReason::Length => rank.stats.finished_length.add(1),
+                FinishReason::Abort => rank.stats.finished_abort.add(1),
+            }
+        }
+    }
+    debug_assert!(first.peek().is_none() && finished.peek().is_none());
+}
+
+fn prologue(began: &FirstToken, recv_ns: u64, timeline: &Timeline) -> Prologue {
+    let recv = (recv_ns != 0).then_some(recv_ns);
+    Prologue {
+        hit_tokens: began.cached_tokens,
+        worker_recv_ns: recv,
+        // A rank that catches up may admit a request in a pass that, by the model, began before
+        // the request came.
+        admitted_ns: recv.map(|recv| timeline.wall_ns(began.admitted).max(recv)),
+    }
+}
+
+fn end_of(done: &Finished) -> End {
+    End {
+        reason: done.reason,
+        usage: Usage {
+            prompt_tokens: done.usage.prompt_tokens,
+            completion_tokens: done.usage.output_tokens,
+            cached_tokens: done.usage.cached_tokens,
+            preemptions: done.usage.preemptions,
+        },
+    }
+}
+
+/// Asks for wake-ups on time: by default Linux may add 50 µs to a thread's sleep (prctl(2),
+/// PR_SET_TIMERSLACK). What it is worth: `docs/live-path.md`.
+fn set_timer_slack() {
+    #[cfg(target_os = "linux")]
+    {
+        // Kernels without the call sleep a little longer; nothing else changes.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
+    }
+}

@@ -439,10 +439,137 @@ impl Fleet {
             kv_gaps_total: read(&cells.kv_gaps),
             kv_duplicates_total: read(&cells.kv_duplicates),
             kv_strangers_total: read(&cells.kv_strangers),
-            kv_dropped_blocks_total: read(&cells.kv_dropped_blocks),
+            kv_dropped_blocks_total: match &self.cached {
+                Cached::Exact(_) => read(&cells.kv_dropped_blocks),
+                Cached::Approximate(index) => index.dropped_total(),
+            },
             busy_total: read(&cells.busy),
             affinity_hits_total: read(&cells.affinity_hits),
             sessions_dropped_total: self.sessions.as_ref().map_or(0, SessionTable::dropped),
         }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use slipstream_base::KvOp;
+    use slipstream_base::cluster::{EngineConfig, PoolConfig};
+
+    use super::*;
+
+    /// `workers` of one rank each, all ready, with 1,000 blocks of 16 tokens.
+    pub(crate) fn fleet(workers: u32, config: RouterConfig) -> Fleet {
+        let targets = (0..workers)
+            .map(|worker| TargetConfig {
+                rank: RankId {
+                    worker: WorkerId(worker),
+                    dp_rank: 0,
+                },
+                kv_blocks: 1_000,
+                prefix_caching: true,
+            })
+            .collect();
+        let fleet = Fleet::new(config, 16, targets).unwrap();
+        (0..workers).for_each(|worker| fleet.set_ready(WorkerId(worker), true));
+        fleet
+    }
+
+    fn pool(name: &str, role: PoolRole, workers: u32, ranks: u32, block_size: u32) -> PoolConfig {
+        PoolConfig {
+            name: name.into(),
+            role,
+            workers,
+            engine: EngineConfig {
+                block_size,
+                data_parallel_size: ranks,
+                ..EngineConfig::default()
+            },
+        }
+    }
+
+    fn rank(worker: u32, dp_rank: u16) -> RankId {
+        RankId {
+            worker: WorkerId(worker),
+            dp_rank,
+        }
+    }
+
+    #[test]
+    fn targets_are_the_ranks_that_take_prompts() {
+        let cluster = Cluster {
+            pools: vec![
+                pool("a", PoolRole::Both, 2, 2, 16),
+                pool("d", PoolRole::Decode, 3, 1, 16),
+                pool("p", PoolRole::Prefill, 1, 1, 16),
+            ],
+            ..Cluster::default()
+        };
+        let fleet = Fleet::from_cluster(&cluster).unwrap();
+        let ranks: Vec<RankId> = fleet.targets().iter().map(|t| t.rank).collect();
+        assert_eq!(
+            ranks,
+            [rank(0, 0), rank(0, 1), rank(1, 0), rank(1, 1), rank(5, 0)]
+        );
+        for (target, &rank) in ranks.iter().enumerate() {
+            assert_eq!(fleet.target_of(rank), Some(target));
+        }
+        for stranger in [rank(0, 2), rank(2, 0), rank(6, 0)] {
+            assert_eq!(fleet.target_of(stranger), None);
+        }
+    }
+
+    #[test]
+    fn mistakes_in_pools_are_told() {
+        let none = Cluster::default();
+        assert_eq!(Fleet::from_cluster(&none).err(), Some(FleetError::Empty));
+        let two_sizes = Cluster {
+            pools: vec![
+                pool("a", PoolRole::Both, 1, 1, 16),
+                pool("b", PoolRole::Both, 1, 1, 32),
+            ],
+            ..Cluster::default()
+        };
+        let told = Fleet::from_cluster(&two_sizes).err().unwrap().to_string();
+        assert!(
+            told.contains("`b` has block_size 32") && told.contains("`a` has 16"),
+            "{told}"
+        );
+        let target = TargetConfig {
+            rank: rank(1, 0),
+            kv_blocks: 1,
+            prefix_caching: true,
+        };
+        let twice = Fleet::new(RouterConfig::default(), 16, vec![target, target]);
+        assert_eq!(twice.err(), Some(FleetError::Order { rank: rank(1, 0) }));
+    }
+
+    #[test]
+    fn gaps_duplicates_and_strangers_are_counted() {
+        let fleet = fleet(1, RouterConfig::default());
+        let delta = |rank, sequence| KvDelta {
+            rank,
+            sequence,
+            ops: vec![KvOp::Removed { hash: BlockHash(1) }],
+        };
+        assert!(!fleet.on_kv(&delta(rank(0, 0), 0)).gap);
+        assert!(fleet.on_kv(&delta(rank(0, 0), 0)).duplicate);
+        assert!(fleet.on_kv(&delta(rank(0, 0), 2)).gap);
+        assert!(!fleet.loads()[0].trusted);
+        assert_eq!(fleet.on_kv(&delta(rank(9, 0), 0)), Applied::default());
+        let snapshot = KvDelta {
+            ops: vec![KvOp::Cleared],
+            ..delta(rank(0, 0), 3)
+        };
+        assert!(!fleet.resync(&snapshot).gap);
+        assert!(fleet.loads()[0].trusted);
+        let counters = fleet.counters();
+        assert_eq!(
+            (
+                counters.kv_gaps_total,
+                counters.kv_duplicates_total,
+                counters.kv_strangers_total
+            ),
+            (1, 1, 1)
+        );
     }
 }

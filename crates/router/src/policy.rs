@@ -328,3 +328,245 @@ impl KvAware {
         chosen
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::{BlockHash, Prompt, Tail};
+
+    use super::*;
+    use crate::fleet::tests::fleet;
+
+    /// A worker's load, in the order of [`WorkerView`]'s fields.
+    #[derive(Clone, Copy, Default)]
+    struct Worker {
+        hit_blocks: u32,
+        requests: u64,
+        prefill_tokens: u64,
+        decode_tokens: u64,
+        active_blocks: u64,
+    }
+
+    const IDLE: Worker = Worker {
+        hit_blocks: 0,
+        requests: 0,
+        prefill_tokens: 0,
+        decode_tokens: 0,
+        active_blocks: 0,
+    };
+
+    fn kv(prefill_weight: f64, temperature: f64) -> KvAware {
+        KvAware {
+            prefill_weight,
+            temperature,
+            costs: Vec::new(),
+        }
+    }
+
+    /// Places that `policy` chooses, `times` in a row, for a prompt of `isl` tokens in blocks of 16.
+    fn choices(
+        mut policy: impl RoutePolicy,
+        isl: u32,
+        workers: &[Worker],
+        times: usize,
+    ) -> Vec<usize> {
+        let fleet = fleet(workers.len() as u32, RouterConfig::default());
+        for (load, worker) in fleet.loads.iter().zip(workers) {
+            load.requests.store(worker.requests, Ordering::Relaxed);
+            load.prefill_tokens
+                .store(worker.prefill_tokens, Ordering::Relaxed);
+            load.decode_tokens
+                .store(worker.decode_tokens, Ordering::Relaxed);
+            load.active_blocks
+                .store(worker.active_blocks, Ordering::Relaxed);
+        }
+        let blocks = (0..isl / 16).map(|n| BlockHash(n.into())).collect();
+        let prompt = Prompt::from_parts(isl, 16, blocks, Tail::Opaque { id: 0 }).unwrap();
+        let request = RouteRequest {
+            prompt: &prompt,
+            max_tokens: 16,
+            session: None,
+            direct: None,
+            exclude: &[],
+        };
+        let targets: Vec<u32> = (0..workers.len() as u32).collect();
+        let hits: Vec<u32> = workers.iter().map(|worker| worker.hit_blocks).collect();
+        let candidates = Candidates {
+            fleet: &fleet,
+            targets: &targets,
+            hits: &hits,
+        };
+        let mut draws = Draws::new(7);
+        (0..times)
+            .map(|_| policy.choose(&candidates, &request, &mut draws).unwrap())
+            .collect()
+    }
+
+    fn check_choice(policy: impl RoutePolicy, isl: u32, workers: &[Worker], chosen: usize) {
+        assert_eq!(choices(policy, isl, workers, 1), [chosen]);
+    }
+
+    #[test]
+    fn kv_weighs_hits_against_load() {
+        let cached = Worker {
+            hit_blocks: 90,
+            active_blocks: 20,
+            ..IDLE
+        };
+        // 100 blocks: 10 left and 20 active are 30; idle is 100.
+        check_choice(kv(1.0, 0.0), 1_600, &[IDLE, cached], 1);
+        // At a tenth of the weight: 1 + 20 against 10.
+        check_choice(kv(0.1, 0.0), 1_600, &[cached, IDLE], 1);
+        // Prompt tokens queued there count like those of this prompt: 10 + 100 + 20 against 100.
+        let queued = Worker {
+            prefill_tokens: 1_600,
+            ..cached
+        };
+        check_choice(kv(1.0, 0.0), 1_600, &[queued, IDLE], 1);
+    }
+
+    #[test]
+    fn kv_ties_go_to_fewer_requests_then_to_the_lowest_rank() {
+        let busy = Worker {
+            requests: 3,
+            ..IDLE
+        };
+        let busier = Worker {
+            requests: 4,
+            ..IDLE
+        };
+        check_choice(kv(1.0, 0.0), 100, &[busier, busy, busy], 1);
+        check_choice(kv(1.0, 0.0), 100, &[IDLE, IDLE], 0);
+    }
+
+    #[test]
+    fn temperature_spreads_by_softmax_of_scaled_costs() {
+        let half = Worker {
+            active_blocks: 50,
+            ..IDLE
+        };
+        let full = Worker {
+            active_blocks: 100,
+            ..IDLE
+        };
+        // Scaled costs 0, 1/2, 1 at temperature 1/2: weights 1, e^-1, e^-2.
+        let weights = [1.0, (-1.0f64).exp(), (-2.0f64).exp()];
+        let sum: f64 = weights.iter().sum();
+        const TIMES: usize = 40_000;
+        let chosen = choices(kv(1.0, 0.5), 16, &[IDLE, half, full], TIMES);
+        for (place, weight) in weights.iter().enumerate() {
+            let share = chosen.iter().filter(|&&c| c == place).count() as f64 / TIMES as f64;
+            let expected = weight / sum;
+            // Five standard deviations of a binomial share.
+            let tolerance = 5.0 * (expected * (1.0 - expected) / TIMES as f64).sqrt();
+            assert!(
+                (share - expected).abs() < tolerance,
+                "place {place}: {share} against {expected}"
+            );
+        }
+        // Near 0 it is the cheapest, and equal costs are drawn evenly.
+        assert!(
+            choices(kv(1.0, 1e-6), 16, &[full, IDLE], 100)
+                .iter()
+                .all(|&c| c == 1)
+        );
+        let even = choices(kv(1.0, 1.0), 16, &[IDLE, IDLE], TIMES);
+        let first = even.iter().filter(|&&c| c == 0).count() as f64 / TIMES as f64;
+        assert!((first - 0.5).abs() < 0.0125, "{first}"); // five standard deviations
+    }
+
+    #[test]
+    fn round_robin_takes_turns() {
+        assert_eq!(
+            choices(RoundRobin, 16, &[IDLE; 3], 7),
+            [0, 1, 2, 0, 1, 2, 0]
+        );
+    }
+
+    #[test]
+    fn random_is_even() {
+        const TIMES: usize = 40_000;
+        let chosen = choices(Random, 16, &[IDLE; 4], TIMES);
+        for place in 0..4 {
+            let count = chosen.iter().filter(|&&c| c == place).count() as f64;
+            let five_sigma = 5.0 * (TIMES as f64 * 0.25 * 0.75).sqrt();
+            assert!((count - TIMES as f64 / 4.0).abs() < five_sigma, "{count}");
+        }
+    }
+
+    #[test]
+    fn power_of_two_takes_the_lighter_of_two_different_ones() {
+        let requests = |requests| Worker { requests, ..IDLE };
+        let workers = [requests(5), requests(1), requests(9), requests(3)];
+        const TIMES: usize = 24_000;
+        let chosen = choices(PowerOfTwo, 16, &workers, TIMES);
+        // Of six pairs, the lightest wins three, the next two, the next one, the heaviest none.
+        for (place, wins) in [(0, 1), (1, 3), (2, 0), (3, 2)] {
+            let expected = f64::from(wins) / 6.0;
+            let share = chosen.iter().filter(|&&c| c == place).count() as f64 / TIMES as f64;
+            let tolerance = 5.0 * (expected * (1.0 - expected) / TIMES as f64).sqrt();
+            assert!((share - expected).abs() <= tolerance, "{place}: {share}");
+        }
+        check_choice(PowerOfTwo, 16, &[requests(5)], 0);
+    }
+
+    #[test]
+    fn least_requests_and_least_tokens_differ() {
+        let many_short = Worker {
+            requests: 9,
+            prefill_tokens: 50,
+            decode_tokens: 50,
+            ..IDLE
+        };
+        let one_long = Worker {
+            requests: 1,
+            prefill_tokens: 30_000,
+            ..IDLE
+        };
+        check_choice(LeastRequests, 16, &[many_short, one_long], 1);
+        check_choice(LeastTokens, 16, &[one_long, many_short], 1);
+        // Ties: tokens, then requests, then the lowest rank.
+        let short = Worker {
+            requests: 1,
+            decode_tokens: 10,
+            ..IDLE
+        };
+        check_choice(LeastRequests, 16, &[one_long, short, short], 1);
+        let crowd = Worker {
+            requests: 2,
+            decode_tokens: 10,
+            ..IDLE
+        };
+        check_choice(LeastTokens, 16, &[crowd, short, short], 1);
+    }
+
+    #[test]
+    fn no_candidate_no_choice() {
+        let fleet = fleet(1, RouterConfig::default());
+        let nobody = Candidates {
+            fleet: &fleet,
+            targets: &[],
+            hits: &[],
+        };
+        let prompt = Prompt::from_tokens(&[1], 16, BlockHash(0)).unwrap();
+        let request = RouteRequest {
+            prompt: &prompt,
+            max_tokens: 1,
+            session: None,
+            direct: None,
+            exclude: &[],
+        };
+        for temperature in [0.0, 1.0] {
+            let mut policies: Vec<Box<dyn RoutePolicy>> = vec![
+                Box::new(RoundRobin),
+                Box::new(Random),
+                Box::new(PowerOfTwo),
+                Box::new(LeastRequests),
+                Box::new(LeastTokens),
+                Box::new(kv(1.0, temperature)),
+            ];
+            for policy in &mut policies {
+                assert_eq!(policy.choose(&nobody, &request, &mut Draws::new(0)), None);
+            }
+        }
+    }
+}

@@ -94,6 +94,15 @@ pub fn read(
                 format!("the pools have {workers} workers, but must have at most {WORKERS_MAX}");
             root.mistake("pool", message, "lower `workers`");
         }
+        let block_size = pools[0].engine.block_size;
+        if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
+            let message = format!(
+                "pool `{}` has blocks of {block_size} tokens, but pool `{}` of {}: one router cannot \
+                 follow both",
+                pools[0].name, other.name, other.engine.block_size
+            );
+            root.mistake("pool", message, "set `block_size` once, in `[engine]`");
+        }
         Cluster {
             model,
             pools,
@@ -753,6 +762,10 @@ mod tests {
         check_refused(
             "[pool.a]\nrole = \"prefill\"\n",
             &["not supported by this version"],
+        );
+        check_refused(
+            "[pool.a]\n[pool.b.engine]\nblock_size = 32\n",
+            &["pool `a` has blocks of 16 tokens, but pool `b` of 32"],
         );
         check_refused("[pool.\"a b\"]\n", &["`a b` cannot name a pool"]);
         check_refused(

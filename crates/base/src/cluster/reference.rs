@@ -68,7 +68,7 @@ pub const KEYS: &[Key] = &[
         "engine.block_size",
         "tokens, 1 to 1,024",
         "16",
-        "Tokens of a KV block: the unit of allocation and of prefix reuse.",
+        "Tokens of a KV block: the unit of allocation and of prefix reuse. The same in all pools.",
         "High: prompts shorter than a block share nothing, and each sequence wastes half a block on \
          average. Low: more hashes and events per request.",
     ),

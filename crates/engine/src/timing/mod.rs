@@ -3,6 +3,30 @@
 //! The scheduler sums up what it scheduled in a [`StepLoad`], and a [`StepTime`] turns that into
 //! nanoseconds. The sums are enough for every model here, so a pass costs the timing model the
 //! same whether it holds one sequence or a thousand.
+//!
+//! | model | when |
+//! | --- | --- |
+//! | [`Constant`] | tests, and load tests of everything but the engine |
+//! | [`Linear`] | coefficients fitted to one deployment |
+//! | [`Roofline`] | no measurement at hand: shape of the model and peaks of the GPU |
+//! | [`Table`] | a grid of measured passes |
+//!
+//! Equations, sources and errors: `docs/step-time.md`.
+
+mod linear;
+mod roofline;
+mod table;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use slipstream_base::cluster::{EngineConfig, TimingConfig};
+use slipstream_base::preset::{self, ModelShape};
+use thiserror::Error;
+
+pub use linear::Linear;
+pub use roofline::{Breakdown, Roofline};
+pub use table::{Table, TableError};
 
 /// Turns the work of one pass into the time that it takes.
 ///
@@ -84,6 +108,69 @@ impl StepLoad {
     pub fn is_empty(&self) -> bool {
         self.sequences() == 0
     }
+}
+
+/// Why `[engine.timing]` gives no model of step times. Nothing was built; mend the configuration.
+#[derive(Debug, Error)]
+pub enum TimingError {
+    /// No preset has this name.
+    #[error("no GPU is called \"{0}\"; `slipstream presets` lists them")]
+    UnknownGpu(String),
+    /// The table cannot be read.
+    #[error("reading the table of step times {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        error: io::Error,
+    },
+    /// The table is malformed.
+    #[error(transparent)]
+    Table(#[from] TableError),
+}
+
+/// The model of step times that `config` asks for. `load` reads the file of a table.
+///
+/// # Errors
+/// If a GPU has no preset, or a table cannot be read or is malformed.
+pub fn build(
+    config: &EngineConfig,
+    shape: &ModelShape,
+    mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Box<dyn StepTime>, TimingError> {
+    Ok(match &config.timing {
+        TimingConfig::Constant { step_ns } => Box::new(Constant { step_ns: *step_ns }),
+        &TimingConfig::Linear {
+            base_ns,
+            per_prefill_token_ns,
+            per_decode_token_ns,
+            per_sequence_ns,
+            per_context_token_ns,
+        } => Box::new(Linear {
+            base_ns,
+            per_prefill_token_ns,
+            per_decode_token_ns,
+            per_sequence_ns,
+            per_context_token_ns,
+        }),
+        TimingConfig::Roofline { gpu, dtype } => {
+            let gpu = preset::gpu(gpu).ok_or_else(|| TimingError::UnknownGpu(gpu.clone()))?;
+            Box::new(Roofline::new(
+                shape,
+                gpu,
+                config.tensor_parallel_size,
+                *dtype,
+            ))
+        }
+        TimingConfig::Table { path } => {
+            let text = load(path).map_err(|error| TimingError::Read {
+                path: path.clone(),
+                error,
+            })?;
+            Box::new(Table::parse(&path.to_string_lossy(), &text)?)
+        }
+    })
 }
 
 /// Every pass takes the same time.

@@ -1,0 +1,518 @@
+//! Step times from a grid of measured passes.
+
+use thiserror::Error;
+
+use super::{StepLoad, StepTime};
+
+/// Columns that may be axes, in the order in which the grid is stored.
+const AXES: [&str; 4] = [
+    "prefill_tokens",
+    "prefill_context",
+    "decode_sequences",
+    "decode_context",
+];
+const VALUE: &str = "step_us";
+/// Larger grids are refused: 8 bytes a point.
+const POINTS_MAX: usize = 1 << 22;
+
+/// A grid of measured passes, interpolated linearly along each axis.
+///
+/// A CSV file with a header names some of the axes, and `step_us`:
+///
+/// | column | meaning |
+/// | --- | --- |
+/// | `prefill_tokens` | prompt tokens computed in the pass |
+/// | `prefill_context` | tokens already in the cache, mean over the sequences in prefill |
+/// | `decode_sequences` | sequences that decode |
+/// | `decode_context` | tokens attended to, mean over the sequences that decode |
+/// | `step_us` | length of the pass, µs |
+///
+/// The rows form a full grid, in any order: one for every combination of the values of the axes.
+/// A context of nobody may be left out: where `decode_sequences` is 0, one row stands for every
+/// `decode_context`, and likewise for prefill. Below an axis' first value its first value is
+/// taken; beyond its last, the last two are continued in a straight line.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Table {
+    axes: [Axis; 4],
+    /// Row-major over `axes`, ns.
+    points: Vec<f64>,
+}
+
+/// Values of an axis, rising, at least one; an axis that is not in the file has the value 0.
+#[derive(Clone, Debug, PartialEq)]
+struct Axis {
+    values: Vec<f64>,
+}
+
+impl Axis {
+    /// Index of the cell that `x` lies in (or is beyond), and how far along it lies.
+    fn locate(&self, x: f64) -> (usize, f64) {
+        let last = self.values.len() - 1;
+        if last == 0 || x <= self.values[0] {
+            return (0, 0.0);
+        }
+        let cell = (self.values.partition_point(|v| *v <= x) - 1).min(last - 1);
+        let (low, high) = (self.values[cell], self.values[cell + 1]);
+        (cell, (x - low) / (high - low))
+    }
+}
+
+/// Why a CSV was refused. Mend the file; nothing was built.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum TableError {
+    /// The file has no rows.
+    #[error("{file}: no rows; a header with `step_us` and a row for each measured pass are needed")]
+    Empty {
+        /// Name of the file.
+        file: String,
+    },
+    /// A line is malformed.
+    #[error("{file}:{line}: {message}")]
+    Line {
+        /// Name of the file.
+        file: String,
+        /// Line, from 1.
+        line: u64,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// Rows of the grid are missing.
+    #[error("{file}: the grid lacks {count} of its {total} rows, the first of them {first}")]
+    Missing {
+        /// Name of the file.
+        file: String,
+        /// How many rows are missing.
+        count: usize,
+        /// How many there should be.
+        total: usize,
+        /// The first missing one: `prefill_tokens=0, decode_sequences=64`.
+        first: String,
+    },
+}
+
+impl Table {
+    /// Reads a CSV file; `file` is its name in messages. Lines that start with `#` are comments.
+    ///
+    /// # Errors
+    /// If the header has no `step_us` or a column that is none of the axes, a field is not a number
+    /// of 0 or more, a combination comes twice, or one is missing.
+    pub fn parse(file: &str, text: &[u8]) -> Result<Table, TableError> {
+        let bad = |line: u64, message: String| TableError::Line {
+            file: file.to_owned(),
+            line,
+            message,
+        };
+        let mut reader = csv::ReaderBuilder::new()
+            .comment(Some(b'#'))
+            .trim(csv::Trim::All)
+            .flexible(true)
+            .from_reader(text);
+        let at = |error: &csv::Error| error.position().map_or(1, csv::Position::line);
+        let header = reader
+            .headers()
+            .map_err(|e| bad(at(&e), e.to_string()))?
+            .clone();
+        if header.is_empty() {
+            return Err(TableError::Empty {
+                file: file.to_owned(),
+            });
+        }
+        let header_line = header.position().map_or(1, csv::Position::line);
+        let mut columns = Vec::with_capacity(header.len());
+        for name in &header {
+            let column = match AXES.iter().position(|axis| *axis == name) {
+                Some(axis) => axis,
+                None if name == VALUE => AXES.len(),
+                None => {
+                    let known = AXES.join(", ");
+                    return Err(bad(
+                        header_line,
+                        format!("unknown column `{name}`; known are {known}, {VALUE}"),
+                    ));
+                }
+            };
+            if columns.contains(&column) {
+                return Err(bad(header_line, format!("column `{name}` comes twice")));
+            }
+            columns.push(column);
+        }
+        if !columns.contains(&AXES.len()) {
+            return Err(bad(header_line, format!("no column `{VALUE}`")));
+        }
+        let mut rows: Vec<Row> = Vec::new();
+        for record in reader.records() {
+            let record = record.map_err(|e| bad(at(&e), e.to_string()))?;
+            let line = record.position().map_or(0, csv::Position::line);
+            rows.push(Row::read(&record, &header, &columns, line).map_err(|m| bad(line, m))?);
+        }
+        if rows.is_empty() {
+            return Err(TableError::Empty {
+                file: file.to_owned(),
+            });
+        }
+        Table::build(file, &rows)
+    }
+
+    fn build(file: &str, rows: &[Row]) -> Result<Table, TableError> {
+        let axes: [Axis; 4] = std::array::from_fn(|axis| {
+            let of_somebody = |row: &&Row| !nobodys(axis, &row.at);
+            let mut values: Vec<f64> = rows
+                .iter()
+                .filter(of_somebody)
+                .map(|row| row.at[axis])
+                .collect();
+            if values.is_empty() {
+                values = rows.iter().map(|row| row.at[axis]).collect();
+            }
+            values.sort_by(f64::total_cmp);
+            values.dedup();
+            Axis { values }
+        });
+        let total = axes
+            .iter()
+            .fold(1usize, |n, axis| n.saturating_mul(axis.values.len()));
+        if total > POINTS_MAX {
+            return Err(TableError::Line {
+                file: file.to_owned(),
+                line: 1,
+                message: format!("a grid of {total} points is too large; at most {POINTS_MAX}"),
+            });
+        }
+        let index = |at: &[f64; 4]| {
+            at.iter().zip(&axes).fold(0, |index, (x, axis)| {
+                index * axis.values.len() + axis.values.partition_point(|v| v < x)
+            })
+        };
+        let mut points = vec![f64::NAN; total];
+        let mut lines = vec![0u64; total];
+        for row in rows {
+            let mut at = row.at;
+            for (axis, Axis { values }) in axes.iter().enumerate() {
+                if nobodys(axis, &at) && !values.contains(&at[axis]) {
+                    at[axis] = values[0];
+                }
+            }
+            let index = index(&at);
+            if lines[index] != 0 {
+                return Err(TableError::Line {
+                    file: file.to_owned(),
+                    line: row.line,
+                    message: format!(
+                        "{} stands on line {} already",
+                        show(&row.at, &axes),
+                        lines[index]
+                    ),
+                });
+            }
+            points[index] = row.step_ns;
+            lines[index] = row.line;
+        }
+        // The context of nobody: any row with the same sequences will do.
+        let mut missing = Vec::new();
+        for at in combinations(&axes) {
+            if lines[index(&at)] != 0 {
+                continue;
+            }
+            let mut stands_in = None;
+            for axis in (0..AXES.len()).filter(|axis| nobodys(*axis, &at)) {
+                let other = axes[axis].values.iter().find_map(|value| {
+                    let mut other = at;
+                    other[axis] = *value;
+                    (lines[index(&other)] != 0).then(|| points[index(&other)])
+                });
+                stands_in = stands_in.or(other);
+            }
+            match stands_in {
+                Some(step_ns) => points[index(&at)] = step_ns,
+                None => missing.push(at),
+            }
+        }
+        match missing.first() {
+            None => Ok(Table { axes, points }),
+            Some(first) => Err(TableError::Missing {
+                file: file.to_owned(),
+                count: missing.len(),
+                total,
+                first: show(first, &axes),
+            }),
+        }
+    }
+
+    /// The pass at `at`, ns.
+    fn interpolate(&self, at: [f64; 4]) -> f64 {
+        let cells: [(usize, f64); 4] = std::array::from_fn(|axis| self.axes[axis].locate(at[axis]));
+        let mut sum = 0.0;
+        for corner in 0..1usize << AXES.len() {
+            let (mut index, mut weight) = (0, 1.0);
+            for (axis, (cell, along)) in cells.iter().enumerate() {
+                let high = corner >> axis & 1;
+                weight *= if high == 1 { *along } else { 1.0 - *along };
+                let last = self.axes[axis].values.len() - 1;
+                index = index * (last + 1) + (cell + high).min(last);
+            }
+            if weight != 0.0 {
+                sum += weight * self.points[index];
+            }
+        }
+        sum.max(0.0) // a falling axis, continued, could pass zero
+    }
+}
+
+impl StepTime for Table {
+    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        let mean = |sum: u64, count: u32| {
+            if count == 0 {
+                0.0
+            } else {
+                sum as f64 / f64::from(count)
+            }
+        };
+        let cached = load.prefill_context - load.prefill_tokens;
+        let at = [
+            load.prefill_tokens as f64,
+            mean(cached, load.prefill_sequences),
+            f64::from(load.decode_sequences),
+            mean(load.decode_context, load.decode_sequences),
+        ];
+        self.interpolate(at).round() as u64
+    }
+}
+
+/// Whether `axis` is the context of sequences of which `at` has none.
+fn nobodys(axis: usize, at: &[f64; 4]) -> bool {
+    matches!(axis, 1 | 3) && at[axis - 1] == 0.0
+}
+
+struct Row {
+    at: [f64; 4],
+    step_ns: f64,
+    line: u64,
+}
+
+impl Row {
+    fn read(
+        record: &csv::StringRecord,
+        header: &csv::StringRecord,
+        columns: &[usize],
+        line: u64,
+    ) -> Result<Row, String> {
+        if record.len() != columns.len() {
+            return Err(format!(
+                "{} fields, but the header has {}",
+                record.len(),
+                columns.len()
+            ));
+        }
+        let (mut at, mut step_ns) = ([0.0; 4], 0.0);
+        for ((text, name), column) in record.iter().zip(header).zip(columns) {
+            let value: f64 = text
+                .parse()
+                .ok()
+                // 1e12 us are 11 days, and 1e12 tokens more than any cache: a slip.
+                .filter(|value| (0.0..=1e12).contains(value))
+                .ok_or_else(|| {
+                    format!("`{name}` is \"{text}\", but must be a number from 0 to 1e12")
+                })?;
+            match at.get_mut(*column) {
+                Some(axis) => *axis = value,
+                None => step_ns = value * 1e3,
+            }
+        }
+        Ok(Row { at, step_ns, line })
+    }
+}
+
+fn combinations(axes: &[Axis; 4]) -> impl Iterator<Item = [f64; 4]> + '_ {
+    let total: usize = axes.iter().map(|axis| axis.values.len()).product();
+    (0..total).map(move |mut index| {
+        let mut at = [0.0; 4];
+        for axis in (0..4).rev() {
+            let count = axes[axis].values.len();
+            at[axis] = axes[axis].values[index % count];
+            index /= count;
+        }
+        at
+    })
+}
+
+/// A place in the grid, leaving out axes with one value.
+fn show(at: &[f64; 4], axes: &[Axis; 4]) -> String {
+    let parts: Vec<String> = AXES
+        .iter()
+        .zip(at)
+        .zip(axes)
+        .filter(|(_, axis)| axis.values.len() > 1)
+        .map(|((name, value), _)| format!("{name}={value}"))
+        .collect();
+    if parts.is_empty() {
+        "this pass".into()
+    } else {
+        parts.join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn load(prefills: &[(u32, u32)], decodes: &[u32]) -> StepLoad {
+        let mut load = StepLoad::default();
+        for &(context, chunk) in prefills {
+            load.add_prefill(context, chunk);
+        }
+        for &context in decodes {
+            load.add_decode(context);
+        }
+        load
+    }
+
+    const GRID: &str = "\
+# prefill 0, 1000; decode 0, 10, 20; context 100, 300
+prefill_tokens,decode_sequences,decode_context,step_us
+0,0,0,10
+1000,0,0,110
+0,10,100,20
+0,10,300,40
+0,20,100,30
+0,20,300,70
+1000,10,100,120
+1000,10,300,140
+1000,20,100,130
+1000,20,300,170
+";
+
+    #[test]
+    fn points_of_the_grid_come_back_and_others_lie_between() {
+        let empty = Table::parse("g.csv", b"").unwrap_err();
+        assert_eq!(
+            empty,
+            TableError::Empty {
+                file: "g.csv".into()
+            }
+        );
+        // The context of nobody may be one of the axis' values, or another.
+        let text = GRID.replace(",0,0,", ",0,300,");
+        let mut table = Table::parse("g.csv", text.as_bytes()).unwrap();
+        assert_eq!(table, Table::parse("g.csv", GRID.as_bytes()).unwrap());
+        let mut check = |prefills: &[(u32, u32)], decodes: &[u32], us: u64| {
+            assert_eq!(
+                table.step_ns(&load(prefills, decodes)),
+                us * 1000,
+                "{prefills:?} {decodes:?}"
+            );
+        };
+        check(&[], &[100; 10], 20);
+        check(&[(0, 1000)], &[300; 20], 170);
+        check(&[(0, 1000)], &[], 110);
+        check(&[], &[200; 10], 30); // between contexts
+        check(&[], &[200; 15], 40); // between both
+        check(&[(0, 500), (7, 500)], &[200; 15], 140);
+        check(&[(0, 500)], &[100; 10], 70);
+        check(&[], &[50; 10], 20); // below the first context: as at the first
+        check(&[(0, 2000)], &[100; 10], 220); // beyond the last: on in a line
+        check(&[], &[500; 20], 110);
+    }
+
+    #[test]
+    fn the_example_of_the_document_is_a_table() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/step-time.md");
+        let document = std::fs::read_to_string(path).unwrap();
+        let csv = document
+            .split("```csv\n")
+            .nth(1)
+            .unwrap()
+            .split("```")
+            .next()
+            .unwrap();
+        let mut table = Table::parse("step-time.md", csv.as_bytes()).unwrap();
+        assert_eq!(table.step_ns(&load(&[], &[1024; 64])), 9_400_000);
+    }
+
+    #[test]
+    fn an_axis_that_is_not_named_does_not_count() {
+        let mut table =
+            Table::parse("g.csv", b"step_us , decode_sequences\n 5,1\n 10,2\n").unwrap();
+        assert_eq!(table.step_ns(&load(&[(0, 999)], &[1; 3])), 15_000);
+        let mut one = Table::parse("g.csv", b"step_us\n7.5\n").unwrap();
+        assert_eq!(one.step_ns(&load(&[(0, 999)], &[1; 3])), 7_500);
+    }
+
+    #[test]
+    fn malformed_files_are_refused_by_line() {
+        let cases: &[(&str, &str)] = &[
+            ("step_us\n", "no rows"),
+            ("a,step_us\n1,2\n", "g.csv:1: unknown column `a`"),
+            ("prefill_tokens\n1\n", "g.csv:1: no column `step_us`"),
+            (
+                "step_us,step_us\n1,1\n",
+                "g.csv:1: column `step_us` comes twice",
+            ),
+            (
+                "# c\ndecode_sequences,step_us\n1,2\n2\n",
+                "g.csv:4: 1 fields, but the header has 2",
+            ),
+            (
+                "decode_sequences,step_us\n1,2\n2,x\n",
+                "g.csv:3: `step_us` is \"x\"",
+            ),
+            (
+                "decode_sequences,step_us\n1,-2\n",
+                "g.csv:2: `step_us` is \"-2\"",
+            ),
+            (
+                "decode_sequences,step_us\nnan,2\n",
+                "g.csv:2: `decode_sequences` is \"nan\"",
+            ),
+            (
+                "decode_sequences,step_us\n1,2\n3,4\n1,5\n",
+                "g.csv:4: decode_sequences=1 stands on line 2 already",
+            ),
+            (
+                "prefill_tokens,decode_sequences,step_us\n0,1,5\n0,2,6\n9,1,7\n",
+                "lacks 1 of its 4 rows, the first of them prefill_tokens=9, decode_sequences=2",
+            ),
+        ];
+        for (text, part) in cases {
+            let error = Table::parse("g.csv", text.as_bytes())
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(part), "{error} for {text:?}");
+        }
+        let huge: String = (0..3000).map(|i| format!("{i},{i},1\n")).fold(
+            "prefill_tokens,decode_sequences,step_us\n".into(),
+            |all, row| all + &row,
+        );
+        let error = Table::parse("g.csv", huge.as_bytes())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("too large"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_never_panic(text in "(step_us|decode_sequences|prefill_tokens|[0-9e.,\n#\"-]|\\PC){0,60}") {
+            let _ = Table::parse("g.csv", text.as_bytes()).map_err(|e| e.to_string());
+        }
+
+        /// Interpolation of a grid sampled from a function linear in each axis gives the function.
+        #[test]
+        fn multilinear_functions_are_exact(p in 0u32..5000, d in 1u32..300, c in 1u32..5000) {
+            let f = |p: f64, d: f64, c: f64| 100.0 + 0.5 * p + 2.0 * d + 0.001 * d * c + 1e-4 * p * d;
+            let mut text = String::from("prefill_tokens,decode_sequences,decode_context,step_us\n");
+            for p in [0.0, 512.0, 4096.0] {
+                for d in [1.0, 64.0, 256.0] {
+                    for c in [1.0, 1024.0, 4096.0] {
+                        text += &[p, d, c, f(p, d, c)].map(|x| x.to_string()).join(",");
+                        text.push('\n');
+                    }
+                }
+            }
+            let mut table = Table::parse("g.csv", text.as_bytes()).unwrap();
+            let ns = table.step_ns(&load(&[(0, p)], &vec![c; d as usize]));
+            let expected = f(f64::from(p), f64::from(d), f64::from(c)) * 1e3;
+            prop_assert!((ns as f64 - expected).abs() <= 1.0 + expected * 1e-9);
+        }
+    }
+}

@@ -29,6 +29,8 @@ enum Command {
     Sched(cmd::sched::Args),
     /// Load an OpenAI endpoint and report what its clients see
     Bench(Box<cmd::bench::Args>),
+    /// The built-in tokenizer, for other tools
+    Tokenizer(cmd::tokenizer::Args),
 }
 
 fn main() -> ExitCode {
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
+        Command::Tokenizer(args) => cmd::tokenizer::run(&args),
     };
     match result {
         Ok(code) => code,

@@ -6,3 +6,4 @@ mod fleet_metrics;
 pub(crate) mod bench;
 pub(crate) mod sched;
 pub(crate) mod serve;
+pub(crate) mod tokenizer;

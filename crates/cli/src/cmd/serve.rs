@@ -148,7 +148,7 @@ impl Live {
 fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
     match &cluster.model.tokenizer {
         None => Ok(TextModel::builtin()),
-        Some(dir) => Err(anyhow::anyhow!("not yet")).with_context(|| {
+        Some(dir) => TextModel::load(dir).with_context(|| {
             format!(
                 "loading the tokenizer (model.tokenizer) from {}",
                 dir.display()

@@ -106,11 +106,12 @@ impl BlockIndex {
         applied
     }
 
-    /// Replaces all that `target` holds by `snapshot`, whatever its sequence; deltas go on after
-    /// it. For a snapshot that was fetched beside the stream.
+    /// Replaces all that `target` holds by `snapshot`, whatever its sequence. For a snapshot that
+    /// was asked for, which takes no number of the stream: its sequence is that of the delta that
+    /// comes next.
     pub fn resync(&self, target: usize, snapshot: &KvDelta) -> Applied {
         let mut next = self.stream(target);
-        *next = snapshot.sequence.saturating_add(1);
+        *next = snapshot.sequence;
         self.set_trusted(target, false); // no half a snapshot is believed
         let cleared = self.change(target, &[KvOp::Cleared]);
         let mut applied = self.change(target, &snapshot.ops);
@@ -307,9 +308,12 @@ mod tests {
         let index = BlockIndex::new(1, 100);
         index.apply(0, &delta(0, &[stored(1), stored(2)]));
         assert!(index.apply(0, &delta(5, &[stored(3)])).gap);
-        index.resync(0, &delta(4, &[KvOp::Cleared, stored(2)]));
+        index.resync(0, &delta(6, &[KvOp::Cleared, stored(2)]));
         assert_eq!((index.held(0), index.is_trusted(0)), (1, true));
-        assert!(!index.apply(0, &delta(5, &[stored(3)])).gap);
+        assert!(index.apply(0, &delta(5, &[stored(1)])).duplicate, "late");
+        // The delta after the snapshot has the snapshot's number, and may repeat some of it.
+        let next = index.apply(0, &delta(6, &[stored(2), stored(3)]));
+        assert!(!next.gap && !next.duplicate && next.stored == 1);
         assert_eq!(overlap(&index, &[hash(2), hash(3)]), [2]);
         index.forget(0);
         assert_eq!(overlap(&index, &[hash(2), hash(3)]), [0]);

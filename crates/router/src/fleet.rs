@@ -104,7 +104,7 @@ pub struct Load {
 /// What the fleet has counted since its start, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Deltas that did not follow on the one before.
+    /// Deltas skipped because one before them was missing and no snapshot had come since.
     pub kv_gaps_total: u64,
     /// Deltas seen before.
     pub kv_duplicates_total: u64,
@@ -321,16 +321,16 @@ impl Fleet {
     }
 
     /// The cache of a rank changed. If the answer says `gap`, ask that rank's engine for a
-    /// snapshot (`Cleared`, then every block held) in the same stream; until it arrives the rank
-    /// counts as holding nothing.
+    /// snapshot (`Cleared`, then every block held), and hand it to [`Fleet::resync`]; until then
+    /// the rank counts as holding nothing, and each of its deltas says `gap`.
     ///
     /// Ignored where the index is approximate. A rank that is no target is counted and ignored.
     pub fn on_kv(&self, delta: &KvDelta) -> Applied {
         self.feed(delta, BlockIndex::apply)
     }
 
-    /// Takes `snapshot` for all that its rank holds, whatever its sequence: for a snapshot that was
-    /// fetched beside the stream.
+    /// Takes `snapshot` for all that its rank holds, whatever its sequence, which is that of the
+    /// rank's next delta (a snapshot takes no number).
     pub fn resync(&self, snapshot: &KvDelta) -> Applied {
         self.feed(snapshot, BlockIndex::resync)
     }
@@ -520,7 +520,10 @@ pub(crate) mod tests {
 
     #[test]
     fn mistakes_in_pools_are_told() {
-        let none = Cluster::default();
+        let none = Cluster {
+            pools: Vec::new(),
+            ..Cluster::default()
+        };
         assert_eq!(Fleet::from_cluster(&none).err(), Some(FleetError::Empty));
         let two_sizes = Cluster {
             pools: vec![
@@ -560,7 +563,7 @@ pub(crate) mod tests {
             ops: vec![KvOp::Cleared],
             ..delta(rank(0, 0), 3)
         };
-        assert!(!fleet.resync(&snapshot).gap);
+        fleet.resync(&snapshot);
         assert!(fleet.loads()[0].trusted);
         let counters = fleet.counters();
         assert_eq!(

@@ -25,7 +25,8 @@ pub enum KvOp {
 /// The changes of one pass, in the order in which they happened.
 ///
 /// Order: `sequence` grows by one with each delta that is published for a rank, so a consumer sees
-/// a gap. After a gap it asks for a snapshot: `Cleared`, then every block held.
+/// a gap. After a gap it asks for a snapshot: `Cleared`, then every block held. A snapshot takes no
+/// number: its `sequence` is that of the delta that comes next.
 /// Delivery: at least once; a consumer ignores a block that it already holds or never held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvDelta {

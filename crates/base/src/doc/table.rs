@@ -183,6 +183,12 @@ impl<'a> Table<'a> {
         self.node.is_some()
     }
 
+    /// Whether `key` holds a table, for keys that take a value or a table of its particulars.
+    pub fn has_table(&self, key: &str) -> bool {
+        self.node(key)
+            .is_some_and(|node| matches!(node.kind, Kind::Table(_)))
+    }
+
     /// Where the value of `key` came from; [`Origin::Default`] if it is absent.
     pub fn origin(&self, key: &str) -> Origin {
         self.node(key).map_or(Origin::Default, |n| n.at.clone())

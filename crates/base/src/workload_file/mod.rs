@@ -4,7 +4,11 @@
 //! `simulate` and `drag`. All times are workload time; [`Workload::time_scale`] compresses them
 //! together when the requests are made.
 
+mod read;
+
 use std::path::PathBuf;
+
+pub use read::read;
 
 /// A whole workload.
 #[derive(Clone, Debug, PartialEq)]

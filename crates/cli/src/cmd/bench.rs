@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Subcommand, ValueEnum};
+use slipstream_base::doc::{Doc, Settings};
 use slipstream_base::workload_file::{
-    Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
+    self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
 };
 use slipstream_bench::{Config, Endpoint, Progress, PromptForm, Slo, Target};
 use slipstream_report::table::{color_wanted, grouped, number};
@@ -64,12 +65,23 @@ enum BadLineArg {
 #[derive(clap::Args)]
 struct Load {
     /// Server, such as http://127.0.0.1:8000
-    #[arg(required = true)]
+    #[arg(required_unless_present = "print_config")]
     url: Option<String>,
 
     /// Workload file (docs/workload.md)
     #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
     workload: Option<PathBuf>,
+    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
+    #[arg(
+        long,
+        value_name = "KEY=VALUE",
+        requires = "workload",
+        help_heading = "What to send"
+    )]
+    set: Vec<String>,
+    /// Print the workload's effective values and where each came from, and stop
+    #[arg(long, requires = "workload", help_heading = "What to send")]
+    print_config: bool,
     /// Replay a trace in Mooncake's JSONL form
     #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
     trace: Option<PathBuf>,
@@ -219,6 +231,10 @@ fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
 }
 
 fn load(args: &Load) -> anyhow::Result<ExitCode> {
+    if let (true, Some(path)) = (args.print_config, &args.workload) {
+        out::print(&args.read_workload(path)?.1.to_toml())?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let (workload, name) = args.workload()?;
     let url = args.url.as_deref().unwrap_or_default();
     let config = Config {
@@ -321,7 +337,7 @@ impl Load {
     /// The workload, and its name in a few words.
     fn workload(&self) -> anyhow::Result<(Workload, String)> {
         let (mut workload, name) = match (&self.workload, &self.trace) {
-            (Some(path), _) => (read_workload(path)?, file_name(path)),
+            (Some(path), _) => (self.read_workload(path)?.0, file_name(path)),
             (None, Some(path)) => (self.trace_workload(path), file_name(path)),
             (None, None) => self.plain_workload(),
         };
@@ -352,6 +368,17 @@ impl Load {
             bail!("--rate is {rate}, but must be above 0");
         }
         Ok((workload, name))
+    }
+
+    /// The workload file with `--set` laid over it, and where each value came from.
+    fn read_workload(&self, path: &Path) -> anyhow::Result<(Workload, Settings)> {
+        let name = path.display().to_string();
+        let text = std::fs::read(path).with_context(|| format!("reading {name}"))?;
+        let mut doc = Doc::parse(&name, &text);
+        for assignment in &self.set {
+            doc.set(assignment);
+        }
+        workload_file::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
     }
 
     fn arrival(&self) -> Option<Arrival> {
@@ -394,10 +421,6 @@ impl Load {
         };
         (workload, format!("{when} {isl}/{osl}"))
     }
-}
-
-fn read_workload(path: &Path) -> anyhow::Result<Workload> {
-    bail!("{}: workload files are not read yet", path.display())
 }
 
 fn file_name(path: &Path) -> String {

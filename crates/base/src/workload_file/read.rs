@@ -1,0 +1,598 @@
+//! The workload file from TOML.
+
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+
+use super::{
+    Arrival, Bounds, Class, Content, Dist, OnBadLine, PrefixLevel, SessionShape, TraceFile,
+    Workload,
+};
+use crate::doc::{Doc, Mistakes, Settings, Table};
+
+/// Most branches of a prefix level: each has a place in a table of popularities.
+const BRANCHES_MAX: u32 = 1_000_000;
+/// Longest prompt or answer, tokens: far beyond any model, and sums stay within 32 bits.
+const TOKENS_MAX: f64 = 100_000_000.0;
+/// Turns of a session: a request's number leaves them 12 bits.
+const TURNS_MAX: f64 = 4_096.0;
+/// Longest think time, s: a year.
+const THINK_TIME_S_MAX: f64 = 31_536_000.0;
+
+/// Reads a workload, and says for every key where its value came from.
+///
+/// # Errors
+/// All [`Mistakes`] of the document together.
+pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
+    doc.read(|root| {
+        // Plain keys before tables, so that the settings print as TOML that reads back.
+        let mut workload = Workload {
+            seed: root.get("seed").or(0),
+            requests: root.get("requests").within(1..).optional(),
+            duration_s: root
+                .get("duration_s")
+                .check(|s| *s > 0.0, "above 0")
+                .optional(),
+            time_scale: root
+                .get("time_scale")
+                .check(|s| *s > 0.0, "above 0")
+                .or(1.0),
+            ..Workload::default()
+        };
+        let has_trace = root.has("trace");
+        if has_trace {
+            refuse_class_keys(root, "the trace says what is asked");
+            root.refuse(
+                "class",
+                "is not used: the trace says what is asked",
+                "remove it, or `[trace]`",
+            );
+            workload.content = Content::Trace(root.table("trace", read_trace));
+        } else {
+            workload.content = Content::Generated(read_classes(root));
+        }
+        workload.arrival = read_arrival(root, has_trace);
+        let ends = workload.requests.is_some()
+            || workload.duration_s.is_some()
+            || matches!(workload.content, Content::Trace(_))
+            || matches!(workload.arrival, Arrival::Timestamps { .. });
+        if !ends {
+            root.mistake(
+                "requests",
+                "the workload never ends: neither `requests` nor `duration_s` is set",
+                "set `requests = 1000`, or `duration_s = 60`",
+            );
+        }
+        workload
+    })
+}
+
+fn read_trace(t: &Table<'_>) -> TraceFile {
+    TraceFile {
+        path: t.path("file").required(
+            "name the JSONL file: `file = \"trace.jsonl\"`",
+            PathBuf::new(),
+        ),
+        on_bad_line: t
+            .choice(
+                "on_bad_line",
+                &[("stop", OnBadLine::Stop), ("skip", OnBadLine::Skip)],
+            )
+            .or(OnBadLine::Stop),
+        tokens_per_id: t.get("tokens_per_id").within(1..=1_000_000).or(512),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum ArrivalKind {
+    Closed,
+    Constant,
+    Poisson,
+    Gamma,
+    Timestamps,
+    Trace,
+}
+
+fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
+    use ArrivalKind as K;
+    let kinds = [
+        ("closed", K::Closed),
+        ("constant", K::Constant),
+        ("poisson", K::Poisson),
+        ("gamma", K::Gamma),
+        ("timestamps", K::Timestamps),
+        ("trace", K::Trace),
+    ];
+    root.table("arrival", |t| {
+        let kind = t.choice("kind", &kinds);
+        let kind = if t.is_present() && !has_trace {
+            kind.required("say how sessions arrive: `kind = \"poisson\"`", K::Closed)
+        } else {
+            kind.or(if has_trace { K::Trace } else { K::Closed })
+        };
+        if kind == K::Trace && !has_trace {
+            t.mistake(
+                "kind",
+                "`arrival.kind` is \"trace\", but there is no `[trace]`",
+                "add `[trace]` with its `file`, or choose another kind",
+            );
+        }
+        let unless = |key: &str, kinds: &[ArrivalKind], why: &str| {
+            if !kinds.contains(&kind) {
+                t.unused(key, "kind", why);
+            }
+        };
+        unless(
+            "concurrency",
+            &[K::Closed],
+            "only a closed loop has a concurrency",
+        );
+        unless(
+            "rate_per_s",
+            &[K::Constant, K::Poisson, K::Gamma],
+            "this kind of arrival has no rate",
+        );
+        unless("cv", &[K::Gamma], "only Gamma arrivals have a cv");
+        unless(
+            "ms",
+            &[K::Timestamps],
+            "only arrivals from timestamps have them",
+        );
+        let rate = || {
+            t.get("rate_per_s")
+                .check(|r| *r > 0.0, "above 0")
+                .required("set the sessions a second: `rate_per_s = 10`", 1.0)
+        };
+        match kind {
+            K::Closed => Arrival::Closed {
+                concurrency: t.get("concurrency").within(1..).or(1),
+            },
+            K::Constant => Arrival::Constant { rate_per_s: rate() },
+            K::Poisson => Arrival::Poisson { rate_per_s: rate() },
+            K::Gamma => Arrival::Gamma {
+                rate_per_s: rate(),
+                cv: t
+                    .get("cv")
+                    .within(0.0..=100.0)
+                    .required("set the burstiness: 1 is Poisson, above is burstier", 1.0),
+            },
+            K::Timestamps => Arrival::Timestamps {
+                ms: t
+                    .get::<Vec<f64>>("ms")
+                    .check(
+                        |ms| !ms.is_empty() && ms[0] >= 0.0 && ms.is_sorted(),
+                        "at least one time, none negative, in order",
+                    )
+                    .required(
+                        "list the arrival times, ms: `ms = [0, 120, 250]`",
+                        vec![0.0],
+                    ),
+            },
+            K::Trace => Arrival::Trace,
+        }
+    })
+}
+
+const CLASS_KEYS: [&str; 6] = ["isl", "osl", "ignore_eos", "priority", "prefix", "session"];
+
+fn refuse_class_keys(root: &Table<'_>, why: &str) {
+    for key in CLASS_KEYS {
+        root.refuse(key, &format!("is not used: {why}"), "remove it");
+    }
+}
+
+fn read_classes(root: &Table<'_>) -> Vec<Class> {
+    if !root.has("class") {
+        return vec![read_class(root, Class::default().name, 1.0)];
+    }
+    refuse_class_keys(root, "there are `[[class]]` tables, each with its own");
+    let classes = root.array("class", |index, t| {
+        let name = t.get("name").or(format!("class-{index}"));
+        let weight = t.get("weight").check(|w| *w >= 0.0, "0 or more").or(1.0);
+        read_class(t, name, weight)
+    });
+    if !classes.is_empty() && classes.iter().all(|c| c.weight == 0.0) {
+        root.mistake(
+            "class",
+            "every `[[class]]` has weight 0",
+            "give one of them a weight above 0",
+        );
+    }
+    if classes.is_empty() {
+        vec![Class::default()]
+    } else {
+        classes
+    }
+}
+
+fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
+    let ignore_eos = t.get("ignore_eos").or(Class::default().ignore_eos);
+    let priority = t
+        .get::<i64>("priority")
+        .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
+        .or(0) as i32;
+    let [isl, osl] = read_dists(
+        t,
+        &[
+            ("isl", 1024.0, 1.0..=TOKENS_MAX),
+            ("osl", 128.0, 1.0..=TOKENS_MAX),
+        ],
+    );
+    let class = Class {
+        name,
+        weight,
+        isl,
+        osl,
+        ignore_eos,
+        priority,
+        prefix: t.array("prefix", |_, level| {
+            let branches = level.get("branches").within(1..=BRANCHES_MAX).required(
+                "say how many different texts this level has: `branches = 8`",
+                1,
+            );
+            let skew = level.get("skew").within(0.0..=10.0).or(0.0);
+            let [tokens] = read_dists(level, &[("tokens", 256.0, 1.0..=TOKENS_MAX)]);
+            PrefixLevel {
+                branches,
+                tokens,
+                skew,
+            }
+        }),
+        session: t.table("session", |s| {
+            let isl_max = s.get("isl_max").within(1..).optional();
+            let [turns, think_time_s, user_tokens] = read_dists(
+                s,
+                &[
+                    ("turns", 1.0, 1.0..=TURNS_MAX),
+                    ("think_time_s", 0.0, 0.0..=THINK_TIME_S_MAX),
+                    ("user_tokens", 64.0, 1.0..=TOKENS_MAX),
+                ],
+            );
+            SessionShape {
+                turns,
+                think_time_s,
+                user_tokens,
+                isl_max,
+            }
+        }),
+    };
+    let shared: f64 = class.prefix.iter().map(|level| level.tokens.min()).sum();
+    if shared >= class.isl.max() {
+        t.mistake(
+            "isl",
+            format!(
+                "`isl` is at most {} tokens, but the shared prefix alone has {shared} or more",
+                class.isl.max()
+            ),
+            "make `isl` longer than the prefix (it counts the whole prompt), or the prefix shorter",
+        );
+    }
+    class
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum DistKind {
+    Exact,
+    Uniform,
+    Normal,
+    LogNormal,
+    Exponential,
+    Choice,
+}
+
+/// Several distributions of one table, plain numbers first: a key after a sub-table would print
+/// into the wrong one.
+fn read_dists<const N: usize>(
+    t: &Table<'_>,
+    keys: &[(&str, f64, RangeInclusive<f64>); N],
+) -> [Dist; N] {
+    let mut order: [usize; N] = std::array::from_fn(|i| i);
+    order.sort_by_key(|i| t.has_table(keys[*i].0));
+    let mut dists: [Dist; N] = std::array::from_fn(|i| Dist::Exact(keys[i].1));
+    for i in order {
+        let (key, default, range) = &keys[i];
+        dists[i] = read_dist(t, key, *default, *range.start(), *range.end());
+    }
+    dists
+}
+
+/// A number, or a table that says how numbers are drawn; all between `least` and `most`.
+fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> Dist {
+    use DistKind as K;
+    if !t.has_table(key) {
+        return Dist::Exact(t.get(key).within(least..=most).or(default));
+    }
+    let kinds = [
+        ("exact", K::Exact),
+        ("uniform", K::Uniform),
+        ("normal", K::Normal),
+        ("lognormal", K::LogNormal),
+        ("exponential", K::Exponential),
+        ("choice", K::Choice),
+    ];
+    t.table(key, |d| {
+        let kind = d
+            .choice("kind", &kinds)
+            .required("say how it is drawn: `kind = \"lognormal\"`", K::Exact);
+        let unless = |key: &str, kinds: &[DistKind]| {
+            if !kinds.contains(&kind) {
+                d.unused(
+                    key,
+                    "kind",
+                    "this kind of distribution has no such parameter",
+                );
+            }
+        };
+        unless("value", &[K::Exact]);
+        unless("mean", &[K::Normal, K::LogNormal, K::Exponential]);
+        unless("cv", &[K::Normal, K::LogNormal]);
+        unless(
+            "min",
+            &[K::Uniform, K::Normal, K::LogNormal, K::Exponential],
+        );
+        unless(
+            "max",
+            &[K::Uniform, K::Normal, K::LogNormal, K::Exponential],
+        );
+        unless("values", &[K::Choice]);
+        unless("weights", &[K::Choice]);
+        let number = |key: &str, stand_in: f64| {
+            d.get(key)
+                .within(least..=most)
+                .required(&format!("set `{key}`"), stand_in)
+        };
+        let mean = || {
+            d.get("mean")
+                .check(|m| *m > 0.0 && *m <= most, "above 0 and not huge")
+                .required("set `mean`", 1.0)
+        };
+        let cv = || {
+            d.get("cv")
+                .within(0.0..=100.0)
+                .required("set `cv`: standard deviation over mean", 0.0)
+        };
+        let bounds = || {
+            let bounds = Bounds {
+                min: d.get("min").within(least..=most).or(least),
+                max: d.get("max").within(least..=most).or(most),
+            };
+            ordered(d, bounds.min, bounds.max);
+            bounds
+        };
+        match kind {
+            K::Exact => Dist::Exact(number("value", default)),
+            K::Uniform => {
+                let (min, max) = (number("min", default), number("max", default));
+                ordered(d, min, max);
+                Dist::Uniform { min, max }
+            }
+            K::Normal => Dist::Normal {
+                mean: mean(),
+                cv: cv(),
+                bounds: bounds(),
+            },
+            K::LogNormal => Dist::LogNormal {
+                mean: mean(),
+                cv: cv(),
+                bounds: bounds(),
+            },
+            K::Exponential => Dist::Exponential {
+                mean: mean(),
+                bounds: bounds(),
+            },
+            K::Choice => {
+                let values = d
+                    .get::<Vec<f64>>("values")
+                    .check(
+                        |v| !v.is_empty() && v.iter().all(|v| (least..=most).contains(v)),
+                        &format!("numbers from {least} to {most}, at least one"),
+                    )
+                    .required("list them: `values = [128, 1024]`", vec![default]);
+                let weights = d
+                    .get::<Vec<f64>>("weights")
+                    .check(
+                        |w| {
+                            w.len() == values.len()
+                                && w.iter().all(|w| *w >= 0.0)
+                                && w.iter().any(|w| *w > 0.0)
+                        },
+                        &format!("{} numbers, none negative, one above 0", values.len()),
+                    )
+                    .or(vec![1.0; values.len()]);
+                Dist::Choice { values, weights }
+            }
+        }
+    })
+}
+
+fn ordered(d: &Table<'_>, min: f64, max: f64) {
+    if min > max {
+        d.mistake(
+            "min",
+            format!("`min` is {min}, above `max`, which is {max}"),
+            "exchange them",
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(text: &str) -> Result<Workload, String> {
+        read(Doc::parse("w.toml", text.as_bytes()))
+            .map(|(workload, _)| workload)
+            .map_err(|e| e.to_string())
+    }
+
+    const WHOLE: &str = r#"
+            seed = 7
+            requests = 500
+            time_scale = 60
+            osl = { kind = "choice", values = [1, 100], weights = [1, 3] }
+            isl = { kind = "lognormal", mean = 2000, cv = 0.5, max = 8000 }
+            [arrival]
+            kind = "gamma"
+            rate_per_s = 4
+            cv = 2.5
+            [[prefix]]
+            branches = 8
+            tokens = 512
+            skew = 1.1
+            [[prefix]]
+            branches = 2
+            tokens = { kind = "uniform", min = 10, max = 20 }
+            [session]
+            turns = 5
+            think_time_s = { kind = "exponential", mean = 10 }
+            isl_max = 16000
+            "#;
+
+    #[test]
+    fn a_whole_file() {
+        let workload = check(WHOLE).unwrap();
+        assert_eq!(
+            (workload.seed, workload.requests, workload.time_scale),
+            (7, Some(500), 60.0)
+        );
+        assert_eq!(
+            workload.arrival,
+            Arrival::Gamma {
+                rate_per_s: 4.0,
+                cv: 2.5
+            }
+        );
+        let Content::Generated(classes) = &workload.content else {
+            panic!("no trace")
+        };
+        let class = &classes[0];
+        let bounds = Bounds {
+            min: 1.0,
+            max: 8000.0,
+        };
+        assert_eq!(
+            class.isl,
+            Dist::LogNormal {
+                mean: 2000.0,
+                cv: 0.5,
+                bounds
+            }
+        );
+        assert_eq!(class.prefix.len(), 2);
+        assert_eq!(
+            class.prefix[1].tokens,
+            Dist::Uniform {
+                min: 10.0,
+                max: 20.0
+            }
+        );
+        assert_eq!(class.session.isl_max, Some(16_000));
+        assert_eq!(class.session.turns, Dist::Exact(5.0));
+    }
+
+    /// What `--print-config` shows is a workload file with the same meaning.
+    #[test]
+    fn settings_read_back_to_the_same_workload() {
+        for text in [
+            WHOLE,
+            "requests = 5\n[session]\nthink_time_s = { kind = \"uniform\", min = 1, max = 2 }",
+            "duration_s = 5\n[[class]]\nweight = 3\nosl = 7\n[[class.prefix]]\nbranches = 2\n[[class]]\n",
+            "seed = 3\n[trace]\nfile = \"/t.jsonl\"\n",
+        ] {
+            let (workload, settings) = read(Doc::parse("w.toml", text.as_bytes())).unwrap();
+            let printed = settings.to_toml();
+            assert_eq!(check(&printed).as_ref(), Ok(&workload), "{printed}");
+        }
+    }
+
+    #[test]
+    fn classes_and_traces() {
+        let two = check(
+            "duration_s = 5\n[[class]]\nweight = 3\n[[class]]\nname = \"b\"\npriority = -2\n",
+        );
+        let Content::Generated(classes) = two.unwrap().content else {
+            panic!("no trace")
+        };
+        assert_eq!((&*classes[0].name, classes[0].weight), ("class-0", 3.0));
+        assert_eq!((&*classes[1].name, classes[1].priority), ("b", -2));
+        let trace = check("[trace]\nfile = \"t.jsonl\"\non_bad_line = \"skip\"\n").unwrap();
+        assert_eq!(trace.arrival, Arrival::Trace);
+        let Content::Trace(file) = trace.content else {
+            panic!("a trace")
+        };
+        assert_eq!(
+            (file.on_bad_line, file.tokens_per_id),
+            (OnBadLine::Skip, 512)
+        );
+    }
+
+    #[test]
+    fn an_empty_file_has_no_end() {
+        assert!(check("").unwrap_err().contains("never ends"));
+        assert!(check("requests = 3").is_ok());
+    }
+
+    /// Every mistake of a file is told, each with its line and a remedy.
+    #[test]
+    fn five_mistakes_at_once() {
+        let error = check(
+            "requests = 0\n\
+             isl = \"long\"\n\
+             osl = { kind = \"uniform\", min = 20, max = 10 }\n\
+             [arrival]\n\
+             kind = \"poison\"\n\
+             [session]\n\
+             turn = 3\n",
+        )
+        .unwrap_err();
+        for says in [
+            "w.toml:1:12: `requests`",
+            "w.toml:2:7: `isl` is a string",
+            "w.toml:3:33: `min` is 20, above `max`",
+            "w.toml:5:8: `arrival.kind`",
+            "w.toml:7:1: unknown key `session.turn`",
+            "did you mean `turns`?",
+            "did you mean \"poisson\"?",
+        ] {
+            assert!(error.contains(says), "{says:?} is not in:\n{error}");
+        }
+    }
+
+    #[test]
+    fn contradictions_are_told() {
+        for (text, says) in [
+            (
+                "requests = 1\n[arrival]\nkind = \"trace\"",
+                "there is no `[trace]`",
+            ),
+            ("requests = 1\n[arrival]\nkind = \"poisson\"", "rate_per_s"),
+            (
+                "requests = 1\n[arrival]\nkind = \"closed\"\nrate_per_s = 2",
+                "is not used",
+            ),
+            (
+                "requests = 1\nisl = 100\n[[prefix]]\nbranches = 2\ntokens = 100",
+                "longer than the prefix",
+            ),
+            (
+                "requests = 1\nisl = 5\n[[class]]\n",
+                "there are `[[class]]` tables",
+            ),
+            ("requests = 1\nisl = 0", "`isl` is 0"),
+            ("requests = 1\n[[class]]\nweight = 0", "weight 0"),
+            ("[arrival]\nkind = \"timestamps\"\nms = [5, 1]", "in order"),
+            (
+                "isl = 4\n[trace]\nfile = \"x\"",
+                "the trace says what is asked",
+            ),
+            ("[trace]\n", "name the JSONL file"),
+            ("requests = 1\nisl = { mean = 5 }", "say how it is drawn"),
+            (
+                "requests = 1\nosl = { kind = \"choice\", values = [1, 2], weights = [1] }",
+                "2 numbers",
+            ),
+        ] {
+            let error = check(text).unwrap_err();
+            assert!(error.contains(says), "{says:?} is not in:\n{error}");
+        }
+    }
+}

@@ -3,7 +3,9 @@
 //! Both bells follow one protocol. The sleeper says that it sleeps, then looks at its rings once
 //! more; the other side puts something in, then looks whether the sleeper sleeps. With a
 //! sequentially consistent fence between the two steps on both sides, at least one of them sees
-//! the other, so no wake-up is lost; and a sleeper that is awake costs the other side one load.
+//! the other, so no wake-up is lost; and a sleeper that is awake costs the other side a fence and
+//! a load. The sleeper's own steps are swaps, not stores: it does them only around a sleep, and in a
+//! chain of swaps each step is ordered behind the one it replaced, for loom as for the reader.
 
 use std::task::Waker;
 
@@ -37,13 +39,13 @@ impl TaskBell {
             None => *slot = Some(waker.clone()),
         }
         drop(slot);
-        self.sleeping.store(true, Ordering::Relaxed);
+        self.sleeping.swap(true, Ordering::AcqRel);
         fence(Ordering::SeqCst);
     }
 
     /// The task does not sleep after all.
     pub fn stay_awake(&self) {
-        self.sleeping.store(false, Ordering::Relaxed);
+        self.sleeping.swap(false, Ordering::AcqRel);
     }
 
     /// Wakes the task if it sleeps. To be called after something was put in a ring. Returns
@@ -89,13 +91,13 @@ impl ThreadBell {
     /// The thread says that it is about to sleep. It must then look at its rings once more, and
     /// call either [`ThreadBell::wait`] or [`ThreadBell::stay_awake`].
     pub fn prepare(&self) {
-        self.state.store(ASLEEP, Ordering::Relaxed);
+        self.state.swap(ASLEEP, Ordering::AcqRel);
         fence(Ordering::SeqCst);
     }
 
     /// The thread does not sleep after all.
     pub fn stay_awake(&self) {
-        self.state.store(AWAKE, Ordering::Relaxed);
+        self.state.swap(AWAKE, Ordering::AcqRel);
     }
 
     /// Sleeps until rung, until `deadline_ns` of `CLOCK_MONOTONIC` (`None`: for as long as it
@@ -103,7 +105,7 @@ impl ThreadBell {
     /// past returns at once, and time lost on the way to sleep is not added to it.
     pub fn wait(&self, deadline_ns: Option<u64>) {
         self.park(deadline_ns);
-        self.state.store(AWAKE, Ordering::Relaxed);
+        self.state.swap(AWAKE, Ordering::AcqRel);
         // What was put in the rings before the bell was rung is seen from here on.
         fence(Ordering::SeqCst);
     }
@@ -230,9 +232,10 @@ fn lock<T>(mutex: &loom::sync::Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Every interleaving of a producer and a sleeper: `RUSTFLAGS="--cfg loom" cargo test --release
-/// --package slipstream-planes --lib loom`. The ring is a counter here; `rtrb` has been checked
-/// by its authors, and what can go wrong is a wake-up that gets lost.
+/// Interleavings of a producer and a sleeper: `RUSTFLAGS="--cfg loom" cargo test --release
+/// --package slipstream-planes --lib loom`. The ring is a counter here; what can go wrong is a
+/// wake-up that gets lost. `LOOM_MAX_PREEMPTIONS=3` ends in seconds and finds most; without it
+/// every interleaving is tried, in some minutes.
 #[cfg(all(test, loom))]
 mod loom_tests {
     use loom::sync::Arc;

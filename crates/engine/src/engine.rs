@@ -809,16 +809,14 @@ impl Engine {
         self.max_len
     }
 
-    /// Fills `out` with `Cleared` and every block held, for consumers that lost a delta. O(cached
+    /// Fills `out` with `Cleared` and every block held, for a consumer that lost a delta. O(cached
     /// blocks).
     ///
-    /// It is a delta among the others: it takes the next number, and what was not told before is in
-    /// it.
-    pub fn kv_snapshot(&mut self, out: &mut KvDelta) {
-        self.ops.clear();
+    /// It takes no number: `sequence` is that of the next delta to come, which may repeat changes
+    /// that the snapshot already has; applied in order they do no harm.
+    pub fn kv_snapshot(&self, out: &mut KvDelta) {
         out.rank = self.rank;
         out.sequence = self.kv_sequence;
-        self.kv_sequence += 1;
         out.ops.clear();
         out.ops.push(KvOp::Cleared);
         let blocks = self.pool.cached_blocks();

@@ -31,6 +31,8 @@ enum Command {
     Bench(Box<cmd::bench::Args>),
     /// The built-in tokenizer, for other tools
     Tokenizer(cmd::tokenizer::Args),
+    /// List the models and GPUs that a cluster file can name
+    Presets(cmd::presets::Args),
 }
 
 fn main() -> ExitCode {
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
+        Command::Presets(args) => cmd::presets::run(&args),
     };
     match result {
         Ok(code) => code,

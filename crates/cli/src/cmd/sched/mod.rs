@@ -1,5 +1,8 @@
 //! `slipstream sched`: the CPU scheduler, simulated, measured and loaded.
 
+mod bench;
+mod doctor;
+mod loader;
 mod sim;
 
 use std::process::ExitCode;
@@ -15,11 +18,23 @@ pub(crate) struct Args {
 enum Command {
     /// Simulate a host under several schedulers and compare wake-up latencies
     Sim(sim::Args),
+    /// Measure this host: how long a wake-up takes, by mechanism and by load
+    Bench(bench::Args),
+    /// Say whether our scheduler can run on this host, and what to do if not
+    Doctor(doctor::Args),
+    /// Load our scheduler until interrupted (root; needs the separate slipstream-scx)
+    Run(loader::Args),
+    /// Show the counters of the scheduler that runs
+    Stats(loader::Args),
 }
 
 /// Runs one of the scheduler's subcommands.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.command {
         Command::Sim(args) => sim::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Run(args) => loader::run("run", args),
+        Command::Stats(args) => loader::run("stats", args),
     }
 }

@@ -1,0 +1,154 @@
+//! `slipstream sched bench`: wake-up latency on this host, under whatever scheduler it runs.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use serde_json::json;
+use slipstream_report::table::{Table, grouped, number};
+use slipstream_scx::link::Mechanism;
+use slipstream_scx::wake::Quantiles;
+use slipstream_scx::{load, wake};
+
+use crate::out;
+
+/// Flags of `slipstream sched bench`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Mechanisms: pipe, unix, tcp, epoll, eventfd, futex
+    #[arg(long, value_delimiter = ',', value_parser = mechanism,
+          default_value = "pipe,unix,tcp,epoll,eventfd,futex")]
+    mechanism: Vec<Mechanism>,
+    /// Wake-ups measured for each mechanism; 0 leaves that part out
+    #[arg(long, default_value_t = 5000)]
+    rounds: u32,
+    /// The waker computes this long after each wake-up, us
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    linger_us: u64,
+    /// Loads to offer, percent of all CPUs; `0` leaves that part out
+    #[arg(long, value_delimiter = ',', default_value = "50,70,90",
+          value_parser = clap::value_parser!(u32).range(..=400))]
+    load_pct: Vec<u32>,
+    /// How the load's workers are woken
+    #[arg(long, value_parser = mechanism, default_value = "unix")]
+    load_mechanism: Mechanism,
+    /// Message threads of the load [default: one for eight CPUs]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    message_threads: Option<u32>,
+    /// Workers in all [default: as many as CPUs]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    workers: Option<u32>,
+    /// A worker's computing for one request, us
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    work_us: u64,
+    /// Length of each load, ms
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(10..=3_600_000))]
+    duration_ms: u64,
+    /// Seed of the requests' stream
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn mechanism(name: &str) -> Result<Mechanism, String> {
+    Mechanism::parse(name).ok_or_else(|| {
+        let known: Vec<&str> = Mechanism::ALL.iter().map(|m| m.name()).collect();
+        format!("no such mechanism; known are {}", known.join(", "))
+    })
+}
+
+/// The scheduler that the host runs: `sched_ext`'s by name, else the kernel's own.
+fn scheduler() -> String {
+    std::fs::read_to_string("/sys/kernel/sched_ext/root/ops")
+        .map_or("the kernel's own".to_owned(), |s| s.trim().to_owned())
+}
+
+/// Measures and prints.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let cpus = std::thread::available_parallelism()
+        .context("counting CPUs")?
+        .get() as u32;
+    let (mut wakes, mut loads) = (Vec::new(), Vec::new());
+    for &mechanism in &args.mechanism {
+        if args.rounds > 0 {
+            let (rounds, warmup) = (args.rounds, (args.rounds / 10).max(20));
+            let spec = wake::Spec {
+                mechanism,
+                rounds,
+                warmup,
+                linger_us: args.linger_us,
+            };
+            let r =
+                wake::measure(spec).with_context(|| format!("waking by {}", mechanism.name()))?;
+            wakes.push(r);
+        }
+    }
+    let message_threads = args.message_threads.unwrap_or(cpus.div_ceil(8));
+    for &load_pct in args.load_pct.iter().filter(|&&l| l > 0) {
+        let spec = load::Spec {
+            mechanism: args.load_mechanism,
+            load_pct,
+            cpus,
+            message_threads,
+            workers: args.workers.unwrap_or(cpus).div_ceil(message_threads),
+            work_us: args.work_us,
+            duration_ms: args.duration_ms,
+            seed: args.seed,
+        };
+        loads.push(load::measure(spec).with_context(|| format!("the load of {load_pct} %"))?);
+    }
+    if args.json {
+        let all = json!({
+            "scheduler": scheduler(), "cpus": cpus, "seed": args.seed, "wake": wakes, "load": loads,
+        });
+        out::print(&format!("{all:#}\n"))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut text = format!("scheduler: {}; {cpus} CPUs\n", scheduler());
+    let quantiles = |q: &Quantiles| [q.p50_us, q.p99_us, q.p99_9_us].map(number);
+    if !wakes.is_empty() {
+        let mut table = Table::new(["wake-up by", "p50 us", "p99 us", "p99.9 us", "hand-offs/s"]);
+        for r in &wakes {
+            let mut row = vec![r.mechanism.name().to_owned()];
+            row.extend(quantiles(&r.latency));
+            row.push(grouped(r.hand_offs_per_s as u64));
+            table.row(row);
+        }
+        text += &table.render(false);
+    }
+    if !loads.is_empty() {
+        let mut table = Table::new([
+            "load %",
+            "wake p50 us",
+            "p99 us",
+            "p99.9 us",
+            "request p50 us",
+            "p99 us",
+            "p99.9 us",
+            "requests/s",
+            "hand-offs/s",
+            "dropped",
+        ]);
+        for r in &loads {
+            let mut row = vec![r.load_pct.to_string()];
+            row.extend(quantiles(&r.wake));
+            row.extend(quantiles(&r.request));
+            row.push(grouped(r.requests_per_s as u64));
+            row.push(grouped(r.hand_offs_per_s as u64));
+            row.push(r.dropped.to_string());
+            table.row(row);
+        }
+        let _ = write!(
+            text,
+            "\nworkers woken by {}, {message_threads} message threads, {} us of work, seed {}\n{}",
+            args.load_mechanism.name(),
+            args.work_us,
+            args.seed,
+            table.render(false)
+        );
+    }
+    out::print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -89,6 +89,54 @@ fn step(c: &mut Criterion) {
     group.finish();
 }
 
+/// 500 passes of 32 decodes, ahead of a prompt of 3,000 cached blocks that lacks one: it must not be
+/// looked up block by block in every pass. Per element: one output token, as in `engine_step/32`.
+fn stuck_head(c: &mut Criterion) {
+    let stuck = || {
+        let (mut out, mut now) = (PassOutput::default(), SimTime(0));
+        let mut engine = engine(3_000 + 32 * 63, 16);
+        let mut pass = |engine: &mut Engine| {
+            now = engine.begin_pass(now).expect("not idle");
+            engine.finish_pass(&mut out);
+        };
+        let long = |id| {
+            let blocks = (0..3_000)
+                .map(|j| BlockHash::default().child_of_id(1_000, j))
+                .collect();
+            let tail = Tail::Tokens([1].into());
+            EngineRequest {
+                prompt: Prompt::from_parts(48_001, 16, blocks, tail).expect("shapes agree"),
+                ..request(id, 1, 16, 1, false)
+            }
+        };
+        engine.add(SimTime(0), long(100)).expect("fits");
+        (0..6).for_each(|_| pass(&mut engine));
+        for id in 0..32 {
+            engine
+                .add(SimTime(0), request(id, 1_000, 16, 1_600, false))
+                .expect("fits");
+        }
+        (0..6).for_each(|_| pass(&mut engine));
+        engine.add(SimTime(0), long(101)).expect("fits");
+        assert_eq!((engine.stats().running, engine.stats().waiting), (32, 1));
+        engine
+    };
+    let mut group = c.benchmark_group("engine_step");
+    group.throughput(Throughput::Elements(500 * 32));
+    group.bench_function("32_before_a_stuck_head", |b| {
+        let mut out = PassOutput::default();
+        let run = |engine: &mut Engine| {
+            for now in 0..500 {
+                engine.begin_pass(SimTime(now)).expect("not idle");
+                engine.finish_pass(&mut out);
+            }
+            assert_eq!(engine.stats().waiting, 1);
+        };
+        b.iter_batched_ref(stuck, run, criterion::BatchSize::LargeInput);
+    });
+    group.finish();
+}
+
 /// A whole request as the simulator sends it: 12,000 tokens in blocks of 64, half of them cached
 /// with another request, 340 tokens out, beside 31 others. Pass by pass, and jumping.
 fn request_life(c: &mut Criterion) {
@@ -203,5 +251,5 @@ fn pool(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, step, request_life, pool);
+criterion_group!(benches, step, stuck_head, request_life, pool);
 criterion_main!(benches);

@@ -206,6 +206,9 @@ struct Pair {
     maker: Maker,
     /// Blocks held, as the deltas tell.
     held: BTreeSet<BlockHash>,
+    /// The same, as heard by a consumer that now and then takes a snapshot, be it in mid-pass, and
+    /// is told again what is in it.
+    late: BTreeSet<BlockHash>,
     published: u64,
     /// Accepted and neither finished nor aborted.
     open: BTreeSet<u64>,
@@ -227,6 +230,7 @@ impl Pair {
             out: PassOutput::default(),
             maker: Maker::new(config.block_size, output),
             held: BTreeSet::new(),
+            late: BTreeSet::new(),
             published: 0,
             open: BTreeSet::new(),
         };
@@ -294,6 +298,7 @@ impl Pair {
         if let Some(n) = abort {
             self.abort(n)?;
             self.check_state()?;
+            self.late = self.snapshot();
         }
         self.engine.finish_pass(&mut self.out);
         let expected = self.plain.finish();
@@ -338,6 +343,11 @@ impl Pair {
     fn apply(&mut self, delta: &KvDelta) -> std::result::Result<(), TestCaseError> {
         for op in &delta.ops {
             match *op {
+                KvOp::Stored { hash, .. } => _ = self.late.insert(hash),
+                KvOp::Removed { hash } => _ = self.late.remove(&hash),
+                KvOp::Cleared => self.late.clear(),
+            }
+            match *op {
                 KvOp::Stored { hash, .. } => prop_assert!(self.held.insert(hash), "stored twice"),
                 KvOp::Removed { hash } => prop_assert!(self.held.remove(&hash), "not held"),
                 KvOp::Cleared => self.held.clear(),
@@ -364,10 +374,20 @@ impl Pair {
 
     fn check_snapshot(&mut self) -> std::result::Result<(), TestCaseError> {
         let mut delta = KvDelta::default();
-        self.engine.take_kv(&mut delta);
+        if self.engine.take_kv(&mut delta) {
+            self.published += 1;
+        }
         self.apply(&delta)?;
-        self.engine.kv_snapshot(&mut delta);
-        let snapshot: BTreeSet<BlockHash> = delta
+        prop_assert_eq!(&self.snapshot(), &self.held);
+        prop_assert_eq!(&self.late, &self.held);
+        Ok(())
+    }
+
+    fn snapshot(&self) -> BTreeSet<BlockHash> {
+        let mut snapshot = KvDelta::default();
+        self.engine.kv_snapshot(&mut snapshot);
+        assert_eq!(snapshot.sequence, self.published);
+        let held: BTreeSet<BlockHash> = snapshot
             .ops
             .iter()
             .filter_map(|op| match *op {
@@ -375,9 +395,9 @@ impl Pair {
                 _ => None,
             })
             .collect();
-        prop_assert_eq!(snapshot.len() + 1, delta.ops.len());
-        prop_assert_eq!(&snapshot, &self.held);
-        Ok(())
+        assert_eq!(snapshot.ops[0], KvOp::Cleared);
+        assert_eq!(held.len() + 1, snapshot.ops.len(), "each block once");
+        held
     }
 }
 

@@ -652,9 +652,14 @@ fn a_snapshot_is_what_the_deltas_add_up_to() {
     assert_eq!(fresh, held);
     assert_eq!(rig.engine.stats().cached_blocks as usize, held.len());
 
-    // A reset is told as well, even if no pass comes.
+    // The next delta has the number that the snapshot names, and goes on from there.
     rig.add_len(9, 9, 6);
     rig.step();
+    assert_eq!(rig.out.kv.sequence, snapshot.sequence);
+    apply(&mut fresh, &rig.out.kv);
+    assert_eq!(rig.engine.stats().cached_blocks as usize, fresh.len());
+
+    // A reset is told as well, even if no pass comes.
     assert!(!rig.engine.reset_prefix_cache(), "blocks are held");
     rig.engine.abort(RequestId(9));
     assert!(rig.engine.reset_prefix_cache());

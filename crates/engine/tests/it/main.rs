@@ -1,6 +1,7 @@
 //! The engine from outside: answers worked out by hand, and runs against a plain model.
 
 mod against_plain;
+mod allocations;
 mod jumps;
 mod known_answers;
 mod plain;

@@ -149,8 +149,8 @@ pub struct Doc {
 impl Doc {
     /// A document larger than this is refused: it is not a configuration.
     const BYTES_MAX: usize = 4 << 20;
-    /// Parts that a dotted key may have. Deeper nesting is refused before it is parsed, since trees
-    /// are dropped recursively.
+    /// Parts of a key in a flag or variable. Trees are walked and dropped recursively; for
+    /// documents, the parser refuses deep nesting.
     const DEPTH_MAX: usize = 64;
 
     /// Parses `text`, the content of the file `name`. Bytes that are not UTF-8 and broken syntax
@@ -183,14 +183,6 @@ impl Doc {
             // Valid up to there, so the lossy text has the same offsets so far.
             let at = lines.place(error.valid_up_to());
             doc.broken(at, "not UTF-8", Some("save the file as UTF-8".into()));
-        }
-        if let Some(offset) = too_deep(&lossy, Self::DEPTH_MAX) {
-            let message = format!(
-                "more than {} dots or brackets in a row of keys",
-                Self::DEPTH_MAX
-            );
-            doc.broken(lines.place(offset), &message, None);
-            return doc;
         }
         let (table, errors) = DeTable::parse_recoverable(&lossy);
         for error in errors {
@@ -266,14 +258,9 @@ impl Doc {
             );
             return;
         }
-        let text = || Kind::String(value.to_owned());
-        let mut kind = if too_deep(value, Self::DEPTH_MAX).is_some() {
-            text()
-        } else {
-            match DeValue::parse(value) {
-                Ok(parsed) => convert(parsed.get_ref(), path, &|_| origin.clone()),
-                Err(_) => text(),
-            }
+        let mut kind = match DeValue::parse(value) {
+            Ok(parsed) => convert(parsed.get_ref(), path, &|_| origin.clone()),
+            Err(_) => Kind::String(value.to_owned()),
         };
         // Wrap it from the inside out, then lay the whole over the document.
         for depth in (0..parts.len()).rev() {
@@ -299,9 +286,11 @@ impl Doc {
     /// # Errors
     /// All mistakes together, if there is any.
     pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Mistakes> {
+        let mut broken_lines = self.broken_lines;
+        broken_lines.sort_unstable();
         let cx = Context {
             file: self.name,
-            broken_lines: self.broken_lines,
+            broken_lines,
             mistakes: RefCell::new(self.mistakes),
             known: RefCell::default(),
             unknown: RefCell::default(),
@@ -323,26 +312,6 @@ impl Doc {
         }
         self.note(at, shown(message), hint);
     }
-}
-
-/// Offset of the first place where keys, arrays or inline tables might nest more than `depth`
-/// deep. Errs on the side of refusing, by counting dots of a line and open brackets, also in
-/// comments and strings; real documents come nowhere near.
-fn too_deep(text: &str, depth: usize) -> Option<usize> {
-    let (mut dots, mut open) = (0usize, 0usize);
-    for (offset, byte) in text.bytes().enumerate() {
-        match byte {
-            b'\n' => dots = 0,
-            b'.' => dots += 1,
-            b'[' | b'{' => open += 1,
-            b']' | b'}' => open = open.saturating_sub(1),
-            _ => {}
-        }
-        if dots > depth || open > depth {
-            return Some(offset);
-        }
-    }
-    None
 }
 
 fn convert_table(

@@ -1,11 +1,12 @@
 //! What was effective and where it came from.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use super::node::Origin;
 
 /// A step of a path.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Step {
     /// Key of a table.
     Key(String),
@@ -48,19 +49,20 @@ pub struct Setting {
 pub struct Settings {
     /// Paths of tables, in the order in which they were met.
     groups: Vec<Vec<Step>>,
+    /// Index into `groups`.
+    group_of: HashMap<Vec<Step>, usize>,
     settings: Vec<Setting>,
 }
 
 impl Settings {
     /// The table at `path`, met now if not before.
     pub(super) fn group(&mut self, path: &[Step]) -> usize {
-        self.groups
-            .iter()
-            .position(|g| g == path)
-            .unwrap_or_else(|| {
-                self.groups.push(path.to_vec());
-                self.groups.len() - 1
-            })
+        if let Some(index) = self.group_of.get(path) {
+            return *index;
+        }
+        self.groups.push(path.to_vec());
+        self.group_of.insert(path.to_vec(), self.groups.len() - 1);
+        self.groups.len() - 1
     }
 
     pub(super) fn record(&mut self, table: &[Step], key: &str, value: Option<String>, at: Origin) {
@@ -91,15 +93,19 @@ impl Settings {
     pub fn to_toml(&self) -> String {
         const COMMENT_COLUMN: usize = 44;
         let mut out = String::new();
-        for (group, path) in self.groups.iter().enumerate() {
-            // A table that holds only tables needs no header of its own.
+        let mut members: Vec<Vec<&Setting>> = vec![Vec::new(); self.groups.len()];
+        for setting in &self.settings {
+            members[setting.group].push(setting);
+        }
+        let mut order: Vec<usize> = (0..self.groups.len()).collect();
+        // Keys of no table must come before the first header; the rest keeps its order.
+        order.sort_by_key(|group| !self.groups[*group].is_empty());
+        for group in order {
+            let path = &self.groups[group];
             let is_item = matches!(path.last(), Some(Step::Index(_)));
-            let mut members = self.settings.iter().filter(|s| s.group == group).peekable();
-            let is_parent = self
-                .groups
-                .iter()
-                .any(|g| g.len() > path.len() && g.starts_with(path));
-            if members.peek().is_none() && (is_parent || path.is_empty()) && !is_item {
+            // A table that holds only tables needs no header of its own.
+            let is_parent = |g: &Vec<Step>| g.len() > path.len() && g.starts_with(path);
+            if members[group].is_empty() && !is_item && self.groups.iter().any(is_parent) {
                 continue;
             }
             if !path.is_empty() {
@@ -122,7 +128,7 @@ impl Settings {
                 out.push_str(&header);
                 out.push('\n');
             }
-            for setting in members {
+            for setting in &members[group] {
                 let line = match &setting.value {
                     Some(value) => format!("{} = {value}", key_to_toml(&setting.key)),
                     None => format!("# {} is not set", key_to_toml(&setting.key)),

@@ -16,6 +16,7 @@ use super::settings::{Settings, Step, dotted, string_to_toml};
 /// What all tables of one reading share.
 pub(super) struct Context {
     pub(super) file: Arc<str>,
+    /// Rising.
     pub(super) broken_lines: Vec<u32>,
     pub(super) mistakes: RefCell<Vec<Mistake>>,
     /// Paths that were read, with the length of their table's part.
@@ -36,7 +37,7 @@ pub(super) struct Unknown {
 impl Context {
     fn note(&self, at: Origin, message: String, hint: Option<String>) {
         if let Origin::File { line, .. } = at
-            && self.broken_lines.contains(&line)
+            && self.broken_lines.binary_search(&line).is_ok()
         {
             return; // the syntax error on that line is the mistake
         }
@@ -47,8 +48,14 @@ impl Context {
 
     pub(super) fn close(self) -> Result<Settings, Mistakes> {
         let known = self.known.borrow();
-        for unknown in self.unknown.borrow().iter() {
-            let hint = hint_for(unknown, &known);
+        for (index, unknown) in self.unknown.borrow().iter().enumerate() {
+            // A hint looks at all known keys; a file with more strangers is none of ours.
+            const HINTS_MAX: usize = 200;
+            let hint = if index < HINTS_MAX {
+                hint_for(unknown, &known)
+            } else {
+                None
+            };
             self.note(
                 unknown.at.clone(),
                 format!("unknown key `{}`", shown(&unknown.path)),
@@ -353,7 +360,7 @@ impl<'a> Table<'a> {
         self.at_path(node, Step::Key(key.to_owned()))
     }
 
-    /// Reads every table under `key` (`[pool.NAME]`), in the document's order.
+    /// Reads every table under `key` (`[pool.NAME]`), in the document's order; at most 1,024 of them.
     pub fn tables<R>(&self, key: &str, mut read: impl FnMut(&str, &Table<'_>) -> R) -> Vec<R> {
         let Some(node) = self.node(key).filter(|node| self.is_table(node)) else {
             return Vec::new();
@@ -362,8 +369,10 @@ impl<'a> Table<'a> {
         let Kind::Table(entries) = &node.kind else {
             return Vec::new();
         };
+        let max = self.at_most(1 << 10, entries.len(), node);
         entries
             .iter()
+            .take(max)
             .filter(|(_, node)| self.is_table(node))
             .map(|(name, node)| {
                 let table = parent.at_path(Some(node), Step::Key(name.clone()));
@@ -375,7 +384,7 @@ impl<'a> Table<'a> {
             .collect()
     }
 
-    /// Reads every table of the array under `key` (`[[event]]`).
+    /// Reads every table of the array under `key` (`[[event]]`); at most 65,536 of them.
     pub fn array<R>(&self, key: &str, mut read: impl FnMut(usize, &Table<'_>) -> R) -> Vec<R> {
         let Some(node) = self.node(key) else {
             return Vec::new();
@@ -392,8 +401,10 @@ impl<'a> Table<'a> {
             self.cx.note(node.key_at.clone(), message, None);
             return Vec::new();
         };
+        let max = self.at_most(1 << 16, items.len(), node);
         items
             .iter()
+            .take(max)
             .enumerate()
             .filter(|(_, node)| self.is_table(node))
             .map(|(index, node)| {
@@ -404,6 +415,18 @@ impl<'a> Table<'a> {
                 result
             })
             .collect()
+    }
+
+    /// `max`, and a mistake if `node` holds more.
+    fn at_most(&self, max: usize, count: usize, node: &Node) -> usize {
+        if count > max {
+            let message = format!(
+                "`{}` has {count} entries, but must have at most {max}",
+                shown(&node.path)
+            );
+            self.cx.note(node.key_at.clone(), message, None);
+        }
+        max
     }
 
     fn is_table(&self, node: &Node) -> bool {
@@ -902,11 +925,16 @@ mod tests {
     #[test]
     fn deep_nesting_is_refused_before_it_can_hurt() {
         for unit in ["a.", "[", "{a="] {
-            let error = read(Doc::parse(
-                "f.toml",
-                format!("x = {}", unit.repeat(100_000)).as_bytes(),
-            ));
-            assert!(error.unwrap_err().to_string().contains("more than 64"));
+            let text = format!(
+                "x = {}\n{}a = 1\n",
+                unit.repeat(100_000),
+                unit.repeat(100_000)
+            );
+            let mistakes = read(Doc::parse("f.toml", text.as_bytes())).unwrap_err();
+            assert!(
+                mistakes.to_string().len() < 100_000,
+                "most are counted, not shown"
+            );
         }
         let mut doc = Doc::empty();
         doc.set(&format!("{}=1", vec!["a"; 100_000].join(".")));
@@ -922,6 +950,50 @@ mod tests {
         assert_eq!(plant, again, "{printed}");
         assert!(printed.contains("# f.toml:4"), "{printed}");
         assert!(printed.contains("# lamp is not set"), "{printed}");
+    }
+
+    #[test]
+    fn a_flood_of_keys_is_refused() {
+        let lines = |line: fn(u32) -> String| (0..5000).map(line).collect::<Vec<_>>().concat();
+        let parts = lines(|i| format!("[part.p{i}]\n"));
+        let strangers = lines(|i| format!("k{i} = 1\n"));
+        let shown = mistakes_of(&format!("{strangers}[plant]\nname = \"a\"\n{parts}"));
+        assert!(shown.contains("and 4951 more mistakes"), "{shown}");
+        let shown = mistakes_of(&format!("[plant]\nname = \"a\"\n{parts}"));
+        assert!(
+            shown.contains("`part` has 5000 entries, but must have at most 1024"),
+            "{shown}"
+        );
+    }
+
+    #[test]
+    fn dots_in_values_are_only_dots() {
+        let many = vec!["0.5"; 1000].join(", ");
+        let text = format!(
+            "[plant]\nname = \"{}\"\n[later]\nx = [{many}]\n",
+            ".".repeat(1000)
+        );
+        let mistakes = mistakes_of(&text);
+        assert!(
+            mistakes.starts_with("error: f.toml:3:2: `later`"),
+            "{mistakes}"
+        );
+        assert_eq!(mistakes.matches("error: ").count(), 1);
+    }
+
+    #[test]
+    fn keys_of_no_table_are_printed_first() {
+        let read = |doc: Doc| {
+            doc.read(|root| {
+                (
+                    root.table("t", |t| t.get("a").or(1u32)),
+                    root.get("b").or(2u32),
+                )
+            })
+        };
+        let (value, settings) = read(Doc::parse("f.toml", b"b = 5\n[t]\na = 3\n")).unwrap();
+        let again = read(Doc::parse("f.toml", settings.to_toml().as_bytes())).unwrap();
+        assert_eq!((value, value), ((3, 5), again.0));
     }
 
     proptest! {

@@ -35,11 +35,12 @@ pub struct Engine {
     block_size: u32,
     max_num_seqs: u32,
     max_num_batched_tokens: u32,
+    /// As configured; `max_len` is what can be held of it.
+    max_model_len: u32,
     max_len: u32,
     caching: bool,
     chunked: bool,
     policy: SchedulingPolicy,
-    limits: Limits,
     timing: Box<dyn StepTime>,
     output: OutputModel,
     lists_tokens: bool,
@@ -72,12 +73,6 @@ pub struct Engine {
     hits: Vec<BlockId>,
     block_tokens: Vec<TokenId>,
     phases: jump::Phases,
-}
-
-/// As configured, for refusals.
-#[derive(Clone, Copy)]
-struct Limits {
-    max_model_len: u32,
 }
 
 /// A sequence, apart from what a decode pass looks at.
@@ -195,11 +190,15 @@ impl Engine {
                 return Err(EngineError::Zero { key });
             }
         }
-        if config.num_gpu_blocks > BLOCKS_MAX {
-            return Err(EngineError::TooManyBlocks {
-                blocks: config.num_gpu_blocks,
-                max: BLOCKS_MAX,
-            });
+        // So that no count of tokens or blocks leaves its type.
+        for (key, value, max) in [
+            ("block_size", config.block_size, 1 << 16),
+            ("num_gpu_blocks", config.num_gpu_blocks, BLOCKS_MAX),
+            ("max_model_len", config.max_model_len, 1 << 31),
+        ] {
+            if value > max {
+                return Err(EngineError::TooLarge { key, value, max });
+            }
         }
         output.check()?;
 
@@ -216,13 +215,11 @@ impl Engine {
             block_size: config.block_size,
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
+            max_model_len: config.max_model_len,
             max_len,
             caching: config.enable_prefix_caching,
             chunked: config.enable_chunked_prefill,
             policy: config.scheduling_policy,
-            limits: Limits {
-                max_model_len: config.max_model_len,
-            },
             timing,
             output,
             lists_tokens: true,
@@ -250,7 +247,8 @@ impl Engine {
         })
     }
 
-    /// Takes `request` into the waiting queue; the next pass may admit it.
+    /// Takes `request` into the waiting queue; the next pass may admit it. The queue has no bound of
+    /// its own: whoever adds bounds what is in the engine.
     ///
     /// # Errors
     /// [`Refusal`] if it can never run; the engine is unchanged then.
@@ -302,10 +300,10 @@ impl Engine {
             return Err(Refusal::NoTokens);
         }
         let prompt_tokens = prompt.len();
-        if prompt_tokens >= self.limits.max_model_len {
+        if prompt_tokens >= self.max_model_len {
             return Err(Refusal::ModelLen {
                 prompt_tokens,
-                max_model_len: self.limits.max_model_len,
+                max_model_len: self.max_model_len,
             });
         }
         let needed_blocks = prompt_tokens / self.block_size + 1;
@@ -840,6 +838,8 @@ impl Engine {
     pub fn reset_prefix_cache(&mut self) -> bool {
         let done = self.pool.reset();
         if done {
+            // Whatever was not told yet is undone by this.
+            self.ops.clear();
             self.ops.push(KvOp::Cleared);
         }
         done

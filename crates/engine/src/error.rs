@@ -11,11 +11,13 @@ pub enum EngineError {
         /// Which one.
         key: &'static str,
     },
-    /// More blocks than the pool can number.
-    #[error("`engine.num_gpu_blocks` is {blocks}; at most {max} are possible")]
-    TooManyBlocks {
+    /// A size beyond what the engine counts with.
+    #[error("`engine.{key}` is {value}; at most {max} is possible")]
+    TooLarge {
+        /// Which one.
+        key: &'static str,
         /// As configured.
-        blocks: u32,
+        value: u32,
         /// What is possible.
         max: u32,
     },

@@ -1,8 +1,10 @@
 //! Small runs whose every step was worked out by hand from vLLM's rules.
 
 use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
-use slipstream_base::{BlockHash, FinishReason, KvDelta, KvOp, Prompt, RequestId, SimTime, Tail};
-use slipstream_engine::{FirstToken, Refusal, Usage, output_token};
+use slipstream_base::{
+    BlockHash, FinishReason, KvDelta, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
+};
+use slipstream_engine::{Engine, FirstToken, OutputModel, Refusal, Usage, output_token};
 
 use crate::rig::{EOS, ROOT, Rig, STEP_NS, output_model, request, small, tokens_of};
 
@@ -617,6 +619,56 @@ fn what_can_never_run_is_refused_with_the_numbers() {
         "the prompt has 12 tokens, and with at least one output token it exceeds \
          max_num_batched_tokens = 12 while chunked prefill is off; enable_chunked_prefill or \
          raise the budget",
+    );
+}
+
+#[test]
+fn configurations_that_make_no_engine_are_refused() {
+    let check = |config: EngineConfig, output, expected: &str| {
+        let timing = Box::new(slipstream_engine::timing::Constant { step_ns: 1 });
+        let made = Engine::new(RankId::default(), &config, timing, output);
+        assert_eq!(made.err().expect("no engine").to_string(), expected);
+    };
+    let config = small(10);
+    check(
+        EngineConfig {
+            max_num_seqs: 0,
+            ..config.clone()
+        },
+        output_model(1),
+        "`engine.max_num_seqs` is 0; set it to 1 or more",
+    );
+    check(
+        EngineConfig {
+            num_gpu_blocks: u32::MAX,
+            ..config.clone()
+        },
+        output_model(1),
+        "`engine.num_gpu_blocks` is 4294967295; at most 67108864 is possible",
+    );
+    check(
+        EngineConfig {
+            block_size: 1 << 20,
+            ..config.clone()
+        },
+        output_model(1),
+        "`engine.block_size` is 1048576; at most 65536 is possible",
+    );
+    check(
+        config.clone(),
+        OutputModel {
+            vocab: [].into(),
+            ..output_model(1)
+        },
+        "the output vocabulary is empty; give the engine at least one token to answer with",
+    );
+    check(
+        config,
+        OutputModel {
+            eos: 1_003,
+            ..output_model(1)
+        },
+        "the output vocabulary contains the end-of-sequence token 1003; leave it out",
     );
 }
 

@@ -146,7 +146,7 @@ impl Plain {
         }
         self.copies.clear();
         self.content.fill(None);
-        self.ops.push(KvOp::Cleared);
+        self.ops = vec![KvOp::Cleared];
         true
     }
 

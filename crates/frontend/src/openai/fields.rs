@@ -244,3 +244,66 @@ fn is_empty(value: &Json<'_>) -> bool {
 fn is_text_only(value: &Json<'_>) -> bool {
     matches!(value, Json::Array(kinds) if kinds.iter().all(|kind| is_text(kind, "text")))
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::openai::{ApiError, openapi_json, parse_chat, parse_completion};
+
+    fn error_of(kind: Kind, name: &str, value: &Value) -> ApiError {
+        let mut body = match kind {
+            Kind::Chat => json!({"messages": [{"role": "user", "content": "x"}]}),
+            Kind::Completion => json!({"prompt": "x"}),
+        };
+        body[name] = value.clone();
+        let body = body.to_string();
+        let parsed = match kind {
+            Kind::Chat => parse_chat(body.as_bytes()),
+            Kind::Completion => parse_completion(body.as_bytes()),
+        };
+        parsed.expect_err(&body)
+    }
+
+    fn kinds(field: &Field) -> &'static [(Kind, &'static str)] {
+        const CHAT: (Kind, &str) = (Kind::Chat, "ChatRequest");
+        const COMPLETION: (Kind, &str) = (Kind::Completion, "CompletionRequest");
+        match field.at {
+            Where::Chat => &[CHAT],
+            Where::Completion => &[COMPLETION],
+            Where::Both => &[CHAT, COMPLETION],
+        }
+    }
+
+    #[test]
+    fn parser_openapi_and_docs_agree() {
+        let api: Value = serde_json::from_slice(openapi_json()).unwrap();
+        let docs = include_str!("../../../../docs/openai-api.md");
+        for field in FIELDS {
+            let name = field.name;
+            assert!(docs.contains(&format!("`{name}`")), "docs lack `{name}`");
+            for &(kind, schema) in kinds(field) {
+                let listed = &api["components"]["schemas"][schema]["properties"][name];
+                match field.rule {
+                    Rule::Used => {
+                        assert!(listed.is_object(), "{schema} lacks `{name}`");
+                        // No field takes both an object and a number: one is a wrong type.
+                        let wrong = match name {
+                            "stream_options" | "chat_template_kwargs" => json!(1),
+                            _ => json!({"a": 1}),
+                        };
+                        let error = error_of(kind, name, &wrong);
+                        assert_eq!(error.param.as_deref(), Some(name));
+                    }
+                    Rule::Refused { .. } => {
+                        assert!(listed.is_null(), "{schema} lists `{name}`");
+                        let error = error_of(kind, name, &json!([{"x": 1}]));
+                        assert_eq!(error.param.as_deref(), Some(name));
+                        assert_eq!(error.code, Some("unsupported_parameter"));
+                    }
+                }
+            }
+        }
+    }
+}

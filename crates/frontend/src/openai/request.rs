@@ -641,20 +641,17 @@ fn prompts<'a>(path: &str, value: Json<'a>) -> Result<Vec<PromptInput<'a>>, ApiE
     let prompts = match value {
         Json::Text(text) => vec![PromptInput::Text(text)],
         Json::Tokens(tokens) => vec![PromptInput::Tokens(tokens)],
+        // Numbers, one of which is no token id.
+        Json::Array(elements) if elements.first().is_some_and(Json::is_number) => {
+            vec![PromptInput::Tokens(tokens(path, Json::Array(elements))?)]
+        }
         Json::Array(elements) => elements
             .into_iter()
             .enumerate()
             .map(|(at, element)| match element {
                 Json::Text(text) => Ok(PromptInput::Text(text)),
-                Json::Tokens(tokens) => Ok(PromptInput::Tokens(tokens)),
-                Json::Array(inner) => Ok(PromptInput::Tokens(tokens(
-                    &format!("{path}.{at}"),
-                    Json::Array(inner),
-                )?)),
-                number @ (Json::Unsigned(_) | Json::Negative(_) | Json::Real(_)) => {
-                    // An array of numbers, one of which is no token id.
-                    whole(&format!("{path}.{at}"), &number, 0, u32::MAX)?;
-                    Err(wrong_type(path, WANTED, &Json::Array(Vec::new())))
+                ids @ (Json::Tokens(_) | Json::Array(_)) => {
+                    Ok(PromptInput::Tokens(tokens(&format!("{path}.{at}"), ids)?))
                 }
                 other => Err(wrong_type(
                     &format!("{path}.{at}"),

@@ -36,6 +36,10 @@ impl<'a> Json<'a> {
         }
     }
 
+    pub(super) fn is_number(&self) -> bool {
+        matches!(self, Json::Unsigned(_) | Json::Negative(_) | Json::Real(_))
+    }
+
     /// The value with its small arrays spelled out.
     pub(super) fn into_elements(self) -> Result<Vec<Json<'a>>, Json<'a>> {
         match self {

@@ -1,3 +1,5 @@
 //! The frontend's modules as its users see them.
 
+mod answers;
 mod huggingface;
+mod requests;

@@ -1,0 +1,625 @@
+//! Requests as clients send them: what is understood, and what is answered when it is not.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use slipstream_frontend::openai::{
+    ApiError, ApiRequest, Input, Kind, LogprobsWish, PromptInput, TokenizeInput, parse_chat,
+    parse_completion, parse_detokenize, parse_tokenize,
+};
+
+fn parse(kind: Kind, body: &str) -> Result<ApiRequest<'_>, ApiError> {
+    match kind {
+        Kind::Chat => parse_chat(body.as_bytes()),
+        Kind::Completion => parse_completion(body.as_bytes()),
+    }
+}
+
+/// The smallest request to `kind`, with `fields` in it.
+#[allow(clippy::needless_pass_by_value)] // reads as `json!` at every call
+fn body(kind: Kind, fields: Value) -> String {
+    let mut body = match kind {
+        Kind::Chat => json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]}),
+        Kind::Completion => json!({"model": "m", "prompt": "hi"}),
+    };
+    for (name, value) in fields.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body.to_string()
+}
+
+/// `fields` in a request to `kind` are refused with 400, naming `param`, and saying `part`.
+fn check_refused(kind: Kind, fields: Value, param: &str, part: &str) {
+    let body = body(kind, fields);
+    let error = parse(kind, &body).expect_err(&body);
+    assert_eq!(error.status, 400, "{body}");
+    assert_eq!(error.param.as_deref(), Some(param), "{body}: {error:?}");
+    assert!(
+        error.message.contains(part),
+        "{body}: {error:?} should say {part:?}"
+    );
+}
+
+use Kind::{Chat, Completion};
+
+#[test]
+fn everything_that_is_modelled_is_understood() {
+    let body = body(
+        Chat,
+        json!({
+            "messages": [
+                {"role": "system", "content": "be\nbrief", "name": "ops"},
+                {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+                {"role": "assistant", "content": null},
+            ],
+            "stream": true, "stream_options": {"include_usage": true}, "n": 3,
+            "max_tokens": 7, "max_completion_tokens": 9, "min_tokens": 2, "ignore_eos": true,
+            "stop": ["a", "b"], "stop_token_ids": [5, 6], "include_stop_str_in_output": true,
+            "seed": -1, "logprobs": true, "top_logprobs": 4, "priority": -3, "user": "u",
+            "request_id": "r", "cache_salt": "s", "add_generation_prompt": false,
+            "chat_template_kwargs": {"thinking": false},
+            "temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.5, "presence_penalty": -2,
+            "frequency_penalty": 2.0, "repetition_penalty": 1.1, "best_of": 3,
+            "somebody_elses_field": {"deep": [1, {"er": null}]},
+        }),
+    );
+    let request = parse(Chat, &body).unwrap();
+    assert_eq!(request.model.as_deref(), Some("m"));
+    let Input::Chat {
+        messages,
+        add_generation_prompt,
+        template_kwargs,
+    } = &request.input
+    else {
+        panic!("{request:?}")
+    };
+    let said: Vec<_> = messages.iter().map(|m| (&*m.role, &*m.content)).collect();
+    assert_eq!(
+        said,
+        [
+            ("system", "be\nbrief"),
+            ("user", "one\ntwo"),
+            ("assistant", "")
+        ]
+    );
+    assert_eq!(messages[0].name.as_deref(), Some("ops"));
+    assert!(!add_generation_prompt);
+    assert_eq!(template_kwargs, &[("thinking".to_owned(), json!(false))]);
+    let params = &request.params;
+    assert!(params.stream && params.include_usage && params.ignore_eos);
+    assert_eq!(
+        (params.n, params.max_tokens, params.min_tokens),
+        (3, Some(9), 2)
+    );
+    assert_eq!(params.stop, ["a", "b"]);
+    assert_eq!(params.stop_token_ids, [5, 6]);
+    assert!(params.include_stop_str_in_output && !params.add_special_tokens);
+    assert_eq!((params.seed, params.priority), (Some(u64::MAX), -3));
+    assert_eq!(params.logprobs, Some(LogprobsWish { top: 4 }));
+    assert_eq!(params.user.as_deref(), Some("u"));
+    assert_eq!(params.request_id.as_deref(), Some("r"));
+    assert_eq!(params.cache_salt.as_deref(), Some("s"));
+}
+
+#[test]
+fn prompts_come_as_text_as_tokens_and_in_batches() {
+    let prompts = |prompt: Value| {
+        let body = body(Completion, json!({"prompt": prompt}));
+        let Input::Prompts(prompts) = parse(Completion, &body).unwrap().input else {
+            panic!("not prompts")
+        };
+        prompts
+            .into_iter()
+            .map(|prompt| match prompt {
+                PromptInput::Text(text) => json!(text),
+                PromptInput::Tokens(tokens) => json!(tokens),
+            })
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(prompts(json!("a\tb")), [json!("a\tb")]);
+    assert_eq!(prompts(json!(["a", "b"])), [json!("a"), json!("b")]);
+    assert_eq!(
+        prompts(json!([1, 2, 4_294_967_295_u32])),
+        [json!([1, 2, 4_294_967_295_u32])]
+    );
+    assert_eq!(prompts(json!([[1, 2], [3]])), [json!([1, 2]), json!([3])]);
+    assert_eq!(prompts(json!(["a", [3]])), [json!("a"), json!([3])]);
+}
+
+#[test]
+fn defaults_are_those_of_openai_and_vllm() {
+    let body = body(Completion, json!({}));
+    let params = parse(Completion, &body).unwrap().params;
+    assert_eq!(
+        (params.n, params.max_tokens, params.min_tokens),
+        (1, Some(16), 0)
+    );
+    assert!(!params.stream && !params.ignore_eos && params.add_special_tokens);
+    let body = self::body(
+        Chat,
+        json!({"max_tokens": null, "tools": null, "seed": null}),
+    );
+    let params = parse(Chat, &body).unwrap().params;
+    assert_eq!((params.max_tokens, params.seed), (None, None));
+    assert_eq!(params.logprobs, None);
+}
+
+#[test]
+fn wrong_values_are_refused_with_the_field_and_the_remedy() {
+    for kind in [Chat, Completion] {
+        for (fields, param, part) in [
+            (
+                json!({"model": 3}),
+                "model",
+                "must be a string, not a number",
+            ),
+            (
+                json!({"stream": "yes"}),
+                "stream",
+                "must be true or false, not a string",
+            ),
+            (json!({"n": 0}), "n", "is 0; it must be from 1 to 128"),
+            (json!({"n": 129}), "n", "from 1 to 128"),
+            (json!({"n": 1.5}), "n", "is 1.5; it must be a whole number"),
+            (
+                json!({"max_tokens": 0}),
+                "max_tokens",
+                "is 0; it must be from 1",
+            ),
+            (json!({"max_tokens": -5}), "max_tokens", "is -5"),
+            (
+                json!({"max_tokens": 10_000_000_000_u64}),
+                "max_tokens",
+                "is 10000000000",
+            ),
+            (
+                json!({"max_tokens": "10"}),
+                "max_tokens",
+                "must be a whole number, not a string",
+            ),
+            (
+                json!({"max_tokens": 4, "min_tokens": 5}),
+                "min_tokens",
+                "`max_tokens` allows",
+            ),
+            (json!({"min_tokens": -1}), "min_tokens", "is -1"),
+            (json!({"temperature": -0.1}), "temperature", "0 or more"),
+            (
+                json!({"temperature": "hot"}),
+                "temperature",
+                "must be a number, not a string",
+            ),
+            (json!({"top_p": 0}), "top_p", "above 0 and up to 1"),
+            (json!({"top_p": 1.01}), "top_p", "above 0 and up to 1"),
+            (json!({"top_k": -2}), "top_k", "from -1"),
+            (json!({"min_p": 2}), "min_p", "from 0 to 1"),
+            (
+                json!({"presence_penalty": 2.5}),
+                "presence_penalty",
+                "from -2 to 2",
+            ),
+            (
+                json!({"frequency_penalty": -2.5}),
+                "frequency_penalty",
+                "from -2 to 2",
+            ),
+            (
+                json!({"repetition_penalty": 0}),
+                "repetition_penalty",
+                "above 0",
+            ),
+            (json!({"stop": ""}), "stop", "empty string"),
+            (
+                json!({"stop": ["a", 1]}),
+                "stop.1",
+                "must be a string, not a number",
+            ),
+            (
+                json!({"stop": {"a": 1}}),
+                "stop",
+                "a string or an array of strings, not an object",
+            ),
+            (json!({"stop": vec!["x"; 65]}), "stop", "at most 64"),
+            (json!({"stop": "x".repeat(1025)}), "stop", "at most 1024"),
+            (
+                json!({"stop_token_ids": [1, -1]}),
+                "stop_token_ids.1",
+                "is -1",
+            ),
+            (
+                json!({"stop_token_ids": "x"}),
+                "stop_token_ids",
+                "an array of token ids",
+            ),
+            (json!({"seed": 1.5}), "seed", "a whole number of 64 bits"),
+            (
+                json!({"stream_options": {"include_usage": true}}),
+                "stream_options",
+                "needs `stream: true`",
+            ),
+            (
+                json!({"stream": true, "stream_options": true}),
+                "stream_options",
+                "must be an object",
+            ),
+            (
+                json!({"stream": true, "stream_options": {"include_usage": 1}}),
+                "stream_options.include_usage",
+                "true or false",
+            ),
+            (
+                json!({"stream": true, "stream_options": {"continuous_usage_stats": true}}),
+                "stream_options.continuous_usage_stats",
+                "not supported",
+            ),
+            (
+                json!({"priority": 3_000_000_000_u32}),
+                "priority",
+                "from -2147483648 to 2147483647",
+            ),
+            (json!({"user": ""}), "user", "1 to 512"),
+            (
+                json!({"cache_salt": "x".repeat(513)}),
+                "cache_salt",
+                "513 bytes",
+            ),
+            (json!({"best_of": 2}), "best_of", "`n` is 1"),
+        ] {
+            check_refused(kind, fields, param, part);
+        }
+    }
+    for (fields, param, part) in [
+        (json!({"messages": null}), "messages", "is missing"),
+        (json!({"messages": []}), "messages", "is empty"),
+        (
+            json!({"messages": "hi"}),
+            "messages",
+            "an array of messages, not a string",
+        ),
+        (
+            json!({"messages": [5]}),
+            "messages.0",
+            "must be an object, not a number",
+        ),
+        (
+            json!({"messages": [{"content": "x"}]}),
+            "messages.0.role",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "", "content": "x"}]}),
+            "messages.0.role",
+            "is empty",
+        ),
+        (
+            json!({"messages": [{"role": 1, "content": "x"}]}),
+            "messages.0.role",
+            "must be a string",
+        ),
+        (
+            json!({"messages": [{"role": "user"}]}),
+            "messages.0.content",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": 7}]}),
+            "messages.0.content",
+            "not a number",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
+            "messages.0.content.0.type",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+            "messages.0.content.0.text",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [
+                {"type": "text", "text": "see"},
+                {"type": "image_url", "image_url": {"url": "data:"}},
+            ]}]}),
+            "messages.0.content.1",
+            "`image_url`; only `text` parts",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+            "messages.1.tool_calls",
+            "only text is modelled",
+        ),
+        (json!({"logprobs": 2}), "logprobs", "true or false"),
+        (
+            json!({"top_logprobs": 2}),
+            "top_logprobs",
+            "needs `logprobs: true`",
+        ),
+        (
+            json!({"logprobs": true, "top_logprobs": 21}),
+            "top_logprobs",
+            "from 0 to 20",
+        ),
+        (json!({"echo": true}), "echo", "not supported in a chat"),
+        (
+            json!({"chat_template_kwargs": 1}),
+            "chat_template_kwargs",
+            "must be an object",
+        ),
+        (
+            json!({"max_completion_tokens": 0}),
+            "max_completion_tokens",
+            "from 1",
+        ),
+    ] {
+        check_refused(Chat, fields, param, part);
+    }
+    for (fields, param, part) in [
+        (json!({"prompt": null}), "prompt", "is missing"),
+        (json!({"prompt": ""}), "prompt", "at least one token"),
+        (json!({"prompt": []}), "prompt", "is empty"),
+        (
+            json!({"prompt": ["a", ""]}),
+            "prompt.1",
+            "at least one token",
+        ),
+        (
+            json!({"prompt": [[1], []]}),
+            "prompt.1",
+            "at least one token",
+        ),
+        (json!({"prompt": {"a": 1}}), "prompt", "not an object"),
+        (json!({"prompt": [1, -1]}), "prompt.1", "is -1"),
+        (json!({"prompt": [1, 0.5]}), "prompt.1", "whole number"),
+        (
+            json!({"prompt": [1, "a"]}),
+            "prompt.1",
+            "must be a whole number, not a string",
+        ),
+        (
+            json!({"prompt": [[1, "a"]]}),
+            "prompt.0.1",
+            "must be a whole number, not a string",
+        ),
+        (json!({"prompt": [true]}), "prompt.0", "not a boolean"),
+        (
+            json!({"prompt": vec!["a"; 20], "n": 100}),
+            "prompt",
+            "make 2000 choices",
+        ),
+        (
+            json!({"logprobs": true}),
+            "logprobs",
+            "a whole number, not a boolean",
+        ),
+        (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
+        (
+            json!({"echo": true, "logprobs": 1}),
+            "echo",
+            "with `logprobs`",
+        ),
+        (json!({"suffix": "end"}), "suffix", "not supported"),
+    ] {
+        check_refused(Completion, fields, param, part);
+    }
+}
+
+#[test]
+fn what_is_not_modelled_is_refused_unless_it_asks_for_nothing() {
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    for (asks, idle) in [
+        (json!({"tools": [tool]}), json!({"tools": []})),
+        (
+            json!({"tool_choice": "auto"}),
+            json!({"tool_choice": "none"}),
+        ),
+        (json!({"functions": [{}]}), json!({"functions": []})),
+        (
+            json!({"response_format": {"type": "json_object"}}),
+            json!({"response_format": {"type": "text"}}),
+        ),
+        (json!({"logit_bias": {"5": 1}}), json!({"logit_bias": {}})),
+        (
+            json!({"modalities": ["text", "audio"]}),
+            json!({"modalities": ["text"]}),
+        ),
+        (json!({"guided_json": {}}), json!({"guided_json": null})),
+        (
+            json!({"use_beam_search": true}),
+            json!({"use_beam_search": false}),
+        ),
+        (
+            json!({"continue_final_message": true}),
+            json!({"continue_final_message": false}),
+        ),
+    ] {
+        let param = asks.as_object().unwrap().keys().next().unwrap().clone();
+        let text = body(Chat, asks);
+        let error = parse(Chat, &text).unwrap_err();
+        assert_eq!(error.code, Some("unsupported_parameter"), "{text}");
+        assert_eq!(error.param, Some(param), "{text}");
+        let text = body(Chat, idle);
+        assert!(parse(Chat, &text).is_ok(), "{text}");
+    }
+}
+
+#[test]
+fn a_broken_body_is_told_where_it_breaks() {
+    for (body, part) in [
+        (
+            &b"{\"messages\": [{\"role\": \"user\",\n \"content\": }]}"[..],
+            "line 2 column 13",
+        ),
+        (b"{\"messages\"", "EOF"),
+        (b"", "EOF"),
+        (b"[]", "expected a JSON object"),
+        (b"{} {}", "trailing characters at line 1 column 4"),
+        (
+            b"{\"messages\": [{\"role\": \"user\", \"content\": \"\xff\"}]}",
+            "byte 43 cannot stand there",
+        ),
+        (b"{\"seed\": 1e999}", "number out of range"),
+        (b"{\"user\": \"\\ud800\"}", "not valid JSON"),
+    ] {
+        let error = parse_chat(body).unwrap_err();
+        assert_eq!(
+            (error.status, error.param.as_deref()),
+            (400, None),
+            "{error:?}"
+        );
+        assert!(
+            error.message.contains(part),
+            "{:?} should say {part:?}",
+            error.message
+        );
+    }
+    let deep = format!("{{\"messages\": {}", "[".repeat(100_000));
+    assert!(
+        parse_chat(deep.as_bytes())
+            .unwrap_err()
+            .message
+            .contains("recursion limit")
+    );
+    // Values cost more memory than their text: many of them are refused.
+    let many = format!("{{\"messages\": [{}[]]}}", "[],".repeat(300_000));
+    assert!(
+        parse_chat(many.as_bytes())
+            .unwrap_err()
+            .message
+            .contains("more than 262144 values")
+    );
+    // Token ids cost no more than their text.
+    let ids = format!("{{\"prompt\": [{}1]}}", "1,".repeat(300_000));
+    assert!(parse_completion(ids.as_bytes()).is_ok());
+}
+
+#[test]
+fn a_field_sent_twice_counts_as_its_last_value() {
+    let body =
+        r#"{"messages": [], "messages": [{"role": "user", "content": "x"}], "n": 2, "n": 3}"#;
+    // The first `messages` is wrong all the same: it was read.
+    assert_eq!(
+        parse(Chat, body).unwrap_err().param.as_deref(),
+        Some("messages")
+    );
+    let body = r#"{"prompt": "a", "prompt": "b", "n": 2, "n": 3}"#;
+    let request = parse(Completion, body).unwrap();
+    assert_eq!(request.params.n, 3);
+    assert_eq!(
+        request.input,
+        Input::Prompts(vec![PromptInput::Text("b".into())])
+    );
+}
+
+#[test]
+fn tokenize_takes_a_prompt_or_a_chat() {
+    let parsed =
+        parse_tokenize(br#"{"model": "m", "prompt": "x", "return_token_strs": true}"#).unwrap();
+    assert_eq!(parsed.input, TokenizeInput::Prompt("x".into()));
+    assert!(parsed.add_special_tokens && parsed.return_token_strs);
+    let parsed = parse_tokenize(
+        br#"{"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": false}"#,
+    )
+    .unwrap();
+    assert!(!parsed.add_special_tokens);
+    assert!(matches!(
+        parsed.input,
+        TokenizeInput::Chat {
+            add_generation_prompt: false,
+            ..
+        }
+    ));
+    for (body, param) in [
+        ("{}", "prompt"),
+        (r#"{"prompt": 1}"#, "prompt"),
+        (
+            r#"{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}"#,
+            "messages",
+        ),
+        (
+            r#"{"prompt": "x", "add_special_tokens": 1}"#,
+            "add_special_tokens",
+        ),
+    ] {
+        assert_eq!(
+            parse_tokenize(body.as_bytes())
+                .unwrap_err()
+                .param
+                .as_deref(),
+            Some(param)
+        );
+    }
+    assert_eq!(
+        parse_detokenize(br#"{"tokens": [3, 4]}"#).unwrap().tokens,
+        [3, 4]
+    );
+    let none = parse_detokenize(br#"{"tokens": []}"#).unwrap();
+    assert!(none.tokens.is_empty());
+    for (body, param) in [("{}", "tokens"), (r#"{"tokens": [1, -2]}"#, "tokens.1")] {
+        assert_eq!(
+            parse_detokenize(body.as_bytes())
+                .unwrap_err()
+                .param
+                .as_deref(),
+            Some(param)
+        );
+    }
+}
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,8}".prop_map(Value::from),
+        prop::sample::select(vec!["text", "user", "none"]).prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 24, 4, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::btree_map(
+                prop::sample::select(vec!["role", "content", "type", "text", "x"]),
+                inner,
+                0..4
+            )
+            .prop_map(|map| {
+                Value::Object(map.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
+            }),
+        ]
+    })
+}
+
+proptest! {
+    /// Whatever stands in a field, the answer is a request or a 400 that has a reason.
+    #[test]
+    fn no_value_of_a_field_is_too_odd(
+        name in prop::sample::select(vec![
+            "messages", "prompt", "stop", "stop_token_ids", "stream_options", "n", "logprobs", "seed",
+            "max_tokens", "tools", "response_format", "logit_bias", "chat_template_kwargs", "priority",
+        ]),
+        value in any_json(),
+    ) {
+        for kind in [Chat, Completion] {
+            let body = body(kind, json!({name: value.clone()}));
+            if let Err(error) = parse(kind, &body) {
+                prop_assert_eq!(error.status, 400);
+                prop_assert!(!error.message.is_empty());
+                let param = error.param.unwrap_or_default();
+                prop_assert!(param.starts_with(name), "{} for {}", param, body);
+            }
+        }
+    }
+
+    #[test]
+    fn no_bytes_are_too_odd(
+        start in prop::sample::select(vec!["", "{", "{\"messages\":", "{\"prompt\":[", "{\"prompt\":\""]),
+        rest in prop::collection::vec(any::<u8>(), 0..64),
+    ) {
+        let bytes = [start.as_bytes(), &rest].concat();
+        for result in [parse_chat(&bytes), parse_completion(&bytes)] {
+            if let Err(error) = result {
+                prop_assert_eq!(error.status, 400);
+            }
+        }
+    }
+}

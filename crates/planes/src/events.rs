@@ -1,5 +1,8 @@
 //! The event plane: forward-pass metrics and KV deltas on their way from engine threads.
 
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use slipstream_base::{ForwardPassMetrics, KvDelta};
 
 /// Where an engine thread publishes. One a thread, so that it needs no lock of its own.
@@ -20,6 +23,62 @@ pub trait EventSink: Send {
 
     /// The thread is about to sleep, or has been busy for a while: what was gathered should leave.
     fn flush(&mut self) {}
+}
+
+/// A queue of forward-pass metrics inside this process: engine threads put in, one reader takes out.
+///
+/// A reader that falls behind loses the oldest records, which are counted, and which it also sees
+/// as a gap in a rank's `counter`. The lock is held for one copy of a record and is uncontended but
+/// when the reader looks; threads that share a queue share it, so give each its own if that shows.
+#[derive(Clone, Debug)]
+pub struct FpmQueue {
+    shared: Arc<Mutex<FpmRecords>>,
+    records_max: usize,
+}
+
+#[derive(Debug, Default)]
+struct FpmRecords {
+    records: VecDeque<ForwardPassMetrics>,
+    dropped: u64,
+}
+
+impl FpmQueue {
+    /// A queue that holds `records_max` records, at least one. One takes some 150 bytes.
+    pub fn new(records_max: usize) -> FpmQueue {
+        FpmQueue {
+            shared: Arc::default(),
+            records_max: records_max.max(1),
+        }
+    }
+
+    /// Moves what is there to the end of `out`.
+    pub fn take(&self, out: &mut Vec<ForwardPassMetrics>) {
+        out.extend(self.lock().records.drain(..));
+    }
+
+    /// Records dropped so far.
+    pub fn dropped(&self) -> u64 {
+        self.lock().dropped
+    }
+
+    fn lock(&self) -> MutexGuard<'_, FpmRecords> {
+        // Nothing panics while the lock is held, and records are whole at any moment.
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl EventSink for FpmQueue {
+    fn on_kv(&mut self, _delta: &KvDelta) {}
+    fn on_kv_snapshot(&mut self, _snapshot: &KvDelta) {}
+
+    fn on_fpm(&mut self, metrics: &ForwardPassMetrics) {
+        let mut shared = self.lock();
+        if shared.records.len() == self.records_max {
+            shared.records.pop_front();
+            shared.dropped += 1;
+        }
+        shared.records.push_back(metrics.clone());
+    }
 }
 
 /// Publishes nothing.
@@ -52,5 +111,29 @@ impl<A: EventSink, B: EventSink> EventSink for (A, B) {
     fn flush(&mut self) {
         self.0.flush();
         self.1.flush();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_queue_drops_the_oldest_and_counts() {
+        let queue = FpmQueue::new(3);
+        let mut sinks = (queue.clone(), NoEvents);
+        for counter in 0..5 {
+            sinks.on_fpm(&ForwardPassMetrics {
+                counter,
+                ..ForwardPassMetrics::default()
+            });
+        }
+        let mut taken = Vec::new();
+        queue.take(&mut taken);
+        let counters: Vec<u64> = taken.iter().map(|fpm| fpm.counter).collect();
+        assert_eq!(counters, [2, 3, 4]);
+        assert_eq!(queue.dropped(), 2);
+        queue.take(&mut taken);
+        assert_eq!(taken.len(), 3, "what was taken is gone");
     }
 }

@@ -157,36 +157,110 @@ impl Rig {
     }
 }
 
+struct Case {
+    name: &'static str,
+    workers: u32,
+    count: u64,
+    concurrency: usize,
+    isl: u32,
+    osl: u32,
+    fast_path: bool,
+}
+
+const C256: Case = Case {
+    name: "c256_1024_1024",
+    workers: 1,
+    count: 256,
+    concurrency: 256,
+    isl: 1024,
+    osl: 1024,
+    fast_path: true,
+};
+
+const C1: Case = Case {
+    name: "c1_128_32",
+    workers: 1,
+    count: 200,
+    concurrency: 1,
+    isl: 128,
+    osl: 32,
+    fast_path: true,
+};
+
+const CASES: [Case; 6] = [
+    C256,
+    Case {
+        name: "c256_1024_1024_no_fast_path",
+        fast_path: false,
+        ..C256
+    },
+    Case {
+        name: "c256_128_1",
+        count: 4096,
+        isl: 128,
+        osl: 1,
+        ..C256
+    },
+    Case {
+        name: "c256_256_32_8_workers",
+        workers: 8,
+        count: 2048,
+        isl: 256,
+        osl: 32,
+        ..C256
+    },
+    C1,
+    Case {
+        name: "c1_128_32_no_fast_path",
+        fast_path: false,
+        ..C1
+    },
+];
+
 fn live(c: &mut Criterion) {
     let mut group = c.benchmark_group("engine_thread");
     group
         .sample_size(10)
         .measurement_time(Duration::from_secs(5));
-    let cases: [(&str, u32, usize, u64, usize, u32, u32, bool); 6] = [
-        ("c256_1024_1024", 1, 1, 256, 256, 1024, 1024, true),
-        (
-            "c256_1024_1024_no_fast_path",
-            1,
-            1,
-            256,
-            256,
-            1024,
-            1024,
-            false,
-        ),
-        ("c256_128_1", 1, 1, 4096, 256, 128, 1, true),
-        ("c256_256_32_8_workers", 8, 1, 2048, 256, 256, 32, true),
-        ("c1_128_32", 1, 1, 200, 1, 128, 32, true),
-        ("c1_128_32_no_fast_path", 1, 1, 200, 1, 128, 32, false),
-    ];
-    for (name, workers, threads, count, concurrency, isl, osl, fast_path) in cases {
-        let rig = rig(workers, threads, fast_path);
-        group.throughput(Throughput::Elements(count * u64::from(osl)));
-        group.bench_function(name, |b| b.iter(|| rig.run(count, concurrency, isl, osl)));
+    for case in &CASES {
+        let rig = rig(case.workers, 1, case.fast_path);
+        group.throughput(Throughput::Elements(case.count * u64::from(case.osl)));
+        group.bench_function(case.name, |b| {
+            b.iter(|| rig.run(case.count, case.concurrency, case.isl, case.osl));
+        });
         rig.set.shutdown().unwrap();
     }
     group.finish();
 }
 
-criterion_group!(benches, live);
+/// How late a thread is that waits for 200 µs: with the slack of a new thread (50 µs), and with
+/// the 1 ns that engine threads ask for.
+fn oversleep(c: &mut Criterion) {
+    use slipstream_planes::bell::ThreadBell;
+    use slipstream_planes::clock::monotonic_ns;
+
+    let mut group = c.benchmark_group("oversleep");
+    for (name, slack_ns) in [("slack_50us", 50_000), ("slack_1ns", 1)] {
+        group.bench_function(name, |b| {
+            #[cfg(target_os = "linux")]
+            rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(slack_ns)).unwrap();
+            let bell = ThreadBell::default();
+            b.iter_custom(|iterations| {
+                let mut late_ns = 0;
+                for _ in 0..iterations.min(2_000) {
+                    let deadline = monotonic_ns() + 200_000;
+                    bell.prepare();
+                    bell.wait(Some(deadline));
+                    late_ns += monotonic_ns().saturating_sub(deadline);
+                }
+                // Scaled up, as sleeping a million times would take minutes.
+                let scale = iterations as f64 / iterations.min(2_000) as f64;
+                Duration::from_nanos((late_ns as f64 * scale) as u64)
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, live, oversleep);
 criterion_main!(benches);

@@ -28,5 +28,5 @@ pub mod stats;
 mod thread;
 pub mod timeline;
 
-pub use set::{JoinError, LiveTiming, StartError, WorkerSet, WorkerSpec, engine_threads};
+pub use set::{JoinError, LiveTiming, Resyncs, StartError, WorkerSet, WorkerSpec, engine_threads};
 pub use stats::{RankStats, ThreadStats};

@@ -124,15 +124,39 @@ pub struct WorkerSet {
 }
 
 struct RunningThread {
-    bell: Arc<ThreadBell>,
-    control: Arc<Control>,
+    attention: Attention,
     stats: Arc<ThreadStats>,
     join: Option<JoinHandle<()>>,
 }
 
-impl RunningThread {
+/// Asks ranks for snapshots of their caches; see [`WorkerSet::resyncs`].
+#[derive(Clone, Debug)]
+pub struct Resyncs {
+    ranks: Vec<Arc<RankStats>>,
+    threads: Vec<Attention>,
+}
+
+impl Resyncs {
+    /// Asks `rank` to publish every block that it holds. False if there is no such rank.
+    pub fn resync(&self, rank: RankId) -> bool {
+        let Some(stats) = self.ranks.iter().find(|stats| stats.rank == rank) else {
+            return false;
+        };
+        stats.resync.store(true, Ordering::Release);
+        self.threads[thread_of(rank.worker, self.threads.len())].raise();
+        true
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Attention {
+    bell: Arc<ThreadBell>,
+    control: Arc<Control>,
+}
+
+impl Attention {
     /// Makes the thread look at its flags.
-    fn attend(&self) {
+    fn raise(&self) {
         self.control.attention.store(true, Ordering::Release);
         self.bell.ring();
     }
@@ -185,24 +209,26 @@ impl WorkerSet {
             ranks,
         };
         for (index, ((port, sink), seeds)) in ports.into_iter().zip(sinks).zip(seeds).enumerate() {
-            let bell = Arc::clone(port.bell());
-            let stats = Arc::new(ThreadStats::default());
             let control = Arc::new(Control::default());
+            let attention = Attention {
+                bell: Arc::clone(port.bell()),
+                control: Arc::clone(&control),
+            };
+            let stats = Arc::new(ThreadStats::default());
             let thread = EngineThread::new(
                 port,
                 sink,
                 seeds,
                 timing,
                 Arc::clone(&stats),
-                Arc::clone(&control),
+                control,
                 Arc::clone(&on_ready),
             );
             let join = std::thread::Builder::new()
                 .name(format!("engine-{index}"))
                 .spawn(move || thread.run())?;
             set.threads.push(RunningThread {
-                bell,
-                control,
+                attention,
                 stats,
                 join: Some(join),
             });
@@ -222,12 +248,16 @@ impl WorkerSet {
 
     /// Asks `rank` to publish every block that it holds. False if there is no such rank.
     pub fn resync(&self, rank: RankId) -> bool {
-        let Some(stats) = self.ranks.iter().find(|stats| stats.rank == rank) else {
-            return false;
-        };
-        stats.resync.store(true, Ordering::Release);
-        self.threads[thread_of(rank.worker, self.threads.len())].attend();
-        true
+        self.resyncs().resync(rank)
+    }
+
+    /// A handle that asks for snapshots and owns no thread, so that a sink may keep it: one that
+    /// kept the set itself could end up joining the thread that it runs on.
+    pub fn resyncs(&self) -> Resyncs {
+        Resyncs {
+            ranks: self.ranks.clone(),
+            threads: self.threads.iter().map(|t| t.attention.clone()).collect(),
+        }
     }
 
     /// Stops all engines: streams under way end as aborted, waiting requests are refused, what was
@@ -242,12 +272,19 @@ impl WorkerSet {
 
     fn stop_and_join(&mut self) -> Result<(), JoinError> {
         for thread in &self.threads {
-            thread.control.stop.store(true, Ordering::Release);
-            thread.attend();
+            thread.attention.control.stop.store(true, Ordering::Release);
+            thread.attention.raise();
         }
         let mut result = Ok(());
         for (index, thread) in self.threads.iter_mut().enumerate() {
-            let Some(Err(panic)) = thread.join.take().map(JoinHandle::join) else {
+            let Some(join) = thread.join.take() else {
+                continue;
+            };
+            if join.thread().id() == std::thread::current().id() {
+                // Dropped by a sink or by `on_ready`: that thread ends once it returns to its loop.
+                continue;
+            }
+            let Err(panic) = join.join() else {
                 continue;
             };
             let message = panic

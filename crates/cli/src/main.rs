@@ -37,6 +37,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    log_to_stderr();
     let result = match cli.command {
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
@@ -55,4 +56,15 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Logs what libraries trace: warnings, or what `RUST_LOG` asks for.
+fn log_to_stderr() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
 }

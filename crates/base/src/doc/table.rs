@@ -272,9 +272,9 @@ impl<'a> Table<'a> {
     pub fn path(&self, key: &str) -> Field<'_, PathBuf> {
         let folder = Path::new(&*self.cx.file).parent().unwrap_or(Path::new(""));
         let read = |node: &Node| {
-            let text = match (&node.raw, &node.kind) {
-                (Some(raw), _) => raw,
-                (None, Kind::String(text)) => text,
+            let text = match (&node.kind, &node.raw) {
+                (Kind::String(text), _) => text,
+                (_, Some(raw)) => raw, // a folder called 2026
                 _ => "",
             };
             if text.is_empty() {

@@ -2,17 +2,19 @@
 
 use std::path::PathBuf;
 
-use slipstream_base::cluster::{
-    Cluster, EngineConfig, PoolConfig, PoolRole, RouterPolicy, TimingConfig,
-};
+use anyhow::Context;
+use slipstream_base::cluster::{Cluster, file};
+use slipstream_base::doc::Doc;
 
-/// Cluster file and overrides.
+use crate::out;
+
+/// Cluster file and overrides. Flag over environment over file over default.
 #[derive(clap::Args)]
 pub(crate) struct ClusterArgs {
-    /// Cluster file (TOML); without one, the defaults
+    /// Cluster file (docs/cluster-file.md); without one, the defaults
     #[arg(value_name = "CLUSTER.TOML")]
     cluster: Option<PathBuf>,
-    /// Override a key of the cluster file; may be repeated
+    /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Print the effective configuration, with where each value came from, and exit
@@ -21,33 +23,29 @@ pub(crate) struct ClusterArgs {
 }
 
 impl ClusterArgs {
-    /// Resolves the cluster.
+    /// The cluster, with `sets` (made from a subcommand's own flags) laid over it last. `None` if
+    /// its configuration was printed instead.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
-        let mut cluster = Cluster {
-            pools: vec![PoolConfig {
-                name: "main".into(),
-                role: PoolRole::default(),
-                workers: 8,
-                engine: EngineConfig {
-                    timing: TimingConfig::Constant {
-                        step_ns: 10_000_000,
-                    },
-                    ..Default::default()
-                },
-            }],
-            ..Default::default()
-        };
-        for set in sets.iter().chain(&self.set) {
-            let (k, v) = set.split_once('=').unwrap_or_default();
-            match k {
-                "live.listen" => cluster.live.listen = v.trim_matches('"').into(),
-                "live.speedup" => cluster.live.speedup = v.parse()?,
-                "live.shards" => cluster.live.shards = v.parse()?,
-                "live.engine_threads" => cluster.live.engine_threads = v.parse()?,
-                "workers" => cluster.pools[0].workers = v.parse()?,
-                "rr" => cluster.router.policy = RouterPolicy::RoundRobin,
-                _ => anyhow::bail!("{k}"),
+        let mut doc = match &self.cluster {
+            None => Doc::empty(),
+            Some(path) => {
+                let text = std::fs::read(path)
+                    .with_context(|| format!("reading the cluster file {}", path.display()))?;
+                Doc::parse(&path.display().to_string(), &text)
             }
+        };
+        let vars = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        doc.env(file::ENV_PREFIX, vars);
+        for set in self.set.iter().chain(sets) {
+            doc.set(set);
+        }
+        // Paths in the file are relative to it, so that a folder of configuration can be moved.
+        let (cluster, settings) = file::read(doc, |path| std::fs::read(path))?;
+        if self.print_config {
+            out::print(&settings.to_toml())?;
+            return Ok(None);
         }
         Ok(Some(cluster))
     }

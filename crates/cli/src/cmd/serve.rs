@@ -101,11 +101,22 @@ impl Live {
             speedup: live.speedup,
             ..LiveTiming::default()
         };
+        let at_once = specs.iter().filter(|spec| spec.startup_s == 0.0).count();
+        let (ready, became_ready) = std::sync::mpsc::channel();
         let on_ready = {
             let fleet = fleet.clone();
-            move |worker: WorkerId| fleet.set_ready(worker, true)
+            move |worker: WorkerId| {
+                fleet.set_ready(worker, true);
+                let _ = ready.send(()); // nobody waits any more: fine
+            }
         };
         let set = WorkerSet::start(specs, &timing, plane.threads, sinks, on_ready)?;
+        // Who reads the address may send at once, and should not meet a 503.
+        for _ in 0..at_once {
+            became_ready
+                .recv_timeout(Duration::from_secs(10))
+                .context("a worker without start-up time did not become ready")?;
+        }
         let set = Arc::new(set);
         // Filled once, here.
         let _ = workers.set(Arc::downgrade(&set));
@@ -188,24 +199,14 @@ fn engine(
     config: &EngineConfig,
     text: &TextModel,
 ) -> anyhow::Result<Engine> {
-    let timing = timing(cluster, config);
+    let read = |path: &std::path::Path| std::fs::read(path);
+    let timing = slipstream_engine::timing::build(config, &cluster.model.shape, read)?;
     let output = OutputModel {
         vocab: text.output_vocab(),
         eos: text.eos(),
         lengths: config.output_len.clone(),
     };
     Ok(Engine::new(rank, config, timing, output)?)
-}
-
-fn timing(_c: &Cluster, config: &EngineConfig) -> Box<dyn slipstream_engine::timing::StepTime> {
-    match config.timing {
-        slipstream_base::cluster::TimingConfig::Constant { step_ns } => {
-            Box::new(slipstream_engine::timing::Constant { step_ns })
-        }
-        _ => Box::new(slipstream_engine::timing::Constant {
-            step_ns: 10_000_000,
-        }),
-    }
 }
 
 fn service(cluster: &Cluster, text: Arc<TextModel>, fleet: Arc<Fleet>) -> anyhow::Result<Service> {

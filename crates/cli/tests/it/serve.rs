@@ -1,0 +1,573 @@
+//! What clients meet at `slipstream serve`: good requests, bad ones, and bad manners.
+
+use serde_json::Value;
+
+use crate::server::{FAST, FROZEN, LONG, Server, run};
+
+fn events(body: &str) -> (Vec<Value>, Server) {
+    let server = Server::start(&[FAST]);
+    let answer = server.post("/v1/chat/completions", body);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let mut events = answer.events();
+    assert_eq!(events.pop().as_deref(), Some("[DONE]"));
+    let events = events
+        .iter()
+        .map(|e| serde_json::from_str(e).expect("JSON"))
+        .collect();
+    (events, server)
+}
+
+#[test]
+fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
+    let (events, server) = events(
+        r#"{"messages":[{"role":"user","content":"count to ten"}],"max_tokens":7,"ignore_eos":true,
+            "stream":true,"stream_options":{"include_usage":true}}"#,
+    );
+    let texts: Vec<&str> = events
+        .iter()
+        .filter_map(|e| e["choices"][0]["delta"]["content"].as_str())
+        .collect();
+    assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
+    assert_eq!(
+        texts.len(),
+        8,
+        "the role's event, and one a token: {texts:?}"
+    );
+    assert!(texts[1..].iter().all(|t| !t.is_empty()));
+    let reasons: Vec<_> = events
+        .iter()
+        .filter_map(|e| e["choices"][0]["finish_reason"].as_str())
+        .collect();
+    assert_eq!(reasons, ["length"]);
+    let usage = &events.last().unwrap()["usage"];
+    assert_eq!(usage["completion_tokens"], 7);
+
+    // The text re-tokenizes to the tokens counted.
+    let answer: String = texts.concat();
+    let body = serde_json::json!({"prompt": answer, "add_special_tokens": false}).to_string();
+    assert_eq!(server.post("/tokenize", &body).json()["count"], 7);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_answer_and_choices_differ() {
+    let server = Server::start(&[FAST]);
+    let ask = |seed: u32| {
+        let body = format!(r#"{{"prompt":"once","max_tokens":20,"n":2,"seed":{seed}}}"#);
+        let json = server.post("/v1/completions", &body).json();
+        let text = |i: usize| json["choices"][i]["text"].as_str().unwrap().to_owned();
+        (text(0), text(1))
+    };
+    let first = ask(5);
+    assert_eq!(first, ask(5));
+    assert_ne!(first, ask(6));
+    assert_ne!(first.0, first.1);
+}
+
+#[test]
+fn a_repeated_prompt_hits_the_cache_in_whole_blocks() {
+    let server = Server::start(&[FAST]);
+    let body = format!(r#"{{"prompt":"{}","max_tokens":1}}"#, "the ".repeat(100));
+    let first = server.post("/v1/completions", &body).json();
+    let second = server.post("/v1/completions", &body).json();
+    let cached = |json: &Value| json["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+    let len = first["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert_eq!(cached(&first), Some(0));
+    // All full blocks of 16; the last token is always computed.
+    assert_eq!(cached(&second), Some((len - 1) / 16 * 16));
+}
+
+#[test]
+fn a_batch_of_prompts_gets_its_choices_in_order() {
+    let server = Server::start(&[FAST]);
+    let body = r#"{"prompt":["a b c",[300,301,302]],"max_tokens":4,"n":2,"ignore_eos":true}"#;
+    let json = server.post("/v1/completions", body).json();
+    let indices: Vec<_> = json["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|c| c["index"].as_u64().unwrap())
+        .collect();
+    assert_eq!(indices, [0, 1, 2, 3]);
+    assert_eq!(json["usage"]["completion_tokens"], 16);
+}
+
+#[test]
+fn a_stop_string_ends_the_answer_and_frees_the_sequence() {
+    let server = Server::start(&[FAST]);
+    let ask = |stop: &str| {
+        let body = serde_json::json!({
+            "prompt": "go on", "max_tokens": 200, "seed": 1, "ignore_eos": true,
+            "stop": if stop.is_empty() { vec![] } else { vec![stop] },
+        });
+        server.post("/v1/completions", &body.to_string()).json()
+    };
+    let whole = ask("")["choices"][0]["text"].as_str().unwrap().to_owned();
+    // Any word from the middle will do; the first place where it occurs counts.
+    let word = whole.split(' ').nth(20).unwrap().to_owned();
+    let stopped = ask(&word);
+    let expected = &whole[..whole.find(&word).unwrap()];
+    assert_eq!(stopped["choices"][0]["text"], expected);
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    assert!(stopped["usage"]["completion_tokens"].as_u64().unwrap() <= 21);
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+    server.await_metric("slipstream_streams_open", |open| open == 0.0);
+}
+
+#[test]
+fn a_trace_is_given_to_who_asks() {
+    let server = Server::start(&[FAST]);
+    let body = br#"{"prompt":"a","max_tokens":2,"ignore_eos":true}"#;
+    let headers = ["x-slipstream-trace: 1", "x-request-id: mine"];
+    let answer = server
+        .connect()
+        .send("POST", "/v1/completions", &headers, body);
+    assert_eq!(answer.header("x-request-id"), Some("mine"));
+    assert_eq!(answer.json()["id"], "cmpl-mine");
+    let trace: Value =
+        serde_json::from_str(answer.header("x-slipstream-trace").expect("a trace")).unwrap();
+    let stages = trace["stages"].as_object().unwrap();
+    let order = [
+        "accept",
+        "parsed",
+        "tokenized",
+        "routed",
+        "dispatched",
+        "worker_recv",
+        "frame_recv",
+    ];
+    let times: Vec<u64> = order.iter().map(|s| stages[*s].as_u64().unwrap()).collect();
+    assert!(times.is_sorted(), "{trace}");
+    assert_eq!(
+        trace["scores"].as_array().map(Vec::len),
+        Some(2),
+        "one score a worker"
+    );
+    let untraced = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":2}"#);
+    assert_eq!(untraced.header("x-slipstream-trace"), None);
+}
+
+#[test]
+fn a_worker_can_be_named() {
+    let server = Server::start(&[FAST]);
+    let body = br#"{"prompt":"a","max_tokens":2,"ignore_eos":true}"#;
+    for worker in ["0", "1"] {
+        let header = format!("x-slipstream-worker: {worker}");
+        let headers = [header.as_str(), "x-slipstream-trace: 1"];
+        let answer = server
+            .connect()
+            .send("POST", "/v1/completions", &headers, body);
+        let trace: Value =
+            serde_json::from_str(answer.header("x-slipstream-trace").unwrap()).unwrap();
+        assert_eq!(trace["worker"].to_string(), worker);
+    }
+    for worker in ["2", "first"] {
+        let header = format!("x-slipstream-worker: {worker}");
+        let answer = server
+            .connect()
+            .send("POST", "/v1/completions", &[&header], body);
+        assert_eq!(answer.status, 400, "{}", answer.text());
+    }
+}
+
+/// Each bad request: status, and words that its message must hold.
+#[test]
+fn bad_requests_are_told_what_where_and_how_to_mend_it() {
+    let server = Server::start(&[FAST]);
+    let long = format!(r#"{{"prompt":"{}"}}"#, "the ".repeat(6000));
+    let cases: &[(&str, &str, u16, &[&str])] = &[
+        ("/v1/chat/completions", r#"{"messages":[}"#, 400, &["JSON"]),
+        (
+            "/v1/chat/completions",
+            r#"{"messages":[]}"#,
+            400,
+            &["messages"],
+        ),
+        (
+            "/v1/chat/completions",
+            r#"{"messages":"hi"}"#,
+            400,
+            &["messages"],
+        ),
+        (
+            "/v1/chat/completions",
+            r#"{"messages":[{"role":"user","content":7}]}"#,
+            400,
+            &["content"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":"a","max_tokens":-1}"#,
+            400,
+            &["max_tokens"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":"a","max_tokens":99999999999999999999}"#,
+            400,
+            &["max_tokens"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":"a","max_tokens":5000}"#,
+            400,
+            &["4096", "5001"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":"a","max_tokens":"ten"}"#,
+            400,
+            &["max_tokens"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":[4000000000]}"#,
+            400,
+            &["4000000000", "vocabulary"],
+        ),
+        (
+            "/v1/chat/completions",
+            r#"{"messages":[{"role":"user","content":"a"}],"tools":[{}]}"#,
+            400,
+            &["tools"],
+        ),
+        (
+            "/v1/completions",
+            r#"{"prompt":"a","model":"gpt-9"}"#,
+            404,
+            &["gpt-9", "test-model"],
+        ),
+        ("/v1/completions", &long, 400, &["4096"]),
+        ("/v1/complete", r#"{"prompt":"a"}"#, 404, &["/openapi.json"]),
+        ("/health", "{}", 405, &["GET"]),
+    ];
+    for (path, body, status, words) in cases {
+        let answer = server.post(path, body);
+        let shown = &body[..body.len().min(80)];
+        assert_eq!(answer.status, *status, "{path} {shown}: {}", answer.text());
+        for word in *words {
+            assert!(
+                answer.error().contains(word),
+                "{shown}: no {word:?} in {:?}",
+                answer.error()
+            );
+        }
+    }
+    let utf8 = server.send("POST", "/v1/completions", b"{\"prompt\":\"\xff\xfe\"}");
+    assert_eq!(utf8.status, 400, "{}", utf8.text());
+    assert!(utf8.error().contains("UTF-8"), "{}", utf8.error());
+    server.assert_alive();
+    let rejected = server.metric("slipstream_requests_rejected_total");
+    assert_eq!(rejected, cases.len() as f64 + 1.0);
+}
+
+#[test]
+fn fields_that_nobody_knows_are_ignored() {
+    let server = Server::start(&[FAST]);
+    let body = r#"{"prompt":"a","max_tokens":2,"ignore_eos":true,"some_future_field":{"x":[1]}}"#;
+    assert_eq!(server.post("/v1/completions", body).status, 200);
+}
+
+#[test]
+fn a_body_beyond_the_limit_is_refused_before_it_is_read() {
+    let server = Server::start(&[FAST, &["--set=live.body_bytes_max=2000"]]);
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], 1 << 40);
+    let answer = client.answer();
+    assert_eq!(answer.status, 413);
+    assert!(answer.error().contains("2000"), "{}", answer.error());
+    // Without a length too.
+    let mut client = server.connect();
+    client.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n\
+          Transfer-Encoding: chunked\r\n\r\n800\r\n",
+    );
+    client.write(&[b' '; 0x800]);
+    client.write(b"\r\n");
+    assert_eq!(client.answer().status, 413);
+    server.assert_alive();
+}
+
+#[test]
+fn other_media_types_are_refused() {
+    let server = Server::start(&[FAST]);
+    let mut client = server.connect();
+    client.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: text/plain\r\n\
+          Content-Length: 2\r\n\r\n{}",
+    );
+    let answer = client.answer();
+    assert_eq!(answer.status, 415);
+    assert!(answer.error().contains("application/json"));
+}
+
+#[test]
+fn heads_that_are_too_long_or_too_slow_end_their_connection_alone() {
+    let server = Server::start(&[FAST, &["--set=live.read_timeout_s=0.2"]]);
+    let mut long = server.connect();
+    let header = format!("x-filler: {}", "y".repeat(100_000));
+    long.write(format!("GET /health HTTP/1.1\r\n{header}\r\n\r\n").as_bytes());
+    let answer = long.head();
+    assert_eq!(answer.status, 431);
+    let mut slow = server.connect();
+    slow.write(b"GET /health HTTP/1.1\r\nHost: t\r\n");
+    assert!(slow.is_closed(), "the head never ended");
+    let mut slow = server.connect();
+    slow.write_head("POST", "/v1/completions", &[], 100);
+    slow.write(b"{\"prompt\":");
+    let answer = slow.answer();
+    assert_eq!(answer.status, 408, "{}", answer.text());
+    server.assert_alive();
+}
+
+#[test]
+fn a_client_that_goes_away_frees_its_blocks() {
+    let server = Server::start(&[FROZEN]);
+    let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    server.await_metric("vllm:num_requests_running", |running| running == 1.0);
+    drop(client);
+    // The pass under way takes an hour; the blocks come back without it.
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+    server.await_metric("vllm:kv_cache_usage_perc", |used| used == 0.0);
+    assert_eq!(server.metric("slipstream_client_disconnects_total"), 1.0);
+    // A whole answer is waited for in another way.
+    let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    // Not running: the pass under way began without it.
+    server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 1.0);
+    drop(client);
+    server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
+}
+
+#[test]
+fn a_half_closed_client_is_taken_to_be_gone() {
+    let server = Server::start(&[FROZEN]);
+    let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    server.await_metric("vllm:num_requests_running", |running| running == 1.0);
+    client.shutdown_write();
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+}
+
+#[test]
+fn a_client_that_does_not_read_is_paused_then_cut_and_others_go_on() {
+    let server = Server::start(&[FAST, LONG, &["--set=live.write_timeout_s=0.5"]]);
+    // 120,000 events of some 150 bytes fill any socket buffer.
+    let body = r#"{"prompt":"a","max_tokens":120000,"ignore_eos":true,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    server.await_metric("slipstream_streams_paused_total", |n| n >= 1.0);
+    server.assert_alive();
+    server.await_metric("slipstream_streams_cut_total", |n| n == 1.0);
+    server.await_metric("slipstream_streams_open", |open| open == 0.0);
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+    server.assert_alive();
+}
+
+#[test]
+fn a_full_stream_buffer_cuts_its_stream() {
+    let server = Server::start(&[FAST, LONG, &["--set=live.stream_buffer_bytes_max=65536"]]);
+    let body = r#"{"prompt":"a","max_tokens":120000,"ignore_eos":true,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    server.await_metric("slipstream_streams_cut_total", |n| n == 1.0);
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+    // Who reads after all finds the error and the end.
+    let answer = client.answer();
+    let events = answer.events();
+    let [.., error, done] = events.as_slice() else {
+        panic!("no events")
+    };
+    assert_eq!(done, "[DONE]");
+    assert!(error.contains("stream_buffer_bytes_max"), "{error}");
+}
+
+#[test]
+fn a_deadline_ends_what_takes_too_long() {
+    let server = Server::start(&[FROZEN, &["--set=live.request_timeout_s=0.2"]]);
+    let whole = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":9}"#);
+    assert_eq!(whole.status, 504, "{}", whole.text());
+    let stream = server.post(
+        "/v1/completions",
+        r#"{"prompt":"a","max_tokens":9,"stream":true}"#,
+    );
+    assert!(
+        stream.events()[0].contains("deadline_exceeded"),
+        "{}",
+        stream.text()
+    );
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+}
+
+#[test]
+fn streams_beyond_the_limit_are_asked_to_come_back() {
+    let server = Server::start(&[FROZEN, &["--set=live.streams_max=2"]]);
+    let body = r#"{"prompt":"a","max_tokens":9,"n":2,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    let refused = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":9}"#);
+    assert_eq!(refused.status, 503);
+    assert!(refused.header("retry-after").is_some());
+    drop(client);
+    server.await_metric("slipstream_streams_open", |open| open == 0.0);
+}
+
+#[test]
+fn busy_workers_answer_503_with_a_time_to_come_back() {
+    let server = Server::start(&[FROZEN, &["--set=router.busy_prefill_tokens=50"]]);
+    let body = format!(
+        r#"{{"prompt":"{}","max_tokens":2,"stream":true}}"#,
+        "the ".repeat(100)
+    );
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    let refused = server.post("/v1/completions", &body);
+    assert_eq!(refused.status, 503, "{}", refused.text());
+    assert!(
+        refused
+            .header("retry-after")
+            .unwrap()
+            .parse::<u32>()
+            .unwrap()
+            >= 1
+    );
+    assert_eq!(server.metric("slipstream_requests_rejected_total"), 1.0);
+}
+
+#[test]
+fn keys_are_asked_for_where_they_are_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = dir.path().join("keys");
+    std::fs::write(&keys, "first\nsecond\n").unwrap();
+    let set = format!("--set=live.api_keys_file={}", keys.display());
+    let server = Server::start(&[FAST, &[&set]]);
+    let refused = server.get("/v1/models");
+    assert_eq!(refused.status, 401);
+    assert!(refused.error().contains("Authorization"));
+    let headers = ["Authorization: Bearer second"];
+    assert_eq!(
+        server
+            .connect()
+            .send("GET", "/v1/models", &headers, b"")
+            .status,
+        200
+    );
+    assert_eq!(server.get("/health").status, 200, "probes have no keys");
+}
+
+#[test]
+fn one_connection_serves_many_requests() {
+    let server = Server::start(&[FAST]);
+    let mut client = server.connect();
+    for tokens in 1..=20 {
+        let body = format!(r#"{{"prompt":"a","max_tokens":{tokens},"ignore_eos":true}}"#);
+        let answer = client.send("POST", "/v1/completions", &[], body.as_bytes());
+        assert_eq!(answer.json()["usage"]["completion_tokens"], tokens);
+    }
+    assert_eq!(
+        server.metric("slipstream_connections_total"),
+        2.0,
+        "this one, and for the metric"
+    );
+}
+
+#[test]
+fn listings_say_what_is_served() {
+    let server = Server::start(&[FAST]);
+    assert_eq!(
+        server.get("/v1/models").json()["data"][0]["id"],
+        "test-model"
+    );
+    assert_eq!(
+        server.get("/v1/models/test-model").json()["max_model_len"],
+        4096
+    );
+    assert_eq!(server.get("/v1/models/other").status, 404);
+    for path in ["/health", "/live", "/ready", "/version"] {
+        assert_eq!(server.get(path).status, 200, "{path}");
+    }
+}
+
+#[test]
+fn a_port_that_is_taken_is_said_so() {
+    let server = Server::start(&[FAST]);
+    let listen = format!("--listen={}", server.address());
+    let (code, _, stderr) = run(&["serve", &listen]);
+    assert_eq!(code, Some(2));
+    assert!(stderr.contains(&server.address().to_string()), "{stderr}");
+    assert!(stderr.contains("--listen"), "what to do: {stderr}");
+    server.assert_alive();
+}
+
+#[test]
+fn a_cluster_file_with_five_mistakes_lists_all_five() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("cluster.toml");
+    let text = "[engine]\nblock_sise = 16\nmax_num_seqs = -1\n[router]\npolicy = \"kw\"\n\
+                [pool.main]\nworkers = 0\n[live]\nspeedup = \"fast\"\n";
+    std::fs::write(&file, text).unwrap();
+    let (code, _, stderr) = run(&["serve", file.to_str().unwrap()]);
+    assert_eq!(code, Some(2));
+    for line in [2, 3, 5, 7, 9] {
+        assert!(
+            stderr.contains(&format!("cluster.toml:{line}")),
+            "line {line} in:\n{stderr}"
+        );
+    }
+    assert!(stderr.contains("block_size"), "the nearest key: {stderr}");
+}
+
+#[test]
+fn print_config_tells_where_values_came_from() {
+    let (code, stdout, _) = run(&["serve", "--set=engine.max_num_seqs=7", "--print-config"]);
+    assert_eq!(code, Some(0));
+    let line = stdout
+        .lines()
+        .find(|l| l.starts_with("max_num_seqs"))
+        .expect("the key");
+    assert!(line.contains('7') && line.contains("--set"), "{line}");
+}
+
+#[test]
+fn terminating_lets_open_requests_finish() {
+    let server = Server::start(&[
+        &[
+            "--speedup=1",
+            "--set=pool.main.workers=1",
+            "--set=engine.timing.kind=constant",
+        ],
+        &[
+            "--set=engine.timing.step_ns=20000000",
+            "--set=engine.num_gpu_blocks=1024",
+        ],
+        &["--set=engine.max_model_len=4096"],
+    ]);
+    let body = r#"{"prompt":"a","max_tokens":30,"ignore_eos":true,"stream":true}"#;
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    assert!(client.chunk().is_some());
+    let status = server.terminate();
+    assert!(status.success(), "{status}");
+    let mut rest = String::new();
+    while let Some(chunk) = client.chunk() {
+        rest += std::str::from_utf8(&chunk).unwrap();
+    }
+    assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
+    assert!(!rest.contains("error"), "{rest}");
+}

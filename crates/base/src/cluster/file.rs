@@ -223,9 +223,12 @@ fn read_engine(
         t.mistake(
             "tensor_parallel_size",
             format!(
-                "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads and {} \
-                 key-value heads, which do not split evenly",
-                shape.name, shape.attention_heads, shape.kv_heads
+                "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads, {} \
+                 key-value heads and MLPs {} wide, which do not all split evenly",
+                shape.name,
+                shape.attention_heads,
+                shape.kv_heads,
+                shape.mlp_width(),
             ),
             format!("one of {}", fitting.join(", ")),
         );
@@ -731,8 +734,8 @@ mod tests {
         check_refused(
             "[engine]\ntensor_parallel_size = 3\n",
             &[
-                "`tensor_parallel_size` is 3, but qwen3-8b has 32 attention heads and 8 key-value heads, \
-               which do not split evenly\nhint: one of 1, 2, 4, 8, 16, 32",
+                "`tensor_parallel_size` is 3, but qwen3-8b has 32 attention heads, 8 key-value heads and MLPs \
+               12288 wide, which do not all split evenly\nhint: one of 1, 2, 4, 8, 16, 32",
             ],
         );
         check_refused(

@@ -127,8 +127,8 @@ pub const KEYS: &[Key] = &[
         "engine.tensor_parallel_size",
         "GPUs, 1 to 1,024",
         "1",
-        "GPUs that share one replica of the model. Must split its attention heads evenly, and its \
-         key-value heads evenly or repeat them evenly.",
+        "GPUs that share one replica of the model. Must split its attention heads and MLPs evenly, and \
+         its key-value heads evenly or repeat them evenly.",
         "Low: the weights do not fit. High: time goes into all-reduces.",
     ),
     key(

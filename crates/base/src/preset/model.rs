@@ -58,12 +58,15 @@ impl ModelShape {
         2 * u64::from(self.hidden_size) * heads * u64::from(self.head_dim)
     }
 
-    /// Weights of one gated MLP (gate, up, down): the dense one, or one expert.
+    /// Width of one gated MLP: the dense one, or one expert.
+    pub fn mlp_width(&self) -> u32 {
+        self.experts
+            .map_or(self.intermediate_size, |e| e.intermediate_size)
+    }
+
+    /// Weights of one gated MLP (gate, up, down).
     pub fn mlp_params(&self) -> u64 {
-        let width = self
-            .experts
-            .map_or(self.intermediate_size, |e| e.intermediate_size);
-        3 * u64::from(self.hidden_size) * u64::from(width)
+        3 * u64::from(self.hidden_size) * u64::from(self.mlp_width())
     }
 
     /// Weights of the router of one layer; 0 without experts.
@@ -109,13 +112,14 @@ impl ModelShape {
 
     /// Whether `tensor_parallel` GPUs can share the model.
     ///
-    /// Source: vLLM, `ModelConfig.verify_with_parallel_config` (heads) and
-    /// `LlamaAttention.__init__` (key-value heads are split or repeated evenly).
+    /// Source: vLLM, `ModelConfig.verify_with_parallel_config` (heads), `LlamaAttention.__init__`
+    /// (key-value heads are split or repeated evenly) and `divide` in `distributed/utils.py` (MLP).
     pub fn divides_into(&self, tensor_parallel: u32) -> bool {
         let tp = tensor_parallel;
         tp > 0
             && self.attention_heads.is_multiple_of(tp)
             && (self.kv_heads.is_multiple_of(tp) || tp.is_multiple_of(self.kv_heads))
+            && self.mlp_width().is_multiple_of(tp)
     }
 
     /// Reads a Hugging Face style `config.json`; `name` is what the model will be called.
@@ -571,6 +575,8 @@ mod tests {
         assert_eq!(shape.kv_bytes_per_token_per_gpu(1, Dtype::Fp8), 65_536);
         assert!(shape.divides_into(16) && shape.divides_into(32));
         assert!(!shape.divides_into(3) && !shape.divides_into(64) && !shape.divides_into(0));
+        // 28 heads, 4 key-value heads and 18,944 of width: 28 would split the heads, not the MLP.
+        assert!(!model("qwen2.5-7b").unwrap().divides_into(28));
     }
 
     #[test]

@@ -53,8 +53,8 @@ pub struct Applied {
 
 impl BlockIndex {
     /// An empty index for `targets` owners that hold at most `capacity_blocks_total` blocks
-    /// between them (the sum of their `num_gpu_blocks`). Memory is taken at once:
-    /// 26 bytes a block up to 64 targets, about 13 more for each further 64.
+    /// between them (the sum of their `num_gpu_blocks`). Memory is taken at once: 32 bytes a block
+    /// up to 64 targets, then 64 to 128, and about 14 for each further 64 targets beyond 512.
     pub fn new(targets: usize, capacity_blocks_total: usize) -> BlockIndex {
         let owners = Owners::new(targets, capacity_blocks_total);
         let trusted = vec![u64::MAX; owners.words()];
@@ -330,6 +330,21 @@ mod tests {
         assert_eq!(index.held(0), u64::from(applied.stored));
         index.apply(0, &delta(1, &[KvOp::Cleared]));
         assert_eq!(index.held(0), 0);
+    }
+
+    #[test]
+    fn memory_is_what_the_docs_say() {
+        const BLOCKS: usize = 1 << 16;
+        for (targets, bytes) in [(8, 32), (64, 32), (65, 64), (512, 128), (640, 160)] {
+            let index = BlockIndex::new(targets, BLOCKS);
+            // Two buckets a shard beyond the plan are below 1 %.
+            let planned = bytes * BLOCKS;
+            assert!(
+                (planned..planned + planned / 100).contains(&index.bytes()),
+                "{targets} targets: {}",
+                index.bytes()
+            );
+        }
     }
 
     #[test]

@@ -21,11 +21,14 @@ pub(crate) struct Owners {
 pub(crate) struct Padded<T>(pub(crate) T);
 
 /// Some of the targets `64 * word..64 * word + 64`, one bit each.
-#[derive(Clone, Copy)]
-pub(crate) struct Bits {
-    pub(crate) word: usize,
-    pub(crate) bits: u64,
+#[derive(Clone, Copy, Default)]
+struct Bits {
+    word: usize,
+    bits: u64,
 }
+
+/// Words of owners that a walk keeps on the stack: 1,024 targets.
+const STACK_WORDS: usize = 16;
 
 /// Blocks between two look-ups, once the start of a prompt is found to be cached.
 ///
@@ -109,12 +112,19 @@ impl Owners {
             bits: all(word) & trusted(word),
         };
         let ended = |target: usize, hit: u32| out[target] = hit;
-        if self.words() == 1 {
-            self.walk(blocks, &mut [start(0)], ended);
+        let words = self.words();
+        let mut stack = [Bits::default(); STACK_WORDS];
+        let mut heap = Vec::new();
+        let alive = if words <= STACK_WORDS {
+            &mut stack[..words]
         } else {
-            let mut alive: Vec<Bits> = (0..self.words()).map(start).collect();
-            self.walk(blocks, &mut alive, ended);
+            heap.resize(words, Bits::default());
+            &mut heap[..]
+        };
+        for (word, alive) in alive.iter_mut().enumerate() {
+            *alive = start(word);
         }
+        self.walk(blocks, alive, ended);
     }
 
     /// How many leading `blocks` `target` holds.

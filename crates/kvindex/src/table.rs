@@ -44,10 +44,12 @@ impl Word for AtomicU64 {
 
 /// Slots of a bucket: as many tags as fit in a word beside the count.
 const SLOTS: usize = 7;
-/// Keys a bucket is planned for. At 5 of 7, about one key in 13 lies outside its home bucket.
-const KEYS_PER_BUCKET: usize = 5;
-/// Buckets that a key may lie away from home. At the planned load the longest run of full buckets
-/// is a tenth of it; a table that holds more than planned refuses keys rather than get slow.
+/// Keys a bucket is planned for. With random keys, 1 in 11 then lies outside its home bucket, and no
+/// more than 11 buckets away in a table of a million; at 5 it is 1 in 4, up to 24 away, and changes
+/// take half as long again.
+const KEYS_PER_BUCKET: usize = 4;
+/// Buckets that a key may lie away from home: far more than chance brings about at the planned load.
+/// A table that holds more than planned refuses keys rather than get slow.
 const PROBES_MAX: usize = 64;
 /// Keys of a shard at least, so that its share of keys strays little from the mean (3 %).
 const SHARD_KEYS_MIN: usize = 1024;

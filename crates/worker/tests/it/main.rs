@@ -210,7 +210,8 @@ fn refusals_say_what_and_why() {
     };
     let mut rig = setup.start(specs);
     until(|| rig.set.ranks()[0].is_ready());
-    assert_eq!(*rig.ready.lock().unwrap(), [WorkerId(0)]);
+    // Told after the flag is up, by the engine thread.
+    until(|| *rig.ready.lock().unwrap() == [WorkerId(0)]);
     let shard = &mut rig.shards[0];
     let mut refused = |rank: RankId, len: usize| {
         let addr = shard.start(rank, Shard::request(&prompt(0, len), 4, 0));

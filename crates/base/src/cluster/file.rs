@@ -411,11 +411,12 @@ impl Memory<'_> {
             return (1, Origin::Default);
         }
         let how = format!(
-            "{} of {} x {} - {} weights",
-            gigabytes(budget.saturating_sub(weights)),
+            "{} {} x {} - {} of weights = {}",
             self.gpu.name,
+            gigabytes(self.gpu.memory_bytes),
             self.utilization,
             gigabytes(weights),
+            gigabytes(budget.saturating_sub(weights)),
         );
         (blocks.min(1 << 24) as u32, Origin::Derived(how))
     }
@@ -853,7 +854,7 @@ mod tests {
         let blocks = settings.get("pool.main.engine.num_gpu_blocks").unwrap();
         assert_eq!(
             blocks.origin.to_string(),
-            "60.9 GB of h100-sxm x 0.9 - 16.4 GB weights",
+            "h100-sxm 85.9 GB x 0.9 - 16.4 GB of weights = 60.9 GB",
         );
         let tight = "[model]\npreset = \"qwen3-32b\"\n[engine]\ngpu_memory_utilization = 0.85\n";
         let (cluster, settings) = parse(tight).unwrap();
@@ -907,14 +908,35 @@ mod tests {
     }
 
     #[test]
-    fn the_example_is_the_cluster_that_it_says() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cluster.toml");
-        let doc = Doc::parse("examples/cluster.toml", &std::fs::read(path).unwrap());
-        let (cluster, _) = read(doc, |path| std::fs::read(path)).unwrap();
+    fn examples_are_the_clusters_that_they_say() {
+        let read_example = |name: &str| {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("../../examples")
+                .join(name);
+            let doc = Doc::parse(name, &std::fs::read(path).unwrap());
+            read(doc, |path| std::fs::read(path)).unwrap().0
+        };
+        let cluster = read_example("cluster.toml");
         assert_eq!(cluster.pools[0].workers, 8);
         assert_eq!(cluster.model.preset, "qwen3-32b");
         assert_eq!(cluster.pools[0].engine.tensor_parallel_size, 2);
         assert_eq!(cluster.router.policy, RouterPolicy::Kv);
+
+        let cluster = read_example("cluster-pools.toml");
+        let [small, long] = &cluster.pools[..] else {
+            panic!("{:?}", cluster.pools)
+        };
+        assert_eq!((small.workers, small.engine.max_model_len), (4, 8192));
+        assert_eq!((long.workers, long.engine.max_model_len), (1, 40_960));
+        let fp8 = |gpu: &str| TimingConfig::Roofline {
+            gpu: gpu.into(),
+            dtype: Dtype::Fp8,
+        };
+        assert_eq!(
+            (&small.engine.timing, &long.engine.timing),
+            (&fp8("l40s"), &fp8("h200-sxm"))
+        );
+        assert_eq!(small.engine.max_num_seqs, long.engine.max_num_seqs);
     }
 
     #[test]

@@ -349,6 +349,8 @@ impl<'a> Table<'a> {
             }
         }
         let table = self.at_path(merged.as_ref(), Step::Key(key.to_owned()));
+        // Printed before the tables within it.
+        self.cx.settings.borrow_mut().group(&table.path);
         let result = read(&table);
         table.close();
         result

@@ -496,8 +496,10 @@ fn drag_record(
         .and_then(|t| serde_json::from_str(t).ok());
     if let Some(trace) = answer.trace.as_ref().or(header.as_ref()) {
         let number = |name: &str| trace.get(name).and_then(Value::as_u64);
+        // Stages stand in an object of their own, or beside the rest.
+        let stages = trace.get("stages").unwrap_or(trace);
         for stage in Stage::ALL {
-            if let Some(ns) = number(stage.name()) {
+            if let Some(ns) = stages.get(stage.name()).and_then(Value::as_u64) {
                 record.times.note(stage, ns);
             }
         }

@@ -180,7 +180,7 @@ fn drag_rows(file: &tempfile::NamedTempFile) -> Vec<DragRecord> {
 fn drag_records_hold_the_client_and_the_traced_stages() {
     let fake = Fake::start(|r| {
         assert_eq!(r.header("x-slipstream-trace").unwrap(), "1");
-        let trace = ": slipstream-trace {\"accept\":7,\"routed\":9,\"worker\":3,\"hit_blocks\":4,\"preemptions\":1}\n\n";
+        let trace = ": slipstream-trace {\"stages\":{\"accept\":7,\"routed\":9},\"worker\":3,\"hit_blocks\":4,\"preemptions\":1}\n\n";
         let text = STREAM_HEAD.to_owned() + &chunk(trace) + &token(" a") + &ending(10, 1);
         Reply::Bytes(text.into_bytes())
     });

@@ -1,0 +1,130 @@
+//! Active queue management: what a queue does with an arriving packet before it is full.
+
+use slipstream_base::mix;
+
+/// What drops or marks at a port, besides a full queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Aqm {
+    /// Nothing: a packet is dropped when the queue is full.
+    #[default]
+    TailDrop,
+    /// Random early detection (Floyd, Jacobson, "Random early detection gateways for congestion
+    /// avoidance", IEEE/ACM ToN 1993) on the average of waiting packets.
+    Red {
+        /// No drop below this average, as a share of the capacity.
+        min: f64,
+        /// Every packet at or above this one.
+        max: f64,
+        /// Probability just below `max`.
+        probability: f64,
+        /// Weight of a new sample in the average.
+        weight: f64,
+        /// Mark ECN-capable packets between the thresholds instead of dropping them.
+        ecn: bool,
+    },
+    /// Marks ECN-capable packets that find more than `packets` waiting (DCTCP's K; RFC 8257
+    /// section 3.1); others pass until the queue is full.
+    EcnThreshold {
+        /// Threshold, packets.
+        packets: u32,
+    },
+    /// Marks ECN-capable packets with a probability that rises from 0 at `min_bytes` to
+    /// `probability` at `max_bytes` of backlog, and to 1 above (DCQCN's Kmin, Kmax, Pmax: Zhu et
+    /// al., "Congestion control for large-scale RDMA deployments", SIGCOMM 2015, section 3.1).
+    EcnRamp {
+        /// Kmin, bytes.
+        min_bytes: u64,
+        /// Kmax, bytes.
+        max_bytes: u64,
+        /// Pmax.
+        probability: f64,
+    },
+}
+
+/// What a queue looks like to an arriving packet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    pub(crate) waiting: u32,
+    pub(crate) backlog_bytes: u64,
+    pub(crate) size: u32,
+    /// How long the port has been idle, ns.
+    pub(crate) idle_ns: u64,
+    pub(crate) capacity: u32,
+    /// Serialization of a packet of this size, ns.
+    pub(crate) packet_ns: u64,
+    pub(crate) draw: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Pass,
+    Mark,
+    Drop,
+}
+
+impl Aqm {
+    pub(crate) fn on_arrival(&self, at: Arrival, average: &mut f32, ect: bool) -> Verdict {
+        match *self {
+            Aqm::TailDrop => Verdict::Pass,
+            Aqm::Red {
+                min,
+                max,
+                probability,
+                weight,
+                ecn,
+            } => {
+                if at.idle_ns > 0 && at.waiting == 0 {
+                    // The average decays as if so many small packets had found the queue empty
+                    // (the paper's m, section 4, with this packet's size).
+                    let m = at.idle_ns as f64 / at.packet_ns.max(1) as f64;
+                    *average = (f64::from(*average) * libm::pow(1.0 - weight, m)) as f32;
+                }
+                let old = f64::from(*average);
+                let average_now = old + weight * (f64::from(at.waiting) - old);
+                *average = average_now as f32;
+                let share = average_now / f64::from(at.capacity.max(1));
+                if share < min {
+                    return Verdict::Pass;
+                }
+                if share >= max {
+                    return Verdict::Drop;
+                }
+                let p = probability * (share - min) / (max - min);
+                if mix::unit(at.draw) >= p {
+                    Verdict::Pass
+                } else if ecn && ect {
+                    Verdict::Mark
+                } else {
+                    Verdict::Drop
+                }
+            }
+            Aqm::EcnThreshold { packets } => {
+                if ect && at.waiting > packets {
+                    Verdict::Mark
+                } else {
+                    Verdict::Pass
+                }
+            }
+            Aqm::EcnRamp {
+                min_bytes,
+                max_bytes,
+                probability,
+            } => {
+                let queue = at.backlog_bytes + u64::from(at.size);
+                if !ect || queue <= min_bytes {
+                    return Verdict::Pass;
+                }
+                let p = if queue > max_bytes {
+                    1.0
+                } else {
+                    probability * (queue - min_bytes) as f64 / (max_bytes - min_bytes).max(1) as f64
+                };
+                if mix::unit(at.draw) < p {
+                    Verdict::Mark
+                } else {
+                    Verdict::Pass
+                }
+            }
+        }
+    }
+}

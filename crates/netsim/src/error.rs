@@ -1,0 +1,39 @@
+//! What can be wrong with a run before it starts.
+
+use thiserror::Error as ThisError;
+
+/// Why a scenario cannot run. None is worth a retry; each says how to mend the input.
+#[derive(Debug, Clone, PartialEq, Eq, ThisError)]
+#[non_exhaustive]
+pub enum Error {
+    /// The numbers of a topology do not make one.
+    #[error("topology: {0}")]
+    Topology(String),
+    /// A rate, capacity, size or time that cannot be simulated.
+    #[error("{0}")]
+    Value(String),
+    /// A flow that cannot run.
+    #[error("flow {flow}: {what}")]
+    Flow {
+        /// The flow's number in the file.
+        flow: u64,
+        /// What is wrong, and how to mend it.
+        what: String,
+    },
+    /// Flows wait for each other in a circle.
+    #[error("flows wait for each other in a circle: {0}; break one `starts_after`")]
+    Cycle(String),
+    /// The run would need more memory than it may use.
+    #[error(
+        "the run needs about {need_mib} MiB ({what}), more than the {have_mib} MiB at hand; \
+         lower the number of flows, paths or hosts"
+    )]
+    Memory {
+        /// Estimated need, MiB.
+        need_mib: u64,
+        /// Limit, MiB.
+        have_mib: u64,
+        /// What takes the most.
+        what: String,
+    },
+}

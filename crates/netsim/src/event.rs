@@ -1,0 +1,166 @@
+//! The 16-byte event. A packet *is* its event: nothing else is stored for it anywhere.
+
+use slipstream_des::Timed;
+
+/// What an event is. Packets first, then what is local to a shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// Payload on its way to a receiver.
+    Data = 0,
+    /// Acknowledgment; `seq` is cumulative.
+    Ack = 1,
+    /// RoCE: the receiver expects `seq` (go-back-N).
+    Nack = 2,
+    /// DCQCN congestion notification.
+    Cnp = 3,
+    /// NDP: permission to send one more packet.
+    Pull = 4,
+    /// Start of the flow of endpoint `what`.
+    Start = 8,
+    /// A timer of endpoint `what`; `seq` says which.
+    Timer = 9,
+    /// The application of endpoint `what` has data.
+    Tick = 10,
+    /// Scheduled port `what` is free.
+    Wake = 11,
+    /// PFC: pause (`seq` = 1) or resume (0) class `size` of scheduled port `what`.
+    Pause = 12,
+    /// Time to sample queues.
+    Sample = 13,
+}
+
+const KINDS: [Kind; 16] = [
+    Kind::Data,
+    Kind::Ack,
+    Kind::Nack,
+    Kind::Cnp,
+    Kind::Pull,
+    Kind::Pull,
+    Kind::Pull,
+    Kind::Pull,
+    Kind::Start,
+    Kind::Timer,
+    Kind::Tick,
+    Kind::Wake,
+    Kind::Pause,
+    Kind::Sample,
+    Kind::Sample,
+    Kind::Sample,
+];
+
+/// Congestion experienced (data), or its echo (ACK).
+pub(crate) const CE: u32 = 1 << 28;
+/// ECN-capable transport: queues mark instead of dropping.
+pub(crate) const ECT: u32 = 1 << 29;
+/// Sent before.
+pub(crate) const RETX: u32 = 1 << 30;
+/// NDP: the payload was cut off; what is left is the header.
+pub(crate) const TRIM: u32 = 1 << 31;
+
+const HOP: u32 = 1 << 16;
+/// Longest path, in ports.
+pub(crate) const HOPS_MAX: usize = 250;
+/// Largest packet on the wire, bytes.
+pub(crate) const SIZE_MAX: u32 = 65_535;
+
+/// `meta`: size in bits 0..16, hop in 16..24, kind in 24..28, flags in 28..32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Event {
+    /// Low 32 bits of the time, ns.
+    pub(crate) t: u32,
+    /// Packet: its row of the path table. Else: an endpoint (as a [`crate::net::Step`]) or a port.
+    pub(crate) what: u32,
+    /// Low 32 bits of a byte or packet number.
+    pub(crate) seq: u32,
+    pub(crate) meta: u32,
+}
+
+impl Timed for Event {
+    #[inline]
+    fn time_low(&self) -> u32 {
+        self.t
+    }
+}
+
+impl Event {
+    /// A packet at the first port of `row`. Its time is set where it is scheduled.
+    #[inline]
+    pub(crate) fn packet(kind: Kind, row: u32, seq: u32, size: u32, flags: u32) -> Event {
+        Event {
+            t: 0,
+            what: row,
+            seq,
+            meta: size | (kind as u32) << 24 | flags,
+        }
+    }
+
+    /// An event that is no packet.
+    pub(crate) fn local(kind: Kind, time: u64, what: u32, seq: u32) -> Event {
+        Event {
+            t: time as u32,
+            what,
+            seq,
+            meta: (kind as u32) << 24,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn kind(self) -> Kind {
+        KINDS[(self.meta >> 24 & 15) as usize]
+    }
+
+    #[inline]
+    pub(crate) fn is_packet(self) -> bool {
+        self.meta & (8 << 24) == 0
+    }
+
+    /// Bytes on the wire.
+    #[inline]
+    pub(crate) fn size(self) -> u32 {
+        self.meta & 0xffff
+    }
+
+    pub(crate) fn set_size(&mut self, size: u32) {
+        self.meta = self.meta & !0xffff | size;
+    }
+
+    #[inline]
+    pub(crate) fn hop(self) -> usize {
+        (self.meta >> 16 & 0xff) as usize
+    }
+
+    #[inline]
+    pub(crate) fn next_hop(&mut self) {
+        self.meta += HOP;
+    }
+
+    #[inline]
+    pub(crate) fn has(self, flag: u32) -> bool {
+        self.meta & flag != 0
+    }
+}
+
+/// The 64-bit number nearest to `near` whose low half is `low`.
+#[inline]
+pub(crate) fn widen(low: u32, near: u64) -> u64 {
+    let ahead = low.wrapping_sub(near as u32) as i32;
+    near.wrapping_add_signed(i64::from(ahead))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_sixteen_bytes() {
+        assert_eq!(size_of::<Event>(), 16);
+    }
+
+    #[test]
+    fn numbers_widen_across_the_wrap() {
+        assert_eq!(widen(5, (1 << 32) - 3), (1 << 32) + 5);
+        assert_eq!(widen(u32::MAX, 1 << 32), (1 << 32) - 1);
+        assert_eq!(widen(0, 0), 0);
+    }
+}

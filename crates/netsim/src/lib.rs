@@ -1,0 +1,35 @@
+//! A packet-level network simulator: topologies, queues, transports and collectives.
+//!
+//! Why beside the well-known ones: a packet costs one event per FIFO port it crosses, an event is
+//! 16 bytes and *is* the packet, routes and ports are arithmetic, and pods run side by side with
+//! the same result on any number of threads. It knows nothing of language models.
+//!
+//! ```text
+//!  Scenario ──► Simulation ──► RunResult
+//!  (plain        shards: Wheel + ports + endpoints
+//!   values)      path table, shared
+//! ```
+//!
+//! Modules in reading order: [`scenario`] (what a run is), [`topology`] and [`route`] (where packets
+//! go), `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (who sends),
+//! `shard` and [`sim`] (the loop, windows and threads), [`result`].
+#![forbid(unsafe_code)]
+
+pub mod aqm;
+mod error;
+mod event;
+mod fabric;
+mod net;
+pub mod result;
+pub mod route;
+pub mod scenario;
+mod shard;
+pub mod sim;
+pub mod topology;
+mod transport;
+
+pub use error::Error;
+pub use result::RunResult;
+pub use scenario::Scenario;
+pub use sim::{Execution, Simulation};
+pub use topology::Topology;

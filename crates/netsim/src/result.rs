@@ -1,0 +1,221 @@
+//! What a run produced.
+
+use slipstream_base::mix;
+
+use crate::fabric::{Fabric, Tally};
+use crate::net::Net;
+use crate::topology::{Host, PortId};
+
+/// What became of a flow. Times are ns of simulated time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FlowResult {
+    /// Its number in the file.
+    pub id: u64,
+    /// Sender.
+    pub src: Host,
+    /// Receiver.
+    pub dst: Host,
+    /// When it started.
+    pub start_ns: u64,
+    /// When the last byte had arrived in order; `None`: not all did.
+    pub delivered_ns: Option<u64>,
+    /// When the sender knew.
+    pub acked_ns: Option<u64>,
+    /// Bytes that the application handed over.
+    pub bytes: u64,
+    /// Bytes acknowledged.
+    pub bytes_acked: u64,
+    /// Data packets sent, again included.
+    pub packets_sent: u64,
+    /// Payload of those, bytes.
+    pub bytes_sent: u64,
+    /// Data packets sent again.
+    pub retransmitted: u64,
+    /// ACKs received.
+    pub acks: u64,
+    /// Losses found by duplicate ACKs.
+    pub fast_retransmits: u32,
+    /// Losses found by the timer.
+    pub timeouts: u32,
+    /// Last congestion window, bytes.
+    pub cwnd: u64,
+    /// Last slow-start threshold, bytes.
+    pub ssthresh: u64,
+    /// Data packets received, duplicates included.
+    pub packets_received: u64,
+    /// Payload of those, bytes.
+    pub bytes_received: u64,
+    /// Bytes received in order.
+    pub bytes_in_order: u64,
+    /// First arrival.
+    pub first_ns: u64,
+    /// Last arrival.
+    pub last_ns: u64,
+    /// Mean time from sender to receiver, ns; `None` if packets were lost or are under way, for a
+    /// packet does not carry its time of departure.
+    pub one_way_delay_ns_mean: Option<f64>,
+}
+
+/// What a port did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortResult {
+    /// The port.
+    pub port: PortId,
+    /// Packets accepted.
+    pub packets: u64,
+    /// Bytes accepted.
+    pub bytes: u64,
+    /// Packets dropped.
+    pub drops: u64,
+    /// Packets marked.
+    pub marks: u64,
+    /// Longest wait of an accepted packet, ns.
+    pub wait_ns_max: u64,
+}
+
+/// Totals of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Events run.
+    pub events: u64,
+    /// Packets that went through a port.
+    pub packet_hops: u64,
+    /// Packets handed to a first port.
+    pub sent: u64,
+    /// Packets that reached their endpoint.
+    pub delivered: u64,
+    /// Data packets dropped.
+    pub data_drops: u64,
+    /// ACKs and other control packets dropped.
+    pub control_drops: u64,
+    /// Those of both that injected loss or failed links took.
+    pub fault_drops: u64,
+    /// Packets marked.
+    pub marks: u64,
+    /// Packets trimmed to their header.
+    pub trims: u64,
+    /// PFC pauses.
+    pub pauses: u64,
+    /// Time of the last event, ns.
+    pub last_event_ns: u64,
+}
+
+/// The result of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunResult {
+    /// Totals.
+    pub totals: Totals,
+    /// By flow, in the scenario's order.
+    pub flows: Vec<FlowResult>,
+    /// By port, of those that were used.
+    pub ports: Vec<PortResult>,
+    /// A fingerprint of all the above: equal runs have equal digests, on any number of threads.
+    pub digest: u64,
+}
+
+impl RunResult {
+    pub(crate) fn new(
+        tally: Tally,
+        events: u64,
+        last_event_ns: u64,
+        flows: Vec<FlowResult>,
+        ports: Vec<PortResult>,
+    ) -> Self {
+        let totals = Totals {
+            events,
+            packet_hops: tally.hops,
+            sent: tally.sent,
+            delivered: tally.delivered,
+            data_drops: tally.data_drops,
+            control_drops: tally.control_drops,
+            fault_drops: tally.fault_drops,
+            marks: tally.marks,
+            trims: tally.trims,
+            pauses: tally.pauses,
+            last_event_ns,
+        };
+        let digest = digest(&totals, &flows, &ports);
+        RunResult {
+            totals,
+            flows,
+            ports,
+            digest,
+        }
+    }
+
+    /// Packets still under way: sent, neither delivered nor dropped.
+    pub fn in_flight(&self) -> u64 {
+        let t = &self.totals;
+        t.sent - t.delivered - t.data_drops - t.control_drops
+    }
+}
+
+fn digest(totals: &Totals, flows: &[FlowResult], ports: &[PortResult]) -> u64 {
+    let mut state = 0u64;
+    let mut add = |x: u64| state = mix::mix64(state.rotate_left(5) ^ x);
+    for x in [
+        totals.events,
+        totals.packet_hops,
+        totals.sent,
+        totals.delivered,
+        totals.data_drops,
+        totals.control_drops,
+        totals.marks,
+        totals.trims,
+        totals.pauses,
+        totals.last_event_ns,
+    ] {
+        add(x);
+    }
+    for f in flows {
+        for x in [
+            f.id,
+            f.start_ns,
+            f.delivered_ns.unwrap_or(u64::MAX),
+            f.acked_ns.unwrap_or(u64::MAX),
+            f.bytes_acked,
+            f.packets_sent,
+            f.bytes_sent,
+            f.retransmitted,
+            f.acks,
+            u64::from(f.fast_retransmits),
+            u64::from(f.timeouts),
+            f.cwnd,
+            f.ssthresh,
+            f.packets_received,
+            f.last_ns,
+        ] {
+            add(x);
+        }
+    }
+    for p in ports {
+        for x in [
+            u64::from(p.port),
+            p.packets,
+            p.bytes,
+            p.drops,
+            p.marks,
+            p.wait_ns_max,
+        ] {
+            add(x);
+        }
+    }
+    state
+}
+
+impl Fabric {
+    pub(crate) fn port_results(&self, _net: &Net) -> Vec<PortResult> {
+        self.ports
+            .iter()
+            .zip(&self.port_ids)
+            .map(|(p, &port)| PortResult {
+                port,
+                packets: p.packets,
+                bytes: p.bytes,
+                drops: u64::from(p.drops),
+                marks: u64::from(p.marks),
+                wait_ns_max: u64::from(p.wait_ns_max),
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,256 @@
+//! What a run is: plain values, made by hand or by a configuration reader.
+
+use crate::aqm::Aqm;
+use crate::route::Routing;
+use crate::topology::{Host, Node, Topology};
+
+/// Rate and delay of the links of one tier.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Rate, bits/s; at least 1 Mb/s.
+    pub bits_per_s: u64,
+    /// Propagation delay, ns.
+    pub delay_ns: u64,
+}
+
+/// Links by tier.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Links {
+    /// Between hosts and their switches; `None`: not modeled, a host sends at its switch.
+    pub host: Option<Link>,
+    /// Between switches.
+    pub edge: Link,
+    /// To and from core switches; global links of a dragonfly.
+    pub core: Link,
+}
+
+/// The queues of every switch port.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Queue {
+    /// Packets that may wait, the one in service not counted; 0: no limit.
+    pub capacity_packets: u32,
+    /// What drops or marks before the queue is full.
+    pub aqm: Aqm,
+    /// Probability that a packet is lost on its way into a port, for fault injection.
+    pub loss: f64,
+}
+
+/// A distribution, drawn from by number, so that draws do not depend on the order of events.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Dist {
+    /// Always the same.
+    Constant(f64),
+    /// Continuous.
+    Uniform {
+        /// Lower end.
+        low: f64,
+        /// Upper end.
+        high: f64,
+    },
+    /// Whole numbers, both ends included.
+    DiscreteUniform {
+        /// Lower end.
+        low: f64,
+        /// Upper end.
+        high: f64,
+    },
+    /// Exponential with mean 1/lambda.
+    Exp {
+        /// Rate.
+        lambda: f64,
+    },
+}
+
+impl Dist {
+    /// Mean.
+    pub fn mean(&self) -> f64 {
+        match *self {
+            Dist::Constant(value) => value,
+            Dist::Uniform { low, high } | Dist::DiscreteUniform { low, high } => {
+                f64::midpoint(low, high)
+            }
+            Dist::Exp { lambda } => 1.0 / lambda,
+        }
+    }
+}
+
+/// Data that an application hands over piece by piece.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Arrivals {
+    /// Size of a piece, bytes.
+    pub size: Dist,
+    /// Gap between pieces, s.
+    pub gap_s: Dist,
+    /// No piece arrives this long after the start or later, ns.
+    pub duration_ns: Option<u64>,
+    /// Bytes in all.
+    pub bytes: Option<u64>,
+}
+
+/// What a flow has to send.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Demand {
+    /// So many bytes, there from the start.
+    Bytes(u64),
+    /// Piece by piece.
+    Paced(Arrivals),
+}
+
+impl Demand {
+    /// Bytes in all, where that is known.
+    pub fn bytes(&self) -> Option<u64> {
+        match self {
+            Demand::Bytes(bytes) => Some(*bytes),
+            Demand::Paced(a) => a.bytes,
+        }
+    }
+}
+
+/// Parameters of CUBIC.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CubicParams {
+    /// C, segments/s³. RFC 9438 section 5.1: 0.4.
+    pub c: f64,
+    /// Multiplicative decrease. RFC 9438 section 4.6: 0.7.
+    pub beta: f64,
+    /// RFC 9438 section 4.7.
+    pub fast_convergence: bool,
+}
+
+impl Default for CubicParams {
+    fn default() -> Self {
+        CubicParams {
+            c: 0.4,
+            beta: 0.7,
+            fast_convergence: true,
+        }
+    }
+}
+
+/// Congestion control of TCP.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Congestion {
+    /// RFC 5681, RFC 6582.
+    NewReno,
+    /// RFC 9438.
+    Cubic(CubicParams),
+    /// RFC 8257, with gain g.
+    Dctcp {
+        /// Gain of the estimate; RFC 8257 suggests 1/16.
+        gain: f64,
+    },
+}
+
+/// TCP of a flow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tcp {
+    /// Congestion control.
+    pub congestion: Congestion,
+    /// First window, segments.
+    pub initial_window: u32,
+    /// First slow-start threshold, bytes.
+    pub ssthresh: u64,
+    /// Shortest retransmission timeout, ns. RFC 6298 section 2.4: 1 s.
+    pub rto_ns_min: u64,
+    /// Packets are ECN-capable.
+    pub ecn: bool,
+}
+
+impl Tcp {
+    /// Days' defaults: NewReno, first window 2 segments, threshold 65,535 bytes, RTO at least 1 s.
+    pub fn new_reno() -> Self {
+        Tcp {
+            congestion: Congestion::NewReno,
+            initial_window: 2,
+            ssthresh: 65_535,
+            rto_ns_min: 1_000_000_000,
+            ecn: false,
+        }
+    }
+}
+
+/// How a flow's packets are sent and answered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Transport {
+    /// TCP.
+    Tcp(Tcp),
+}
+
+/// Which paths a flow may take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Paths {
+    /// Chosen by the network.
+    By(Routing),
+    /// These switches, first to last; ACKs return the same way.
+    Explicit(Vec<Node>),
+}
+
+/// When a predecessor counts as finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Finished {
+    /// Its last byte has arrived.
+    Delivered,
+    /// Its sender knows that.
+    Acknowledged,
+}
+
+/// A flow waits for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct After {
+    /// Index of the other flow in [`Scenario::flows`].
+    pub flow: u32,
+    /// What is waited for.
+    pub until: Finished,
+    /// Time between the two, such as computation, ns.
+    pub delay_ns: u64,
+}
+
+/// A flow.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Flow {
+    /// Its number in the file.
+    pub id: u64,
+    /// Sender.
+    pub src: Host,
+    /// Receiver; not the sender.
+    pub dst: Host,
+    /// Earliest start, ns.
+    pub start_ns: u64,
+    /// What it sends.
+    pub demand: Demand,
+    /// How.
+    pub transport: Transport,
+    /// Where.
+    pub paths: Paths,
+    /// Payload of a full packet, bytes.
+    pub packet_bytes: u32,
+    /// Added to each data packet on the wire, bytes. Days: 0.
+    pub header_bytes: u32,
+    /// An ACK on the wire, bytes. Days: 40.
+    pub ack_bytes: u32,
+    /// Traffic class, for queues that have several.
+    pub class: u8,
+    /// Flows that must finish first.
+    pub after: Vec<After>,
+    /// Index of the collective that it belongs to.
+    pub collective: Option<u32>,
+}
+
+/// A run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scenario {
+    /// Seed of everything drawn.
+    pub seed: u64,
+    /// Simulated time after which nothing happens, ns.
+    pub duration_ns: u64,
+    /// Switches and hosts.
+    pub topology: Topology,
+    /// Rates and delays.
+    pub links: Links,
+    /// Switch queues.
+    pub queue: Queue,
+    /// The traffic.
+    pub flows: Vec<Flow>,
+    /// Paths of a sprayed flow, per direction, at most.
+    pub spray_paths: u32,
+}

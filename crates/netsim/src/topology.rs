@@ -1,0 +1,590 @@
+//! Where switches and hosts are, and which port leads where.
+//!
+//! A topology is a handful of numbers: ports and neighbors are computed, not stored, where the
+//! shape allows it. A fat-tree with k = 96 costs as much to make as one with k = 4.
+
+use crate::error::Error;
+
+/// A switch; numbered densely from 0.
+pub type Node = u32;
+/// A host; numbered densely from 0.
+pub type Host = u32;
+/// A directed port: the sending end of one direction of a link.
+pub type PortId = u32;
+
+/// Which part of the network a link belongs to; rates and delays may differ by tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// Host to switch and back.
+    Host,
+    /// Between edge (leaf) and aggregation (spine) switches, and all links of other topologies.
+    Edge,
+    /// Between aggregation and core switches; global links of a dragonfly.
+    Core,
+}
+
+/// The switches and hosts of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Topology {
+    /// k-ary fat-tree; `FatTree::new` checks it.
+    FatTree(FatTree),
+    /// Two layers, every leaf linked to every spine.
+    LeafSpine(LeafSpine),
+    /// Anything else: an undirected graph.
+    Graph(Graph),
+}
+
+/// A k-ary fat-tree (Al-Fares, Loukissas, Vahdat, "A scalable, commodity data center network
+/// architecture", SIGCOMM 2008): k pods of k/2 edge and k/2 aggregation switches, k²/4 cores.
+///
+/// Node numbers: edge switches pod by pod, then aggregation switches, then cores; aggregation
+/// switch g of each pod reaches cores g·k/2 to g·k/2 + k/2 − 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FatTree {
+    k: u32,
+    hosts_per_edge: u32,
+}
+
+impl FatTree {
+    /// # Errors
+    /// If `k` is odd, below 2 or above 512, or if there are no hosts.
+    pub fn new(k: u32, hosts_per_edge: u32) -> Result<Self, Error> {
+        if k < 2 || !k.is_multiple_of(2) || k > 512 {
+            return Err(Error::Topology(format!(
+                "a fat-tree needs an even k from 2 to 512, not {k}; use {} or {}",
+                (k & !1).clamp(2, 512),
+                (k.saturating_add(1) & !1).clamp(2, 512)
+            )));
+        }
+        if hosts_per_edge == 0 || hosts_per_edge > 4096 {
+            return Err(Error::Topology(format!(
+                "hosts_per_edge must be from 1 to 4096, not {hosts_per_edge}"
+            )));
+        }
+        Ok(FatTree { k, hosts_per_edge })
+    }
+
+    fn half(self) -> u32 {
+        self.k / 2
+    }
+
+    /// Ports owned by one pod: edge up, aggregation up, aggregation down, core down to this pod
+    /// (each (k/2)²), then edge down and host up (each k/2 · hosts per edge).
+    fn ports_per_pod(self) -> u32 {
+        4 * self.half() * self.half() + 2 * self.half() * self.hosts_per_edge
+    }
+
+    fn block(self, pod: u32, part: u32, a: u32, b: u32) -> PortId {
+        let h = self.half();
+        pod * self.ports_per_pod() + part * h * h + a * h + b
+    }
+
+    fn host_block(self, host: Host, part: u32) -> PortId {
+        let h = self.half();
+        let per_pod = h * self.hosts_per_edge;
+        (host / per_pod) * self.ports_per_pod() + 4 * h * h + part * per_pod + host % per_pod
+    }
+}
+
+/// Two layers of switches: leaves 0.., then spines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeafSpine {
+    leaves: u32,
+    spines: u32,
+    hosts_per_leaf: u32,
+}
+
+impl LeafSpine {
+    /// # Errors
+    /// If a number is 0 or the fabric is too large to number.
+    pub fn new(leaves: u32, spines: u32, hosts_per_leaf: u32) -> Result<Self, Error> {
+        for (name, n) in [
+            ("leaves", leaves),
+            ("spines", spines),
+            ("hosts_per_leaf", hosts_per_leaf),
+        ] {
+            if n == 0 || n > 8192 {
+                return Err(Error::Topology(format!(
+                    "`{name}` must be from 1 to 8192, not {n}"
+                )));
+            }
+        }
+        Ok(LeafSpine {
+            leaves,
+            spines,
+            hosts_per_leaf,
+        })
+    }
+
+    /// Ports owned by one leaf: up, spine down to this leaf, down to hosts, host up.
+    fn ports_per_leaf(self) -> u32 {
+        2 * self.spines + 2 * self.hosts_per_leaf
+    }
+}
+
+/// An undirected graph, its edges in both directions as ports.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Graph {
+    /// Node n's neighbors are `to[first[n]..first[n + 1]]`, ascending; the place is the port.
+    first: Vec<u32>,
+    to: Vec<Node>,
+    tier: Vec<Tier>,
+    /// Host h is attached to switch `hosts[h]`.
+    hosts: Vec<Node>,
+}
+
+impl Graph {
+    /// A graph from its edges; host h hangs on node `hosts[h]`.
+    ///
+    /// # Errors
+    /// If an edge joins a node with itself, occurs twice, or a host's node has no edge.
+    pub fn new(edges: &[(Node, Node, Tier)], hosts: Vec<Node>) -> Result<Self, Error> {
+        let nodes = edges
+            .iter()
+            .map(|e| e.0.max(e.1) + 1)
+            .chain(hosts.iter().map(|h| h + 1))
+            .max()
+            .unwrap_or(0);
+        if nodes > 4_000_000 {
+            return Err(Error::Topology(format!(
+                "node number {} is too large: nodes are numbered densely from 0, at most 4000000",
+                nodes - 1
+            )));
+        }
+        let mut directed: Vec<(Node, Node, Tier)> = Vec::with_capacity(edges.len() * 2);
+        for &(a, b, tier) in edges {
+            if a == b {
+                return Err(Error::Topology(format!(
+                    "edge [{a}, {b}] joins a node with itself"
+                )));
+            }
+            directed.push((a, b, tier));
+            directed.push((b, a, tier));
+        }
+        directed.sort_unstable_by_key(|e| (e.0, e.1));
+        if let Some(twice) = directed.windows(2).find(|w| (w[0].0, w[0].1) == (w[1].0, w[1].1)) {
+            return Err(Error::Topology(format!(
+                "edge [{}, {}] is listed twice",
+                twice[0].0, twice[0].1
+            )));
+        }
+        let mut first = vec![0u32; nodes as usize + 1];
+        for &(a, _, _) in &directed {
+            first[a as usize + 1] += 1;
+        }
+        for n in 0..nodes as usize {
+            first[n + 1] += first[n];
+        }
+        for (h, &node) in hosts.iter().enumerate() {
+            if first[node as usize] == first[node as usize + 1] && nodes > 1 {
+                return Err(Error::Topology(format!(
+                    "host {h} is attached to node {node}, which no edge reaches; add an edge"
+                )));
+            }
+        }
+        Ok(Graph {
+            first,
+            to: directed.iter().map(|e| e.1).collect(),
+            tier: directed.iter().map(|e| e.2).collect(),
+            hosts,
+        })
+    }
+
+    /// An n-ary torus of 1 to 3 dimensions with one host a node. Node x + n·(y + n·z).
+    ///
+    /// # Errors
+    /// If `dim` is not 1, 2 or 3, or `n` is below 2 or too large.
+    pub fn torus(dim: u32, n: u32) -> Result<Self, Error> {
+        if !(1..=3).contains(&dim) || !(2..=1000).contains(&n) || u64::from(n).pow(dim) > 1_000_000
+        {
+            return Err(Error::Topology(format!(
+                "a torus needs dim from 1 to 3, n of at least 2 and at most 1000000 nodes, \
+                 not dim = {dim}, n = {n}"
+            )));
+        }
+        let nodes = n.pow(dim);
+        let mut edges = Vec::new();
+        for node in 0..nodes {
+            for d in 0..dim {
+                let stride = n.pow(d);
+                let at = node / stride % n;
+                let next = node - at * stride + (at + 1) % n * stride;
+                // With n = 2 the way around is the same link.
+                if n > 2 || next > node {
+                    edges.push((node, next, Tier::Edge));
+                }
+            }
+        }
+        Graph::new(&edges, (0..nodes).collect())
+    }
+
+    /// A dragonfly (Kim, Dally, Scott, Abts, ISCA 2008): groups of `a` routers, all linked to
+    /// each other, with `p` hosts and `h` global links a router; a·h + 1 groups, so that each
+    /// pair of groups shares one global link.
+    ///
+    /// # Errors
+    /// If a number is 0 or there are too many routers.
+    pub fn dragonfly(p: u32, a: u32, h: u32) -> Result<Self, Error> {
+        let groups = u64::from(a) * u64::from(h) + 1;
+        if p == 0 || a == 0 || h == 0 || groups * u64::from(a) > 1_000_000 {
+            return Err(Error::Topology(format!(
+                "a dragonfly needs p, a, h of at least 1 and at most 1000000 routers, \
+                 not p = {p}, a = {a}, h = {h}"
+            )));
+        }
+        let groups = groups as u32;
+        let mut edges = Vec::new();
+        for g in 0..groups {
+            for i in 0..a {
+                for j in i + 1..a {
+                    edges.push((g * a + i, g * a + j, Tier::Edge));
+                }
+            }
+            // Group g's global port q leads to group (g + q + 1) mod groups, whose port back is
+            // groups − 2 − q: the palm-tree arrangement.
+            for q in 0..a * h {
+                let other = (g + q + 1) % groups;
+                if g < other {
+                    let back = groups - 2 - q;
+                    edges.push((g * a + q / h, other * a + back / h, Tier::Core));
+                }
+            }
+        }
+        let hosts = (0..groups * a).flat_map(|r| std::iter::repeat_n(r, p as usize));
+        Graph::new(&edges, hosts.collect())
+    }
+
+    fn neighbors(&self, node: Node) -> &[Node] {
+        match (
+            self.first.get(node as usize),
+            self.first.get(node as usize + 1),
+        ) {
+            (Some(&a), Some(&b)) => &self.to[a as usize..b as usize],
+            _ => &[],
+        }
+    }
+}
+
+/// A port's two ends, for reports and failures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// A switch.
+    Node(Node),
+    /// A host.
+    Host(Host),
+}
+
+impl std::fmt::Display for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            End::Node(n) => write!(f, "n{n}"),
+            End::Host(h) => write!(f, "h{h}"),
+        }
+    }
+}
+
+impl Topology {
+    /// Switches.
+    pub fn node_count(&self) -> u32 {
+        match self {
+            Topology::FatTree(t) => t.k * t.k + t.k * t.k / 4,
+            Topology::LeafSpine(t) => t.leaves + t.spines,
+            Topology::Graph(g) => g.first.len() as u32 - 1,
+        }
+    }
+
+    /// Hosts.
+    pub fn host_count(&self) -> u32 {
+        match self {
+            Topology::FatTree(t) => t.k * t.half() * t.hosts_per_edge,
+            Topology::LeafSpine(t) => t.leaves * t.hosts_per_leaf,
+            Topology::Graph(g) => g.hosts.len() as u32,
+        }
+    }
+
+    /// Directed ports, host links included.
+    pub fn port_count(&self) -> u32 {
+        match self {
+            Topology::FatTree(t) => t.k * t.ports_per_pod(),
+            Topology::LeafSpine(t) => t.leaves * t.ports_per_leaf(),
+            Topology::Graph(g) => (g.to.len() + 2 * g.hosts.len()) as u32,
+        }
+    }
+
+    /// Switches with hosts: where `pairing` looks for partners. Empty for a graph with uneven
+    /// numbers of hosts.
+    pub fn hosts_per_edge(&self) -> Option<u32> {
+        match self {
+            Topology::FatTree(t) => Some(t.hosts_per_edge),
+            Topology::LeafSpine(t) => Some(t.hosts_per_leaf),
+            Topology::Graph(g) => {
+                let first = *g.hosts.first()?;
+                let run = g.hosts.iter().take_while(|&&n| n == first).count();
+                let even = g.hosts.len().is_multiple_of(run)
+                    && g.hosts.chunks(run).all(|c| c.iter().all(|&n| n == c[0]));
+                even.then_some(run as u32)
+            }
+        }
+    }
+
+    /// The switch that `host` is attached to.
+    pub fn attachment(&self, host: Host) -> Node {
+        match self {
+            Topology::FatTree(t) => host / t.hosts_per_edge,
+            Topology::LeafSpine(t) => host / t.hosts_per_leaf,
+            Topology::Graph(g) => g.hosts[host as usize],
+        }
+    }
+
+    /// The neighbors of a switch among switches, ascending.
+    pub fn neighbors(&self, node: Node, out: &mut Vec<Node>) {
+        out.clear();
+        match self {
+            Topology::FatTree(t) => {
+                let (h, edges) = (t.half(), t.k * t.half());
+                if node < edges {
+                    out.extend((0..h).map(|g| edges + node / h * h + g));
+                } else if node < 2 * edges {
+                    let (pod, g) = ((node - edges) / h, (node - edges) % h);
+                    out.extend((0..h).map(|e| pod * h + e));
+                    out.extend((0..h).map(|j| 2 * edges + g * h + j));
+                } else if node < self.node_count() {
+                    let g = (node - 2 * edges) / h;
+                    out.extend((0..t.k).map(|pod| edges + pod * h + g));
+                }
+            }
+            Topology::LeafSpine(t) => {
+                if node < t.leaves {
+                    out.extend(t.leaves..t.leaves + t.spines);
+                } else if node < t.leaves + t.spines {
+                    out.extend(0..t.leaves);
+                }
+            }
+            Topology::Graph(g) => out.extend_from_slice(g.neighbors(node)),
+        }
+    }
+
+    /// The port of switch `from` that leads to switch `to`; `None` if they are not linked.
+    pub fn port_between(&self, from: Node, to: Node) -> Option<PortId> {
+        match self {
+            Topology::FatTree(t) => {
+                let (h, edges) = (t.half(), t.k * t.half());
+                let layer = |n: Node| (n >= edges) as u32 + (n >= 2 * edges) as u32;
+                if from >= self.node_count() || to >= self.node_count() {
+                    return None;
+                }
+                match (layer(from), layer(to)) {
+                    (0, 1) => {
+                        let (pod, g) = ((to - edges) / h, (to - edges) % h);
+                        (from / h == pod).then(|| t.block(pod, 0, from % h, g))
+                    }
+                    (1, 2) => {
+                        let (pod, g) = ((from - edges) / h, (from - edges) % h);
+                        let core = to - 2 * edges;
+                        (core / h == g).then(|| t.block(pod, 1, g, core % h))
+                    }
+                    (1, 0) => {
+                        let (pod, g) = ((from - edges) / h, (from - edges) % h);
+                        (to / h == pod).then(|| t.block(pod, 2, g, to % h))
+                    }
+                    (2, 1) => {
+                        let (pod, g) = ((to - edges) / h, (to - edges) % h);
+                        let core = from - 2 * edges;
+                        (core / h == g).then(|| t.block(pod, 3, g, core % h))
+                    }
+                    _ => None,
+                }
+            }
+            Topology::LeafSpine(t) => {
+                if from < t.leaves && (t.leaves..t.leaves + t.spines).contains(&to) {
+                    Some(from * t.ports_per_leaf() + to - t.leaves)
+                } else if to < t.leaves && (t.leaves..t.leaves + t.spines).contains(&from) {
+                    Some(to * t.ports_per_leaf() + t.spines + from - t.leaves)
+                } else {
+                    None
+                }
+            }
+            Topology::Graph(g) => {
+                let at = g.neighbors(from).binary_search(&to).ok()?;
+                Some(g.first[from as usize] + at as u32)
+            }
+        }
+    }
+
+    /// The port from `host` to its switch.
+    pub fn host_up(&self, host: Host) -> PortId {
+        match self {
+            Topology::FatTree(t) => t.host_block(host, 1),
+            Topology::LeafSpine(t) => {
+                let (leaf, slot) = (host / t.hosts_per_leaf, host % t.hosts_per_leaf);
+                leaf * t.ports_per_leaf() + 2 * t.spines + t.hosts_per_leaf + slot
+            }
+            Topology::Graph(g) => (g.to.len() + 2 * host as usize) as u32,
+        }
+    }
+
+    /// The port from `host`'s switch to it.
+    pub fn host_down(&self, host: Host) -> PortId {
+        match self {
+            Topology::FatTree(t) => t.host_block(host, 0),
+            Topology::LeafSpine(t) => {
+                let (leaf, slot) = (host / t.hosts_per_leaf, host % t.hosts_per_leaf);
+                leaf * t.ports_per_leaf() + 2 * t.spines + slot
+            }
+            Topology::Graph(g) => (g.to.len() + 2 * host as usize + 1) as u32,
+        }
+    }
+
+    /// The two ends of a port, its sender first.
+    pub fn port_ends(&self, port: PortId) -> (End, End) {
+        match self {
+            Topology::FatTree(t) => {
+                let (h, edges) = (t.half(), t.k * t.half());
+                let (pod, local) = (port / t.ports_per_pod(), port % t.ports_per_pod());
+                let (part, a, b) = (local / (h * h), local % (h * h) / h, local % h);
+                let (edge, agg) = (|e| End::Node(pod * h + e), |g| End::Node(edges + pod * h + g));
+                let core = |g, j| End::Node(2 * edges + g * h + j);
+                match part {
+                    0 => (edge(a), agg(b)),
+                    1 => (agg(a), core(a, b)),
+                    2 => (agg(a), edge(b)),
+                    3 => (core(a, b), agg(a)),
+                    _ => {
+                        let per_pod = h * t.hosts_per_edge;
+                        let rest = local - 4 * h * h;
+                        let host = pod * per_pod + rest % per_pod;
+                        let switch = End::Node(host / t.hosts_per_edge);
+                        if rest < per_pod {
+                            (switch, End::Host(host))
+                        } else {
+                            (End::Host(host), switch)
+                        }
+                    }
+                }
+            }
+            Topology::LeafSpine(t) => {
+                let (leaf, local) = (port / t.ports_per_leaf(), port % t.ports_per_leaf());
+                let host = |slot| End::Host(leaf * t.hosts_per_leaf + slot);
+                if local < t.spines {
+                    (End::Node(leaf), End::Node(t.leaves + local))
+                } else if local < 2 * t.spines {
+                    (End::Node(t.leaves + local - t.spines), End::Node(leaf))
+                } else if local < 2 * t.spines + t.hosts_per_leaf {
+                    (End::Node(leaf), host(local - 2 * t.spines))
+                } else {
+                    let slot = local - 2 * t.spines - t.hosts_per_leaf;
+                    (host(slot), End::Node(leaf))
+                }
+            }
+            Topology::Graph(g) => {
+                if let Some(rest) = (port as usize).checked_sub(g.to.len()) {
+                    let host = rest as u32 / 2;
+                    let (h, n) = (End::Host(host), End::Node(g.hosts[host as usize]));
+                    if rest % 2 == 0 { (h, n) } else { (n, h) }
+                } else {
+                    let from = g.first.partition_point(|&f| f <= port) as u32 - 1;
+                    (End::Node(from), End::Node(g.to[port as usize]))
+                }
+            }
+        }
+    }
+
+    /// The tier of a port's link.
+    pub fn tier(&self, port: PortId) -> Tier {
+        match self {
+            Topology::FatTree(t) => {
+                let h = t.half();
+                match port % t.ports_per_pod() / (h * h) {
+                    0 | 2 => Tier::Edge,
+                    1 | 3 => Tier::Core,
+                    _ => Tier::Host,
+                }
+            }
+            Topology::LeafSpine(t) => {
+                if port % t.ports_per_leaf() < 2 * t.spines {
+                    Tier::Edge
+                } else {
+                    Tier::Host
+                }
+            }
+            Topology::Graph(g) => g.tier.get(port as usize).copied().unwrap_or(Tier::Host),
+        }
+    }
+
+    /// Parts of the network that only links with a delay join: pods, or leaves. 1 if there is no
+    /// such split.
+    pub fn parts(&self) -> u32 {
+        match self {
+            Topology::FatTree(t) => t.k,
+            Topology::LeafSpine(t) => t.leaves,
+            Topology::Graph(_) => 1,
+        }
+    }
+
+    /// The part that owns a port. A core's (spine's) port belongs to the part it leads to, so a
+    /// packet changes parts once, on the link up to the core.
+    pub fn part_of_port(&self, port: PortId) -> u32 {
+        match self {
+            Topology::FatTree(t) => port / t.ports_per_pod(),
+            Topology::LeafSpine(t) => port / t.ports_per_leaf(),
+            Topology::Graph(_) => 0,
+        }
+    }
+
+    /// The part that owns a host.
+    pub fn part_of_host(&self, host: Host) -> u32 {
+        match self {
+            Topology::FatTree(t) => host / (t.half() * t.hosts_per_edge),
+            Topology::LeafSpine(t) => host / t.hosts_per_leaf,
+            Topology::Graph(_) => 0,
+        }
+    }
+
+    /// The tier of the links that join parts.
+    pub fn tier_between_parts(&self) -> Tier {
+        match self {
+            Topology::FatTree(_) => Tier::Core,
+            Topology::LeafSpine(_) | Topology::Graph(_) => Tier::Edge,
+        }
+    }
+
+    /// The arithmetic shortest path between two switches, if the topology has one: appends the
+    /// switches after `from`, up to `to`. `pick(n)` chooses among n equal ways.
+    pub(crate) fn fast_path(
+        &self,
+        from: Node,
+        to: Node,
+        pick: &mut dyn FnMut(u32) -> u32,
+        out: &mut Vec<Node>,
+    ) -> bool {
+        match self {
+            Topology::FatTree(t) => {
+                let (h, edges) = (t.half(), t.k * t.half());
+                if from >= edges || to >= edges {
+                    return false;
+                }
+                if from != to {
+                    let g = pick(h);
+                    out.push(edges + from / h * h + g);
+                    if from / h != to / h {
+                        out.push(2 * edges + g * h + pick(h));
+                        out.push(edges + to / h * h + g);
+                    }
+                    out.push(to);
+                }
+                true
+            }
+            Topology::LeafSpine(t) => {
+                if from >= t.leaves || to >= t.leaves {
+                    return false;
+                }
+                if from != to {
+                    out.push(t.leaves + pick(t.spines));
+                    out.push(to);
+                }
+                true
+            }
+            Topology::Graph(_) => false,
+        }
+    }
+}

@@ -1,0 +1,547 @@
+//! TCP: cumulative ACKs, one for each packet; NewReno recovery; one lazy timer a flow.
+
+use crate::event::{CE, ECT, Event, Kind, RETX, widen};
+use crate::fabric::Fabric;
+use crate::net::{Net, Step};
+use crate::transport::Paced;
+use crate::transport::control::{AckInfo, Control, Window};
+
+/// Duplicate ACKs that mean a loss (RFC 5681 section 3.2).
+const DUPLICATES: u32 = 3;
+/// Longest timeout (RFC 6298 section 2.5 allows a limit of at least 60 s).
+const RTO_NS_MAX: u64 = 60_000_000_000;
+/// Clock granularity G of RFC 6298 section 2.3: 1 ms.
+const GRANULARITY_NS: u64 = 1_000_000;
+/// RFC 6298 section 2.1: before any measurement.
+const RTO_NS_INITIAL: u64 = 1_000_000_000;
+
+/// What a sender did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SendCount {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) retransmitted: u64,
+    pub(crate) acks: u64,
+    pub(crate) fast_retransmits: u32,
+    pub(crate) timeouts: u32,
+    /// Sum of departure times from the sender, for mean delays, ns.
+    pub(crate) time_sum: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct TcpSender {
+    pub(crate) w: Window,
+    una: u64,
+    nxt: u64,
+    /// End of what was ever sent.
+    max: u64,
+    /// Bytes the application has handed over.
+    limit: u64,
+    row: u32,
+    rows: u32,
+    me: Step,
+    header: u32,
+    flags: u32,
+    duplicates: u32,
+    recovering: bool,
+    started: bool,
+    /// RFC 6582's `recover`, plus one; 0 before the first loss.
+    recover: u64,
+    /// End of the segment being timed (0: none), and when it was sent.
+    timed: u64,
+    timed_at: u64,
+    srtt: u64,
+    rttvar: u64,
+    rto: u64,
+    rto_min: u64,
+    /// When the timer runs out (`u64::MAX`: off) and when its event fires (0: none is scheduled).
+    deadline: u64,
+    timer_at: u64,
+    /// No second answer to marks before this byte is acknowledged.
+    mark_end: u64,
+    pub(crate) control: Control,
+    app: Option<Box<Paced>>,
+    tick_at: u64,
+    pub(crate) count: SendCount,
+    pub(crate) flow: u32,
+    pub(crate) start: u64,
+    /// When the last byte was acknowledged; 0: not yet.
+    pub(crate) end: u64,
+}
+
+/// How a sender is made.
+#[derive(Clone, Debug)]
+pub(crate) struct TcpSetup {
+    pub(crate) flow: u32,
+    pub(crate) me: Step,
+    pub(crate) row: u32,
+    pub(crate) rows: u32,
+    pub(crate) mss: u32,
+    pub(crate) header: u32,
+    pub(crate) ecn: bool,
+    pub(crate) initial_window: u32,
+    pub(crate) ssthresh: u64,
+    pub(crate) rto_min_ns: u64,
+    pub(crate) control: Control,
+    /// All data at once, or piece by piece.
+    pub(crate) bytes: Option<u64>,
+    pub(crate) app: Option<Paced>,
+}
+
+impl TcpSender {
+    pub(crate) fn new(s: TcpSetup) -> Self {
+        let mss = u64::from(s.mss);
+        TcpSender {
+            w: Window {
+                cwnd: mss * u64::from(s.initial_window),
+                ssthresh: s.ssthresh,
+                mss,
+            },
+            una: 0,
+            nxt: 0,
+            max: 0,
+            limit: if s.app.is_some() {
+                0
+            } else {
+                s.bytes.unwrap_or(0)
+            },
+            row: s.row,
+            rows: s.rows,
+            me: s.me,
+            header: s.header,
+            flags: if s.ecn { ECT } else { 0 },
+            duplicates: 0,
+            recovering: false,
+            started: false,
+            recover: 0,
+            timed: 0,
+            timed_at: 0,
+            srtt: 0,
+            rttvar: 0,
+            rto: RTO_NS_INITIAL.max(s.rto_min_ns),
+            rto_min: s.rto_min_ns,
+            deadline: u64::MAX,
+            timer_at: 0,
+            mark_end: 0,
+            control: s.control,
+            app: s.app.map(Box::new),
+            tick_at: 0,
+            count: SendCount::default(),
+            flow: s.flow,
+            start: 0,
+            end: 0,
+        }
+    }
+
+    /// Reads a word of each cache line that an ACK needs.
+    #[inline]
+    pub(crate) fn touch(&self) -> u64 {
+        self.w.cwnd ^ self.timed ^ self.deadline ^ self.count.packets
+    }
+
+    /// Starts the flow. True if it is complete at once (no bytes).
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+        self.started = true;
+        self.start = now;
+        self.send(now, fabric, net);
+        self.check_end(now)
+    }
+
+    /// Takes an ACK. True if it completes the flow.
+    pub(crate) fn on_ack(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+    ) -> bool {
+        self.count.acks += 1;
+        let ack = widen(event.seq, self.una);
+        let marked = event.has(CE);
+        if ack > self.una {
+            self.on_new_ack(now, ack, marked, fabric, net);
+        } else if ack == self.una && self.nxt > self.una {
+            self.on_duplicate(now, fabric, net);
+        }
+        self.send(now, fabric, net);
+        self.check_end(now)
+    }
+
+    fn on_new_ack(&mut self, now: u64, ack: u64, marked: bool, fabric: &mut Fabric, net: &Net) {
+        let acked = ack - self.una;
+        if self.timed != 0 && ack >= self.timed {
+            self.sample_rtt(now - self.timed_at);
+            self.timed = 0;
+        }
+        self.una = ack;
+        // After a timeout an ACK may cover what was sent before it.
+        self.nxt = self.nxt.max(ack);
+        self.duplicates = 0;
+        if self.recovering {
+            if ack < self.recover - 1 {
+                // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted, the
+                // window deflated by what was acknowledged, plus one segment.
+                self.retransmit(now, fabric, net);
+                self.w.cwnd = self.w.cwnd.saturating_sub(acked).max(self.w.mss);
+                if acked >= self.w.mss {
+                    self.w.cwnd += self.w.mss;
+                }
+            } else {
+                self.recovering = false;
+                self.w.cwnd = self.w.ssthresh;
+            }
+        } else {
+            let info = AckInfo {
+                now,
+                acked,
+                srtt: self.srtt,
+                una: self.una,
+                nxt: self.nxt,
+                marked,
+            };
+            self.control.on_ack(&mut self.w, info);
+            if marked && ack > self.mark_end {
+                self.mark_end = self.nxt;
+                self.control
+                    .on_congestion_mark(&mut self.w, self.nxt - self.una);
+            }
+        }
+        self.deadline = if self.nxt > self.una {
+            now + self.rto
+        } else {
+            u64::MAX
+        };
+    }
+
+    fn on_duplicate(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        self.duplicates += 1;
+        if self.recovering {
+            self.w.cwnd += self.w.mss;
+        } else if self.duplicates == DUPLICATES && self.una >= self.recover {
+            let flight = self.nxt - self.una;
+            self.control.on_loss(&mut self.w, flight);
+            self.w.cwnd = self.w.ssthresh + u64::from(DUPLICATES) * self.w.mss;
+            self.recovering = true;
+            self.recover = self.max + 1;
+            self.count.fast_retransmits += 1;
+            self.retransmit(now, fabric, net);
+            self.deadline = now + self.rto;
+        }
+    }
+
+    /// The event of the timer: late ones are put off, for ACKs move the deadline only.
+    pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        if now != self.timer_at {
+            return;
+        }
+        self.timer_at = 0;
+        if self.deadline == u64::MAX {
+            return;
+        }
+        if self.deadline > now {
+            self.arm(fabric);
+            return;
+        }
+        self.count.timeouts += 1;
+        let flight = self.nxt - self.una;
+        self.control.on_timeout(&mut self.w, flight);
+        self.w.cwnd = self.w.mss;
+        // RFC 6582 section 3.2 step 4, and go-back-N: what was in flight counts as lost.
+        self.recover = self.max + 1;
+        self.recovering = false;
+        self.duplicates = 0;
+        self.nxt = self.una;
+        self.timed = 0;
+        // RFC 6298 section 5.5.
+        self.rto = (self.rto * 2).min(RTO_NS_MAX);
+        self.deadline = u64::MAX;
+        self.send(now, fabric, net);
+    }
+
+    /// The application has data.
+    pub(crate) fn on_tick(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+        if now == self.tick_at {
+            self.tick_at = 0;
+            self.send(now, fabric, net);
+        }
+        self.check_end(now)
+    }
+
+    /// Sends what window and data allow: each segment is min(MSS, window left, data left).
+    #[inline]
+    fn send(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        if self.app.is_some() {
+            self.take_from_app(now);
+        }
+        loop {
+            let flight = self.nxt - self.una;
+            let room = self.w.cwnd.saturating_sub(flight);
+            let size = self.w.mss.min(room).min(self.limit - self.nxt);
+            if size == 0 {
+                break;
+            }
+            self.emit(now, self.nxt, size as u32, fabric, net);
+            self.nxt += size;
+            self.max = self.max.max(self.nxt);
+        }
+        if self.nxt > self.una {
+            if self.deadline == u64::MAX {
+                self.deadline = now + self.rto;
+            }
+            self.arm(fabric);
+        }
+        if let Some(app) = &self.app
+            && self.nxt == self.limit
+            && !app.is_over()
+            && self.tick_at == 0
+        {
+            self.tick_at = app.next;
+            fabric.schedule(app.next, Kind::Tick, self.me.0, 0);
+        }
+    }
+
+    #[cold]
+    fn retransmit(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        let size = self.w.mss.min(self.max - self.una);
+        self.timed = 0;
+        self.emit(now, self.una, size as u32, fabric, net);
+    }
+
+    #[inline]
+    fn emit(&mut self, now: u64, at: u64, size: u32, fabric: &mut Fabric, net: &Net) {
+        let again = at < self.max;
+        if again {
+            self.count.retransmitted += 1;
+            // Karn's algorithm (RFC 6298 section 3): no sample from what was sent twice.
+            self.timed = 0;
+        } else if self.timed == 0 {
+            self.timed = at + u64::from(size);
+            self.timed_at = now;
+        }
+        self.count.packets += 1;
+        self.count.bytes += u64::from(size);
+        self.count.time_sum = self.count.time_sum.wrapping_add(now);
+        let row = if self.rows > 1 {
+            // Spraying: packets take the flow's paths in turn.
+            self.row + (self.count.packets % u64::from(self.rows)) as u32
+        } else {
+            self.row
+        };
+        let flags = self.flags | if again { RETX } else { 0 };
+        let event = Event::packet(Kind::Data, row, at as u32, size + self.header, flags);
+        fabric.emit(net, now, event);
+    }
+
+    fn arm(&mut self, fabric: &mut Fabric) {
+        if self.timer_at == 0 || self.deadline < self.timer_at {
+            self.timer_at = self.deadline;
+            fabric.schedule(self.deadline, Kind::Timer, self.me.0, 0);
+        }
+    }
+
+    #[inline]
+    fn take_from_app(&mut self, now: u64) {
+        if let Some(app) = &mut self.app
+            && self.started
+        {
+            while let Some(size) = app.take(now) {
+                self.limit += size;
+            }
+        }
+    }
+
+    /// RFC 6298 section 2.
+    fn sample_rtt(&mut self, rtt: u64) {
+        if self.srtt == 0 {
+            self.srtt = rtt;
+            self.rttvar = rtt / 2;
+        } else {
+            self.rttvar = (3 * self.rttvar + self.srtt.abs_diff(rtt)) / 4;
+            self.srtt = (7 * self.srtt + rtt) / 8;
+        }
+        let rto = self.srtt + (4 * self.rttvar).max(GRANULARITY_NS);
+        self.rto = rto.clamp(self.rto_min, RTO_NS_MAX);
+    }
+
+    #[inline]
+    fn check_end(&mut self, now: u64) -> bool {
+        let done = self.una == self.limit
+            && self.end == 0
+            && self.started
+            && self.app.as_ref().is_none_or(|a| a.is_over());
+        if done {
+            self.end = now;
+        }
+        done
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.end != 0
+    }
+
+    /// Bytes acknowledged so far.
+    pub(crate) fn acked(&self) -> u64 {
+        self.una
+    }
+
+    /// Bytes handed over by the application so far.
+    pub(crate) fn offered(&self) -> u64 {
+        self.limit
+    }
+
+    /// Points the flow at other paths.
+    pub(crate) fn reroute(&mut self, row: u32, rows: u32) {
+        (self.row, self.rows) = (row, rows);
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct TcpReceiver {
+    /// Everything below has arrived.
+    next: u64,
+    /// Pieces beyond `next`: disjoint, ascending.
+    beyond: Vec<(u64, u64)>,
+    row: u32,
+    rows: u32,
+    header: u32,
+    ack_bytes: u32,
+    pub(crate) flow: u32,
+    /// Bytes that complete the flow; `u64::MAX`: not known here.
+    total: u64,
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    pub(crate) time_sum: u64,
+    /// When the last byte arrived in order; 0: not yet.
+    pub(crate) done_at: u64,
+}
+
+impl TcpReceiver {
+    pub(crate) fn new(
+        flow: u32,
+        row: u32,
+        rows: u32,
+        header: u32,
+        ack_bytes: u32,
+        total: u64,
+    ) -> Self {
+        TcpReceiver {
+            next: 0,
+            beyond: Vec::new(),
+            row,
+            rows,
+            header,
+            ack_bytes,
+            flow,
+            total,
+            packets: 0,
+            bytes: 0,
+            first: 0,
+            last: 0,
+            time_sum: 0,
+            done_at: 0,
+        }
+    }
+
+    /// Reads a word of each cache line that a packet needs.
+    #[inline]
+    pub(crate) fn touch(&self) -> u64 {
+        self.next ^ self.packets ^ self.done_at
+    }
+
+    /// Takes a packet and answers it. True if it completes the flow.
+    #[inline]
+    pub(crate) fn on_data(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+    ) -> bool {
+        let from = widen(event.seq, self.next);
+        let size = u64::from(event.size() - self.header);
+        let to = from + size;
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.bytes += size;
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+        if from <= self.next {
+            self.next = self.next.max(to);
+            if !self.beyond.is_empty() {
+                self.absorb();
+            }
+        } else {
+            self.keep(from, to);
+        }
+        // The mark of each packet is echoed on its own ACK (RFC 8257 section 3.2 with no delayed
+        // ACKs); senders answer once a window.
+        let echo = event.meta & CE;
+        let row = if self.rows > 1 {
+            self.row + (self.packets % u64::from(self.rows)) as u32
+        } else {
+            self.row
+        };
+        let ack = Event::packet(Kind::Ack, row, self.next as u32, self.ack_bytes, echo);
+        fabric.emit(net, now, ack);
+        let done = self.done_at == 0 && self.next >= self.total;
+        if done {
+            self.done_at = now;
+        }
+        done
+    }
+
+    fn absorb(&mut self) {
+        let reached = self.beyond.partition_point(|&(from, _)| from <= self.next);
+        for &(_, to) in &self.beyond[..reached] {
+            self.next = self.next.max(to);
+        }
+        self.beyond.drain(..reached);
+    }
+
+    #[cold]
+    fn keep(&mut self, from: u64, to: u64) {
+        // The pieces that touch [from, to] become one with it.
+        let a = self.beyond.partition_point(|&(_, end)| end < from);
+        let b = self.beyond.partition_point(|&(start, _)| start <= to);
+        let (mut from, mut to) = (from, to);
+        for &(start, end) in &self.beyond[a..b] {
+            from = from.min(start);
+            to = to.max(end);
+        }
+        self.beyond.splice(a..b, [(from, to)]);
+    }
+
+    /// Bytes that arrived in order.
+    pub(crate) fn in_order(&self) -> u64 {
+        self.next
+    }
+
+    /// Points the ACKs at other paths.
+    pub(crate) fn reroute(&mut self, row: u32, rows: u32) {
+        (self.row, self.rows) = (row, rows);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_out_of_order_merge() {
+        let mut r = TcpReceiver::new(0, 0, 1, 0, 40, 100);
+        for (from, to) in [(20, 30), (50, 60), (30, 40), (45, 50), (10, 15)] {
+            r.keep(from, to);
+        }
+        assert_eq!(r.beyond, [(10, 15), (20, 40), (45, 60)]);
+        r.next = 12;
+        r.absorb();
+        assert_eq!((r.next, r.beyond.len()), (15, 2));
+        r.next = 45;
+        r.absorb();
+        assert_eq!((r.next, r.beyond.len()), (60, 0));
+    }
+}

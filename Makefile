@@ -1,7 +1,7 @@
 # Two commands do it all on a fresh machine with Rust, Python >= 3.11 and a C compiler:
 #   make demo   a live eight-worker cluster under a real load, KV routing against round robin
 #   make test   every test
-.PHONY: demo test build
+.PHONY: bench-net demo test build
 
 build:
 	cargo build --release --locked
@@ -11,3 +11,8 @@ test:
 
 demo: build
 	./target/release/slipstream --help
+
+# The network benchmarks with events, ns per event, CPU and wall seconds, RSS (docs/benchmarks-net.md).
+bench-net:
+	cargo build --release --locked -p slipstream-cli
+	./scripts/bench-net.sh ./target/release/slipstream

@@ -33,6 +33,8 @@ enum Command {
     Tokenizer(cmd::tokenizer::Args),
     /// List the models and GPUs that a cluster file can name
     Presets(cmd::presets::Args),
+    /// Simulate a packet network
+    Net(cmd::net::Args),
 }
 
 fn main() -> ExitCode {
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
+        Command::Net(args) => cmd::net::run(&args),
     };
     match result {
         Ok(code) => code,

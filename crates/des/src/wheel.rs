@@ -358,8 +358,7 @@ impl<E: Timed> Wheel<E> {
             counting_sort(&events, start, self.shift, &mut self.run);
         } else {
             self.run.extend_from_slice(&events);
-            self.run
-                .sort_by_key(|e| e.time_low().wrapping_sub(start));
+            self.run.sort_by_key(|e| e.time_low().wrapping_sub(start));
         }
         events.clear();
         self.spare.push(events);

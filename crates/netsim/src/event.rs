@@ -55,8 +55,6 @@ pub(crate) const CE: u32 = 1 << 28;
 pub(crate) const ECT: u32 = 1 << 29;
 /// Sent before.
 pub(crate) const RETX: u32 = 1 << 30;
-/// NDP: the payload was cut off; what is left is the header.
-pub(crate) const TRIM: u32 = 1 << 31;
 
 const HOP: u32 = 1 << 16;
 /// Longest path, in ports.
@@ -119,10 +117,6 @@ impl Event {
     #[inline]
     pub(crate) fn size(self) -> u32 {
         self.meta & 0xffff
-    }
-
-    pub(crate) fn set_size(&mut self, size: u32) {
-        self.meta = self.meta & !0xffff | size;
     }
 
     #[inline]

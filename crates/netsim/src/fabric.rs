@@ -74,10 +74,6 @@ impl Port {
         }
     }
 
-    pub(crate) fn set_down(&mut self, down: bool) {
-        self.flags = self.flags & !DOWN | u8::from(down);
-    }
-
     pub(crate) fn class(&self) -> u8 {
         self.class
     }
@@ -244,7 +240,9 @@ impl Fabric {
         port.busy = departure;
         port.bytes += u64::from(size);
         port.packets += 1;
-        port.wait_ns_max = port.wait_ns_max.max(u32::try_from(start - now).unwrap_or(u32::MAX));
+        port.wait_ns_max = port
+            .wait_ns_max
+            .max(u32::try_from(start - now).unwrap_or(u32::MAX));
         self.tally.hops += 1;
         let arrival = departure + u64::from(port.delay_ns);
         self.send_on(net, arrival, event, at);
@@ -336,17 +334,9 @@ impl Fabric {
         }
     }
 
-    /// Packets that wait at a FIFO port now.
-    pub(crate) fn waiting(&mut self, index: usize, now: u64) -> u32 {
-        let port = &mut self.ports[index];
-        self.rings.trim(port, now);
-        port.len
-    }
-
     /// Schedules an event of this shard.
     pub(crate) fn schedule(&mut self, time: u64, kind: Kind, what: u32, seq: u32) {
-        self.wheel
-            .push(time, Event::local(kind, time, what, seq));
+        self.wheel.push(time, Event::local(kind, time, what, seq));
     }
 
     /// Takes mail that was written before the window that starts now.

@@ -16,10 +16,13 @@
 #![forbid(unsafe_code)]
 
 pub mod aqm;
+pub mod collective;
+pub mod config;
 mod error;
 mod event;
 mod fabric;
 mod net;
+pub mod output;
 pub mod result;
 pub mod route;
 pub mod scenario;

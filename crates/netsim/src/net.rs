@@ -115,11 +115,6 @@ impl Net {
         self.serialization[class as usize * self.sizes + size as usize]
     }
 
-    #[inline]
-    pub(crate) fn step(&self, row: u32, hop: usize) -> Step {
-        self.steps[row as usize * self.stride + hop]
-    }
-
     pub(crate) fn add_row(&mut self, steps: &[Step]) -> u32 {
         let row = self.steps.len() / self.stride;
         debug_assert!(steps.len() <= self.stride);

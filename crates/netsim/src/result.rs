@@ -109,6 +109,10 @@ pub struct RunResult {
     pub flows: Vec<FlowResult>,
     /// By port, of those that were used.
     pub ports: Vec<PortResult>,
+    /// By flow: the time it would take alone on its path, with all data sent at line rate, ns.
+    pub ideal_ns: Vec<u64>,
+    /// By flow: the time of a full packet over its idle path, ns.
+    pub path_ns: Vec<u64>,
     /// A fingerprint of all the above: equal runs have equal digests, on any number of threads.
     pub digest: u64,
 }
@@ -120,6 +124,7 @@ impl RunResult {
         last_event_ns: u64,
         flows: Vec<FlowResult>,
         ports: Vec<PortResult>,
+        (ideal_ns, path_ns): (Vec<u64>, Vec<u64>),
     ) -> Self {
         let totals = Totals {
             events,
@@ -139,6 +144,8 @@ impl RunResult {
             totals,
             flows,
             ports,
+            ideal_ns,
+            path_ns,
             digest,
         }
     }

@@ -65,9 +65,7 @@ impl<'a> Router<'a> {
         }
         while at != to {
             self.topology.neighbors(at, &mut near);
-            near.retain(|&n| {
-                distance[n as usize] < distance[at as usize] && self.is_up(at, n)
-            });
+            near.retain(|&n| distance[n as usize] < distance[at as usize] && self.is_up(at, n));
             let n = near.len() as u32;
             at = near[if n > 1 { pick(n) } else { 0 } as usize];
             path.push(at);
@@ -261,6 +259,10 @@ mod tests {
         let all: BTreeSet<_> = [8, 9]
             .map(|agg| topology.port_between(0, agg).unwrap())
             .into();
-        assert!(Router::new(&topology, &all, false).nodes(0, 7, &mut |_| 0).is_none());
+        assert!(
+            Router::new(&topology, &all, false)
+                .nodes(0, 7, &mut |_| 0)
+                .is_none()
+        );
     }
 }

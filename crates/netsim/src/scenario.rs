@@ -174,6 +174,8 @@ impl Tcp {
 pub enum Transport {
     /// TCP.
     Tcp(Tcp),
+    /// Packets that nothing answers.
+    Packets,
 }
 
 /// Which paths a flow may take.

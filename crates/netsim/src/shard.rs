@@ -6,6 +6,7 @@ use crate::event::{Event, Kind};
 use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step};
 use crate::scenario::Finished;
+use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender};
 
 /// Events whose memory is fetched together; 8 to 32 were equally good on E5.
@@ -18,6 +19,8 @@ pub(crate) struct Shard {
     pub(crate) fabric: Fabric,
     pub(crate) tcp_senders: Vec<TcpSender>,
     pub(crate) tcp_receivers: Vec<TcpReceiver>,
+    pub(crate) raw_senders: Vec<RawSender>,
+    pub(crate) raw_receivers: Vec<RawReceiver>,
     /// By flow and what of it is waited for; empty in runs without dependencies.
     pub(crate) successors: HashMap<(u32, Finished), Successors>,
     /// Predecessors that a sender still waits for, and the earliest start.
@@ -101,6 +104,14 @@ impl Shard {
                     self.on_finished(now, flow, Finished::Acknowledged);
                 }
             }
+            Place::RawReceiver => {
+                self.fabric.tally.delivered += 1;
+                let receiver = &mut self.raw_receivers[step.index()];
+                if receiver.on_data(now, event) {
+                    let flow = receiver.flow;
+                    self.on_finished(now, flow, Finished::Delivered);
+                }
+            }
             place => unreachable!("no packet is sent to {place:?}"),
         }
     }
@@ -119,6 +130,11 @@ impl Shard {
                         false
                     }
                 };
+                done.then_some(sender.flow)
+            }
+            (Place::RawSender, kind) => {
+                let sender = &mut self.raw_senders[step.index()];
+                let done = sender.on_due(now, kind == Kind::Start, fabric, net);
                 done.then_some(sender.flow)
             }
             (place, kind) => unreachable!("no {kind:?} is scheduled for {place:?}"),

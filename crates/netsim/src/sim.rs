@@ -14,11 +14,14 @@ use crate::fabric::{Fabric, Port, PortSpec, Rings, Tally, UNLIMITED};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
 use crate::result::{FlowResult, PortResult, RunResult};
 use crate::route::{Router, Routing};
-use crate::scenario::{Congestion, Demand, Finished, Flow, Link, Paths, Scenario, Transport};
+use crate::scenario::{
+    Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
+};
 use crate::shard::Shard;
 use crate::topology::{PortId, Tier};
 use crate::transport::Paced;
 use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
+use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
 
 /// Events that a window must hold per shard on average before shards pay; below, one shard's
@@ -54,6 +57,8 @@ pub struct Simulation {
     shards: Vec<Shard>,
     /// Sender and receiver of each flow.
     endpoints: Vec<(Step, Step)>,
+    /// First data path of each flow.
+    rows: Vec<u32>,
     /// Least time that an event in one shard takes to cause one in another, ns.
     lookahead_ns: u64,
     windows: u64,
@@ -196,8 +201,7 @@ impl Simulation {
             windows: AtomicU64::new(0),
             barrier: WindowBarrier::new(threads as u32, execution.spin),
         };
-        crew.end
-            .store(crew.window_end(first), Ordering::Relaxed);
+        crew.end.store(crew.window_end(first), Ordering::Relaxed);
         let report = Mutex::new(report);
         std::thread::scope(|scope| {
             for thread in 1..threads {
@@ -244,7 +248,40 @@ impl Simulation {
             self.shards.iter().map(|s| s.now).max().unwrap_or(0),
             flows,
             ports,
+            (0..self.scenario.flows.len())
+                .map(|i| self.ideal(i))
+                .unzip(),
         )
+    }
+
+    /// Time of a flow alone on its path with its data sent at line rate, and of one full packet.
+    fn ideal(&self, index: usize) -> (u64, u64) {
+        let flow = &self.scenario.flows[index];
+        let bytes = flow.demand.bytes().unwrap_or(0);
+        let (full, header) = (u64::from(flow.packet_bytes), u64::from(flow.header_bytes));
+        let first_size = full.min(bytes.max(1)) + header;
+        let row = self.rows[index] as usize * self.net.stride;
+        let (mut first, mut packet, mut slowest) = (0, 0, 0);
+        for step in &self.net.steps[row..row + self.net.stride] {
+            let Some(class) = self.class_of(*step) else {
+                break;
+            };
+            let link = self.net.classes[class as usize];
+            first += serialization_ns(first_size, link.bits_per_s) + link.delay_ns;
+            packet += serialization_ns(full + header, link.bits_per_s) + link.delay_ns;
+            // The packets after the first follow at the pace of the slowest link.
+            let packets = bytes.div_ceil(full.max(1)).max(1);
+            let rest = (bytes + packets * header).saturating_sub(first_size);
+            slowest = slowest.max(serialization_ns(rest, link.bits_per_s));
+        }
+        (first + slowest, packet)
+    }
+
+    fn class_of(&self, step: Step) -> Option<u8> {
+        match step.place() {
+            Place::Fifo => Some(self.shards[step.shard()].fabric.ports[step.index()].class()),
+            _ => None,
+        }
     }
 
     fn flow_result(&self, index: usize) -> FlowResult {
@@ -276,6 +313,24 @@ impl Simulation {
                 result.packets_received = r.packets;
                 result.bytes_received = r.bytes;
                 result.bytes_in_order = r.in_order();
+                result.first_ns = r.first;
+                result.last_ns = r.last;
+                if r.packets > 0 && r.packets == s.count.packets {
+                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
+                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
+                }
+            }
+            Place::RawSender => {
+                let s = &self.shards[sender.shard()].raw_senders[sender.index()];
+                let r = &self.shards[receiver.shard()].raw_receivers[receiver.index()];
+                result.start_ns = s.start;
+                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
+                result.bytes = s.count.bytes;
+                result.packets_sent = s.count.packets;
+                result.bytes_sent = s.count.bytes;
+                result.packets_received = r.packets;
+                result.bytes_received = r.bytes;
+                result.bytes_in_order = r.bytes;
                 result.first_ns = r.first;
                 result.last_ns = r.last;
                 if r.packets > 0 && r.packets == s.count.packets {
@@ -466,7 +521,7 @@ impl Builder {
             .min()
             .unwrap_or(64);
         let hop = |l: &LinkClass| l.delay_ns + serialization_ns(u64::from(size_min), l.bits_per_s);
-        let used = if links.host.is_some() { 0 } else { 1 };
+        let used = usize::from(links.host.is_none());
         let hop_min = classes[used..].iter().map(hop).min().unwrap_or(1);
         let between = match scenario.topology.tier_between_parts() {
             Tier::Core => hop(&classes[2]),
@@ -513,26 +568,30 @@ impl Builder {
         check_dependencies(&flows)?;
         let mut shards: Vec<Shard> = Vec::new();
         let mut endpoints = Vec::with_capacity(flows.len());
-        let (mut senders, mut receivers) = (
-            vec![0usize; self.shards as usize],
-            vec![0usize; self.shards as usize],
-        );
+        // Endpoints made so far, by shard and sort.
+        let mut counts: HashMap<(u32, u8), usize> = HashMap::new();
+        let next = |counts: &mut HashMap<_, usize>, shard, place| {
+            let count = counts.entry((shard, place as u8)).or_default();
+            *count += 1;
+            *count - 1
+        };
         for flow in &flows {
             let from = self.shard_of_host(flow.src);
             let to = self.shard_of_host(flow.dst);
-            let (s, r) = (senders[from as usize], receivers[to as usize]);
-            senders[from as usize] += 1;
-            receivers[to as usize] += 1;
+            let (sends, receives) = match flow.transport {
+                Transport::Tcp(_) => (Place::TcpSender, Place::TcpReceiver),
+                Transport::Packets => (Place::RawSender, Place::RawReceiver),
+            };
+            let (s, r) = (
+                next(&mut counts, from, sends),
+                next(&mut counts, to, receives),
+            );
             if s.max(r) >= INDEX_MAX {
                 return Err(Error::Value(format!(
                     "more than {INDEX_MAX} flows in one part of the network; use fewer flows"
                 )));
             }
-            let Transport::Tcp(_) = flow.transport;
-            endpoints.push((
-                Step::new(from, Place::TcpSender, s),
-                Step::new(to, Place::TcpReceiver, r),
-            ));
+            endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
         }
         let rows = self.lay_paths(&flows, &endpoints)?;
         for fabric in std::mem::take(&mut self.fabrics) {
@@ -540,6 +599,8 @@ impl Builder {
                 fabric,
                 tcp_senders: Vec::new(),
                 tcp_receivers: Vec::new(),
+                raw_senders: Vec::new(),
+                raw_receivers: Vec::new(),
                 successors: HashMap::new(),
                 waiting: HashMap::new(),
                 now: 0,
@@ -549,40 +610,15 @@ impl Builder {
         for (i, flow) in flows.iter().enumerate() {
             let (sender, receiver) = endpoints[i];
             let [data, ack] = rows[i];
-            let Transport::Tcp(tcp) = flow.transport;
-            let seed = mix::draw(self.scenario.seed, flow.id);
-            let app = match flow.demand {
-                Demand::Bytes(_) => None,
-                Demand::Paced(a) => Some(Paced::new(a, seed, flow.start_ns)),
-            };
-            let control = match tcp.congestion {
-                Congestion::NewReno => Control::NewReno(NewReno::default()),
-                Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
-                Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
-            };
-            shards[sender.shard()].tcp_senders.push(TcpSender::new(TcpSetup {
-                flow: i as u32,
-                me: sender,
-                row: data.first,
-                rows: data.count,
-                mss: flow.packet_bytes,
-                header: flow.header_bytes,
-                ecn: tcp.ecn,
-                initial_window: tcp.initial_window,
-                ssthresh: tcp.ssthresh,
-                rto_min_ns: tcp.rto_ns_min,
-                control,
-                bytes: flow.demand.bytes(),
-                app,
-            }));
-            shards[receiver.shard()].tcp_receivers.push(TcpReceiver::new(
+            add_endpoints(
+                &mut shards,
+                &self.scenario,
                 i as u32,
-                ack.first,
-                ack.count,
-                flow.header_bytes,
-                flow.ack_bytes,
-                flow.demand.bytes().unwrap_or(u64::MAX),
-            ));
+                flow,
+                (sender, receiver),
+                data,
+                ack,
+            );
             let shard = &mut shards[sender.shard()];
             if flow.after.is_empty() {
                 shard
@@ -607,6 +643,7 @@ impl Builder {
             net: self.net,
             shards,
             endpoints,
+            rows: rows.iter().map(|pair| pair[0].first).collect(),
             lookahead_ns: self.lookahead_ns,
             windows: 0,
         })
@@ -792,6 +829,83 @@ impl Builder {
     }
 }
 
+/// Makes a flow's sender and receiver.
+fn add_endpoints(
+    shards: &mut [Shard],
+    scenario: &Scenario,
+    index: u32,
+    flow: &Flow,
+    (sender, receiver): (Step, Step),
+    data: Rows,
+    ack: Rows,
+) {
+    let seed = mix::draw(scenario.seed, flow.id);
+    let total = flow.demand.bytes().unwrap_or(u64::MAX);
+    match flow.transport {
+        Transport::Tcp(tcp) => {
+            let app = match flow.demand {
+                Demand::Bytes(_) => None,
+                Demand::Paced(a) => Some(Paced::new(a, seed)),
+            };
+            let control = match tcp.congestion {
+                Congestion::NewReno => Control::NewReno(NewReno::default()),
+                Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
+                Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
+            };
+            let setup = TcpSetup {
+                flow: index,
+                me: sender,
+                row: data.first,
+                rows: data.count,
+                mss: flow.packet_bytes,
+                header: flow.header_bytes,
+                ecn: tcp.ecn,
+                initial_window: tcp.initial_window,
+                ssthresh: tcp.ssthresh,
+                rto_min_ns: tcp.rto_ns_min,
+                control,
+                bytes: flow.demand.bytes(),
+                app,
+            };
+            shards[sender.shard()]
+                .tcp_senders
+                .push(TcpSender::new(setup));
+            shards[receiver.shard()]
+                .tcp_receivers
+                .push(TcpReceiver::new(
+                    index,
+                    ack.first,
+                    ack.count,
+                    flow.header_bytes,
+                    flow.ack_bytes,
+                    total,
+                ));
+        }
+        Transport::Packets => {
+            let arrivals = match flow.demand {
+                Demand::Paced(a) => a,
+                Demand::Bytes(bytes) => Arrivals {
+                    size: Dist::Constant(bytes as f64),
+                    gap_s: Dist::Constant(0.0),
+                    duration_ns: None,
+                    bytes: Some(bytes),
+                },
+            };
+            shards[sender.shard()].raw_senders.push(RawSender::new(
+                index,
+                sender,
+                (data.first, data.count),
+                flow.header_bytes,
+                flow.packet_bytes,
+                Paced::new(arrivals, seed),
+            ));
+            shards[receiver.shard()]
+                .raw_receivers
+                .push(RawReceiver::new(index, flow.header_bytes, total));
+        }
+    }
+}
+
 /// The rows of a flow in one direction.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rows {
@@ -860,7 +974,12 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
     let hosts = scenario.topology.host_count();
     let mut ids = BTreeSet::new();
     for flow in &scenario.flows {
-        let fault = |what: String| Err(Error::Flow { flow: flow.id, what });
+        let fault = |what: String| {
+            Err(Error::Flow {
+                flow: flow.id,
+                what,
+            })
+        };
         if !ids.insert(flow.id) {
             return fault("this number is used twice; number flows apart".into());
         }
@@ -940,7 +1059,11 @@ fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
 
 /// Upper estimate of packet-hops per ns while everything sends.
 fn scenario_density(scenario: &Scenario) -> f64 {
-    let rate = scenario.links.host.unwrap_or(scenario.links.edge).bits_per_s as f64;
+    let rate = scenario
+        .links
+        .host
+        .unwrap_or(scenario.links.edge)
+        .bits_per_s as f64;
     let per_s: f64 = scenario
         .flows
         .iter()

@@ -162,7 +162,10 @@ impl Graph {
             directed.push((b, a, tier));
         }
         directed.sort_unstable_by_key(|e| (e.0, e.1));
-        if let Some(twice) = directed.windows(2).find(|w| (w[0].0, w[0].1) == (w[1].0, w[1].1)) {
+        if let Some(twice) = directed
+            .windows(2)
+            .find(|w| (w[0].0, w[0].1) == (w[1].0, w[1].1))
+        {
             return Err(Error::Topology(format!(
                 "edge [{}, {}] is listed twice",
                 twice[0].0, twice[0].1
@@ -442,7 +445,10 @@ impl Topology {
                 let (h, edges) = (t.half(), t.k * t.half());
                 let (pod, local) = (port / t.ports_per_pod(), port % t.ports_per_pod());
                 let (part, a, b) = (local / (h * h), local % (h * h) / h, local % h);
-                let (edge, agg) = (|e| End::Node(pod * h + e), |g| End::Node(edges + pod * h + g));
+                let (edge, agg) = (
+                    |e| End::Node(pod * h + e),
+                    |g| End::Node(edges + pod * h + g),
+                );
                 let core = |g, j| End::Node(2 * edges + g * h + j);
                 match part {
                     0 => (edge(a), agg(b)),

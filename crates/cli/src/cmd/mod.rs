@@ -6,5 +6,6 @@ mod fleet_metrics;
 pub(crate) mod bench;
 pub(crate) mod presets;
 pub(crate) mod sched;
+pub(crate) mod net;
 pub(crate) mod serve;
 pub(crate) mod tokenizer;

@@ -48,10 +48,9 @@ impl Control {
     /// A loss was found by duplicate ACKs: sets the threshold (the caller sets the window).
     pub(crate) fn on_loss(&mut self, w: &mut Window, flight: u64) {
         match self {
-            Control::NewReno(_) => halve(w, flight),
+            // RFC 8257 section 3.5: DCTCP answers losses as standard TCP does.
+            Control::NewReno(_) | Control::Dctcp(_) => halve(w, flight),
             Control::Cubic(c) => c.reduce(w, flight),
-            // RFC 8257 section 3.5: losses are answered as by standard TCP.
-            Control::Dctcp(_) => halve(w, flight),
         }
     }
 
@@ -74,14 +73,6 @@ impl Control {
                 w.cwnd = w.ssthresh;
             }
             Control::Dctcp(c) => c.on_mark(w),
-        }
-    }
-
-    /// Whether each ACK's mark is counted by the algorithm itself before `on_congestion_mark`.
-    pub(crate) fn alpha(&self) -> Option<f64> {
-        match self {
-            Control::Dctcp(c) => Some(c.alpha),
-            _ => None,
         }
     }
 }
@@ -159,23 +150,20 @@ impl Cubic {
             self.cwnd = w.cwnd as f64 / mss;
         }
         let cwnd = self.cwnd;
-        let epoch = match self.epoch {
-            Some(epoch) => epoch,
-            None => {
-                // Section 4.2: K from the window at the start of the epoch; without an earlier
-                // loss (section 4.10) the plateau is here.
-                let prior = self.w_max.max(cwnd);
-                if self.w_max < cwnd {
-                    self.w_max = cwnd;
-                }
-                Epoch {
-                    start: ack.now,
-                    k: libm::cbrt((self.w_max - cwnd) / self.params.c),
-                    w_est: cwnd,
-                    cwnd_prior: prior,
-                }
+        let epoch = self.epoch.unwrap_or_else(|| {
+            // Section 4.2: K from the window at the start of the epoch; without an earlier
+            // loss (section 4.10) the plateau is here.
+            let prior = self.w_max.max(cwnd);
+            if self.w_max < cwnd {
+                self.w_max = cwnd;
             }
-        };
+            Epoch {
+                start: ack.now,
+                k: libm::cbrt((self.w_max - cwnd) / self.params.c),
+                w_est: cwnd,
+                cwnd_prior: prior,
+            }
+        });
         let t = (ack.now - epoch.start) as f64 / 1e9;
         let segments = ack.acked as f64 / mss;
         // Section 4.3: α makes the Reno-friendly region's average that of Reno; 1 once the old
@@ -302,7 +290,12 @@ mod tests {
         c.on_ack(&mut w, ack(1.0, 0));
         let epoch = c.epoch.unwrap();
         assert!((epoch.k - 9.0856).abs() < 1e-4, "{}", epoch.k);
-        for (t, segments) in [(0.0, 700.0), (5.0, 972.68), (9.0856, 1000.0), (14.0, 1047.47)] {
+        for (t, segments) in [
+            (0.0, 700.0),
+            (5.0, 972.68),
+            (9.0856, 1000.0),
+            (14.0, 1047.47),
+        ] {
             let got = c.w_cubic(&epoch, t);
             assert!((got - segments).abs() < 0.05, "W({t}) = {got}");
         }

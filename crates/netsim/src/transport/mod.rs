@@ -1,6 +1,7 @@
 //! Endpoints: what sends packets and what answers them.
 
 pub(crate) mod control;
+pub(crate) mod raw;
 pub(crate) mod tcp;
 
 use slipstream_base::mix;
@@ -33,18 +34,22 @@ pub(crate) struct Paced {
 }
 
 impl Paced {
-    pub(crate) fn new(arrivals: Arrivals, seed: u64, start: u64) -> Self {
-        let end = match arrivals.duration_ns {
-            Some(duration) => start.saturating_add(duration),
-            None => u64::MAX,
-        };
+    pub(crate) fn new(arrivals: Arrivals, seed: u64) -> Self {
         Paced {
             left: arrivals.bytes.unwrap_or(u64::MAX),
             seed,
             index: 0,
-            next: start,
-            end,
+            next: 0,
+            end: u64::MAX,
             arrivals,
+        }
+    }
+
+    /// The first piece is due now.
+    pub(crate) fn begin(&mut self, now: u64) {
+        self.next = now;
+        if let Some(duration) = self.arrivals.duration_ns {
+            self.end = now.saturating_add(duration);
         }
     }
 
@@ -57,7 +62,9 @@ impl Paced {
         let gap_s = sample(&self.arrivals.gap_s, self.seed, 2 * self.index + 1);
         self.index += 1;
         // A gap of 0 ns for ever would stop time.
-        self.next = self.next.saturating_add(((gap_s * 1e9).round() as u64).max(1));
+        self.next = self
+            .next
+            .saturating_add(((gap_s * 1e9).round() as u64).max(1));
         let size = (size.max(1.0) as u64).min(self.left);
         if self.left != u64::MAX {
             self.left -= size;

@@ -143,6 +143,9 @@ impl TcpSender {
     pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
         self.started = true;
         self.start = now;
+        if let Some(app) = &mut self.app {
+            app.begin(now);
+        }
         self.send(now, fabric, net);
         self.check_end(now)
     }
@@ -388,11 +391,6 @@ impl TcpSender {
     pub(crate) fn offered(&self) -> u64 {
         self.limit
     }
-
-    /// Points the flow at other paths.
-    pub(crate) fn reroute(&mut self, row: u32, rows: u32) {
-        (self.row, self.rows) = (row, rows);
-    }
 }
 
 #[derive(Clone, Debug)]
@@ -518,11 +516,6 @@ impl TcpReceiver {
     /// Bytes that arrived in order.
     pub(crate) fn in_order(&self) -> u64 {
         self.next
-    }
-
-    /// Points the ACKs at other paths.
-    pub(crate) fn reroute(&mut self, row: u32, rows: u32) {
-        (self.row, self.rows) = (row, rows);
     }
 }
 

@@ -1,0 +1,181 @@
+//! `slipstream net`: the packet-level network on its own.
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::Context;
+use clap::Subcommand;
+use slipstream_base::doc::Doc;
+use slipstream_des::Spin;
+use slipstream_netsim::config::{self, Config};
+use slipstream_netsim::output::{self, Cost};
+use slipstream_netsim::{Execution, RunResult, Simulation};
+
+/// Simulate a packet network.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run configuration files, one after the other
+    Run(RunArgs),
+}
+
+#[derive(clap::Args)]
+struct RunArgs {
+    /// Configuration files (TOML); Days' files are read as they are
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Override a key of the files; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// With --json: leave out flows and ports
+    #[arg(long, requires = "json")]
+    totals: bool,
+    /// Threads; the result does not depend on them
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: u32,
+    /// Looks at the window barrier before a waiting thread parks
+    #[arg(long, default_value_t = Spin::default().looks)]
+    spin: u32,
+    /// Write sources.csv, sinks.csv and switches.csv into this folder (over `log_path`)
+    #[arg(long, value_name = "FOLDER")]
+    csv: Option<PathBuf>,
+    /// Show progress on stderr even if it is no terminal
+    #[arg(long)]
+    progress: bool,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let Command::Run(args) = &args.command;
+    let mut failed = false;
+    for file in &args.files {
+        match run_file(file, args) {
+            Ok(()) => {}
+            Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
+            Err(error) => {
+                eprintln!("error: {error:#}");
+                failed = true;
+            }
+        }
+    }
+    Ok(if failed {
+        ExitCode::from(2)
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<()> {
+    let text = std::fs::read(file).with_context(|| format!("reading {}", file.display()))?;
+    let begin = (Instant::now(), cpu_s());
+    let mut doc = Doc::parse(&file.to_string_lossy(), &text);
+    for set in &args.set {
+        doc.set(set);
+    }
+    let config = config::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
+    let execution = Execution {
+        threads: args.threads,
+        spin: Spin { looks: args.spin },
+        memory_bytes_max: memory_at_hand(),
+    };
+    let mut simulation = Simulation::new(config.scenario.clone(), execution)
+        .with_context(|| file.display().to_string())?;
+    let ready = (Instant::now(), cpu_s());
+    let duration_ns = config.scenario.duration_ns;
+    let show = args.progress || std::io::stderr().is_terminal();
+    let mut last = ready.0;
+    let mut progress = |now: u64, events: u64| {
+        if show && last.elapsed().as_millis() >= 200 {
+            last = Instant::now();
+            let rate = events as f64 / ready.0.elapsed().as_secs_f64();
+            eprint!(
+                "\r{:.6} of {:.6} s simulated, {events} events, {:.1} M/s ",
+                now as f64 / 1e9,
+                duration_ns as f64 / 1e9,
+                rate / 1e6
+            );
+        }
+    };
+    // Often enough to move, seldom enough to cost nothing.
+    let every = (duration_ns / 10_000).max(1);
+    simulation.run(execution, every, &mut progress);
+    if show {
+        eprint!("\r\x1b[K");
+    }
+    let done = (Instant::now(), cpu_s());
+    let cost = Cost {
+        setup_s: (ready.0 - begin.0).as_secs_f64(),
+        setup_cpu_s: ready.1 - begin.1,
+        run_s: (done.0 - ready.0).as_secs_f64(),
+        run_cpu_s: done.1 - ready.1,
+        rss_bytes_max: rss_bytes_max(),
+        threads: args.threads.min(simulation.shard_count() as u32),
+        shards: simulation.shard_count(),
+        windows: simulation.windows(),
+    };
+    let result = simulation.result();
+    write_csv(&config, &result, args)?;
+    let name = file.display().to_string();
+    let text = if args.json {
+        let mut json = output::json(&name, &config, &result, &cost);
+        if args.totals
+            && let Some(members) = json.as_object_mut()
+        {
+            members.remove("flows");
+            members.remove("ports");
+        }
+        format!("{json}\n")
+    } else {
+        output::text(&name, &config, &result, &cost)
+    };
+    crate::out::print(&text)?;
+    Ok(())
+}
+
+fn write_csv(config: &Config, result: &RunResult, args: &RunArgs) -> anyhow::Result<()> {
+    let Some(folder) = args.csv.as_ref().or(config.log_path.as_ref()) else {
+        return Ok(());
+    };
+    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    for (name, text) in [
+        ("sources.csv", output::sources_csv(result)),
+        ("sinks.csv", output::sinks_csv(config, result)),
+        ("switches.csv", output::switches_csv(config, result)),
+    ] {
+        let path = folder.join(name);
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// CPU time of the process, all threads, s.
+fn cpu_s() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// A field of a /proc file in kB, as bytes; `None` where there is no such file.
+fn proc_kb(file: &str, field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|l| l.starts_with(field))?;
+    let kb: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kb << 10)
+}
+
+fn rss_bytes_max() -> u64 {
+    proc_kb("/proc/self/status", "VmHWM:").unwrap_or(0)
+}
+
+/// Memory that a run may take; no limit where it cannot be told.
+fn memory_at_hand() -> u64 {
+    proc_kb("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX)
+}

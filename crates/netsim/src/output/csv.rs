@@ -1,0 +1,71 @@
+//! Days' three tables, with its columns.
+
+use std::fmt::Write as _;
+
+use crate::config::Config;
+use crate::result::RunResult;
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
+/// One row a flow: what its sender did.
+pub fn sources_csv(result: &RunResult) -> String {
+    let mut out = "id,flow_id,start_time,end_time,sent_packets,packet_sizes,ack_bytes\n".to_owned();
+    for (i, f) in result.flows.iter().enumerate() {
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            out,
+            "{i},{},{},{},{},{},{}",
+            f.id,
+            seconds(f.start_ns),
+            seconds(f.acked_ns.or(f.delivered_ns).unwrap_or(f.last_ns)),
+            f.packets_sent,
+            f.bytes_sent,
+            f.bytes_acked
+        );
+    }
+    out
+}
+
+/// One row a flow: what its receiver got. Delays in seconds; empty where packets were lost.
+pub fn sinks_csv(config: &Config, result: &RunResult) -> String {
+    let mut out = "id,flow_id,start_time,end_time,received_packets,received_sizes,\
+                   queueing_delay_mean,one_way_delay_mean\n"
+        .to_owned();
+    for (i, f) in result.flows.iter().enumerate() {
+        let delay = f.one_way_delay_ns_mean;
+        let ideal = result.path_ns.get(i).copied().unwrap_or(0) as f64;
+        let show = |ns: Option<f64>| ns.map_or(String::new(), |ns| format!("{}", ns / 1e9));
+        let _ = writeln!(
+            out,
+            "{i},{},{},{},{},{},{},{}",
+            config.scenario.flows[i].id,
+            seconds(f.first_ns),
+            seconds(f.last_ns),
+            f.packets_received,
+            f.bytes_received,
+            show(delay.map(|d| (d - ideal).max(0.0))),
+            show(delay)
+        );
+    }
+    out
+}
+
+/// One row a port in use.
+pub fn switches_csv(config: &Config, result: &RunResult) -> String {
+    let mut out = "from,to,packets,bytes,drops,marks,wait_max\n".to_owned();
+    for p in &result.ports {
+        let (from, to) = config.scenario.topology.port_ends(p.port);
+        let _ = writeln!(
+            out,
+            "{from},{to},{},{},{},{},{}",
+            p.packets,
+            p.bytes,
+            p.drops,
+            p.marks,
+            seconds(p.wait_ns_max)
+        );
+    }
+    out
+}

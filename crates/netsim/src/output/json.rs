@@ -1,0 +1,91 @@
+//! The stable form for programs.
+
+use serde_json::{Value, json as object};
+
+use super::{Cost, collectives, size_classes, transport_name};
+use crate::config::Config;
+use crate::result::RunResult;
+
+/// The run as JSON: `totals`, `size_classes`, `collectives`, `flows`, `ports`, `cost`. Times end in
+/// `_ns`, absent ones are null.
+pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Value {
+    let t = &result.totals;
+    let scenario = &config.scenario;
+    let flows: Vec<Value> = result
+        .flows
+        .iter()
+        .zip(&scenario.flows)
+        .zip(&result.ideal_ns)
+        .map(|((f, spec), ideal)| {
+            object!({
+                "id": f.id, "src": f.src, "dst": f.dst,
+                "transport": transport_name(&spec.transport),
+                "start_ns": f.start_ns, "delivered_ns": f.delivered_ns, "acked_ns": f.acked_ns,
+                "ideal_ns": ideal,
+                "bytes": f.bytes, "bytes_acked": f.bytes_acked,
+                "packets_sent": f.packets_sent, "bytes_sent": f.bytes_sent,
+                "retransmitted": f.retransmitted, "acks": f.acks,
+                "fast_retransmits": f.fast_retransmits, "timeouts": f.timeouts,
+                "cwnd": f.cwnd, "ssthresh": f.ssthresh,
+                "packets_received": f.packets_received, "bytes_received": f.bytes_received,
+                "first_ns": f.first_ns, "last_ns": f.last_ns,
+                "one_way_delay_ns_mean": f.one_way_delay_ns_mean,
+            })
+        })
+        .collect();
+    let ports: Vec<Value> = result
+        .ports
+        .iter()
+        .map(|p| {
+            let (from, to) = scenario.topology.port_ends(p.port);
+            object!({
+                "from": from.to_string(), "to": to.to_string(),
+                "packets": p.packets, "bytes": p.bytes, "drops": p.drops, "marks": p.marks,
+                "wait_ns_max": p.wait_ns_max,
+            })
+        })
+        .collect();
+    let classes: Vec<Value> = size_classes(config, result)
+        .iter()
+        .map(|c| {
+            object!({
+                "name": c.name, "flows": c.flows, "finished": c.finished,
+                "fct_ns": {"mean": c.fct_ns[0], "p50": c.fct_ns[1], "p99": c.fct_ns[2], "max": c.fct_ns[3]},
+                "slowdown": {"mean": c.slowdown[0], "p50": c.slowdown[1], "p99": c.slowdown[2], "max": c.slowdown[3]},
+            })
+        })
+        .collect();
+    let collectives: Vec<Value> = collectives(config, result)
+        .iter()
+        .map(|c| {
+            object!({
+                "index": c.index, "flows": c.flows, "hosts": c.hosts,
+                "time_ns": c.time_ns, "bus_bits_per_s": c.bus_bits_per_s,
+            })
+        })
+        .collect();
+    object!({
+        "name": name,
+        "seed": scenario.seed,
+        "digest": format!("{:016x}", result.digest),
+        "totals": {
+            "events": t.events, "packet_hops": t.packet_hops, "sent": t.sent,
+            "delivered": t.delivered, "in_flight": result.in_flight(),
+            "data_drops": t.data_drops, "control_drops": t.control_drops,
+            "fault_drops": t.fault_drops,
+            "marks": t.marks, "trims": t.trims, "pauses": t.pauses,
+            "last_event_ns": t.last_event_ns,
+        },
+        "size_classes": classes,
+        "collectives": collectives,
+        "flows": flows,
+        "ports": ports,
+        "notes": config.notes,
+        "cost": {
+            "setup_s": cost.setup_s, "setup_cpu_s": cost.setup_cpu_s,
+            "run_s": cost.run_s, "run_cpu_s": cost.run_cpu_s,
+            "rss_bytes_max": cost.rss_bytes_max, "threads": cost.threads,
+            "shards": cost.shards, "windows": cost.windows,
+        },
+    })
+}

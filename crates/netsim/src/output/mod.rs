@@ -1,0 +1,176 @@
+//! What people and programs read of a run.
+
+mod csv;
+mod json;
+mod text;
+
+pub use csv::{sinks_csv, sources_csv, switches_csv};
+pub use json::json;
+pub use text::text;
+
+use crate::config::Config;
+use crate::result::{FlowResult, RunResult};
+use crate::scenario::Transport;
+
+/// What the run took; the caller measures it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Laying out ports and paths, wall seconds.
+    pub setup_s: f64,
+    /// The simulation itself, wall seconds.
+    pub run_s: f64,
+    /// CPU seconds of the set-up.
+    pub setup_cpu_s: f64,
+    /// CPU seconds of the simulation, all threads.
+    pub run_cpu_s: f64,
+    /// Largest resident set, bytes.
+    pub rss_bytes_max: u64,
+    /// Threads.
+    pub threads: u32,
+    /// Shards.
+    pub shards: usize,
+    /// Windows; 0 in a run of one shard.
+    pub windows: u64,
+}
+
+/// Completion times of the flows of one size class.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SizeClass {
+    /// Name, such as `10 kB to 100 kB`.
+    pub name: &'static str,
+    /// Flows in it.
+    pub flows: usize,
+    /// Those that finished.
+    pub finished: usize,
+    /// Completion time, from the start to the last byte's arrival: mean, p50, p99, max, ns.
+    pub fct_ns: [f64; 4],
+    /// Completion time over that of the flow alone on its path: mean, p50, p99, max.
+    pub slowdown: [f64; 4],
+}
+
+/// Upper ends of the size classes, bytes.
+const CLASSES: [(&str, u64); 5] = [
+    ("to 10 kB", 10_000),
+    ("10 kB to 100 kB", 100_000),
+    ("100 kB to 1 MB", 1_000_000),
+    ("1 MB to 10 MB", 10_000_000),
+    ("above 10 MB", u64::MAX),
+];
+
+/// Mean, p50, p99 and maximum; zeros of nothing. Percentiles are nearest ranks.
+fn four(mut values: Vec<f64>) -> [f64; 4] {
+    if values.is_empty() {
+        return [0.0; 4];
+    }
+    values.sort_unstable_by(f64::total_cmp);
+    let rank = |p: f64| values[((values.len() as f64 * p).ceil() as usize).max(1) - 1];
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    [mean, rank(0.5), rank(0.99), rank(1.0)]
+}
+
+/// Completion times by size class, of flows with a known size.
+pub fn size_classes(config: &Config, result: &RunResult) -> Vec<SizeClass> {
+    let scenario = &config.scenario;
+    let mut low = 0;
+    let mut classes = Vec::new();
+    for (name, high) in CLASSES {
+        let members: Vec<(usize, &FlowResult)> = result
+            .flows
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| {
+                let bytes = scenario.flows[*i].demand.bytes();
+                bytes.is_some_and(|b| b > low && b <= high)
+            })
+            .collect();
+        low = high;
+        if members.is_empty() {
+            continue;
+        }
+        let times: Vec<(f64, f64)> = members
+            .iter()
+            .filter_map(|(i, f)| {
+                let fct = f.delivered_ns? - f.start_ns;
+                Some((fct as f64, fct as f64 / result.ideal_ns[*i].max(1) as f64))
+            })
+            .collect();
+        classes.push(SizeClass {
+            name,
+            flows: members.len(),
+            finished: times.len(),
+            fct_ns: four(times.iter().map(|t| t.0).collect()),
+            slowdown: four(times.iter().map(|t| t.1).collect()),
+        });
+    }
+    classes
+}
+
+/// A collective's outcome.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CollectiveTime {
+    /// Its number in the file.
+    pub index: u32,
+    /// Its flows.
+    pub flows: usize,
+    /// Hosts that take part.
+    pub hosts: usize,
+    /// From the first start to the last arrival, ns; `None`: not finished.
+    pub time_ns: Option<u64>,
+    /// Bytes that its busiest host sent, over the time: what its link carried, bits/s.
+    pub bus_bits_per_s: Option<f64>,
+}
+
+/// Times of the collectives.
+pub fn collectives(config: &Config, result: &RunResult) -> Vec<CollectiveTime> {
+    use std::collections::BTreeMap;
+    let mut members: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (i, flow) in config.scenario.flows.iter().enumerate() {
+        if let Some(c) = flow.collective {
+            members.entry(c).or_default().push(i);
+        }
+    }
+    members
+        .into_iter()
+        .map(|(index, flows)| {
+            let mut sent: BTreeMap<u32, u64> = BTreeMap::new();
+            let mut hosts = std::collections::BTreeSet::new();
+            for &i in &flows {
+                let f = &config.scenario.flows[i];
+                *sent.entry(f.src).or_default() += f.demand.bytes().unwrap_or(0);
+                hosts.extend([f.src, f.dst]);
+            }
+            let start = flows.iter().map(|&i| result.flows[i].start_ns).min();
+            let ends: Option<Vec<u64>> = flows
+                .iter()
+                .map(|&i| result.flows[i].delivered_ns)
+                .collect();
+            let time_ns = ends
+                .and_then(|ends| ends.into_iter().max())
+                .zip(start)
+                .map(|(end, start)| end - start);
+            let busiest = sent.values().max().copied().unwrap_or(0);
+            CollectiveTime {
+                index,
+                flows: flows.len(),
+                hosts: hosts.len(),
+                time_ns,
+                bus_bits_per_s: time_ns
+                    .filter(|&t| t > 0)
+                    .map(|t| busiest as f64 * 8e9 / t as f64),
+            }
+        })
+        .collect()
+}
+
+/// Word for a flow's transport.
+fn transport_name(transport: &Transport) -> &'static str {
+    use crate::scenario::Congestion;
+    match transport {
+        Transport::Tcp(tcp) => match tcp.congestion {
+            Congestion::NewReno => "TCP NewReno",
+            Congestion::Cubic(_) => "TCP CUBIC",
+            Congestion::Dctcp { .. } => "TCP DCTCP",
+        },
+        Transport::Packets => "packets",
+    }
+}

@@ -1,0 +1,123 @@
+//! Plain packet sources: nothing answers them.
+
+use crate::event::{ECT, Event, Kind};
+use crate::fabric::Fabric;
+use crate::net::{Net, Step};
+use crate::transport::Paced;
+use crate::transport::tcp::SendCount;
+
+#[derive(Clone, Debug)]
+pub(crate) struct RawSender {
+    pub(crate) flow: u32,
+    me: Step,
+    row: u32,
+    rows: u32,
+    header: u32,
+    ecn: bool,
+    packet_bytes: u64,
+    app: Paced,
+    sent: u64,
+    pub(crate) count: SendCount,
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+}
+
+impl RawSender {
+    pub(crate) fn new(
+        flow: u32,
+        me: Step,
+        (row, rows): (u32, u32),
+        header: u32,
+        packet_bytes: u32,
+        app: Paced,
+    ) -> Self {
+        RawSender {
+            flow,
+            me,
+            row,
+            rows,
+            header,
+            ecn: false,
+            packet_bytes: u64::from(packet_bytes),
+            app,
+            sent: 0,
+            count: SendCount::default(),
+            start: 0,
+            end: 0,
+        }
+    }
+
+    /// Start, or the next packet is due. True when the last one has been sent.
+    pub(crate) fn on_due(&mut self, now: u64, first: bool, fabric: &mut Fabric, net: &Net) -> bool {
+        if first {
+            self.start = now;
+            self.app.begin(now);
+        }
+        while let Some(mut piece) = self.app.take(now) {
+            while piece > 0 {
+                let size = piece.min(self.packet_bytes);
+                piece -= size;
+                let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
+                let flags = if self.ecn { ECT } else { 0 };
+                let wire = size as u32 + self.header;
+                let event = Event::packet(Kind::Data, row, self.sent as u32, wire, flags);
+                self.sent += size;
+                self.count.packets += 1;
+                self.count.bytes += size;
+                self.count.time_sum = self.count.time_sum.wrapping_add(now);
+                fabric.emit(net, now, event);
+            }
+        }
+        if self.app.is_over() {
+            self.end = now;
+            return true;
+        }
+        fabric.schedule(self.app.next, Kind::Tick, self.me.0, 0);
+        false
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct RawReceiver {
+    pub(crate) flow: u32,
+    header: u32,
+    total: u64,
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    pub(crate) time_sum: u64,
+    pub(crate) done_at: u64,
+}
+
+impl RawReceiver {
+    pub(crate) fn new(flow: u32, header: u32, total: u64) -> Self {
+        RawReceiver {
+            flow,
+            header,
+            total,
+            packets: 0,
+            bytes: 0,
+            first: 0,
+            last: 0,
+            time_sum: 0,
+            done_at: 0,
+        }
+    }
+
+    /// Takes a packet. True if all bytes have come, lost ones never.
+    pub(crate) fn on_data(&mut self, now: u64, event: Event) -> bool {
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.bytes += u64::from(event.size() - self.header);
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+        let done = self.done_at == 0 && self.bytes >= self.total;
+        if done {
+            self.done_at = now;
+        }
+        done
+    }
+}

@@ -1,0 +1,6 @@
+//! Whole runs against known answers.
+
+mod common;
+mod conservation;
+mod known;
+mod published;

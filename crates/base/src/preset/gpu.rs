@@ -49,8 +49,9 @@ const GIB: u64 = 1 << 30;
 
 /// All GPUs.
 ///
-/// Vendors print memory sizes as "80 GB" for what is built from power-of-two stacks: they are GiB
-/// here. GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of it to check bits.
+/// Vendors print memory sizes as "80 GB" for what is built from power-of-two stacks: here they are
+/// GiB, rounded down to what a driver reports. GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of
+/// it to check bits.
 pub const GPUS: &[Gpu] = &[
     Gpu {
         name: "a100-sxm-80gb",

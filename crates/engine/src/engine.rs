@@ -608,10 +608,9 @@ impl Engine {
     /// so that the next sequence of the same pass hits them, as in vLLM.
     fn grow(&mut self, slot: u32, computed: u32, target: u32) {
         let sequence = &mut self.sequences[slot];
-        let blocks = target.div_ceil(self.block_size) as usize;
-        while sequence.table.len() < blocks {
-            sequence.table.push(self.pool.allocate(&mut self.ops));
-        }
+        let table = &mut sequence.table;
+        let missing = target.div_ceil(self.block_size) as usize - table.len();
+        self.pool.allocate_many(missing, table, &mut self.ops);
         if !self.caching {
             return;
         }
@@ -619,6 +618,9 @@ impl Engine {
         if full.is_empty() {
             return;
         }
+        let prompt_blocks = sequence.request.prompt.blocks().iter().copied();
+        let ahead = prompt_blocks.skip(full.start as usize).take(full.len());
+        self.pool.foresee(ahead);
         let mut parent = parent_of(sequence, full.start, &self.pool);
         for j in full {
             let hash = block_hash(

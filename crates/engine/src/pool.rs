@@ -29,13 +29,11 @@ pub const BLOCKS_MAX: u32 = 1 << 26;
 
 #[derive(Clone, Copy, Default)]
 struct Block {
-    /// What it caches; meaningful while `hashed`.
+    /// What it caches, and what that follows; meaningful while `hashed`.
     hash: u64,
+    parent: u64,
     /// Sequences that hold it.
     refs: u32,
-    /// Neighbors in the list of free blocks that it is in.
-    prev: u32,
-    next: u32,
     /// Neighbors among the copies of the same hash, oldest first: a list whose first block's
     /// `older` is its last, so that both ends are at hand.
     older: u32,
@@ -43,13 +41,20 @@ struct Block {
     hashed: bool,
 }
 
+/// Neighbors of a free block in the list that it is in. Apart from the blocks: walking a list is a
+/// chain of waits for memory, and eight neighbors of one line are often in a row.
+#[derive(Clone, Copy, Default)]
+struct Link {
+    prev: u32,
+    next: u32,
+}
+
 /// The blocks of one engine.
 pub struct BlockPool {
     total: u32,
     /// Blocks ever used; room for all.
     blocks: Vec<Block>,
-    /// Parent of each hashed block, for snapshots: apart, as nothing else reads it.
-    parents: Vec<u64>,
+    links: Vec<Link>,
     index: HashIndex,
     /// Top of the stack of free blocks without a hash.
     blank: u32,
@@ -69,7 +74,7 @@ impl BlockPool {
         BlockPool {
             total: blocks,
             blocks: Vec::with_capacity(blocks as usize),
-            parents: Vec::with_capacity(blocks as usize),
+            links: Vec::with_capacity(blocks as usize),
             index: HashIndex::new(blocks),
             blank: NIL,
             lru_first: NIL,
@@ -131,7 +136,7 @@ impl BlockPool {
         b.refs += 1;
         if b.refs == 1 {
             // Only cached blocks are looked up, so it is in the LRU list.
-            let (prev, next) = (b.prev, b.next);
+            let Link { prev, next } = self.links[block as usize];
             self.unlink_lru(prev, next);
             self.free -= 1;
         }
@@ -146,16 +151,16 @@ impl BlockPool {
     pub fn allocate(&mut self, ops: &mut Vec<KvOp>) -> BlockId {
         let id = if self.blank != NIL {
             let id = self.blank;
-            self.blank = self.blocks[id as usize].next;
+            self.blank = self.links[id as usize].next;
             id
         } else if (self.blocks.len() as u32) < self.total {
             self.blocks.push(Block::default());
-            self.parents.push(0);
+            self.links.push(Link::default());
             self.blocks.len() as u32 - 1
         } else {
             let id = self.lru_first;
             assert!(id != NIL, "allocate() is called only where free() > 0");
-            let next = self.blocks[id as usize].next;
+            let next = self.links[id as usize].next;
             self.unlink_lru(NIL, next);
             self.forget(id, ops);
             id
@@ -163,6 +168,32 @@ impl BlockPool {
         self.blocks[id as usize].refs = 1;
         self.free -= 1;
         id
+    }
+
+    /// Takes `count` free blocks, as [`allocate`](BlockPool::allocate) does one by one.
+    pub fn allocate_many(&mut self, count: usize, table: &mut Vec<BlockId>, ops: &mut Vec<KvOp>) {
+        if self.blocks.len() as u32 == self.total {
+            // They come from the LRU list, and what they cached leaves the index.
+            let mut at = self.lru_first;
+            let victims = std::iter::from_fn(|| {
+                let block = self.blocks.get(at as usize)?; // none at NIL
+                at = self.links[at as usize].next;
+                Some(BlockHash(block.hash))
+            });
+            self.foresee(victims.take(count));
+        }
+        table.extend((0..count).map(|_| self.allocate(ops)));
+    }
+
+    /// Reads where the index has, or would have, these hashes, and does nothing with it.
+    ///
+    /// The places are at random, so in a pool larger than the processor's caches each costs a wait
+    /// for memory. Those of a short loop are waited for together; those of the long loops that move
+    /// blocks are not. It pays where many engines take turns, as in a simulator.
+    #[inline]
+    pub fn foresee(&self, hashes: impl Iterator<Item = BlockHash>) {
+        let seen = hashes.fold(0, |seen, hash| seen ^ self.index.peek(hash.0));
+        std::hint::black_box(seen);
     }
 
     /// Lets go of a block. A free block without a hash is allocated next, one with a hash last.
@@ -178,16 +209,18 @@ impl BlockPool {
         self.free += 1;
         self.releases += 1;
         if b.hashed {
-            b.prev = lru_last;
-            b.next = NIL;
+            self.links[block as usize] = Link {
+                prev: lru_last,
+                next: NIL,
+            };
             self.lru_last = block;
             if lru_last == NIL {
                 self.lru_first = block;
             } else {
-                self.blocks[lru_last as usize].next = block;
+                self.links[lru_last as usize].next = block;
             }
         } else {
-            b.next = self.blank;
+            self.links[block as usize].next = self.blank;
             self.blank = block;
         }
     }
@@ -205,8 +238,8 @@ impl BlockPool {
         let b = &mut self.blocks[block as usize];
         debug_assert!(b.refs > 0 && !b.hashed, "a held block becomes full once");
         b.hash = hash.0;
+        b.parent = parent.0;
         b.hashed = true;
-        self.parents[block as usize] = parent.0;
         match self.index.insert(hash.0, block, &self.blocks) {
             None => {
                 let b = &mut self.blocks[block as usize];
@@ -239,11 +272,9 @@ impl BlockPool {
     pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockHash, BlockHash)> + '_ {
         self.blocks
             .iter()
-            .zip(&self.parents)
-            .enumerate()
             // The oldest copy stands for all: it is the one whose `older` is the list's end.
-            .filter(|(_, (b, _))| b.hashed && self.blocks[b.older as usize].newer == NIL)
-            .map(|(_, (b, &parent))| (BlockHash(b.hash), BlockHash(parent)))
+            .filter(|b| b.hashed && self.blocks[b.older as usize].newer == NIL)
+            .map(|b| (BlockHash(b.hash), BlockHash(b.parent)))
     }
 
     /// Takes a block out of the LRU list, given its neighbors there.
@@ -252,12 +283,12 @@ impl BlockPool {
         if prev == NIL {
             self.lru_first = next;
         } else {
-            self.blocks[prev as usize].next = next;
+            self.links[prev as usize].next = next;
         }
         if next == NIL {
             self.lru_last = prev;
         } else {
-            self.blocks[next as usize].prev = prev;
+            self.links[next as usize].prev = prev;
         }
     }
 
@@ -322,14 +353,14 @@ impl BlockPool {
             let block = &self.blocks[at as usize];
             assert!(block.refs == 0 && !block.hashed, "blank block {at}");
             listed += 1;
-            at = block.next;
+            at = self.links[at as usize].next;
         }
         let (mut at, mut prev) = (self.lru_first, NIL);
         while at != NIL {
             let block = &self.blocks[at as usize];
-            assert!(block.refs == 0 && block.hashed && block.prev == prev);
+            assert!(block.refs == 0 && block.hashed && self.links[at as usize].prev == prev);
             listed += 1;
-            (prev, at) = (at, block.next);
+            (prev, at) = (at, self.links[at as usize].next);
         }
         assert_eq!(prev, self.lru_last);
         assert_eq!(listed, self.free, "blocks in the free lists");
@@ -431,6 +462,12 @@ impl HashIndex {
     #[inline]
     fn home(&self, hash: u64) -> usize {
         Self::tag(hash) as usize & self.mask
+    }
+
+    /// Something of the bucket where the search for `hash` would begin.
+    #[inline]
+    fn peek(&self, hash: u64) -> u32 {
+        self.buckets[self.home(hash)].spilled()
     }
 
     #[inline]

@@ -327,14 +327,16 @@ impl Shared {
 
     fn server_usage(&self) -> Option<process::Usage> {
         let pids = &self.config.server_pids;
-        (!pids.is_empty()).then(|| {
-            pids.iter().filter_map(|pid| process::usage_of(*pid)).fold(
-                process::Usage::default(),
-                |sum, one| process::Usage {
-                    cpu_s: sum.cpu_s + one.cpu_s,
-                    rss_peak_bytes: sum.rss_peak_bytes + one.rss_peak_bytes,
-                },
-            )
+        if pids.is_empty() {
+            return None;
+        }
+        // One that is gone leaves no sum worth showing.
+        pids.iter().try_fold(process::Usage::default(), |sum, pid| {
+            let one = process::usage_of(*pid)?;
+            Some(process::Usage {
+                cpu_s: sum.cpu_s + one.cpu_s,
+                rss_peak_bytes: sum.rss_peak_bytes + one.rss_peak_bytes,
+            })
         })
     }
 
@@ -391,16 +393,14 @@ impl Shared {
         let server = self
             .server_usage()
             .map(|u| cost(u.cpu_s - baseline.server_cpu_s, Some(u.rss_peak_bytes)));
+        if server.is_none() && !self.config.server_pids.is_empty() {
+            notes
+                .push("a process of --server-pid has ended; the server's cost is not known".into());
+        }
         let engine = self
             .engine_counts()
             .zip(baseline.engine)
             .map(|(end, begin)| counters::difference(&end, &begin));
-        let meant = totals.requests.succeeded > 0 && totals.tokens().input == 0;
-        if meant {
-            notes.push(
-                "the server reports no prompt tokens; input tokens are the workload's".into(),
-            );
-        }
         let c = &self.config;
         let report = RunReport {
             schema: SCHEMA,

@@ -460,3 +460,32 @@ fn header(text: &str) -> Result<String, String> {
         _ => Err(format!("`{text}` is not a header; write NAME: VALUE")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_frontend::text::TextModel;
+
+    /// Prompts have the exact length on our own server only as long as this holds.
+    #[test]
+    fn every_word_of_a_prompt_is_one_token_of_the_built_in_tokenizer() {
+        let (vocabulary, model) = (Vocabulary::english(), TextModel::builtin());
+        // 20,000 draws over fewer than 400 words leave none out (chance below 1e-18).
+        let (mut text, mut tokens) = (String::new(), Vec::new());
+        vocabulary.write_text(1, 20_000, &mut text);
+        model.encode(&text, false, &mut tokens);
+        assert_eq!(tokens.len(), 20_000);
+    }
+
+    #[test]
+    fn flags_that_are_not_what_they_should_be_say_so() {
+        assert_eq!(id_range("5..9"), Ok(5..9));
+        for bad in ["9..5", "5", "a..b", "5..5"] {
+            assert!(id_range(bad).unwrap_err().contains("FIRST..END"));
+        }
+        assert!(header("x-a: 1").is_ok());
+        for bad in ["x-a", ": 1", "x a: 1", "x-a: 1\r\nx-b: 2"] {
+            assert!(header(bad).unwrap_err().contains("NAME: VALUE"));
+        }
+    }
+}

@@ -73,7 +73,9 @@ impl Aqm {
                 weight,
                 ecn,
             } => {
-                if at.idle_ns > 0 && at.waiting == 0 {
+                if at.idle_ns > 0 && *average < 1e-3 {
+                    *average = 0.0;
+                } else if at.idle_ns > 0 && at.waiting == 0 {
                     // The average decays as if so many small packets had found the queue empty
                     // (the paper's m, section 4, with this packet's size).
                     let m = at.idle_ns as f64 / at.packet_ns.max(1) as f64;

@@ -11,6 +11,7 @@ use slipstream_des::Wheel;
 use crate::aqm::{Aqm, Verdict};
 use crate::event::{CE, ECT, Event, Kind};
 use crate::net::{Net, Place};
+use crate::scheduled::Scheduled;
 use crate::topology::PortId;
 
 /// No limit on waiting packets.
@@ -178,6 +179,8 @@ pub(crate) struct Fabric {
     pub(crate) wheel: Wheel<Event>,
     pub(crate) ports: Vec<Port>,
     pub(crate) port_ids: Vec<PortId>,
+    pub(crate) scheduled: Vec<Scheduled>,
+    pub(crate) scheduled_ids: Vec<PortId>,
     pub(crate) rings: Rings,
     /// Entry 0 is taildrop.
     pub(crate) aqms: Vec<Aqm>,
@@ -204,6 +207,7 @@ impl Fabric {
     pub(crate) fn enter(&mut self, net: &Net, now: u64, event: Event, at: usize) {
         match net.steps[at].place() {
             Place::Fifo => self.enter_fifo(net, now, event, at),
+            Place::Scheduled => self.enter_scheduled(net, now, event, at),
             // A path without ports: hosts on one switch whose links are not modeled. The builder
             // refuses such flows.
             place => unreachable!("a path begins with a port, not {place:?}"),
@@ -286,8 +290,14 @@ impl Fabric {
         let waiting = port.len;
         let rate = net.classes[port.class as usize].bits_per_s;
         let backlog_ns = port.busy.saturating_sub(now);
-        let backlog = (u128::from(backlog_ns) * u128::from(rate) / 8_000_000_000) as u64;
         let aqm = &self.aqms[port.aqm as usize];
+        // Only the ramp counts bytes; the wide division is not for every packet of the others.
+        let backlog = match aqm {
+            Aqm::EcnRamp { .. } => {
+                (u128::from(backlog_ns) * u128::from(rate) / 8_000_000_000) as u64
+            }
+            _ => 0,
+        };
         let number = port.packets + u64::from(port.drops);
         let draw = mix::draw(self.seed ^ u64::from(self.port_ids[index]), number);
         let arrival = crate::aqm::Arrival {

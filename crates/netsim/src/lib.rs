@@ -26,6 +26,7 @@ pub mod output;
 pub mod result;
 pub mod route;
 pub mod scenario;
+pub mod scheduled;
 mod shard;
 pub mod sim;
 pub mod topology;

@@ -1,5 +1,7 @@
 //! What all shards read and none changes while it runs: the path table and the links' arithmetic.
 
+use crate::scheduled::Discipline;
+
 /// Where a packet is handled next: a port or an endpoint of a shard, in 32 bits.
 ///
 /// Shard in bits 24..32, place in 20..24, index within the shard in 0..20.
@@ -92,10 +94,19 @@ pub(crate) struct Net {
     pub(crate) serialization: Vec<u64>,
     pub(crate) sizes: usize,
     pub(crate) classes: Vec<LinkClass>,
+    /// Traffic class of each row.
+    pub(crate) row_class: Vec<u8>,
+    /// What scheduled ports do.
+    pub(crate) discipline: Discipline,
 }
 
 impl Net {
-    pub(crate) fn new(stride: usize, size_max: u32, classes: Vec<LinkClass>) -> Self {
+    pub(crate) fn new(
+        stride: usize,
+        size_max: u32,
+        classes: Vec<LinkClass>,
+        discipline: Discipline,
+    ) -> Self {
         let sizes = size_max as usize + 1;
         let serialization = classes
             .iter()
@@ -107,6 +118,8 @@ impl Net {
             serialization,
             sizes,
             classes,
+            row_class: Vec::new(),
+            discipline,
         }
     }
 

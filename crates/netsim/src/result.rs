@@ -3,7 +3,6 @@
 use slipstream_base::mix;
 
 use crate::fabric::{Fabric, Tally};
-use crate::net::Net;
 use crate::topology::{Host, PortId};
 
 /// What became of a flow. Times are ns of simulated time.
@@ -211,7 +210,7 @@ fn digest(totals: &Totals, flows: &[FlowResult], ports: &[PortResult]) -> u64 {
 }
 
 impl Fabric {
-    pub(crate) fn port_results(&self, _net: &Net) -> Vec<PortResult> {
+    pub(crate) fn port_results(&self) -> Vec<PortResult> {
         self.ports
             .iter()
             .zip(&self.port_ids)
@@ -223,6 +222,19 @@ impl Fabric {
                 marks: u64::from(p.marks),
                 wait_ns_max: u64::from(p.wait_ns_max),
             })
+            .chain(
+                self.scheduled
+                    .iter()
+                    .zip(&self.scheduled_ids)
+                    .map(|(p, &port)| PortResult {
+                        port,
+                        packets: p.packets,
+                        bytes: p.bytes,
+                        drops: p.drops,
+                        marks: p.marks,
+                        wait_ns_max: p.wait_ns_max,
+                    }),
+            )
             .collect()
     }
 }

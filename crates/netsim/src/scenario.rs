@@ -2,6 +2,7 @@
 
 use crate::aqm::Aqm;
 use crate::route::Routing;
+use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
 
 /// Rate and delay of the links of one tier.
@@ -29,6 +30,8 @@ pub struct Links {
 pub struct Queue {
     /// Packets that may wait, the one in service not counted; 0: no limit.
     pub capacity_packets: u32,
+    /// Which class is served next.
+    pub discipline: Discipline,
     /// What drops or marks before the queue is full.
     pub aqm: Aqm,
     /// Probability that a packet is lost on its way into a port, for fault injection.

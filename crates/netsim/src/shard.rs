@@ -88,6 +88,7 @@ impl Shard {
         let step = net.steps[at];
         match step.place() {
             Place::Fifo => self.fabric.enter_fifo(net, now, event, at),
+            Place::Scheduled => self.fabric.enter_scheduled(net, now, event, at),
             Place::TcpReceiver => {
                 self.fabric.tally.delivered += 1;
                 let receiver = &mut self.tcp_receivers[step.index()];
@@ -131,6 +132,10 @@ impl Shard {
                     }
                 };
                 done.then_some(sender.flow)
+            }
+            (Place::Scheduled, _) => {
+                fabric.serve(net, now, step);
+                None
             }
             (Place::RawSender, kind) => {
                 let sender = &mut self.raw_senders[step.index()];

@@ -17,6 +17,7 @@ use crate::route::{Router, Routing};
 use crate::scenario::{
     Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
 };
+use crate::scheduled::{Discipline, Scheduled};
 use crate::shard::Shard;
 use crate::topology::{PortId, Tier};
 use crate::transport::Paced;
@@ -239,7 +240,7 @@ impl Simulation {
         let mut ports: Vec<PortResult> = self
             .shards
             .iter()
-            .flat_map(|s| s.fabric.port_results(&self.net))
+            .flat_map(|s| s.fabric.port_results())
             .collect();
         ports.sort_unstable_by_key(|p| p.port);
         RunResult::new(
@@ -280,6 +281,9 @@ impl Simulation {
     fn class_of(&self, step: Step) -> Option<u8> {
         match step.place() {
             Place::Fifo => Some(self.shards[step.shard()].fabric.ports[step.index()].class()),
+            Place::Scheduled => {
+                Some(self.shards[step.shard()].fabric.scheduled[step.index()].link_class())
+            }
             _ => None,
         }
     }
@@ -536,13 +540,16 @@ impl Builder {
             _ => 12,
         };
         let shift = hop_min.max(1).ilog2().min(wide);
-        let net = Net::new(1, size_max, classes);
+        let discipline = scenario.queue.discipline.clone();
+        let net = Net::new(1, size_max, classes, discipline);
         let fabrics = (0..shards)
             .map(|shard| Fabric {
                 shard: shard as usize,
                 wheel: Wheel::new(shift),
                 ports: Vec::new(),
                 port_ids: Vec::new(),
+                scheduled: Vec::new(),
+                scheduled_ids: Vec::new(),
                 rings: Rings::default(),
                 aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
                 loss: scenario.queue.loss,
@@ -742,7 +749,8 @@ impl Builder {
         self.net.steps = Vec::with_capacity(ends.len() * self.net.stride);
         let mut steps = Vec::with_capacity(self.net.stride);
         let mut from = 0usize;
-        for (pair, &(sender, receiver)) in rows.iter().zip(endpoints) {
+        for ((pair, &(sender, receiver)), flow) in rows.iter().zip(endpoints).zip(flows) {
+            let class = flow.class;
             for (direction, rows) in pair.iter().enumerate() {
                 for row in rows.first..rows.first + rows.count {
                     let to = ends[row as usize] as usize;
@@ -753,6 +761,7 @@ impl Builder {
                     }
                     steps.push(if direction == 0 { receiver } else { sender });
                     from = to;
+                    self.net.row_class.push(class);
                     let made = self.net.add_row(&steps);
                     debug_assert_eq!(made, row);
                 }
@@ -813,17 +822,35 @@ impl Builder {
             capacity,
             aqm: u8::from(managed),
         };
+        // Queues longer than the 2^31 ns that a ring of 32-bit times can tell apart take the other
+        // form too.
+        let link = self.net.classes[class as usize];
+        let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
+        let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 31;
+        let scheduled = !from_host && (self.scenario.queue.discipline != Discipline::Fifo || long);
         let fabric = &mut self.fabrics[shard as usize];
-        let index = fabric.ports.len();
+        let index = if scheduled {
+            fabric.scheduled.len()
+        } else {
+            fabric.ports.len()
+        };
         if index >= INDEX_MAX {
             return Err(Error::Value(format!(
                 "more than {INDEX_MAX} ports are used in one part of the network; \
                  use a smaller topology or fewer flows"
             )));
         }
-        fabric.ports.push(Port::new(spec, managed));
-        fabric.port_ids.push(port);
-        let step = Step::new(shard, Place::Fifo, index);
+        let place = if scheduled {
+            let classes = self.scenario.queue.discipline.classes();
+            fabric.scheduled.push(Scheduled::new(classes, spec));
+            fabric.scheduled_ids.push(port);
+            Place::Scheduled
+        } else {
+            fabric.ports.push(Port::new(spec, managed));
+            fabric.port_ids.push(port);
+            Place::Fifo
+        };
+        let step = Step::new(shard, place, index);
         self.port_steps[port as usize] = step.0 + 1;
         Ok(step)
     }

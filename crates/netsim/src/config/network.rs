@@ -7,6 +7,7 @@ use crate::Error;
 use crate::aqm::Aqm;
 use crate::route::Routing;
 use crate::scenario::{Link, Links, Queue};
+use crate::scheduled::Discipline;
 use crate::topology::{FatTree, Graph, LeafSpine, Tier, Topology};
 
 /// The network part of a file.
@@ -228,7 +229,7 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
         1_000_000_000
     });
     let capacity = t.get("capacity").within(0..=1_000_000u32).or(0);
-    let () = t.choice("discipline", &[("FIFO", ())]).or(());
+    let discipline = read_discipline(t);
     let aqm = match t.choice("drop", DROPS).or(Drop::Tail) {
         Drop::Tail => Aqm::TailDrop,
         Drop::Red => read_red(t, false),
@@ -257,10 +258,75 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
         rate,
         Queue {
             capacity_packets: capacity,
+            discipline,
             aqm,
             loss,
         },
     )
+}
+
+/// `discipline`, with `weights`, or `priorities` and `vticks` as pairs (class, value).
+fn read_discipline(t: &Table<'_>) -> Discipline {
+    const WORDS: &[(&str, u8)] = &[
+        ("FIFO", 0),
+        ("SP", 1),
+        ("DRR", 2),
+        ("WRR", 3),
+        ("WFQ", 4),
+        ("VC", 5),
+    ];
+    let pairs = |key: &str| -> Vec<u64> {
+        let pairs: Vec<Vec<u64>> = t.get(key).required("list pairs [class, value]", Vec::new());
+        let mut values = vec![0; pairs.len()];
+        for pair in &pairs {
+            match pair[..] {
+                [class, value] if (class as usize) < values.len() => {
+                    values[class as usize] = value;
+                }
+                _ => t.mistake(
+                    key,
+                    format!(
+                        "`{key}` must list each class from 0 to {} once",
+                        values.len() - 1
+                    ),
+                    "write pairs [class, value]",
+                ),
+            }
+        }
+        if values.is_empty() {
+            values.push(0);
+        }
+        values
+    };
+    let weights = || -> Vec<u32> {
+        let weights: Vec<u32> = t
+            .get::<Vec<u32>>("weights")
+            .check(
+                |w| {
+                    !w.is_empty()
+                        && w.len() <= 256
+                        && w.iter().all(|&w| (1..=1_000_000).contains(&w))
+                },
+                "1 to 256 weights from 1 to 1000000",
+            )
+            .required(
+                "list a weight for each class, such as weights = [1, 2]",
+                vec![1],
+            );
+        weights
+    };
+    match t.choice("discipline", WORDS).or(0) {
+        1 => Discipline::StrictPriority(pairs("priorities").iter().map(|&p| p as u32).collect()),
+        2 => Discipline::Drr(weights()),
+        3 => Discipline::Wrr(weights()),
+        4 => Discipline::Wfq(weights()),
+        5 => Discipline::VirtualClock(pairs("vticks")),
+        _ => {
+            // Days' FIFO files may carry the others' keys.
+            let _: Option<Vec<u32>> = t.get("weights").optional();
+            Discipline::Fifo
+        }
+    }
 }
 
 /// Days' constants: 70 % and 90 % of the capacity, probability 0.8, weight 2^-9.

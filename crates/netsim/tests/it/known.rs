@@ -230,3 +230,47 @@ fn a_run_too_large_for_memory_is_refused() {
         .map(|e| e.to_string());
     assert!(error.is_some_and(|e| e.contains("MiB")));
 }
+
+/// Two sources share one link of 1 Gb/s that they overload: packets of each class by the end.
+fn check_shares(discipline: &str, sizes: [u32; 2], expected: f64) {
+    let flow = |id: u32, src: u32| {
+        format!(
+            "[[flow]]\nflow_id = {id}\nclass = {src}\ngraph = [[{src}, 3]]\n\
+             flow_type = \"PacketDistribution\"\ntraffic = {{ duration = 0.02, \
+             arr_dist = 0.000008, pkt_size_dist = {} }}\n",
+            sizes[src as usize]
+        )
+    };
+    let toml = format!(
+        "duration = 0.02\nedges = [[0, 2], [1, 2], [2, 3]]\nhosts = [0, 1, 3]\n\
+         [switch]\nport_rate = 1e9\ncapacity = 0\n{discipline}\n{}{}",
+        flow(0, 0),
+        flow(1, 1)
+    );
+    let result = run(&toml);
+    let bytes: Vec<u64> = result.flows.iter().map(|f| f.bytes_received).collect();
+    let share = bytes[1] as f64 / (bytes[0] + bytes[1]) as f64;
+    // Within one round of the discipline over 2,500,000 bytes.
+    assert!((share - expected).abs() < 0.01, "{discipline}: {share}");
+}
+
+#[test]
+fn classes_share_a_link_as_their_discipline_says() {
+    check_shares("discipline = \"DRR\"\nweights = [1, 3]", [1000, 1000], 0.75);
+    check_shares("discipline = \"WFQ\"\nweights = [1, 3]", [1000, 1000], 0.75);
+    check_shares("discipline = \"WRR\"\nweights = [1, 3]", [1000, 1000], 0.75);
+    // Byte shares hold for unlike packets with WFQ and DRR; WRR counts packets.
+    check_shares("discipline = \"WFQ\"\nweights = [1, 1]", [1500, 1000], 0.5);
+    check_shares("discipline = \"DRR\"\nweights = [1, 1]", [1500, 1000], 0.5);
+    check_shares("discipline = \"WRR\"\nweights = [1, 1]", [1500, 1000], 0.4);
+    check_shares(
+        "discipline = \"SP\"\npriorities = [[0, 1], [1, 2]]",
+        [1000, 1000],
+        1.0,
+    );
+    check_shares(
+        "discipline = \"VC\"\nvticks = [[0, 40000], [1, 10000]]",
+        [1000, 1000],
+        0.8,
+    );
+}

@@ -1,0 +1,55 @@
+"""The exported tokenizer against Hugging Face's library and against the server."""
+
+import json
+import random
+import subprocess
+import urllib.request
+
+from tokenizers import Tokenizer
+
+CHARACTERS = [
+    "the", "The", " engine", "  ", "\n", "\t", "1", "23", "4567", "é", "漢", "😀", "<|im_end|>",
+    "<|im_start|>", "<|", "|>", ",", ".", "unfathomable", "Xylophonic", "aaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "'s", "\u00a0", "\u200d", "_", "-", "ß", "\0",
+]
+
+
+def export(binary, directory) -> Tokenizer:
+    """The tokenizer that `slipstream tokenizer export` writes."""
+    subprocess.run([binary, "tokenizer", "export", directory], check=True, capture_output=True)
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def test_the_exported_tokenizer_gives_the_servers_ids(binary, server, tmp_path):
+    exported = export(binary, tmp_path)
+    draw = random.Random(1)
+    for _ in range(200):
+        text = "".join(draw.choices(CHARACTERS, k=draw.randrange(1, 30)))
+        body = json.dumps({"prompt": text}).encode()
+        head = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{server.url}/tokenize", body, head), timeout=30
+        ) as answer:
+            served = json.load(answer)["tokens"]
+        assert exported.encode(text).ids == served, text
+        assert exported.decode(served, skip_special_tokens=False) == text
+
+
+def test_export_replaces_nothing_unasked(binary, tmp_path):
+    export(binary, tmp_path)
+    command = [binary, "tokenizer", "export", tmp_path]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    subprocess.run([*command, "--force"], check=True, capture_output=True)
+
+
+def test_a_server_takes_a_tokenizer_directory(binary, start, tmp_path):
+    """The built-in tokenizer by way of its files: the same answers, the same counts."""
+    export(binary, tmp_path)
+    ask = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 5, "seed": 3}
+    with start("--set", f'model.tokenizer="{tmp_path}"') as server:
+        client = server.client()
+        answer = client.chat.completions.create(model=client.models.list().data[0].id, **ask)
+    assert answer.usage.prompt_tokens > 2
+    assert answer.choices[0].message.content.startswith(" ")

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs the Python tests: real clients against a real server. Sets up .venv at the first run.
+#   scripts/pytest.sh [pytest's arguments]
+# SLIPSTREAM_BIN names the binary to test; without it, the debug one is built.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "error: $python is older than 3.11; name another by PYTHON=..." >&2
+    exit 2
+fi
+
+# Made anew when the requirements or the interpreter change.
+stamp=.venv/requirements.installed
+wanted=$("$python" --version; cat python/tests/requirements.txt)
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    rm -rf .venv
+    if ! "$python" -m venv .venv; then
+        echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2
+        exit 2
+    fi
+    .venv/bin/pip install --quiet --disable-pip-version-check \
+        --requirement python/tests/requirements.txt
+    echo "$wanted" >"$stamp"
+fi
+
+if [ -z "${SLIPSTREAM_BIN:-}" ]; then
+    cargo build --quiet --locked --package slipstream-cli
+    SLIPSTREAM_BIN=${CARGO_TARGET_DIR:-target}/debug/slipstream
+fi
+SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
+export SLIPSTREAM_BIN
+exec .venv/bin/pytest -p no:cacheprovider python/tests "$@"

@@ -8,6 +8,7 @@ build:
 
 test:
 	cargo test --workspace --locked
+	./scripts/pytest.sh
 
 demo: build
 	./target/release/slipstream --help

@@ -17,3 +17,12 @@ demo: build
 bench-net:
 	cargo build --release --locked -p slipstream-cli
 	./scripts/bench-net.sh ./target/release/slipstream
+
+# The CPU scheduler's loader, beside the main binary; needs clang 16 or later, libelf and zlib.
+.PHONY: scx test-sched
+scx:
+	cargo build --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
+
+# The CPU scheduler on a real kernel in QEMU; skips with the reason where that cannot be had.
+test-sched:
+	scripts/vm/test-sched.sh

@@ -252,12 +252,19 @@ slip_inline void slip_task_init(struct slip_task *t, u32 weight, u32 llc, u64 vc
 	t->level = 0;
 }
 
+/* No index: the kernel's verifier would want each of them proven. */
+slip_inline u64 slip_level_slice(const struct slip_params *p, u32 level)
+{
+	if (level == 0)
+		return p->slice_ns[0];
+	return level == 1 ? p->slice_ns[1] : p->slice_ns[SLIP_LEVELS - 1];
+}
+
 /* Slice of a task: by level and weight, shorter where many wait, within bounds. */
 slip_inline u64 slip_slice(const struct slip_params *p, const struct slip_task *t,
 			   const struct slip_llc *llc)
 {
-	u32 level = t->level < SLIP_LEVELS ? t->level : SLIP_LEVELS - 1;
-	u64 slice = p->slice_ns[level] * t->weight / SLIP_WEIGHT;
+	u64 slice = slip_level_slice(p, t->level) * t->weight / SLIP_WEIGHT;
 
 	if (llc->nr_queued > llc->nr_cpus)
 		slice = slice * llc->nr_cpus / llc->nr_queued;
@@ -348,11 +355,10 @@ slip_inline bool slip_on_stop(const struct slip_params *p, struct slip_task *t, 
 		t->handed = 0;
 	}
 	if (runnable) {
-		if (t->burst_ns >= p->slice_ns[t->level < SLIP_LEVELS ? t->level : SLIP_LEVELS - 1] &&
-		    t->level < SLIP_LEVELS - 1)
+		if (t->burst_ns >= slip_level_slice(p, t->level) && t->level < SLIP_LEVELS - 1)
 			t->level++;
 	} else {
-		if (t->level > 0 && t->burst_ns < p->slice_ns[t->level - 1] / 2)
+		if (t->level > 0 && t->burst_ns < slip_level_slice(p, t->level - 1) / 2)
 			t->level--;
 		t->burst_ns = 0;
 	}

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
+/*
+ * What the BPF program and its loader say to each other. Mirrored in src/intf.rs, whose test
+ * compares the sizes with those in the object's type information.
+ */
+#ifndef SLIP_INTF_H
+#define SLIP_INTF_H
+
+#define SLIP_CPUS_MAX	1024
+#define SLIP_LLCS_MAX	256
+#define SLIP_RULES_MAX	128
+#define SLIP_CLASSES_MAX	32
+#define SLIP_NO_CLASS	(~0u)
+
+/* The host and the tunables; one, written before the program is attached. */
+struct slip_config {
+	struct slip_params params;
+	u32 nr_llcs;
+	u32 nr_cpus;
+	u32 nr_rules;
+	u32 cgroup_rules;	/* tasks are looked up by cgroup */
+};
+
+/* CPUs of an LLC, by bit, and how their hardware threads pair. */
+struct slip_llc_info {
+	u64 pair_first;		/* bits whose next bit is their only sibling */
+	u64 single;		/* bits of CPUs without a sibling */
+	u32 cpu_of_bit[64];
+};
+
+/* A thread name to compare with, as two words and what of them counts. */
+struct slip_rule {
+	u64 name[2];
+	u64 mask[2];
+	u32 class;
+	u32 pad;
+};
+
+struct slip_class {
+	u64 llc_mask;		/* 0: all */
+	u64 slice_cap_ns;	/* 0: none */
+	u32 weight;		/* 0: that of the nice value */
+	u32 no_hand_off;
+};
+
+/* Why the scheduler was ended. */
+struct slip_exit {
+	u64 code;
+	u32 kind;
+	u32 pad;
+	char reason[64];
+	char message[256];
+};
+
+#endif

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
+/*
+ * The kernel's types, as far as this program looks into them. Written by hand from the names and
+ * meanings in Linux's documentation; CO-RE moves the offsets to where the running kernel has them.
+ * Structs named in prototypes of kernel functions need a body, or the prototypes do not match.
+ */
+#ifndef SLIP_KERNEL_H
+#define SLIP_KERNEL_H
+
+#include "types.h"
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_tracing.h>
+#include <bpf/bpf_core_read.h>
+
+#define __co_re __attribute__((preserve_access_index))
+
+struct cpumask {
+	unsigned long bits[1];
+} __co_re;
+
+struct kernfs_node {
+	u64 id;
+} __co_re;
+
+struct cgroup {
+	struct kernfs_node *kn;
+} __co_re;
+
+struct css_set {
+	struct cgroup *dfl_cgrp;
+} __co_re;
+
+struct sched_ext_entity {
+	u64 slice;
+	u64 dsq_vtime;
+	u32 flags;
+	u32 weight;
+} __co_re;
+
+struct task_struct {
+	s32 pid;
+	u32 flags;
+	int nr_cpus_allowed;
+	const struct cpumask *cpus_ptr;
+	struct css_set *cgroups;
+	struct sched_ext_entity scx;
+	char comm[16];
+} __co_re;
+
+enum scx_exit_kind { SCX_EXIT_NONE = 0 };
+
+struct scx_exit_info {
+	enum scx_exit_kind kind;
+	s64 exit_code;
+	const char *reason;
+	char *msg;
+} __co_re;
+
+struct scx_init_task_args {
+	bool fork;
+} __co_re;
+
+struct scx_exit_task_args {
+	bool cancelled;
+} __co_re;
+
+/* A part of the kernel's: libbpf copies the members over by name. */
+struct sched_ext_ops {
+	s32 (*select_cpu)(struct task_struct *p, s32 prev_cpu, u64 wake_flags);
+	void (*enqueue)(struct task_struct *p, u64 enq_flags);
+	void (*dispatch)(s32 cpu, struct task_struct *prev);
+	void (*tick)(struct task_struct *p);
+	void (*running)(struct task_struct *p);
+	void (*stopping)(struct task_struct *p, bool runnable);
+	void (*update_idle)(s32 cpu, bool idle);
+	s32 (*init_task)(struct task_struct *p, struct scx_init_task_args *args);
+	s32 (*init)(void);
+	void (*exit)(struct scx_exit_info *ei);
+	u64 flags;
+	u32 timeout_ms;
+	char name[128];
+};
+
+struct bpf_iter_scx_dsq {
+	u64 __opaque[6];
+} __attribute__((aligned(8)));
+
+/* Values of include/linux/sched/ext.h and kernel/sched/ext.c; part of sched_ext's interface. */
+#define SCX_OPS_KEEP_BUILTIN_IDLE	1ull
+#define SCX_WAKE_SYNC	0x10ull
+#define SCX_ENQ_WAKEUP	1ull
+#define SCX_KICK_IDLE	1ull
+#define SCX_KICK_PREEMPT	2ull
+#define SCX_TASK_QUEUED	1u
+#define SCX_DSQ_LOCAL	(1ull << 63 | 2)
+#define SCX_DSQ_LOCAL_ON	(1ull << 63 | 1ull << 62)
+#define PF_EXITING	0x4u
+
+extern s32 scx_bpf_create_dsq(u64 dsq_id, s32 node) __ksym;
+extern void scx_bpf_dsq_insert(struct task_struct *p, u64 dsq_id, u64 slice, u64 enq_flags) __ksym;
+extern void scx_bpf_dsq_insert_vtime(struct task_struct *p, u64 dsq_id, u64 slice, u64 vtime,
+				     u64 enq_flags) __ksym;
+extern bool scx_bpf_dsq_move_to_local(u64 dsq_id) __ksym;
+extern bool scx_bpf_dsq_move(struct bpf_iter_scx_dsq *it__iter, struct task_struct *p, u64 dsq_id,
+			     u64 enq_flags) __ksym;
+extern s32 scx_bpf_dsq_nr_queued(u64 dsq_id) __ksym;
+extern void scx_bpf_kick_cpu(s32 cpu, u64 flags) __ksym;
+extern bool scx_bpf_test_and_clear_cpu_idle(s32 cpu) __ksym;
+extern s32 scx_bpf_pick_idle_cpu(const struct cpumask *cpus_allowed, u64 flags) __ksym;
+extern s32 scx_bpf_task_cpu(const struct task_struct *p) __ksym;
+extern int bpf_iter_scx_dsq_new(struct bpf_iter_scx_dsq *it, u64 dsq_id, u64 flags) __ksym;
+extern struct task_struct *bpf_iter_scx_dsq_next(struct bpf_iter_scx_dsq *it) __ksym;
+extern void bpf_iter_scx_dsq_destroy(struct bpf_iter_scx_dsq *it) __ksym;
+extern bool bpf_cpumask_test_cpu(u32 cpu, const struct cpumask *cpumask) __ksym;
+
+#endif

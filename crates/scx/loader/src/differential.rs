@@ -1,0 +1,202 @@
+//! The decision as the kernel runs it (`src/bpf/decide.bpf.c`, by `BPF_PROG_RUN`) against the native
+//! build, on random inputs. Needs the right to load BPF programs; skips with a message without.
+
+use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
+use slipstream_cpusched::policy::{Core, Llc, Params, Placement, Task, Wake};
+
+static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/decide.bpf.o"));
+const LLCS: u32 = 4;
+const PER_LLC: u32 = 8;
+const INPUTS: usize = 10_000;
+
+struct Rng(u64);
+
+impl Rng {
+    fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.word() % n
+    }
+
+    /// Mostly small, so that thresholds are met from both sides, and sometimes anything.
+    fn time(&mut self) -> u64 {
+        if self.below(8) == 0 {
+            self.word()
+        } else {
+            self.below(40_000_000)
+        }
+    }
+}
+
+#[derive(Default)]
+struct Bytes(Vec<u8>);
+
+impl Bytes {
+    fn u64s(&mut self, words: &[u64]) {
+        words.iter().for_each(|w| self.0.extend(w.to_ne_bytes()));
+    }
+
+    fn u32s(&mut self, words: &[u32]) {
+        words.iter().for_each(|w| self.0.extend(w.to_ne_bytes()));
+    }
+
+    fn task(&mut self, t: &Task) {
+        self.u64s(&[
+            t.vtime,
+            t.run_at,
+            t.queued_at,
+            t.burst_ns,
+            t.sync_at,
+            t.block_ns,
+            t.llc_mask,
+            t.slice_cap_ns,
+        ]);
+        self.u32s(&[
+            t.weight,
+            t.llc,
+            t.runs_on_llc,
+            t.level,
+            t.handed,
+            t.no_hand_off,
+        ]);
+    }
+
+    fn llc(&mut self, l: &Llc) {
+        self.u64s(&[l.vclock, l.idle_mask, l.handover_mask]);
+        self.u32s(&[l.nr_cpus, l.nr_queued, l.saturated, l.overloaded]);
+    }
+}
+
+fn task(r: &mut Rng) -> Task {
+    Task {
+        vtime: r.time(),
+        run_at: r.time(),
+        queued_at: r.time(),
+        burst_ns: r.time(),
+        sync_at: r.time() * r.below(2),
+        block_ns: r.below(60_000),
+        llc_mask: if r.below(3) == 0 { r.word() } else { 0 },
+        slice_cap_ns: if r.below(3) == 0 { r.time() } else { 0 },
+        weight: r.below(10_001) as u32,
+        llc: r.below(4) as u32,
+        runs_on_llc: r.below(8) as u32,
+        level: r.below(4) as u32,
+        handed: r.below(2) as u32,
+        no_hand_off: u32::from(r.below(8) == 0),
+    }
+}
+
+#[test]
+fn kernel_and_native_build_decide_alike() {
+    let loaded = ObjectBuilder::default()
+        .open_memory(PROGRAM)
+        .and_then(|o| o.load());
+    let object = match loaded {
+        Ok(object) => object,
+        Err(e) => {
+            // As root a refusal is a finding: the verifier did not like the policy.
+            let uid =
+                std::os::unix::fs::MetadataExt::uid(&std::fs::metadata("/proc/self").unwrap());
+            assert_ne!(uid, 0, "the kernel refused the program: {e}");
+            eprintln!("SKIPPED: no right to load BPF programs: {e}");
+            return;
+        }
+    };
+    let map = object.maps().find(|m| m.name() == "decide").unwrap();
+    let program = object
+        .progs_mut()
+        .find(|p| p.name() == "decide_once")
+        .unwrap();
+    let mut r = Rng(1);
+    let mut paths = [0u32; 9];
+    for i in 0..INPUTS {
+        let mut core = Core::new(Params::with_defaults(), LLCS, PER_LLC, 2);
+        core.tasks = vec![task(&mut r), task(&mut r)]; // waker, wakee
+        for llc in &mut core.llcs {
+            let dense = [0, r.word() & r.word(), r.word(), 0xff][r.below(4) as usize];
+            llc.idle_mask = dense & 0xff;
+            llc.vclock = r.time();
+            llc.nr_queued = (r.below(3) * r.below(20)) as u32;
+            llc.saturated = u32::from(r.below(3) == 0);
+            llc.overloaded = u32::from(r.below(6) == 0);
+        }
+        let (waker_cpu, prev_cpu) = (r.below(32) as u32, r.below(32) as u32);
+        let prev_level = r.below(3) as u32;
+        core.cpus[prev_cpu as usize].level = prev_level;
+        let masked = r.below(33) as i32 - 1;
+        let wake = Wake {
+            now: r.time(),
+            rnd: r.word(),
+            waker_cpu,
+            prev_cpu,
+            waker_llc: waker_cpu / PER_LLC,
+            prev_llc: prev_cpu / PER_LLC,
+            waker_queued: u32::from(r.below(4) == 0),
+            nr_llcs: LLCS,
+            flags: r.below(32) as u32 | if r.below(2) == 0 { 13 } else { 0 },
+            pad: 0,
+        };
+        let (stop_at, runnable) = (r.time(), r.below(2) == 0);
+
+        let mut input = Bytes::default();
+        let config = crate::intf::params(&core.params);
+        input.0.extend(config);
+        input.task(&core.tasks[1]);
+        input.task(&core.tasks[0]);
+        input.u64s(&[wake.now, wake.rnd]);
+        input.u32s(&[
+            wake.waker_cpu,
+            wake.prev_cpu,
+            wake.waker_llc,
+            wake.prev_llc,
+            wake.waker_queued,
+            wake.nr_llcs,
+            wake.flags,
+            0,
+        ]);
+        input.u32s(&[0; 4]);
+        core.llcs.iter().for_each(|l| input.llc(l));
+        input.u32s(&[prev_level, masked as u32]);
+        input.u64s(&[stop_at, 0, 0]);
+        input.u32s(&[0, u32::from(runnable)]);
+        map.update(&0u32.to_ne_bytes(), &input.0, MapFlags::ANY)
+            .unwrap();
+        let ran = program.test_run(ProgramInput::default()).unwrap();
+        assert_eq!(ran.return_value, 0, "input {i}");
+        let got = map
+            .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)
+            .unwrap()
+            .unwrap();
+
+        let pinned = u32::try_from(masked).ok();
+        let out: Placement = core.place(1, Some(0), wake, pinned);
+        paths[out.path as usize] += 1;
+        let key = core.on_runnable(1, out.llc, wake.now);
+        let slice = core.slice(1, out.llc);
+        core.on_sync_wake(0, wake.now);
+        let lied = core.on_stop(0, stop_at, runnable);
+        let mut expected = Bytes::default();
+        expected.0.extend(crate::intf::params(&core.params));
+        expected.task(&core.tasks[1]);
+        expected.task(&core.tasks[0]);
+        expected
+            .0
+            .extend(&input.0[expected.0.len()..expected.0.len() + 48]);
+        expected.u32s(&[out.path, out.cpu, out.llc, out.refused]);
+        core.llcs.iter().for_each(|l| expected.llc(l));
+        expected.u32s(&[prev_level, masked as u32]);
+        expected.u64s(&[stop_at, slice, key]);
+        expected.u32s(&[u32::from(lied), u32::from(runnable)]);
+        assert_eq!(got, expected.0, "input {i}: {out:?}");
+    }
+    assert!(
+        paths.iter().all(|&n| n > 20),
+        "every path is taken: {paths:?}"
+    );
+}

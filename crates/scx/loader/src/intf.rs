@@ -1,0 +1,203 @@
+//! What goes into the BPF program's maps: the bytes of `src/bpf/intf.h`'s structs.
+//!
+//! Written field by field; libbpf refuses a value of another size than the map's.
+
+use slipstream_cpusched::policy::Params;
+use slipstream_scx::classes::{Class, Rule, Subject};
+use slipstream_scx::topology::Topology;
+
+/// `SLIP_CPUS_MAX`.
+pub const CPUS_MAX: u32 = 1024;
+/// `SLIP_LLCS_MAX`.
+pub const LLCS_MAX: usize = 256;
+
+/// A struct's bytes in the making. All structs are laid out without gaps.
+#[derive(Default)]
+pub struct Bytes(Vec<u8>);
+
+impl Bytes {
+    fn u32(mut self, v: u32) -> Bytes {
+        self.0.extend(v.to_ne_bytes());
+        self
+    }
+
+    fn u64(mut self, v: u64) -> Bytes {
+        self.0.extend(v.to_ne_bytes());
+        self
+    }
+}
+
+/// `struct slip_params`.
+pub fn params(p: &Params) -> Vec<u8> {
+    Bytes::default()
+        .u64(p.slice_ns[0])
+        .u64(p.slice_ns[1])
+        .u64(p.slice_ns[2])
+        .u64(p.slice_min_ns)
+        .u64(p.slice_max_ns)
+        .u64(p.wake_idle_ns)
+        .u64(p.patience_ns)
+        .u32(p.residency_runs)
+        .u32(p.slack_pct)
+        .u32(p.saturated_pct)
+        .u32(p.relaxed_pct)
+        .u32(p.hand_off)
+        .u32(p.learn)
+        .u32(p.preempt)
+        .u32(p.saturated_runs)
+        .0
+}
+
+/// `struct slip_config`.
+pub fn config(p: &Params, t: &Topology, rules: usize, cgroup_rules: bool) -> Vec<u8> {
+    Bytes(params(p))
+        .u32(t.llcs.len() as u32)
+        .u32(t.cpus.len() as u32)
+        .u32(rules as u32)
+        .u32(u32::from(cgroup_rules))
+        .0
+}
+
+/// `struct slip_cpu`; `place` is LLC and bit, `None` for a CPU that is not there.
+pub fn cpu(place: Option<(u32, u32)>) -> Vec<u8> {
+    let (llc, bit) = place.unwrap_or((u32::MAX, 0));
+    Bytes::default().u64(0).u32(llc).u32(bit).u32(0).u32(0).0
+}
+
+/// `struct slip_llc`, all CPUs busy.
+pub fn llc(nr_cpus: u32) -> Vec<u8> {
+    Bytes::default()
+        .u64(0)
+        .u64(0)
+        .u64(0)
+        .u32(nr_cpus)
+        .u32(0)
+        .u32(1)
+        .u32(0)
+        .0
+}
+
+/// The CPUs of an LLC by bit: hardware threads of a core adjoin.
+pub fn order(t: &Topology, llc: usize) -> Vec<u32> {
+    let mut cpus = t.llcs[llc].clone();
+    cpus.sort_by_key(|id| (t.cpus[id].core, *id));
+    cpus
+}
+
+/// `struct slip_llc_info`.
+pub fn llc_info(t: &Topology, llc: usize) -> Vec<u8> {
+    let cpus = order(t, llc);
+    let core = |bit: usize| cpus.get(bit).map(|id| t.cpus[id].core);
+    let (mut pair_first, mut single) = (0u64, 0u64);
+    for bit in 0..cpus.len() {
+        let siblings = (0..cpus.len()).filter(|&b| core(b) == core(bit)).count();
+        if siblings == 1 {
+            single |= 1 << bit;
+        } else if siblings == 2 && core(bit + 1) == core(bit) {
+            pair_first |= 1 << bit;
+        }
+    }
+    let mut b = Bytes::default().u64(pair_first).u64(single);
+    for bit in 0..64 {
+        b = b.u32(cpus.get(bit).copied().unwrap_or(u32::MAX));
+    }
+    b.0
+}
+
+/// `struct slip_rule`; `None` for a rule on cgroups, which the loader resolves itself.
+pub fn rule(r: &Rule) -> Option<Vec<u8>> {
+    if r.subject != Subject::Comm {
+        return None;
+    }
+    let (mut name, mut mask) = ([0u8; 16], [0u8; 16]);
+    let text = r.text.as_bytes();
+    let length = text.len().min(15);
+    name[..length].copy_from_slice(&text[..length]);
+    // An exact name counts with the zero that ends it.
+    let counted = if r.is_prefix { length } else { length + 1 };
+    mask[..counted].fill(0xff);
+    let mut b = Bytes::default();
+    b.0.extend(name);
+    b.0.extend(mask);
+    Some(b.u32(r.class as u32).u32(0).0)
+}
+
+/// `struct slip_class`.
+pub fn class(c: &Class) -> Vec<u8> {
+    Bytes::default()
+        .u64(c.llc_mask)
+        .u64(c.slice_us.map_or(0, |us| u64::from(us) * 1_000))
+        .u32(c.weight.unwrap_or(0))
+        .u32(u32::from(!c.hand_off))
+        .0
+}
+
+/// `struct slip_exit`: kind, code, and the two texts.
+pub fn exit(bytes: &[u8]) -> Option<(u32, u64, String, String)> {
+    let code = u64::from_ne_bytes(bytes.get(..8)?.try_into().ok()?);
+    let kind = u32::from_ne_bytes(bytes.get(8..12)?.try_into().ok()?);
+    let text = |b: &[u8]| {
+        let end = b.iter().position(|&c| c == 0).unwrap_or(b.len());
+        String::from_utf8_lossy(&b[..end]).into_owned()
+    };
+    Some((
+        kind,
+        code,
+        text(bytes.get(16..80)?),
+        text(bytes.get(80..336)?),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_scx::topology::Cpu;
+
+    #[test]
+    fn cores_are_paired_whatever_the_numbering() {
+        // Siblings are n and n + 4, as on many Intel hosts; CPU 8 has none.
+        let cpu = |id| {
+            (
+                id,
+                Cpu {
+                    id,
+                    core: if id == 8 { 8 } else { id % 4 },
+                    llc: 0,
+                    node: 0,
+                },
+            )
+        };
+        let t = Topology {
+            cpus: (0..9).map(cpu).collect(),
+            llcs: vec![(0..9).collect()],
+        };
+        assert_eq!(order(&t, 0), [0, 4, 1, 5, 2, 6, 3, 7, 8]);
+        let info = llc_info(&t, 0);
+        assert_eq!(info[..8], 0b0101_0101u64.to_ne_bytes());
+        assert_eq!(info[8..16], 0b1_0000_0000u64.to_ne_bytes());
+    }
+
+    #[test]
+    fn rules_compare_names_and_prefixes() {
+        let rule = |text: &str, is_prefix| {
+            let r = Rule {
+                subject: Subject::Comm,
+                text: text.into(),
+                is_prefix,
+                class: 3,
+            };
+            super::rule(&r).unwrap()
+        };
+        let matches = |r: &[u8], comm: &str| {
+            let mut name = [0u8; 16];
+            name[..comm.len()].copy_from_slice(comm.as_bytes());
+            (0..16).all(|i| name[i] & r[16 + i] == r[i])
+        };
+        assert!(
+            matches(&rule("vllm", true), "vllm:engine") && matches(&rule("vllm", true), "vllm")
+        );
+        assert!(matches(&rule("vllm", false), "vllm") && !matches(&rule("vllm", false), "vllm2"));
+        assert!(matches(&rule("fifteen_letters", false), "fifteen_letters"));
+        assert!(!matches(&rule("vllm", true), "vlln"));
+    }
+}

@@ -1,0 +1,375 @@
+//! Loads Slipstream's `sched_ext` scheduler and shows its counters.
+//!
+//! The scheduler lives as long as this process: however it ends, SIGKILL included, the kernel goes
+//! back to its own.
+
+#[cfg(test)]
+mod differential;
+mod intf;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use clap::{Parser, Subcommand};
+use libbpf_rs::query::MapInfoIter;
+use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, Object, ObjectBuilder};
+use slipstream_cpusched::policy::{COUNTERS, Params};
+use slipstream_scx::classes::{Classes, Subject};
+use slipstream_scx::doctor::{self, Places, Verdict};
+use slipstream_scx::link::Mechanism;
+use slipstream_scx::topology::Topology;
+use slipstream_scx::wake;
+
+static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/slipstream.bpf.o"));
+
+/// `SCX_ECODE_RSN_HOTPLUG` and `SCX_ECODE_ACT_RESTART` of `include/linux/sched/ext.h`.
+const HOTPLUG: u64 = 1 << 32;
+const RESTART: u64 = 1 << 48;
+
+#[derive(Parser)]
+#[command(
+    name = "slipstream-scx",
+    version,
+    about = "Slipstream's CPU scheduler for Linux (sched_ext)"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Load the scheduler; it stays until this process ends
+    Run(Run),
+    /// Show the counters of the scheduler that runs
+    Stats {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+        /// Print again every so many seconds
+        #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+        interval: Option<u64>,
+    },
+}
+
+#[derive(clap::Args)]
+struct Run {
+    /// Class file: threads by name or cgroup, with weight, slice and CPUs
+    #[arg(long, value_name = "FILE")]
+    classes: Option<PathBuf>,
+    /// Cost of waking an idle CPU, us, or `auto` to measure it: a waker that goes on computing for
+    /// longer than that is not handed over from
+    #[arg(long, default_value = "20", value_parser = wake_idle)]
+    wake_idle_us: WakeIdle,
+    /// Never hand over
+    #[arg(long)]
+    no_hand_off: bool,
+    /// Believe every sync hint
+    #[arg(long)]
+    no_learn: bool,
+    /// Print counters every so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    stats: Option<u64>,
+    /// End after so many seconds
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<u64>,
+}
+
+#[derive(Clone, Copy)]
+enum WakeIdle {
+    Auto,
+    Us(u64),
+}
+
+fn wake_idle(text: &str) -> Result<WakeIdle, String> {
+    match text.parse() {
+        _ if text == "auto" => Ok(WakeIdle::Auto),
+        Ok(us @ 1..=10_000) => Ok(WakeIdle::Us(us)),
+        _ => Err("must be `auto` or 1 to 10000".into()),
+    }
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Run(args) => run(&args),
+        Command::Stats { json, interval } => stats(json, interval),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(args: &Run) -> anyhow::Result<()> {
+    let places = Places {
+        sysfs: Path::new("/sys"),
+        procfs: Path::new("/proc"),
+    };
+    let lacking: Vec<String> = doctor::examine(places)
+        .into_iter()
+        // Ours, attached by another process, stands in the way too.
+        .filter(|c| c.verdict == Verdict::Missing || c.found.ends_with("ours"))
+        .map(|c| format!("  {}: {}\n    {}", c.what, c.found, c.remedy))
+        .collect();
+    if !lacking.is_empty() {
+        bail!(
+            "the scheduler cannot be loaded here:\n{}",
+            lacking.join("\n")
+        );
+    }
+    let wake_idle_us = match args.wake_idle_us {
+        WakeIdle::Us(us) => us,
+        WakeIdle::Auto => measure_wake_idle()?,
+    };
+    let ends = args
+        .seconds
+        .map(|s| Instant::now() + Duration::from_secs(s));
+    loop {
+        let topology = Topology::read(Path::new("/sys"))?;
+        let classes = read_classes(args.classes.as_deref(), &topology)?;
+        let mut params = Params::with_defaults();
+        params.wake_idle_ns = wake_idle_us * 1_000;
+        params.hand_off = u32::from(!args.no_hand_off);
+        params.learn = u32::from(!args.no_learn);
+        let (object, _link) = load(&params, &topology, &classes)?;
+        eprintln!(
+            "slipstream schedules {} CPUs in {} LLCs; hand-over up to {wake_idle_us} us; \
+             end this process to go back to the kernel's scheduler",
+            topology.cpus.len(),
+            topology.llcs.len()
+        );
+        match watch(&object, args, &classes, ends)? {
+            Ended::Time => return Ok(()),
+            Ended::Hotplug => {
+                eprintln!("a CPU came or went: reading the topology and loading again");
+            }
+        }
+    }
+}
+
+/// Wakes a thread by futex a few times, under the scheduler that runs now; it mostly finds an idle
+/// CPU. The median is what a hand-over must beat.
+fn measure_wake_idle() -> anyhow::Result<u64> {
+    let spec = wake::Spec {
+        mechanism: Mechanism::Futex,
+        rounds: 500,
+        warmup: 50,
+        linger_us: 0,
+    };
+    let measured = wake::measure(spec).context("measuring the wake-up of an idle CPU")?;
+    Ok((measured.latency.p50_us.round() as u64).clamp(5, 1_000))
+}
+
+fn read_classes(file: Option<&Path>, topology: &Topology) -> anyhow::Result<Classes> {
+    let Some(file) = file else {
+        return Ok(Classes::default());
+    };
+    let text =
+        std::fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+    Classes::parse(&text, topology).with_context(|| format!("{}", file.display()))
+}
+
+fn map<'o>(object: &'o Object, name: &str) -> anyhow::Result<libbpf_rs::Map<'o>> {
+    let found = object.maps().find(|m| m.name().to_string_lossy() == name);
+    found.with_context(|| format!("the BPF object has no map `{name}`; rebuild it"))
+}
+
+fn load(params: &Params, t: &Topology, classes: &Classes) -> anyhow::Result<(Object, Link)> {
+    if t.llcs.len() > intf::LLCS_MAX || t.cpus.keys().any(|&id| id >= intf::CPUS_MAX) {
+        bail!(
+            "{} LLCs and CPU numbers up to {}: at most {} LLCs and CPU {} are supported",
+            t.llcs.len(),
+            t.cpus.keys().last().copied().unwrap_or(0),
+            intf::LLCS_MAX,
+            intf::CPUS_MAX - 1
+        );
+    }
+    let mut builder = ObjectBuilder::default();
+    let open = builder
+        .name("slipstream")?
+        .open_memory(PROGRAM)
+        .context("opening the BPF object")?;
+    let mut object = open.load().context("the kernel refused the BPF program")?;
+
+    let set = |name: &str, key: u32, value: &[u8]| -> anyhow::Result<()> {
+        map(&object, name)?
+            .update(&key.to_ne_bytes(), value, MapFlags::ANY)
+            .with_context(|| format!("writing entry {key} of map `{name}`"))
+    };
+    for id in 0..intf::CPUS_MAX {
+        let place = t.cpus.get(&id).map(|c| {
+            let bit = intf::order(t, c.llc).iter().position(|&x| x == id);
+            (c.llc as u32, bit.expect("a CPU is in its LLC") as u32)
+        });
+        set("slip_cpus", id, &intf::cpu(place))?;
+    }
+    for (i, cpus) in t.llcs.iter().enumerate() {
+        set("slip_llcs", i as u32, &intf::llc(cpus.len() as u32))?;
+        set("slip_llc_infos", i as u32, &intf::llc_info(t, i))?;
+    }
+    let rules: Vec<_> = classes.rules.iter().filter_map(intf::rule).collect();
+    for (i, r) in rules.iter().enumerate() {
+        set("slip_rules", i as u32, r)?;
+    }
+    for (i, c) in classes.classes.iter().enumerate() {
+        set("slip_classes", i as u32, &intf::class(c))?;
+    }
+    let by_cgroup = rules.len() < classes.rules.len();
+    set(
+        "slip_config",
+        0,
+        &intf::config(params, t, rules.len(), by_cgroup),
+    )?;
+    update_cgroups(&object, classes)?;
+
+    let link = object
+        .maps_mut()
+        .find(|m| m.name() == "slipstream")
+        .context("the BPF object has no scheduler; rebuild it")?
+        .attach_struct_ops()
+        .context("the kernel did not attach the scheduler; `dmesg` may say why")?;
+    Ok((object, link))
+}
+
+/// Writes the class of every cgroup that a rule matches.
+fn update_cgroups(object: &Object, classes: &Classes) -> anyhow::Result<()> {
+    if classes.rules.iter().all(|r| r.subject == Subject::Comm) {
+        return Ok(());
+    }
+    let root = Path::new("/sys/fs/cgroup");
+    let cgroups = map(object, "slip_cgroups")?;
+    let mut left = vec![root.to_owned()];
+    while let Some(dir) = left.pop() {
+        // A cgroup may vanish while we look.
+        let Ok(entries) = std::fs::read_dir(&dir) else {
+            continue;
+        };
+        left.extend(
+            entries
+                .filter_map(Result::ok)
+                .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
+                .map(|e| e.path()),
+        );
+        let path = dir
+            .strip_prefix(root)
+            .unwrap_or(&dir)
+            .to_string_lossy()
+            .into_owned();
+        let rule = classes.rules.iter().find(|r| {
+            r.subject == Subject::Cgroup
+                && if r.is_prefix {
+                    path.starts_with(&r.text)
+                } else {
+                    path == r.text
+                }
+        });
+        if let (Some(rule), Ok(meta)) = (rule, std::fs::metadata(&dir)) {
+            // The inode number of a cgroup's directory is its id.
+            let id = std::os::unix::fs::MetadataExt::ino(&meta);
+            let value = (rule.class as u32).to_ne_bytes();
+            cgroups
+                .update(&id.to_ne_bytes(), &value, MapFlags::ANY)
+                .with_context(|| format!("more cgroups match than fit (8192), at {path}"))?;
+        }
+    }
+    Ok(())
+}
+
+enum Ended {
+    Time,
+    Hotplug,
+}
+
+/// Waits until the scheduler ends or the time is up.
+fn watch(
+    object: &Object,
+    args: &Run,
+    classes: &Classes,
+    ends: Option<Instant>,
+) -> anyhow::Result<Ended> {
+    let exit = map(object, "slip_exit")?;
+    let counters = map(object, "slip_stats")?;
+    let mut ticks = 0u64;
+    loop {
+        if ends.is_some_and(|e| Instant::now() >= e) {
+            return Ok(Ended::Time);
+        }
+        std::thread::sleep(Duration::from_secs(1));
+        ticks += 1;
+        let bytes = exit
+            .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?
+            .unwrap_or_default();
+        if let Some((kind, code, reason, message)) = intf::exit(&bytes)
+            && kind != 0
+        {
+            if code & HOTPLUG != 0 || code & RESTART != 0 {
+                return Ok(Ended::Hotplug);
+            }
+            bail!(
+                "the kernel ended the scheduler and went back to its own: {reason}{}{message} \
+                 (kind {kind}, code {code:#x}); `dmesg` has the details",
+                if message.is_empty() { "" } else { ": " }
+            );
+        }
+        update_cgroups(object, classes)?;
+        if args.stats.is_some_and(|every| ticks.is_multiple_of(every)) {
+            println!("{}", text(&read_counters(&counters)?));
+        }
+    }
+}
+
+fn read_counters(map: &impl MapCore) -> anyhow::Result<Vec<u64>> {
+    (0..COUNTERS.len() as u32)
+        .map(|i| {
+            let per_cpu = map
+                .lookup_percpu(&i.to_ne_bytes(), MapFlags::ANY)?
+                .unwrap_or_default();
+            let word = |b: &Vec<u8>| {
+                b.get(..8)
+                    .and_then(|b| b.try_into().ok())
+                    .map_or(0, u64::from_ne_bytes)
+            };
+            Ok(per_cpu.iter().map(word).sum())
+        })
+        .collect()
+}
+
+fn text(counters: &[u64]) -> String {
+    let shown: Vec<String> = COUNTERS
+        .iter()
+        .zip(counters)
+        .filter(|(_, n)| **n > 0)
+        .map(|(c, n)| format!("{c} {n}"))
+        .collect();
+    shown.join("  ")
+}
+
+fn stats(json: bool, interval: Option<u64>) -> anyhow::Result<()> {
+    let info = MapInfoIter::default()
+        .find(|m| m.name == "slip_stats")
+        .context(
+            "our scheduler is not running (or this process may not see it: try as root); \
+         start it with `slipstream sched run`",
+        )?;
+    let map = MapHandle::from_map_id(info.id).context("opening the scheduler's counters")?;
+    loop {
+        let counters = read_counters(&map)?;
+        if json {
+            let all: serde_json::Map<_, _> = COUNTERS
+                .iter()
+                .zip(&counters)
+                .map(|(c, n)| ((*c).to_owned(), (*n).into()))
+                .collect();
+            println!("{}", serde_json::Value::Object(all));
+        } else {
+            println!("{}", text(&counters));
+        }
+        let Some(every) = interval else { return Ok(()) };
+        std::thread::sleep(Duration::from_secs(every));
+    }
+}

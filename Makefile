@@ -1,21 +1,34 @@
 # Two commands do it all on a fresh machine with Rust, Python >= 3.11 and a C compiler:
 #   make demo   a live eight-worker cluster under a real load, KV routing against round robin
-#   make test   every test
-.PHONY: bench-net demo test build
+#   make test   every test: Rust, and official clients against the real binary
+.PHONY: bench bench-live bench-net build demo test test-python test-rust
 
 build:
 	cargo build --release --locked
 
-test:
+test: test-rust test-python
+
+test-rust:
 	cargo test --workspace --locked
+
+# The official `openai` package and curl against a real server; sets up .venv at the first run.
+test-python:
 	./scripts/pytest.sh
 
+# SHORT=1: a few seconds. TRACE=FILE: replay a trace in Mooncake's form. SPEEDUP=N: time-compression.
 demo: build
-	./target/release/slipstream --help
+	./scripts/demo.sh
+
+# Cost and latency of the live path at speed-up 1e6 (docs/benchmarks.md).
+bench-live: build
+	./scripts/bench-live.sh
+
+# Microbenches of the hot paths.
+bench:
+	cargo bench --locked
 
 # The network benchmarks with events, ns per event, CPU and wall seconds, RSS (docs/benchmarks-net.md).
-bench-net:
-	cargo build --release --locked -p slipstream-cli
+bench-net: build
 	./scripts/bench-net.sh ./target/release/slipstream
 
 # The CPU scheduler's loader, beside the main binary; needs clang 16 or later, libelf and zlib.

@@ -1,7 +1,7 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream};
+use std::net::{SocketAddr, TcpListener as StdListener, TcpStream as StdStream, ToSocketAddrs};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -12,6 +12,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
+use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
@@ -25,6 +26,10 @@ use crate::{Limits, Service};
 /// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
 /// more.
 const HANDED_SOCKETS_MAX: usize = 1024;
+
+/// Handshakes that may wait to be accepted. The standard library's 128 are fewer than the
+/// connections that a load tool opens at once: SYNs were dropped, and sent again after a second.
+const BACKLOG: i32 = 4096;
 
 /// Why the frontend could not start. Nothing runs after such an error.
 #[derive(Debug, thiserror::Error)]
@@ -66,12 +71,17 @@ impl Bound {
     /// [`StartError::Bind`] with what to do about it.
     pub fn bind(listen: &str) -> Result<Bound, StartError> {
         let bind = || -> io::Result<(StdListener, SocketAddr)> {
-            // The standard library sets SO_REUSEADDR, not SO_REUSEPORT: a second server on the
-            // same port fails here instead of taking half of the clients.
-            let listener = StdListener::bind(listen)?;
-            listener.set_nonblocking(true)?;
-            let address = listener.local_addr()?;
-            Ok((listener, address))
+            let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
+            for address in listen.to_socket_addrs()? {
+                match bind_one(address) {
+                    Ok(listener) => {
+                        let address = listener.local_addr()?;
+                        return Ok((listener, address));
+                    }
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
         };
         let (listener, address) = bind().map_err(|source| StartError::Bind {
             listen: listen.into(),
@@ -84,6 +94,17 @@ impl Bound {
     pub fn address(&self) -> SocketAddr {
         self.address
     }
+}
+
+fn bind_one(address: SocketAddr) -> io::Result<StdListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+    // Not SO_REUSEPORT: a second server on the same port fails here instead of taking half of the
+    // clients.
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
 }
 
 /// One shard's way in: sockets, and how many it holds.

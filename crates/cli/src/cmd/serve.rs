@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -17,7 +17,7 @@ use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_router::{Fleet, Router};
-use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec, engine_threads};
+use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::out;
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// A cluster that runs.
 struct Live {
     frontend: Frontend,
-    workers: Arc<WorkerSet>,
+    workers: WorkerSet,
 }
 
 impl Live {
@@ -90,11 +90,11 @@ impl Live {
             shards => shards as usize,
         };
         let plane = Plane::new(shards, threads, PlaneLimits::default());
-        let workers: Arc<OnceLock<Weak<WorkerSet>>> = Arc::default();
+        let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
         let sinks = (0..threads)
             .map(|_| {
-                let (fleet, workers) = (fleet.clone(), workers.clone());
-                Box::new(FleetSink { fleet, workers }) as Box<dyn EventSink>
+                let (fleet, resyncs) = (fleet.clone(), resyncs.clone());
+                Box::new(FleetSink { fleet, resyncs }) as Box<dyn EventSink>
             })
             .collect();
         let timing = LiveTiming {
@@ -117,9 +117,8 @@ impl Live {
                 .recv_timeout(Duration::from_secs(10))
                 .context("a worker without start-up time did not become ready")?;
         }
-        let set = Arc::new(set);
         // Filled once, here.
-        let _ = workers.set(Arc::downgrade(&set));
+        let _ = resyncs.set(set.resyncs());
 
         let mut registry = Registry::default();
         registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
@@ -149,9 +148,7 @@ impl Live {
     /// Frontend first, so that what is under way can finish; then the engines.
     fn shutdown(self) -> anyhow::Result<()> {
         self.frontend.shutdown();
-        if let Some(workers) = Arc::into_inner(self.workers) {
-            workers.shutdown()?;
-        }
+        self.workers.shutdown()?;
         Ok(())
     }
 }
@@ -269,15 +266,15 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
 struct FleetSink {
     fleet: Arc<Fleet>,
     /// Set once the workers run; asked for a snapshot when a delta is missing.
-    workers: Arc<OnceLock<Weak<WorkerSet>>>,
+    resyncs: Arc<OnceLock<Resyncs>>,
 }
 
 impl EventSink for FleetSink {
     fn on_kv(&mut self, delta: &KvDelta) {
         if self.fleet.on_kv(delta).gap {
             tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing");
-            if let Some(workers) = self.workers.get().and_then(Weak::upgrade) {
-                workers.resync(delta.rank);
+            if let Some(resyncs) = self.resyncs.get() {
+                resyncs.resync(delta.rank);
             }
         }
     }

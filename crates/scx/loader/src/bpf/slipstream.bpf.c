@@ -306,7 +306,8 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 		return prev_cpu;
 	classify(cfg, p, tc);
 	tc->t.queued_at = w.now;
-	w.rnd = random_word();
+	/* Good enough to pick LLCs by, and cheaper than the kernel's generator. */
+	w.rnd = slip_mix(w.now ^ (u64)w.waker_cpu << 48);
 	w.waker_llc = here->llc;
 	w.prev_llc = prev->llc;
 	w.nr_llcs = env.nr_llcs = cfg->nr_llcs;
@@ -502,10 +503,15 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 		return;
 	env.nr_llcs = cfg->nr_llcs;
 	id = c->llc;
+	/* slip_choose() puts the hand-over first; asking for the queues' lengths would delay it. */
+	llc = bpf_map_lookup_elem(&slip_llcs, &id);
+	if (llc && (llc->handover_mask & slip_bit(c->bit)) && take_handover(llc, c, cpu)) {
+		count(SLIP_C_RAN_NEXT);
+		return;
+	}
 	llc = slip_env_llc(&env, id);
 	if (!llc)
 		return;
-	heads.has_handover = (llc->handover_mask & slip_bit(c->bit)) != 0;
 	heads.has_cpu = scx_bpf_dsq_nr_queued(DSQ_CPU + cpu) > 0;
 	heads.has_llc = llc->nr_queued > 0;
 	if (heads.has_cpu && heads.has_llc) {
@@ -513,14 +519,6 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 		heads.llc_key = first_key(id);
 	}
 	from = slip_choose(&heads);
-	if (from == SLIP_FROM_HANDOVER) {
-		if (take_handover(llc, c, cpu)) {
-			count(SLIP_C_RAN_NEXT);
-			return;
-		}
-		heads.has_handover = 0;
-		from = slip_choose(&heads);
-	}
 	/* What was chosen may have been taken meanwhile: then the other queue. */
 	if (from == SLIP_FROM_CPU) {
 		if (scx_bpf_dsq_move_to_local(DSQ_CPU + cpu) || scx_bpf_dsq_move_to_local(id))

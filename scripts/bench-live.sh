@@ -42,11 +42,11 @@ run() { # run NAME WORKERS CONCURRENCY ISL OSL REQUESTS
 }
 
 printf '%s, %s cores, load %s\n' "$(uname -srm)" "$(nproc)" "$(cut -d' ' -f1-3 /proc/loadavg)"
-run latency 1 1 128 32 20000
-run fidelity 1 256 1024 1024 8192
-run peak 1 256 128 1 100000
-for workers in 1 2 4 8; do run "workers-$workers" "$workers" 256 256 32 40000; done
-run streams 8 1024 256 256 16384
+run latency 1 1 128 32 40000
+run fidelity 1 256 1024 1024 32768
+run peak 1 256 128 1 300000
+for workers in 1 2 4 8; do run "workers-$workers" "$workers" 256 256 32 160000; done
+run streams 8 1024 256 256 65536
 printf '\n== side by side: 1, 2, 4, 8 workers\n'
 "$bin" bench compare "$out"/workers-{1,2,4,8}.json
 

@@ -120,8 +120,13 @@ pub struct Counters {
     pub sessions_dropped_total: u64,
 }
 
+/// What every decision may write, on lines of its own: the rest of a fleet is read by every
+/// decision and hardly ever written.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct CounterCells {
+    /// Turns of the round robin.
+    pub(crate) turns: AtomicU64,
     pub(crate) kv_gaps: AtomicU64,
     pub(crate) kv_duplicates: AtomicU64,
     pub(crate) kv_strangers: AtomicU64,
@@ -154,7 +159,6 @@ pub struct Fleet {
     ready_generation: AtomicU64,
     cached: Cached,
     pub(crate) sessions: Option<SessionTable>,
-    pub(crate) round_robin: AtomicU64,
     pub(crate) counters: CounterCells,
 }
 
@@ -248,7 +252,6 @@ impl Fleet {
             targets: targets.into(),
             cached,
             sessions,
-            round_robin: AtomicU64::new(0),
             counters: CounterCells::default(),
         })
     }

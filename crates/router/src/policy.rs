@@ -151,7 +151,11 @@ impl RoutePolicy for RoundRobin {
         _request: &RouteRequest<'_>,
         _draws: &mut Draws,
     ) -> Option<usize> {
-        let turn = candidates.fleet.round_robin.fetch_add(1, Ordering::Relaxed);
+        let turn = candidates
+            .fleet
+            .counters
+            .turns
+            .fetch_add(1, Ordering::Relaxed);
         (turn as usize).checked_rem(candidates.len())
     }
 }

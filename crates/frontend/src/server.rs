@@ -36,7 +36,7 @@ const BACKLOG: i32 = 4096;
 pub enum StartError {
     /// The address cannot be listened on.
     #[error(
-        "cannot listen on {listen}: {source}; \
+        "cannot listen on {listen}; \
          choose another address with --listen, for example --listen 127.0.0.1:0"
     )]
     Bind {
@@ -46,7 +46,7 @@ pub enum StartError {
         source: io::Error,
     },
     /// A thread or its runtime could not be made.
-    #[error("cannot start a frontend thread: {0}")]
+    #[error("cannot start a frontend thread")]
     Thread(#[from] io::Error),
 }
 

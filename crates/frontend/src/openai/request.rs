@@ -545,13 +545,9 @@ fn stream_options(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
         None | Some(Json::Null) => Ok(false),
         Some(flag) => boolean(&format!("{path}.{name}"), flag),
     };
-    if flag("continuous_usage_stats")? {
-        return Err(ApiError::unsupported(
-            "stream_options.continuous_usage_stats",
-            "`stream_options.continuous_usage_stats` is not supported; `include_usage` sends the \
-             counts once, at the end",
-        ));
-    }
+    // Checked, and otherwise ignored: load tools ask for counts in every event beside those at the
+    // end, and read the last. An event with counts would cost more than its token.
+    flag("continuous_usage_stats")?;
     flag("include_usage")
 }
 

@@ -247,9 +247,9 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "true or false",
             ),
             (
-                json!({"stream": true, "stream_options": {"continuous_usage_stats": true}}),
+                json!({"stream": true, "stream_options": {"continuous_usage_stats": "yes"}}),
                 "stream_options.continuous_usage_stats",
-                "not supported",
+                "true or false",
             ),
             (
                 json!({"priority": 3_000_000_000_u32}),

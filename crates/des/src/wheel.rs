@@ -57,6 +57,8 @@ impl<E> Ord for Far<E> {
 struct Ring<E> {
     buckets: Vec<Vec<E>>,
     occupied: [u64; WORDS],
+    /// Bit w: `occupied[w]` is not 0.
+    words: u8,
 }
 
 impl<E: Copy> Ring<E> {
@@ -64,6 +66,7 @@ impl<E: Copy> Ring<E> {
         Ring {
             buckets: (0..SLOTS).map(|_| Vec::new()).collect(),
             occupied: [0; WORDS],
+            words: 0,
         }
     }
 
@@ -77,12 +80,21 @@ impl<E: Copy> Ring<E> {
         }
         events.push(event);
         self.occupied[slot >> 6] |= 1 << (slot & 63);
+        self.words |= 1 << (slot >> 6);
     }
 
     fn take(&mut self, bucket: u64) -> Vec<E> {
         let slot = bucket as usize & (SLOTS - 1);
-        self.occupied[slot >> 6] &= !(1 << (slot & 63));
+        self.vacate(slot);
         std::mem::take(&mut self.buckets[slot])
+    }
+
+    #[inline]
+    fn vacate(&mut self, slot: usize) {
+        self.occupied[slot >> 6] &= !(1 << (slot & 63));
+        if self.occupied[slot >> 6] == 0 {
+            self.words &= !(1 << (slot >> 6));
+        }
     }
 
     /// The first occupied bucket at or after `from`, which must be the ring's earliest possible.
@@ -94,16 +106,15 @@ impl<E: Copy> Ring<E> {
         if masked != 0 {
             return Some(from + u64::from(masked.trailing_zeros()));
         }
-        for step in 1..=WORDS {
-            let at = (word + step) & (WORDS - 1);
-            let bits = self.occupied[at];
-            if bits != 0 {
-                let slot = (at << 6) + bits.trailing_zeros() as usize;
-                let ahead = slot.wrapping_sub(start) & (SLOTS - 1);
-                return Some(from + ahead as u64);
-            }
+        // The words after this one in ring order, this one (its low part) last.
+        let after = self.words.rotate_right(word as u32 + 1);
+        if after == 0 {
+            return None;
         }
-        None
+        let at = (word + 1 + after.trailing_zeros() as usize) & (WORDS - 1);
+        let slot = (at << 6) + self.occupied[at].trailing_zeros() as usize;
+        let ahead = slot.wrapping_sub(start) & (SLOTS - 1);
+        Some(from + ahead as u64)
     }
 }
 
@@ -348,13 +359,18 @@ impl<E: Timed> Wheel<E> {
         self.cursor = bucket;
         self.open = true;
         self.run_at = 0;
-        let mut events = self.fine.take(bucket);
         let start = (bucket << self.shift) as u32;
         self.run.clear();
-        if events.len() <= INSERTION_MAX {
-            self.run.extend_from_slice(&events);
+        let slot = bucket as usize & (SLOTS - 1);
+        if self.fine.buckets[slot].len() <= INSERTION_MAX {
+            // A small buffer stays where it is.
+            self.run.append(&mut self.fine.buckets[slot]);
+            self.fine.vacate(slot);
             insertion_sort(&mut self.run, start);
-        } else if self.bucket_ns() as usize <= BINS {
+            return;
+        }
+        let mut events = self.fine.take(bucket);
+        if self.bucket_ns() as usize <= BINS {
             counting_sort(&events, start, self.shift, &mut self.run);
         } else {
             self.run.extend_from_slice(&events);

@@ -78,8 +78,8 @@ impl Aqm {
                 } else if at.idle_ns > 0 && at.waiting == 0 {
                     // The average decays as if so many small packets had found the queue empty
                     // (the paper's m, section 4, with this packet's size).
-                    let m = at.idle_ns as f64 / at.packet_ns.max(1) as f64;
-                    *average = (f64::from(*average) * libm::pow(1.0 - weight, m)) as f32;
+                    let m = at.idle_ns / at.packet_ns.max(1);
+                    *average = (f64::from(*average) * power(1.0 - weight, m)) as f32;
                 }
                 let old = f64::from(*average);
                 let average_now = old + weight * (f64::from(at.waiting) - old);
@@ -129,4 +129,17 @@ impl Aqm {
             }
         }
     }
+}
+
+/// `base` to the power `n`, by squaring: the same on every machine.
+fn power(mut base: f64, mut n: u64) -> f64 {
+    let mut result = 1.0;
+    while n > 0 && result > 0.0 {
+        if n & 1 == 1 {
+            result *= base;
+        }
+        base *= base;
+        n >>= 1;
+    }
+    result
 }

@@ -55,6 +55,9 @@ impl Shard {
     #[inline]
     fn look_ahead(&self, net: &Net) -> usize {
         let upcoming = self.fabric.wheel.upcoming();
+        if upcoming.len() < 4 {
+            return 0;
+        }
         let upcoming = &upcoming[..upcoming.len().min(LOOK_AHEAD)];
         let mut steps = [Step::NONE; LOOK_AHEAD];
         for (step, event) in steps.iter_mut().zip(upcoming) {

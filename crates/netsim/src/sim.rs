@@ -125,8 +125,13 @@ impl Simulation {
             while let Some(next) = shard.fabric.wheel.next_bucket_start()
                 && next < until
             {
-                shard.run(&self.net, report.next_ns.max(next + 1).min(until));
-                report.at(report.next_ns.min(until), shard.events);
+                let stop = report.next_ns.max(next + 1).min(until);
+                shard.run(&self.net, stop);
+                report.at(stop, shard.events);
+                // What is left of the last bucket lies beyond `until`.
+                if stop == until {
+                    break;
+                }
             }
         } else if execution.threads <= 1 {
             self.run_windows(until, report);
@@ -163,6 +168,9 @@ impl Simulation {
             self.windows += 1;
             if end >= report.next_ns {
                 report.at(end, self.events());
+            }
+            if end == until {
+                break;
             }
         }
     }
@@ -424,7 +432,7 @@ impl Crew<'_> {
             self.barrier.meet(|| {
                 let next = self.earliest.iter().map(|e| e.load(Ordering::Acquire));
                 let next = next.min().unwrap_or(u64::MAX);
-                let more = next < self.until;
+                let more = next < self.until && end < self.until;
                 self.end.store(
                     if more { self.window_end(next) } else { 0 },
                     Ordering::Release,
@@ -524,22 +532,30 @@ impl Builder {
             .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
             .min()
             .unwrap_or(64);
-        let hop = |l: &LinkClass| l.delay_ns + serialization_ns(u64::from(size_min), l.bits_per_s);
+        let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
+        let hop = |l: &LinkClass, bytes: u32| {
+            l.delay_ns + serialization_ns(u64::from(bytes), l.bits_per_s)
+        };
         let used = usize::from(links.host.is_none());
-        let hop_min = classes[used..].iter().map(hop).min().unwrap_or(1);
+        let usual = ack_min.unwrap_or(64);
+        let hop_min = classes[used..].iter().map(|l| hop(l, usual)).min();
         let between = match scenario.topology.tier_between_parts() {
-            Tier::Core => hop(&classes[2]),
-            Tier::Edge | Tier::Host => hop(&classes[1]),
+            Tier::Core => hop(&classes[2], size_min),
+            Tier::Edge | Tier::Host => hop(&classes[1], size_min),
         };
         let shards = shard_count(&scenario, between);
-        // Buckets narrower than every hop, but not so narrow that most are empty; 128 ns was the
-        // best of 32 to 512 on E5.
-        let wide = match scenario_density(&scenario) {
-            d if d > 0.05 => 7,
-            d if d > 0.005 => 9,
-            _ => 12,
+        // Buckets narrower than every usual hop (an odd shorter one costs a heap insertion), but
+        // not so narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
+        let wide = if scenario_density(&scenario) > 0.05 {
+            8
+        } else {
+            12
         };
-        let shift = hop_min.max(1).ilog2().min(wide);
+        let mut shift = hop_min.unwrap_or(1).max(1).ilog2().min(wide);
+        if shards > 1 {
+            // A window is at least one bucket and must not exceed the lookahead.
+            shift = shift.min(between.max(1).ilog2());
+        }
         let discipline = scenario.queue.discipline.clone();
         let net = Net::new(1, size_max, classes, discipline);
         let fabrics = (0..shards)

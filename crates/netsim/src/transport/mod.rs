@@ -10,6 +10,9 @@ use crate::scenario::{Arrivals, Dist};
 
 /// Draws number `index` of a distribution.
 pub(crate) fn sample(dist: &Dist, seed: u64, index: u64) -> f64 {
+    if let Dist::Constant(value) = *dist {
+        return value;
+    }
     let u = mix::unit(mix::draw(seed, index));
     match *dist {
         Dist::Constant(value) => value,

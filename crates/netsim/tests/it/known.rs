@@ -274,3 +274,22 @@ fn classes_share_a_link_as_their_discipline_says() {
         0.8,
     );
 }
+
+#[test]
+fn a_run_ends_at_its_duration_with_packets_under_way() {
+    // The end cuts through buckets with events on both sides of it, at every few ns, in one shard
+    // and in several.
+    for end_ns in (20_000..20_600).step_by(97) {
+        let small = crate::common::example("e5.toml")
+            .replace("k = 32", "k = 4")
+            .replace("hosts_per_edge = 16", "hosts_per_edge = 2")
+            .replace("flow_count = 8192", "flow_count = 16")
+            .replace("duration = 10.0", &format!("duration = {end_ns}e-9"));
+        let result = run(&small);
+        assert!(result.in_flight() > 0);
+        assert!(result.totals.last_event_ns <= end_ns);
+        assert_eq!(crate::common::run_on(&small, 3), result);
+        let one = small.replace("flow_count = 16", "flow_count = 1");
+        assert!(run(&one).totals.last_event_ns <= end_ns);
+    }
+}

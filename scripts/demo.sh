@@ -60,6 +60,11 @@ printf '\n== side by side\n'
 cat <<TEXT
 
 Times are as clients measured them here, where modelled time runs ${speedup} times as fast: 1 ms stands
-for ${speedup} ms of the modelled GPUs. KV routing sends a question to the worker that has its document
-cached; round robin makes every worker read every document.
+for ${speedup} ms of the modelled GPUs.
 TEXT
+if [ -z "${TRACE:-}" ]; then
+  cat <<TEXT
+KV routing sends a question to the worker that has its document cached; round robin makes every
+worker read every document.
+TEXT
+fi

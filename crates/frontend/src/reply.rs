@@ -140,6 +140,8 @@ struct Sequence {
     last_token_ns: u64,
     last_token: TokenId,
     ended: Option<Ending>,
+    /// Counted as ended in [`ReplyState::open`].
+    over: bool,
     /// The event with the reason is rendered.
     closed: bool,
 }
@@ -177,6 +179,7 @@ impl ReplyState {
                 last_token_ns: 0,
                 last_token: 0,
                 ended: None,
+                over: false,
                 closed: false,
                 spec,
             })
@@ -378,10 +381,15 @@ impl ReplyState {
         self.wake();
     }
 
-    /// The sequence has all its tokens.
+    /// The sequence has all its tokens: the engine ended it, or a stop string was found. Both may
+    /// come, in either order, as held tokens are looked at later; the first counts.
     fn close_sequence(&mut self, index: u32) {
-        self.open -= 1;
-        self.sequences[index as usize].spec.active = None;
+        let sequence = &mut self.sequences[index as usize];
+        if !sequence.over {
+            sequence.over = true;
+            sequence.spec.active = None;
+            self.open -= 1;
+        }
     }
 
     /// Renders what is due now that tokens or ends have come, or the client has read.
@@ -411,17 +419,20 @@ impl ReplyState {
         self.complete = true;
     }
 
-    /// Renders held tokens until the buffer is full again. The buffer is empty before.
-    fn render_held(&mut self, text: &TextModel) -> Option<u32> {
-        let mut stopped = None;
+    /// Fills the empty buffer from held tokens, now that the client has read. Returns the sequences
+    /// in which a stop string was found: the worker should be told to kill them.
+    fn refill(&mut self, text: &TextModel) -> Vec<u32> {
+        let mut stopped = Vec::new();
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
             while self.out.len() < RENDERED_BYTES_MAX {
                 let Some(token) = sequence.held.pop_front() else {
                     break;
                 };
                 if sequence.take_streamed(token, text, &mut self.out) {
+                    // What was generated past the stop string does not count.
+                    sequence.generated = sequence.position as u32;
                     sequence.held.clear();
-                    stopped = Some(index as u32);
+                    stopped.push(index as u32);
                     break;
                 }
             }
@@ -429,6 +440,10 @@ impl ReplyState {
                 sequence.held = VecDeque::new();
             }
         }
+        for &index in &stopped {
+            self.close_sequence(index);
+        }
+        self.settle();
         stopped
     }
 
@@ -749,16 +764,12 @@ impl Body for ReplyBody {
         let handle = &mut self.0;
         handle.poll_deadline(cx);
         let shard = handle.shard.clone();
-        let mut stopped = None;
+        let mut stopped = Vec::new();
         let outcome = {
             let mut state = handle.reply.state.borrow_mut();
             let state = &mut *state;
             if state.out.is_empty() && !state.complete {
-                stopped = state.render_held(&shard.service.text);
-                if let Some(index) = stopped {
-                    state.close_sequence(index);
-                }
-                state.settle();
+                stopped = state.refill(&shard.service.text);
             }
             if !state.out.is_empty() {
                 if state.times.at(Stage::Rendered).is_some() {
@@ -775,7 +786,7 @@ impl Body for ReplyBody {
                 Poll::Pending
             }
         };
-        if let Some(index) = stopped {
+        for index in stopped {
             handle.kill(index);
         }
         outcome
@@ -789,5 +800,86 @@ impl ReplyHandle {
             rank: state.sequences[index as usize].spec.target,
             addr: self.registrations[index as usize].addr(),
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A streamed reply with `n` choices that stop at `stop`.
+    fn reply(n: u32, stop: &str) -> ReplyState {
+        let shape = Shape {
+            kind: Kind::Completion,
+            id: "cmpl-1".into(),
+            created: 0,
+            model: "m".into(),
+            stream: true,
+            include_usage: true,
+            prompt_tokens: 1,
+            choices_per_prompt: n,
+        };
+        let stops: Rc<[String]> = [stop.to_owned()].into();
+        let specs = (0..n).map(|seed| SequenceSpec {
+            target: RankId::default(),
+            seed: u64::from(seed),
+            top_logprobs: None,
+            stop: Some(StopMatcher::new(&stops, false)),
+            stops: stops.clone(),
+            min_tokens: 0,
+            plain: false,
+            echo: None,
+            stop_token_ids: [].into(),
+            active: None,
+        });
+        ReplyState::new(shape, specs.collect(), StageTimes::default(), None, 1 << 20)
+    }
+
+    /// A stop string among tokens that wait for the client ends each sequence once, whether or not
+    /// the engine has ended it meanwhile.
+    #[test]
+    fn stop_strings_in_held_tokens_end_every_sequence() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let mut words = Vec::new();
+        text.encode(&" the".repeat(300), false, &mut words);
+        let mut tail = Vec::new();
+        text.encode(" zebra and more", false, &mut tail);
+        let mut state = reply(3, "zebra");
+        for index in 0..3 {
+            assert!(!state.on_tokens(index, &words, None, 1, &text, &metrics));
+            assert!(
+                !state.on_tokens(index, &tail, None, 1, &text, &metrics),
+                "held, not looked at"
+            );
+        }
+        let usage = slipstream_planes::Usage::default();
+        let end = End {
+            reason: FinishReason::Length,
+            usage,
+        };
+        state.on_end(1, &end, &metrics);
+        let mut all = Vec::new();
+        let mut killed = Vec::new();
+        for _ in 0..100 {
+            all.extend_from_slice(&state.out.split());
+            if state.complete {
+                break;
+            }
+            killed.extend(state.refill(&text));
+        }
+        let all = String::from_utf8(all).unwrap();
+        assert!(all.ends_with("data: [DONE]\n\n"), "the reply completes");
+        assert_eq!(all.matches("\"stop_reason\":\"zebra\"").count(), 3);
+        assert!(!all.contains("more"), "nothing past the stop string");
+        assert_eq!(killed.len(), 3);
+        let mut shown = Vec::new();
+        text.encode(" zebra", false, &mut shown);
+        let counted = 3 * (words.len() + shown.len());
+        assert!(
+            all.contains(&format!("\"completion_tokens\":{counted}")),
+            "{}",
+            &all[all.len() - 300..]
+        );
     }
 }

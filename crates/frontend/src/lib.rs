@@ -29,5 +29,5 @@ mod service;
 mod shard;
 
 pub use server::{Bound, Frontend, StartError};
-pub use service::{ApiKeys, DragRow, DragSink, Limits, Service};
+pub use service::{ApiKeys, Limits, Service};
 pub use shard::ShardPlane;

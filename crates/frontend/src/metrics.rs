@@ -149,7 +149,6 @@ pub(crate) struct ShardMetrics {
     pub(crate) stale_entries: Count,
     pub(crate) frames: Count,
     pub(crate) flushes: Count,
-    pub(crate) drag_rows_dropped: Count,
     pub(crate) prompt_tokens: Count,
     pub(crate) generation_tokens: Count,
     pub(crate) cached_tokens: Count,
@@ -181,7 +180,6 @@ impl ShardMetrics {
             stale_entries: Count::default(),
             frames: Count::default(),
             flushes: Count::default(),
-            drag_rows_dropped: Count::default(),
             prompt_tokens: Count::default(),
             generation_tokens: Count::default(),
             cached_tokens: Count::default(),
@@ -454,12 +452,6 @@ impl Collector for FrontendCollector {
             "slipstream_flushes",
             "Body pieces handed to sockets",
             |s| &s.flushes,
-        )?;
-        self.counter(
-            e,
-            "slipstream_drag_rows_dropped",
-            "Drag records lost to a full queue",
-            |s| &s.drag_rows_dropped,
         )?;
         let mut family = e.encode_descriptor(
             "slipstream_hand_over",

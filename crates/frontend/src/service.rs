@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use slipstream_base::{BlockHash, StageTimes};
+use slipstream_base::BlockHash;
 use slipstream_router::Fleet;
 use subtle::ConstantTimeEq;
 
@@ -33,8 +33,6 @@ pub struct Service {
     pub created: u64,
     /// Seed of what requests leave open: the content of answers without `seed`, request ids.
     pub seed: u64,
-    /// Where a record of each request goes.
-    pub drag: Option<Box<dyn DragSink>>,
 }
 
 /// Bounds on what clients may do.
@@ -82,33 +80,6 @@ impl ApiKeys {
             found | bool::from(key.as_bytes().ct_eq(sent))
         })
     }
-}
-
-/// One request, when it is over: a row of the drag record.
-#[derive(Clone, Debug)]
-pub struct DragRow {
-    /// Id of the request, as the client knows it.
-    pub request_id: String,
-    /// When it passed the stages that the frontend sees, ns of `CLOCK_MONOTONIC`.
-    pub times: StageTimes,
-    /// Worker that served its first sequence.
-    pub worker: u32,
-    /// Prompt tokens.
-    pub isl: u64,
-    /// Generated tokens.
-    pub osl: u64,
-    /// Blocks of the prompt that were found in the KV cache.
-    pub hit_blocks: u64,
-    /// Preemptions of its sequences.
-    pub preemptions: u32,
-    /// HTTP status, or 499 if the client went away.
-    pub status: u16,
-}
-
-/// Takes the records of finished requests.
-pub trait DragSink: Send + Sync {
-    /// Takes one row without waiting. False if there was no room: the row is lost and counted.
-    fn record(&self, row: DragRow) -> bool;
 }
 
 #[cfg(test)]

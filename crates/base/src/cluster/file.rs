@@ -636,7 +636,6 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .get("request_timeout_s")
             .within(0.0..=TIMEOUT_S_MAX)
             .or(default.request_timeout_s),
-        drag_out: t.path("drag_out").optional(),
     }
 }
 

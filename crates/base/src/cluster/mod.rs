@@ -333,8 +333,6 @@ pub struct LiveConfig {
     pub write_timeout_s: f64,
     /// A request may take so long in all, s; 0: no limit. Default 0.
     pub request_timeout_s: f64,
-    /// Write one drag record a request to this CSV file.
-    pub drag_out: Option<PathBuf>,
 }
 
 impl Default for LiveConfig {
@@ -352,7 +350,6 @@ impl Default for LiveConfig {
             stream_buffer_bytes_max: 4 << 20,
             write_timeout_s: 60.0,
             request_timeout_s: 0.0,
-            drag_out: None,
         }
     }
 }

@@ -424,13 +424,6 @@ pub const KEYS: &[Key] = &[
         "A request may take so long in all; 0: no limit.",
         "Low: long answers are cut.",
     ),
-    key(
-        "live.drag_out",
-        "path",
-        "(none)",
-        "Write one drag record a request to this CSV file.",
-        "",
-    ),
 ];
 
 /// `docs/cluster-file.md`.

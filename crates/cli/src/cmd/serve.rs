@@ -236,7 +236,6 @@ fn service(cluster: &Cluster, text: Arc<TextModel>, fleet: Arc<Fleet>) -> anyhow
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
         seed,
-        drag: None,
     })
 }
 

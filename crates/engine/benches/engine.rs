@@ -23,6 +23,7 @@ fn engine(num_gpu_blocks: u32, block_size: u32) -> Engine {
     };
     let output = OutputModel {
         vocab: (0..150_000).collect(),
+        first_vocab: None,
         eos: 150_000,
         lengths: OutputLen::Constant(1),
     };

@@ -14,6 +14,10 @@ pub struct OutputModel {
     /// Tokens that answers are made of, drawn uniformly. At least one, `eos` not among them.
     /// Shared, so that a thousand engines hold one copy.
     pub vocab: Arc<[TokenId]>,
+    /// Tokens that answers may begin with, if not all of `vocab` may: a chat template that trims
+    /// what was said would bring a first token with a space in front back as another one, and the
+    /// next turn would miss the blocks of the answer. At least one, `eos` not among them.
+    pub first_vocab: Option<Arc<[TokenId]>>,
     /// Ends an answer that comes to its natural end: the last token of such an answer, counted
     /// among its output tokens, as vLLM does.
     pub eos: TokenId,
@@ -23,19 +27,35 @@ pub struct OutputModel {
 
 impl OutputModel {
     pub(crate) fn check(&self) -> Result<(), EngineError> {
-        if self.vocab.is_empty() {
-            return Err(EngineError::EmptyVocab);
-        }
-        if self.vocab.contains(&self.eos) {
-            return Err(EngineError::EosInVocab { eos: self.eos });
+        for vocab in [Some(&self.vocab), self.first_vocab.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            if vocab.is_empty() {
+                return Err(EngineError::EmptyVocab);
+            }
+            if vocab.contains(&self.eos) {
+                return Err(EngineError::EosInVocab { eos: self.eos });
+            }
         }
         Ok(())
     }
+
+    /// Output token number `position` (from 0) of a request with this `seed`, unless it is the
+    /// end-of-sequence token.
+    ///
+    /// A pure function, so no engine stores what it generated.
+    #[inline]
+    pub fn token(&self, seed: u64, position: u32) -> TokenId {
+        match &self.first_vocab {
+            Some(first) if position == 0 => output_token(first, seed, 0),
+            _ => output_token(&self.vocab, seed, position),
+        }
+    }
 }
 
-/// Output token number `position` (from 0) of a request with this `seed`.
-///
-/// A pure function, so no engine stores what it generated. `vocab` must not be empty.
+/// Draw number `position` of the answer of a request with this `seed` from `vocab`, which must not
+/// be empty. [`OutputModel::token`] says which vocabulary is drawn from.
 #[inline]
 pub fn output_token(vocab: &[TokenId], seed: u64, position: u32) -> TokenId {
     vocab[below(draw(seed, u64::from(position)), vocab.len() as u64) as usize]
@@ -114,5 +134,29 @@ mod tests {
         let drawn: Vec<TokenId> = (0..64).map(|p| output_token(&vocab, 5, p)).collect();
         assert!(vocab.iter().all(|t| drawn.contains(t)));
         assert_eq!(drawn[17], output_token(&vocab, 5, 17));
+    }
+
+    #[test]
+    fn the_first_token_has_a_vocabulary_of_its_own() {
+        let model = OutputModel {
+            vocab: (0..100).collect(),
+            first_vocab: Some((200..300).collect()),
+            eos: 7_000,
+            lengths: OutputLen::default(),
+        };
+        for seed in 0..64 {
+            assert!(model.token(seed, 0) >= 200);
+            assert!((1..64).all(|p| model.token(seed, p) < 100));
+        }
+        let stray = OutputModel {
+            eos: 250,
+            ..model.clone()
+        };
+        assert_eq!(stray.check(), Err(EngineError::EosInVocab { eos: 250 }));
+        let none = OutputModel {
+            first_vocab: Some([].into()),
+            ..model
+        };
+        assert_eq!(none.check(), Err(EngineError::EmptyVocab));
     }
 }

@@ -13,7 +13,7 @@ use slipstream_base::{
     SimTime, Tail, TokenId,
 };
 
-use crate::answer::{OutputModel, natural_len, output_token};
+use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
 use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
 use crate::pool::{BLOCKS_MAX, BlockId, BlockPool};
@@ -327,6 +327,12 @@ impl Engine {
         Ok(())
     }
 
+    /// Times that a request was preempted so far; `None` if the engine does not know it (any more).
+    pub fn preemptions_of(&self, id: RequestId) -> Option<u32> {
+        let &slot = self.by_id.get(&id)?;
+        Some(self.sequences[slot].preemptions)
+    }
+
     /// Drops a request at any moment, also between the begin and the end of a pass; its blocks are
     /// free at once. False if the engine does not know it (any more).
     pub fn abort(&mut self, id: RequestId) -> bool {
@@ -623,13 +629,7 @@ impl Engine {
         self.pool.foresee(ahead);
         let mut parent = parent_of(sequence, full.start, &self.pool);
         for j in full {
-            let hash = block_hash(
-                sequence,
-                j,
-                parent,
-                &self.output.vocab,
-                &mut self.block_tokens,
-            );
+            let hash = block_hash(sequence, j, parent, &self.output, &mut self.block_tokens);
             let block = sequence.table[j as usize];
             self.pool.cache(block, hash, parent, &mut self.ops);
             parent = hash;
@@ -640,8 +640,8 @@ impl Engine {
     fn generated_block(&mut self, slot: u32, j: u32) -> (BlockHash, BlockHash) {
         let sequence = &self.sequences[slot];
         let parent = parent_of(sequence, j, &self.pool);
-        let vocab = &self.output.vocab;
-        let hash = block_hash(sequence, j, parent, vocab, &mut self.block_tokens);
+        let output = &self.output;
+        let hash = block_hash(sequence, j, parent, output, &mut self.block_tokens);
         (hash, parent)
     }
 
@@ -707,7 +707,7 @@ impl Engine {
                 let token = if ends && r.natural_end {
                     self.output.eos
                 } else {
-                    output_token(&self.output.vocab, r.seed, position)
+                    self.output.token(r.seed, position)
                 };
                 if self.lists_tokens {
                     out.tokens.push((r.id, token));
@@ -931,7 +931,7 @@ fn block_hash(
     sequence: &Sequence,
     j: u32,
     parent: BlockHash,
-    vocab: &[TokenId],
+    output: &OutputModel,
     scratch: &mut Vec<TokenId>,
 ) -> BlockHash {
     let prompt = &sequence.request.prompt;
@@ -954,7 +954,7 @@ fn block_hash(
                 scratch.extend_from_slice(tail);
             }
             let outputs = first.max(prompt.len()) - prompt.len()..last - prompt.len();
-            scratch.extend(outputs.map(|p| output_token(vocab, sequence.request.seed, p)));
+            scratch.extend(outputs.map(|p| output.token(sequence.request.seed, p)));
             parent.child(scratch)
         }
     }

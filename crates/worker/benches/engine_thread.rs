@@ -47,6 +47,7 @@ fn rig(workers: u32, threads: usize, fast_path: bool) -> Rig {
             };
             let output = OutputModel {
                 vocab: (1_000..30_000).collect(),
+                first_vocab: None,
                 eos: 7,
                 lengths: OutputLen::Constant(1 << 20),
             };

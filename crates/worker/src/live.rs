@@ -19,12 +19,12 @@ pub(crate) struct LiveStream {
 const VACANT: u32 = u32::MAX;
 
 impl LiveStream {
-    pub(crate) fn usage(&self) -> Usage {
+    pub(crate) fn usage(&self, preemptions: u32) -> Usage {
         Usage {
             prompt_tokens: self.prompt_tokens,
             completion_tokens: self.completion_tokens,
             cached_tokens: self.cached_tokens,
-            preemptions: 0,
+            preemptions,
         }
     }
 }

@@ -340,7 +340,9 @@ impl EngineThread {
             return;
         };
         let rank = &mut self.ranks[live.rank as usize];
-        let known = rank.engine.abort(RequestId::from(addr));
+        let id = RequestId::from(addr);
+        let preemptions = rank.engine.preemptions_of(id).unwrap_or_default();
+        let known = rank.engine.abort(id);
         debug_assert!(known, "a live stream is in its engine");
         rank.stats.note_engine(&rank.engine.stats());
         rank.stats.finished_abort.add(1);
@@ -349,7 +351,7 @@ impl EngineThread {
         }
         let end = End {
             reason: FinishReason::Abort,
-            usage: live.usage(),
+            usage: live.usage(preemptions),
         };
         if let Some(frame) = self.port.frame(addr.shard) {
             frame.push_end(addr.stream, &end);

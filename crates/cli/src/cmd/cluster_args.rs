@@ -34,8 +34,11 @@ impl ClusterArgs {
                 Doc::parse(&path.display().to_string(), &text)
             }
         };
-        let vars = std::env::vars_os().filter_map(|(name, value)| {
-            Some((name.into_string().ok()?, value.into_string().ok()?))
+        // A variable of another program may hold anything; one of ours that is not UTF-8 becomes a
+        // value with U+FFFD in it, which the document then refuses by name.
+        let vars = std::env::vars_os().map(|(name, value)| {
+            let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
+            (text(name), text(value))
         });
         doc.env(file::ENV_PREFIX, vars);
         for set in self.set.iter().chain(sets) {

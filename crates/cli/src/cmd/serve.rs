@@ -200,6 +200,7 @@ fn engine(
     let timing = slipstream_engine::timing::build(config, &cluster.model.shape, read)?;
     let output = OutputModel {
         vocab: text.output_vocab(),
+        first_vocab: Some(text.first_vocab()),
         eos: text.eos(),
         lengths: config.output_len.clone(),
     };

@@ -76,6 +76,46 @@ fn a_repeated_prompt_hits_the_cache_in_whole_blocks() {
     assert_eq!(cached(&second), Some((len - 1) / 16 * 16));
 }
 
+/// Each turn brings back what was said before; the blocks of the answer are found too, also where
+/// the chat template trims it.
+#[test]
+fn the_next_turn_hits_the_answer_of_the_last_one_where_the_template_trims() {
+    let dir = tempfile::tempdir().unwrap();
+    let exported = run(&["tokenizer", "export", dir.path().to_str().unwrap()]);
+    assert_eq!(exported.0, Some(0), "{exported:?}");
+    let config = dir.path().join("tokenizer_config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let trimming = text.replace("message.content", "message.content|trim");
+    assert_ne!(trimming, text);
+    std::fs::write(&config, trimming).unwrap();
+    let tokenizer = format!("--set=model.tokenizer={}", dir.path().display());
+    let server = Server::start(&[FAST, &["--set=pool.main.workers=1", &tokenizer]]);
+    // Half of the vocabulary begins with a space: one seed could be lucky, eight are not.
+    for seed in 0..8 {
+        let chat = |messages: Value| {
+            let body = serde_json::json!({
+                "messages": messages, "max_tokens": 80, "ignore_eos": true, "seed": seed,
+            });
+            let answer = server.post("/v1/chat/completions", &body.to_string());
+            assert_eq!(answer.status, 200, "{}", answer.text());
+            answer.json()
+        };
+        let question = serde_json::json!({"role": "user", "content": format!("number {seed}")});
+        let first = chat(serde_json::json!([question]));
+        let said = &first["choices"][0]["message"]["content"];
+        let second = chat(serde_json::json!([
+            question,
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "go on"},
+        ]));
+        let count = |json: &Value, key: &str| json["usage"][key].as_u64().unwrap();
+        // The last token of an answer is not computed, so its block is not cached.
+        let computed = count(&first, "prompt_tokens") + count(&first, "completion_tokens") - 1;
+        let cached = &second["usage"]["prompt_tokens_details"]["cached_tokens"];
+        assert_eq!(cached.as_u64(), Some(computed / 16 * 16), "seed {seed}");
+    }
+}
+
 #[test]
 fn a_batch_of_prompts_gets_its_choices_in_order() {
     let server = Server::start(&[FAST]);

@@ -111,7 +111,7 @@ impl Engine {
     /// or that could admit a waiting sequence. 0 if that is so at once, or if a sequence is in
     /// prefill or has stop tokens: a single pass comes next then.
     ///
-    /// No output tokens are made up; they are in [`output_token`](crate::output_token), if anyone
+    /// No output tokens are made up; they are in [`OutputModel::token`](crate::OutputModel::token), if anyone
     /// asks.
     ///
     /// # Panics

@@ -431,6 +431,8 @@ fn a_victim_already_scheduled_gives_its_budget_back() {
     // 0 is scheduled, then 2 needs a third block, and 0 is the victim.
     rig.step();
     assert_eq!(rig.ids(), [2]);
+    assert_eq!(rig.engine.preemptions_of(RequestId(0)), Some(1));
+    assert_eq!(rig.engine.preemptions_of(RequestId(1)), None);
     assert_eq!(rig.work(), (0, 0, 0, 1, 9));
     assert_eq!(rig.out.fpm.queued_decode.kv_tokens, 7);
     rig.run_until_idle();

@@ -29,6 +29,7 @@ pub(crate) fn small(num_gpu_blocks: u32) -> EngineConfig {
 pub(crate) fn output_model(natural: u32) -> OutputModel {
     OutputModel {
         vocab: (1_000..1_100).collect(),
+        first_vocab: None,
         eos: EOS,
         lengths: OutputLen::Constant(natural),
     }

@@ -48,6 +48,7 @@ pub(crate) fn rank(worker: u32) -> RankId {
 pub(crate) fn engine(rank: RankId, config: &EngineConfig, timing: Box<dyn StepTime>) -> Engine {
     let output = OutputModel {
         vocab: vocab(),
+        first_vocab: None,
         eos: 7,
         lengths: OutputLen::Constant(100_000),
     };

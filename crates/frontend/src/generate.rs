@@ -198,6 +198,7 @@ fn dispatch(
         model: shard.model.clone(),
         stream: params.stream,
         include_usage: params.include_usage,
+        running_usage: params.running_usage,
         prompt_tokens: prompts.iter().map(|p| u64::from(p.prompt.len())).sum(),
         choices_per_prompt: params.n,
     };
@@ -237,6 +238,7 @@ fn dispatch(
             ));
             specs.push(SequenceSpec {
                 target: routed.target,
+                prompt_tokens: tokenized.prompt.len(),
                 seed,
                 top_logprobs: params.logprobs.map(|wish| wish.top),
                 stop: (!stops.is_empty())

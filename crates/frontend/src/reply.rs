@@ -76,6 +76,8 @@ pub(crate) struct Shape {
     pub(crate) model: Rc<str>,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
+    /// Every event carries the counts of its choice so far.
+    pub(crate) running_usage: bool,
     /// Tokens of all prompts, each counted once.
     pub(crate) prompt_tokens: u64,
     /// Sequences per prompt.
@@ -104,6 +106,8 @@ pub(crate) struct Trace {
 /// How one sequence's tokens become text.
 pub(crate) struct SequenceSpec {
     pub(crate) target: RankId,
+    /// Tokens of its prompt.
+    pub(crate) prompt_tokens: u32,
     pub(crate) seed: u64,
     /// Number of alternatives per token; `None`: no log probabilities.
     pub(crate) top_logprobs: Option<u32>,
@@ -166,7 +170,14 @@ impl ReplyState {
             .into_iter()
             .enumerate()
             .map(|(index, spec)| Sequence {
-                render: SseRender::new(&head, index as u32),
+                render: {
+                    let render = SseRender::new(&head, index as u32);
+                    if shape.running_usage {
+                        render.with_running_usage(u64::from(spec.prompt_tokens))
+                    } else {
+                        render
+                    }
+                },
                 detok: Detokenizer::default(),
                 held: VecDeque::new(),
                 text: String::new(),
@@ -517,6 +528,7 @@ impl Sequence {
             && let Some(json) = text.token_json(token)
         {
             self.position += 1;
+            self.render.set_counts(self.position, self.cached.into());
             // Special tokens are counted, and not shown.
             if !json.is_empty() {
                 self.render.escaped(json, out);
@@ -538,6 +550,7 @@ impl Sequence {
         let logprobs = self.logprob(token, text);
         let mut shown = String::new();
         let stopped = self.take_text(token, text, &mut shown);
+        self.render.set_counts(self.position, self.cached.into());
         if let Some(tokens) = logprobs {
             let piece = LogprobsPiece {
                 tokens: vec![tokens],
@@ -816,12 +829,14 @@ mod tests {
             model: "m".into(),
             stream: true,
             include_usage: true,
+            running_usage: false,
             prompt_tokens: 1,
             choices_per_prompt: n,
         };
         let stops: Rc<[String]> = [stop.to_owned()].into();
         let specs = (0..n).map(|seed| SequenceSpec {
             target: RankId::default(),
+            prompt_tokens: 1,
             seed: u64::from(seed),
             top_logprobs: None,
             stop: Some(StopMatcher::new(&stops, false)),

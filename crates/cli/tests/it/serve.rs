@@ -49,6 +49,26 @@ fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
 }
 
 #[test]
+fn every_event_has_counts_where_they_are_asked_for() {
+    let (events, _server) = events(
+        r#"{"messages":[{"role":"user","content":"count to ten"}],"max_tokens":7,"ignore_eos":true,
+            "stop":["no such thing"],"stream":true,
+            "stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#,
+    );
+    let (last, events) = events.split_last().unwrap();
+    let counts: Vec<_> = events
+        .iter()
+        .map(|e| {
+            assert_eq!(e["usage"]["prompt_tokens"], last["usage"]["prompt_tokens"]);
+            e["usage"]["completion_tokens"].as_u64().unwrap()
+        })
+        .collect();
+    // The role's event, one a token, and the reason.
+    assert_eq!(counts, [0, 1, 2, 3, 4, 5, 6, 7, 7]);
+    assert_eq!(last["usage"]["completion_tokens"], 7);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_answer_and_choices_differ() {
     let server = Server::start(&[FAST]);
     let ask = |seed: u32| {

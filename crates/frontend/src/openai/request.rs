@@ -76,6 +76,9 @@ pub struct RequestParams {
     pub stream: bool,
     /// `stream_options.include_usage`: a last event with the counts.
     pub include_usage: bool,
+    /// `stream_options.continuous_usage_stats`: counts in every event too. As in vLLM, nothing
+    /// without `include_usage`.
+    pub running_usage: bool,
     /// Choices per prompt, `1..=`[`N_MAX`].
     pub n: u32,
     /// Tokens per choice at most, 1 or more; `None`: as many as the model's length leaves.
@@ -146,7 +149,7 @@ struct Raw<'a> {
     model: Option<Cow<'a, str>>,
     messages: Option<Vec<Message<'a>>>,
     prompts: Option<Vec<PromptInput<'a>>>,
-    include_usage: Option<bool>,
+    stream_options: Option<StreamOptions>,
     max_completion_tokens: Option<u32>,
     best_of: Option<u32>,
     chat_logprobs: bool,
@@ -164,7 +167,7 @@ impl<'a> Raw<'a> {
             model: None,
             messages: None,
             prompts: None,
-            include_usage: None,
+            stream_options: None,
             max_completion_tokens: None,
             best_of: None,
             chat_logprobs: false,
@@ -176,6 +179,7 @@ impl<'a> Raw<'a> {
             params: RequestParams {
                 stream: false,
                 include_usage: false,
+                running_usage: false,
                 n: 1,
                 max_tokens: None,
                 min_tokens: 0,
@@ -217,7 +221,7 @@ impl<'a> Raw<'a> {
             "messages" => self.messages = Some(messages(name, value)?),
             "prompt" => self.prompts = Some(prompts(name, value)?),
             "stream" => params.stream = boolean(name, &value)?,
-            "stream_options" => self.include_usage = Some(stream_options(name, &value)?),
+            "stream_options" => self.stream_options = Some(stream_options(name, &value)?),
             "n" => params.n = whole(name, &value, 1, N_MAX)?,
             "max_tokens" => params.max_tokens = Some(whole(name, &value, 1, u32::MAX)?),
             "max_completion_tokens" => {
@@ -278,14 +282,15 @@ impl<'a> Raw<'a> {
             Kind::Completion => Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?),
         };
         params.add_special_tokens = self.add_special_tokens.unwrap_or(kind == Kind::Completion);
-        if let Some(include_usage) = self.include_usage {
+        if let Some(options) = self.stream_options {
             if !params.stream {
                 return Err(ApiError::invalid(
                     "stream_options",
                     "`stream_options` needs `stream: true`; set it, or leave the options out",
                 ));
             }
-            params.include_usage = include_usage;
+            params.include_usage = options.include_usage;
+            params.running_usage = options.include_usage && options.continuous_usage_stats;
         }
         // The newer name counts where both are sent, as in vLLM.
         params.max_tokens = self.max_completion_tokens.or(params.max_tokens);
@@ -537,7 +542,13 @@ fn priority(path: &str, value: &Json<'_>) -> Result<i32, ApiError> {
     })
 }
 
-fn stream_options(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
+#[derive(Clone, Copy, Debug)]
+struct StreamOptions {
+    include_usage: bool,
+    continuous_usage_stats: bool,
+}
+
+fn stream_options(path: &str, value: &Json<'_>) -> Result<StreamOptions, ApiError> {
     if !matches!(value, Json::Object(_)) {
         return Err(wrong_type(path, "an object", value));
     }
@@ -545,10 +556,10 @@ fn stream_options(path: &str, value: &Json<'_>) -> Result<bool, ApiError> {
         None | Some(Json::Null) => Ok(false),
         Some(flag) => boolean(&format!("{path}.{name}"), flag),
     };
-    // Checked, and otherwise ignored: load tools ask for counts in every event beside those at the
-    // end, and read the last. An event with counts would cost more than its token.
-    flag("continuous_usage_stats")?;
-    flag("include_usage")
+    Ok(StreamOptions {
+        include_usage: flag("include_usage")?,
+        continuous_usage_stats: flag("continuous_usage_stats")?,
+    })
 }
 
 fn stops(path: &str, value: Json<'_>) -> Result<Vec<String>, ApiError> {

@@ -26,6 +26,8 @@ pub struct SseRender {
     choices_at: u32,
     /// Where the body of the choice starts in `before`: just behind `"index":N,`.
     body_at: u32,
+    /// Counts of the choice so far, if every event carries them.
+    running: Option<Usage>,
 }
 
 /// Behind the text of an event that is not the last of its choice.
@@ -58,6 +60,26 @@ impl SseRender {
             before: before.into(),
             choices_at: choices_at as u32,
             body_at: body_at as u32,
+            running: None,
+        }
+    }
+
+    /// Every event carries the counts of its choice so far (`continuous_usage_stats`, an extension
+    /// of vLLM's), beginning with none generated.
+    pub fn with_running_usage(mut self, prompt_tokens: u64) -> SseRender {
+        self.running = Some(Usage {
+            prompt_tokens,
+            ..Usage::default()
+        });
+        self
+    }
+
+    /// The counts for the next events, where they carry some.
+    #[inline]
+    pub fn set_counts(&mut self, completion_tokens: u64, cached_tokens: u64) {
+        if let Some(running) = &mut self.running {
+            running.completion_tokens = completion_tokens;
+            running.cached_tokens = cached_tokens;
         }
     }
 
@@ -69,29 +91,27 @@ impl SseRender {
         }
         out.put(&self.before[..self.body_at as usize]);
         out.put(b"\"delta\":{\"role\":\"assistant\",\"content\":\"");
-        out.put(self.after());
+        self.put_after(out);
     }
 
     /// An event with `text`.
     #[inline]
     pub fn text(&self, text: &str, out: &mut impl Out) {
-        let after = self.after();
         // Room for the usual case, where nothing is escaped.
-        out.reserve(self.before.len() + text.len() + after.len());
+        out.reserve(self.before.len() + text.len() + self.after().len());
         out.put(&self.before);
         json::escape(out, text);
-        out.put(after);
+        self.put_after(out);
     }
 
     /// An event with a text that is already escaped, from
     /// [`TextModel::token_json`](crate::text::TextModel::token_json).
     #[inline]
     pub fn escaped(&self, json: &[u8], out: &mut impl Out) {
-        let after = self.after();
-        out.reserve(self.before.len() + json.len() + after.len());
+        out.reserve(self.before.len() + json.len() + self.after().len());
         out.put(&self.before);
         out.put(json);
-        out.put(after);
+        self.put_after(out);
     }
 
     /// An event with `text` and the log probabilities of its tokens.
@@ -155,6 +175,18 @@ impl SseRender {
         SseRender::done(out);
     }
 
+    /// What goes after the text of an event that is not the last of its choice.
+    #[inline]
+    fn put_after(&self, out: &mut impl Out) {
+        if self.running.is_none() {
+            out.put(self.after());
+        } else {
+            out.put(self.close_text());
+            out.put(b"\"logprobs\":null,\"finish_reason\":null}]");
+            self.close(out);
+        }
+    }
+
     #[inline]
     fn after(&self) -> &'static [u8] {
         match (self.kind, self.include_usage) {
@@ -173,6 +205,12 @@ impl SseRender {
     }
 
     fn close(&self, out: &mut impl Out) {
+        if let Some(running) = &self.running {
+            out.put(b",\"usage\":");
+            running.render(out);
+            out.put(b"}\n\n");
+            return;
+        }
         out.put(if self.include_usage {
             b",\"usage\":null}\n\n"
         } else {

@@ -287,11 +287,15 @@ proptest! {
     fn events_are_json_whatever_the_text(
         shown in any::<String>(), id in any::<String>(), name in any::<String>(),
         index in any::<u32>(), chat in any::<bool>(), include_usage in any::<bool>(),
-        stop in any::<String>(), with_logprobs in any::<bool>(),
+        stop in any::<String>(), with_logprobs in any::<bool>(), running in any::<bool>(),
     ) {
         let kind = if chat { Kind::Chat } else { Kind::Completion };
         let head = Head { kind, id: &id, model: &name, include_usage, ..HEAD };
-        let render = SseRender::new(&head, index);
+        let mut render = SseRender::new(&head, index);
+        if running {
+            render = render.with_running_usage(20);
+        }
+        render.set_counts(3, 16);
         let piece = logprobs();
         let finish = Finish::StopString(&stop);
         let events = [
@@ -303,7 +307,15 @@ proptest! {
             let event = parsed(event.as_bytes());
             prop_assert_eq!(&event["id"], &json!(id));
             prop_assert_eq!(&event["model"], &json!(name));
-            prop_assert_eq!(event.get("usage").is_some(), include_usage);
+            let usage = match (running, include_usage) {
+                (true, _) => Some(json!({
+                    "prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23,
+                    "prompt_tokens_details": {"cached_tokens": 16},
+                })),
+                (false, true) => Some(Value::Null),
+                (false, false) => None,
+            };
+            prop_assert_eq!(event.get("usage").cloned(), usage);
             let choice = &event["choices"][0];
             prop_assert_eq!(&choice["index"], &json!(index));
             let said = if chat { choice["delta"].get("content") } else { choice.get("text") };

@@ -95,11 +95,21 @@ pub struct JoinError {
     pub message: String,
 }
 
-/// Engine threads to run: as configured, or, for 0, all cores but one (which is left to the
-/// shards); never more than there are workers, and at least one.
+/// Workers that one engine thread takes before another is started.
+///
+/// A pass of 256 sequences takes a thread about 10 µs, and on a real GPU 10 ms or more, so eight
+/// workers keep it busy for 1 % of the time. A thread more costs wake-ups and smaller frames: with
+/// three threads in place of one, eight workers at speed-up 1e6 took 13 to 22 % more CPU a request
+/// and answered 8 to 17 % fewer (`docs/benchmarks.md`).
+const WORKERS_PER_THREAD: usize = 8;
+
+/// Engine threads to run: as configured, or, for 0, one for every eight workers, with one core left
+/// to the shards; never more than there are workers, and at least one.
 pub fn engine_threads(configured: u32, cores: usize, workers: usize) -> usize {
     let wanted = match configured {
-        0 => cores.saturating_sub(1),
+        0 => workers
+            .div_ceil(WORKERS_PER_THREAD)
+            .min(cores.saturating_sub(1)),
         threads => threads as usize,
     };
     wanted.min(workers).max(1)
@@ -345,8 +355,10 @@ mod tests {
 
     #[test]
     fn one_core_is_left_to_the_shards() {
-        assert_eq!(engine_threads(0, 4, 8), 3);
-        assert_eq!(engine_threads(0, 4, 2), 2, "no more threads than workers");
+        assert_eq!(engine_threads(0, 4, 64), 3);
+        assert_eq!(engine_threads(0, 4, 9), 2);
+        assert_eq!(engine_threads(0, 4, 8), 1, "one thread does for eight");
+        assert_eq!(engine_threads(3, 4, 2), 2, "no more threads than workers");
         assert_eq!(engine_threads(0, 1, 8), 1, "at least one");
         assert_eq!(engine_threads(6, 4, 8), 6, "as asked");
         assert_eq!(engine_threads(0, 64, 0), 1);

@@ -314,7 +314,7 @@ pub struct LiveConfig {
     pub speedup: f64,
     /// Frontend shards (threads); 0: half of the cores, at least 1. Default 0.
     pub shards: u32,
-    /// Engine threads; 0: at most cores − 1, and no more than workers. Default 0.
+    /// Engine threads; 0: one for every 8 workers, at most cores − 1. Default 0.
     pub engine_threads: u32,
     /// File of API keys, one a line; with the variable `SLIPSTREAM_API_KEYS` (comma separated)
     /// they are the keys accepted. Neither: no key needed.

@@ -365,8 +365,8 @@ pub const KEYS: &[Key] = &[
         "live.engine_threads",
         "threads, 0 to 1,024",
         "0",
-        "Engine threads; 0: at most cores - 1, and no more than workers.",
-        "Low: passes of many workers end late at high load.",
+        "Engine threads; 0: one for every 8 workers, at most cores - 1.",
+        "Low: passes of many workers end late at a high speed-up. High: more wake-ups.",
     ),
     key(
         "live.api_keys_file",

@@ -77,6 +77,11 @@ impl Owners {
         self.table.insert(hash, target)
     }
 
+    /// Brings the places of `hashes` into the cache, together.
+    pub(crate) fn touch(&self, hashes: impl Iterator<Item = BlockHash>) {
+        std::hint::black_box(hashes.fold(0, |seen, hash| seen ^ self.table.touch(hash)));
+    }
+
     /// `target` holds `hash` no longer. Says whether it did.
     pub(crate) fn remove(&self, hash: BlockHash, target: usize) -> bool {
         let _lock = self.lock(self.table.shard_of(hash));

@@ -181,6 +181,13 @@ impl<A: Word> Table<A> {
         PROBES_MAX.min(self.shard_buckets as usize)
     }
 
+    /// Reads the first word of the bucket where `hash` belongs, and nothing waits for the answer.
+    #[inline]
+    pub(crate) fn touch(&self, hash: BlockHash) -> u64 {
+        let home = self.home(hash);
+        self.word(self.base(home.shard, home.bucket)).load_acquire()
+    }
+
     /// The slot that holds `hash`.
     ///
     /// A reader may find a slot that a writer is about to reuse; [`Table::owners`] tells.

@@ -10,6 +10,7 @@ test: test-rust test-python
 
 test-rust:
 	cargo test --workspace --locked
+	cargo test --locked -p slipstream-engine -p slipstream-report --features slipstream-engine/parquet,slipstream-report/parquet
 
 # The official `openai` package and curl against a real server; sets up .venv at the first run.
 test-python:

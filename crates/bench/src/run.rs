@@ -5,7 +5,7 @@ mod driver;
 
 use std::fs::File;
 use std::io::{self, BufWriter};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::Duration;
@@ -63,7 +63,8 @@ pub struct Config {
     pub in_flight_max: u64,
     /// Times that a request answered 429 or 503 is sent again, after its `Retry-After`.
     pub retries: u32,
-    /// Write one drag record a request to this CSV file.
+    /// Write one drag record a request to this file: CSV, or Parquet if its name ends in
+    /// `.parquet`.
     pub drag: Option<PathBuf>,
     /// Ask the server for the times of its stages.
     pub trace_stages: bool,
@@ -223,7 +224,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
         in_flight_max,
         ..config
     };
-    let drag = config.drag.as_ref().map(open_drag).transpose()?;
+    let drag = config.drag.as_deref().map(open_drag).transpose()?;
     let template = Template::new(TemplateParts {
         target: &config.target,
         endpoint: config.endpoint,
@@ -376,8 +377,8 @@ impl Shared {
             .take()
             .unwrap_or_default();
         if let (Some(drag), Some(path)) = (&self.drag, &self.config.drag) {
-            let flushed = drag.lock().expect(UNPOISONED).flush();
-            flushed.map_err(|source| BenchError::Drag {
+            let finished = drag.lock().expect(UNPOISONED).finish();
+            finished.map_err(|source| BenchError::Drag {
                 path: path.clone(),
                 source,
             })?;
@@ -454,15 +455,12 @@ fn threads_of(config: &Config) -> Result<u32, BenchError> {
     })
 }
 
-fn open_drag(path: &PathBuf) -> Result<DragSink, BenchError> {
-    let fail = |source| BenchError::Drag {
-        path: path.clone(),
+fn open_drag(path: &Path) -> Result<DragSink, BenchError> {
+    let writer = DragWriter::create(path).map_err(|source| BenchError::Drag {
+        path: path.to_path_buf(),
         source,
-    };
-    let file = File::create(path).map_err(|e| fail(e.into()))?;
-    Ok(Mutex::new(
-        DragWriter::new(BufWriter::new(file)).map_err(fail)?,
-    ))
+    })?;
+    Ok(Mutex::new(writer))
 }
 
 /// The model to ask for; waits for the server if told to.

@@ -187,7 +187,10 @@ fn dispatch(
     let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
     let mut specs = Vec::with_capacity(count);
     let mut requests = Vec::with_capacity(count);
-    let mut trace = head.traced.then(Trace::default);
+    let mut trace = head.traced.then(|| Trace {
+        block_size: service.block_size.max(1),
+        scores: String::new(),
+    });
     let shape = Shape {
         kind: request.kind,
         id: answer_id(

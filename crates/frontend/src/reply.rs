@@ -97,8 +97,9 @@ impl Shape {
 }
 
 /// What a traced request is told at its end, beside the stage times.
-#[derive(Default)]
 pub(crate) struct Trace {
+    /// Tokens per block of the engines, at least 1.
+    pub(crate) block_size: u32,
     /// JSON array of the candidates' scores, as the router saw them.
     pub(crate) scores: String,
 }
@@ -489,6 +490,9 @@ impl ReplyState {
             "}},\"worker\":{},\"dp_rank\":{},\"cached_tokens\":{},\"preemptions\":{}",
             first.spec.target.worker.0, first.spec.target.dp_rank, first.cached, first.preemptions
         );
+        if let Some(trace) = &self.trace {
+            let _ = write!(json, ",\"hit_blocks\":{}", first.cached / trace.block_size);
+        }
         if let Some(trace) = self.trace.as_ref().filter(|t| !t.scores.is_empty()) {
             let _ = write!(json, ",\"scores\":{}", trace.scores);
         }

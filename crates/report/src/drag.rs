@@ -2,11 +2,16 @@
 //!
 //! The columns are the same for a live run, a simulated one and a real engine's logs; what nobody
 //! looked at is empty. Times are nanoseconds of `CLOCK_MONOTONIC` on one host (simulated: since
-//! the run's start).
+//! the run's start). Files are CSV or, with the feature `parquet`, Parquet.
 
-use std::io::{Read, Write};
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::{BufWriter, Read, Write};
+use std::path::Path;
 
 use slipstream_base::{Stage, StageTimes};
+
+use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter, is_parquet};
 
 /// Where cached blocks of a prompt came from.
 pub const TIERS: [&str; 4] = ["device", "host", "disk", "peer"];
@@ -37,29 +42,32 @@ pub struct DragRecord {
 /// Why drag records could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum DragError {
-    /// The file or pipe failed. May be retried; what was written before stands.
+    /// The file or pipe failed, or is not of the format that its name promises.
     #[error("drag records: {0}")]
-    Csv(#[from] csv::Error),
-    /// The file or pipe failed on flush.
-    #[error("drag records: {0}")]
-    Io(#[from] std::io::Error),
+    File(#[from] RecordError),
     /// A column that is always there is missing: not a drag file.
     #[error(
-        "the file has no column `{0}`; drag records are CSV files with one header line, as `slipstream bench --drag FILE` writes them"
+        "the file has no column `{0}`; drag records are files with one row a request, as `slipstream bench --drag FILE` writes them"
     )]
     NoColumn(&'static str),
     /// A field does not hold a number.
     #[error(
-        "line {line}: column `{column}` holds {found:?}, not a whole number; leave it empty where the value is not known"
+        "{at}: column `{column}` holds {found:?}, not a whole number of its range; leave it empty where the value is not known"
     )]
     NotANumber {
-        /// Line in the file, from 1.
-        line: u64,
+        /// `line 3` of a CSV file, `row 2` of a Parquet one.
+        at: String,
         /// Column name.
         column: String,
         /// What the field holds.
         found: String,
     },
+}
+
+impl From<csv::Error> for DragError {
+    fn from(error: csv::Error) -> Self {
+        DragError::File(error.into())
+    }
 }
 
 /// Names of the columns in order.
@@ -72,149 +80,173 @@ pub fn columns() -> Vec<String> {
     names
 }
 
-/// Writes records as CSV, one at a time.
-pub struct DragWriter<W: Write> {
-    csv: csv::Writer<W>,
-    row: csv::StringRecord,
-    number: String,
+/// Columns that are text and always there; the others are numbers, and may be absent.
+const TEXTS: [&str; 2] = ["id", "status"];
+
+fn typed_columns() -> Vec<Column> {
+    columns()
+        .into_iter()
+        .map(|name| {
+            let text = TEXTS.contains(&name.as_str());
+            Column::new(
+                name,
+                if text {
+                    ColumnType::Text
+                } else {
+                    ColumnType::U64
+                },
+            )
+        })
+        .collect()
 }
 
-impl<W: Write> DragWriter<W> {
-    /// Writes the header line.
+/// Writes records, one at a time.
+pub struct DragWriter<W: Write + Send> {
+    file: RecordWriter<W>,
+}
+
+impl DragWriter<BufWriter<File>> {
+    /// Creates (or empties) the file; Parquet if its name ends in `.parquet`, else CSV.
     ///
     /// # Errors
-    /// [`DragError::Csv`] if `sink` fails.
-    pub fn new(sink: W) -> Result<Self, DragError> {
-        let mut csv = csv::Writer::from_writer(sink);
-        csv.write_record(columns())?;
+    /// [`DragError::File`] if it cannot be created, or is to be Parquet in a build without.
+    pub fn create(path: &Path) -> Result<Self, DragError> {
         Ok(DragWriter {
-            csv,
-            row: csv::StringRecord::new(),
-            number: String::new(),
+            file: RecordWriter::create(path, &typed_columns())?,
+        })
+    }
+}
+
+impl<W: Write + Send> DragWriter<W> {
+    /// Writes CSV, beginning with the header line.
+    ///
+    /// # Errors
+    /// [`DragError::File`] if `sink` fails.
+    pub fn new(sink: W) -> Result<Self, DragError> {
+        Ok(DragWriter {
+            file: RecordWriter::csv(sink, &typed_columns())?,
         })
     }
 
     /// Writes one row.
     ///
     /// # Errors
-    /// [`DragError::Csv`] if the sink fails.
+    /// [`DragError::File`] if the sink fails.
     pub fn write(&mut self, record: &DragRecord) -> Result<(), DragError> {
-        self.row.clear();
-        self.row.push_field(&record.id);
-        for stage in Stage::ALL {
-            self.push_number(record.times.at(stage));
-        }
-        for value in [record.worker, record.isl, record.osl] {
-            self.push_number(value.map(u64::from));
-        }
-        for value in record.hit_blocks {
-            self.push_number(value.map(u64::from));
-        }
-        for value in [record.preemptions, record.retries] {
-            self.push_number(value.map(u64::from));
-        }
-        self.row.push_field(&record.status);
-        self.csv.write_record(&self.row)?;
-        Ok(())
+        let mut row: Vec<Cell<'_>> = vec![Cell::Text(&record.id)];
+        row.extend(Stage::ALL.iter().map(|s| Cell::from(record.times.at(*s))));
+        row.extend([record.worker, record.isl, record.osl].map(Cell::from));
+        row.extend(record.hit_blocks.map(Cell::from));
+        row.extend([record.preemptions, record.retries].map(Cell::from));
+        row.push(Cell::Text(&record.status));
+        Ok(self.file.write(&row)?)
     }
 
-    fn push_number(&mut self, value: Option<u64>) {
-        use std::fmt::Write as _;
-        self.number.clear();
-        if let Some(value) = value {
-            write!(self.number, "{value}").expect("a String takes every write");
-        }
-        self.row.push_field(&self.number);
-    }
-
-    /// Flushes, and gives the sink back.
+    /// Completes the file. Rows cannot follow.
     ///
     /// # Errors
-    /// [`DragError::Io`] if the last rows could not be written.
-    pub fn finish(self) -> Result<W, DragError> {
-        self.csv
-            .into_inner()
-            .map_err(|e| DragError::Io(e.into_error()))
-    }
-
-    /// Hands buffered rows to the sink.
-    ///
-    /// # Errors
-    /// [`DragError::Io`] if the sink fails.
-    pub fn flush(&mut self) -> Result<(), DragError> {
-        Ok(self.csv.flush()?)
+    /// [`DragError::File`] if the last rows could not be written.
+    pub fn finish(&mut self) -> Result<(), DragError> {
+        Ok(self.file.finish()?)
     }
 }
 
-/// Reads records from CSV: an iterator with one row in memory.
+/// Records of a file, read one at a time.
+pub type DragRows = Box<dyn Iterator<Item = Result<DragRecord, DragError>>>;
+
+/// Reads the records of a file; Parquet if its name ends in `.parquet`, else CSV.
 ///
 /// Columns may come in any order, and unknown ones are ignored; `id` and `status` must be there.
-pub struct DragReader<R: Read> {
-    csv: csv::Reader<R>,
-    row: csv::StringRecord,
-    /// Field index of each known column, in the order of [`columns`].
-    at: Vec<Option<usize>>,
+///
+/// # Errors
+/// [`DragError::File`] if it cannot be read, [`DragError::NoColumn`] if it is no drag file.
+pub fn read(path: &Path) -> Result<DragRows, DragError> {
+    let file = File::open(path).map_err(RecordError::from)?;
+    if !is_parquet(path) {
+        return Ok(Box::new(DragReader::new(file)?));
+    }
+    #[cfg(feature = "parquet")]
+    {
+        parquet_rows(file)
+    }
+    #[cfg(not(feature = "parquet"))]
+    {
+        Err(RecordError::NoParquet.into())
+    }
+}
+
+#[cfg(feature = "parquet")]
+fn parquet_rows(file: File) -> Result<DragRows, DragError> {
+    use crate::record::{Value, read_parquet};
+
+    let (header, rows) = read_parquet(file).map_err(RecordError::from)?;
+    let layout = Layout::new(&header.iter().map(String::as_str))?;
+    Ok(Box::new(rows.enumerate().map(move |(at, row)| {
+        let row = row.map_err(RecordError::from)?;
+        let text = |field: usize| match row.get(field) {
+            None | Some(Value::Absent) => String::new(),
+            Some(Value::U64(n)) => n.to_string(),
+            Some(Value::F64(x)) => x.to_string(),
+            Some(Value::Text(text)) => text.clone(),
+        };
+        layout.record(|field| text(field).into(), || format!("row {}", at + 1))
+    })))
+}
+
+/// Where the columns stand in a file.
+struct Layout {
+    /// Field of each known column, in the order of [`columns`].
+    fields: Vec<Option<usize>>,
     names: Vec<String>,
 }
 
-impl<R: Read> DragReader<R> {
-    /// Reads the header line.
-    ///
-    /// # Errors
-    /// [`DragError::NoColumn`] if it is not a drag file, [`DragError::Csv`] if `source` fails.
-    pub fn new(source: R) -> Result<Self, DragError> {
-        let mut csv = csv::Reader::from_reader(source);
-        let header = csv.headers()?.clone();
+impl Layout {
+    fn new<'a>(header: &(impl Iterator<Item = &'a str> + Clone)) -> Result<Layout, DragError> {
         let names = columns();
-        let at: Vec<_> = names
+        let fields: Vec<_> = names
             .iter()
-            .map(|name| header.iter().position(|h| h == name))
+            .map(|name| header.clone().position(|h| h == name))
             .collect();
-        for must in ["id", "status"] {
-            if !header.iter().any(|h| h == must) {
+        for must in TEXTS {
+            if !header.clone().any(|h| h == must) {
                 return Err(DragError::NoColumn(must));
             }
         }
-        Ok(DragReader {
-            csv,
-            row: csv::StringRecord::new(),
-            at,
-            names,
-        })
+        Ok(Layout { fields, names })
     }
 
-    fn text(&self, column: usize) -> &str {
-        self.at[column]
-            .and_then(|i| self.row.get(i))
-            .unwrap_or_default()
-    }
-
-    fn number<N: std::str::FromStr>(&self, column: usize) -> Result<Option<N>, DragError> {
-        let text = self.text(column);
-        if text.is_empty() {
-            return Ok(None);
-        }
-        text.parse().map(Some).map_err(|_| DragError::NotANumber {
-            line: self.row.position().map_or(0, csv::Position::line),
-            column: self.names[column].clone(),
-            found: text.to_owned(),
-        })
-    }
-
-    fn record(&self) -> Result<DragRecord, DragError> {
+    /// The record whose fields `text` gives, empty where absent; `at` says where it stands.
+    fn record<'a>(
+        &self,
+        text: impl Fn(usize) -> Cow<'a, str>,
+        at: impl Fn() -> String,
+    ) -> Result<DragRecord, DragError> {
+        let column = |column: usize| self.fields[column].map_or(Cow::Borrowed(""), &text);
+        let number = |index: usize| {
+            let text = column(index);
+            if text.is_empty() {
+                return Ok(None);
+            }
+            text.parse::<u64>()
+                .map(Some)
+                .map_err(|_| self.not_a_number(index, &text, at()))
+        };
         let mut record = DragRecord {
-            id: self.text(0).to_owned(),
+            id: column(0).into_owned(),
             ..DragRecord::default()
         };
         for (i, stage) in Stage::ALL.into_iter().enumerate() {
-            if let Some(ns) = self.number(1 + i)? {
+            if let Some(ns) = number(1 + i)? {
                 record.times.note(stage, ns);
             }
         }
-        let mut column = 1 + Stage::ALL.len();
+        let mut index = 1 + Stage::ALL.len();
         let mut next = || {
-            column += 1;
-            self.number(column - 1)
+            index += 1;
+            let wide = number(index - 1)?;
+            wide.map(u32::try_from)
+                .transpose()
+                .map_err(|_| self.not_a_number(index - 1, &column(index - 1), at()))
         };
         record.worker = next()?;
         record.isl = next()?;
@@ -224,8 +256,40 @@ impl<R: Read> DragReader<R> {
         }
         record.preemptions = next()?;
         record.retries = next()?;
-        self.text(column).clone_into(&mut record.status);
+        record.status = column(index).into_owned();
         Ok(record)
+    }
+
+    fn not_a_number(&self, column: usize, found: &str, at: String) -> DragError {
+        DragError::NotANumber {
+            at,
+            column: self.names[column].clone(),
+            found: found.to_owned(),
+        }
+    }
+}
+
+/// Reads records from CSV: an iterator with one row in memory. [`read`] opens a file of either
+/// format.
+pub struct DragReader<R: Read> {
+    csv: csv::Reader<R>,
+    row: csv::StringRecord,
+    layout: Layout,
+}
+
+impl<R: Read> DragReader<R> {
+    /// Reads the header line.
+    ///
+    /// # Errors
+    /// [`DragError::NoColumn`] if it is not a drag file, [`DragError::File`] if `source` fails.
+    pub fn new(source: R) -> Result<Self, DragError> {
+        let mut csv = csv::Reader::from_reader(source);
+        let layout = Layout::new(&csv.headers()?.iter())?;
+        Ok(DragReader {
+            csv,
+            row: csv::StringRecord::new(),
+            layout,
+        })
     }
 }
 
@@ -234,7 +298,13 @@ impl<R: Read> Iterator for DragReader<R> {
 
     fn next(&mut self) -> Option<Self::Item> {
         match self.csv.read_record(&mut self.row) {
-            Ok(true) => Some(self.record()),
+            Ok(true) => {
+                let line = || self.row.position().map_or(0, csv::Position::line);
+                Some(self.layout.record(
+                    |field| self.row.get(field).unwrap_or_default().into(),
+                    || format!("line {}", line()),
+                ))
+            }
             Ok(false) => None,
             Err(error) => Some(Err(error.into())),
         }
@@ -287,13 +357,18 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn what_is_written_is_read(records in prop::collection::vec(any_record(), 0..8)) {
-            let mut writer = DragWriter::new(Vec::new()).unwrap();
-            for record in &records {
-                writer.write(record).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            let formats: &[&str] = if cfg!(feature = "parquet") { &["csv", "parquet"] } else { &["csv"] };
+            for format in formats {
+                let path = dir.path().join("drag").with_extension(format);
+                let mut writer = DragWriter::create(&path).unwrap();
+                for record in &records {
+                    writer.write(record).unwrap();
+                }
+                writer.finish().unwrap();
+                let back: Vec<_> = super::read(&path).unwrap().map(Result::unwrap).collect();
+                prop_assert_eq!(&back, &records, "{}", format);
             }
-            let bytes = writer.finish().unwrap();
-            let back: Vec<_> = DragReader::new(&bytes[..]).unwrap().map(Result::unwrap).collect();
-            prop_assert_eq!(back, records);
         }
     }
 
@@ -314,6 +389,40 @@ mod tests {
             error.contains("`due`") && error.contains("\"soon\""),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_number_beyond_its_range_is_refused() {
+        let error = read("id,worker,status\n1,4294967296,ok\n").unwrap_err();
+        assert!(error.contains("`worker`"), "{error}");
+    }
+
+    #[cfg(not(feature = "parquet"))]
+    #[test]
+    fn parquet_in_a_build_without_says_how_to_get_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("drag.parquet");
+        let error = DragWriter::create(&path).err().unwrap().to_string();
+        assert!(error.contains("--features parquet"), "{error}");
+        assert!(!path.exists(), "no empty file is left");
+    }
+
+    #[cfg(feature = "parquet")]
+    #[test]
+    fn a_file_that_is_no_parquet_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("drag.parquet");
+        std::fs::write(&path, "id,status\n1,ok\n").unwrap();
+        let error = super::read(&path).err().unwrap().to_string();
+        assert!(error.contains("Parquet"), "{error}");
+        let mut writer = DragWriter::create(&path).unwrap();
+        writer.write(&DragRecord::default()).unwrap();
+        writer.finish().unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        for len in 0..whole.len() {
+            std::fs::write(&path, &whole[..len]).unwrap();
+            assert!(super::read(&path).is_err(), "cut at {len}");
+        }
     }
 
     #[test]

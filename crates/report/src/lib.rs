@@ -6,12 +6,14 @@
 //! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
 //! - [`run`]: the result of one run, as printed and as JSON.
 //! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
-//! - [`drag`]: one row a request with the time of each hand-over; CSV writer and reader.
+//! - [`record`]: files of records, CSV or Parquet.
+//! - [`drag`]: one row a request with the time of each hand-over; writer and reader.
 #![forbid(unsafe_code)]
 
 pub mod compare;
 pub mod drag;
 pub mod latency;
+pub mod record;
 pub mod run;
 pub mod table;
 

@@ -188,7 +188,7 @@ struct Load {
     /// Save the JSON form, for `slipstream bench compare`
     #[arg(long, value_name = "FILE", help_heading = "What to report")]
     out: Option<PathBuf>,
-    /// Write one drag record a request to this CSV file
+    /// Write one drag record a request to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "What to report")]
     drag: Option<PathBuf>,
     /// Ask a Slipstream server for the times of its stages; for --drag

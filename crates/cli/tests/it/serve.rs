@@ -197,6 +197,7 @@ fn a_trace_is_given_to_who_asks() {
     ];
     let times: Vec<u64> = order.iter().map(|s| stages[*s].as_u64().unwrap()).collect();
     assert!(times.is_sorted(), "{trace}");
+    assert_eq!(trace["hit_blocks"], 0);
     assert_eq!(
         trace["scores"].as_array().map(Vec::len),
         Some(2),

@@ -168,7 +168,15 @@ pub fn build(
                 path: path.clone(),
                 error,
             })?;
-            Box::new(Table::parse(&path.to_string_lossy(), &text)?)
+            let file = path.to_string_lossy();
+            if path
+                .extension()
+                .is_some_and(|ending| ending.eq_ignore_ascii_case("parquet"))
+            {
+                Box::new(Table::parse_parquet(&file, text)?)
+            } else {
+                Box::new(Table::parse(&file, &text)?)
+            }
         }
     })
 }

@@ -4,6 +4,9 @@ use thiserror::Error;
 
 use super::{StepLoad, StepTime};
 
+#[cfg(feature = "parquet")]
+mod parquet;
+
 /// Columns that may be axes, in the order in which the grid is stored.
 const AXES: [&str; 4] = [
     "prefill_tokens",
@@ -17,7 +20,7 @@ const POINTS_MAX: usize = 1 << 22;
 
 /// A grid of measured passes, interpolated linearly along each axis.
 ///
-/// A CSV file with a header names some of the axes, and `step_us`:
+/// A CSV file with a header (or, with the feature `parquet`, a Parquet file) names some of the axes, and `step_us`:
 ///
 /// | column | meaning |
 /// | --- | --- |
@@ -73,6 +76,14 @@ pub enum TableError {
         file: String,
         /// Line, from 1.
         line: u64,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// The file is not Parquet, as its name says, or this build has no Parquet.
+    #[error("{file}: {message}")]
+    Parquet {
+        /// Name of the file.
+        file: String,
         /// What is wrong with it.
         message: String,
     },
@@ -151,6 +162,33 @@ impl Table {
             });
         }
         Table::build(file, &rows)
+    }
+
+    /// Reads a Parquet file with the columns that a CSV file would have. In messages, its rows are
+    /// the lines of that CSV file: row 1 is line 2.
+    ///
+    /// # Errors
+    /// As [`Table::parse`]; [`TableError::Parquet`] if the file is not Parquet or the build is
+    /// without.
+    pub fn parse_parquet(file: &str, bytes: Vec<u8>) -> Result<Table, TableError> {
+        let refused = |message: String| TableError::Parquet {
+            file: file.to_owned(),
+            message,
+        };
+        #[cfg(feature = "parquet")]
+        {
+            let csv = parquet::as_csv(bytes).map_err(refused)?;
+            Table::parse(file, &csv)
+        }
+        #[cfg(not(feature = "parquet"))]
+        {
+            drop(bytes);
+            Err(refused(
+                "this `slipstream` was built without Parquet; give a CSV file, or build with \
+                 `cargo build --release --features parquet`"
+                    .to_owned(),
+            ))
+        }
     }
 
     fn build(file: &str, rows: &[Row]) -> Result<Table, TableError> {
@@ -428,6 +466,13 @@ prefill_tokens,decode_sequences,decode_context,step_us
             .unwrap();
         let mut table = Table::parse("step-time.md", csv.as_bytes()).unwrap();
         assert_eq!(table.step_ns(&load(&[], &[1024; 64])), 9_400_000);
+    }
+
+    #[cfg(not(feature = "parquet"))]
+    #[test]
+    fn parquet_in_a_build_without_says_how_to_get_it() {
+        let error = Table::parse_parquet("g.parquet", Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("--features parquet"), "{error}");
     }
 
     #[test]

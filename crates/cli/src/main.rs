@@ -25,6 +25,10 @@ struct Cli {
 enum Command {
     /// Serve OpenAI clients from modelled engines
     Serve(cmd::serve::Args),
+    /// Serve OpenAI clients from the engines of worker processes
+    Frontend(cmd::frontend::Args),
+    /// Run engines for frontend processes
+    Worker(cmd::worker::Args),
     /// Simulate, measure and load the CPU scheduler
     Sched(cmd::sched::Args),
     /// Load an OpenAI endpoint and report what its clients see
@@ -42,6 +46,8 @@ fn main() -> ExitCode {
     log_to_stderr();
     let result = match cli.command {
         Command::Serve(args) => cmd::serve::run(&args),
+        Command::Frontend(args) => cmd::frontend::run(&args),
+        Command::Worker(args) => cmd::worker::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),

@@ -9,7 +9,7 @@ use slipstream_base::{
     TokenId, mix,
 };
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::{Registration, StartRequest, ToWorker};
+use slipstream_planes::{Registration, StartRequest};
 use slipstream_router::{RouteError, RouteRequest, Routed, Score};
 
 use crate::http::{self, HttpBody, RequestHead};
@@ -17,7 +17,9 @@ use crate::metrics::Rejection;
 use crate::openai::{
     ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
 };
-use crate::reply::{Feed, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace};
+use crate::reply::{
+    Again, Feed, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
+};
 use crate::service::Service;
 use crate::shard::Shard;
 use crate::text::{ChatOptions, StopMatcher};
@@ -289,26 +291,25 @@ fn dispatch(
         .borrow_mut()
         .times
         .note(Stage::Dispatched, dispatched_ns);
-    for (addr, (rank, request)) in addresses.into_iter().zip(requests) {
+    let credit_bytes = shard.credit_bytes();
+    let starts = addresses.into_iter().zip(requests);
+    for (sequence, (addr, (rank, request))) in (0u32..).zip(starts) {
         // Always traced: the prologue's times feed the hand-over histograms, and cost 16 bytes.
         let start = StartRequest {
             addr,
             rank,
             request,
             dispatched_ns,
+            credit_bytes,
             traced: true,
         };
-        if !shard.send(ToWorker::Start(Box::new(start))) {
-            // Dropping the handle kills those that were handed over.
-            shard.metrics.on_rejected(Rejection::NoWorker);
-            return Err(ApiError::overloaded(
-                format!(
-                    "worker {} takes no more requests at the moment; try again",
-                    rank.worker
-                ),
-                1,
-            ));
-        }
+        let again = Again {
+            start: Box::new(start),
+            session: head.session,
+            direct: head.worker,
+        };
+        // By an error the handle is dropped, which kills those that were handed over.
+        shard.launch(&reply, sequence, again)?;
     }
     Ok(handle)
 }

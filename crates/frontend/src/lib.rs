@@ -8,6 +8,7 @@
 //!
 //! * [`server`]: threads, the listener, connections, shutdown.
 //! * `shard`: what one thread owns; takes frames apart.
+//! * [`remote`], [`roster`]: worker processes that have dialed, per shard and over all shards.
 //! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
 //! * `reply`: an answer in the making, and its body.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
@@ -23,11 +24,15 @@ mod generate;
 mod http;
 mod io;
 mod metrics;
+pub mod remote;
 mod reply;
+pub mod roster;
 pub mod server;
 mod service;
 mod shard;
 
+pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
+pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};
 pub use service::{ApiKeys, Limits, Service};
-pub use shard::ShardPlane;
+pub use shard::{ShardPlane, Transport};

@@ -147,6 +147,16 @@ pub(crate) struct ShardMetrics {
     pub(crate) disconnects: Count,
     pub(crate) engine_refusals: Count,
     pub(crate) stale_entries: Count,
+    /// Streams given to another worker, as theirs did not take them or vanished.
+    pub(crate) retries: Count,
+    /// Streams whose worker vanished, and that no other could finish.
+    pub(crate) streams_lost: Count,
+    /// Streams that were about to go to a worker that had just vanished.
+    pub(crate) late_starts: Count,
+    /// Connections of workers cut for what they sent.
+    pub(crate) plane_malformed: Count,
+    /// Connections of workers cut for their silence.
+    pub(crate) plane_silent: Count,
     pub(crate) frames: Count,
     pub(crate) flushes: Count,
     pub(crate) prompt_tokens: Count,
@@ -178,6 +188,11 @@ impl ShardMetrics {
             disconnects: Count::default(),
             engine_refusals: Count::default(),
             stale_entries: Count::default(),
+            retries: Count::default(),
+            streams_lost: Count::default(),
+            late_starts: Count::default(),
+            plane_malformed: Count::default(),
+            plane_silent: Count::default(),
             frames: Count::default(),
             flushes: Count::default(),
             prompt_tokens: Count::default(),
@@ -447,6 +462,36 @@ impl Collector for FrontendCollector {
         self.counter(e, "slipstream_frames", "Pass frames received", |s| {
             &s.frames
         })?;
+        self.counter(
+            e,
+            "slipstream_streams_retried",
+            "Streams given to a second worker, as the first did not take them or vanished",
+            |s| &s.retries,
+        )?;
+        self.counter(
+            e,
+            "slipstream_streams_lost",
+            "Streams that ended because their worker vanished",
+            |s| &s.streams_lost,
+        )?;
+        self.counter(
+            e,
+            "slipstream_streams_late",
+            "Streams about to go to a worker that had just vanished",
+            |s| &s.late_starts,
+        )?;
+        self.counter(
+            e,
+            "slipstream_plane_malformed",
+            "Connections of workers cut for what they sent",
+            |s| &s.plane_malformed,
+        )?;
+        self.counter(
+            e,
+            "slipstream_plane_silent",
+            "Connections of workers cut for their silence",
+            |s| &s.plane_silent,
+        )?;
         self.counter(
             e,
             "slipstream_flushes",

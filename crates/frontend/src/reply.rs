@@ -19,9 +19,10 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Frame};
-use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
+use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::{End, FirstPass, Prologue, Registration, ToWorker};
+use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::{End, FirstPass, Prologue, Registration, StartRequest, ToWorker};
 use slipstream_router::ActiveSequence;
 use tokio::time::Sleep;
 
@@ -126,8 +127,23 @@ pub(crate) struct SequenceSpec {
     pub(crate) active: Option<ActiveSequence>,
 }
 
+/// What it takes to hand a sequence to another worker. Kept until it has sent something.
+pub(crate) struct Again {
+    pub(crate) start: Box<StartRequest>,
+    /// The client's session.
+    pub(crate) session: Option<u64>,
+    /// The worker that the client named.
+    pub(crate) direct: Option<WorkerId>,
+}
+
 struct Sequence {
     spec: SequenceSpec,
+    /// `None` once it has sent something, or was handed over a second time.
+    again: Option<Again>,
+    /// Bytes of tokens that the worker may have sent, all in all; `NO_LIMIT`: any number.
+    granted_bytes: u64,
+    /// Credit that is given when half of it is used up, bytes.
+    credit_bytes: u32,
     render: SseRender,
     detok: Detokenizer,
     /// Tokens that wait for the client to read (streams).
@@ -179,6 +195,9 @@ impl ReplyState {
                         render
                     }
                 },
+                again: None,
+                granted_bytes: 0,
+                credit_bytes: NO_LIMIT,
                 detok: Detokenizer::default(),
                 held: VecDeque::new(),
                 text: String::new(),
@@ -262,6 +281,7 @@ impl ReplyState {
             sequence.ended = Some(Ending::Engine(FinishReason::Abort));
             return true;
         }
+        sequence.again = None;
         if let Some(first) = first {
             self.times.note(Stage::FirstPassStart, first.start_ns);
             self.times.note(Stage::FirstPassEnd, first.end_ns);
@@ -359,6 +379,49 @@ impl ReplyState {
         }
     }
 
+    /// Keeps what it takes to hand the sequence to another worker, and notes its credit.
+    pub(crate) fn keep(&mut self, index: u32, again: Again) {
+        let sequence = &mut self.sequences[index as usize];
+        sequence.credit_bytes = again.start.credit_bytes;
+        sequence.granted_bytes = u64::from(again.start.credit_bytes);
+        sequence.again = Some(again);
+    }
+
+    /// What [`ReplyState::keep`] kept, if the sequence has sent nothing yet.
+    pub(crate) fn take_kept(&mut self, index: u32) -> Option<Again> {
+        self.sequences[index as usize].again.take()
+    }
+
+    /// The sequence runs elsewhere from now on.
+    pub(crate) fn move_to(&mut self, index: u32, target: RankId, active: ActiveSequence) {
+        let spec = &mut self.sequences[index as usize].spec;
+        spec.target = target;
+        spec.active = Some(active);
+    }
+
+    /// Whether all tokens of the sequence are here, or it was given up.
+    pub(crate) fn has_ended(&self, index: u32) -> bool {
+        self.sequences[index as usize].ended.is_some()
+    }
+
+    /// Credit that the sequence's worker should get now, bytes: once half of what it had is used
+    /// up, as much as was. Tokens that wait for the client count as unused.
+    #[inline]
+    pub(crate) fn credit_due(&mut self, index: u32) -> u32 {
+        let sequence = &mut self.sequences[index as usize];
+        if sequence.credit_bytes == NO_LIMIT || sequence.ended.is_some() {
+            return 0;
+        }
+        let taken = u64::from(sequence.generated) - sequence.held.len() as u64;
+        let due = taken * size_of::<TokenId>() as u64 + u64::from(sequence.credit_bytes);
+        let due = due.saturating_sub(sequence.granted_bytes);
+        if due < u64::from(sequence.credit_bytes / 2) {
+            return 0;
+        }
+        sequence.granted_bytes += due;
+        due as u32
+    }
+
     /// Where the sequence runs.
     pub(crate) fn target(&self, index: u32) -> RankId {
         self.sequences[index as usize].spec.target
@@ -388,6 +451,7 @@ impl ReplyState {
         self.open = 0;
         for sequence in &mut self.sequences {
             sequence.held.clear();
+            sequence.again = None;
             sequence.spec.active = None;
         }
         self.wake();
@@ -782,11 +846,13 @@ impl Body for ReplyBody {
         handle.poll_deadline(cx);
         let shard = handle.shard.clone();
         let mut stopped = Vec::new();
+        let mut refilled = false;
         let outcome = {
             let mut state = handle.reply.state.borrow_mut();
             let state = &mut *state;
             if state.out.is_empty() && !state.complete {
                 stopped = state.refill(&shard.service.text);
+                refilled = true;
             }
             if !state.out.is_empty() {
                 if state.times.at(Stage::Rendered).is_some() {
@@ -806,11 +872,27 @@ impl Body for ReplyBody {
         for index in stopped {
             handle.kill(index);
         }
+        if refilled {
+            handle.give_credit();
+        }
         outcome
     }
 }
 
 impl ReplyHandle {
+    /// The client has read: workers that wait for credit get some.
+    fn give_credit(&self) {
+        let mut state = self.reply.state.borrow_mut();
+        for (index, registration) in (0u32..).zip(&self.registrations) {
+            let bytes = state.credit_due(index);
+            if bytes > 0 {
+                let (rank, addr) = (state.target(index), registration.addr());
+                self.shard
+                    .send_control(ToWorker::Credit { rank, addr, bytes });
+            }
+        }
+    }
+
     fn kill(&self, index: u32) {
         let state = self.reply.state.borrow();
         self.shard.send_control(ToWorker::Kill {

@@ -70,23 +70,7 @@ impl Bound {
     /// # Errors
     /// [`StartError::Bind`] with what to do about it.
     pub fn bind(listen: &str) -> Result<Bound, StartError> {
-        let bind = || -> io::Result<(StdListener, SocketAddr)> {
-            let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
-            for address in listen.to_socket_addrs()? {
-                match bind_one(address) {
-                    Ok(listener) => {
-                        let address = listener.local_addr()?;
-                        return Ok((listener, address));
-                    }
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        };
-        let (listener, address) = bind().map_err(|source| StartError::Bind {
-            listen: listen.into(),
-            source,
-        })?;
+        let (listener, address) = bind(listen)?;
         Ok(Bound { listener, address })
     }
 
@@ -94,6 +78,27 @@ impl Bound {
     pub fn address(&self) -> SocketAddr {
         self.address
     }
+}
+
+/// Binds the first address of `listen` that can be bound.
+pub(crate) fn bind(listen: &str) -> Result<(StdListener, SocketAddr), StartError> {
+    let bind = || -> io::Result<(StdListener, SocketAddr)> {
+        let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
+        for address in listen.to_socket_addrs()? {
+            match bind_one(address) {
+                Ok(listener) => {
+                    let address = listener.local_addr()?;
+                    return Ok((listener, address));
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    };
+    bind().map_err(|source| StartError::Bind {
+        listen: listen.into(),
+        source,
+    })
 }
 
 fn bind_one(address: SocketAddr) -> io::Result<StdListener> {

@@ -6,27 +6,45 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use prometheus_client::registry::Registry;
-use slipstream_base::mix;
+use slipstream_base::{RankId, SimTime, WorkerId, mix};
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::ring::{Polled, ShardPort};
-use slipstream_planes::{Entry, PassFrame, RefusalReason, StreamId, StreamTable, ToWorker};
-use slipstream_router::Router;
+use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::ring::{Polled, SendError, ShardPort};
+use slipstream_planes::{
+    Entry, PassFrame, RefusalReason, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
+};
+use slipstream_router::{RouteRequest, Router};
 
-use crate::metrics::ShardMetrics;
+use crate::metrics::{Rejection, ShardMetrics};
 use crate::openai::ApiError;
-use crate::reply::Feed;
+use crate::remote::{NotSent, Remote, RemotePlane};
+use crate::reply::{Again, Feed, Reply};
 use crate::service::Service;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
 /// without a bound a shard whose engines are endlessly fast would never write.
 const FRAMES_PER_TURN: usize = 64;
 
+/// How a shard reaches workers.
+pub enum Transport {
+    /// Rings to and from the engine threads of this process.
+    Rings(ShardPort),
+    /// Connections from worker processes.
+    Sockets(RemotePlane),
+}
+
 /// A shard's ends of what it shares with others.
 pub struct ShardPlane {
-    /// Rings to and from the engine threads.
-    pub port: ShardPort,
+    /// To workers and back.
+    pub transport: Transport,
     /// Its own front of the router.
     pub router: Router,
+}
+
+/// [`Transport`] at work.
+enum Plane {
+    Rings(ShardPort),
+    Sockets(Rc<Remote>),
 }
 
 /// State of one frontend thread.
@@ -38,7 +56,7 @@ pub(crate) struct Shard {
     pub(crate) router: RefCell<Router>,
     pub(crate) table: StreamTable<Feed>,
     pub(crate) model: Rc<str>,
-    port: ShardPort,
+    plane: Plane,
     /// Sequences under way over all shards.
     streams_open: Arc<AtomicU64>,
     requests: Cell<u64>,
@@ -60,7 +78,10 @@ impl Shard {
             router: RefCell::new(plane.router),
             table: StreamTable::new(index, service.limits.streams_max),
             model: service.model.as_str().into(),
-            port: plane.port,
+            plane: match plane.transport {
+                Transport::Rings(port) => Plane::Rings(port),
+                Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
+            },
             streams_open,
             requests: Cell::new(0),
             service,
@@ -91,54 +112,177 @@ impl Shard {
         self.metrics.streams_open.sub(count as u64);
     }
 
-    /// Hands `message` to its engine thread. False if the thread's ring is full or gone.
-    pub(crate) fn send(&self, message: ToWorker) -> bool {
-        self.port.send(message).is_ok()
+    /// Credit that a new stream gets.
+    pub(crate) fn credit_bytes(&self) -> u32 {
+        match &self.plane {
+            Plane::Rings(_) => NO_LIMIT,
+            Plane::Sockets(remote) => remote.credit_bytes(),
+        }
     }
 
-    /// Hands a stop or kill over. The plane keeps it if the ring is full; a thread that is gone has
-    /// nothing left to kill.
+    /// Hands sequence `index` of `reply` to its worker. If that worker cannot take it, or turns out
+    /// to be gone before it has sent anything, another one gets it, once.
+    ///
+    /// # Errors
+    /// What to tell the client if nobody takes it.
+    pub(crate) fn launch(
+        &self,
+        reply: &Rc<Reply>,
+        index: u32,
+        again: Again,
+    ) -> Result<(), ApiError> {
+        match self.hand_over(again.start) {
+            Ok(None) => Ok(()),
+            Ok(Some(start)) => {
+                let again = Again { start, ..again };
+                reply.state.borrow_mut().keep(index, again);
+                Ok(())
+            }
+            Err(start) => self.relaunch(reply, index, Again { start, ..again }),
+        }
+    }
+
+    /// Hands a start over. It comes back where it may be needed again: `Ok(Some)` from a socket,
+    /// as the worker behind it may vanish; `Err` if it was not handed over.
+    fn hand_over(
+        &self,
+        start: Box<StartRequest>,
+    ) -> Result<Option<Box<StartRequest>>, Box<StartRequest>> {
+        match &self.plane {
+            Plane::Rings(port) => match port.send(ToWorker::Start(start)) {
+                Ok(()) => Ok(None),
+                Err(
+                    SendError::Full(ToWorker::Start(start))
+                    | SendError::Closed(ToWorker::Start(start)),
+                ) => Err(start),
+                Err(_) => unreachable!("what comes back is what was sent"),
+            },
+            Plane::Sockets(remote) => match remote.start(&start) {
+                Ok(()) => Ok(Some(start)),
+                Err(why) => {
+                    if why == NotSent::Tombstone {
+                        self.metrics.late_starts.add(1);
+                    }
+                    Err(start)
+                }
+            },
+        }
+    }
+
+    /// The worker of a sequence that has sent nothing did not take it, or is gone: another one gets
+    /// it.
+    fn relaunch(&self, reply: &Rc<Reply>, index: u32, again: Again) -> Result<(), ApiError> {
+        let Again {
+            mut start,
+            session,
+            direct,
+        } = again;
+        let failed = start.rank.worker;
+        let route = RouteRequest {
+            prompt: &start.request.prompt,
+            max_tokens: start.request.params.max_tokens,
+            session,
+            direct,
+            exclude: &[failed],
+        };
+        let now = SimTime(monotonic_ns());
+        let routed = self.router.borrow_mut().route(now, &route, None);
+        let routed = routed.map_err(|error| {
+            self.metrics.on_rejected(Rejection::NoWorker);
+            ApiError::overloaded(
+                format!("worker {failed} does not take the request, and {error}"),
+                1,
+            )
+        })?;
+        self.metrics.retries.add(1);
+        start.rank = routed.target;
+        reply
+            .state
+            .borrow_mut()
+            .move_to(index, routed.target, routed.active);
+        match self.hand_over(start) {
+            Ok(_) => Ok(()),
+            Err(start) => {
+                self.metrics.on_rejected(Rejection::NoWorker);
+                let workers = format!("workers {failed} and {} do", start.rank.worker);
+                Err(ApiError::overloaded(
+                    format!("{workers} not take the request at the moment; try again"),
+                    1,
+                ))
+            }
+        }
+    }
+
+    /// Hands a stop, kill or credit over. The plane keeps it if there is no room; a worker that is
+    /// gone has nothing left to control.
     pub(crate) fn send_control(&self, message: ToWorker) {
-        let _ = self.port.send(message);
+        match &self.plane {
+            Plane::Rings(port) => {
+                let _ = port.send(message);
+            }
+            Plane::Sockets(remote) => remote.control(&message),
+        }
     }
 
-    /// Takes frames apart for as long as there are engine threads.
+    /// Takes frames apart for as long as there are engine threads, or may be connections.
     pub(crate) async fn drain(self: Rc<Shard>) {
+        let port = match &self.plane {
+            Plane::Rings(port) => port,
+            Plane::Sockets(remote) => return remote.clone().listen(self.clone()).await,
+        };
         loop {
-            match self
-                .port
+            match port
                 .frames(FRAMES_PER_TURN, |frame| self.on_frame(frame))
                 .await
             {
                 // The replies that this filled are woken; let them write before the next frames.
                 Polled::Frames(_) => tokio::task::yield_now().await,
-                Polled::ThreadGone(thread) => self.on_thread_gone(thread),
+                Polled::ThreadGone(thread) => {
+                    let fleet = &self.service.fleet;
+                    let lost = |worker| port.thread_of(worker) == thread;
+                    for target in fleet.targets() {
+                        if lost(target.rank.worker) {
+                            fleet.on_worker_lost(target.rank.worker);
+                        }
+                    }
+                    self.on_workers_gone(lost);
+                }
                 Polled::Closed => return,
             }
         }
     }
 
-    /// An engine thread ended: what its workers had not finished will never be.
-    fn on_thread_gone(&self, thread: usize) {
-        let fleet = &self.service.fleet;
-        for target in fleet.targets() {
-            if self.port.thread_of(target.rank.worker) == thread {
-                fleet.on_worker_lost(target.rank.worker);
-            }
-        }
+    /// Workers vanished: their streams that have begun will never be finished and end with an
+    /// error; the others go elsewhere, once.
+    pub(crate) fn on_workers_gone(&self, gone: impl Fn(WorkerId) -> bool) {
+        let mut elsewhere = Vec::new();
         self.table.for_each(|_, feed| {
             let mut state = feed.reply.state.borrow_mut();
-            let rank = state.target(feed.sequence);
-            if self.port.thread_of(rank.worker) == thread {
-                state.on_refused(
-                    feed.sequence,
-                    &ApiError::worker_lost(&rank.worker.to_string()),
-                );
+            let worker = state.target(feed.sequence).worker;
+            if !gone(worker) || state.has_ended(feed.sequence) {
+                return;
+            }
+            match state.take_kept(feed.sequence) {
+                Some(again) => elsewhere.push((feed.reply.clone(), feed.sequence, again)),
+                None => {
+                    self.metrics.streams_lost.add(1);
+                    state.on_refused(feed.sequence, &ApiError::worker_lost(&worker.to_string()));
+                }
             }
         });
+        for (reply, index, again) in elsewhere {
+            self.retry(&reply, index, again);
+        }
     }
 
-    fn on_frame(&self, frame: &PassFrame) {
+    fn retry(&self, reply: &Rc<Reply>, index: u32, again: Again) {
+        if let Err(error) = self.relaunch(reply, index, again) {
+            self.metrics.streams_lost.add(1);
+            reply.state.borrow_mut().on_refused(index, &error);
+        }
+    }
+
+    pub(crate) fn on_frame(&self, frame: &PassFrame) {
         let now_ns = monotonic_ns();
         self.metrics.frames.add(1);
         for entry in frame.entries() {
@@ -155,17 +299,20 @@ impl Shard {
                 first,
             } => {
                 let text = &self.service.text;
-                let kill = self.table.with(stream, |feed| {
+                let told = self.table.with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
                     let sequence = feed.sequence;
-                    state
-                        .on_tokens(sequence, tokens, first, now_ns, text, &self.metrics)
-                        .then(|| state.target(sequence))
+                    let kill =
+                        state.on_tokens(sequence, tokens, first, now_ns, text, &self.metrics);
+                    let credit = state.credit_due(sequence);
+                    (kill || credit > 0).then(|| (state.target(sequence), kill, credit))
                 });
-                if let Some(Some(rank)) = kill {
-                    self.kill(rank, stream);
+                match told {
+                    Some(Some((rank, true, _))) => self.kill(rank, stream),
+                    Some(Some((rank, false, bytes))) => self.give_credit(rank, stream, bytes),
+                    Some(None) | None => {}
                 }
-                kill.is_some()
+                told.is_some()
             }
             Entry::Prologue { stream, prologue } => self
                 .table
@@ -187,23 +334,40 @@ impl Shard {
                 stream,
                 reason,
                 message,
-            } => self
-                .table
-                .with(stream, |feed| {
+            } => {
+                let again = self.table.with(stream, |feed| {
                     self.metrics.engine_refusals.add(1);
                     tracing::info!(%message, ?reason, "an engine refused a request");
                     let mut state = feed.reply.state.borrow_mut();
+                    let again = state.take_kept(feed.sequence);
+                    if let Some(again) = again.filter(|_| reason.retry_elsewhere()) {
+                        return Some((feed.reply.clone(), feed.sequence, again));
+                    }
                     state.on_refused(feed.sequence, &refusal(reason, message));
-                })
-                .is_some(),
+                    None
+                });
+                let known = again.is_some();
+                if let Some(Some((reply, index, again))) = again {
+                    self.retry(&reply, index, again);
+                }
+                known
+            }
         };
         if !known {
             self.metrics.stale_entries.add(1);
         }
     }
 
-    fn kill(&self, rank: slipstream_base::RankId, stream: StreamId) {
-        let addr = slipstream_planes::StreamAddr {
+    fn give_credit(&self, rank: RankId, stream: StreamId, bytes: u32) {
+        let addr = StreamAddr {
+            shard: self.index,
+            stream,
+        };
+        self.send_control(ToWorker::Credit { rank, addr, bytes });
+    }
+
+    fn kill(&self, rank: RankId, stream: StreamId) {
+        let addr = StreamAddr {
             shard: self.index,
             stream,
         };

@@ -1,6 +1,6 @@
 //! What travels: requests and controls to a worker, the outputs of passes back to a shard.
 
-use slipstream_base::{EngineRequest, FinishReason, RankId, TokenId};
+use slipstream_base::{EngineRequest, FinishReason, RankId, TokenId, WorkerId};
 
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
@@ -30,6 +30,24 @@ pub enum ToWorker {
         /// Whose engine it is.
         rank: RankId,
     },
+    /// So many bytes more of the stream's tokens (4 each) may come.
+    Credit {
+        /// Whose engine it is.
+        rank: RankId,
+        /// The stream.
+        addr: StreamAddr,
+        /// How many.
+        bytes: u32,
+    },
+    /// Whoever sent all that came before on this way is gone: kill every stream of the address's
+    /// shard, then say [`Entry::End`] for `addr` itself. What comes after that end belongs to
+    /// whoever has the way next.
+    HangUp {
+        /// Any worker of the thread that is meant.
+        worker: WorkerId,
+        /// The shard, and a stream that was never started.
+        addr: StreamAddr,
+    },
 }
 
 impl ToWorker {
@@ -39,10 +57,18 @@ impl ToWorker {
             ToWorker::Start(start) => start.rank,
             ToWorker::Stop { rank, .. }
             | ToWorker::Kill { rank, .. }
+            | ToWorker::Credit { rank, .. }
             | ToWorker::Resync { rank } => *rank,
+            ToWorker::HangUp { worker, .. } => RankId {
+                worker: *worker,
+                dp_rank: 0,
+            },
         }
     }
 }
+
+/// Credit without a bound; see [`StartRequest::credit_bytes`].
+pub const NO_LIMIT: u32 = u32::MAX;
 
 /// A request on its way to an engine.
 #[derive(Debug)]
@@ -55,6 +81,9 @@ pub struct StartRequest {
     pub request: EngineRequest,
     /// When the shard handed it over, `CLOCK_MONOTONIC` ns.
     pub dispatched_ns: u64,
+    /// Bytes of tokens (4 each) that may come before more credit is given; [`NO_LIMIT`] where the
+    /// shard bounds what it keeps by itself.
+    pub credit_bytes: u32,
     /// Whether the prologue should carry the times of the worker's stages.
     pub traced: bool,
 }
@@ -354,19 +383,40 @@ impl PassFrame {
         text: String,
         sent_ns: u64,
     ) -> Result<PassFrame, FrameError> {
-        let mut entries = 0;
-        let mut rest = words.as_slice();
-        while !rest.is_empty() {
-            let word = words.len() - rest.len();
-            rest = check_entry(rest, &text).map_err(|problem| FrameError { word, problem })?;
-            entries += 1;
-        }
+        let entries = check(&words, &text)?;
         Ok(PassFrame {
             words,
             text,
             entries,
             sent_ns,
         })
+    }
+
+    /// As [`PassFrame::from_parts`], into the memory of this frame, which is emptied first and left
+    /// empty by an error.
+    ///
+    /// # Errors
+    /// [`FrameError`].
+    pub fn refill(
+        &mut self,
+        words: impl Iterator<Item = u32>,
+        text: &str,
+        sent_ns: u64,
+    ) -> Result<(), FrameError> {
+        self.clear();
+        self.words.extend(words);
+        self.text.push_str(text);
+        match check(&self.words, &self.text) {
+            Ok(entries) => {
+                self.entries = entries;
+                self.sent_ns = sent_ns;
+                Ok(())
+            }
+            Err(error) => {
+                self.clear();
+                Err(error)
+            }
+        }
     }
 }
 
@@ -429,6 +479,18 @@ pub enum FrameProblem {
         /// Bytes.
         len: u32,
     },
+}
+
+/// Checks all entries, and counts them.
+fn check(words: &[u32], text: &str) -> Result<u32, FrameError> {
+    let mut entries = 0;
+    let mut rest = words;
+    while !rest.is_empty() {
+        let word = words.len() - rest.len();
+        rest = check_entry(rest, text).map_err(|problem| FrameError { word, problem })?;
+        entries += 1;
+    }
+    Ok(entries)
 }
 
 /// Checks the entry that `words` begins with, and returns what follows it.

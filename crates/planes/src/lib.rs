@@ -22,11 +22,15 @@
 
 pub mod bell;
 pub mod clock;
+pub mod discovery;
 pub mod events;
 pub mod frame;
+pub mod link;
 pub mod ring;
 pub mod stream;
 mod sync;
+pub mod tombstone;
+pub mod wire;
 
 pub use events::EventSink;
 pub use frame::{

@@ -227,7 +227,7 @@ impl ShardPort {
         } else {
             message
         };
-        if !matches!(full, ToWorker::Stop { .. } | ToWorker::Kill { .. }) {
+        if matches!(full, ToWorker::Start(_) | ToWorker::Resync { .. }) {
             return Err(SendError::Full(full));
         }
         requests.controls.push_back(full);

@@ -107,6 +107,7 @@ impl Rig {
                 seed: n,
             },
             dispatched_ns: slipstream_planes::clock::monotonic_ns(),
+            credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: false,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();

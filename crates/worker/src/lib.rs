@@ -12,6 +12,7 @@
 //!
 //! * [`WorkerSet`]: starts threads, tells when workers are ready, stops them.
 //! * [`timeline`]: modelled time on the wall clock.
+//! * [`callhome`]: a worker process's connections to frontends.
 //! * [`stats`], [`metrics`]: what the ranks are doing, and its exposition.
 //!
 //! Data-parallel ranks of a worker run independently: no barrier joins their passes. So do those
@@ -21,6 +22,8 @@
 //! It knows no HTTP and no client, and nothing of who routed a request.
 #![forbid(unsafe_code)]
 
+pub mod callhome;
+mod held;
 mod live;
 pub mod metrics;
 mod set;

@@ -12,11 +12,22 @@ pub(crate) struct LiveStream {
     /// Tokens sent so far.
     pub(crate) completion_tokens: u32,
     pub(crate) cached_tokens: u32,
+    /// Tokens that may yet be sent; `NO_LIMIT`: as many as come.
+    pub(crate) credit_tokens: u32,
     /// When the thread took it, ns; 0 unless traced.
     pub(crate) recv_ns: u64,
 }
 
 const VACANT: u32 = u32::MAX;
+
+/// What is known of a stream when it begins.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NewStream {
+    pub(crate) rank: u32,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) credit_tokens: u32,
+    pub(crate) recv_ns: u64,
+}
 
 impl LiveStream {
     pub(crate) fn usage(&self, preemptions: u32) -> Usage {
@@ -62,8 +73,8 @@ impl LiveTable {
         (live.rank != VACANT).then_some(found)
     }
 
-    /// Notes a stream. Its slot must be vacant, its shard exist.
-    pub(crate) fn insert(&mut self, addr: StreamAddr, rank: u32, prompt_tokens: u32, recv_ns: u64) {
+    /// Notes a stream that has sent nothing. Its slot must be vacant, its shard exist.
+    pub(crate) fn insert(&mut self, addr: StreamAddr, new: NewStream) {
         let slots = &mut self.shards[usize::from(addr.shard)];
         let slot = addr.stream.slot as usize;
         if slot >= slots.len() {
@@ -73,6 +84,7 @@ impl LiveTable {
                 prompt_tokens: 0,
                 completion_tokens: 0,
                 cached_tokens: 0,
+                credit_tokens: 0,
                 recv_ns: 0,
             };
             slots.resize(slot + 1, vacant);
@@ -80,11 +92,12 @@ impl LiveTable {
         assert_eq!(slots[slot].rank, VACANT, "a slot holds one stream");
         slots[slot] = LiveStream {
             generation: addr.stream.generation,
-            rank,
-            prompt_tokens,
+            rank: new.rank,
+            prompt_tokens: new.prompt_tokens,
             completion_tokens: 0,
             cached_tokens: 0,
-            recv_ns,
+            credit_tokens: new.credit_tokens,
+            recv_ns: new.recv_ns,
         };
         self.len += 1;
     }
@@ -135,7 +148,11 @@ mod tests {
     #[test]
     fn another_generation_is_another_stream() {
         let mut table = LiveTable::new(2);
-        table.insert(addr(1, 9, 4), 0, 100, 0);
+        let new = NewStream {
+            prompt_tokens: 100,
+            ..NewStream::default()
+        };
+        table.insert(addr(1, 9, 4), new);
         assert!(table.get_mut(addr(1, 9, 3)).is_none());
         assert!(table.get_mut(addr(0, 9, 4)).is_none());
         assert!(table.get_mut(addr(7, 9, 4)).is_none());

@@ -204,7 +204,7 @@ impl Collector for WorkerCollector {
             self.by_rank(e, name, help, Counter, of)?;
         }
         type OfThread = fn(&ThreadStats) -> f64;
-        let counters: [(&str, &str, OfThread); 8] = [
+        let counters: [(&str, &str, OfThread); 9] = [
             (
                 "slipstream_engine_thread_received",
                 "Requests and controls taken",
@@ -230,6 +230,11 @@ impl Collector for WorkerCollector {
                 "slipstream_engine_thread_orphaned",
                 "Streams of shards that are gone",
                 |s| s.orphaned.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_paused",
+                "Times a stream had used up its credit",
+                |s| s.paused.get() as f64,
             ),
             (
                 "slipstream_engine_thread_superseded",

@@ -118,6 +118,8 @@ pub struct ThreadStats {
     pub sleeps: Cell64,
     /// Streams dropped because their shard is gone (counter).
     pub orphaned: Cell64,
+    /// Times that a stream had used up its credit, and its tokens were kept (counter).
+    pub paused: Cell64,
     /// Streams dropped because their shard reused their slot without killing them (counter).
     pub superseded: Cell64,
     /// Messages that named no shard of this plane (counter).

@@ -6,22 +6,27 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use slipstream_base::{
-    FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, WorkerId,
+    FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId, WorkerId,
 };
 use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal};
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
     End, EventSink, FirstPass, Flushed, Prologue, RefusalReason, StartRequest, StreamAddr,
     ThreadPort, ToWorker, Usage,
 };
 
-use crate::live::LiveTable;
+use crate::held::HeldTokens;
+use crate::live::{LiveTable, NewStream};
 use crate::set::{Control, LiveTiming, OnReady};
 use crate::stats::{RankStats, ThreadStats};
 use crate::timeline::Timeline;
 
 /// A rank that was idle for so long publishes a heartbeat, ns.
 const HEARTBEAT_NS: u64 = 1_000_000_000;
+
+/// What a token counts for a stream's credit, bytes.
+const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
 
 /// Messages taken in one round, so that a flood of requests cannot keep passes from ending.
 const MESSAGES_PER_ROUND: usize = 1024;
@@ -80,6 +85,7 @@ pub(crate) struct EngineThread {
     /// By worker: where its ranks begin in `ranks`, and how many they are.
     workers: Vec<(WorkerId, u32, u32)>,
     live: LiveTable,
+    held: HeldTokens,
     deadlines: BinaryHeap<Deadline>,
     /// Deadlines set so far.
     sequence: u64,
@@ -131,6 +137,7 @@ impl EngineThread {
         workers.sort_unstable();
         EngineThread {
             live: LiveTable::new(port.shards()),
+            held: HeldTokens::default(),
             port,
             sink,
             ranks,
@@ -226,6 +233,8 @@ impl EngineThread {
                 ToWorker::Start(start) => self.start(*start),
                 ToWorker::Stop { addr, .. } => self.end_early(addr, true),
                 ToWorker::Kill { addr, .. } => self.end_early(addr, false),
+                ToWorker::Credit { addr, bytes, .. } => self.give_credit(addr, bytes),
+                ToWorker::HangUp { addr, .. } => self.hang_up(addr),
                 ToWorker::Resync { rank } => {
                     if let Some(at) = self.rank_index(rank) {
                         self.resync(at);
@@ -261,14 +270,21 @@ impl EngineThread {
             self.refuse(addr, RefusalReason::NoSuchRank, &message);
             return;
         };
-        let (traced, prompt_tokens) = (start.traced, start.request.prompt.len());
+        let new = NewStream {
+            rank: at as u32,
+            prompt_tokens: start.request.prompt.len(),
+            credit_tokens: match start.credit_bytes {
+                NO_LIMIT => NO_LIMIT,
+                bytes => bytes / TOKEN_BYTES,
+            },
+            recv_ns: if start.traced { now } else { 0 },
+        };
         if let Err((reason, message)) = self.admit(at, start, now) {
             self.ranks[at].stats.refused.add(1);
             self.refuse(addr, reason, &message);
             return;
         }
-        let recv_ns = if traced { now } else { 0 };
-        self.live.insert(addr, at as u32, prompt_tokens, recv_ns);
+        self.live.insert(addr, new);
     }
 
     /// Puts a request into its engine's waiting queue.
@@ -313,6 +329,7 @@ impl EngineThread {
     /// Sees to it that the slot of `addr` is vacant here. A shard that reuses a slot has ended its
     /// earlier stream, whether or not it managed to say so.
     fn make_way(&mut self, addr: StreamAddr) -> Result<(), (RefusalReason, String)> {
+        self.held.forget(addr);
         match self.live.occupant(addr) {
             None => Ok(()),
             Some(same) if same == addr => {
@@ -336,6 +353,9 @@ impl EngineThread {
     /// Ends a stream before its time, and frees its blocks now, also in mid-pass. A stream that
     /// has ended meanwhile is left alone: its end is on the way.
     fn end_early(&mut self, addr: StreamAddr, tell: bool) {
+        if !tell && self.held.contains(addr) {
+            self.held.forget(addr);
+        }
         let Some(live) = self.live.remove(addr) else {
             return;
         };
@@ -353,7 +373,38 @@ impl EngineThread {
             reason: FinishReason::Abort,
             usage: live.usage(preemptions),
         };
+        if self.held.end(addr, end) {
+            return; // behind the tokens that wait for credit
+        }
         if let Some(frame) = self.port.frame(addr.shard) {
+            frame.push_end(addr.stream, &end);
+        }
+    }
+
+    /// So many bytes more of a stream may go; those that wait go at once.
+    fn give_credit(&mut self, addr: StreamAddr, bytes: u32) {
+        let Some(frame) = self.port.frame(addr.shard) else {
+            return;
+        };
+        let tokens = bytes / TOKEN_BYTES;
+        let gone = self.held.release(addr, tokens, frame);
+        if let Some(live) = self.live.get_mut(addr)
+            && live.credit_tokens != NO_LIMIT
+        {
+            let left = live.credit_tokens.saturating_add(tokens - gone);
+            live.credit_tokens = left.min(NO_LIMIT - 1);
+        }
+    }
+
+    /// Whoever was the shard of `addr` is gone, and another may come.
+    fn hang_up(&mut self, addr: StreamAddr) {
+        self.orphan(addr.shard);
+        if let Some(frame) = self.port.frame(addr.shard) {
+            frame.clear();
+            let end = End {
+                reason: FinishReason::Abort,
+                usage: Usage::default(),
+            };
             frame.push_end(addr.stream, &end);
         }
     }
@@ -460,7 +511,13 @@ impl EngineThread {
             start_ns: rank.timeline.wall_ns(start),
             end_ns: rank.timeline.wall_ns(end),
         };
-        fan_out(&self.out, rank, pass, &mut self.live, &mut self.port);
+        let mut streams = Streams {
+            live: &mut self.live,
+            held: &mut self.held,
+            port: &mut self.port,
+            stats: &self.stats,
+        };
+        fan_out(&self.out, rank, pass, &mut streams);
         rank.stats.note_engine(&rank.engine.stats());
         rank.stats
             .generation_tokens
@@ -495,6 +552,10 @@ impl EngineThread {
             self.stats.orphaned.add(1);
             self.end_early(addr, false);
         }
+        // Those that had ended, but for their tokens.
+        self.stats
+            .orphaned
+            .add(self.held.forget_shard(shard) as u64);
     }
 
     // Frames, and sleep.
@@ -569,6 +630,10 @@ impl EngineThread {
             for addr in self.live.of_shard(shard) {
                 self.end_early(addr, true);
             }
+            // Credit bounds memory at the other end; there will be no later moment.
+            for addr in self.held.of_shard(shard) {
+                self.give_credit(addr, NO_LIMIT);
+            }
             while self.port.flush(shard, false) == Flushed::Full && monotonic_ns() < deadline {
                 if self.port.prepare_wait_for_room(shard) {
                     self.port.wait(Some(deadline));
@@ -602,14 +667,22 @@ impl Rank {
     }
 }
 
+/// Where a pass's tokens go.
+struct Streams<'a> {
+    live: &'a mut LiveTable,
+    held: &'a mut HeldTokens,
+    port: &'a mut ThreadPort,
+    stats: &'a ThreadStats,
+}
+
 /// Writes a pass's tokens into the open frames of their shards, in the order of the pass.
-fn fan_out(
-    out: &PassOutput,
-    rank: &Rank,
-    pass: FirstPass,
-    live: &mut LiveTable,
-    port: &mut ThreadPort,
-) {
+fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams<'_>) {
+    let Streams {
+        live,
+        held,
+        port,
+        stats,
+    } = streams;
     // Both are in the order of `tokens`, so one look ahead each does.
     let mut first = out.first.iter().peekable();
     let mut finished = out.finished.iter().peekable();
@@ -630,10 +703,23 @@ fn fan_out(
                 &prologue(began, stream.recv_ns, &rank.timeline),
             );
         }
-        frame.push_tokens(addr.stream, &[token], began.map(|_| pass));
+        let first = began.map(|_| pass);
         stream.completion_tokens += 1;
+        if stream.credit_tokens == 0 {
+            if held.push(addr, token, first) {
+                stats.paused.add(1);
+            }
+        } else {
+            frame.push_tokens(addr.stream, &[token], first);
+            if stream.credit_tokens != NO_LIMIT {
+                stream.credit_tokens -= 1;
+            }
+        }
         if let Some(done) = finished.next_if(|done| done.id == id) {
-            frame.push_end(addr.stream, &end_of(done));
+            let end = end_of(done);
+            if held.is_empty() || !held.end(addr, end) {
+                frame.push_end(addr.stream, &end);
+            }
             live.remove(addr);
             match done.reason {
                 FinishReason::Stop => rank.stats.finished_stop.add(1),

@@ -6,7 +6,94 @@ use std::sync::Arc;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_frontend::Roster;
+use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Fleet, fleet::Load};
+
+/// Encodes what a frontend knows of worker processes.
+pub(crate) struct RosterCollector(pub(crate) Arc<Roster>);
+
+impl fmt::Debug for RosterCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RosterCollector({:?})", self.0.totals())
+    }
+}
+
+impl Collector for RosterCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let totals = self.0.totals();
+        for (name, help, value) in [
+            (
+                "slipstream_plane_connections_open",
+                "Connections of worker processes to shards",
+                totals.open,
+            ),
+            (
+                "slipstream_plane_tombstones",
+                "Workers that vanished in the last seconds and are not back",
+                totals.tombstones,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&(value as f64))?;
+        }
+        for (name, help, value) in [
+            (
+                "slipstream_plane_connections",
+                "Connections of worker processes that were greeted",
+                totals.connected,
+            ),
+            (
+                "slipstream_plane_rejected",
+                "Connections of worker processes that were turned away",
+                totals.rejected,
+            ),
+            (
+                "slipstream_plane_lost",
+                "Connections of worker processes that ended",
+                totals.lost,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Counter)?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        type Of = fn(&RankLoad) -> u32;
+        let gauges: [(&str, &str, Of); 4] = [
+            (
+                "slipstream_worker_running",
+                "Sequences running, as the worker last said, over all frontends",
+                |l| l.running,
+            ),
+            (
+                "slipstream_worker_waiting",
+                "Sequences waiting, likewise",
+                |l| l.waiting,
+            ),
+            (
+                "slipstream_worker_used_blocks",
+                "Blocks held by sequences, likewise",
+                |l| l.used_blocks,
+            ),
+            ("slipstream_worker_total_blocks", "Blocks in all", |l| {
+                l.total_blocks
+            }),
+        ];
+        let loads = self.0.loads();
+        for (name, help, of) in gauges {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for load in &loads {
+                let worker = load.rank.worker.to_string();
+                let engine = load.rank.dp_rank.to_string();
+                family
+                    .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
+                    .encode_gauge(&f64::from(of(load)))?;
+            }
+        }
+        Ok(())
+    }
+}
 
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
 pub(crate) struct FleetCollector(pub(crate) Arc<Fleet>);

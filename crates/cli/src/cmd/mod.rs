@@ -2,10 +2,13 @@
 
 mod cluster_args;
 mod fleet_metrics;
+mod plane_args;
 
 pub(crate) mod bench;
+pub(crate) mod frontend;
 pub(crate) mod net;
 pub(crate) mod presets;
 pub(crate) mod sched;
 pub(crate) mod serve;
 pub(crate) mod tokenizer;
+pub(crate) mod worker;

@@ -14,7 +14,7 @@ use slipstream_base::cluster::{Cluster, EngineConfig};
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, RankId, WorkerId};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane};
+use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane, Transport};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_router::{Fleet, Router};
 use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
@@ -81,14 +81,11 @@ impl Live {
         let bound = Bound::bind(&live.listen)?;
         let text = Arc::new(text_model(cluster)?);
         let fleet = Arc::new(Fleet::from_cluster(cluster)?);
-        let specs = worker_specs(cluster, &text)?;
+        let specs = worker_specs(cluster, &text, |_| true)?;
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = engine_threads(live.engine_threads, cores, specs.len());
-        let shards = match live.shards {
-            0 => (cores / 2).max(1),
-            shards => shards as usize,
-        };
+        let shards = shard_count(live.shards, cores);
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
         let sinks = (0..threads)
@@ -134,7 +131,7 @@ impl Live {
             .into_iter()
             .enumerate()
             .map(|(shard, port)| ShardPlane {
-                port,
+                transport: Transport::Rings(port),
                 router: Router::new(fleet.clone(), shard as u32),
             })
             .collect();
@@ -153,7 +150,15 @@ impl Live {
     }
 }
 
-fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
+/// Shards to run: as configured, or, for 0, one for every two cores.
+pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
+    match configured {
+        0 => (cores / 2).max(1),
+        shards => shards as usize,
+    }
+}
+
+pub(super) fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
     match &cluster.model.tokenizer {
         None => Ok(TextModel::builtin()),
         Some(dir) => TextModel::load(dir).with_context(|| {
@@ -165,11 +170,21 @@ fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
     }
 }
 
-fn worker_specs(cluster: &Cluster, text: &TextModel) -> anyhow::Result<Vec<WorkerSpec>> {
+/// The workers of `cluster` that `runs` names. They are numbered over all pools in file order.
+pub(super) fn worker_specs(
+    cluster: &Cluster,
+    text: &TextModel,
+    runs: impl Fn(WorkerId) -> bool,
+) -> anyhow::Result<Vec<WorkerSpec>> {
     let mut specs = Vec::new();
+    let mut workers = 0;
     for pool in &cluster.pools {
         for _ in 0..pool.workers {
-            let worker = WorkerId(specs.len() as u32);
+            let worker = WorkerId(workers);
+            workers += 1;
+            if !runs(worker) {
+                continue;
+            }
             let ranks = (0..pool.engine.data_parallel_size)
                 .map(|dp_rank| {
                     let rank = RankId {
@@ -207,7 +222,11 @@ fn engine(
     Ok(Engine::new(rank, config, timing, output)?)
 }
 
-fn service(cluster: &Cluster, text: Arc<TextModel>, fleet: Arc<Fleet>) -> anyhow::Result<Service> {
+pub(super) fn service(
+    cluster: &Cluster,
+    text: Arc<TextModel>,
+    fleet: Arc<Fleet>,
+) -> anyhow::Result<Service> {
     let live = &cluster.live;
     // One router, one block size (`Fleet::from_cluster` holds that); the least of the rest.
     let engines = || cluster.pools.iter().map(|pool| &pool.engine);
@@ -287,7 +306,7 @@ impl EventSink for FleetSink {
 }
 
 /// Returns at SIGINT or SIGTERM. A second one then ends the process as if unhandled.
-fn wait_for_signal() -> anyhow::Result<()> {
+pub(super) fn wait_for_signal() -> anyhow::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,4 +1,5 @@
 //! The real binary, as a user runs it.
 
+mod planes;
 mod serve;
 mod server;

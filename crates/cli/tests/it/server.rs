@@ -45,9 +45,15 @@ pub(crate) const LONG: &[&str] = &[
 
 impl Server {
     pub(crate) fn start(args: &[&[&str]]) -> Server {
-        let mut child = slipstream()
-            .args(["serve", "--listen=127.0.0.1:0"])
-            .args(args.concat())
+        let mut command = slipstream();
+        command.arg("serve").args(args.concat());
+        Server::spawn(command)
+    }
+
+    /// Starts a command that serves HTTP.
+    pub(crate) fn spawn(mut command: Command) -> Server {
+        let mut child = command
+            .arg("--listen=127.0.0.1:0")
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
@@ -91,6 +97,12 @@ impl Server {
 
     /// Value of a metric without labels, or the sum over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
+        let value = self.try_metric(name);
+        value.unwrap_or_else(|| panic!("no metric {name}"))
+    }
+
+    /// As [`Server::metric`]; `None` while the metric has no value.
+    fn try_metric(&self, name: &str) -> Option<f64> {
         let text = self.get("/metrics").text();
         let values = text.lines().filter_map(|line| {
             let (series, value) = line.rsplit_once(' ')?;
@@ -98,19 +110,18 @@ impl Server {
             (series == name).then(|| value.parse::<f64>().expect("a number"))
         });
         let values: Vec<f64> = values.collect();
-        assert!(!values.is_empty(), "no metric {name} in:\n{text}");
-        values.iter().sum()
+        (!values.is_empty()).then(|| values.iter().sum())
     }
 
     /// Looks at `/metrics` until `reached` holds for `name`.
     pub(crate) fn await_metric(&self, name: &str, reached: impl Fn(f64) -> bool) {
         let start = std::time::Instant::now();
         loop {
-            let value = self.metric(name);
-            if reached(value) {
+            let value = self.try_metric(name);
+            if value.is_some_and(&reached) {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "{name} is still {value}");
+            assert!(start.elapsed() < PATIENCE, "{name} is still {value:?}");
             std::thread::yield_now();
         }
     }
@@ -123,6 +134,16 @@ impl Server {
         );
         assert_eq!(answer.status, 200, "{}", answer.text());
         assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends it as the system would, without a chance to say anything.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it ends");
     }
 
     /// Asks it to end, and waits until it has.

@@ -238,6 +238,7 @@ impl Shard {
             rank,
             request,
             dispatched_ns: slipstream_planes::clock::monotonic_ns(),
+            credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: true,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();

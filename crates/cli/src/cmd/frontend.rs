@@ -1,0 +1,129 @@
+//! `slipstream frontend`: OpenAI over HTTP, in front of worker processes.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use prometheus_client::registry::Registry;
+use slipstream_base::cluster::Cluster;
+use slipstream_frontend::{
+    Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
+};
+use slipstream_planes::discovery::{Heartbeat, Published, Record, Role};
+use slipstream_router::{Fleet, Router};
+
+use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
+use crate::cmd::serve;
+use crate::out;
+
+/// Flags of `slipstream frontend`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    #[command(flatten)]
+    plane: PlaneArgs,
+    /// Address to listen on; port 0 picks a free one [default: live.listen]
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// Address on which workers reach this process; its ports are free ones
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    plane_host: String,
+}
+
+/// Serves until interrupted.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let listen = args.listen.as_ref();
+    let sets: Vec<String> = listen
+        .map(|listen| format!("live.listen={listen:?}"))
+        .into_iter()
+        .collect();
+    let Some(cluster) = args.cluster.resolve(&sets)? else {
+        return Ok(ExitCode::SUCCESS); // --print-config
+    };
+    let (frontend, heartbeat) = start(args, &cluster)?;
+    eprintln!(
+        "serving {} from worker processes: slipstream worker with the same cluster file",
+        cluster.model.name
+    );
+    // On stdout, as data: a script reads the address that port 0 became.
+    out::print(&format!("listening on http://{}\n", frontend.address()))?;
+    serve::wait_for_signal()?;
+    eprintln!("finishing open requests; interrupt again to end at once");
+    drop(heartbeat);
+    frontend.shutdown();
+    Ok(ExitCode::SUCCESS)
+}
+
+fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)> {
+    let live = &cluster.live;
+    let bound = Bound::bind(&live.listen)?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let shards = serve::shard_count(live.shards, cores);
+    let sockets = (0..shards)
+        .map(|_| {
+            PlaneSocket::bind(&format!("{}:0", args.plane_host))
+                .context("binding --plane-host for workers")
+        })
+        .collect::<anyhow::Result<Vec<PlaneSocket>>>()?;
+    anyhow::ensure!(
+        !sockets
+            .iter()
+            .any(|socket| socket.address().ip().is_unspecified()),
+        "--plane-host {} is no address that workers can dial; name one of this host's",
+        args.plane_host
+    );
+    let record = Record {
+        role: Role::Frontend,
+        instance: instance(),
+        name: process_name(),
+        fingerprint: fingerprint(cluster),
+        shards: sockets.iter().map(|s| s.address().to_string()).collect(),
+        workers: Vec::new(),
+        lease_ms: args.plane.lease()?.as_millis() as u64,
+        beat: 0,
+    };
+
+    let text = Arc::new(serve::text_model(cluster)?);
+    let fleet = Arc::new(Fleet::from_cluster(cluster)?);
+    let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
+    let roster = Arc::new(Roster::new(
+        record.instance,
+        record.fingerprint,
+        record.name.clone(),
+        fleet.clone(),
+        workers as usize,
+        shards,
+    ));
+    let limits = RemoteLimits {
+        deadline: args.plane.peer_deadline()?,
+        credit_bytes: RemoteLimits::default()
+            .credit_bytes
+            .min(u32::try_from(live.stream_buffer_bytes_max).unwrap_or(u32::MAX))
+            .max(4096),
+        ..RemoteLimits::default()
+    };
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
+        fleet.clone(),
+    )));
+    registry.register_collector(Box::new(super::fleet_metrics::RosterCollector(
+        roster.clone(),
+    )));
+    let service = serve::service(cluster, text, fleet.clone())?;
+    let planes = sockets
+        .into_iter()
+        .enumerate()
+        .map(|(shard, socket)| ShardPlane {
+            transport: Transport::Sockets(socket.serve(roster.clone(), limits)),
+            router: Router::new(fleet.clone(), shard as u32),
+        })
+        .collect();
+    let frontend = Frontend::start(bound, service, planes, registry)?;
+    // Last, so that who finds the record finds the shards.
+    let published = Published::new(&args.plane.directory()?, record)?;
+    let heartbeat = Heartbeat::start(published, |error| tracing::warn!("{error}"))
+        .context("starting the heartbeat")?;
+    Ok((frontend, heartbeat))
+}

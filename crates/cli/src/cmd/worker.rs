@@ -1,0 +1,199 @@
+//! `slipstream worker`: engines for frontend processes.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use slipstream_base::WorkerId;
+use slipstream_base::cluster::Cluster;
+use slipstream_planes::{Plane, PlaneLimits};
+use slipstream_worker::callhome::{CallHome, CallHomeConfig, CallHomeEvents};
+use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
+
+use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
+use crate::cmd::serve;
+use crate::out;
+
+/// Time that streams under way have to end after a signal.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// Flags of `slipstream worker`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    #[command(flatten)]
+    plane: PlaneArgs,
+    /// Run workers of this pool only [default: all pools]
+    #[arg(long, value_name = "NAME")]
+    pool: Option<String>,
+    /// Which workers of the pool, from 0: one (2), a range (0..4) or several, with commas
+    /// [default: all]
+    #[arg(long, value_name = "I", requires = "pool", value_delimiter = ',')]
+    index: Vec<String>,
+    /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
+    #[arg(long, value_name = "FACTOR")]
+    speedup: Option<f64>,
+    /// Frontend shards that can be served at once
+    #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
+    links: u16,
+}
+
+/// Runs until interrupted.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let speedup = args.speedup;
+    let sets: Vec<String> = speedup
+        .map(|speedup| format!("live.speedup={speedup:?}"))
+        .into_iter()
+        .collect();
+    let Some(cluster) = args.cluster.resolve(&sets)? else {
+        return Ok(ExitCode::SUCCESS); // --print-config
+    };
+    let chosen = choose(&cluster, args.pool.as_deref(), &args.index)?;
+    let (set, home) = start(args, &cluster, &chosen)?;
+    let names: Vec<String> = chosen.iter().map(WorkerId::to_string).collect();
+    // On stdout, as data: a script waits for it.
+    out::print(&format!("running {}\n", names.join(" ")))?;
+    serve::wait_for_signal()?;
+    eprintln!("finishing open requests; interrupt again to end at once");
+    home.leave();
+    let threads: Vec<Arc<ThreadStats>> = set.thread_stats().collect();
+    let began = Instant::now();
+    while threads.iter().any(|thread| thread.streams.get() > 0) && began.elapsed() < DRAIN {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let ended = set.shutdown();
+    home.shutdown();
+    ended?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn start(
+    args: &Args,
+    cluster: &Cluster,
+    chosen: &[WorkerId],
+) -> anyhow::Result<(WorkerSet, CallHome)> {
+    let live = &cluster.live;
+    let text = serve::text_model(cluster)?;
+    let specs = serve::worker_specs(cluster, &text, |worker| chosen.contains(&worker))?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = engine_threads(live.engine_threads, cores, specs.len());
+    let plane = Plane::new(usize::from(args.links), threads, PlaneLimits::default());
+    let events = CallHomeEvents::new();
+    let sinks = (0..threads).map(|_| events.sink()).collect();
+    let timing = LiveTiming {
+        speedup: live.speedup,
+        ..LiveTiming::default()
+    };
+    let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;
+    let config = CallHomeConfig {
+        instance: instance(),
+        fingerprint: fingerprint(cluster),
+        name: process_name(),
+        directory: args.plane.directory()?,
+        lease: args.plane.lease()?,
+        deadline: args.plane.peer_deadline()?,
+        unsent_bytes_max: 64 << 20,
+    };
+    let home = CallHome::start(config, &set, plane.shards, events)?;
+    Ok((set, home))
+}
+
+/// The workers named by pool and index, rising.
+fn choose(
+    cluster: &Cluster,
+    pool: Option<&str>,
+    indexes: &[String],
+) -> anyhow::Result<Vec<WorkerId>> {
+    let mut first = 0;
+    let mut chosen = Vec::new();
+    for candidate in &cluster.pools {
+        let count = candidate.workers;
+        if pool.is_none_or(|name| name == candidate.name) {
+            if indexes.is_empty() {
+                chosen.extend((first..first + count).map(WorkerId));
+            }
+            for index in indexes {
+                for index in read_index(index, count)? {
+                    anyhow::ensure!(
+                        index < count,
+                        "--index {index}: pool `{}` has {count} workers, 0 to {}",
+                        candidate.name,
+                        count.saturating_sub(1)
+                    );
+                    chosen.push(WorkerId(first + index));
+                }
+            }
+        }
+        first += count;
+    }
+    if chosen.is_empty() {
+        let pools: Vec<&str> = cluster.pools.iter().map(|p| p.name.as_str()).collect();
+        let pool = pool.unwrap_or_default();
+        anyhow::bail!(
+            "--pool {pool}: no workers there; the cluster file has the pools {}",
+            pools.join(", ")
+        );
+    }
+    chosen.sort_unstable();
+    chosen.dedup();
+    Ok(chosen)
+}
+
+/// `3`, `0..4` (without 4) or `2..` (to the last of `count`).
+fn read_index(text: &str, count: u32) -> anyhow::Result<std::ops::Range<u32>> {
+    let number = |text: &str| {
+        text.parse::<u32>()
+            .with_context(|| format!("--index {text}: give a number, or a range such as 0..4"))
+    };
+    Ok(match text.split_once("..") {
+        None => {
+            let index = number(text)?;
+            index..index.saturating_add(1)
+        }
+        Some((from, "")) => number(from)?..count,
+        Some((from, to)) => number(from)?..number(to)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::cluster::PoolConfig;
+
+    fn cluster() -> Cluster {
+        let mut cluster = Cluster::default();
+        let pool = |name: &str, workers| PoolConfig {
+            name: name.into(),
+            workers,
+            ..cluster.pools[0].clone()
+        };
+        cluster.pools = vec![pool("a", 2), pool("b", 4)];
+        cluster
+    }
+
+    fn chosen(pool: Option<&str>, indexes: &[&str]) -> Result<Vec<u32>, String> {
+        let indexes: Vec<String> = indexes.iter().map(|&s| s.into()).collect();
+        choose(&cluster(), pool, &indexes)
+            .map(|chosen| chosen.iter().map(|worker| worker.0).collect())
+            .map_err(|error| format!("{error:#}"))
+    }
+
+    #[test]
+    fn workers_are_named_by_pool_and_index() {
+        assert_eq!(chosen(None, &[]), Ok(vec![0, 1, 2, 3, 4, 5]));
+        assert_eq!(chosen(Some("b"), &[]), Ok(vec![2, 3, 4, 5]));
+        assert_eq!(chosen(Some("b"), &["3", "0..2"]), Ok(vec![2, 3, 5]));
+        assert_eq!(chosen(Some("b"), &["2..", "3"]), Ok(vec![4, 5]));
+        let check = |pool, indexes: &[&str], part: &str| {
+            let error = chosen(Some(pool), indexes).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        };
+        check("c", &[], "the pools a, b");
+        check("a", &["2"], "pool `a` has 2 workers, 0 to 1");
+        check("a", &["x"], "--index x");
+        check("a", &["2.."], "no workers there");
+    }
+}

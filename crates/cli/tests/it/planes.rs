@@ -1,0 +1,412 @@
+//! Frontends and workers as processes of their own: they find each other, come and go, and are
+//! killed, stopped and lied to.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::server::{Client, FAST, FROZEN, Server, slipstream};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A peer is given up after a second, a lease is over after one.
+const IMPATIENT: &[&str] = &["--peer-deadline=1", "--lease=1"];
+
+/// A pass takes 20 ms.
+const STEADY: &[&str] = &[
+    "--set=model.name=test-model",
+    "--set=pool.main.workers=2",
+    "--set=engine.timing.kind=constant",
+    "--set=engine.timing.step_ns=20000000",
+    "--set=engine.num_gpu_blocks=1024",
+    "--set=engine.max_model_len=4096",
+    "--set=live.shards=2",
+];
+
+/// What frontends are told of [`FAST`] and [`FROZEN`]: all but the speed-up.
+fn of_frontend<'a>(args: &'a [&'a str]) -> Vec<&'a str> {
+    let speed = |arg: &&&str| !arg.starts_with("--speedup");
+    args.iter().filter(speed).copied().collect()
+}
+
+fn frontend(dir: &Path, args: &[&[&str]]) -> Server {
+    let mut command = slipstream();
+    command
+        .args(["frontend", "--set=live.shards=2"])
+        .args(of_frontend(&args.concat()))
+        .arg("--discovery")
+        .arg(dir);
+    Server::spawn(command)
+}
+
+/// A worker process; killed when dropped.
+struct Worker(Child);
+
+impl Worker {
+    fn start(dir: &Path, args: &[&[&str]]) -> Worker {
+        let mut child = slipstream()
+            .arg("worker")
+            .args(args.concat())
+            .arg("--discovery")
+            .arg(dir)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .expect("the binary starts");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("stdout is piped"))
+            .read_line(&mut line)
+            .expect("the worker says what it runs");
+        assert!(line.starts_with("running w"), "{line}");
+        Worker(child)
+    }
+
+    fn signal(&self, signal: &str) {
+        let id = self.0.id().to_string();
+        let status = std::process::Command::new("kill")
+            .args([signal, &id])
+            .status();
+        assert!(status.expect("kill runs").success());
+    }
+
+    fn kill(mut self) {
+        self.0.kill().expect("it runs");
+        self.0.wait().expect("it ends");
+    }
+
+    fn terminate(mut self) -> ExitStatus {
+        self.signal("-TERM");
+        self.0.wait().expect("it ends")
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn await_ready(server: &Server, ranks: usize) {
+    server.await_metric("slipstream_router_ready", |ready| ready == ranks as f64);
+}
+
+fn await_true(what: &str, reached: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !reached() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+const LONG_PROMPT: &str = "one two three four five six seven eight nine ten one two three four \
+     five six seven eight nine ten one two three four five six seven eight nine ten";
+
+fn completion(prompt: &str, max_tokens: u32, stream: bool) -> String {
+    format!(
+        r#"{{"prompt":"{prompt}","max_tokens":{max_tokens},"ignore_eos":true,"stream":{stream},"seed":7}}"#
+    )
+}
+
+/// Sends a request and does not wait for its answer.
+fn begin(server: &Server, body: &str) -> Client {
+    begin_at(server, body, &[])
+}
+
+fn begin_at(server: &Server, body: &str, headers: &[&str]) -> Client {
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", headers, body.len());
+    client.write(body.as_bytes());
+    client
+}
+
+/// The rest of a stream.
+fn rest(client: &mut Client) -> String {
+    let mut rest = String::new();
+    while let Some(chunk) = client.chunk() {
+        rest += std::str::from_utf8(&chunk).unwrap();
+    }
+    rest
+}
+
+#[test]
+fn two_frontends_and_two_workers_find_each_other_and_route_by_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let one = frontend(dir.path(), &[FAST]);
+    let first = Worker::start(dir.path(), &[FAST, &["--pool=main", "--index=0"]]);
+    await_ready(&one, 1);
+    let second = Worker::start(dir.path(), &[FAST, &["--pool=main", "--index=1"]]);
+    let other = frontend(dir.path(), &[FAST]);
+    await_ready(&one, 2);
+    await_ready(&other, 2);
+    let body = completion(LONG_PROMPT, 5, false);
+    let answer = one.post("/v1/completions", &body);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let text = answer.json()["choices"][0]["text"].clone();
+    // The other frontend heard of the blocks by the same deltas, and sends the prompt there.
+    other.await_metric("slipstream_router_cached_blocks", |blocks| blocks >= 1.0);
+    for _ in 0..4 {
+        let answer = other.post("/v1/completions", &body);
+        let json = answer.json();
+        assert_eq!(json["choices"][0]["text"], text, "same seed, same answer");
+        let cached = &json["usage"]["prompt_tokens_details"]["cached_tokens"];
+        assert!(cached.as_u64().unwrap() >= 16, "{json}");
+    }
+    assert_eq!(other.metric("slipstream_router_kv_gaps_total"), 0.0);
+    // A frontend that comes later learns what is cached from snapshots.
+    let late = frontend(dir.path(), &[FAST]);
+    await_ready(&late, 2);
+    late.await_metric("slipstream_router_cached_blocks", |blocks| blocks >= 1.0);
+    assert!(first.terminate().success());
+    await_ready(&one, 1);
+    assert_eq!(one.post("/v1/completions", &body).status, 200);
+    assert!(other.terminate().success());
+    assert!(second.terminate().success());
+    await_ready(&one, 0);
+    assert_eq!(one.post("/v1/completions", &body).status, 503);
+    drop((one, late));
+}
+
+#[test]
+fn a_worker_that_is_killed_ends_what_had_begun_and_the_rest_goes_elsewhere_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[STEADY, &["--set=router.policy=direct"]]);
+    let victim = Worker::start(dir.path(), &[STEADY, &["--pool=main", "--index=0"]]);
+    await_ready(&server, 1);
+    let to_victim: &[&str] = &["x-slipstream-worker: 0"];
+    let body = completion(LONG_PROMPT, 4000, true);
+    let mut begun = begin_at(&server, &body, to_victim);
+    assert_eq!(begun.head().status, 200);
+    assert!(begun.chunk().is_some(), "mid-stream");
+    victim.kill();
+    let text = rest(&mut begun);
+    assert!(text.contains("\"error\""), "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+    assert_eq!(server.metric("slipstream_streams_lost_total"), 1.0);
+    await_ready(&server, 0);
+    // Its place is free again: another process takes it, and requests go there.
+    let successor = Worker::start(dir.path(), &[STEADY, &["--pool=main", "--index=0"]]);
+    await_ready(&server, 1);
+    let answer = begin_at(&server, &completion("a", 3, false), to_victim).answer();
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert!(successor.terminate().success());
+}
+
+#[test]
+fn a_stream_that_has_sent_nothing_is_finished_by_another_worker() {
+    let dir = tempfile::tempdir().unwrap();
+    let both: &[&str] = &[
+        "--set=pool.main.workers=2",
+        "--set=router.policy=round_robin",
+    ];
+    let server = frontend(dir.path(), &[FROZEN, both]);
+    // Worker 0 never ends a pass; worker 1 comes later and does.
+    let frozen = Worker::start(dir.path(), &[FROZEN, both, &["--pool=main", "--index=0"]]);
+    await_ready(&server, 1);
+    let mut waiting: Vec<Client> = (0..20)
+        .map(|_| begin(&server, &completion(LONG_PROMPT, 5, false)))
+        .collect();
+    let mut stream = begin(&server, &completion(LONG_PROMPT, 5, true));
+    assert_eq!(stream.head().status, 200);
+    server.await_metric("slipstream_streams_open", |open| open == 21.0);
+    let fast = of_frontend(FROZEN);
+    let fast = Worker::start(
+        dir.path(),
+        &[&fast, both, &["--pool=main", "--index=1", "--speedup=0"]],
+    );
+    await_ready(&server, 2);
+    frozen.kill();
+    for client in &mut waiting {
+        let answer = client.answer();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(answer.json()["usage"]["completion_tokens"], 5);
+    }
+    let text = rest(&mut stream);
+    assert!(!text.contains("error"), "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"));
+    assert_eq!(server.metric("slipstream_streams_retried_total"), 21.0);
+    assert_eq!(server.metric("slipstream_streams_lost_total"), 0.0);
+    drop(fast);
+}
+
+#[test]
+fn a_client_or_a_frontend_that_goes_away_frees_its_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let one = frontend(dir.path(), &[FROZEN, IMPATIENT]);
+    let other = frontend(dir.path(), &[FROZEN, IMPATIENT]);
+    let worker = Worker::start(dir.path(), &[FROZEN, IMPATIENT]);
+    await_ready(&one, 1);
+    await_ready(&other, 1);
+    let body = completion(LONG_PROMPT, 100, true);
+    let mut client = begin(&one, &body);
+    assert_eq!(client.head().status, 200);
+    other.await_metric("slipstream_worker_running", |running| running == 1.0);
+    drop(client);
+    // The pass under way takes an hour.
+    other.await_metric("slipstream_worker_running", |running| running == 0.0);
+    other.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
+    let mut client = begin(&one, &body);
+    assert_eq!(client.head().status, 200);
+    other.await_metric("slipstream_worker_waiting", |waiting| waiting == 1.0);
+    one.kill();
+    other.await_metric("slipstream_worker_waiting", |waiting| waiting == 0.0);
+    await_ready(&other, 1);
+    drop(worker);
+}
+
+#[test]
+fn a_worker_that_is_stopped_is_given_up_and_taken_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[STEADY, IMPATIENT]);
+    let worker = Worker::start(dir.path(), &[STEADY, IMPATIENT]);
+    await_ready(&server, 2);
+    let mut client = begin(&server, &completion(LONG_PROMPT, 4000, true));
+    assert_eq!(client.head().status, 200);
+    assert!(client.chunk().is_some(), "mid-stream");
+    worker.signal("-STOP");
+    let text = rest(&mut client);
+    assert!(
+        text.contains("\"error\"") && text.ends_with("data: [DONE]\n\n"),
+        "{text}"
+    );
+    assert!(server.metric("slipstream_plane_silent_total") >= 1.0);
+    await_ready(&server, 0);
+    worker.signal("-CONT");
+    await_ready(&server, 2);
+    let answer = server.post("/v1/completions", &completion("a", 3, false));
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    // What it was doing before is over, as nobody wants it.
+    server.await_metric("slipstream_worker_running", |running| running == 0.0);
+}
+
+#[test]
+fn two_processes_with_one_worker_do_not_share_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[FAST]);
+    let first = Worker::start(dir.path(), &[FAST]);
+    await_ready(&server, 2);
+    let second = Worker::start(dir.path(), &[FAST, &["--pool=main", "--index=1"]]);
+    server.await_metric("slipstream_plane_rejected_total", |rejected| {
+        rejected >= 2.0
+    });
+    assert_eq!(server.metric("slipstream_router_ready"), 2.0);
+    assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
+    // The second has it as soon as the first lets go.
+    first.kill();
+    await_ready(&server, 1);
+    assert_eq!(
+        server
+            .post("/v1/completions", &completion("a", 3, false))
+            .status,
+        200
+    );
+    assert!(second.terminate().success());
+}
+
+/// Addresses of the shards of the frontends in `dir`.
+fn plane_addresses(dir: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        if name.starts_with("frontend-") && name.ends_with(".json") {
+            let text = std::fs::read(&path).unwrap();
+            let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
+            let shards = record["shards"].as_array().unwrap();
+            found.extend(shards.iter().map(|s| s.as_str().unwrap().to_owned()));
+        }
+    }
+    found
+}
+
+#[test]
+fn strangers_on_the_plane_are_cut_off_and_others_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[FAST, IMPATIENT]);
+    let worker = Worker::start(dir.path(), &[FAST, IMPATIENT]);
+    await_ready(&server, 2);
+    let address = plane_addresses(dir.path()).remove(0);
+    let talk = |bytes: &[u8]| {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        // It may be cut off before it has said all.
+        let _ = stream.write_all(bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        answer
+    };
+    let http = talk(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n");
+    let text = String::from_utf8_lossy(&http).into_owned();
+    assert!(text.contains("version"), "told what is wrong: {text}");
+    talk(&[0xff; 64]);
+    talk(&[0, 0, 0, 0, 9, 1, 0, 0]); // another version
+    talk(&[255, 255, 255, 255, 1, 1, 0, 0]); // four gigabytes of hello
+    talk(&[0, 0, 0, 0, 1, 16, 0, 0]); // a request before its greeting
+    talk(&[]); // says nothing at all: cut off after the deadline
+    assert!(server.metric("slipstream_plane_malformed_total") >= 5.0);
+    assert!(server.metric("slipstream_plane_rejected_total") >= 6.0);
+    server.assert_alive();
+    drop(worker);
+}
+
+#[test]
+fn records_that_are_stale_or_cut_short_do_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let old = frontend(dir.path(), &[FAST]);
+    await_true("the record is there", || {
+        !plane_addresses(dir.path()).is_empty()
+    });
+    old.kill(); // its record stays
+    std::fs::write(
+        dir.path().join("frontend-00000000000000aa.json"),
+        b"{\"role\":\"fro",
+    )
+    .unwrap();
+    let worker = Worker::start(dir.path(), &[FAST, IMPATIENT]);
+    let server = frontend(dir.path(), &[FAST, IMPATIENT]);
+    await_ready(&server, 2);
+    server.assert_alive();
+    drop(worker);
+}
+
+#[test]
+fn a_worker_of_another_cluster_is_not_dialed() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[FAST]);
+    let stranger = Worker::start(dir.path(), &[FAST, &["--set=engine.block_size=32"]]);
+    let ours = Worker::start(dir.path(), &[FAST]);
+    await_ready(&server, 2);
+    assert_eq!(server.metric("slipstream_plane_connections_total"), 2.0);
+    drop((stranger, ours));
+}
+
+#[test]
+fn open_streams_finish_when_either_side_is_asked_to_end() {
+    for end_worker in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let server = frontend(dir.path(), &[STEADY]);
+        let worker = Worker::start(dir.path(), &[STEADY]);
+        await_ready(&server, 2);
+        // A connection that is kept alive and does nothing holds nobody up.
+        let mut idle = server.connect();
+        assert_eq!(idle.send("GET", "/live", &[], b"").status, 200);
+        let mut client = begin(&server, &completion("a", 30, true));
+        assert_eq!(client.head().status, 200);
+        assert!(client.chunk().is_some());
+        let check = |client: &mut Client| {
+            let text = rest(client);
+            assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+            assert!(!text.contains("error"), "{text}");
+        };
+        if end_worker {
+            assert!(worker.terminate().success());
+            check(&mut client);
+        } else {
+            assert!(server.terminate().success());
+            check(&mut client);
+        }
+    }
+}

@@ -1,0 +1,448 @@
+//! A shard's connections to worker processes.
+//!
+//! Workers dial; the shard listens. Each connection is one task: it reads passes and takes them
+//! apart at once, and writes what the handlers of this shard have put into the peer's outbox since
+//! it last ran. Handlers and connections share a thread, so nothing here is locked.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use slipstream_base::{KvDelta, RankId, WorkerId};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::link::{Link, LinkError};
+use slipstream_planes::wire::{self, Hello, Kind, Reject, RejectReason, Welcome, WireError};
+use slipstream_planes::{PassFrame, StartRequest, ToWorker};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+
+use crate::roster::{Roster, feeds_index};
+use crate::server::StartError;
+use crate::shard::Shard;
+
+/// Connections of one shard that are greeted at one time; more are closed.
+const GREETINGS_MAX: usize = 256;
+
+/// Reads in one turn, of at least 16 KiB each; then the clients' sockets get theirs.
+const READS_PER_TURN: usize = 8;
+
+/// Bounds of a shard's connections to workers.
+#[derive(Clone, Copy, Debug)]
+pub struct RemoteLimits {
+    /// A worker that was silent for so long counts as gone. Default 5 s.
+    pub deadline: Duration,
+    /// Bytes of requests that may wait for one worker process to read them. Beyond that its
+    /// requests go elsewhere. Default 16 MiB.
+    pub unsent_bytes_max: usize,
+    /// Bytes of a stream's tokens (4 each) that may come before its client has read some. Too low:
+    /// tokens wait for credit. Default 256 KiB.
+    pub credit_bytes: u32,
+}
+
+impl Default for RemoteLimits {
+    fn default() -> Self {
+        RemoteLimits {
+            deadline: slipstream_planes::link::DEADLINE,
+            unsent_bytes_max: 16 << 20,
+            credit_bytes: 256 << 10,
+        }
+    }
+}
+
+/// Where one shard listens for workers.
+pub struct RemotePlane {
+    listener: StdListener,
+    roster: Arc<Roster>,
+    limits: RemoteLimits,
+}
+
+/// A bound socket for workers, before there is a roster.
+pub struct PlaneSocket {
+    listener: StdListener,
+    address: SocketAddr,
+}
+
+impl PlaneSocket {
+    /// Binds `listen` (`host:port`; port 0 picks a free one), exclusively.
+    ///
+    /// # Errors
+    /// [`StartError::Bind`].
+    pub fn bind(listen: &str) -> Result<PlaneSocket, StartError> {
+        let (listener, address) = crate::server::bind(listen)?;
+        Ok(PlaneSocket { listener, address })
+    }
+
+    /// The address bound.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// A shard's plane on this socket.
+    pub fn serve(self, roster: Arc<Roster>, limits: RemoteLimits) -> RemotePlane {
+        RemotePlane {
+            listener: self.listener,
+            roster,
+            limits,
+        }
+    }
+}
+
+/// A shard's worker processes.
+pub(crate) struct Remote {
+    pub(crate) roster: Arc<Roster>,
+    limits: RemoteLimits,
+    listener: Cell<Option<StdListener>>,
+    /// Who runs a worker, by worker.
+    peers: RefCell<Vec<Option<Rc<Peer>>>>,
+    greetings: Cell<usize>,
+}
+
+/// A connected worker process.
+pub(crate) struct Peer {
+    instance: u64,
+    name: String,
+    workers: Vec<WorkerId>,
+    /// Frames that the next turn of its task sends.
+    outbox: RefCell<Vec<u8>>,
+    /// Bytes that its socket has not taken, as of its last turn.
+    unsent: Cell<usize>,
+    waker: RefCell<Option<Waker>>,
+    /// It wants no new streams.
+    leaving: Cell<bool>,
+}
+
+/// Why a start was not handed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotSent {
+    /// No process runs the worker, or it vanished a moment ago.
+    Gone,
+    /// Its tombstone stands: a late registration.
+    Tombstone,
+    /// It is leaving, or too far behind.
+    Busy,
+}
+
+impl Remote {
+    pub(crate) fn new(plane: RemotePlane) -> Remote {
+        let workers = plane.roster.worker_count();
+        Remote {
+            roster: plane.roster,
+            limits: plane.limits,
+            listener: Cell::new(Some(plane.listener)),
+            peers: RefCell::new(vec![None; workers]),
+            greetings: Cell::new(0),
+        }
+    }
+
+    pub(crate) fn credit_bytes(&self) -> u32 {
+        self.limits.credit_bytes
+    }
+
+    /// Puts a start into the outbox of whoever runs its worker.
+    pub(crate) fn start(&self, start: &StartRequest) -> Result<(), NotSent> {
+        let worker = start.rank.worker.index();
+        if self.roster.tombstones.stands(worker, monotonic_ns()) {
+            return Err(NotSent::Tombstone);
+        }
+        let peers = self.peers.borrow();
+        let peer = peers.get(worker).and_then(Option::as_ref);
+        let peer = peer.ok_or(NotSent::Gone)?;
+        let mut outbox = peer.outbox.borrow_mut();
+        let waiting = peer.unsent.get() + outbox.len();
+        if peer.leaving.get() || waiting > self.limits.unsent_bytes_max {
+            return Err(NotSent::Busy);
+        }
+        wire::encode_start(start, &mut outbox);
+        drop(outbox);
+        peer.wake();
+        Ok(())
+    }
+
+    /// Puts a control into the outbox of whoever runs its worker. If nobody does there is nothing
+    /// left to control.
+    pub(crate) fn control(&self, message: &ToWorker) {
+        let peers = self.peers.borrow();
+        let worker = message.rank().worker.index();
+        if let Some(peer) = peers.get(worker).and_then(Option::as_ref) {
+            wire::encode_to_worker(message, &mut peer.outbox.borrow_mut());
+            peer.wake();
+        }
+    }
+
+    /// Listens for workers, and serves each, for as long as the shard runs.
+    pub(crate) async fn listen(self: Rc<Remote>, shard: Rc<Shard>) {
+        let listener = self.listener.take().expect("a shard listens once");
+        let listener = match TcpListener::from_std(listener) {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!(%error, "the socket for workers cannot be polled");
+                return;
+            }
+        };
+        loop {
+            match listener.accept().await {
+                Ok((stream, address)) if self.greetings.get() < GREETINGS_MAX => {
+                    self.greetings.set(self.greetings.get() + 1);
+                    let served = self.clone().serve(shard.clone(), stream, address);
+                    tokio::task::spawn_local(served);
+                }
+                Ok((_, address)) => {
+                    self.roster.on_rejected();
+                    tracing::warn!("{GREETINGS_MAX} peers are being greeted; {address} was closed");
+                }
+                Err(error) => {
+                    // Out of descriptors, most often: give those in use time to be closed.
+                    tracing::warn!(%error, "accepting a worker failed; trying again in 20 ms");
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+        }
+    }
+
+    async fn serve(self: Rc<Remote>, shard: Rc<Shard>, stream: TcpStream, address: SocketAddr) {
+        let greeted = timeout(self.limits.deadline, self.greet(&shard, stream)).await;
+        self.greetings.set(self.greetings.get() - 1);
+        let (link, peer) = match greeted {
+            Ok(Ok(greeted)) => greeted,
+            Ok(Err(error)) => {
+                tracing::warn!("no worker process at {address}: {error}");
+                return;
+            }
+            Err(_) => {
+                self.roster.on_rejected();
+                tracing::warn!("{address} connected and did not say hello");
+                return;
+            }
+        };
+        tracing::info!("{} runs {:?}", peer.name, peer.workers);
+        // Also when this task is dropped at shutdown.
+        let mut connection = Connection {
+            remote: self.clone(),
+            shard,
+            peer,
+            link,
+            pass: PassFrame::new(),
+            delta: KvDelta::default(),
+            unsure: Vec::new(),
+        };
+        let error = poll_fn(|cx| connection.poll(cx)).await;
+        let metrics = &connection.shard.metrics;
+        match &error {
+            LinkError::Wire(_) => metrics.plane_malformed.add(1),
+            LinkError::Silent { .. } | LinkError::Unread { .. } => metrics.plane_silent.add(1),
+            LinkError::Closed | LinkError::Io(_) => {}
+        }
+        tracing::warn!("{}: {error}", connection.peer.name);
+    }
+
+    /// Reads the hello and answers it.
+    async fn greet(
+        &self,
+        shard: &Shard,
+        stream: TcpStream,
+    ) -> Result<(Link, Rc<Peer>), GreetError> {
+        let limits = &self.limits;
+        let mut link = Link::over_tcp(stream, limits.deadline, limits.unsent_bytes_max)?;
+        let hello = link
+            .receive(|kind, body| match kind {
+                Kind::Hello => Hello::decode(body),
+                kind => Err(WireError::Place {
+                    kind,
+                    place: "before a greeting",
+                }),
+            })
+            .await;
+        let admitted = match hello {
+            Ok(hello) => self.roster.admit(shard.index, &hello).map(|()| hello),
+            Err(LinkError::Wire(error)) => {
+                self.roster.on_rejected();
+                shard.metrics.plane_malformed.add(1);
+                Err(Reject {
+                    reason: RejectReason::Protocol,
+                    message: error.to_string(),
+                })
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let hello = match admitted {
+            Ok(hello) => hello,
+            Err(reject) => {
+                reject.encode(link.outbox());
+                link.flush().await?;
+                return Err(reject.into());
+            }
+        };
+        let workers: Vec<WorkerId> = hello.workers.iter().map(|w| w.worker).collect();
+        let peer = Rc::new(Peer {
+            instance: hello.instance,
+            name: hello.name,
+            workers,
+            outbox: RefCell::default(),
+            unsent: Cell::new(0),
+            waker: RefCell::default(),
+            leaving: Cell::new(false),
+        });
+        Welcome {
+            instance: self.roster.instance,
+            shard: shard.index,
+            wants_kv: feeds_index(shard.index),
+            deadline_ms: limits.deadline.as_millis() as u32,
+            name: self.roster.name.clone(),
+        }
+        .encode(link.outbox());
+        // The shorter patience counts, as at the other end.
+        let theirs = Duration::from_millis(hello.deadline_ms.into());
+        link.set_deadline(limits.deadline.min(theirs.max(Duration::from_millis(10))));
+        for worker in &peer.workers {
+            self.peers.borrow_mut()[worker.index()] = Some(peer.clone());
+        }
+        Ok((link, peer))
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum GreetError {
+    #[error("{0}")]
+    Link(#[from] LinkError),
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("{0}")]
+    Rejected(#[from] Reject),
+}
+
+impl Peer {
+    fn wake(&self) {
+        if let Some(waker) = self.waker.borrow_mut().take() {
+            waker.wake();
+        }
+    }
+}
+
+/// One connection at work. Dropping it gives the workers' seats back and ends their streams.
+struct Connection {
+    remote: Rc<Remote>,
+    shard: Rc<Shard>,
+    peer: Rc<Peer>,
+    link: Link,
+    pass: PassFrame,
+    delta: KvDelta,
+    /// Ranks of which a snapshot was asked for and has not come.
+    unsure: Vec<RankId>,
+}
+
+impl Connection {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<LinkError> {
+        match self.turn(cx) {
+            Ok(true) => {
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
+            Ok(false) => Poll::Pending,
+            Err(error) => Poll::Ready(error),
+        }
+    }
+
+    /// One look at everything. Returns whether there may be more at once.
+    fn turn(&mut self, cx: &mut Context<'_>) -> Result<bool, LinkError> {
+        // First of all: what happens below may put something into the outbox.
+        *self.peer.waker.borrow_mut() = Some(cx.waker().clone());
+        let mut more = true;
+        for _ in 0..READS_PER_TURN {
+            match self.link.poll_read(cx) {
+                Poll::Ready(read) => read?,
+                Poll::Pending => {
+                    more = false;
+                    break;
+                }
+            }
+            self.take_frames()?;
+        }
+        self.link.poll_time(cx)?;
+        let outbox = self.link.outbox();
+        let mut fresh = self.peer.outbox.borrow_mut();
+        if outbox.is_empty() {
+            std::mem::swap(outbox, &mut fresh);
+        } else {
+            outbox.append(&mut fresh);
+        }
+        drop(fresh);
+        if let Poll::Ready(written) = self.link.poll_write(cx) {
+            written?;
+        }
+        self.peer.unsent.set(self.link.unsent());
+        Ok(more)
+    }
+
+    fn take_frames(&mut self) -> Result<(), WireError> {
+        let (shard, roster) = (&self.shard, &self.remote.roster);
+        while let Some((kind, body)) = self.link.next_frame()? {
+            match kind {
+                Kind::Pass => {
+                    wire::decode_pass(body, &mut self.pass)?;
+                    shard.on_frame(&self.pass);
+                }
+                Kind::Kv | Kind::KvSnapshot => {
+                    let snapshot = wire::decode_kv(kind, body, &mut self.delta)?;
+                    let rank = self.delta.rank;
+                    if snapshot {
+                        roster.fleet().resync(&self.delta);
+                        self.unsure.retain(|&unsure| unsure != rank);
+                    } else if !self.unsure.contains(&rank) && roster.fleet().on_kv(&self.delta).gap
+                    {
+                        tracing::warn!(%rank, "a KV delta is missing");
+                        self.unsure.push(rank);
+                        let resync = ToWorker::Resync { rank };
+                        wire::encode_to_worker(&resync, &mut self.peer.outbox.borrow_mut());
+                    }
+                }
+                Kind::Ready => {
+                    let (worker, ready) = wire::decode_ready(body)?;
+                    if self.peer.workers.contains(&worker) {
+                        roster.on_ready(self.peer.instance, worker, ready);
+                    }
+                }
+                Kind::Load => wire::decode_loads(body, |load| {
+                    if self.peer.workers.contains(&load.rank.worker) {
+                        roster.on_load(load);
+                    }
+                })?,
+                Kind::Ping => {}
+                Kind::Bye => {
+                    self.peer.leaving.set(true);
+                    for &worker in &self.peer.workers {
+                        roster.on_ready(self.peer.instance, worker, false);
+                    }
+                }
+                kind => {
+                    let place = "among answers of a worker";
+                    return Err(WireError::Place { kind, place });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let peer = &self.peer;
+        for worker in &peer.workers {
+            let mut peers = self.remote.peers.borrow_mut();
+            if peers[worker.index()]
+                .as_ref()
+                .is_some_and(|p| Rc::ptr_eq(p, peer))
+            {
+                peers[worker.index()] = None;
+            }
+        }
+        let roster = &self.remote.roster;
+        roster.on_lost(self.shard.index, peer.instance, &peer.workers);
+        self.shard
+            .on_workers_gone(|worker| peer.workers.contains(&worker));
+    }
+}

@@ -1,0 +1,385 @@
+//! Which worker processes are connected to which shards of this frontend.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use slipstream_base::WorkerId;
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::tombstone::{STANDS_NS, Tombstones};
+use slipstream_planes::wire::{Hello, RankLoad, Reject, RejectReason};
+use slipstream_router::Fleet;
+
+/// What the shards of a frontend know together of worker processes. A worker takes requests once
+/// the process that runs it is connected to every shard: a router's choice is then good on each.
+pub struct Roster {
+    /// Of this run of the frontend.
+    pub(crate) instance: u64,
+    /// Of the cluster; workers of another are rejected.
+    pub(crate) fingerprint: u64,
+    /// For people.
+    pub(crate) name: String,
+    shards: usize,
+    fleet: Arc<Fleet>,
+    /// By worker. Locked when connections come and go, never for a request.
+    workers: Mutex<Vec<Seat>>,
+    /// Workers that vanished a moment ago.
+    pub(crate) tombstones: Tombstones,
+    /// What worker processes last said of their ranks.
+    loads: Mutex<Vec<RankLoad>>,
+    counts: RosterCounts,
+}
+
+/// What a roster has counted.
+#[derive(Debug, Default)]
+struct RosterCounts {
+    open: AtomicU64,
+    connected: AtomicU64,
+    rejected: AtomicU64,
+    lost: AtomicU64,
+}
+
+/// What a roster has counted, for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RosterTotals {
+    /// Connections open now.
+    pub open: u64,
+    /// Connections greeted.
+    pub connected: u64,
+    /// Connections turned away.
+    pub rejected: u64,
+    /// Connections lost.
+    pub lost: u64,
+    /// Tombstones that stand now.
+    pub tombstones: u64,
+}
+
+/// Who runs a worker.
+#[derive(Debug, Default)]
+struct Seat {
+    /// The instance, and its name; `None` while nobody does.
+    held_by: Option<(u64, String)>,
+    /// Shards that it is connected to.
+    shards: BTreeSet<u8>,
+    ready: bool,
+}
+
+impl Roster {
+    /// A roster of `fleet`'s cluster, which has `workers` workers in all, for `shards` shards.
+    pub fn new(
+        instance: u64,
+        fingerprint: u64,
+        name: String,
+        fleet: Arc<Fleet>,
+        workers: usize,
+        shards: usize,
+    ) -> Roster {
+        Roster {
+            instance,
+            fingerprint,
+            name,
+            shards,
+            fleet,
+            workers: Mutex::new((0..workers).map(|_| Seat::default()).collect()),
+            tombstones: Tombstones::new(workers, STANDS_NS),
+            loads: Mutex::default(),
+            counts: RosterCounts::default(),
+        }
+    }
+
+    /// What the roster has counted.
+    pub fn totals(&self) -> RosterTotals {
+        RosterTotals {
+            open: self.counts.open.load(Relaxed),
+            connected: self.counts.connected.load(Relaxed),
+            rejected: self.counts.rejected.load(Relaxed),
+            lost: self.counts.lost.load(Relaxed),
+            tombstones: self.tombstones.count(monotonic_ns()) as u64,
+        }
+    }
+
+    /// What worker processes last said of their ranks, by rank.
+    pub fn loads(&self) -> Vec<RankLoad> {
+        lock(&self.loads).clone()
+    }
+
+    pub(crate) fn fleet(&self) -> &Arc<Fleet> {
+        &self.fleet
+    }
+
+    /// How many workers the cluster has.
+    pub(crate) fn worker_count(&self) -> usize {
+        lock(&self.workers).len()
+    }
+
+    /// A process said hello to `shard`: seats its workers, or says why not. Nothing is changed
+    /// then.
+    pub(crate) fn admit(&self, shard: u8, hello: &Hello) -> Result<(), Reject> {
+        let seated = self.seat(shard, hello);
+        match seated {
+            Ok(()) => {
+                self.counts.connected.fetch_add(1, Relaxed);
+                self.counts.open.fetch_add(1, Relaxed);
+            }
+            Err(_) => self.on_rejected(),
+        }
+        seated
+    }
+
+    pub(crate) fn on_rejected(&self) {
+        self.counts.rejected.fetch_add(1, Relaxed);
+    }
+
+    fn seat(&self, shard: u8, hello: &Hello) -> Result<(), Reject> {
+        let reject = |reason, message| Err(Reject { reason, message });
+        if hello.fingerprint != self.fingerprint {
+            return reject(
+                RejectReason::Cluster,
+                format!(
+                    "{} was started from another cluster file than {}; models, pools and block \
+                     sizes must be the same",
+                    hello.name, self.name
+                ),
+            );
+        }
+        if hello.shard != shard {
+            return reject(
+                RejectReason::WrongShard,
+                format!(
+                    "this is shard {shard}, not {}; look at the discovery directory again",
+                    hello.shard
+                ),
+            );
+        }
+        let mut workers = lock(&self.workers);
+        let mut named = BTreeSet::new();
+        for announced in &hello.workers {
+            let worker = announced.worker;
+            let Some(seat) = workers.get(worker.index()) else {
+                return reject(
+                    RejectReason::Cluster,
+                    format!("the cluster has {} workers, and no {worker}", workers.len()),
+                );
+            };
+            if !named.insert(worker) {
+                return reject(
+                    RejectReason::Protocol,
+                    format!("{worker} is announced twice; announce each worker once"),
+                );
+            }
+            match &seat.held_by {
+                Some((instance, holder)) if *instance != hello.instance => {
+                    return reject(
+                        RejectReason::WorkerTaken,
+                        format!(
+                            "{worker} is run by {holder} already; stop one of the two, or give \
+                             them different --index"
+                        ),
+                    );
+                }
+                Some(_) if seat.shards.contains(&shard) => {
+                    return reject(
+                        RejectReason::WorkerTaken,
+                        format!("{} is connected to shard {shard} already", hello.name),
+                    );
+                }
+                _ => {}
+            }
+        }
+        for announced in &hello.workers {
+            let seat = &mut workers[announced.worker.index()];
+            seat.held_by = Some((hello.instance, hello.name.clone()));
+            seat.shards.insert(shard);
+            seat.ready |= announced.ready;
+            self.settle(announced.worker, seat);
+        }
+        Ok(())
+    }
+
+    /// A worker of `instance` takes requests from now on, or no longer does.
+    pub(crate) fn on_ready(&self, instance: u64, worker: WorkerId, ready: bool) {
+        let mut workers = lock(&self.workers);
+        let Some(seat) = workers.get_mut(worker.index()) else {
+            return;
+        };
+        if seat.held_by.as_ref().is_some_and(|(by, _)| *by == instance) {
+            seat.ready = ready;
+            self.settle(worker, seat);
+        }
+    }
+
+    /// The connection of `instance` to `shard` is gone. Its workers take no requests until it is
+    /// back on every shard; what one shard heard of their caches is forgotten.
+    pub(crate) fn on_lost(&self, shard: u8, instance: u64, of: &[WorkerId]) {
+        self.counts.lost.fetch_add(1, Relaxed);
+        self.counts.open.fetch_sub(1, Relaxed);
+        let now = monotonic_ns();
+        let mut workers = lock(&self.workers);
+        for &worker in of {
+            let Some(seat) = workers.get_mut(worker.index()) else {
+                continue;
+            };
+            if seat.held_by.as_ref().is_none_or(|(by, _)| *by != instance) {
+                continue;
+            }
+            seat.shards.remove(&shard);
+            self.tombstones.raise(worker.index(), now);
+            self.settle(worker, seat);
+            if feeds_index(shard) {
+                self.fleet.on_worker_lost(worker);
+            }
+            if seat.shards.is_empty() {
+                *seat = Seat::default();
+            }
+        }
+        drop(workers);
+        lock(&self.loads).retain(|load| !of.contains(&load.rank.worker));
+    }
+
+    /// Keeps what a process says of its ranks.
+    pub(crate) fn on_load(&self, load: RankLoad) {
+        let mut loads = lock(&self.loads);
+        match loads.binary_search_by_key(&load.rank, |known| known.rank) {
+            Ok(at) => loads[at] = load,
+            Err(at) => loads.insert(at, load),
+        }
+    }
+
+    /// Makes the fleet agree with the seat.
+    fn settle(&self, worker: WorkerId, seat: &Seat) {
+        let whole = seat.shards.len() == self.shards;
+        if whole {
+            self.tombstones.clear(worker.index());
+        }
+        self.fleet.set_ready(worker, whole && seat.ready);
+    }
+}
+
+/// Whether KV deltas are to come to `shard`: one does, as all shards share the index.
+pub(crate) fn feeds_index(shard: u8) -> bool {
+    shard == 0
+}
+
+/// Nothing panics while one of these locks is held but on a broken invariant of the fleet, after
+/// which seats are whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::RankId;
+    use slipstream_base::cluster::RouterConfig;
+    use slipstream_planes::wire::Announced;
+    use slipstream_router::fleet::TargetConfig;
+
+    fn roster(workers: u32, shards: usize) -> Roster {
+        let targets = (0..workers).map(|worker| TargetConfig {
+            rank: RankId {
+                worker: WorkerId(worker),
+                dp_rank: 0,
+            },
+            kv_blocks: 8,
+            prefix_caching: true,
+        });
+        let fleet = Fleet::new(RouterConfig::default(), 16, targets.collect()).unwrap();
+        Roster::new(
+            1,
+            7,
+            "here".into(),
+            Arc::new(fleet),
+            workers as usize,
+            shards,
+        )
+    }
+
+    fn hello(instance: u64, shard: u8, workers: &[u32], ready: bool) -> Hello {
+        Hello {
+            instance,
+            fingerprint: 7,
+            shard,
+            deadline_ms: 1000,
+            name: format!("process {instance}"),
+            workers: workers
+                .iter()
+                .map(|&worker| Announced {
+                    worker: WorkerId(worker),
+                    ranks: 1,
+                    ready,
+                })
+                .collect(),
+        }
+    }
+
+    fn ready(roster: &Roster) -> Vec<bool> {
+        let targets = 0..roster.fleet.targets().len();
+        targets
+            .map(|target| roster.fleet.is_ready(target))
+            .collect()
+    }
+
+    #[test]
+    fn a_worker_takes_requests_once_it_is_on_every_shard_and_ready() {
+        let roster = roster(2, 2);
+        roster.admit(0, &hello(9, 0, &[1], false)).unwrap();
+        roster.admit(1, &hello(9, 1, &[1], false)).unwrap();
+        assert_eq!(ready(&roster), [false, false]);
+        roster.on_ready(8, WorkerId(1), true);
+        assert_eq!(
+            ready(&roster),
+            [false, false],
+            "another instance has no say"
+        );
+        roster.on_ready(9, WorkerId(1), true);
+        assert_eq!(ready(&roster), [false, true]);
+        roster.on_lost(1, 9, &[WorkerId(1)]);
+        assert_eq!(ready(&roster), [false, false]);
+        assert_eq!(roster.totals().tombstones, 1);
+        roster.admit(1, &hello(9, 1, &[1], true)).unwrap();
+        assert_eq!(ready(&roster), [false, true]);
+        let totals = roster.totals();
+        assert_eq!((totals.open, totals.lost, totals.tombstones), (2, 1, 0));
+    }
+
+    #[test]
+    fn two_processes_cannot_run_one_worker() {
+        let roster = roster(2, 1);
+        roster.admit(0, &hello(1, 0, &[0], true)).unwrap();
+        let taken = roster.admit(0, &hello(2, 0, &[1, 0], true)).unwrap_err();
+        assert_eq!(taken.reason, RejectReason::WorkerTaken);
+        assert!(taken.message.contains("process 1"), "{taken}");
+        assert_eq!(ready(&roster), [true, false], "nothing was changed");
+        let twice = roster.admit(0, &hello(1, 0, &[0], true)).unwrap_err();
+        assert_eq!(twice.reason, RejectReason::WorkerTaken);
+        // Once the first is gone the second may have it.
+        roster.on_lost(0, 1, &[WorkerId(0)]);
+        roster.admit(0, &hello(2, 0, &[1, 0], true)).unwrap();
+        assert_eq!(ready(&roster), [true, true]);
+        // What the first says late no longer counts.
+        roster.on_lost(0, 1, &[WorkerId(0)]);
+        assert_eq!(ready(&roster), [true, true]);
+    }
+
+    #[test]
+    fn strangers_are_told_why_they_are_rejected() {
+        let roster = roster(2, 1);
+        let check = |hello: &Hello, reason, part: &str| {
+            let reject = roster.admit(0, hello).unwrap_err();
+            assert_eq!(reject.reason, reason);
+            assert!(reject.message.contains(part), "{reject}");
+        };
+        let mut other = hello(1, 0, &[0], true);
+        other.fingerprint = 8;
+        check(&other, RejectReason::Cluster, "another cluster file");
+        check(
+            &hello(1, 3, &[0], true),
+            RejectReason::WrongShard,
+            "shard 0, not 3",
+        );
+        check(&hello(1, 0, &[0, 2], true), RejectReason::Cluster, "no w2");
+        check(&hello(1, 0, &[0, 0], true), RejectReason::Protocol, "twice");
+        assert_eq!(roster.totals().rejected, 4);
+        assert_eq!(ready(&roster), [false, false]);
+    }
+}

@@ -1,0 +1,879 @@
+//! How frames cross a socket: bytes, and nothing that reads or writes them.
+//!
+//! Every frame has a header of eight bytes and a body; numbers are little-endian:
+//!
+//! ```text
+//! len: u32 (bytes of the body)   version: u8   kind: u8   zero: u16   body
+//! ```
+//!
+//! A worker process dials a shard, says [`Hello`] and is told [`Welcome`] or [`Reject`]. From then
+//! on requests and controls come one way, passes, KV deltas and loads the other. `docs/wire.md`
+//! shows every frame byte by byte; a test compares.
+//!
+//! Whatever arrives is checked here once: lengths before anything is allocated, codes, shapes.
+
+use slipstream_base::{
+    BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Tail,
+    WorkerId,
+};
+
+use crate::frame::{FrameError, PassFrame, StartRequest, ToWorker};
+use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
+
+/// What this program speaks.
+pub const VERSION: u8 = 1;
+
+/// Bytes before a body.
+pub const HEADER_BYTES: usize = 8;
+
+/// Longest body, bytes. A pass of 65,536 tokens takes 0.8 MiB, a prompt of a million tokens in
+/// blocks of 16 half a MiB, a snapshot of a million blocks 8 MiB.
+pub const BODY_BYTES_MAX: usize = 16 << 20;
+
+/// First bytes of a greeting's body: `SLIP`. Tells a stranger (an HTTP client, say) from a peer.
+const MAGIC: u32 = u32::from_le_bytes(*b"SLIP");
+
+/// Workers that one process may announce.
+const WORKERS_MAX: usize = 4096;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Worker to shard, first: [`Hello`].
+    Hello = 1,
+    /// Shard to worker, in answer: [`Welcome`].
+    Welcome = 2,
+    /// Shard to worker, in answer; the connection then closes: [`Reject`].
+    Reject = 3,
+    /// Either way, when nothing else was to be said for a while. No body.
+    Ping = 4,
+    /// Either way: no new streams, please; what is under way goes on. No body.
+    Bye = 5,
+    /// Shard to worker: a new stream.
+    Start = 16,
+    /// Shard to worker: end a stream where it is.
+    Stop = 17,
+    /// Shard to worker: nobody listens any more.
+    Kill = 18,
+    /// Shard to worker: publish every block of a rank.
+    Resync = 19,
+    /// Shard to worker: so many bytes more of a stream may come.
+    Credit = 20,
+    /// Worker to shard: what one pass, or a few, produced.
+    Pass = 32,
+    /// Worker to shard: changes of a rank's KV cache.
+    Kv = 33,
+    /// Worker to shard: all that a rank's KV cache holds.
+    KvSnapshot = 34,
+    /// Worker to shard: a worker takes requests, or no longer does.
+    Ready = 35,
+    /// Worker to shard: what the ranks are doing.
+    Load = 36,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 15] = [
+        Kind::Hello,
+        Kind::Welcome,
+        Kind::Reject,
+        Kind::Ping,
+        Kind::Bye,
+        Kind::Start,
+        Kind::Stop,
+        Kind::Kill,
+        Kind::Resync,
+        Kind::Credit,
+        Kind::Pass,
+        Kind::Kv,
+        Kind::KvSnapshot,
+        Kind::Ready,
+        Kind::Load,
+    ];
+
+    fn of(code: u8) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|&kind| kind as u8 == code)
+    }
+}
+
+/// Bytes that are no frame of ours. The connection that brought them is not to be trusted further;
+/// the process is as usable as before.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// Another version.
+    #[error(
+        "the peer speaks version {0} of the plane and this program version {VERSION}; \
+         run frontends and workers of one release"
+    )]
+    Version(u8),
+    /// No such kind.
+    #[error("no frame has kind {0}; run frontends and workers of one release")]
+    Kind(u8),
+    /// The reserved bytes of a header are not zero.
+    #[error("a header ends in {0:#06x} where zeros belong; the stream is out of step")]
+    Reserved(u16),
+    /// A body longer than any.
+    #[error("a {kind:?} frame of {len} bytes is longer than the {BODY_BYTES_MAX} that are allowed")]
+    Length {
+        /// What it claims to be.
+        kind: Kind,
+        /// What it claims to hold, bytes.
+        len: u32,
+    },
+    /// The body ends within a field.
+    #[error("a {0:?} frame ends within a field")]
+    Cut(Kind),
+    /// The body goes on after its last field.
+    #[error("a {kind:?} frame has {bytes} bytes after its last field")]
+    Trailing {
+        /// What it is.
+        kind: Kind,
+        /// How much is too much.
+        bytes: usize,
+    },
+    /// A field holds what it may not.
+    #[error("a {kind:?} frame has a bad {field}: {value}")]
+    Value {
+        /// What it is.
+        kind: Kind,
+        /// Which field.
+        field: &'static str,
+        /// What it holds.
+        value: u64,
+    },
+    /// The entries of a pass.
+    #[error(transparent)]
+    Pass(#[from] FrameError),
+    /// A frame of the other direction, or before its time.
+    #[error("a {kind:?} frame has no place {place}")]
+    Place {
+        /// What it is.
+        kind: Kind,
+        /// Where it turned up.
+        place: &'static str,
+    },
+}
+
+/// The first whole frame in `bytes`: its kind, its body, and how long it is with its header.
+/// `None` until all of it is there.
+///
+/// # Errors
+/// [`WireError`] as soon as the header is there, so that nobody waits for, or makes room for, a
+/// body that will not be read.
+pub fn split(bytes: &[u8]) -> Result<Option<(Kind, &[u8], usize)>, WireError> {
+    let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
+        return Ok(None);
+    };
+    let &[l0, l1, l2, l3, version, kind, z0, z1] = header;
+    if version != VERSION {
+        return Err(WireError::Version(version));
+    }
+    let kind = Kind::of(kind).ok_or(WireError::Kind(kind))?;
+    let zero = u16::from_le_bytes([z0, z1]);
+    if zero != 0 {
+        return Err(WireError::Reserved(zero));
+    }
+    let len = u32::from_le_bytes([l0, l1, l2, l3]);
+    if len as usize > BODY_BYTES_MAX {
+        return Err(WireError::Length { kind, len });
+    }
+    let body = rest.get(..len as usize);
+    Ok(body.map(|body| (kind, body, HEADER_BYTES + body.len())))
+}
+
+/// Appends a frame to `out`: its header, and the body that `write` appends.
+fn frame(out: &mut Vec<u8>, kind: Kind, write: impl FnOnce(&mut Vec<u8>)) {
+    let at = out.len();
+    out.extend_from_slice(&[0, 0, 0, 0, VERSION, kind as u8, 0, 0]);
+    write(out);
+    let len = (out.len() - at - HEADER_BYTES) as u32;
+    out[at..at + 4].copy_from_slice(&len.to_le_bytes());
+}
+
+/// Reads the fields of one body.
+struct Fields<'a> {
+    kind: Kind,
+    rest: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    fn new(kind: Kind, body: &'a [u8]) -> Fields<'a> {
+        Fields { kind, rest: body }
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8], WireError> {
+        let (taken, rest) = self
+            .rest
+            .split_at_checked(len)
+            .ok_or(WireError::Cut(self.kind))?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
+        let taken = self.take(N)?;
+        Ok(taken.try_into().expect("`take` gives what was asked for"))
+    }
+
+    fn u8(&mut self) -> Result<u8, WireError> {
+        self.array().map(u8::from_le_bytes)
+    }
+
+    fn u16(&mut self) -> Result<u16, WireError> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, WireError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, WireError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn u32s(&mut self, count: usize) -> Result<impl Iterator<Item = u32> + 'a, WireError> {
+        let bytes = self.take(count.saturating_mul(4))?;
+        let (words, _) = bytes.as_chunks::<4>();
+        Ok(words.iter().map(|word| u32::from_le_bytes(*word)))
+    }
+
+    fn u64s(&mut self, count: usize) -> Result<impl Iterator<Item = u64> + 'a, WireError> {
+        let bytes = self.take(count.saturating_mul(8))?;
+        let (words, _) = bytes.as_chunks::<8>();
+        Ok(words.iter().map(|word| u64::from_le_bytes(*word)))
+    }
+
+    fn flag(&mut self, field: &'static str) -> Result<bool, WireError> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(self.bad(field, other.into())),
+        }
+    }
+
+    fn text(&mut self, field: &'static str) -> Result<&'a str, WireError> {
+        let len = self.u16()?;
+        let bytes = self.take(len.into())?;
+        std::str::from_utf8(bytes).map_err(|_| self.bad(field, len.into()))
+    }
+
+    fn rank(&mut self) -> Result<RankId, WireError> {
+        let worker = WorkerId(self.u32()?);
+        let dp_rank = self.u16()?;
+        Ok(RankId { worker, dp_rank })
+    }
+
+    fn addr(&mut self, shard: u8) -> Result<StreamAddr, WireError> {
+        let (slot, generation) = (self.u32()?, self.u32()?);
+        if slot >= SLOTS_MAX {
+            return Err(self.bad("stream slot", slot.into()));
+        }
+        let stream = StreamId { slot, generation };
+        Ok(StreamAddr { shard, stream })
+    }
+
+    fn bad(&self, field: &'static str, value: u64) -> WireError {
+        let kind = self.kind;
+        WireError::Value { kind, field, value }
+    }
+
+    fn end(self) -> Result<(), WireError> {
+        match self.rest.len() {
+            0 => Ok(()),
+            bytes => Err(WireError::Trailing {
+                kind: self.kind,
+                bytes,
+            }),
+        }
+    }
+}
+
+fn put_text(out: &mut Vec<u8>, text: &str) {
+    let mut end = text.len().min(usize::from(u16::MAX));
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    out.extend_from_slice(&(end as u16).to_le_bytes());
+    out.extend_from_slice(&text.as_bytes()[..end]);
+}
+
+fn put_rank(out: &mut Vec<u8>, rank: RankId) {
+    out.extend_from_slice(&rank.worker.0.to_le_bytes());
+    out.extend_from_slice(&rank.dp_rank.to_le_bytes());
+}
+
+fn put_stream(out: &mut Vec<u8>, stream: StreamId) {
+    out.extend_from_slice(&stream.slot.to_le_bytes());
+    out.extend_from_slice(&stream.generation.to_le_bytes());
+}
+
+fn put_words(out: &mut Vec<u8>, words: &[u32]) {
+    let at = out.len();
+    out.resize(at + words.len() * 4, 0);
+    let (chunks, _) = out[at..].as_chunks_mut::<4>();
+    for (chunk, word) in chunks.iter_mut().zip(words) {
+        *chunk = word.to_le_bytes();
+    }
+}
+
+/// One worker of a process that says hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Announced {
+    /// Which.
+    pub worker: WorkerId,
+    /// Its data-parallel ranks, at least one.
+    pub ranks: u16,
+    /// Whether it takes requests already.
+    pub ready: bool,
+}
+
+/// What a worker process says first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Drawn at the start of the process: another run is another instance.
+    pub instance: u64,
+    /// Of the cluster as this process knows it; both sides must mean the same one.
+    pub fingerprint: u64,
+    /// The shard that it believes to have dialed.
+    pub shard: u8,
+    /// A peer that was silent for so long counts as gone, ms.
+    pub deadline_ms: u32,
+    /// For people: host and process.
+    pub name: String,
+    /// What it runs.
+    pub workers: Vec<Announced>,
+}
+
+impl Hello {
+    /// Appends the frame.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        frame(out, Kind::Hello, |out| {
+            out.extend_from_slice(&MAGIC.to_le_bytes());
+            out.extend_from_slice(&self.instance.to_le_bytes());
+            out.extend_from_slice(&self.fingerprint.to_le_bytes());
+            out.push(self.shard);
+            out.extend_from_slice(&self.deadline_ms.to_le_bytes());
+            put_text(out, &self.name);
+            out.extend_from_slice(&(self.workers.len() as u16).to_le_bytes());
+            for announced in &self.workers {
+                out.extend_from_slice(&announced.worker.0.to_le_bytes());
+                out.extend_from_slice(&announced.ranks.to_le_bytes());
+                out.push(announced.ready.into());
+            }
+        });
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// [`WireError`].
+    pub fn decode(body: &[u8]) -> Result<Hello, WireError> {
+        let mut fields = Fields::new(Kind::Hello, body);
+        let magic = fields.u32()?;
+        if magic != MAGIC {
+            return Err(fields.bad("magic", magic.into()));
+        }
+        let (instance, fingerprint) = (fields.u64()?, fields.u64()?);
+        let (shard, deadline_ms) = (fields.u8()?, fields.u32()?);
+        let name = fields.text("name")?.to_owned();
+        let count = usize::from(fields.u16()?);
+        if count == 0 || count > WORKERS_MAX {
+            return Err(fields.bad("count of workers", count as u64));
+        }
+        let mut workers = Vec::new();
+        for _ in 0..count {
+            let worker = WorkerId(fields.u32()?);
+            let ranks = fields.u16()?;
+            let ready = fields.flag("readiness")?;
+            if ranks == 0 {
+                return Err(fields.bad("count of ranks", 0));
+            }
+            workers.push(Announced {
+                worker,
+                ranks,
+                ready,
+            });
+        }
+        fields.end()?;
+        Ok(Hello {
+            instance,
+            fingerprint,
+            shard,
+            deadline_ms,
+            name,
+            workers,
+        })
+    }
+}
+
+/// What a shard answers to a worker process that it takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Welcome {
+    /// Of the frontend's run.
+    pub instance: u64,
+    /// The shard.
+    pub shard: u8,
+    /// Whether KV deltas are wanted here: one shard of a frontend feeds the index of all.
+    pub wants_kv: bool,
+    /// A peer that was silent for so long counts as gone, ms.
+    pub deadline_ms: u32,
+    /// For people: host and process.
+    pub name: String,
+}
+
+impl Welcome {
+    /// Appends the frame.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        frame(out, Kind::Welcome, |out| {
+            out.extend_from_slice(&MAGIC.to_le_bytes());
+            out.extend_from_slice(&self.instance.to_le_bytes());
+            out.push(self.shard);
+            out.push(self.wants_kv.into());
+            out.extend_from_slice(&self.deadline_ms.to_le_bytes());
+            put_text(out, &self.name);
+        });
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// [`WireError`].
+    pub fn decode(body: &[u8]) -> Result<Welcome, WireError> {
+        let mut fields = Fields::new(Kind::Welcome, body);
+        let magic = fields.u32()?;
+        if magic != MAGIC {
+            return Err(fields.bad("magic", magic.into()));
+        }
+        let welcome = Welcome {
+            instance: fields.u64()?,
+            shard: fields.u8()?,
+            wants_kv: fields.flag("wish for KV deltas")?,
+            deadline_ms: fields.u32()?,
+            name: fields.text("name")?.to_owned(),
+        };
+        fields.end()?;
+        Ok(welcome)
+    }
+}
+
+/// Why a shard does not take a worker process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum RejectReason {
+    /// It speaks something else.
+    Protocol = 1,
+    /// It knows another cluster.
+    Cluster = 2,
+    /// Another instance runs one of its workers.
+    WorkerTaken = 3,
+    /// It wanted another shard: the address has a new owner.
+    WrongShard = 4,
+    /// The frontend is shutting down, or full.
+    Unavailable = 5,
+}
+
+impl RejectReason {
+    /// All reasons.
+    pub const ALL: [RejectReason; 5] = [
+        RejectReason::Protocol,
+        RejectReason::Cluster,
+        RejectReason::WorkerTaken,
+        RejectReason::WrongShard,
+        RejectReason::Unavailable,
+    ];
+}
+
+/// What a shard answers to a worker process that it does not take.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Reject {
+    /// For the program.
+    pub reason: RejectReason,
+    /// For people: what, where, how to mend it.
+    pub message: String,
+}
+
+impl Reject {
+    /// Appends the frame.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        frame(out, Kind::Reject, |out| {
+            out.extend_from_slice(&(self.reason as u16).to_le_bytes());
+            put_text(out, &self.message);
+        });
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// [`WireError`].
+    pub fn decode(body: &[u8]) -> Result<Reject, WireError> {
+        let mut fields = Fields::new(Kind::Reject, body);
+        let code = fields.u16()?;
+        let reason = RejectReason::ALL
+            .into_iter()
+            .find(|&reason| reason as u16 == code)
+            .ok_or_else(|| fields.bad("reason", code.into()))?;
+        let message = fields.text("message")?.to_owned();
+        fields.end()?;
+        Ok(Reject { reason, message })
+    }
+}
+
+/// Appends a frame without a body.
+pub fn encode_bare(kind: Kind, out: &mut Vec<u8>) {
+    debug_assert!(matches!(kind, Kind::Ping | Kind::Bye));
+    frame(out, kind, |_| {});
+}
+
+/// Flags of a start.
+mod start_flag {
+    pub(super) const TRACED: u8 = 1;
+    pub(super) const IGNORE_EOS: u8 = 2;
+    /// The tail is an id, not tokens.
+    pub(super) const OPAQUE: u8 = 4;
+    pub(super) const ALL: u8 = 7;
+}
+
+/// Appends a request or control. The shard of its address is not said: the connection belongs to
+/// one.
+pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
+    let control = |out: &mut Vec<u8>, kind, rank: RankId, addr: &StreamAddr, bytes: Option<u32>| {
+        frame(out, kind, |out| {
+            put_stream(out, addr.stream);
+            put_rank(out, rank);
+            if let Some(bytes) = bytes {
+                out.extend_from_slice(&bytes.to_le_bytes());
+            }
+        });
+    };
+    match message {
+        ToWorker::Start(start) => encode_start(start, out),
+        ToWorker::Stop { rank, addr } => control(out, Kind::Stop, *rank, addr, None),
+        ToWorker::Kill { rank, addr } => control(out, Kind::Kill, *rank, addr, None),
+        ToWorker::Credit { rank, addr, bytes } => {
+            control(out, Kind::Credit, *rank, addr, Some(*bytes));
+        }
+        ToWorker::Resync { rank } => frame(out, Kind::Resync, |out| put_rank(out, *rank)),
+        // Says that the connection is gone, so it never crosses one.
+        ToWorker::HangUp { .. } => debug_assert!(false, "a hang-up stays in its process"),
+    }
+}
+
+/// Appends a new stream, as [`encode_to_worker`] does.
+pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
+    let request = &start.request;
+    let prompt = &request.prompt;
+    frame(out, Kind::Start, |out| {
+        put_stream(out, start.addr.stream);
+        put_rank(out, start.rank);
+        let mut flags = 0;
+        if start.traced {
+            flags |= start_flag::TRACED;
+        }
+        if request.params.ignore_eos {
+            flags |= start_flag::IGNORE_EOS;
+        }
+        if matches!(prompt.tail(), Tail::Opaque { .. }) {
+            flags |= start_flag::OPAQUE;
+        }
+        out.push(flags);
+        out.extend_from_slice(&start.dispatched_ns.to_le_bytes());
+        out.extend_from_slice(&start.credit_bytes.to_le_bytes());
+        out.extend_from_slice(&request.seed.to_le_bytes());
+        out.extend_from_slice(&request.priority.to_le_bytes());
+        out.extend_from_slice(&request.params.max_tokens.to_le_bytes());
+        out.extend_from_slice(&request.params.min_tokens.to_le_bytes());
+        let stops = &request.params.stop_token_ids;
+        out.extend_from_slice(&(stops.len() as u32).to_le_bytes());
+        put_words(out, stops);
+        out.extend_from_slice(&prompt.len().to_le_bytes());
+        out.extend_from_slice(&prompt.block_size().to_le_bytes());
+        out.extend_from_slice(&prompt.root().0.to_le_bytes());
+        for block in prompt.blocks() {
+            out.extend_from_slice(&block.0.to_le_bytes());
+        }
+        match prompt.tail() {
+            Tail::Tokens(tokens) => put_words(out, tokens),
+            Tail::Opaque { id } => out.extend_from_slice(&id.to_le_bytes()),
+        }
+    });
+}
+
+/// Reads a request or control that came over the connection that is `shard` here.
+///
+/// # Errors
+/// [`WireError`]; [`WireError::Place`] for a frame that is neither.
+pub fn decode_to_worker(kind: Kind, body: &[u8], shard: u8) -> Result<ToWorker, WireError> {
+    let mut fields = Fields::new(kind, body);
+    let message = match kind {
+        Kind::Start => ToWorker::Start(Box::new(decode_start(&mut fields, shard)?)),
+        Kind::Stop | Kind::Kill | Kind::Credit => {
+            let addr = fields.addr(shard)?;
+            let rank = fields.rank()?;
+            match kind {
+                Kind::Stop => ToWorker::Stop { rank, addr },
+                Kind::Kill => ToWorker::Kill { rank, addr },
+                _ => ToWorker::Credit {
+                    rank,
+                    addr,
+                    bytes: fields.u32()?,
+                },
+            }
+        }
+        Kind::Resync => ToWorker::Resync {
+            rank: fields.rank()?,
+        },
+        kind => {
+            let place = "among requests to a worker";
+            return Err(WireError::Place { kind, place });
+        }
+    };
+    fields.end()?;
+    Ok(message)
+}
+
+fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, WireError> {
+    let addr = fields.addr(shard)?;
+    let rank = fields.rank()?;
+    let flags = fields.u8()?;
+    if flags & !start_flag::ALL != 0 {
+        return Err(fields.bad("flags", flags.into()));
+    }
+    let dispatched_ns = fields.u64()?;
+    let credit_bytes = fields.u32()?;
+    let seed = fields.u64()?;
+    let priority = fields.u32()?.cast_signed();
+    let (max_tokens, min_tokens) = (fields.u32()?, fields.u32()?);
+    if max_tokens == 0 {
+        return Err(fields.bad("max_tokens", 0));
+    }
+    let stop_count = fields.u32()? as usize;
+    let stop_token_ids = fields.u32s(stop_count)?.collect();
+    let (len, block_size) = (fields.u32()?, fields.u32()?);
+    let root = BlockHash(fields.u64()?);
+    if block_size == 0 {
+        return Err(fields.bad("block size", 0));
+    }
+    let blocks = fields
+        .u64s((len / block_size) as usize)?
+        .map(BlockHash)
+        .collect();
+    let tail = if flags & start_flag::OPAQUE == 0 {
+        Tail::Tokens(fields.u32s((len % block_size) as usize)?.collect())
+    } else {
+        Tail::Opaque { id: fields.u64()? }
+    };
+    let prompt = Prompt::from_parts(len, block_size, blocks, tail)
+        .map_err(|_| fields.bad("prompt length", len.into()))?
+        .with_root(root);
+    Ok(StartRequest {
+        addr,
+        rank,
+        request: EngineRequest {
+            id: RequestId::from(addr),
+            prompt,
+            params: GenerationParams {
+                max_tokens,
+                min_tokens,
+                ignore_eos: flags & start_flag::IGNORE_EOS != 0,
+                stop_token_ids,
+            },
+            priority,
+            seed,
+        },
+        dispatched_ns,
+        credit_bytes,
+        traced: flags & start_flag::TRACED != 0,
+    })
+}
+
+/// Appends a pass.
+pub fn encode_pass(pass: &PassFrame, out: &mut Vec<u8>) {
+    let (words, text) = pass.parts();
+    out.reserve(HEADER_BYTES + 16 + words.len() * 4 + text.len());
+    frame(out, Kind::Pass, |out| {
+        out.extend_from_slice(&pass.sent_ns.to_le_bytes());
+        out.extend_from_slice(&(words.len() as u32).to_le_bytes());
+        out.extend_from_slice(&(text.len() as u32).to_le_bytes());
+        put_words(out, words);
+        out.extend_from_slice(text.as_bytes());
+    });
+}
+
+/// Reads a pass into `pass`, whose memory is used again.
+///
+/// # Errors
+/// [`WireError`]; `pass` is empty then.
+pub fn decode_pass(body: &[u8], pass: &mut PassFrame) -> Result<(), WireError> {
+    let mut fields = Fields::new(Kind::Pass, body);
+    let sent_ns = fields.u64()?;
+    let (words, text) = (fields.u32()? as usize, fields.u32()? as usize);
+    let words = fields.u32s(words)?;
+    let bytes = fields.take(text)?;
+    let text = std::str::from_utf8(bytes).map_err(|_| fields.bad("text", text as u64))?;
+    fields.end()?;
+    pass.refill(words, text, sent_ns)?;
+    Ok(())
+}
+
+/// Runs of changes in a KV frame.
+mod run {
+    /// Blocks stored, each with the one before it as its parent; the first one's parent is said.
+    pub(super) const STORED: u32 = 1;
+    pub(super) const REMOVED: u32 = 2;
+    pub(super) const CLEARED: u32 = 3;
+}
+
+/// Appends a delta, or a snapshot. A chain of blocks takes 8 bytes a block: a run says its first
+/// parent, and each block is the next one's.
+pub fn encode_kv(delta: &KvDelta, snapshot: bool, out: &mut Vec<u8>) {
+    let kind = if snapshot { Kind::KvSnapshot } else { Kind::Kv };
+    frame(out, kind, |out| {
+        put_rank(out, delta.rank);
+        out.extend_from_slice(&delta.sequence.to_le_bytes());
+        let ops = &delta.ops;
+        let mut at = 0;
+        while at < ops.len() {
+            let len = run_len(&ops[at..]);
+            let run = &ops[at..at + len];
+            at += len;
+            let kind = match run[0] {
+                KvOp::Stored { .. } => run::STORED,
+                KvOp::Removed { .. } => run::REMOVED,
+                KvOp::Cleared => run::CLEARED,
+            };
+            out.extend_from_slice(&kind.to_le_bytes());
+            out.extend_from_slice(&(len as u32).to_le_bytes());
+            if let KvOp::Stored { parent, .. } = run[0] {
+                out.extend_from_slice(&parent.0.to_le_bytes());
+            }
+            for op in run {
+                if let KvOp::Stored { hash, .. } | KvOp::Removed { hash } = op {
+                    out.extend_from_slice(&hash.0.to_le_bytes());
+                }
+            }
+        }
+    });
+}
+
+/// How many of `ops` make one run; at least one.
+fn run_len(ops: &[KvOp]) -> usize {
+    let follows = |pair: &[KvOp]| match (pair[0], pair[1]) {
+        (KvOp::Stored { hash, .. }, KvOp::Stored { parent, .. }) => hash == parent,
+        (KvOp::Removed { .. }, KvOp::Removed { .. }) | (KvOp::Cleared, KvOp::Cleared) => true,
+        _ => false,
+    };
+    1 + ops.windows(2).take_while(|pair| follows(pair)).count()
+}
+
+/// Reads a delta or a snapshot into `delta`, whose memory is used again. Returns whether it is a
+/// snapshot.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_kv(kind: Kind, body: &[u8], delta: &mut KvDelta) -> Result<bool, WireError> {
+    let mut fields = Fields::new(kind, body);
+    delta.ops.clear();
+    delta.rank = fields.rank()?;
+    delta.sequence = fields.u64()?;
+    while !fields.rest.is_empty() {
+        let (run, len) = (fields.u32()?, fields.u32()? as usize);
+        if len == 0 {
+            return Err(fields.bad("run of no changes", run.into()));
+        }
+        match run {
+            run::STORED => {
+                let mut parent = BlockHash(fields.u64()?);
+                delta.ops.extend(fields.u64s(len)?.map(|hash| {
+                    let stored = KvOp::Stored {
+                        hash: BlockHash(hash),
+                        parent,
+                    };
+                    parent = BlockHash(hash);
+                    stored
+                }));
+            }
+            run::REMOVED => delta
+                .ops
+                .extend(fields.u64s(len)?.map(|hash| KvOp::Removed {
+                    hash: BlockHash(hash),
+                })),
+            // Clearing once is clearing: the count says nothing, and may not cost memory.
+            run::CLEARED => delta.ops.push(KvOp::Cleared),
+            other => return Err(fields.bad("run of changes", other.into())),
+        }
+    }
+    Ok(kind == Kind::KvSnapshot)
+}
+
+/// Appends whether `worker` takes requests.
+pub fn encode_ready(worker: WorkerId, ready: bool, out: &mut Vec<u8>) {
+    frame(out, Kind::Ready, |out| {
+        out.extend_from_slice(&worker.0.to_le_bytes());
+        out.push(ready.into());
+    });
+}
+
+/// Reads which worker takes requests, or no longer does.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_ready(body: &[u8]) -> Result<(WorkerId, bool), WireError> {
+    let mut fields = Fields::new(Kind::Ready, body);
+    let worker = WorkerId(fields.u32()?);
+    let ready = fields.flag("readiness")?;
+    fields.end()?;
+    Ok((worker, ready))
+}
+
+/// What a rank is doing, as its process sees it: the sum over all frontends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RankLoad {
+    /// Which.
+    pub rank: RankId,
+    /// Sequences running.
+    pub running: u32,
+    /// Sequences waiting.
+    pub waiting: u32,
+    /// Blocks held by sequences.
+    pub used_blocks: u32,
+    /// Blocks in all.
+    pub total_blocks: u32,
+}
+
+/// Appends the loads of ranks.
+pub fn encode_loads(loads: &[RankLoad], out: &mut Vec<u8>) {
+    frame(out, Kind::Load, |out| {
+        for load in loads {
+            put_rank(out, load.rank);
+            put_words(
+                out,
+                &[
+                    load.running,
+                    load.waiting,
+                    load.used_blocks,
+                    load.total_blocks,
+                ],
+            );
+        }
+    });
+}
+
+/// Reads the loads of ranks.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_loads(body: &[u8], mut each: impl FnMut(RankLoad)) -> Result<(), WireError> {
+    let mut fields = Fields::new(Kind::Load, body);
+    while !fields.rest.is_empty() {
+        each(RankLoad {
+            rank: fields.rank()?,
+            running: fields.u32()?,
+            waiting: fields.u32()?,
+            used_blocks: fields.u32()?,
+            total_blocks: fields.u32()?,
+        });
+    }
+    Ok(())
+}

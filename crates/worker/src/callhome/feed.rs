@@ -1,0 +1,264 @@
+//! KV deltas and readiness, from engine threads to every connection that wants them.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+
+use slipstream_base::{ForwardPassMetrics, KvDelta, WorkerId};
+use slipstream_planes::EventSink;
+use slipstream_planes::bell::TaskBell;
+use slipstream_planes::wire;
+
+/// Bytes that may wait for one connection. A subscriber that is further behind loses all that
+/// waits, and gets snapshots instead.
+const WAITING_BYTES_MAX: usize = 32 << 20;
+
+/// Bytes that an engine thread gathers before it hands them over within a round.
+const GATHERED_BYTES: usize = 256 << 10;
+
+/// Who listens. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Feed {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Locked once a round of an engine thread that has something to say, and when connections
+    /// come and go.
+    subscribers: Mutex<Vec<Arc<Subscriber>>>,
+    /// Those that want KV deltas: without any, none is encoded.
+    kv_wanted: AtomicUsize,
+    overflows: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Subscriber {
+    waiting: Mutex<Vec<u8>>,
+    wants_kv: AtomicBool,
+    /// Something was lost since the last look.
+    lost: AtomicBool,
+    bell: TaskBell,
+}
+
+impl Feed {
+    /// Listens. Readiness comes from now on, KV deltas from [`Subscription::want_kv`] on.
+    pub(crate) fn subscribe(&self) -> Subscription {
+        let subscriber = Arc::<Subscriber>::default();
+        lock(&self.shared.subscribers).push(Arc::clone(&subscriber));
+        Subscription {
+            feed: self.clone(),
+            subscriber,
+        }
+    }
+
+    /// Tells all that `worker` takes requests.
+    pub(crate) fn on_ready(&self, worker: WorkerId) {
+        let mut bytes = Vec::new();
+        wire::encode_ready(worker, true, &mut bytes);
+        self.say(&bytes, |_| true);
+    }
+
+    /// Tells all that no more requests should come.
+    pub(crate) fn on_stopping(&self) {
+        let mut bytes = Vec::new();
+        wire::encode_bare(wire::Kind::Bye, &mut bytes);
+        self.say(&bytes, |_| true);
+    }
+
+    /// Times that a subscriber was too far behind.
+    pub(crate) fn overflows(&self) -> u64 {
+        self.shared.overflows.load(Ordering::Relaxed)
+    }
+
+    fn say(&self, bytes: &[u8], to: impl Fn(&Subscriber) -> bool) {
+        for subscriber in lock(&self.shared.subscribers).iter() {
+            if !to(subscriber) {
+                continue;
+            }
+            let mut waiting = lock(&subscriber.waiting);
+            if waiting.len() + bytes.len() > WAITING_BYTES_MAX {
+                *waiting = Vec::new();
+                subscriber.lost.store(true, Ordering::Release);
+                self.shared.overflows.fetch_add(1, Ordering::Relaxed);
+            } else {
+                waiting.extend_from_slice(bytes);
+            }
+            drop(waiting);
+            subscriber.bell.ring();
+        }
+    }
+}
+
+/// One connection's ear. Dropping it ends it.
+pub(crate) struct Subscription {
+    feed: Feed,
+    subscriber: Arc<Subscriber>,
+}
+
+impl Subscription {
+    /// KV deltas are wanted as well.
+    pub(crate) fn want_kv(&self) {
+        if !self.subscriber.wants_kv.swap(true, Ordering::AcqRel) {
+            self.feed.shared.kv_wanted.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Appends whole frames that wait to `out`, or asks `waker` to be woken when some do. Returns
+    /// whether something was lost before them: snapshots are needed.
+    pub(crate) fn take(&self, waker: &Waker, out: &mut Vec<u8>) -> bool {
+        let subscriber = &self.subscriber;
+        if !subscriber.take(out) {
+            subscriber.bell.prepare(waker);
+            if subscriber.take(out) {
+                subscriber.bell.stay_awake();
+                waker.wake_by_ref();
+            }
+        }
+        subscriber.lost.swap(false, Ordering::AcqRel)
+    }
+}
+
+impl Subscriber {
+    fn take(&self, out: &mut Vec<u8>) -> bool {
+        let mut waiting = lock(&self.waiting);
+        let some = !waiting.is_empty();
+        if out.is_empty() {
+            std::mem::swap(&mut *waiting, out);
+        } else {
+            out.append(&mut waiting);
+        }
+        some || self.lost.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let mut subscribers = lock(&self.feed.shared.subscribers);
+        subscribers.retain(|other| !Arc::ptr_eq(other, &self.subscriber));
+        if self.subscriber.wants_kv.load(Ordering::Acquire) {
+            self.feed.shared.kv_wanted.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// The sink of one engine thread.
+pub(crate) struct FeedSink {
+    feed: Feed,
+    gathered: Vec<u8>,
+}
+
+impl FeedSink {
+    pub(crate) fn new(feed: Feed) -> FeedSink {
+        FeedSink {
+            feed,
+            gathered: Vec::new(),
+        }
+    }
+
+    fn gather(&mut self, delta: &KvDelta, snapshot: bool) {
+        if self.feed.shared.kv_wanted.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        wire::encode_kv(delta, snapshot, &mut self.gathered);
+        if self.gathered.len() >= GATHERED_BYTES {
+            self.flush();
+        }
+    }
+}
+
+impl EventSink for FeedSink {
+    fn on_kv(&mut self, delta: &KvDelta) {
+        self.gather(delta, false);
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        self.gather(snapshot, true);
+    }
+
+    fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
+
+    fn flush(&mut self) {
+        if !self.gathered.is_empty() {
+            let wants = |subscriber: &Subscriber| subscriber.wants_kv.load(Ordering::Acquire);
+            self.feed.say(&self.gathered, wants);
+            self.gathered.clear();
+        }
+    }
+}
+
+/// Nothing panics while one of these locks is held, and what they guard is whole at any moment.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::{BlockHash, KvOp, RankId};
+
+    fn delta(sequence: u64, blocks: u64) -> KvDelta {
+        KvDelta {
+            rank: RankId::default(),
+            sequence,
+            ops: (0..blocks)
+                .map(|n| KvOp::Removed { hash: BlockHash(n) })
+                .collect(),
+        }
+    }
+
+    fn sequences(mut bytes: &[u8]) -> Vec<u64> {
+        let mut found = Vec::new();
+        let mut delta = KvDelta::default();
+        while let Some((kind, body, len)) = wire::split(bytes).unwrap() {
+            wire::decode_kv(kind, body, &mut delta).unwrap();
+            found.push(delta.sequence);
+            bytes = &bytes[len..];
+        }
+        assert!(bytes.is_empty(), "whole frames");
+        found
+    }
+
+    #[test]
+    fn who_wants_deltas_gets_them_in_order_and_who_does_not_gets_none() {
+        let feed = Feed::default();
+        let mut sink = FeedSink::new(feed.clone());
+        sink.on_kv(&delta(0, 1));
+        let (one, other) = (feed.subscribe(), feed.subscribe());
+        one.want_kv();
+        sink.on_kv(&delta(1, 1));
+        sink.on_kv(&delta(2, 1));
+        sink.flush();
+        let mut out = Vec::new();
+        assert!(!one.take(Waker::noop(), &mut out));
+        assert_eq!(sequences(&out), [1, 2]);
+        let mut out = Vec::new();
+        assert!(!other.take(Waker::noop(), &mut out));
+        assert!(out.is_empty());
+        feed.on_ready(WorkerId(3));
+        assert!(!other.take(Waker::noop(), &mut out));
+        assert_eq!(wire::split(&out).unwrap().unwrap().0, wire::Kind::Ready);
+        drop((one, other));
+        sink.on_kv(&delta(3, 1));
+        assert!(sink.gathered.is_empty(), "nobody listens");
+    }
+
+    #[test]
+    fn a_subscriber_too_far_behind_loses_all_and_is_told() {
+        let feed = Feed::default();
+        let mut sink = FeedSink::new(feed.clone());
+        let one = feed.subscribe();
+        one.want_kv();
+        let large = 1 << 20; // blocks, 8 MiB
+        for sequence in 0..5 {
+            sink.on_kv(&delta(sequence, large));
+        }
+        sink.flush();
+        let mut out = Vec::new();
+        assert!(one.take(Waker::noop(), &mut out), "something was lost");
+        assert_eq!(feed.overflows(), 1);
+        assert!(out.len() <= WAITING_BYTES_MAX);
+        assert_eq!(sequences(&out), [4]);
+        assert!(!one.take(Waker::noop(), &mut Vec::new()), "said once");
+    }
+}

@@ -1,0 +1,368 @@
+//! A worker process's side of the plane: it finds frontends, dials each of their shards once, and
+//! carries frames between the sockets and the rings of its engine threads.
+//!
+//! ```text
+//!   frontend A, shard 0 ◄─TCP─► relay ─┐ one link (a shard's rings)    ┌─► engine thread 0
+//!   frontend A, shard 1 ◄─TCP─► relay ─┼────────────────────────────────┼─► …
+//!   frontend B, shard 0 ◄─TCP─► relay ─┘ each                           └─► engine thread n
+//!              ▲
+//!   discovery ─┘ a dialer for every shard that is announced, for as long as it is
+//! ```
+//!
+//! All relays live on one thread. A connection borrows one of a fixed number of *links*; when it
+//! ends, every stream of it is killed, the engine threads confirm that (so that what they had sent
+//! before reaches nobody), and the link serves the next connection.
+
+mod dial;
+mod feed;
+mod relay;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use slipstream_base::WorkerId;
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::discovery::{Change, DiscoveryError, Published, Record, Role, Watch};
+use slipstream_planes::{EventSink, ShardPort};
+use tokio::sync::watch;
+use tokio::task::LocalSet;
+
+use crate::set::{Resyncs, WorkerSet};
+use crate::stats::RankStats;
+use feed::{Feed, FeedSink};
+
+/// Time between two looks at the discovery directory.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// How a worker process is found, and finds frontends.
+#[derive(Clone, Debug)]
+pub struct CallHomeConfig {
+    /// Drawn at the start of this run.
+    pub instance: u64,
+    /// Of the cluster; frontends of another are not dialed.
+    pub fingerprint: u64,
+    /// For people: host and process.
+    pub name: String,
+    /// The discovery directory.
+    pub directory: PathBuf,
+    /// This process's record counts for so long after its last renewal. Default 3 s.
+    pub lease: Duration,
+    /// A frontend that was silent for so long counts as gone. Default 5 s.
+    pub deadline: Duration,
+    /// Bytes that may wait for one shard to read them; beyond that its connection is cut. Too low:
+    /// a burst cuts a healthy frontend. Default 64 MiB.
+    pub unsent_bytes_max: usize,
+}
+
+/// What the plane of a worker process has seen so far. Written by its thread.
+#[derive(Debug, Default)]
+pub struct CallHomeStats {
+    /// Connections to shards, open now.
+    pub open: AtomicU64,
+    /// Connections greeted.
+    pub connected: AtomicU64,
+    /// Attempts that failed before a greeting.
+    pub failed: AtomicU64,
+    /// Greetings that were rejected.
+    pub rejected: AtomicU64,
+    /// Connections that ended while the frontend was wanted.
+    pub lost: AtomicU64,
+    /// Of those: the peer was silent or did not read.
+    pub silent: AtomicU64,
+    /// Of those: the peer sent what is no frame.
+    pub malformed: AtomicU64,
+    /// Times that no link was free for a shard.
+    pub links_short: AtomicU64,
+    /// Requests refused because an engine thread's ring was full.
+    pub refused: AtomicU64,
+    /// Frames sent.
+    pub frames: AtomicU64,
+    /// Bytes sent, frames of passes alone.
+    pub pass_bytes: AtomicU64,
+}
+
+/// The event sinks of a worker process, one an engine thread, and what they feed. Made before the
+/// engines start; given to [`CallHome::start`].
+pub struct CallHomeEvents {
+    feed: Feed,
+}
+
+impl Default for CallHomeEvents {
+    fn default() -> Self {
+        CallHomeEvents::new()
+    }
+}
+
+impl CallHomeEvents {
+    /// Nobody listens yet.
+    pub fn new() -> CallHomeEvents {
+        CallHomeEvents {
+            feed: Feed::default(),
+        }
+    }
+
+    /// A sink for one more engine thread.
+    pub fn sink(&self) -> Box<dyn EventSink> {
+        Box::new(FeedSink::new(self.feed.clone()))
+    }
+
+    /// To be called with each worker that becomes ready.
+    pub fn on_ready(&self) -> impl Fn(WorkerId) + Send + Sync + 'static {
+        let feed = self.feed.clone();
+        move |worker| feed.on_ready(worker)
+    }
+}
+
+/// Why a worker process cannot call home.
+#[derive(Debug, thiserror::Error)]
+pub enum CallHomeError {
+    /// The directory.
+    #[error(transparent)]
+    Discovery(#[from] DiscoveryError),
+    /// A thread or its runtime could not be made.
+    #[error("cannot start the plane's thread")]
+    Thread(#[from] io::Error),
+}
+
+/// The plane's thread. Dropping it without [`CallHome::shutdown`] leaves it running.
+pub struct CallHome {
+    thread: Option<JoinHandle<()>>,
+    stage: watch::Sender<Stage>,
+    feed: Feed,
+    stats: Arc<CallHomeStats>,
+}
+
+/// How far the process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Running,
+    /// No new connections, no record; streams under way go on.
+    Leaving,
+    /// Connections close once what the engines sent has left.
+    Closing,
+}
+
+/// What the tasks of the plane's thread share.
+struct Home {
+    config: CallHomeConfig,
+    /// Links that no connection uses.
+    free: RefCell<Vec<ShardPort>>,
+    workers: Vec<WorkerRanks>,
+    /// Any one worker of each engine thread, to say something to the thread.
+    thread_workers: Vec<Option<WorkerId>>,
+    resyncs: Resyncs,
+    feed: Feed,
+    stats: Arc<CallHomeStats>,
+    /// Numbers hang-ups.
+    hang_ups: Cell<u32>,
+}
+
+struct WorkerRanks {
+    worker: WorkerId,
+    ranks: Vec<Arc<RankStats>>,
+}
+
+impl WorkerRanks {
+    fn is_ready(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.is_ready())
+    }
+}
+
+impl CallHome {
+    /// Announces the workers of `set`, and dials every shard of every frontend of the same cluster
+    /// that is announced, now or later. `links` are the shards' ends of the engine threads' rings:
+    /// so many shards can be served at once.
+    ///
+    /// # Errors
+    /// [`CallHomeError`].
+    pub fn start(
+        config: CallHomeConfig,
+        set: &WorkerSet,
+        links: Vec<ShardPort>,
+        events: CallHomeEvents,
+    ) -> Result<CallHome, CallHomeError> {
+        let mut workers: BTreeMap<WorkerId, Vec<Arc<RankStats>>> = BTreeMap::new();
+        for rank in set.ranks() {
+            let ranks = workers.entry(rank.rank.worker).or_default();
+            ranks.push(Arc::clone(rank));
+        }
+        let record = Record {
+            role: Role::Worker,
+            instance: config.instance,
+            name: config.name.clone(),
+            fingerprint: config.fingerprint,
+            shards: Vec::new(),
+            workers: workers.keys().map(|worker| worker.0).collect(),
+            lease_ms: config.lease.as_millis() as u64,
+            beat: 0,
+        };
+        let published = Published::new(&config.directory, record)?;
+        let threads = links.first().map_or(0, ShardPort::threads);
+        let mut thread_workers = vec![None; threads];
+        for &worker in workers.keys() {
+            thread_workers[slipstream_planes::ring::thread_of(worker, threads)] = Some(worker);
+        }
+        let workers = workers
+            .into_iter()
+            .map(|(worker, ranks)| WorkerRanks { worker, ranks })
+            .collect();
+        let (stage, staged) = watch::channel(Stage::Running);
+        let stats = Arc::new(CallHomeStats::default());
+        let (feed, resyncs) = (events.feed.clone(), set.resyncs());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let thread = {
+            let stats = Arc::clone(&stats);
+            std::thread::Builder::new()
+                .name("plane".into())
+                .spawn(move || {
+                    let home = Rc::new(Home {
+                        config,
+                        free: RefCell::new(links),
+                        workers,
+                        thread_workers,
+                        resyncs,
+                        feed: events.feed,
+                        stats,
+                        hang_ups: Cell::new(0),
+                    });
+                    LocalSet::new().block_on(&runtime, run(home, published, staged));
+                })?
+        };
+        Ok(CallHome {
+            thread: Some(thread),
+            stage,
+            feed,
+            stats,
+        })
+    }
+
+    /// What the plane has seen so far.
+    pub fn stats(&self) -> &Arc<CallHomeStats> {
+        &self.stats
+    }
+
+    /// Times that a frontend was so far behind on KV deltas that it got snapshots instead.
+    pub fn feed_overflows(&self) -> u64 {
+        self.feed.overflows()
+    }
+
+    /// Asks frontends for no more requests, and takes the record away. What is under way goes on.
+    pub fn leave(&self) {
+        self.feed.on_stopping();
+        // The thread is gone only if it panicked; then there is nobody to tell.
+        let _ = self.stage.send(Stage::Leaving);
+    }
+
+    /// Sends what the engines have yet said, closes all connections, and waits for the thread. To
+    /// be called when the engines have stopped.
+    pub fn shutdown(mut self) {
+        let _ = self.stage.send(Stage::Closing);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the plane's thread ended by panic");
+        }
+    }
+}
+
+/// Keeps the record alive, and a dialer for each shard that is announced.
+async fn run(home: Rc<Home>, published: Published, mut staged: watch::Receiver<Stage>) {
+    let mut published = Some(published);
+    let mut watch = Watch::new(&home.config.directory);
+    // By frontend: raised when it is gone.
+    let mut frontends: BTreeMap<u64, watch::Sender<bool>> = BTreeMap::new();
+    let mut dialers = tokio::task::JoinSet::new();
+    let mut changes = Vec::new();
+    let mut looks = tokio::time::interval(LOOK);
+    looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut renewed_ns = monotonic_ns();
+    let mut strangers = std::collections::BTreeSet::new();
+    loop {
+        let stage = *staged.borrow_and_update();
+        if stage >= Stage::Leaving {
+            published = None;
+        }
+        if stage == Stage::Closing {
+            break;
+        }
+        tokio::select! {
+            _ = looks.tick() => {}
+            changed = staged.changed() => {
+                if changed.is_err() {
+                    break; // the handle was dropped without a farewell
+                }
+                continue;
+            }
+        }
+        while dialers.try_join_next().is_some() {}
+        if stage >= Stage::Leaving {
+            continue;
+        }
+        let now = monotonic_ns();
+        if let Some(published) = &mut published
+            && now - renewed_ns >= home.config.lease.as_nanos() as u64 / 3
+        {
+            renewed_ns = now;
+            if let Err(error) = published.renew() {
+                tracing::warn!("{error}");
+            }
+        }
+        if let Err(error) = watch.look(now, &mut changes) {
+            tracing::warn!("{error}");
+        }
+        for change in changes.drain(..) {
+            match change {
+                Change::Appeared(record) if record.role == Role::Frontend => {
+                    if record.fingerprint != home.config.fingerprint {
+                        if strangers.len() < 1024 && strangers.insert(record.instance) {
+                            tracing::warn!(
+                                "frontend {} serves another cluster and is not dialed; \
+                                 start both from one cluster file",
+                                record.name
+                            );
+                        }
+                        continue;
+                    }
+                    let (gone, is_gone) = watch::channel(false);
+                    for (shard, address) in (0u8..=255).zip(&record.shards) {
+                        let target = dial::Target {
+                            frontend: record.name.clone(),
+                            instance: record.instance,
+                            shard,
+                            address: address.clone(),
+                        };
+                        let dialer =
+                            dial::dial(home.clone(), target, is_gone.clone(), staged.clone());
+                        dialers.spawn_local(dialer);
+                    }
+                    frontends.insert(record.instance, gone);
+                }
+                Change::Vanished(record) => {
+                    // Its connections end by themselves, if they do; no more are made.
+                    if let Some(gone) = frontends.remove(&record.instance) {
+                        let _ = gone.send(true);
+                    }
+                }
+                Change::Appeared(_) => {}
+            }
+        }
+    }
+    drop(published);
+    // Dialers hear of the end by `staged`, and each sends what is left.
+    while dialers.join_next().await.is_some() {}
+}
+
+impl Home {
+    fn count(&self, of: impl Fn(&CallHomeStats) -> &AtomicU64) {
+        of(&self.stats).fetch_add(1, Relaxed);
+    }
+}

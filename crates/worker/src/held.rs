@@ -1,0 +1,198 @@
+//! Tokens of streams that have used up their credit.
+//!
+//! The engine goes on: a pass serves many streams and waits for none. What a stream computes
+//! without credit is kept here, four bytes a token, until its shard gives more. It is bounded by
+//! the stream's `max_tokens`.
+
+use std::collections::HashMap;
+
+use slipstream_base::TokenId;
+use slipstream_planes::{End, FirstPass, PassFrame, StreamAddr, StreamId};
+
+/// What waits for credit, by shard and slot: a slot holds one stream.
+#[derive(Debug, Default)]
+pub(crate) struct HeldTokens {
+    streams: HashMap<(u8, u32), Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    generation: u32,
+    tokens: Vec<TokenId>,
+    /// Of the stream's first tokens, if those are among the held ones.
+    first: Option<FirstPass>,
+    /// The stream has ended, and its end waits behind its tokens.
+    end: Option<End>,
+}
+
+impl HeldTokens {
+    /// Whether nothing waits at all, which is the rule.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.streams.is_empty()
+    }
+
+    /// Whether something of `addr` waits.
+    pub(crate) fn contains(&self, addr: StreamAddr) -> bool {
+        self.get(addr).is_some()
+    }
+
+    fn get(&self, addr: StreamAddr) -> Option<&Held> {
+        let held = self.streams.get(&key(addr))?;
+        (held.generation == addr.stream.generation).then_some(held)
+    }
+
+    fn get_mut(&mut self, addr: StreamAddr) -> Option<&mut Held> {
+        let held = self.streams.get_mut(&key(addr))?;
+        (held.generation == addr.stream.generation).then_some(held)
+    }
+
+    /// Keeps a token. Returns whether the stream has just begun to wait.
+    pub(crate) fn push(
+        &mut self,
+        addr: StreamAddr,
+        token: TokenId,
+        first: Option<FirstPass>,
+    ) -> bool {
+        if let Some(held) = self.get_mut(addr) {
+            held.tokens.push(token);
+            return false;
+        }
+        let held = Held {
+            generation: addr.stream.generation,
+            tokens: vec![token],
+            first,
+            end: None,
+        };
+        self.streams.insert(key(addr), held);
+        true
+    }
+
+    /// Keeps the end of a stream of which something waits; false if nothing does.
+    pub(crate) fn end(&mut self, addr: StreamAddr, end: End) -> bool {
+        let Some(held) = self.get_mut(addr) else {
+            return false;
+        };
+        held.end = Some(end);
+        true
+    }
+
+    /// `tokens` more may go: they go to `frame`, and the end if it is their turn. Returns how many
+    /// tokens went.
+    pub(crate) fn release(&mut self, addr: StreamAddr, tokens: u32, frame: &mut PassFrame) -> u32 {
+        let Some(held) = self.get_mut(addr) else {
+            return 0;
+        };
+        let count = held.tokens.len().min(tokens as usize);
+        frame.push_tokens(
+            addr.stream,
+            &held.tokens[..count],
+            held.first.take_if(|_| count > 0),
+        );
+        held.tokens.drain(..count);
+        if held.tokens.is_empty() {
+            if let Some(end) = held.end {
+                frame.push_end(addr.stream, &end);
+            }
+            self.streams.remove(&key(addr));
+        }
+        count as u32
+    }
+
+    /// Forgets what waits in the slot of `addr`, of whatever generation.
+    pub(crate) fn forget(&mut self, addr: StreamAddr) {
+        if !self.streams.is_empty() {
+            self.streams.remove(&key(addr));
+        }
+    }
+
+    /// Forgets all that waits for `shard`. Returns how many streams that were.
+    pub(crate) fn forget_shard(&mut self, shard: u8) -> usize {
+        let before = self.streams.len();
+        self.streams.retain(|&(of, _), _| of != shard);
+        before - self.streams.len()
+    }
+
+    /// Streams of `shard` of which something waits.
+    pub(crate) fn of_shard(&self, shard: u8) -> Vec<StreamAddr> {
+        let ours = self.streams.iter().filter(|((of, _), _)| *of == shard);
+        ours.map(|(&(shard, slot), held)| StreamAddr {
+            shard,
+            stream: StreamId {
+                slot,
+                generation: held.generation,
+            },
+        })
+        .collect()
+    }
+}
+
+fn key(addr: StreamAddr) -> (u8, u32) {
+    (addr.shard, addr.stream.slot)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::FinishReason;
+    use slipstream_planes::{Entry, Usage};
+
+    fn addr(slot: u32, generation: u32) -> StreamAddr {
+        StreamAddr {
+            shard: 1,
+            stream: StreamId { slot, generation },
+        }
+    }
+
+    #[test]
+    fn tokens_leave_in_order_with_the_end_behind_them() {
+        let mut held = HeldTokens::default();
+        let first = FirstPass {
+            start_ns: 1,
+            end_ns: 2,
+        };
+        assert!(held.push(addr(3, 7), 10, Some(first)));
+        assert!(!held.push(addr(3, 7), 11, None));
+        assert!(!held.push(addr(3, 7), 12, None));
+        let end = End {
+            reason: FinishReason::Stop,
+            usage: Usage::default(),
+        };
+        assert!(held.end(addr(3, 7), end));
+        assert!(
+            !held.end(addr(3, 8), end),
+            "another generation, another stream"
+        );
+        let mut frame = PassFrame::new();
+        assert_eq!(held.release(addr(3, 6), 9, &mut frame), 0);
+        assert_eq!(held.release(addr(3, 7), 2, &mut frame), 2);
+        assert_eq!(held.release(addr(3, 7), 2, &mut frame), 1);
+        assert!(held.is_empty());
+        let stream = addr(3, 7).stream;
+        let entries: Vec<Entry<'_>> = frame.entries().collect();
+        let tokens = |tokens, first| Entry::Tokens {
+            stream,
+            tokens,
+            first,
+        };
+        assert_eq!(
+            entries,
+            [
+                tokens(&[10, 11], Some(first)),
+                tokens(&[12], None),
+                Entry::End { stream, end }
+            ]
+        );
+    }
+
+    #[test]
+    fn a_shard_that_goes_takes_what_waits_for_it() {
+        let mut held = HeldTokens::default();
+        held.push(addr(1, 0), 1, None);
+        held.push(addr(2, 0), 1, None);
+        assert_eq!(held.of_shard(1).len(), 2);
+        held.forget(addr(1, 5));
+        assert_eq!(held.of_shard(1), [addr(2, 0)]);
+        assert_eq!((held.forget_shard(0), held.forget_shard(1)), (0, 1));
+    }
+}

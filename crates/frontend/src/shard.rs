@@ -262,12 +262,11 @@ impl Shard {
             if !gone(worker) || state.has_ended(feed.sequence) {
                 return;
             }
-            match state.take_kept(feed.sequence) {
-                Some(again) => elsewhere.push((feed.reply.clone(), feed.sequence, again)),
-                None => {
-                    self.metrics.streams_lost.add(1);
-                    state.on_refused(feed.sequence, &ApiError::worker_lost(&worker.to_string()));
-                }
+            if let Some(again) = state.take_kept(feed.sequence) {
+                elsewhere.push((feed.reply.clone(), feed.sequence, again));
+            } else {
+                self.metrics.streams_lost.add(1);
+                state.on_refused(feed.sequence, &ApiError::worker_lost(&worker.to_string()));
             }
         });
         for (reply, index, again) in elsewhere {

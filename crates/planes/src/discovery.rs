@@ -301,7 +301,7 @@ impl Watch {
             let entry = entry.map_err(problem(&self.directory, unreadable))?;
             let name = entry.file_name();
             let Some(name) = name.to_str() else { continue };
-            if !name.ends_with(".json") {
+            if Path::new(name).extension().is_none_or(|ext| ext != "json") {
                 continue;
             }
             if found.len() == FILES_MAX {

@@ -287,10 +287,10 @@ impl Inbox {
 
     fn next_frame(&mut self) -> Result<Option<(Kind, &[u8])>, WireError> {
         let unread = &self.bytes[self.start..self.end];
-        let Some((kind, body, len)) = wire::split(unread)? else {
+        let Some(frame) = wire::split(unread)? else {
             return Ok(None);
         };
-        self.start += len;
-        Ok(Some((kind, body)))
+        self.start += frame.len;
+        Ok(Some((frame.kind, frame.body)))
     }
 }

@@ -155,13 +155,23 @@ pub enum WireError {
     },
 }
 
-/// The first whole frame in `bytes`: its kind, its body, and how long it is with its header.
-/// `None` until all of it is there.
+/// A frame as it lies in a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawFrame<'a> {
+    /// What it is.
+    pub kind: Kind,
+    /// Its body.
+    pub body: &'a [u8],
+    /// Its length with its header, bytes.
+    pub len: usize,
+}
+
+/// The first whole frame in `bytes`; `None` until all of it is there.
 ///
 /// # Errors
 /// [`WireError`] as soon as the header is there, so that nobody waits for, or makes room for, a
 /// body that will not be read.
-pub fn split(bytes: &[u8]) -> Result<Option<(Kind, &[u8], usize)>, WireError> {
+pub fn split(bytes: &[u8]) -> Result<Option<RawFrame<'_>>, WireError> {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };
@@ -179,7 +189,11 @@ pub fn split(bytes: &[u8]) -> Result<Option<(Kind, &[u8], usize)>, WireError> {
         return Err(WireError::Length { kind, len });
     }
     let body = rest.get(..len as usize);
-    Ok(body.map(|body| (kind, body, HEADER_BYTES + body.len())))
+    Ok(body.map(|body| RawFrame {
+        kind,
+        body,
+        len: HEADER_BYTES + body.len(),
+    }))
 }
 
 /// Appends a frame to `out`: its header, and the body that `write` appends.

@@ -210,10 +210,10 @@ mod tests {
     fn sequences(mut bytes: &[u8]) -> Vec<u64> {
         let mut found = Vec::new();
         let mut delta = KvDelta::default();
-        while let Some((kind, body, len)) = wire::split(bytes).unwrap() {
-            wire::decode_kv(kind, body, &mut delta).unwrap();
+        while let Some(frame) = wire::split(bytes).unwrap() {
+            wire::decode_kv(frame.kind, frame.body, &mut delta).unwrap();
             found.push(delta.sequence);
-            bytes = &bytes[len..];
+            bytes = &bytes[frame.len..];
         }
         assert!(bytes.is_empty(), "whole frames");
         found
@@ -237,7 +237,7 @@ mod tests {
         assert!(out.is_empty());
         feed.on_ready(WorkerId(3));
         assert!(!other.take(Waker::noop(), &mut out));
-        assert_eq!(wire::split(&out).unwrap().unwrap().0, wire::Kind::Ready);
+        assert_eq!(wire::split(&out).unwrap().unwrap().kind, wire::Kind::Ready);
         drop((one, other));
         sink.on_kv(&delta(3, 1));
         assert!(sink.gathered.is_empty(), "nobody listens");

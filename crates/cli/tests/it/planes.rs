@@ -311,8 +311,9 @@ fn plane_addresses(dir: &Path) -> Vec<String> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        if name.starts_with("frontend-") && name.ends_with(".json") {
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        let whole = path.extension().is_some_and(|ext| ext == "json");
+        if stem.starts_with("frontend-") && whole {
             let text = std::fs::read(&path).unwrap();
             let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
             let shards = record["shards"].as_array().unwrap();

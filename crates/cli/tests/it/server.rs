@@ -136,10 +136,6 @@ impl Server {
         assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
     }
 
-    pub(crate) fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Ends it as the system would, without a chance to say anything.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("it runs");

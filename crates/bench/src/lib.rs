@@ -7,7 +7,7 @@
 //!
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.
-//! - [`measure`]: histograms and counts; [`slo`]: objectives; [`process`]: CPU and memory.
+//! - [`process`]: CPU and memory.
 //! - [`run`]: the run itself, on one or more threads of single-threaded runtimes.
 #![forbid(unsafe_code)]
 
@@ -16,12 +16,9 @@ pub mod answer;
 pub mod body;
 mod client;
 pub mod http;
-pub mod measure;
 pub mod process;
 pub mod run;
-pub mod slo;
 mod target;
 
 pub use run::{BenchError, Config, Outcome, Progress, run};
-pub use slo::Slo;
 pub use target::{Endpoint, PromptForm, Target};

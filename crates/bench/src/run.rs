@@ -19,10 +19,10 @@ use tokio::sync::watch;
 
 use crate::body::{Template, TemplateParts};
 use crate::client::{self, Failure};
-use crate::measure::Totals;
 use crate::process;
-use crate::slo::Slo;
 use crate::target::{Endpoint, PromptForm, Target};
+use slipstream_report::Slo;
+use slipstream_report::Totals;
 
 /// What is run, and how.
 #[derive(Clone, Debug)]

@@ -29,6 +29,8 @@ enum Command {
     Frontend(cmd::frontend::Args),
     /// Run engines for frontend processes
     Worker(cmd::worker::Args),
+    /// Run the same cluster in virtual time
+    Simulate(Box<cmd::simulate::Args>),
     /// Simulate, measure and load the CPU scheduler
     Sched(cmd::sched::Args),
     /// Load an OpenAI endpoint and report what its clients see
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => cmd::serve::run(&args),
         Command::Frontend(args) => cmd::frontend::run(&args),
         Command::Worker(args) => cmd::worker::run(&args),
+        Command::Simulate(args) => cmd::simulate::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),

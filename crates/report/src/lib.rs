@@ -4,6 +4,7 @@
 //! by side whatever produced them. Nothing here knows where a number came from.
 //!
 //! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
+//! - [`measure`]: what a run has shown so far, to be added up over threads; [`slo`]: objectives.
 //! - [`run`]: the result of one run, as printed and as JSON.
 //! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
 //! - [`record`]: files of records, CSV or Parquet.
@@ -13,10 +14,14 @@
 pub mod compare;
 pub mod drag;
 pub mod latency;
+pub mod measure;
 pub mod record;
 pub mod run;
+pub mod slo;
 pub mod table;
 
 pub use drag::{DragReader, DragRecord, DragWriter};
 pub use latency::{Latency, Percentiles};
+pub use measure::{Answered, Timeline, Totals};
 pub use run::RunReport;
+pub use slo::Slo;

@@ -153,8 +153,12 @@ impl PromptSource {
     ///
     /// A block that lies in one segment, and begins a whole number of blocks into it, hashes as
     /// `(parent, id, number of the block in the segment)`: for a trace, design rule "block `j` of
-    /// id `i`". Any other block hashes the runs of segments that it covers, one after the other.
-    /// Equal blocks thus mean equal texts at equal places, and conversely.
+    /// id `i`". A block that ends in an earlier answer hashes as `(parent, name of the answer, number
+    /// of the block in the prompt)`, as the engine that generated it did ([`Tail::Opaque`] with
+    /// [`answer_name`]). Any other block hashes the runs of segments that it covers, one after the
+    /// other. Equal blocks thus mean equal texts at equal places, and conversely.
+    ///
+    /// `id` names what will be generated: [`answer_name`] of the request.
     ///
     /// # Errors
     /// [`PromptError`] if the prompt is empty or `block_size` is 0.
@@ -185,6 +189,9 @@ impl PromptSource {
                 filled += run;
                 offset += run;
                 if filled == block_size {
+                    if let Content::Answer(_) = segment.content {
+                        hash = parent.child_of_id(name, blocks.len() as u64);
+                    }
                     blocks.push(hash);
                     (parent, filled) = (hash, 0);
                 }
@@ -194,6 +201,12 @@ impl PromptSource {
         let prompt = Prompt::from_parts(self.tokens(), block_size, blocks.into(), tail)?;
         Ok(prompt.with_root(root))
     }
+}
+
+/// A number that names the answer to `request` in hashes.
+pub fn answer_name(request: RequestId) -> u64 {
+    // Apart from texts, whose ids are mixed: a request's number is small.
+    draw(0xa25_3e12, request.0)
 }
 
 impl Segment {
@@ -218,8 +231,7 @@ impl Segment {
     pub fn name(&self) -> u64 {
         match self.content {
             Content::Text(id) => id,
-            // Apart from texts, whose ids are mixed: a request's number is small.
-            Content::Answer(request) => draw(0xa25_3e12, request.0),
+            Content::Answer(request) => answer_name(request),
         }
     }
 }

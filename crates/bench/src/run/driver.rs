@@ -24,10 +24,10 @@ use crate::alarm::Alarm;
 use crate::answer::{Answer, TextField};
 use crate::client::{Failure, Pool};
 use crate::http::{Head, Parser};
-use crate::measure::{Answered, Timeline, Totals};
 use crate::process::monotonic_ns;
 use crate::run::{BenchError, Shared};
 use crate::target::Endpoint;
+use slipstream_report::{Answered, Timeline, Totals};
 
 /// Salt of the warm-up's texts: any number but 0, which is the workload itself.
 const WARMUP_SALT: u64 = 0x7761_726d;

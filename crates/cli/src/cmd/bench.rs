@@ -1,21 +1,19 @@
 //! `slipstream bench`: loads an OpenAI endpoint and reports what its clients see.
 
 use std::io::{IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
-use slipstream_base::doc::{Doc, Settings};
-use slipstream_base::workload_file::{
-    self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
-};
-use slipstream_bench::{Config, Endpoint, Progress, PromptForm, Slo, Target};
+use slipstream_bench::{Config, Endpoint, Progress, PromptForm, Target};
+use slipstream_report::Slo;
 use slipstream_report::table::{color_wanted, grouped, number};
 use slipstream_report::{RunReport, compare};
 use slipstream_workload::Vocabulary;
 
+use crate::cmd::workload_args::{self, WorkloadArgs};
 use crate::out;
 
 /// Flags of `slipstream bench`.
@@ -54,23 +52,14 @@ enum FormArg {
     Tokens,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum BadLineArg {
-    /// End with an error that names the line
-    Stop,
-    /// Count it and go on
-    Skip,
-}
-
 #[derive(clap::Args)]
 struct Load {
     /// Server, such as http://127.0.0.1:8000
     #[arg(required_unless_present = "print_config")]
     url: Option<String>,
 
-    /// Workload file (docs/workload.md)
-    #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
-    workload: Option<PathBuf>,
+    #[command(flatten)]
+    what: WorkloadArgs,
     /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
     #[arg(
         long,
@@ -82,41 +71,6 @@ struct Load {
     /// Print the workload's effective values and where each came from, and stop
     #[arg(long, requires = "workload", help_heading = "What to send")]
     print_config: bool,
-    /// Replay a trace in Mooncake's JSONL form
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
-    trace: Option<PathBuf>,
-    /// Closed loop: requests at a time [default without a file: 1]
-    #[arg(long, value_name = "N", conflicts_with_all = ["workload", "rate"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
-    concurrency: Option<u32>,
-    /// Open loop: requests a second, at random (Poisson)
-    #[arg(
-        long,
-        value_name = "PER_S",
-        conflicts_with = "workload",
-        help_heading = "What to send"
-    )]
-    rate: Option<f64>,
-    /// Tokens of each prompt [default without a file: 1024]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
-    isl: Option<u32>,
-    /// Tokens of each answer [default without a file: 128]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
-    osl: Option<u32>,
-    /// Requests in all [default without a file: 100, or the whole trace]
-    #[arg(long, value_name = "N", help_heading = "What to send")]
-    requests: Option<u64>,
-    /// Begin no session later than this, such as 60s (time of the workload)
-    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "What to send")]
-    duration: Option<Duration>,
-    /// Divide arrival and think times by this
-    #[arg(long, value_name = "FACTOR", help_heading = "What to send")]
-    time_scale: Option<f64>,
-    /// Seed of the workload's draws
-    #[arg(long, value_name = "N", help_heading = "What to send")]
-    seed: Option<u64>,
-    /// What to do with a line of the trace that is not a request
-    #[arg(long, value_name = "WHAT", help_heading = "What to send")]
-    on_bad_line: Option<BadLineArg>,
 
     /// Endpoint to load
     #[arg(long, default_value = "completions", help_heading = "How to send it")]
@@ -153,10 +107,10 @@ struct Load {
     )]
     warmup: u64,
     /// Longest time for one request
-    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = time, help_heading = "How to send it")]
+    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = workload_args::time, help_heading = "How to send it")]
     timeout: Duration,
     /// Longest time for a connection
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time, help_heading = "How to send it")]
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = workload_args::time, help_heading = "How to send it")]
     connect_timeout: Duration,
     /// Times to send a request again that is answered 429 or 503
     #[arg(
@@ -173,7 +127,7 @@ struct Load {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to send it")]
     threads: u32,
     /// Wait so long for the server to come up
-    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = time, help_heading = "How to send it")]
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = workload_args::time, help_heading = "How to send it")]
     wait_ready: Duration,
 
     /// Objectives for goodput, such as ttft=1s,itl=50ms
@@ -231,11 +185,11 @@ fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
 }
 
 fn load(args: &Load) -> anyhow::Result<ExitCode> {
-    if let (true, Some(path)) = (args.print_config, &args.workload) {
-        out::print(&args.read_workload(path)?.1.to_toml())?;
+    if let (true, Some(path)) = (args.print_config, &args.what.workload) {
+        out::print(&workload_args::read(path, &args.set)?.1.to_toml())?;
         return Ok(ExitCode::SUCCESS);
     }
-    let (workload, name) = args.workload()?;
+    let (workload, name) = args.what.workload(&args.set)?;
     let url = args.url.as_deref().unwrap_or_default();
     let config = Config {
         target: Target::resolve(url)?,
@@ -331,107 +285,6 @@ fn show_progress(now: &Progress, last: &Progress) {
         number(rate)
     );
     let _ = stderr.flush();
-}
-
-impl Load {
-    /// The workload, and its name in a few words.
-    fn workload(&self) -> anyhow::Result<(Workload, String)> {
-        let (mut workload, name) = match (&self.workload, &self.trace) {
-            (Some(path), _) => (self.read_workload(path)?.0, file_name(path)),
-            (None, Some(path)) => (self.trace_workload(path), file_name(path)),
-            (None, None) => self.plain_workload(),
-        };
-        if let Some(requests) = self.requests {
-            workload.requests = Some(requests);
-        }
-        if let Some(duration) = self.duration {
-            workload.duration_s = Some(duration.as_secs_f64());
-        }
-        if let Some(seed) = self.seed {
-            workload.seed = seed;
-        }
-        if let Some(scale) = self.time_scale {
-            if !(scale.is_finite() && scale > 0.0) {
-                bail!("--time-scale is {scale}, but must be above 0");
-            }
-            workload.time_scale = scale;
-        }
-        if let (Some(what), Content::Trace(file)) = (self.on_bad_line, &mut workload.content) {
-            file.on_bad_line = match what {
-                BadLineArg::Stop => OnBadLine::Stop,
-                BadLineArg::Skip => OnBadLine::Skip,
-            };
-        }
-        if let Some(rate) = self.rate
-            && !(rate.is_finite() && rate > 0.0)
-        {
-            bail!("--rate is {rate}, but must be above 0");
-        }
-        Ok((workload, name))
-    }
-
-    /// The workload file with `--set` laid over it, and where each value came from.
-    fn read_workload(&self, path: &Path) -> anyhow::Result<(Workload, Settings)> {
-        let name = path.display().to_string();
-        let text = std::fs::read(path).with_context(|| format!("reading {name}"))?;
-        let mut doc = Doc::parse(&name, &text);
-        for assignment in &self.set {
-            doc.set(assignment);
-        }
-        workload_file::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
-    }
-
-    fn arrival(&self) -> Option<Arrival> {
-        match (self.concurrency, self.rate) {
-            (Some(concurrency), _) => Some(Arrival::Closed { concurrency }),
-            (None, Some(rate_per_s)) => Some(Arrival::Poisson { rate_per_s }),
-            (None, None) => None,
-        }
-    }
-
-    fn trace_workload(&self, path: &Path) -> Workload {
-        Workload {
-            arrival: self.arrival().unwrap_or(Arrival::Trace),
-            content: Content::Trace(TraceFile {
-                path: path.to_owned(),
-                on_bad_line: OnBadLine::Stop,
-                tokens_per_id: 512,
-            }),
-            ..Workload::default()
-        }
-    }
-
-    fn plain_workload(&self) -> (Workload, String) {
-        let (isl, osl) = (self.isl.unwrap_or(1024), self.osl.unwrap_or(128));
-        let arrival = self.arrival().unwrap_or(Arrival::Closed { concurrency: 1 });
-        let when = match &arrival {
-            Arrival::Closed { concurrency } => format!("c={concurrency}"),
-            _ => format!("{}/s", self.rate.unwrap_or_default()),
-        };
-        let workload = Workload {
-            // A duration alone bounds the run as well.
-            requests: self.duration.is_none().then_some(100),
-            arrival,
-            content: Content::Generated(vec![Class {
-                isl: Dist::Exact(f64::from(isl)),
-                osl: Dist::Exact(f64::from(osl)),
-                ..Class::default()
-            }]),
-            ..Workload::default()
-        };
-        (workload, format!("{when} {isl}/{osl}"))
-    }
-}
-
-fn file_name(path: &Path) -> String {
-    path.file_name()
-        .unwrap_or(path.as_os_str())
-        .to_string_lossy()
-        .into_owned()
-}
-
-fn time(text: &str) -> Result<Duration, String> {
-    slipstream_bench::slo::parse_ns(text).map(Duration::from_nanos)
 }
 
 fn id_range(text: &str) -> Result<std::ops::Range<u32>, String> {

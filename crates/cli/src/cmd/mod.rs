@@ -3,6 +3,7 @@
 mod cluster_args;
 mod fleet_metrics;
 mod plane_args;
+mod workload_args;
 
 pub(crate) mod bench;
 pub(crate) mod frontend;
@@ -10,5 +11,6 @@ pub(crate) mod net;
 pub(crate) mod presets;
 pub(crate) mod sched;
 pub(crate) mod serve;
+pub(crate) mod simulate;
 pub(crate) mod tokenizer;
 pub(crate) mod worker;

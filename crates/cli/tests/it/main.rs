@@ -3,3 +3,4 @@
 mod planes;
 mod serve;
 mod server;
+mod twin;

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use slipstream_report::Latency;
-use slipstream_report::run::{
-    ErrorCount, Goodput, Latencies, RequestCounts, Throughput, TokenCounts,
-};
+use crate::latency::Latency;
+use crate::run::{ErrorCount, Goodput, Latencies, RequestCounts, Throughput, TokenCounts};
 
 use crate::slo::{Shown, Slo};
 

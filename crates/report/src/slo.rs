@@ -30,6 +30,11 @@ pub struct Shown {
 }
 
 impl Slo {
+    /// Whether an objective is on the longest gap between two tokens of a request.
+    pub fn reads_longest_gap(&self) -> bool {
+        self.itl_max.is_some()
+    }
+
     /// Whether a request that was answered met every objective.
     pub fn is_met(&self, shown: &Shown) -> bool {
         [

@@ -1,0 +1,163 @@
+//! Flags that say what is sent: shared by what loads a live cluster and what simulates one.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::ValueEnum;
+use slipstream_base::doc::{Doc, Settings};
+use slipstream_base::workload_file::{
+    self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
+};
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum BadLineArg {
+    /// End with an error that names the line
+    Stop,
+    /// Count it and go on
+    Skip,
+}
+
+/// A workload: a file, a trace, or a plain load made of flags.
+#[derive(clap::Args)]
+pub(crate) struct WorkloadArgs {
+    /// Workload file (docs/workload.md)
+    #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
+    pub(crate) workload: Option<PathBuf>,
+    /// Replay a trace in Mooncake's JSONL form
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Closed loop: requests at a time [default without a file: 1]
+    #[arg(long, value_name = "N", conflicts_with_all = ["workload", "rate"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    pub(crate) concurrency: Option<u32>,
+    /// Open loop: requests a second, at random (Poisson)
+    #[arg(
+        long,
+        value_name = "PER_S",
+        conflicts_with = "workload",
+        help_heading = "What to send"
+    )]
+    pub(crate) rate: Option<f64>,
+    /// Tokens of each prompt [default without a file: 1024]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    pub(crate) isl: Option<u32>,
+    /// Tokens of each answer [default without a file: 128]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    pub(crate) osl: Option<u32>,
+    /// Requests in all [default without a file: 100, or the whole trace]
+    #[arg(long, value_name = "N", help_heading = "What to send")]
+    pub(crate) requests: Option<u64>,
+    /// Begin no session later than this, such as 60s (time of the workload)
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "What to send")]
+    pub(crate) duration: Option<Duration>,
+    /// Divide arrival and think times by this
+    #[arg(long, value_name = "FACTOR", help_heading = "What to send")]
+    pub(crate) time_scale: Option<f64>,
+    /// Seed of the workload's draws
+    #[arg(long, value_name = "N", help_heading = "What to send")]
+    pub(crate) seed: Option<u64>,
+    /// What to do with a line of the trace that is not a request
+    #[arg(long, value_name = "WHAT", help_heading = "What to send")]
+    pub(crate) on_bad_line: Option<BadLineArg>,
+}
+
+/// The workload file with `sets` laid over it, and where each value came from.
+pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Settings)> {
+    let name = path.display().to_string();
+    let text = std::fs::read(path).with_context(|| format!("reading {name}"))?;
+    let mut doc = Doc::parse(&name, &text);
+    for assignment in sets {
+        doc.set(assignment);
+    }
+    workload_file::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
+}
+
+impl WorkloadArgs {
+    /// The workload, and its name in a few words.
+    pub(crate) fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
+        let (mut workload, name) = match (&self.workload, &self.trace) {
+            (Some(path), _) => (read(path, sets)?.0, file_name(path)),
+            (None, Some(path)) => (self.trace_workload(path), file_name(path)),
+            (None, None) => self.plain_workload(),
+        };
+        if let Some(requests) = self.requests {
+            workload.requests = Some(requests);
+        }
+        if let Some(duration) = self.duration {
+            workload.duration_s = Some(duration.as_secs_f64());
+        }
+        if let Some(seed) = self.seed {
+            workload.seed = seed;
+        }
+        if let Some(scale) = self.time_scale {
+            if !(scale.is_finite() && scale > 0.0) {
+                bail!("--time-scale is {scale}, but must be above 0");
+            }
+            workload.time_scale = scale;
+        }
+        if let (Some(what), Content::Trace(file)) = (self.on_bad_line, &mut workload.content) {
+            file.on_bad_line = match what {
+                BadLineArg::Stop => OnBadLine::Stop,
+                BadLineArg::Skip => OnBadLine::Skip,
+            };
+        }
+        if let Some(rate) = self.rate
+            && !(rate.is_finite() && rate > 0.0)
+        {
+            bail!("--rate is {rate}, but must be above 0");
+        }
+        Ok((workload, name))
+    }
+
+    fn arrival(&self) -> Option<Arrival> {
+        match (self.concurrency, self.rate) {
+            (Some(concurrency), _) => Some(Arrival::Closed { concurrency }),
+            (None, Some(rate_per_s)) => Some(Arrival::Poisson { rate_per_s }),
+            (None, None) => None,
+        }
+    }
+
+    fn trace_workload(&self, path: &Path) -> Workload {
+        Workload {
+            arrival: self.arrival().unwrap_or(Arrival::Trace),
+            content: Content::Trace(TraceFile {
+                path: path.to_owned(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: 512,
+            }),
+            ..Workload::default()
+        }
+    }
+
+    fn plain_workload(&self) -> (Workload, String) {
+        let (isl, osl) = (self.isl.unwrap_or(1024), self.osl.unwrap_or(128));
+        let arrival = self.arrival().unwrap_or(Arrival::Closed { concurrency: 1 });
+        let when = match &arrival {
+            Arrival::Closed { concurrency } => format!("c={concurrency}"),
+            _ => format!("{}/s", self.rate.unwrap_or_default()),
+        };
+        let workload = Workload {
+            // A duration alone bounds the run as well.
+            requests: self.duration.is_none().then_some(100),
+            arrival,
+            content: Content::Generated(vec![Class {
+                isl: Dist::Exact(f64::from(isl)),
+                osl: Dist::Exact(f64::from(osl)),
+                ..Class::default()
+            }]),
+            ..Workload::default()
+        };
+        (workload, format!("{when} {isl}/{osl}"))
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name()
+        .unwrap_or(path.as_os_str())
+        .to_string_lossy()
+        .into_owned()
+}
+
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
+    slipstream_report::slo::parse_ns(text).map(Duration::from_nanos)
+}

@@ -1,0 +1,213 @@
+//! One engine of the cluster, and the times of the sequences on it.
+
+use slipstream_base::{RequestId, SimTime};
+use slipstream_engine::{DecodeRun, Engine, PassOutput};
+use slipstream_report::Latency;
+use slipstream_router::ActiveSequence;
+use slipstream_workload::Request;
+
+/// A request on an engine.
+pub(crate) struct Flight {
+    pub(crate) request: Request,
+    /// The router's charge; dropped when the sequence ends.
+    pub(crate) active: ActiveSequence,
+    pub(crate) target: u32,
+    /// When its last token came; 0 before the first.
+    pub(crate) last: SimTime,
+    pub(crate) first: Option<SimTime>,
+    pub(crate) admitted: SimTime,
+    pub(crate) cached_tokens: u32,
+    /// Longest gap between two tokens so far, ns; kept only where every token is looked at.
+    pub(crate) gap_max: u64,
+}
+
+/// Requests under way, by the slot that names them in engines.
+#[derive(Default)]
+pub(crate) struct Flights {
+    slots: Vec<Option<Flight>>,
+    free: Vec<u32>,
+    len: usize,
+}
+
+impl Flights {
+    pub(crate) fn insert(&mut self, flight: Flight) -> RequestId {
+        self.len += 1;
+        let slot = if let Some(slot) = self.free.pop() {
+            self.slots[slot as usize] = Some(flight);
+            slot
+        } else {
+            self.slots.push(Some(flight));
+            self.slots.len() as u32 - 1
+        };
+        RequestId(slot.into())
+    }
+
+    pub(crate) fn get_mut(&mut self, id: RequestId) -> &mut Flight {
+        self.slots[id.0 as usize]
+            .as_mut()
+            .expect("an engine knows only requests that are under way")
+    }
+
+    pub(crate) fn remove(&mut self, id: RequestId) -> Flight {
+        self.len -= 1;
+        self.free.push(id.0 as u32);
+        self.slots[id.0 as usize]
+            .take()
+            .expect("an engine ends a request once")
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// What an engine is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Nothing runs and nothing waits.
+    Idle,
+    /// Something was added, or a pass has ended; a pass begins at this moment.
+    Awake,
+    /// A pass is under way.
+    InPass { start: SimTime, end: SimTime },
+    /// A run of decode passes was jumped over; the next pass begins at its end.
+    Jumped,
+}
+
+pub(crate) struct Node {
+    pub(crate) engine: Engine,
+    pub(crate) phase: Phase,
+    gaps: Gaps,
+    preemptions: u64,
+}
+
+/// Gaps between tokens, without looking at each token.
+///
+/// As a rule every sequence that has a token gets the next one in the next pass: then all gaps of a
+/// pass are the time since the end of the pass before, and one count says it all. A preemption
+/// breaks the rule; tokens are then looked at one by one until all sequences are in step again.
+struct Gaps {
+    /// End of the last pass.
+    last_end: SimTime,
+    /// Sequences that got a token in it and go on.
+    live: u32,
+    /// Sequences that have a token and go on. As many as `live` while all are in step.
+    started: u32,
+    /// The rule does not hold: tokens are looked at one by one.
+    broken: bool,
+    /// When it broke; every sequence that had a token then had its last one at this time.
+    broke_at: SimTime,
+    /// Every token is looked at, whether or not it must be.
+    always: bool,
+}
+
+impl Node {
+    pub(crate) fn new(mut engine: Engine, each_token: bool) -> Node {
+        engine.list_tokens(each_token);
+        Node {
+            engine,
+            phase: Phase::Idle,
+            gaps: Gaps {
+                last_end: SimTime::ZERO,
+                live: 0,
+                started: 0,
+                broken: false,
+                broke_at: SimTime::ZERO,
+                always: each_token,
+            },
+            preemptions: 0,
+        }
+    }
+
+    /// Begins a pass at `now`, if there is anything to do. Returns when it ends.
+    pub(crate) fn begin(&mut self, now: SimTime) -> Option<SimTime> {
+        let end = self.engine.begin_pass(now);
+        self.phase = match end {
+            Some(end) => Phase::InPass { start: now, end },
+            None => Phase::Idle,
+        };
+        let preemptions = self.engine.stats().preemptions;
+        if preemptions != self.preemptions {
+            self.preemptions = preemptions;
+            if !self.gaps.broken {
+                self.gaps.broken = true;
+                self.gaps.broke_at = self.gaps.last_end;
+                self.engine.list_tokens(true);
+            }
+        }
+        end
+    }
+
+    /// Jumps over decode passes from `now` on that end before `until`. Returns the end of the last.
+    pub(crate) fn jump(
+        &mut self,
+        now: SimTime,
+        until: SimTime,
+        run: &mut DecodeRun,
+        itl: &mut Latency,
+    ) -> Option<SimTime> {
+        if self.gaps.broken || self.gaps.always || self.gaps.live == 0 || now != self.gaps.last_end
+        {
+            return None;
+        }
+        let passes = self.engine.decode_run(now, until, u32::MAX, run);
+        if passes == 0 {
+            return None;
+        }
+        assert_eq!(
+            run.sequences(),
+            self.gaps.live,
+            "in a run of decode passes every sequence gets a token in each"
+        );
+        let mut before = now;
+        for &end in &run.ends {
+            itl.record_n(end.since(before), self.gaps.live.into());
+            before = end;
+        }
+        self.gaps.last_end = before;
+        self.phase = Phase::Jumped;
+        Some(before)
+    }
+
+    /// Ends the pass that ends at `now`, and counts the gaps between its tokens and those before.
+    /// First tokens and ends are the caller's to note, after this.
+    pub(crate) fn finish(
+        &mut self,
+        now: SimTime,
+        out: &mut PassOutput,
+        flights: &mut Flights,
+        itl: &mut Latency,
+    ) {
+        self.engine.finish_pass(out);
+        self.phase = Phase::Awake;
+        let gaps = &mut self.gaps;
+        let first = out.first.len() as u32;
+        let going_on = out.token_count - first;
+        if gaps.broken || gaps.always {
+            let mut firsts = out.first.iter().peekable();
+            for &(id, _) in &out.tokens {
+                let flight = flights.get_mut(id);
+                if firsts.next_if(|f| f.id == id).is_none() {
+                    // While all were in step nobody wrote down when tokens came.
+                    let gap = now.since(flight.last.max(gaps.broke_at));
+                    itl.record(gap);
+                    flight.gap_max = flight.gap_max.max(gap);
+                }
+                flight.last = now;
+            }
+        } else {
+            // A pass whose budget ends before its decodes do would leave some out. vLLM wants
+            // `max_num_batched_tokens` to be no less than `max_num_seqs`, so that none does.
+            debug_assert_eq!(going_on, gaps.live, "every sequence got a token");
+            itl.record_n(now.since(gaps.last_end), going_on.into());
+        }
+        gaps.started += first;
+        gaps.started -= out.finished.len() as u32;
+        gaps.last_end = now;
+        gaps.live = out.token_count - out.finished.len() as u32;
+        if gaps.broken && gaps.started == gaps.live {
+            gaps.broken = false;
+            self.engine.list_tokens(gaps.always);
+        }
+    }
+}

@@ -1,0 +1,579 @@
+//! The run: what happens next, until nothing does.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use slipstream_base::cluster::Cluster;
+use slipstream_base::mix::mix64;
+use slipstream_base::workload_file::Workload;
+use slipstream_base::{BlockHash, EngineRequest, GenerationParams, RankId, SimTime, WorkerId};
+use slipstream_engine::timing::TimingError;
+use slipstream_engine::{DecodeRun, Engine, EngineError, OutputModel, PassOutput};
+use slipstream_report::run::EngineCounts;
+use slipstream_report::{Answered, Slo, Timeline, Totals};
+use slipstream_router::{Fleet, FleetError, RouteError, RouteRequest, Router};
+use slipstream_workload::schedule::Shard;
+use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
+
+use crate::node::{Flight, Flights, Node, Phase};
+
+/// How to run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Objectives for goodput.
+    pub slo: Option<Slo>,
+    /// End the run at this time, though requests are under way.
+    pub time_max: SimTime,
+    /// Jump over decode passes in which nothing happens. The result is the same without.
+    pub jump: bool,
+    /// Look at each token, which an objective on the longest gap of a request needs. Slower.
+    pub each_token: bool,
+    /// Requests under way at which a run is given up as unstable: more than any engine that keeps
+    /// up would let gather.
+    pub in_flight_max: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            slo: None,
+            time_max: SimTime::MAX,
+            jump: true,
+            each_token: false,
+            in_flight_max: 1 << 20,
+        }
+    }
+}
+
+/// Why a run could not be made, or broke off. Mend the cluster or workload file.
+#[derive(Debug, thiserror::Error)]
+pub enum TwinError {
+    /// The router cannot be built.
+    #[error(transparent)]
+    Fleet(#[from] FleetError),
+    /// An engine cannot be built.
+    #[error("[pool.{pool}]: {source}")]
+    Engine {
+        /// The pool.
+        pool: String,
+        /// Why not.
+        source: EngineError,
+    },
+    /// Step times cannot be modelled.
+    #[error("[pool.{pool}]: {source}")]
+    Timing {
+        /// The pool.
+        pool: String,
+        /// Why not.
+        source: TimingError,
+    },
+    /// The workload broke.
+    #[error(transparent)]
+    Workload(#[from] SourceError),
+}
+
+/// A request that has ended, for records.
+#[derive(Clone, Copy, Debug)]
+pub struct RequestRecord<'a> {
+    /// What was asked.
+    pub request: &'a Request,
+    /// Where it ran; `None` if it was refused.
+    pub rank: Option<RankId>,
+    /// When it left the waiting queue for the first time.
+    pub admitted: SimTime,
+    /// When its first token came.
+    pub first: SimTime,
+    /// When its last token came, or when it was refused.
+    pub last: SimTime,
+    /// Tokens of the prompt.
+    pub input_tokens: u32,
+    /// Of the prompt, found in the KV cache.
+    pub cached_tokens: u32,
+    /// Tokens generated.
+    pub output_tokens: u32,
+    /// Times that it was preempted.
+    pub preemptions: u32,
+    /// Why it was refused, if it was.
+    pub error: Option<&'a str>,
+}
+
+/// Where a run is, for a progress line.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Simulated time.
+    pub now: SimTime,
+    /// Requests that have ended.
+    pub ended: u64,
+    /// Requests under way.
+    pub in_flight: usize,
+}
+
+/// Hears of what happens. Every method does nothing unless it is written.
+pub trait Sink {
+    /// A request ended.
+    fn on_request(&mut self, record: &RequestRecord<'_>) {
+        let _ = record;
+    }
+
+    /// Called now and then. False ends the run; what has ended by then counts.
+    fn on_progress(&mut self, progress: Progress) -> bool {
+        let _ = progress;
+        true
+    }
+}
+
+/// No records.
+impl Sink for () {}
+
+/// What a run gave.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Latencies and counts, as the load generator keeps them.
+    pub totals: Totals,
+    /// Counters of the engines, summed.
+    pub engine: EngineCounts,
+    /// Simulated time at the end.
+    pub ended_at: SimTime,
+    /// Passes that engines ran, those jumped over included.
+    pub passes: u64,
+    /// Passes that were jumped over.
+    pub jumped: u64,
+    /// Every request's times, place and hits, in the order of their ends: equal if two runs were.
+    pub digest: u64,
+    /// Why the run ended before the workload did, if it did.
+    pub cut: Option<String>,
+}
+
+/// Runs `workload` on `cluster`. `read` reads the files that the cluster names.
+///
+/// # Errors
+/// [`TwinError`].
+pub fn simulate(
+    cluster: &Cluster,
+    workload: &Workload,
+    options: &Options,
+    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
+    sink: &mut dyn Sink,
+) -> Result<Outcome, TwinError> {
+    let sim = Sim::new(cluster, workload, options, &read)?;
+    sim.run(sink)
+}
+
+/// Calls of [`Sink::on_progress`]: one in so many events.
+const PROGRESS_EVENTS: u64 = 1 << 14;
+
+/// A pass ends. At equal times in the order in which the passes began.
+type PassEnd = Reverse<(SimTime, u64, u32)>;
+
+struct Sim<'a> {
+    options: &'a Options,
+    schedule: Schedule,
+    router: Router,
+    fleet: Arc<Fleet>,
+    nodes: Vec<Node>,
+    /// By target of the fleet: its node. They are the same list.
+    ranks: Vec<RankId>,
+    flights: Flights,
+    ends: BinaryHeap<PassEnd>,
+    sequence: u64,
+    /// Nodes that begin a pass at the present moment.
+    awake: Vec<u32>,
+    root: BlockHash,
+    seed: u64,
+    now: SimTime,
+    out: PassOutput,
+    run: DecodeRun,
+    totals: Totals,
+    passes: u64,
+    jumped: u64,
+    digest: u64,
+}
+
+impl<'a> Sim<'a> {
+    fn new(
+        cluster: &Cluster,
+        workload: &Workload,
+        options: &'a Options,
+        read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+    ) -> Result<Sim<'a>, TwinError> {
+        let fleet = Arc::new(Fleet::from_cluster(cluster)?);
+        let mut nodes = Vec::new();
+        let mut ranks = Vec::new();
+        let mut worker = 0;
+        for pool in &cluster.pools {
+            for _ in 0..pool.workers {
+                for dp_rank in 0..pool.engine.data_parallel_size {
+                    let rank = RankId {
+                        worker: WorkerId(worker),
+                        dp_rank: dp_rank as u16,
+                    };
+                    let timing = slipstream_engine::timing::build(
+                        &pool.engine,
+                        &cluster.model.shape,
+                        |path| read(path),
+                    )
+                    .map_err(|source| TwinError::Timing {
+                        pool: pool.name.clone(),
+                        source,
+                    })?;
+                    // What answers say is nobody's business here: blocks are named, not spelled.
+                    let output = OutputModel {
+                        vocab: [0].into(),
+                        first_vocab: None,
+                        eos: 1,
+                        lengths: pool.engine.output_len.clone(),
+                    };
+                    let engine =
+                        Engine::new(rank, &pool.engine, timing, output).map_err(|source| {
+                            TwinError::Engine {
+                                pool: pool.name.clone(),
+                                source,
+                            }
+                        })?;
+                    nodes.push(Node::new(engine, options.each_token));
+                    ranks.push(rank);
+                }
+                fleet.set_ready(WorkerId(worker), true);
+                worker += 1;
+            }
+        }
+        Ok(Sim {
+            options,
+            schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
+            router: Router::new(fleet.clone(), 0),
+            fleet,
+            nodes,
+            ranks,
+            flights: Flights::default(),
+            ends: BinaryHeap::new(),
+            sequence: 0,
+            awake: Vec::new(),
+            root: BlockHash::root(&cluster.model.name, "", ""),
+            seed: mix64(workload.seed ^ cluster.router.seed),
+            now: SimTime::ZERO,
+            out: PassOutput::default(),
+            run: DecodeRun::default(),
+            totals: Totals::default(),
+            passes: 0,
+            jumped: 0,
+            digest: 0,
+        })
+    }
+
+    fn run(mut self, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
+        let mut cut = None;
+        let mut events = 0u64;
+        while let Some(next) = self.next_time()? {
+            if next > self.options.time_max {
+                self.now = self.options.time_max;
+                cut = Some(format!(
+                    "simulated time reached its limit of {} with {} requests under way",
+                    self.now,
+                    self.flights.len()
+                ));
+                break;
+            }
+            self.now = next;
+            self.end_passes(sink);
+            self.take_arrivals(sink)?;
+            self.begin_passes()?;
+            if self.flights.len() > self.options.in_flight_max {
+                cut = Some(format!(
+                    "unstable: {} requests are under way at {}, and more come than are answered",
+                    self.flights.len(),
+                    self.now
+                ));
+                break;
+            }
+            events += 1;
+            if events.is_multiple_of(PROGRESS_EVENTS) && !sink.on_progress(self.progress()) {
+                cut = Some(format!("interrupted at {}", self.now));
+                break;
+            }
+        }
+        sink.on_progress(self.progress());
+        Ok(self.finish(cut))
+    }
+
+    fn progress(&self) -> Progress {
+        Progress {
+            now: self.now,
+            ended: self.totals.requests.sent,
+            in_flight: self.flights.len(),
+        }
+    }
+
+    /// When something happens next; `None` if nothing ever will.
+    fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
+        let due = self.schedule.next_due(self.now)?;
+        let end = self.ends.peek().map(|Reverse((end, ..))| *end);
+        Ok(due.into_iter().chain(end).min())
+    }
+
+    /// Ends the passes that end now.
+    fn end_passes(&mut self, sink: &mut dyn Sink) {
+        while let Some(&Reverse((end, _, node))) = self.ends.peek()
+            && end <= self.now
+        {
+            self.ends.pop();
+            if self.nodes[node as usize].phase == Phase::Jumped {
+                self.nodes[node as usize].phase = Phase::Awake;
+            } else {
+                self.end_pass(node, sink);
+            }
+            self.awake.push(node);
+        }
+    }
+
+    fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
+        let now = self.now;
+        let mut out = std::mem::take(&mut self.out);
+        self.nodes[node as usize].finish(now, &mut out, &mut self.flights, &mut self.totals.itl);
+        self.passes += 1;
+        for first in &out.first {
+            let flight = self.flights.get_mut(first.id);
+            flight.first = Some(now);
+            flight.last = now;
+            flight.admitted = first.admitted;
+            flight.cached_tokens = first.cached_tokens;
+            flight.active.on_first_token();
+        }
+        if !out.kv.ops.is_empty() {
+            self.fleet.on_kv(&out.kv);
+        }
+        for done in &out.finished {
+            let flight = self.flights.remove(done.id);
+            let record = RequestRecord {
+                request: &flight.request,
+                rank: Some(self.ranks[flight.target as usize]),
+                admitted: flight.admitted,
+                first: flight.first.unwrap_or(now),
+                last: now,
+                input_tokens: done.usage.prompt_tokens,
+                cached_tokens: done.usage.cached_tokens,
+                output_tokens: done.usage.output_tokens,
+                preemptions: done.usage.preemptions,
+                error: None,
+            };
+            self.note(&record, flight.gap_max);
+            sink.on_request(&record);
+            self.schedule
+                .on_done(&flight.request, done.usage.output_tokens, now);
+        }
+        self.out = out;
+    }
+
+    /// Counts a request that has ended.
+    fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64) {
+        let mut timeline = Timeline::new(record.request.due.0);
+        (timeline.first, timeline.last) = (record.first.0, record.last.0);
+        timeline.gap_max = gap_max;
+        let worker = record
+            .rank
+            .map_or(u64::MAX, |rank| u64::from(rank.worker.0));
+        for word in [
+            record.request.id().0,
+            record.first.0,
+            record.last.0,
+            worker,
+            u64::from(record.cached_tokens) << 32 | u64::from(record.output_tokens),
+        ] {
+            self.digest = mix64(self.digest ^ word);
+        }
+        match record.error {
+            Some(error) => self
+                .totals
+                .on_failed(&timeline, "refused", error, record.last.0),
+            None => self.totals.on_answered(
+                &Answered {
+                    timeline,
+                    input_tokens: record.input_tokens.into(),
+                    output_tokens: record.output_tokens.into(),
+                    cached_tokens: Some(record.cached_tokens.into()),
+                    events: record.output_tokens.into(),
+                    streamed: true,
+                },
+                self.options.slo.as_ref(),
+            ),
+        }
+    }
+
+    /// Routes what is due now.
+    fn take_arrivals(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
+        while let Some(request) = self.schedule.pop(self.now)? {
+            if let Err((request, error)) = self.take(request) {
+                let record = RequestRecord {
+                    request: &request,
+                    rank: None,
+                    admitted: self.now,
+                    first: self.now,
+                    last: self.now,
+                    input_tokens: request.prompt.tokens(),
+                    cached_tokens: 0,
+                    output_tokens: 0,
+                    preemptions: 0,
+                    error: Some(&error),
+                };
+                self.note(&record, 0);
+                sink.on_request(&record);
+                self.schedule.on_failed(&request);
+            }
+        }
+        Ok(())
+    }
+
+    /// Routes a request and adds it to its engine, or gives it back with why not.
+    fn take(&mut self, request: Request) -> Result<(), (Request, String)> {
+        let id = answer_name(request.id());
+        let block_size = self.fleet.block_size();
+        let prompt = match request.prompt.to_blocks(block_size, self.root, id) {
+            Ok(prompt) => prompt,
+            Err(error) => return Err((request, error.to_string())),
+        };
+        let route = RouteRequest {
+            prompt: &prompt,
+            max_tokens: request.output_len,
+            session: Some(request.session),
+            direct: None,
+            exclude: &[],
+        };
+        let routed = match self.router.route(self.now, &route, None) {
+            Ok(routed) => routed,
+            Err(error) => return Err((request, route_error(&error))),
+        };
+        let target = self
+            .fleet
+            .target_of(routed.target)
+            .expect("the router chose one of its targets");
+        let engine_request = EngineRequest {
+            id: slipstream_base::RequestId::default(), // its slot, below
+            prompt,
+            params: GenerationParams {
+                max_tokens: request.output_len,
+                ignore_eos: request.ignore_eos,
+                ..GenerationParams::default()
+            },
+            priority: request.priority,
+            seed: mix64(self.seed ^ request.id().0),
+        };
+        let id = self.flights.insert(Flight {
+            request,
+            active: routed.active,
+            target: target as u32,
+            last: SimTime::ZERO,
+            first: None,
+            admitted: self.now,
+            cached_tokens: 0,
+            gap_max: 0,
+        });
+        let node = &mut self.nodes[target];
+        let added = node.engine.add(
+            self.now,
+            EngineRequest {
+                id,
+                ..engine_request
+            },
+        );
+        if let Err(refusal) = added {
+            return Err((self.flights.remove(id).request, refusal.to_string()));
+        }
+        if node.phase == Phase::Idle {
+            node.phase = Phase::Awake;
+            self.awake.push(target as u32);
+        }
+        Ok(())
+    }
+
+    /// Begins a pass on each engine whose last one has ended, or that got something to do.
+    fn begin_passes(&mut self) -> Result<(), TwinError> {
+        let mut awake = std::mem::take(&mut self.awake);
+        // What another engine, or an arrival, brings about must find this one where it would be.
+        let until = if self.options.jump && awake.len() == 1 {
+            self.next_time()?.unwrap_or(SimTime::MAX)
+        } else {
+            SimTime::ZERO
+        };
+        for node in awake.drain(..) {
+            let end = self.jump(node, until).or_else(|| {
+                let end = self.nodes[node as usize].begin(self.now);
+                self.publish_idle(node);
+                end
+            });
+            if let Some(end) = end {
+                self.ends.push(Reverse((end, self.sequence, node)));
+                self.sequence += 1;
+            }
+        }
+        self.awake = awake;
+        Ok(())
+    }
+
+    /// Jumps over passes that end before `until`; gives the end of the last.
+    fn jump(&mut self, node: u32, until: SimTime) -> Option<SimTime> {
+        if until <= self.now {
+            return None;
+        }
+        let until = until.min(self.options.time_max);
+        let end =
+            self.nodes[node as usize].jump(self.now, until, &mut self.run, &mut self.totals.itl)?;
+        let passes = self.run.ends.len() as u64;
+        self.passes += passes;
+        self.jumped += passes;
+        if !self.run.kv_ops.is_empty() {
+            // Deltas of the passes in one: nobody reads the index before the last of them has
+            // ended. Numbers are those of single deltas, so the next one is in order.
+            let mut sequence = self.run.kv_sequence;
+            for pass in 0..self.run.ends.len() {
+                let ops = self.run.kv_of(pass);
+                if ops.is_empty() {
+                    continue;
+                }
+                self.out.kv.rank = self.ranks[node as usize];
+                self.out.kv.sequence = sequence;
+                self.out.kv.ops.clear();
+                self.out.kv.ops.extend_from_slice(ops);
+                self.fleet.on_kv(&self.out.kv);
+                sequence += 1;
+            }
+        }
+        Some(end)
+    }
+
+    /// What left the cache when no pass began: an engine that fell idle has told everything.
+    fn publish_idle(&mut self, node: u32) {
+        let node = &mut self.nodes[node as usize];
+        if node.phase == Phase::Idle && node.engine.take_kv(&mut self.out.kv) {
+            self.fleet.on_kv(&self.out.kv);
+        }
+    }
+
+    fn finish(mut self, cut: Option<String>) -> Outcome {
+        let sum = |get: fn(&slipstream_engine::Stats) -> u64| {
+            let total: u64 = self.nodes.iter().map(|n| get(&n.engine.stats())).sum();
+            Some(total as f64)
+        };
+        let engine = EngineCounts {
+            preemptions: sum(|s| s.preemptions),
+            prefix_query_tokens: sum(|s| s.prefix_query_tokens),
+            prefix_hit_tokens: sum(|s| s.prefix_hit_tokens),
+        };
+        self.totals.requests.abandoned = self.schedule.abandoned() + self.flights.len() as u64;
+        self.totals.requests.skipped_lines = self.schedule.skipped_lines();
+        Outcome {
+            totals: self.totals,
+            engine,
+            ended_at: self.now,
+            passes: self.passes,
+            jumped: self.jumped,
+            digest: self.digest,
+            cut,
+        }
+    }
+}
+
+fn route_error(error: &RouteError) -> String {
+    error.to_string()
+}

@@ -1,0 +1,283 @@
+//! Known answers, and runs that must agree.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+use slipstream_base::SimTime;
+use slipstream_base::cluster::{Cluster, file};
+use slipstream_base::doc::Doc;
+use slipstream_base::workload_file::{self, Workload};
+use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
+
+fn cluster(text: &str) -> Cluster {
+    let no_file = |_: &Path| Err(std::io::Error::from(std::io::ErrorKind::NotFound));
+    let doc = Doc::parse("cluster.toml", text.as_bytes());
+    file::read(doc, no_file).unwrap_or_else(|e| panic!("{e}")).0
+}
+
+fn workload(text: &str) -> Workload {
+    let doc = Doc::parse("workload.toml", text.as_bytes());
+    workload_file::read(doc).unwrap_or_else(|e| panic!("{e}")).0
+}
+
+/// A pass takes 10 ms whatever is in it.
+fn constant(workers: u32, more: &str) -> Cluster {
+    cluster(&format!(
+        "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = {workers}\n[engine]\n\
+         num_gpu_blocks = 4096\nmax_model_len = 16384\n{more}\n\
+         [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n"
+    ))
+}
+
+fn run(cluster: &Cluster, workload: &Workload, options: &Options, sink: &mut dyn Sink) -> Outcome {
+    let read = |path: &Path| std::fs::read(path);
+    simulate(cluster, workload, options, read, sink).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// What a test looks at of a request.
+struct Ended {
+    due: SimTime,
+    first: SimTime,
+    last: SimTime,
+    cached: u32,
+    tokens: u32,
+}
+
+#[derive(Default)]
+struct Records(Vec<Ended>);
+
+impl Sink for Records {
+    fn on_request(&mut self, r: &RequestRecord<'_>) {
+        self.0.push(Ended {
+            due: r.request.due,
+            first: r.first,
+            last: r.last,
+            cached: r.cached_tokens,
+            tokens: r.output_tokens,
+        });
+    }
+}
+
+const ONE: &str = "requests = 1\n[arrival]\nkind = \"constant\"\nrate_per_s = 1\n\
+                   [[class]]\nisl = 100\nosl = 7\n";
+
+#[test]
+fn one_request_takes_a_pass_a_token() {
+    let mut records = Records::default();
+    let outcome = run(
+        &constant(1, ""),
+        &workload(ONE),
+        &Options::default(),
+        &mut records,
+    );
+    let ended = &records.0[0];
+    assert_eq!((ended.due.0, ended.cached, ended.tokens), (0, 0, 7));
+    assert_eq!((ended.first.0, ended.last.0), (10_000_000, 70_000_000));
+    assert_eq!(outcome.passes, 7);
+    let latency = outcome.totals.latencies();
+    assert_eq!(latency.itl_ms.unwrap().count, 6);
+    assert_eq!(latency.itl_ms.unwrap().max, 10.0);
+    assert_eq!(latency.tpot_ms.unwrap().p50, 10.0);
+}
+
+/// One sequence at a time and one token each is a single server with a fixed service time: the mean
+/// wait of M/D/1 is rho * s / (2 (1 - rho)) (Pollaczek and Khinchine).
+#[test]
+fn one_at_a_time_waits_as_an_m_d_1_queue() {
+    for rho in [0.3, 0.7] {
+        let load = workload(&format!(
+            "requests = 60_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = {}\n\
+             [[class]]\nisl = 20\nosl = 1\n",
+            rho / 0.010
+        ));
+        let outcome = run(
+            &constant(1, "max_num_seqs = 1"),
+            &load,
+            &Options::default(),
+            &mut (),
+        );
+        let ttft = outcome.totals.latencies().ttft_ms.unwrap();
+        let expected = 10.0 + rho * 10.0 / (2.0 * (1.0 - rho));
+        // At rho = 0.7 waits are correlated over some 10 requests, so that 60,000 of them tell the
+        // mean to 2 %.
+        assert!(
+            (ttft.mean - expected).abs() / expected < 0.02,
+            "rho {rho}: {} against {expected}",
+            ttft.mean
+        );
+    }
+}
+
+/// Requests under way, on average, are arrivals a second times the time that each takes (Little,
+/// 1961): exactly, over a run that begins and ends empty.
+#[test]
+fn littles_law_holds() {
+    let load = workload(
+        "requests = 2_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = 40\n\
+         [[class]]\nisl = { kind = \"uniform\", min = 10, max = 900 }\nosl = { kind = \"uniform\", min = 1, max = 60 }\n",
+    );
+    let mut records = Records::default();
+    let outcome = run(&constant(3, ""), &load, &Options::default(), &mut records);
+    let mut changes: Vec<(u64, i64)> = Vec::new();
+    let mut times = 0u64;
+    for ended in &records.0 {
+        changes.extend([(ended.due.0, 1), (ended.last.0, -1)]);
+        times += ended.last.since(ended.due);
+    }
+    changes.sort_unstable();
+    let (mut area, mut open, mut before) = (0u64, 0i64, 0);
+    for (at, change) in changes {
+        area += open as u64 * (at - before);
+        (open, before) = (open + change, at);
+    }
+    assert_eq!(area, times);
+    assert_eq!(outcome.totals.requests.succeeded, 2_000);
+    let e2e = outcome.totals.latencies().e2e_ms.unwrap();
+    assert!((e2e.mean - times as f64 / 2_000.0 / 1e6).abs() < 1e-6);
+}
+
+#[test]
+fn the_next_turn_finds_what_the_last_one_generated() {
+    let load = workload(
+        "requests = 3\n[arrival]\nkind = \"constant\"\nrate_per_s = 1\n\
+         [[class]]\nisl = 100\nosl = 60\n[class.session]\nturns = 3\nuser_tokens = 100\nthink_time_s = 0.5\n",
+    );
+    let mut records = Records::default();
+    run(
+        &constant(1, "block_size = 16"),
+        &load,
+        &Options::default(),
+        &mut records,
+    );
+    // Turn 0 leaves 100 + 60 - 1 computed tokens: 9 whole blocks; turn 1 is 100 + 60 + 100 long and
+    // leaves 319: 19 blocks.
+    let hits: Vec<u32> = records.0.iter().map(|r| r.cached).collect();
+    assert_eq!(hits, [0, 144, 304]);
+    let due: Vec<u64> = records.0.iter().map(|r| r.due.0 / 1_000_000).collect();
+    assert_eq!(due, [0, 600 + 500, 1_100 + 600 + 500]);
+}
+
+#[test]
+fn a_run_without_end_is_cut_and_says_so() {
+    let overload = workload(
+        "requests = 100_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = 1000\n\
+         [[class]]\nisl = 100\nosl = 100\n",
+    );
+    let one = constant(1, "max_num_seqs = 8");
+    let options = Options {
+        in_flight_max: 5_000,
+        ..Options::default()
+    };
+    let outcome = run(&one, &overload, &options, &mut ());
+    let cut = outcome.cut.unwrap();
+    assert!(cut.contains("unstable") && cut.contains("5001"), "{cut}");
+    let requests = outcome.totals.requests;
+    assert!(requests.succeeded > 0 && requests.abandoned == 5_001);
+
+    let options = Options {
+        time_max: SimTime::from_secs_f64(2.0),
+        ..Options::default()
+    };
+    let outcome = run(&one, &overload, &options, &mut ());
+    assert!(outcome.cut.unwrap().contains("limit of 2.0"));
+    assert_eq!(outcome.ended_at, SimTime::from_secs_f64(2.0));
+}
+
+#[test]
+fn who_watches_can_end_the_run() {
+    struct Impatient;
+    impl Sink for Impatient {
+        fn on_progress(&mut self, progress: Progress) -> bool {
+            progress.ended == 0
+        }
+    }
+    let load = workload(
+        "requests = 100_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = 1000\n\
+         [[class]]\nisl = 100\nosl = 1\n",
+    );
+    let outcome = run(&constant(8, ""), &load, &Options::default(), &mut Impatient);
+    assert!(outcome.cut.unwrap().contains("interrupted"));
+    assert!(outcome.totals.requests.succeeded < 100_000);
+}
+
+#[test]
+fn a_prompt_that_can_never_run_is_refused_with_the_numbers() {
+    let long = workload(
+        "requests = 2\n[arrival]\nkind = \"constant\"\nrate_per_s = 1\n\
+         [[class]]\nisl = 20_000\nosl = 7\n",
+    );
+    let outcome = run(&constant(1, ""), &long, &Options::default(), &mut ());
+    assert_eq!(outcome.totals.requests.failed, 2);
+    let example = &outcome.totals.errors["refused"].example;
+    assert!(example.contains("20000"), "{example}");
+}
+
+/// A cluster and a load, drawn.
+fn scenario() -> impl Strategy<Value = (Cluster, Workload)> {
+    let policy = prop::sample::select(vec![
+        "kv",
+        "round_robin",
+        "random",
+        "least_requests",
+        "power_of_two",
+    ]);
+    let arrival = prop_oneof![
+        (5u32..400).prop_map(|rate| format!("kind = \"poisson\"\nrate_per_s = {rate}")),
+        (1u32..40).prop_map(|c| format!("kind = \"closed\"\nconcurrency = {c}")),
+    ];
+    (
+        (1u32..4, 40u32..400, 1u32..20, policy, any::<bool>()),
+        (arrival, 1u32..300, 1u32..120, 1u32..4, any::<u32>()),
+    )
+        .prop_map(
+            |((workers, blocks, seqs, policy, roofline), (arrival, isl, osl, turns, seed))| {
+                let timing = if roofline {
+                    "kind = \"roofline\"\ngpu = \"h100-sxm\""
+                } else {
+                    "kind = \"constant\"\nstep_ns = 10_000_000"
+                };
+                let cluster = cluster(&format!(
+                    "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = {workers}\n[engine]\n\
+                     block_size = 16\nnum_gpu_blocks = {blocks}\nmax_model_len = 600\n\
+                     max_num_seqs = {seqs}\nmax_num_batched_tokens = 256\n\
+                     [engine.timing]\n{timing}\n[router]\npolicy = \"{policy}\"\n"
+                ));
+                let workload = workload(&format!(
+                    "seed = {seed}\nrequests = 60\n[arrival]\n{arrival}\n\
+                     [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
+                     osl = {{ kind = \"uniform\", min = 1, max = {osl} }}\n\
+                     [class.session]\nturns = {turns}\nthink_time_s = 0.05\n"
+                ));
+                (cluster, workload)
+            },
+        )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Jumping, and looking at each token, change nothing; and every request ends once.
+    #[test]
+    fn jumps_change_nothing((cluster, workload) in scenario()) {
+        let with = |jump: bool, each_token: bool| {
+            let options = Options { jump, each_token, ..Options::default() };
+            run(&cluster, &workload, &options, &mut ())
+        };
+        let (jumped, single, each) = (with(true, false), with(false, false), with(true, true));
+        prop_assert_eq!(single.jumped, 0);
+        for other in [&single, &each] {
+            prop_assert_eq!(jumped.digest, other.digest);
+            prop_assert_eq!(jumped.passes, other.passes);
+            prop_assert_eq!(jumped.ended_at, other.ended_at);
+            prop_assert_eq!(jumped.engine, other.engine);
+            prop_assert_eq!(jumped.totals.latencies(), other.totals.latencies());
+        }
+        let requests = jumped.totals.requests;
+        prop_assert!(jumped.cut.is_none());
+        prop_assert_eq!(requests.sent, requests.succeeded + requests.failed);
+        prop_assert!(requests.sent + requests.abandoned >= 60);
+        let tokens = jumped.totals.tokens();
+        let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
+        prop_assert_eq!(gaps, tokens.output - requests.succeeded);
+    }
+}

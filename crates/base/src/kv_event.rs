@@ -1,7 +1,7 @@
 //! What an engine's KV cache gained and lost, as the router's index hears it.
 
 use crate::ids::RankId;
-use crate::token::BlockHash;
+use crate::token::{BlockHash, TokenId};
 
 /// One change of the set of blocks that a rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,4 +36,82 @@ pub struct KvDelta {
     pub sequence: u64,
     /// The changes.
     pub ops: Vec<KvOp>,
+}
+
+/// What a consumer outside of Slipstream wants to know of the blocks that a delta stores: one entry
+/// for each [`KvOp::Stored`], in the same order. Kept apart from the delta, as it takes many times
+/// its memory and the router needs none of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoredBlocks {
+    tokens: Vec<TokenId>,
+    blocks: Vec<StoredBlock>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct StoredBlock {
+    /// Where its tokens end in `tokens`.
+    end: u32,
+    first: bool,
+}
+
+impl StoredBlocks {
+    /// Adds a block: its tokens (none if they are not known), and whether it opens a prompt.
+    pub fn push(&mut self, tokens: &[TokenId], first: bool) {
+        self.tokens.extend_from_slice(tokens);
+        let end = self.tokens.len() as u32;
+        self.blocks.push(StoredBlock { end, first });
+    }
+
+    /// Blocks.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Forgets them.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.blocks.clear();
+    }
+
+    /// Tokens of block `index`; empty if they are not known, or there is no such block.
+    pub fn tokens(&self, index: usize) -> &[TokenId] {
+        let Some(block) = self.blocks.get(index) else {
+            return &[];
+        };
+        let start = match index {
+            0 => 0,
+            _ => self.blocks[index - 1].end,
+        };
+        &self.tokens[start as usize..block.end as usize]
+    }
+
+    /// Whether block `index` opens a prompt. False if there is no such block.
+    pub fn is_first(&self, index: usize) -> bool {
+        self.blocks.get(index).is_some_and(|block| block.first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stored_blocks_keep_their_own_tokens() {
+        let mut blocks = StoredBlocks::default();
+        blocks.push(&[1, 2], true);
+        blocks.push(&[], false);
+        blocks.push(&[3], false);
+        assert_eq!(blocks.len(), 3);
+        let tokens: Vec<&[TokenId]> = (0..4).map(|i| blocks.tokens(i)).collect();
+        assert_eq!(tokens, [&[1, 2][..], &[], &[3], &[]]);
+        let first: Vec<bool> = (0..4).map(|i| blocks.is_first(i)).collect();
+        assert_eq!(first, [true, false, false, false]);
+        blocks.clear();
+        assert!(blocks.is_empty() && blocks.tokens(0).is_empty());
+    }
 }

@@ -19,8 +19,8 @@ use std::io;
 use std::path::Path;
 
 use super::{
-    Cluster, Dtype, EngineConfig, LiveConfig, ModelConfig, OutputLen, PoolConfig, PoolRole,
-    RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, EventBus, EventsConfig, LiveConfig, ModelConfig, OutputLen,
+    PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
@@ -48,6 +48,12 @@ const ROLES: &[(&str, PoolRole)] = &[
 const SCHEDULING: &[(&str, SchedulingPolicy)] = &[
     ("fcfs", SchedulingPolicy::Fcfs),
     ("priority", SchedulingPolicy::Priority),
+];
+const BUSES: &[(&str, EventBus)] = &[
+    ("none", EventBus::None),
+    ("in-process", EventBus::InProcess),
+    ("zmq", EventBus::Zmq),
+    ("nats", EventBus::Nats),
 ];
 const DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
 
@@ -636,7 +642,74 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .get("request_timeout_s")
             .within(0.0..=TIMEOUT_S_MAX)
             .or(default.request_timeout_s),
+        events: t.table("events", read_events),
     }
+}
+
+fn read_events(t: &Table<'_>) -> EventsConfig {
+    let default = EventsConfig::default();
+    let endpoint = |key: &str| {
+        t.get(key).check(
+            |endpoint: &String| is_zmq_endpoint(endpoint),
+            "a TCP endpoint, such as \"tcp://127.0.0.1:5557\" or \"tcp://*:5557\"",
+        )
+    };
+    EventsConfig {
+        bus: t.choice("bus", BUSES).or(default.bus),
+        fpm: t.get("fpm").or(default.fpm),
+        kv: t.get("kv").or(default.kv),
+        fpm_endpoint: endpoint("fpm_endpoint").or(default.fpm_endpoint),
+        kv_endpoint: endpoint("kv_endpoint").or(default.kv_endpoint),
+        replay_endpoint: endpoint("replay_endpoint").optional(),
+        kv_topic: t
+            .get("kv_topic")
+            .check(|topic: &String| topic.len() <= 255, "at most 255 bytes")
+            .or(default.kv_topic),
+        nats_url: t
+            .get("nats_url")
+            .check(
+                |url: &String| url.starts_with("nats://") || url.starts_with("tls://"),
+                "a server, such as \"nats://127.0.0.1:4222\"",
+            )
+            .or(default.nats_url),
+        subject_prefix: t
+            .get("subject_prefix")
+            .check(
+                |prefix: &String| is_subject_prefix(prefix),
+                "words of letters, digits, `-` and `_` with single dots between them",
+            )
+            .or(default.subject_prefix),
+        queue_bytes_max: t
+            .get("queue_bytes_max")
+            .within(64 << 10..=1 << 32)
+            .or(default.queue_bytes_max),
+        replay_batches_max: t
+            .get("replay_batches_max")
+            .within(0..=1 << 24)
+            .or(default.replay_batches_max),
+        interval_ms: t
+            .get("interval_ms")
+            .within(0.0..=1000.0)
+            .or(default.interval_ms),
+    }
+}
+
+/// `tcp://` and what can be listened on; `*` stands for every address.
+fn is_zmq_endpoint(text: &str) -> bool {
+    let Some(address) = text.strip_prefix("tcp://") else {
+        return false;
+    };
+    match address.strip_prefix("*:") {
+        Some(port) => port.parse::<u16>().is_ok(),
+        None => is_listen_address(address),
+    }
+}
+
+/// What NATS takes as the beginning of a subject, without wildcards.
+fn is_subject_prefix(text: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    let is_word = |word: &str| !word.is_empty() && word.chars().all(plain);
+    text.len() <= 200 && text.split('.').all(is_word)
 }
 
 /// An IP address or a host name, and a port. Names are resolved by the server.
@@ -960,6 +1033,42 @@ mod tests {
         ] {
             assert!(!is_listen_address(bad), "{bad}");
         }
+    }
+
+    #[test]
+    fn event_endpoints_and_subjects() {
+        for good in [
+            "tcp://127.0.0.1:5557",
+            "tcp://*:0",
+            "tcp://[::]:1",
+            "tcp://node-7:80",
+        ] {
+            assert!(is_zmq_endpoint(good), "{good}");
+        }
+        for bad in [
+            "",
+            "127.0.0.1:5557",
+            "ipc:///tmp/x",
+            "tcp://*",
+            "tcp://*:x",
+            "tcp://1.2.3",
+        ] {
+            assert!(!is_zmq_endpoint(bad), "{bad}");
+        }
+        for good in ["slipstream", "a.b-c.d_1"] {
+            assert!(is_subject_prefix(good), "{good}");
+        }
+        for bad in ["", ".a", "a.", "a..b", "a b", "a.*", "a.>"] {
+            assert!(!is_subject_prefix(bad), "{bad}");
+        }
+        check_refused(
+            "[live.events]\nbus = \"kafka\"\nfpm_endpoint = \"5556\"\nsubject_prefix = \"a b\"\n",
+            &[
+                "`live.events.bus`",
+                "`live.events.fpm_endpoint`",
+                "`live.events.subject_prefix`",
+            ],
+        );
     }
 
     /// A value for a key: mostly plausible, sometimes not.

@@ -333,6 +333,8 @@ pub struct LiveConfig {
     pub write_timeout_s: f64,
     /// A request may take so long in all, s; 0: no limit. Default 0.
     pub request_timeout_s: f64,
+    /// `[live.events]`: where forward-pass metrics and KV events go.
+    pub events: EventsConfig,
 }
 
 impl Default for LiveConfig {
@@ -350,6 +352,73 @@ impl Default for LiveConfig {
             stream_buffer_bytes_max: 4 << 20,
             write_timeout_s: 60.0,
             request_timeout_s: 0.0,
+            events: EventsConfig::default(),
+        }
+    }
+}
+
+/// How events leave the process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EventBus {
+    /// Not at all.
+    #[default]
+    None,
+    /// To subscribers inside the process.
+    InProcess,
+    /// ZeroMQ: the process binds, subscribers connect.
+    Zmq,
+    /// NATS: the process connects to a server.
+    Nats,
+}
+
+/// `[live.events]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EventsConfig {
+    /// Where events go. Default: nowhere.
+    pub bus: EventBus,
+    /// Publish forward-pass metrics. Default true.
+    pub fpm: bool,
+    /// Publish KV events. Default true.
+    pub kv: bool,
+    /// ZeroMQ: where forward-pass metrics of all ranks are published. Default
+    /// `tcp://127.0.0.1:5556`.
+    pub fpm_endpoint: String,
+    /// ZeroMQ: where the KV events of the first rank are published; rank `n` of the process takes
+    /// the port `n` above. Default `tcp://127.0.0.1:5557`.
+    pub kv_endpoint: String,
+    /// ZeroMQ: where the first rank answers requests for past KV events; the others as above.
+    /// Default: none do.
+    pub replay_endpoint: Option<String>,
+    /// ZeroMQ: topic of KV events, as in vLLM. Default empty.
+    pub kv_topic: String,
+    /// NATS: the server. Default `nats://127.0.0.1:4222`.
+    pub nats_url: String,
+    /// Subjects (and topics of metrics) begin with this. Default `slipstream`.
+    pub subject_prefix: String,
+    /// Bytes that wait for the bus, per engine thread and kind, and in ZeroMQ per subscriber; then
+    /// the oldest are dropped. Default 8 MiB.
+    pub queue_bytes_max: u64,
+    /// Batches of KV events a rank keeps for replay. Default 10,000, as in vLLM.
+    pub replay_batches_max: u32,
+    /// Events leave at most every so many ms, together. Default 1.
+    pub interval_ms: f64,
+}
+
+impl Default for EventsConfig {
+    fn default() -> Self {
+        EventsConfig {
+            bus: EventBus::None,
+            fpm: true,
+            kv: true,
+            fpm_endpoint: "tcp://127.0.0.1:5556".into(),
+            kv_endpoint: "tcp://127.0.0.1:5557".into(),
+            replay_endpoint: None,
+            kv_topic: String::new(),
+            nats_url: "nats://127.0.0.1:4222".into(),
+            subject_prefix: "slipstream".into(),
+            queue_bytes_max: 8 << 20,
+            replay_batches_max: 10_000,
+            interval_ms: 1.0,
         }
     }
 }

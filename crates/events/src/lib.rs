@@ -1,0 +1,4 @@
+//! x
+pub mod fpm;
+pub mod kv;
+mod msgpack;

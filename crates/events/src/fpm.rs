@@ -120,7 +120,7 @@ impl FpmMessage {
                         return Err(Reader::value_error(at, message));
                     }
                 }
-                "worker_id" => fpm.worker_id = reader.str("worker_id")?.to_owned(),
+                "worker_id" => reader.str("worker_id")?.clone_into(&mut fpm.worker_id),
                 "dp_rank" => {
                     let at = reader.at();
                     fpm.dp_rank = u16::try_from(reader.uint("dp_rank")?)
@@ -153,7 +153,7 @@ fn read_scheduled(reader: &mut Reader<'_>) -> Result<ScheduledRequests, DecodeEr
     for _ in 0..reader.map("a map of request metrics")? {
         match reader.str("a field's name")? {
             "num_prefill_requests" => {
-                s.num_prefill_requests = reader.u32("num_prefill_requests")?
+                s.num_prefill_requests = reader.u32("num_prefill_requests")?;
             }
             "sum_prefill_tokens" => s.sum_prefill_tokens = reader.uint("sum_prefill_tokens")?,
             "var_prefill_length" => s.var_prefill_length = reader.float("var_prefill_length")?,

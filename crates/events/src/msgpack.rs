@@ -264,11 +264,10 @@ impl<'b> Reader<'b> {
             0xcc => self.be(1, what),
             0xcd => self.be(2, what),
             0xce => self.be(4, what),
-            0xcf => self.be(8, what),
+            0xcf | 0xd3 => self.be(8, what),
             0xd0 => Ok(i64::from(self.be(1, what)? as i8) as u64),
             0xd1 => Ok(i64::from(self.be(2, what)? as i16) as u64),
             0xd2 => Ok(i64::from(self.be(4, what)? as i32) as u64),
-            0xd3 => self.be(8, what),
             _ => {
                 self.at = at;
                 Err(DecodeError::Type { at, what, tag })

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{ForwardPassMetrics, KvDelta};
 
 /// Where an engine thread publishes. One a thread, so that it needs no lock of its own.
@@ -13,6 +14,18 @@ use slipstream_base::{ForwardPassMetrics, KvDelta};
 pub trait EventSink: Send {
     /// A rank's cache changed.
     fn on_kv(&mut self, delta: &KvDelta);
+
+    /// Whether tokens of stored blocks are wanted, which costs memory. Asked once, at the start.
+    fn wants_blocks(&self) -> bool {
+        false
+    }
+
+    /// As [`on_kv`](EventSink::on_kv), in its place where a sink of the thread wants tokens:
+    /// `blocks` has an entry for each block that `delta` stores.
+    fn on_kv_blocks(&mut self, delta: &KvDelta, blocks: &StoredBlocks) {
+        let _ = blocks;
+        self.on_kv(delta);
+    }
 
     /// Everything that a rank's cache holds, for whoever missed a delta: `Cleared`, then every
     /// block. It takes no number of its own: `sequence` is that of the next delta.
@@ -96,6 +109,15 @@ impl<A: EventSink, B: EventSink> EventSink for (A, B) {
     fn on_kv(&mut self, delta: &KvDelta) {
         self.0.on_kv(delta);
         self.1.on_kv(delta);
+    }
+
+    fn wants_blocks(&self) -> bool {
+        self.0.wants_blocks() || self.1.wants_blocks()
+    }
+
+    fn on_kv_blocks(&mut self, delta: &KvDelta, blocks: &StoredBlocks) {
+        self.0.on_kv_blocks(delta, blocks);
+        self.1.on_kv_blocks(delta, blocks);
     }
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {

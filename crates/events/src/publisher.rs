@@ -1,0 +1,542 @@
+//! Where an engine thread publishes, and the thread that carries events to the bus.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use slipstream_base::cluster::{EventBus, EventsConfig};
+use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId};
+use slipstream_planes::EventSink;
+use tokio::sync::Notify;
+
+use crate::batch::{RankTopics, ThreadQueue, Topic};
+use crate::bus::{Bus, BusCounters, Hub, HubBus, add};
+use crate::fpm::{FpmMessage, write_fpm};
+use crate::kv::KvChanges;
+use crate::nats::{NatsBus, NatsError};
+use crate::zmq::{BindError, Listeners, ZmqAddresses, ZmqBus};
+
+/// At shutdown the bus has so long to take what is left.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// A KV batch is ended at so many changes or tokens: NATS takes messages of 1 MiB unless told
+/// otherwise, and a token takes up to 5 bytes.
+const BATCH_OPS_MAX: usize = 4096;
+const BATCH_TOKENS_MAX: usize = 64 << 10;
+
+/// Snapshots asked for because events were dropped are so far apart, per thread.
+const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What publishers need to know besides the cluster file.
+#[derive(Clone, Debug)]
+pub struct PlaneOptions {
+    /// Every rank of this process, in the order in which ZeroMQ ports are given out.
+    pub ranks: Vec<RankId>,
+    /// Engine threads: so many publishers are made.
+    pub threads: usize,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// Root of block chains without a salt of their own.
+    pub root: BlockHash,
+    /// Make every message from owned fields in a new buffer, and every subject anew: what
+    /// publishing cost before. For measuring.
+    pub fresh_buffers: bool,
+}
+
+/// Why events cannot be published. Nothing was started.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaneError {
+    /// A ZeroMQ address cannot be listened on.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// NATS cannot be used.
+    #[error(transparent)]
+    Nats(#[from] NatsError),
+    /// A rank's name makes no subject.
+    #[error(
+        "`{subject}` is no NATS subject; use letters, digits, `-` and `_` in live.events.subject_prefix"
+    )]
+    Subject {
+        /// What was tried.
+        subject: String,
+    },
+    /// No thread, or no runtime for it.
+    #[error("the event thread does not start")]
+    Thread(#[source] io::Error),
+}
+
+/// The event plane of a process: one thread that carries to the bus what engine threads publish.
+/// Dropping it sends what is left, within two seconds.
+pub struct EventPlane {
+    shared: Arc<Shared>,
+    hub: Hub,
+    addresses: ZmqAddresses,
+    join: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for EventPlane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EventPlane")
+            .field("addresses", &self.addresses)
+            .finish_non_exhaustive()
+    }
+}
+
+pub(crate) struct Shared {
+    pub(crate) queues: Vec<Arc<ThreadQueue>>,
+    pub(crate) counters: Arc<BusCounters>,
+    bell: Arc<Notify>,
+    /// Rings once, at the end.
+    stopping: Notify,
+    snapshots: OnceLock<SnapshotRequest>,
+}
+
+type SnapshotRequest = Box<dyn Fn(RankId) + Send + Sync>;
+
+impl EventPlane {
+    /// Starts the bus that `config` names; one publisher for each engine thread. `None` if it
+    /// names none.
+    ///
+    /// # Errors
+    /// [`PlaneError`].
+    pub fn start(
+        config: &EventsConfig,
+        options: &PlaneOptions,
+    ) -> Result<Option<(EventPlane, Vec<EventPublisher>)>, PlaneError> {
+        if config.bus == EventBus::None {
+            return Ok(None);
+        }
+        let topics = Arc::new(topics(config, &options.ranks)?);
+        let bell = Arc::new(Notify::new());
+        let queue = || {
+            let bytes_max = config.queue_bytes_max as usize;
+            Arc::new(ThreadQueue::new(bytes_max, Arc::clone(&bell)))
+        };
+        let shared = Arc::new(Shared {
+            queues: (0..options.threads).map(|_| queue()).collect(),
+            counters: Arc::default(),
+            bell,
+            stopping: Notify::new(),
+            snapshots: OnceLock::new(),
+        });
+        let listeners = match config.bus {
+            EventBus::Zmq => Some(Listeners::bind(config, options.ranks.len())?),
+            _ => None,
+        };
+        let addresses = listeners.as_ref().map(Listeners::addresses);
+        let hub = Hub::default();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(PlaneError::Thread)?;
+        let carrier = Carrier {
+            config: config.clone(),
+            fresh: options.fresh_buffers,
+            topics: Arc::clone(&topics),
+            shared: Arc::clone(&shared),
+            hub: hub.clone(),
+        };
+        let (started, starts) = std::sync::mpsc::channel();
+        let join = std::thread::Builder::new()
+            .name("events".into())
+            .spawn(move || {
+                let local = tokio::task::LocalSet::new();
+                local.block_on(&runtime, carrier.run(listeners, &started));
+            })
+            .map_err(PlaneError::Thread)?;
+        match starts.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(error),
+            Err(_) => return Err(PlaneError::Thread(io::Error::other("it died"))),
+        }
+        let publishers = shared
+            .queues
+            .iter()
+            .map(|queue| EventPublisher::new(config, options, queue, &topics, &shared))
+            .collect();
+        let plane = EventPlane {
+            shared,
+            hub,
+            addresses: addresses.unwrap_or_default(),
+            join: Some(join),
+        };
+        Ok(Some((plane, publishers)))
+    }
+
+    /// Where ZeroMQ listens; empty on other buses.
+    pub fn addresses(&self) -> &ZmqAddresses {
+        &self.addresses
+    }
+
+    /// The bus inside the process; silent on other buses.
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// What `/metrics` says of it.
+    pub fn collector(&self) -> crate::metrics::EventsCollector {
+        crate::metrics::EventsCollector(Arc::clone(&self.shared))
+    }
+
+    /// How a rank is asked for a snapshot of its cache after KV events of it were dropped, so that
+    /// subscribers become right again. Without it the gap in the sequence is all they get.
+    pub fn on_lost_kv(&self, request: impl Fn(RankId) + Send + Sync + 'static) {
+        // The first one stays.
+        let _ = self.shared.snapshots.set(Box::new(request));
+    }
+
+    fn stop(&mut self) {
+        self.shared.stopping.notify_one();
+        if let Some(join) = self.join.take()
+            && join.join().is_err()
+        {
+            tracing::error!("the event thread died; events were lost");
+        }
+    }
+}
+
+impl Drop for EventPlane {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn topics(config: &EventsConfig, ranks: &[RankId]) -> Result<Vec<RankTopics>, PlaneError> {
+    let prefix = &config.subject_prefix;
+    let topic = |kind: &str, rank: RankId, topic: Option<&str>| {
+        let subject = format!("{prefix}.{kind}.{}.{}", rank.worker, rank.dp_rank);
+        let wire = topic.unwrap_or(&subject).as_bytes();
+        Topic::new(&subject, wire).map_err(|_| PlaneError::Subject {
+            subject: subject.clone(),
+        })
+    };
+    ranks
+        .iter()
+        .map(|&rank| {
+            Ok(RankTopics {
+                rank,
+                worker_id: rank.worker.to_string(),
+                fpm: topic("fpm", rank, None)?,
+                kv: topic("kv", rank, Some(&config.kv_topic))?,
+            })
+        })
+        .collect()
+}
+
+/// Carries batches from queues to the bus, on the event thread.
+struct Carrier {
+    config: EventsConfig,
+    fresh: bool,
+    topics: Arc<Vec<RankTopics>>,
+    shared: Arc<Shared>,
+    hub: Hub,
+}
+
+impl Carrier {
+    async fn run(
+        self,
+        listeners: Option<Listeners>,
+        started: &std::sync::mpsc::Sender<Result<(), PlaneError>>,
+    ) {
+        let mut bus = match self.open(listeners).await {
+            Ok(bus) => bus,
+            Err(error) => {
+                let _ = started.send(Err(error)); // `start` waits for it
+                return;
+            }
+        };
+        let _ = started.send(Ok(()));
+        let interval = Duration::from_secs_f64(self.config.interval_ms / 1e3);
+        loop {
+            tokio::select! {
+                () = self.shared.bell.notified() => {}
+                () = self.shared.stopping.notified() => break,
+            }
+            // Ends when the server comes back, or when the process stops.
+            tokio::select! {
+                () = self.carry(&mut *bus) => {}
+                () = self.shared.stopping.notified() => break,
+            }
+            // What comes meanwhile leaves together. Nobody waits here for more to come: an event
+            // after a pause has left above.
+            if !interval.is_zero() {
+                tokio::select! {
+                    () = tokio::time::sleep(interval) => {}
+                    () = self.shared.stopping.notified() => break,
+                }
+            }
+        }
+        let rest = async {
+            self.carry(&mut *bus).await;
+            bus.close().await;
+        };
+        let in_time = tokio::time::timeout(DRAIN, rest).await;
+        let mut left = 0;
+        for lane in self.shared.queues.iter().flat_map(|queue| queue.lanes()) {
+            while let Some(batch) = lane.take() {
+                left += batch.records.len() as u64;
+            }
+        }
+        add(&self.shared.counters.refused, left);
+        if in_time.is_err() {
+            tracing::warn!(left, "the event bus did not take all events before the end");
+        }
+    }
+
+    async fn open(&self, listeners: Option<Listeners>) -> Result<Box<dyn Bus>, PlaneError> {
+        let (topics, counters) = (Arc::clone(&self.topics), &self.shared.counters);
+        match (self.config.bus, listeners) {
+            (EventBus::Zmq, Some(listeners)) => {
+                let bus = ZmqBus::start(listeners, &self.config, &topics, counters);
+                Ok(Box::new(bus.map_err(PlaneError::Thread)?))
+            }
+            (EventBus::Nats, _) => {
+                let url = &self.config.nats_url;
+                let bus = NatsBus::start(url, topics, self.fresh, counters).await?;
+                Ok(Box::new(bus))
+            }
+            _ => Ok(Box::new(HubBus {
+                hub: self.hub.clone(),
+                topics,
+                counters: Arc::clone(counters),
+            })),
+        }
+    }
+
+    /// Empties the queues, a batch of each in turn.
+    async fn carry(&self, bus: &mut dyn Bus) {
+        loop {
+            let mut any = false;
+            for queue in &self.shared.queues {
+                for lane in queue.lanes() {
+                    if let Some(batch) = lane.take() {
+                        bus.send(&batch).await;
+                        any = true;
+                    }
+                }
+            }
+            if !any {
+                return;
+            }
+        }
+    }
+}
+
+/// Publishes for one engine thread. Encodes on that thread, into buffers that are used again; the
+/// event thread writes.
+pub struct EventPublisher {
+    queue: Arc<ThreadQueue>,
+    shared: Arc<Shared>,
+    topics: Arc<Vec<RankTopics>>,
+    prefix: String,
+    fpm: bool,
+    kv: bool,
+    fresh: bool,
+    block_size: u32,
+    root: BlockHash,
+    /// Place of each rank in `topics`, by rank.
+    places: Vec<(RankId, u32)>,
+    /// The rank of the last event, as the next is often of the same.
+    last: Option<(RankId, u32)>,
+    /// Number of the next KV batch, by place.
+    kv_sequences: Vec<u64>,
+    scratch: Vec<u8>,
+    /// Something was queued since the bell rang.
+    pending: bool,
+    /// Places whose events were dropped; repeats.
+    lost: Vec<u32>,
+    /// Ranks that need a snapshot.
+    to_resync: BTreeSet<RankId>,
+    resynced: Option<Instant>,
+}
+
+impl fmt::Debug for EventPublisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EventPublisher").finish_non_exhaustive()
+    }
+}
+
+impl EventPublisher {
+    fn new(
+        config: &EventsConfig,
+        options: &PlaneOptions,
+        queue: &Arc<ThreadQueue>,
+        topics: &Arc<Vec<RankTopics>>,
+        shared: &Arc<Shared>,
+    ) -> EventPublisher {
+        let ranks = options.ranks.iter().copied();
+        let mut places: Vec<(RankId, u32)> = ranks.zip(0..).collect();
+        places.sort_unstable();
+        EventPublisher {
+            queue: Arc::clone(queue),
+            shared: Arc::clone(shared),
+            topics: Arc::clone(topics),
+            prefix: config.subject_prefix.clone(),
+            fpm: config.fpm,
+            kv: config.kv,
+            fresh: options.fresh_buffers,
+            block_size: options.block_size,
+            root: options.root,
+            kv_sequences: vec![0; places.len()],
+            places,
+            last: None,
+            scratch: Vec::new(),
+            pending: false,
+            lost: Vec::new(),
+            to_resync: BTreeSet::new(),
+            resynced: None,
+        }
+    }
+
+    /// Place of `rank` among those of the process; `None` for a stranger.
+    fn place(&mut self, rank: RankId) -> Option<u32> {
+        match self.last {
+            Some((last, place)) if last == rank => Some(place),
+            _ => {
+                let found = self.places.binary_search_by_key(&rank, |&(rank, _)| rank);
+                self.last = Some(self.places[found.ok()?]);
+                self.last.map(|(_, place)| place)
+            }
+        }
+    }
+
+    fn put_kv(&mut self, delta: &KvDelta, blocks: Option<&StoredBlocks>) {
+        if !self.kv || delta.ops.is_empty() {
+            return;
+        }
+        let Some(place) = self.place(delta.rank) else {
+            return;
+        };
+        let ts = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0.0, |since| since.as_secs_f64());
+        let (mut at, mut block) = (0, 0);
+        while at < delta.ops.len() {
+            let (end, next_block) = batch_end(&delta.ops, at, block, blocks);
+            let changes = KvChanges {
+                ts,
+                dp_rank: delta.rank.dp_rank,
+                block_size: self.block_size,
+                ops: &delta.ops[at..end],
+                blocks,
+                first_block: block,
+                root: self.root,
+            };
+            (at, block) = (end, next_block);
+            let sequence = self.kv_sequences[place as usize];
+            self.kv_sequences[place as usize] += 1;
+            let topic = &self.topics[place as usize].kv;
+            let lane = &self.queue.kv;
+            if self.fresh {
+                let payload = changes.to_batch().to_vec();
+                lane.put(place, sequence, &topic.frame, &payload, &mut self.lost);
+            } else {
+                self.scratch.clear();
+                changes.write(&mut self.scratch);
+                lane.put(place, sequence, &topic.frame, &self.scratch, &mut self.lost);
+            }
+        }
+        self.pending = true;
+        for place in self.lost.drain(..) {
+            self.to_resync.insert(self.topics[place as usize].rank);
+        }
+    }
+
+    /// Asks for snapshots of ranks whose events were dropped, once there is room for them.
+    fn resync(&mut self) {
+        let Some(request) = self.shared.snapshots.get() else {
+            return;
+        };
+        let lately = self
+            .resynced
+            .is_some_and(|at| at.elapsed() < SNAPSHOT_INTERVAL);
+        if lately || !self.queue.kv.has_room() {
+            return;
+        }
+        self.resynced = Some(Instant::now());
+        for rank in std::mem::take(&mut self.to_resync) {
+            request(rank);
+        }
+    }
+}
+
+/// Where a batch that begins with `ops[at]` ends, and the number of the stored block after it.
+fn batch_end(
+    ops: &[KvOp],
+    at: usize,
+    block: usize,
+    blocks: Option<&StoredBlocks>,
+) -> (usize, usize) {
+    let (mut end, mut next_block, mut tokens) = (at, block, 0);
+    while end < ops.len() && end - at < BATCH_OPS_MAX && tokens < BATCH_TOKENS_MAX {
+        if let KvOp::Stored { .. } = ops[end] {
+            tokens += blocks.map_or(0, |blocks| blocks.tokens(next_block).len());
+            next_block += 1;
+        }
+        end += 1;
+    }
+    (end, next_block)
+}
+
+impl EventSink for EventPublisher {
+    fn on_kv(&mut self, delta: &KvDelta) {
+        self.put_kv(delta, None);
+    }
+
+    fn wants_blocks(&self) -> bool {
+        self.kv
+    }
+
+    fn on_kv_blocks(&mut self, delta: &KvDelta, blocks: &StoredBlocks) {
+        self.put_kv(delta, Some(blocks));
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        self.put_kv(snapshot, None);
+    }
+
+    fn on_fpm(&mut self, metrics: &ForwardPassMetrics) {
+        if !self.fpm {
+            return;
+        }
+        let Some(place) = self.place(metrics.rank) else {
+            return;
+        };
+        let topics = &self.topics[place as usize];
+        let lane = &self.queue.fpm;
+        let sequence = metrics.counter;
+        if self.fresh {
+            let rank = metrics.rank;
+            let worker_id = rank.worker.to_string();
+            let subject = format!("{}.fpm.{worker_id}.{}", self.prefix, rank.dp_rank);
+            let topic = Topic::new(&subject, subject.as_bytes()).expect("it was valid before");
+            let payload = FpmMessage::new(&worker_id, metrics).to_vec();
+            lane.put(place, sequence, &topic.frame, &payload, &mut self.lost);
+        } else {
+            self.scratch.clear();
+            write_fpm(&mut self.scratch, &topics.worker_id, metrics);
+            lane.put(
+                place,
+                sequence,
+                &topics.fpm.frame,
+                &self.scratch,
+                &mut self.lost,
+            );
+        }
+        self.lost.clear(); // seen as a gap in the counter
+        self.pending = true;
+    }
+
+    fn flush(&mut self) {
+        if !self.to_resync.is_empty() {
+            self.resync();
+        }
+        if std::mem::take(&mut self.pending) {
+            self.queue.bell.notify_one();
+        }
+    }
+}

@@ -11,6 +11,8 @@ pub struct Prompt {
     root: BlockHash,
     blocks: Box<[BlockHash]>,
     tail: Tail,
+    /// Tokens of the full blocks, where somebody wants to hear of them.
+    block_tokens: Option<Box<[TokenId]>>,
 }
 
 /// What follows the last full block of a prompt; decides how the first generated block is hashed.
@@ -112,7 +114,32 @@ impl Prompt {
             root: BlockHash::default(),
             blocks,
             tail,
+            block_tokens: None,
         })
+    }
+
+    /// The same prompt, with the tokens of its full blocks kept, 4 bytes each: KV events that name
+    /// tokens need them, engines and routers do not. `tokens` are those of the whole prompt.
+    ///
+    /// # Errors
+    /// [`PromptError::Shape`] if they are not as many as the prompt's.
+    pub fn with_block_tokens(mut self, tokens: &[TokenId]) -> Result<Prompt, PromptError> {
+        if tokens.len() != self.len as usize {
+            return Err(PromptError::Shape {
+                len: self.len,
+                block_size: self.block_size,
+                blocks: tokens.len() / self.block_size as usize,
+                tail: tokens.len() % self.block_size as usize,
+            });
+        }
+        let full = self.blocks.len() * self.block_size as usize;
+        self.block_tokens = Some(tokens[..full].into());
+        Ok(self)
+    }
+
+    /// Tokens of the full blocks, if they were kept. Shape `[blocks * block_size]`.
+    pub fn block_tokens(&self) -> Option<&[TokenId]> {
+        self.block_tokens.as_deref()
     }
 
     /// The same prompt, with `root` as what its first block was chained from.
@@ -212,6 +239,10 @@ mod tests {
         assert_eq!(prompt.blocks().len(), 2);
         assert_eq!(prompt.tail(), &Tail::Tokens(tokens[32..].into()));
         assert_eq!(prompt.root(), BlockHash(1));
+        assert_eq!(prompt.block_tokens(), None);
+        let prompt = prompt.with_block_tokens(&tokens).unwrap();
+        assert_eq!(prompt.block_tokens(), Some(&tokens[..32]));
+        assert!(prompt.with_block_tokens(&tokens[1..]).is_err());
     }
 
     #[test]

@@ -39,6 +39,8 @@ enum Command {
     Tokenizer(cmd::tokenizer::Args),
     /// List the models and GPUs that a cluster file can name
     Presets(cmd::presets::Args),
+    /// Print what engines publish: forward-pass metrics and KV events
+    Events(cmd::events::Args),
     /// Simulate a packet network
     Net(cmd::net::Args),
 }
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
+        Command::Events(args) => cmd::events::run(&args),
         Command::Net(args) => cmd::net::run(&args),
     };
     match result {

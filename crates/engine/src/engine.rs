@@ -7,6 +7,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_base::fpm::{DecodeStats, PrefillStats};
+use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::mix::mix64;
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
@@ -61,6 +62,8 @@ pub struct Engine {
     pass: Option<Pass>,
     /// What happened to the cache since the last delta.
     ops: Vec<KvOp>,
+    /// Of the blocks that `ops` stores; `None` unless somebody wants to hear of them.
+    stored_blocks: Option<StoredBlocks>,
     kv_sequence: u64,
     fpm_counter: u64,
     arrivals: u64,
@@ -234,6 +237,7 @@ impl Engine {
             spare_tables: Vec::new(),
             pass: None,
             ops: Vec::new(),
+            stored_blocks: None,
             kv_sequence: 0,
             fpm_counter: 0,
             arrivals: 0,
@@ -631,7 +635,13 @@ impl Engine {
         for j in full {
             let hash = block_hash(sequence, j, parent, &self.output, &mut self.block_tokens);
             let block = sequence.table[j as usize];
+            let told = self.ops.len();
             self.pool.cache(block, hash, parent, &mut self.ops);
+            if let Some(stored) = &mut self.stored_blocks
+                && self.ops.len() > told
+            {
+                push_stored(stored, sequence, j, &self.output, &mut self.block_tokens);
+            }
             parent = hash;
         }
     }
@@ -835,6 +845,21 @@ impl Engine {
         !out.ops.is_empty()
     }
 
+    /// From now on, or no more, notes the tokens of blocks that are stored, for
+    /// [`take_stored_blocks`](Engine::take_stored_blocks). An engine that notes them makes no jumps.
+    pub fn note_stored_blocks(&mut self, on: bool) {
+        self.stored_blocks = on.then(StoredBlocks::default);
+    }
+
+    /// Takes what was noted of the blocks that the delta taken last stores. To be called after each
+    /// `finish_pass` and `take_kv`.
+    pub fn take_stored_blocks(&mut self, out: &mut StoredBlocks) {
+        out.clear();
+        if let Some(stored) = &mut self.stored_blocks {
+            std::mem::swap(out, stored);
+        }
+    }
+
     /// Forgets every cached block. False, with nothing changed, while sequences hold blocks, as in
     /// vLLM.
     pub fn reset_prefix_cache(&mut self) -> bool {
@@ -842,6 +867,9 @@ impl Engine {
         if done {
             // Whatever was not told yet is undone by this.
             self.ops.clear();
+            if let Some(stored) = &mut self.stored_blocks {
+                stored.clear();
+            }
             self.ops.push(KvOp::Cleared);
         }
         done
@@ -945,19 +973,55 @@ fn block_hash(
     match prompt.tail() {
         Tail::Opaque { id } => parent.child_of_id(*id, u64::from(j)),
         Tail::Tokens(tail) => {
-            // Tokens are made up again rather than kept. The end-of-sequence token is never among
-            // them: a sequence ends with it, and its last token is not computed.
-            let size = prompt.block_size();
-            let (first, last) = (j * size, (j + 1) * size);
-            scratch.clear();
-            if first < prompt.len() {
-                scratch.extend_from_slice(tail);
-            }
-            let outputs = first.max(prompt.len()) - prompt.len()..last - prompt.len();
-            scratch.extend(outputs.map(|p| output.token(sequence.request.seed, p)));
+            generated_tokens(sequence, j, tail, output, scratch);
             parent.child(scratch)
         }
     }
+}
+
+/// Fills `out` with the tokens of the full block `j`, which lies behind the prompt's full blocks.
+fn generated_tokens(
+    sequence: &Sequence,
+    j: u32,
+    tail: &[TokenId],
+    output: &OutputModel,
+    out: &mut Vec<TokenId>,
+) {
+    // Tokens are made up again rather than kept. The end-of-sequence token is never among them: a
+    // sequence ends with it, and its last token is not computed.
+    let prompt = &sequence.request.prompt;
+    let size = prompt.block_size();
+    let (first, last) = (j * size, (j + 1) * size);
+    out.clear();
+    if first < prompt.len() {
+        out.extend_from_slice(tail);
+    }
+    let outputs = first.max(prompt.len()) - prompt.len()..last - prompt.len();
+    out.extend(outputs.map(|p| output.token(sequence.request.seed, p)));
+}
+
+/// Notes the full block `j` of a sequence, which was just stored: its tokens, as far as they are
+/// known, and whether it opens the prompt.
+fn push_stored(
+    stored: &mut StoredBlocks,
+    sequence: &Sequence,
+    j: u32,
+    output: &OutputModel,
+    scratch: &mut Vec<TokenId>,
+) {
+    let prompt = &sequence.request.prompt;
+    let size = prompt.block_size() as usize;
+    let at = j as usize;
+    let tokens = if at < prompt.blocks().len() {
+        let all = prompt.block_tokens();
+        all.map_or(&[][..], |all| &all[at * size..(at + 1) * size])
+    } else if let Tail::Tokens(tail) = prompt.tail() {
+        generated_tokens(sequence, j, tail, output, scratch);
+        &scratch[..]
+    } else {
+        &[]
+    };
+    stored.push(tokens, j == 0);
 }
 
 fn prefill_stats(sums: &Sums) -> PrefillStats {

@@ -400,6 +400,16 @@ impl PubSocket {
     async fn serve(&self, subscriber: &Subscriber, stream: TcpStream) -> Result<(), ZmtpError> {
         let mut peer = handshake(stream, "PUB", "SUB, XSUB").await?;
         loop {
+            // Before the first wait too: a subscription may have come with the handshake.
+            while let Some(frame) = zmtp::take_frame(&mut peer.buffer, SMALL_FRAME_MAX)? {
+                if let Some(answer) = self.on_frame(subscriber, &frame)? {
+                    // Between whole events only; `begun` says when that is not so.
+                    let mut outbox = subscriber.outbox.borrow_mut();
+                    let at = usize::from(outbox.begun);
+                    outbox.bytes += answer.len();
+                    outbox.parts.insert(at, (answer, 0));
+                }
+            }
             write(subscriber, &peer.stream)?;
             let waiting = !subscriber.outbox.borrow().parts.is_empty();
             tokio::select! {
@@ -410,15 +420,6 @@ impl PubSocket {
                         Ok(_) => {}
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                         Err(error) => return Err(error.into()),
-                    }
-                    while let Some(frame) = zmtp::take_frame(&mut peer.buffer, SMALL_FRAME_MAX)? {
-                        if let Some(answer) = self.on_frame(subscriber, &frame)? {
-                            // Between whole events only; `begun` says when that is not so.
-                            let mut outbox = subscriber.outbox.borrow_mut();
-                            let at = usize::from(outbox.begun);
-                            outbox.bytes += answer.len();
-                            outbox.parts.insert(at, (answer, 0));
-                        }
                     }
                     peer.buffer.reserve(1 << 10);
                 }

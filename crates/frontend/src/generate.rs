@@ -152,6 +152,13 @@ fn fit(
         Some(salt) => BlockHash::root(&service.model, "", salt),
     };
     let prompt = Prompt::from_tokens(tokens, service.block_size, root)
+        .and_then(|prompt| {
+            if service.keep_tokens {
+                prompt.with_block_tokens(tokens)
+            } else {
+                Ok(prompt)
+            }
+        })
         .map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
     Ok(Tokenized {
         prompt,

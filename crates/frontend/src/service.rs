@@ -23,6 +23,8 @@ pub struct Service {
     pub max_model_len: u32,
     /// KV blocks of one engine: a prompt that needs more can never run.
     pub kv_blocks: u32,
+    /// Prompts keep the tokens of their full blocks, for KV events that name them.
+    pub keep_tokens: bool,
     /// The workers.
     pub fleet: Arc<Fleet>,
     /// Keys that clients must send; empty: none needed.

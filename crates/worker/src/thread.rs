@@ -5,6 +5,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
     FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId, WorkerId,
 };
@@ -99,6 +100,8 @@ pub(crate) struct EngineThread {
     speedup: f64,
     out: PassOutput,
     kv: KvDelta,
+    /// Of the blocks that a delta stores, where the sink wants to hear of them.
+    blocks: Option<StoredBlocks>,
     fpm: ForwardPassMetrics,
     stats: Arc<ThreadStats>,
     control: Arc<Control>,
@@ -135,7 +138,14 @@ impl EngineThread {
             });
         }
         workers.sort_unstable();
+        let blocks = sink.wants_blocks().then(StoredBlocks::default);
+        if blocks.is_some() {
+            for rank in &mut ranks {
+                rank.engine.note_stored_blocks(true);
+            }
+        }
         EngineThread {
+            blocks,
             live: LiveTable::new(port.shards()),
             held: HeldTokens::default(),
             port,
@@ -413,7 +423,12 @@ impl EngineThread {
     fn resync(&mut self, at: usize) {
         let rank = &mut self.ranks[at];
         if rank.engine.take_kv(&mut self.kv) {
-            self.sink.on_kv(&self.kv);
+            publish_kv(
+                &mut *self.sink,
+                &mut rank.engine,
+                &self.kv,
+                &mut self.blocks,
+            );
         }
         rank.engine.kv_snapshot(&mut self.kv);
         self.sink.on_kv_snapshot(&self.kv);
@@ -489,7 +504,12 @@ impl EngineThread {
             };
             // What aborts have changed would otherwise wait for the next pass.
             if rank.engine.take_kv(&mut self.kv) {
-                self.sink.on_kv(&self.kv);
+                publish_kv(
+                    &mut *self.sink,
+                    &mut rank.engine,
+                    &self.kv,
+                    &mut self.blocks,
+                );
             }
             return;
         };
@@ -524,7 +544,12 @@ impl EngineThread {
             .add(self.out.tokens.len() as u64);
         rank.heard = true;
         if !self.out.kv.ops.is_empty() {
-            self.sink.on_kv(&self.out.kv);
+            publish_kv(
+                &mut *self.sink,
+                &mut rank.engine,
+                &self.out.kv,
+                &mut self.blocks,
+            );
         }
         self.sink.on_fpm(&self.out.fpm);
     }
@@ -663,6 +688,22 @@ impl Rank {
             Phase::Idle { model, wall_ns } => model + now.saturating_sub(wall_ns),
             Phase::Awake { model } => model,
             Phase::InPass { start, end } => self.timeline.model_between(now, start, end),
+        }
+    }
+}
+
+/// Publishes a delta that `engine` just gave, with the tokens of its blocks if they are wanted.
+fn publish_kv(
+    sink: &mut dyn EventSink,
+    engine: &mut Engine,
+    delta: &KvDelta,
+    blocks: &mut Option<StoredBlocks>,
+) {
+    match blocks {
+        None => sink.on_kv(delta),
+        Some(blocks) => {
+            engine.take_stored_blocks(blocks);
+            sink.on_kv_blocks(delta, blocks);
         }
     }
 }

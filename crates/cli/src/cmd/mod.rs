@@ -2,10 +2,12 @@
 
 mod cluster_args;
 mod fleet_metrics;
+mod fleet_sink;
 mod plane_args;
 mod workload_args;
 
 pub(crate) mod bench;
+pub(crate) mod events;
 pub(crate) mod frontend;
 pub(crate) mod net;
 pub(crate) mod presets;

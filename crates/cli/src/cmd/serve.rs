@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
-use slipstream_base::cluster::{Cluster, EngineConfig};
-use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, RankId, WorkerId};
+use slipstream_base::cluster::{Cluster, EngineConfig, EventBus};
+use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_engine::{Engine, OutputModel};
+use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane, Transport};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -20,6 +21,7 @@ use slipstream_router::{Fleet, Router};
 use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::fleet_sink::FleetSink;
 use crate::out;
 
 /// Variable with API keys, comma separated.
@@ -36,6 +38,9 @@ pub(crate) struct Args {
     /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
+    /// Make every event from owned fields in a buffer and under a subject of its own
+    #[arg(long, hide = true)]
+    bench_fresh_buffers: bool,
 }
 
 /// Serves until interrupted.
@@ -50,13 +55,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(cluster) = args.cluster.resolve(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let live = Live::start(&cluster)?;
+    let live = Live::start(&cluster, args.bench_fresh_buffers)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     eprintln!(
         "serving {} with {workers} modelled worker{}",
         cluster.model.name,
         if workers == 1 { "" } else { "s" }
     );
+    for line in live.events.iter().flat_map(super::events::addresses) {
+        eprintln!("{line}");
+    }
     // On stdout, as data: a script reads the address that port 0 became.
     out::print(&format!(
         "listening on http://{}\n",
@@ -72,10 +80,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 struct Live {
     frontend: Frontend,
     workers: WorkerSet,
+    events: Option<EventPlane>,
 }
 
 impl Live {
-    fn start(cluster: &Cluster) -> anyhow::Result<Live> {
+    fn start(cluster: &Cluster, fresh_buffers: bool) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First of all, as this is what fails most: another server on the port.
         let bound = Bound::bind(&live.listen)?;
@@ -88,10 +97,16 @@ impl Live {
         let shards = shard_count(live.shards, cores);
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
+        let (events, publishers) =
+            super::events::start(cluster, ranks_of(&specs), threads, fresh_buffers)?;
+        let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
-                let (fleet, resyncs) = (fleet.clone(), resyncs.clone());
-                Box::new(FleetSink { fleet, resyncs }) as Box<dyn EventSink>
+                let fleet = FleetSink::new(fleet.clone(), resyncs.clone());
+                match publishers.next() {
+                    Some(publisher) => Box::new((fleet, publisher)) as Box<dyn EventSink>,
+                    None => Box::new(fleet),
+                }
             })
             .collect();
         let timing = LiveTiming {
@@ -116,6 +131,12 @@ impl Live {
         }
         // Filled once, here.
         let _ = resyncs.set(set.resyncs());
+        if let Some(events) = &events {
+            let resyncs = set.resyncs();
+            events.on_lost_kv(move |rank| {
+                resyncs.resync(rank);
+            });
+        }
 
         let mut registry = Registry::default();
         registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
@@ -125,6 +146,9 @@ impl Live {
         registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
             fleet.clone(),
         )));
+        if let Some(events) = &events {
+            registry.register_collector(Box::new(events.collector()));
+        }
         let service = service(cluster, text, fleet.clone())?;
         let planes = plane
             .shards
@@ -139,13 +163,15 @@ impl Live {
         Ok(Live {
             frontend,
             workers: set,
+            events,
         })
     }
 
-    /// Frontend first, so that what is under way can finish; then the engines.
+    /// Frontend first, so that what is under way can finish; then the engines, then their events.
     fn shutdown(self) -> anyhow::Result<()> {
         self.frontend.shutdown();
         self.workers.shutdown()?;
+        drop(self.events);
         Ok(())
     }
 }
@@ -205,6 +231,17 @@ pub(super) fn worker_specs(
     Ok(specs)
 }
 
+/// Every rank, worker by worker.
+fn ranks_of(specs: &[WorkerSpec]) -> Vec<RankId> {
+    let ranks = specs.iter().flat_map(|spec| {
+        (0..spec.ranks.len()).map(|dp_rank| RankId {
+            worker: spec.worker,
+            dp_rank: dp_rank as u16,
+        })
+    });
+    ranks.collect()
+}
+
 fn engine(
     cluster: &Cluster,
     rank: RankId,
@@ -237,6 +274,7 @@ pub(super) fn service(
         text,
         root: BlockHash::root(&cluster.model.name, "", ""),
         block_size: fleet.block_size(),
+        keep_tokens: live.events.bus != EventBus::None && live.events.kv,
         max_model_len: engines().map(|e| e.max_model_len).min().unwrap_or(0),
         kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
         fleet,
@@ -279,30 +317,6 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
         keys.extend(listed.split(',').map(str::to_owned));
     }
     Ok(ApiKeys::new(keys))
-}
-
-/// Feeds the fleet's block index from engine threads.
-struct FleetSink {
-    fleet: Arc<Fleet>,
-    /// Set once the workers run; asked for a snapshot when a delta is missing.
-    resyncs: Arc<OnceLock<Resyncs>>,
-}
-
-impl EventSink for FleetSink {
-    fn on_kv(&mut self, delta: &KvDelta) {
-        if self.fleet.on_kv(delta).gap {
-            tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing");
-            if let Some(resyncs) = self.resyncs.get() {
-                resyncs.resync(delta.rank);
-            }
-        }
-    }
-
-    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
-        self.fleet.resync(snapshot);
-    }
-
-    fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
 }
 
 /// Returns at SIGINT or SIGTERM. A second one then ends the process as if unhandled.

@@ -108,8 +108,8 @@ impl Engine {
     ///
     /// It stops before a pass that would end at `until` or later (something may happen then that the
     /// pass must see, or an abort in the middle of it), in which a sequence ends, that lacks a block,
-    /// or that could admit a waiting sequence. 0 if that is so at once, or if a sequence is in
-    /// prefill or has stop tokens: a single pass comes next then.
+    /// or that could admit a waiting sequence. 0 if that is so at once, if a sequence is in prefill
+    /// or has stop tokens, or if stored blocks are noted: a single pass comes next then.
     ///
     /// No output tokens are made up; they are in [`OutputModel::token`](crate::OutputModel::token), if anyone
     /// asks.
@@ -126,7 +126,8 @@ impl Engine {
         assert!(self.pass.is_none(), "finish_pass() comes first");
         run.clear();
         run.start = now;
-        if !self.waiting_cannot_move() {
+        // Tokens of stored blocks are noted pass by pass.
+        if self.stored_blocks.is_some() || !self.waiting_cannot_move() {
             return 0;
         }
         let mut contexts = Sums::default();

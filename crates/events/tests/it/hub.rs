@@ -1,0 +1,177 @@
+//! The bus inside the process, and what holds for all.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use slipstream_base::cluster::EventBus;
+use slipstream_base::kv_event::StoredBlocks;
+use slipstream_events::kv::ExternalHash;
+use slipstream_events::{Event, FpmMessage, HubSubscriber, KvEvent, KvEventBatch};
+use slipstream_planes::EventSink;
+
+use super::{config, pass, rank, start, stores, wait_until};
+
+fn all(subscriber: &mut HubSubscriber) -> Vec<Event> {
+    std::iter::from_fn(|| subscriber.try_recv()).collect()
+}
+
+#[test]
+fn every_pass_arrives_in_order_by_rank() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    let mut subscriber = plane.hub().subscribe(64 << 20);
+    for counter in 0..5000 {
+        for worker in 0..2 {
+            publisher.on_fpm(&pass(worker, counter));
+        }
+        publisher.flush();
+    }
+    drop(plane); // sends what is left
+    let mut next = [0; 2];
+    for event in all(&mut subscriber) {
+        let fpm = FpmMessage::decode(&event.payload).unwrap();
+        let worker = usize::from(fpm.worker_id == "w1");
+        assert_eq!(event.topic, format!("slipstream.fpm.w{worker}.0"));
+        assert_eq!(fpm.counter_id, next[worker]);
+        assert_eq!(event.sequence, Some(fpm.counter_id));
+        assert_eq!(fpm.scheduled_requests.sum_decode_kv_tokens, fpm.counter_id);
+        next[worker] += 1;
+    }
+    assert_eq!(next, [5000; 2]);
+    assert_eq!(subscriber.dropped(), 0);
+}
+
+#[test]
+fn fresh_buffers_make_the_same_events() {
+    let events = [false, true].map(|fresh| {
+        let (plane, mut publisher) = start(&config(EventBus::InProcess), fresh);
+        let mut subscriber = plane.hub().subscribe(1 << 20);
+        for counter in 0..50 {
+            publisher.on_fpm(&pass(1, counter));
+        }
+        publisher.flush();
+        drop(plane);
+        all(&mut subscriber)
+    });
+    assert_eq!(events[0].len(), 50);
+    assert_eq!(events[0], events[1]);
+}
+
+#[test]
+fn kv_events_name_tokens_where_they_are_known() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    assert!(publisher.wants_blocks());
+    let mut subscriber = plane.hub().subscribe(1 << 20);
+    let mut blocks = StoredBlocks::default();
+    for n in 0..3 {
+        blocks.push(&[n, 10 + n], n == 0);
+    }
+    publisher.on_kv_blocks(&stores(0, 0, 3), &blocks);
+    publisher.on_kv(&stores(1, 5, 1));
+    publisher.flush();
+    drop(plane);
+    let batches: Vec<KvEventBatch> = all(&mut subscriber)
+        .iter()
+        .map(|event| KvEventBatch::decode(&event.payload).unwrap())
+        .collect();
+    let [known, unknown] = &batches[..] else {
+        panic!("{batches:?}")
+    };
+    let [
+        KvEvent::BlockStored {
+            block_hashes,
+            parent_block_hash,
+            token_ids,
+            block_size: 2,
+            ..
+        },
+    ] = &known.events[..]
+    else {
+        panic!("{known:?}")
+    };
+    assert_eq!(block_hashes, &[1000, 1001, 1002].map(ExternalHash::Int));
+    assert_eq!(
+        (parent_block_hash, &token_ids[..]),
+        (&None, &[0, 10, 1, 11, 2, 12][..])
+    );
+    assert!(
+        matches!(&unknown.events[..], [KvEvent::BlockStored { token_ids, .. }] if token_ids.is_empty())
+    );
+}
+
+#[test]
+fn a_large_delta_becomes_several_batches_with_rising_sequences() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    let mut subscriber = plane.hub().subscribe(1 << 30);
+    publisher.on_kv_snapshot(&stores(0, 0, 10_000));
+    publisher.on_kv(&stores(0, 10_000, 1));
+    publisher.flush();
+    drop(plane);
+    let events = all(&mut subscriber);
+    let sequences: Vec<Option<u64>> = events.iter().map(|event| event.sequence).collect();
+    assert_eq!(sequences, [Some(0), Some(1), Some(2), Some(3)]);
+    let blocks =
+        events.iter().map(
+            |event| match &KvEventBatch::decode(&event.payload).unwrap().events[..] {
+                [KvEvent::BlockStored { block_hashes, .. }] => block_hashes.len(),
+                other => panic!("{other:?}"),
+            },
+        );
+    assert_eq!(blocks.collect::<Vec<_>>(), [4096, 4096, 1808, 1]);
+}
+
+#[test]
+fn a_subscriber_that_does_not_read_loses_the_oldest() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    let mut subscriber = plane.hub().subscribe(10_000);
+    for counter in 0..1000 {
+        publisher.on_fpm(&pass(0, counter));
+        publisher.flush();
+    }
+    drop(plane);
+    let left = all(&mut subscriber);
+    let dropped = subscriber.dropped();
+    assert_eq!(left.len() as u64 + dropped, 1000);
+    assert!(left.iter().map(|event| event.payload.len()).sum::<usize>() <= 10_000);
+    assert_eq!(left[0].sequence, Some(dropped), "the gap shows");
+}
+
+#[test]
+fn strangers_are_not_published_and_nothing_breaks() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    let mut subscriber = plane.hub().subscribe(1 << 20);
+    publisher.on_fpm(&pass(9, 0));
+    publisher.on_kv(&stores(9, 0, 1));
+    publisher.on_fpm(&pass(1, 0));
+    publisher.flush();
+    drop(plane);
+    assert_eq!(all(&mut subscriber).len(), 1);
+}
+
+#[test]
+fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
+    let config = slipstream_base::cluster::EventsConfig {
+        queue_bytes_max: 64 << 10,
+        interval_ms: 1000.0, // the bus takes its time, so that the queue fills
+        ..config(EventBus::InProcess)
+    };
+    let (plane, mut publisher) = start(&config, false);
+    let asked = Arc::new((AtomicU32::new(0), Mutex::new(Vec::new())));
+    let asking = Arc::clone(&asked);
+    plane.on_lost_kv(move |rank| {
+        asking.0.fetch_add(1, Ordering::Relaxed);
+        asking.1.lock().unwrap().push(rank);
+    });
+    let collector = plane.collector();
+    let mut at = 0;
+    wait_until("a full queue", || {
+        publisher.on_kv(&stores(1, at, 1000));
+        publisher.flush();
+        at += 1000;
+        collector.queues()[1].1 > 0
+    });
+    wait_until("a request for a snapshot", || {
+        publisher.flush(); // as a thread that has nothing to do
+        asked.0.load(Ordering::Relaxed) > 0
+    });
+    assert_eq!(*asked.1.lock().unwrap(), [rank(1)]);
+}

@@ -294,3 +294,243 @@ impl Inbox {
         Ok(Some((frame.kind, frame.body)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::{RankId, WorkerId};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    use super::*;
+    use crate::frame::{PassFrame, ToWorker};
+    use crate::stream::StreamId;
+
+    fn run<T>(future: impl Future<Output = T>) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        runtime.block_on(future)
+    }
+
+    const DEADLINE: Duration = Duration::from_secs(4);
+
+    /// What a worker sends in a short session, and where its frames end.
+    fn session() -> (Vec<u8>, Vec<usize>) {
+        let mut bytes = Vec::new();
+        let mut ends = Vec::new();
+        let hello = wire::Hello {
+            instance: 1,
+            fingerprint: 2,
+            shard: 0,
+            deadline_ms: 4000,
+            name: "a worker".into(),
+            workers: vec![wire::Announced {
+                worker: WorkerId(0),
+                ranks: 1,
+                ready: true,
+            }],
+        };
+        hello.encode(&mut bytes);
+        ends.push(bytes.len());
+        for token in 0..5 {
+            let mut pass = PassFrame::new();
+            let stream = StreamId {
+                slot: token,
+                generation: 0,
+            };
+            pass.push_tokens(stream, &[token, token + 1], None);
+            wire::encode_pass(&pass, &mut bytes);
+            ends.push(bytes.len());
+            wire::encode_bare(Kind::Ping, &mut bytes);
+            ends.push(bytes.len());
+        }
+        (bytes, ends)
+    }
+
+    /// Reads frames until the link ends.
+    async fn read_all(link: &mut Link) -> (usize, LinkError) {
+        let mut frames = 0;
+        loop {
+            match link.receive(|_, _| Ok(())).await {
+                Ok(()) => frames += 1,
+                Err(error) => return (frames, error),
+            }
+        }
+    }
+
+    #[test]
+    fn a_session_cut_at_any_byte_gives_the_frames_before_the_cut_and_then_its_end() {
+        let (bytes, ends) = session();
+        for cut in 0..=bytes.len() {
+            run(async {
+                let (mut peer, socket) = duplex(1 << 16);
+                let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+                peer.write_all(&bytes[..cut]).await.unwrap();
+                drop(peer);
+                let (frames, error) = read_all(&mut link).await;
+                let whole = ends.iter().filter(|&&end| end <= cut).count();
+                assert_eq!(frames, whole, "cut at {cut}");
+                assert!(matches!(error, LinkError::Closed), "cut at {cut}: {error}");
+            });
+        }
+    }
+
+    #[test]
+    fn a_session_that_comes_byte_by_byte_is_the_same_session() {
+        let (bytes, ends) = session();
+        run(async {
+            let (mut peer, socket) = duplex(1);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            let write = async {
+                peer.write_all(&bytes).await.unwrap();
+                drop(peer);
+            };
+            let ((frames, _), ()) = tokio::join!(read_all(&mut link), write);
+            assert_eq!(frames, ends.len());
+        });
+    }
+
+    #[test]
+    fn long_frames_and_many_of_them_pass_through_a_small_pipe() {
+        run(async {
+            let (socket, other) = duplex(1000);
+            let mut sender = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            let mut receiver = Link::new(Box::new(other), DEADLINE, 1 << 20);
+            let mut sent = 0;
+            for words in [0, 1, 50_000, 3, 300_000, 7] {
+                let mut pass = PassFrame::new();
+                for token in 0..words {
+                    let stream = StreamId {
+                        slot: 1,
+                        generation: 1,
+                    };
+                    pass.push_tokens(stream, &[token], None);
+                }
+                sent += words;
+                wire::encode_pass(&pass, sender.outbox());
+            }
+            let mut received = 0;
+            let receive = async {
+                let mut pass = PassFrame::new();
+                for _ in 0..6 {
+                    let decode = |_, body: &[u8]| wire::decode_pass(body, &mut pass);
+                    receiver.receive(decode).await.unwrap();
+                    received += pass.len();
+                }
+            };
+            let (flushed, ()) = tokio::join!(sender.flush(), receive);
+            flushed.unwrap();
+            assert_eq!(received, sent);
+            assert!(
+                sender.outbox().capacity() <= KEEP_BYTES,
+                "memory is given back"
+            );
+        });
+    }
+
+    /// Polls the link as its owner does, until it ends.
+    async fn live(link: &mut Link) -> LinkError {
+        std::future::poll_fn(|cx| {
+            while let Poll::Ready(read) = link.poll_read(cx) {
+                if let Err(error) = read {
+                    return Poll::Ready(error);
+                }
+                while let Ok(Some(_)) = link.next_frame() {}
+            }
+            if let Err(error) = link.poll_time(cx) {
+                return Poll::Ready(error);
+            }
+            match link.poll_write(cx) {
+                Poll::Ready(Err(error)) => Poll::Ready(error),
+                _ => Poll::Pending,
+            }
+        })
+        .await
+    }
+
+    #[test]
+    fn two_ends_that_have_nothing_to_say_keep_each_other_alive() {
+        run(async {
+            let (one, other) = duplex(1 << 16);
+            let mut one = Link::new(Box::new(one), DEADLINE, 1 << 20);
+            let mut other = Link::new(Box::new(other), DEADLINE, 1 << 20);
+            let lives = async { tokio::join!(live(&mut one), live(&mut other)) };
+            let outcome = tokio::time::timeout(DEADLINE * 20, lives).await;
+            assert!(outcome.is_err(), "{outcome:?}");
+        });
+    }
+
+    #[test]
+    fn a_peer_that_says_nothing_is_given_up_after_the_deadline() {
+        run(async {
+            let (socket, _peer) = duplex(1 << 16);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            let began = Instant::now();
+            let error = live(&mut link).await;
+            assert!(matches!(
+                error,
+                LinkError::Silent {
+                    what: "said nothing",
+                    ..
+                }
+            ));
+            assert!(began.elapsed() <= DEADLINE * 5 / 4);
+        });
+    }
+
+    #[test]
+    fn a_peer_that_never_reads_is_given_up_though_it_talks() {
+        run(async {
+            let (socket, peer) = duplex(100);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            let rank = RankId::default();
+            for _ in 0..100 {
+                wire::encode_to_worker(&ToWorker::Resync { rank }, link.outbox());
+            }
+            let (_unread, mut talker) = tokio::io::split(peer);
+            let talk = async {
+                let mut ping = Vec::new();
+                wire::encode_bare(Kind::Ping, &mut ping);
+                loop {
+                    if talker.write_all(&ping).await.is_err() {
+                        return;
+                    }
+                    tokio::time::sleep(DEADLINE / 4).await;
+                }
+            };
+            let error = tokio::select! {
+                error = live(&mut link) => error,
+                () = talk => unreachable!("the link holds its end"),
+            };
+            assert!(
+                matches!(
+                    error,
+                    LinkError::Silent {
+                        what: "read nothing",
+                        ..
+                    }
+                ),
+                "{error}"
+            );
+        });
+    }
+
+    #[test]
+    fn what_waits_is_counted_and_bounded() {
+        run(async {
+            let (socket, mut peer) = duplex(10);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 100);
+            for _ in 0..20 {
+                wire::encode_bare(Kind::Ping, link.outbox());
+            }
+            assert!(link.is_full());
+            assert_eq!(link.unsent(), 160);
+            let mut received = vec![0; 160];
+            let (flushed, read) = tokio::join!(link.flush(), peer.read_exact(&mut received));
+            flushed.unwrap();
+            read.unwrap();
+            assert!(!link.is_full());
+        });
+    }
+}

@@ -891,3 +891,440 @@ pub fn decode_loads(body: &[u8], mut each: impl FnMut(RankLoad)) -> Result<(), W
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+    use slipstream_base::FinishReason;
+
+    use super::*;
+    use crate::frame::{End, Entry, FirstPass, Prologue, RefusalReason, Usage};
+
+    const RANK: RankId = RankId {
+        worker: WorkerId(3),
+        dp_rank: 1,
+    };
+
+    fn addr(shard: u8) -> StreamAddr {
+        StreamAddr {
+            shard,
+            stream: StreamId {
+                slot: 0x0001_0203,
+                generation: 0x0a0b_0c0d,
+            },
+        }
+    }
+
+    fn hello() -> Hello {
+        Hello {
+            instance: 0x1122_3344_5566_7788,
+            fingerprint: 0x99aa_bbcc_ddee_ff00,
+            shard: 1,
+            deadline_ms: 5000,
+            name: "host:42".into(),
+            workers: vec![
+                Announced {
+                    worker: WorkerId(3),
+                    ranks: 2,
+                    ready: true,
+                },
+                Announced {
+                    worker: WorkerId(4),
+                    ranks: 1,
+                    ready: false,
+                },
+            ],
+        }
+    }
+
+    fn welcome() -> Welcome {
+        Welcome {
+            instance: 0x0102_0304_0506_0708,
+            shard: 1,
+            wants_kv: false,
+            deadline_ms: 5000,
+            name: "host:7".into(),
+        }
+    }
+
+    fn reject() -> Reject {
+        Reject {
+            reason: RejectReason::WorkerTaken,
+            message: "w3 is taken".into(),
+        }
+    }
+
+    fn start(opaque: bool) -> StartRequest {
+        let prompt = if opaque {
+            let blocks = [BlockHash(1)].into();
+            Prompt::from_parts(17, 16, blocks, Tail::Opaque { id: 99 }).unwrap()
+        } else {
+            let blocks = [BlockHash(0x0101), BlockHash(0x0202)].into();
+            Prompt::from_parts(5, 2, blocks, Tail::Tokens([77].into()))
+                .unwrap()
+                .with_root(BlockHash(0x0404))
+        };
+        StartRequest {
+            addr: addr(0),
+            rank: RANK,
+            request: EngineRequest {
+                id: RequestId::from(addr(0)),
+                prompt,
+                params: GenerationParams {
+                    max_tokens: 32,
+                    min_tokens: 1,
+                    ignore_eos: true,
+                    stop_token_ids: [7, 8].into(),
+                },
+                priority: -1,
+                seed: 0xfeed,
+            },
+            dispatched_ns: 1_000_000,
+            credit_bytes: 262_144,
+            traced: !opaque,
+        }
+    }
+
+    fn pass() -> PassFrame {
+        let stream = |slot| StreamId {
+            slot,
+            generation: 9,
+        };
+        let mut pass = PassFrame::new();
+        let prologue = Prologue {
+            hit_tokens: 16,
+            worker_recv_ns: Some(1),
+            admitted_ns: Some(2),
+        };
+        pass.push_prologue(stream(1), &prologue);
+        let first = FirstPass {
+            start_ns: 3,
+            end_ns: 4,
+        };
+        pass.push_tokens(stream(1), &[101], Some(first));
+        pass.push_tokens(stream(2), &[102], None);
+        pass.push_tokens(stream(3), &[103, 104], None);
+        pass.push_refused(stream(4), RefusalReason::Busy, "full");
+        let usage = Usage {
+            prompt_tokens: 20,
+            completion_tokens: 2,
+            cached_tokens: 16,
+            preemptions: 0,
+        };
+        let end = End {
+            reason: FinishReason::Length,
+            usage,
+        };
+        pass.push_end(stream(2), &end);
+        pass.sent_ns = 5;
+        pass
+    }
+
+    fn delta() -> KvDelta {
+        let stored = |hash, parent| KvOp::Stored {
+            hash: BlockHash(hash),
+            parent: BlockHash(parent),
+        };
+        KvDelta {
+            rank: RANK,
+            sequence: 6,
+            ops: vec![
+                KvOp::Cleared,
+                stored(0x11, 0x10),
+                stored(0x12, 0x11),
+                KvOp::Removed {
+                    hash: BlockHash(0x12),
+                },
+            ],
+        }
+    }
+
+    fn load() -> RankLoad {
+        RankLoad {
+            rank: RANK,
+            running: 2,
+            waiting: 1,
+            used_blocks: 40,
+            total_blocks: 1024,
+        }
+    }
+
+    fn encoded(encode: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+        let mut out = Vec::new();
+        encode(&mut out);
+        out
+    }
+
+    fn to_worker(message: &ToWorker) -> Vec<u8> {
+        encoded(|out| encode_to_worker(message, out))
+    }
+
+    /// One frame of each kind, some of two, by the name that `docs/wire.md` gives it.
+    fn samples() -> BTreeMap<&'static str, Vec<u8>> {
+        let (rank, addr) = (RANK, addr(0));
+        let start = |opaque| to_worker(&ToWorker::Start(Box::new(start(opaque))));
+        BTreeMap::from([
+            ("hello", encoded(|out| hello().encode(out))),
+            ("welcome", encoded(|out| welcome().encode(out))),
+            ("reject", encoded(|out| reject().encode(out))),
+            ("ping", encoded(|out| encode_bare(Kind::Ping, out))),
+            ("bye", encoded(|out| encode_bare(Kind::Bye, out))),
+            ("start", start(false)),
+            ("start-opaque", start(true)),
+            ("stop", to_worker(&ToWorker::Stop { rank, addr })),
+            ("kill", to_worker(&ToWorker::Kill { rank, addr })),
+            ("resync", to_worker(&ToWorker::Resync { rank })),
+            (
+                "credit",
+                to_worker(&ToWorker::Credit {
+                    rank,
+                    addr,
+                    bytes: 4096,
+                }),
+            ),
+            ("pass", encoded(|out| encode_pass(&pass(), out))),
+            ("kv", encoded(|out| encode_kv(&delta(), false, out))),
+            ("kv-snapshot", encoded(|out| encode_kv(&delta(), true, out))),
+            ("ready", encoded(|out| encode_ready(WorkerId(3), true, out))),
+            ("load", encoded(|out| encode_loads(&[load()], out))),
+        ])
+    }
+
+    /// The blocks ` ```hex NAME ` of the document; what follows `#` in a line is for people.
+    fn documented() -> BTreeMap<&'static str, Vec<u8>> {
+        let text = include_str!("../../../docs/wire.md");
+        let mut found = BTreeMap::new();
+        for block in text.split("```hex ").skip(1) {
+            let (name, rest) = block.split_once('\n').expect("a name, then bytes");
+            let (hex, _) = rest.split_once("```").expect("the block ends");
+            let digits: String = hex
+                .lines()
+                .flat_map(|line| line.split('#').next().unwrap_or_default().chars())
+                .filter(|c| !c.is_whitespace())
+                .collect();
+            let bytes = digits.as_bytes().chunks(2).map(|pair| {
+                let pair = std::str::from_utf8(pair).unwrap();
+                u8::from_str_radix(pair, 16).unwrap_or_else(|_| panic!("{name}: {pair}"))
+            });
+            let twice = found.insert(name, bytes.collect());
+            assert!(twice.is_none(), "{name} is shown once");
+        }
+        found
+    }
+
+    #[test]
+    fn the_document_shows_every_frame_byte_by_byte() {
+        let documented = documented();
+        for (name, bytes) in &samples() {
+            let hex: Vec<String> = bytes.iter().map(|b| format!("{b:02x}")).collect();
+            assert_eq!(
+                documented.get(name),
+                Some(bytes),
+                "docs/wire.md does not show {name} as it is: {}",
+                hex.join(" ")
+            );
+        }
+        assert_eq!(documented.len(), samples().len(), "and no other");
+        let kinds: Vec<Kind> = samples()
+            .values()
+            .map(|bytes| split(bytes).unwrap().unwrap().kind)
+            .collect();
+        assert!(Kind::ALL.iter().all(|kind| kinds.contains(kind)));
+    }
+
+    fn body(bytes: &[u8]) -> &[u8] {
+        split(bytes).unwrap().unwrap().body
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        let samples = samples();
+        assert_eq!(Hello::decode(body(&samples["hello"])), Ok(hello()));
+        assert_eq!(Welcome::decode(body(&samples["welcome"])), Ok(welcome()));
+        assert_eq!(Reject::decode(body(&samples["reject"])), Ok(reject()));
+        for (name, opaque) in [("start", false), ("start-opaque", true)] {
+            let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
+            let ToWorker::Start(read) = read else {
+                panic!("{read:?} is no start");
+            };
+            let sent = start(opaque);
+            assert_eq!(read.addr, addr(5), "the connection says which shard");
+            let mut request = read.request.clone();
+            assert_eq!(request.id, RequestId::from(addr(5)));
+            request.id = sent.request.id;
+            assert_eq!(request, sent.request);
+            assert_eq!((read.rank, read.traced), (sent.rank, sent.traced));
+            assert_eq!(read.dispatched_ns, sent.dispatched_ns);
+            assert_eq!(read.credit_bytes, sent.credit_bytes);
+        }
+        let mut read = PassFrame::new();
+        decode_pass(body(&samples["pass"]), &mut read).unwrap();
+        assert_eq!(read, pass());
+        for (name, kind, snapshot) in [
+            ("kv", Kind::Kv, false),
+            ("kv-snapshot", Kind::KvSnapshot, true),
+        ] {
+            let mut read = KvDelta::default();
+            assert_eq!(
+                decode_kv(kind, body(&samples[name]), &mut read),
+                Ok(snapshot)
+            );
+            assert_eq!(read, delta());
+        }
+        assert_eq!(
+            decode_ready(body(&samples["ready"])),
+            Ok((WorkerId(3), true))
+        );
+        let mut loads = Vec::new();
+        decode_loads(body(&samples["load"]), |load| loads.push(load)).unwrap();
+        assert_eq!(loads, [load()]);
+    }
+
+    /// Reads a body as whatever it claims to be.
+    fn decode_any(kind: Kind, body: &[u8]) -> Result<(), WireError> {
+        match kind {
+            Kind::Hello => Hello::decode(body).map(drop),
+            Kind::Welcome => Welcome::decode(body).map(drop),
+            Kind::Reject => Reject::decode(body).map(drop),
+            Kind::Ping | Kind::Bye => Ok(()),
+            Kind::Start | Kind::Stop | Kind::Kill | Kind::Resync | Kind::Credit => {
+                decode_to_worker(kind, body, 0).map(drop)
+            }
+            Kind::Pass => {
+                let mut pass = PassFrame::new();
+                decode_pass(body, &mut pass)?;
+                assert_eq!(pass.entries().count(), pass.len() as usize);
+                Ok(())
+            }
+            Kind::Kv | Kind::KvSnapshot => decode_kv(kind, body, &mut KvDelta::default()).map(drop),
+            Kind::Ready => decode_ready(body).map(drop),
+            Kind::Load => decode_loads(body, |_| {}),
+        }
+    }
+
+    #[test]
+    fn a_frame_cut_anywhere_is_not_yet_a_frame_or_no_frame_at_all() {
+        for (name, bytes) in samples() {
+            for cut in 0..bytes.len() {
+                assert_eq!(split(&bytes[..cut]), Ok(None), "{name} cut at {cut}");
+            }
+            let frame = split(&bytes).unwrap().unwrap();
+            assert_eq!(frame.len, bytes.len());
+            for cut in 0..frame.body.len() {
+                let short = decode_any(frame.kind, &frame.body[..cut]);
+                // Frames that are lists may be cut between two items.
+                let list = matches!(frame.kind, Kind::Kv | Kind::KvSnapshot | Kind::Load);
+                assert!(short.is_err() || list, "{name} with {cut} bytes of body");
+            }
+            if !matches!(frame.kind, Kind::Ping | Kind::Bye) {
+                let long = [frame.body, &[0]].concat();
+                assert!(decode_any(frame.kind, &long).is_err(), "{name} and a byte");
+            }
+        }
+    }
+
+    #[test]
+    fn bad_headers_are_refused_before_their_body_comes() {
+        let header = |len: u32, version, kind, zero: u16| {
+            let mut bytes = len.to_le_bytes().to_vec();
+            bytes.extend([version, kind]);
+            bytes.extend(zero.to_le_bytes());
+            split(&bytes).unwrap_err()
+        };
+        assert_eq!(header(0, 9, 1, 0), WireError::Version(9));
+        assert_eq!(header(0, VERSION, 99, 0), WireError::Kind(99));
+        assert_eq!(header(0, VERSION, 1, 7), WireError::Reserved(7));
+        let (kind, len) = (Kind::Hello, BODY_BYTES_MAX as u32 + 1);
+        assert_eq!(header(len, VERSION, 1, 0), WireError::Length { kind, len });
+    }
+
+    #[test]
+    fn bad_fields_are_named() {
+        let check = |name: &str, at: usize, byte: u8, field: &str| {
+            let mut bytes = samples()[name].clone();
+            bytes[HEADER_BYTES + at] = byte;
+            let frame = split(&bytes).unwrap().unwrap();
+            let error = decode_any(frame.kind, frame.body).unwrap_err();
+            assert!(error.to_string().contains(field), "{name}: {error}");
+        };
+        check("hello", 0, b'X', "magic");
+        check("welcome", 13, 2, "wish for KV deltas");
+        check("reject", 0, 77, "reason");
+        check("start", 3, 1, "stream slot");
+        check("start", 14, 0xff, "flags");
+        check("start", 39, 0, "max_tokens");
+        check("start", 63, 0, "block size");
+        check("stop", 3, 1, "stream slot");
+        check("kv", 14, 9, "run of changes");
+        check("ready", 4, 2, "readiness");
+        check("pass", 19, 0xee, "kind 238");
+    }
+
+    proptest! {
+        /// Bytes of any kind either are refused or can be read to their end, and cost no more
+        /// memory than a small multiple of their length.
+        #[test]
+        fn arbitrary_bytes_do_no_harm(
+            kind in prop::sample::select(Kind::ALL.to_vec()),
+            body in prop::collection::vec(any::<u8>(), 0..300),
+        ) {
+            let _ = decode_any(kind, &body);
+            let _ = split(&body);
+        }
+
+        /// So do frames that were nearly right.
+        #[test]
+        fn damaged_frames_do_no_harm(
+            pick: prop::sample::Index,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+        ) {
+            let samples: Vec<Vec<u8>> = samples().into_values().collect();
+            let mut bytes = samples[pick.index(samples.len())].clone();
+            for (at, value) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = value;
+            }
+            if let Ok(Some(frame)) = split(&bytes) {
+                let _ = decode_any(frame.kind, frame.body);
+            }
+        }
+
+        #[test]
+        fn any_delta_comes_back_as_it_was(
+            ops in prop::collection::vec((0u8..4, 0u64..6, 0u64..6), 0..40),
+            snapshot: bool,
+        ) {
+            let ops: Vec<KvOp> = ops.into_iter().map(|(kind, hash, parent)| match kind {
+                0 => KvOp::Cleared,
+                1 => KvOp::Removed { hash: BlockHash(hash) },
+                _ => KvOp::Stored { hash: BlockHash(hash), parent: BlockHash(parent) },
+            }).collect();
+            let mut sent = KvDelta { rank: RANK, sequence: 9, ops };
+            // Clearing twice is clearing once, and is sent so.
+            sent.ops.dedup_by(|a, b| matches!((a, b), (KvOp::Cleared, KvOp::Cleared)));
+            let bytes = encoded(|out| encode_kv(&sent, snapshot, out));
+            let frame = split(&bytes).unwrap().unwrap();
+            let mut read = delta(); // memory that was used before
+            prop_assert_eq!(decode_kv(frame.kind, frame.body, &mut read), Ok(snapshot));
+            prop_assert_eq!(read, sent);
+        }
+    }
+
+    #[test]
+    fn a_token_in_a_pass_takes_twelve_bytes() {
+        let mut pass = PassFrame::new();
+        for token in 0..1000 {
+            pass.push_tokens(addr(0).stream, &[token], None);
+        }
+        let bytes = encoded(|out| encode_pass(&pass, out));
+        assert_eq!(bytes.len(), HEADER_BYTES + 16 + 12_000);
+        let mut read = PassFrame::new();
+        decode_pass(body(&bytes), &mut read).unwrap();
+        assert!(matches!(
+            read.entries().last(),
+            Some(Entry::Tokens { tokens: &[999], .. })
+        ));
+    }
+}

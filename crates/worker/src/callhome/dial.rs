@@ -14,7 +14,7 @@ use super::relay::Relay;
 use super::{Home, Stage};
 
 /// Pause before a dial is repeated, doubled after each failure up to the second.
-const PAUSE: Duration = Duration::from_millis(50);
+const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// Whom to dial.

@@ -20,6 +20,12 @@ test-python:
 demo: build
 	./scripts/demo.sh
 
+# Streams, cancels, slow readers, and workers that are killed and stopped, for three minutes (in
+# `make test`: three seconds).
+.PHONY: torture
+torture:
+	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
+
 # Cost and latency of the live path at speed-up 1e6 (docs/benchmarks.md).
 bench-live: build
 	./scripts/bench-live.sh

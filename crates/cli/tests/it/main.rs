@@ -3,4 +3,5 @@
 mod planes;
 mod serve;
 mod server;
+mod torture;
 mod twin;

@@ -2,9 +2,11 @@
 //! killed, stopped and lied to.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::server::{Client, FAST, FROZEN, Server, slipstream};
@@ -31,10 +33,15 @@ fn of_frontend<'a>(args: &'a [&'a str]) -> Vec<&'a str> {
     args.iter().filter(speed).copied().collect()
 }
 
-fn frontend(dir: &Path, args: &[&[&str]]) -> Server {
+pub(crate) fn frontend(dir: &Path, args: &[&[&str]]) -> Server {
+    frontend_with(dir, args, &["--set=live.shards=2"])
+}
+
+fn frontend_with(dir: &Path, args: &[&[&str]], more: &[&str]) -> Server {
     let mut command = slipstream();
     command
-        .args(["frontend", "--set=live.shards=2"])
+        .arg("frontend")
+        .args(more)
         .args(of_frontend(&args.concat()))
         .arg("--discovery")
         .arg(dir);
@@ -42,10 +49,10 @@ fn frontend(dir: &Path, args: &[&[&str]]) -> Server {
 }
 
 /// A worker process; killed when dropped.
-struct Worker(Child);
+pub(crate) struct Worker(Child);
 
 impl Worker {
-    fn start(dir: &Path, args: &[&[&str]]) -> Worker {
+    pub(crate) fn start(dir: &Path, args: &[&[&str]]) -> Worker {
         let mut child = slipstream()
             .arg("worker")
             .args(args.concat())
@@ -63,7 +70,7 @@ impl Worker {
         Worker(child)
     }
 
-    fn signal(&self, signal: &str) {
+    pub(crate) fn signal(&self, signal: &str) {
         let id = self.0.id().to_string();
         let status = std::process::Command::new("kill")
             .args([signal, &id])
@@ -71,7 +78,7 @@ impl Worker {
         assert!(status.expect("kill runs").success());
     }
 
-    fn kill(mut self) {
+    pub(crate) fn kill(mut self) {
         self.0.kill().expect("it runs");
         self.0.wait().expect("it ends");
     }
@@ -90,7 +97,7 @@ impl Drop for Worker {
     }
 }
 
-fn await_ready(server: &Server, ranks: usize) {
+pub(crate) fn await_ready(server: &Server, ranks: usize) {
     server.await_metric("slipstream_router_ready", |ready| ready == ranks as f64);
 }
 
@@ -105,14 +112,14 @@ fn await_true(what: &str, reached: impl Fn() -> bool) {
 const LONG_PROMPT: &str = "one two three four five six seven eight nine ten one two three four \
      five six seven eight nine ten one two three four five six seven eight nine ten";
 
-fn completion(prompt: &str, max_tokens: u32, stream: bool) -> String {
+pub(crate) fn completion(prompt: &str, max_tokens: u32, stream: bool) -> String {
     format!(
         r#"{{"prompt":"{prompt}","max_tokens":{max_tokens},"ignore_eos":true,"stream":{stream},"seed":7}}"#
     )
 }
 
 /// Sends a request and does not wait for its answer.
-fn begin(server: &Server, body: &str) -> Client {
+pub(crate) fn begin(server: &Server, body: &str) -> Client {
     begin_at(server, body, &[])
 }
 
@@ -410,4 +417,170 @@ fn open_streams_finish_when_either_side_is_asked_to_end() {
             check(&mut client);
         }
     }
+}
+
+/// Forwards between a worker and a shard, and cuts connections after so many bytes of one
+/// direction.
+struct Cutter {
+    address: String,
+    shared: Arc<CutterShared>,
+}
+
+struct CutterShared {
+    /// Bytes that the next connections live for; negative: from the shard to the worker.
+    cut: AtomicI64,
+    connections: AtomicU64,
+    /// Both sockets of the connection made last.
+    last: Mutex<Vec<TcpStream>>,
+}
+
+impl Cutter {
+    fn start(shard: String) -> Cutter {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let shared = Arc::new(CutterShared {
+            cut: AtomicI64::new(i64::MAX),
+            connections: AtomicU64::new(0),
+            last: Mutex::default(),
+        });
+        let ours = shared.clone();
+        std::thread::spawn(move || {
+            for worker in listener.incoming().map_while(Result::ok) {
+                let Ok(shard) = TcpStream::connect(&shard) else {
+                    return; // the test is over
+                };
+                ours.forward(&worker, &shard);
+            }
+        });
+        Cutter { address, shared }
+    }
+
+    /// Cuts the connection that stands now, and those to come after `cut` bytes.
+    fn cut(&self, cut: i64) {
+        self.shared.cut.store(cut, SeqCst);
+        for socket in self.shared.last.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl CutterShared {
+    fn forward(&self, worker: &TcpStream, shard: &TcpStream) {
+        let clone = |socket: &TcpStream| socket.try_clone().unwrap();
+        *self.last.lock().unwrap() = vec![clone(worker), clone(shard)];
+        let cut = self.cut.load(SeqCst);
+        let (up, down) = if cut >= 0 {
+            (cut, i64::MAX)
+        } else {
+            (i64::MAX, -cut)
+        };
+        for (from, to, limit) in [(worker, shard, up), (shard, worker, down)] {
+            let (mut from, mut to) = (clone(from), clone(to));
+            std::thread::spawn(move || {
+                let mut left = limit;
+                let mut bytes = [0; 4096];
+                while left > 0 {
+                    let room = bytes.len().min(left as usize);
+                    let Ok(read @ 1..) = from.read(&mut bytes[..room]) else {
+                        break;
+                    };
+                    if to.write_all(&bytes[..read]).is_err() {
+                        break;
+                    }
+                    left -= read as i64;
+                }
+                let _ = from.shutdown(Shutdown::Both);
+                let _ = to.shutdown(Shutdown::Both);
+            });
+        }
+        self.connections.fetch_add(1, SeqCst);
+    }
+}
+
+#[test]
+fn a_connection_cut_at_any_byte_is_made_again_and_streams_end_once() {
+    let hidden = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let one_shard: &[&str] = &["--set=live.shards=1", "--lease=600"];
+    let server = frontend_with(hidden.path(), &[FAST], one_shard);
+    // The frontend's record, with the cutter's address in it, where the worker looks.
+    await_true("the record is there", || {
+        !plane_addresses(hidden.path()).is_empty()
+    });
+    let shard = plane_addresses(hidden.path()).remove(0);
+    let cutter = Cutter::start(shard.clone());
+    for entry in std::fs::read_dir(hidden.path()).unwrap() {
+        let entry = entry.unwrap();
+        let text = std::fs::read_to_string(entry.path()).unwrap();
+        let text = text.replace(&shard, &cutter.address);
+        std::fs::write(dir.path().join(entry.file_name()), text).unwrap();
+    }
+    let worker = Worker::start(dir.path(), &[FAST]);
+    await_ready(&server, 2);
+    // A hello of some 60 bytes, then passes of some 300; the other way, a welcome of some 30 and
+    // requests of some 120. (Cuts at every byte: `planes::link`.)
+    let cuts = (2..14).map(|n| n * 31).chain((2..14).map(|n| -n * 17));
+    let cuts = cuts.chain([600, 900, 1500, 2500, -500, -900]);
+    let mut whole = 0;
+    for cut in cuts {
+        cutter.cut(cut);
+        let before = cutter.shared.connections.load(SeqCst);
+        let mut streams: Vec<Client> = (0..3)
+            .map(|_| begin(&server, &completion(LONG_PROMPT, 10, true)))
+            .collect();
+        await_true("it is dialed again", || {
+            cutter.shared.connections.load(SeqCst) > before
+        });
+        if cut >= 200 || (-1000..=-100).contains(&cut) {
+            // The greeting and the first snapshots pass: what is cut are the streams.
+            await_ready(&server, 2);
+        }
+        streams.extend((0..3).map(|_| begin(&server, &completion(LONG_PROMPT, 10, true))));
+        for stream in &mut streams {
+            let head = stream.head();
+            if head.status != 200 {
+                assert_eq!(head.status, 503, "cut at {cut}");
+                continue;
+            }
+            let text = rest(stream);
+            assert!(text.ends_with("data: [DONE]\n\n"), "{cut}: {text}");
+            assert_eq!(text.matches("[DONE]").count(), 1);
+            whole += u32::from(!text.contains("error"));
+        }
+    }
+    assert!(whole > 0, "some streams come before the cut");
+    cutter.cut(i64::MAX);
+    await_ready(&server, 2);
+    server.assert_alive();
+    assert_eq!(server.metric("slipstream_streams_open"), 0.0);
+    drop(worker);
+}
+
+#[test]
+fn a_frontend_out_of_descriptors_goes_on_when_it_has_some_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = std::process::Command::new("sh");
+    let flags = of_frontend(FAST).join(" ");
+    command.args([
+        "-c",
+        &format!(
+            "ulimit -n 40; exec {} frontend --set=live.shards=2 {flags} --discovery {} \"$@\"",
+            slipstream().get_program().to_str().unwrap(),
+            dir.path().display()
+        ),
+        "sh",
+    ]);
+    let server = Server::spawn(command);
+    let worker = Worker::start(dir.path(), &[FAST]);
+    await_ready(&server, 2);
+    let shards = plane_addresses(dir.path());
+    let flood: Vec<TcpStream> = (0..60)
+        .filter_map(|n| TcpStream::connect(&shards[n % 2]).ok())
+        .collect();
+    assert!(flood.len() > 40);
+    drop(flood);
+    server.assert_alive();
+    // The workers' connections were not among those that paid for it.
+    assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
+    drop(worker);
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig};
+use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig, RouterPolicy};
 use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
@@ -311,6 +311,16 @@ impl Fleet {
                 Cached::Approximate(index) => index.forget(target as usize),
             }
         }
+    }
+
+    /// Whether any decision looks at what is cached, or at loads that follow from it. If not, a
+    /// simulation need not tell.
+    pub fn reads_cache(&self) -> bool {
+        let blind = matches!(
+            self.config.policy,
+            RouterPolicy::RoundRobin | RouterPolicy::Random | RouterPolicy::Direct
+        );
+        !blind || self.has_thresholds()
     }
 
     /// Whether `target` takes requests.

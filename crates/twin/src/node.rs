@@ -69,7 +69,7 @@ pub(crate) enum Phase {
     /// Something was added, or a pass has ended; a pass begins at this moment.
     Awake,
     /// A pass is under way.
-    InPass { start: SimTime, end: SimTime },
+    InPass,
     /// A run of decode passes was jumped over; the next pass begins at its end.
     Jumped,
 }
@@ -79,6 +79,8 @@ pub(crate) struct Node {
     pub(crate) phase: Phase,
     gaps: Gaps,
     preemptions: u64,
+    /// Length of the last pass, ns.
+    pass_ns: u64,
 }
 
 /// Gaps between tokens, without looking at each token.
@@ -116,6 +118,7 @@ impl Node {
                 always: each_token,
             },
             preemptions: 0,
+            pass_ns: 0,
         }
     }
 
@@ -123,7 +126,10 @@ impl Node {
     pub(crate) fn begin(&mut self, now: SimTime) -> Option<SimTime> {
         let end = self.engine.begin_pass(now);
         self.phase = match end {
-            Some(end) => Phase::InPass { start: now, end },
+            Some(end) => {
+                self.pass_ns = end.since(now);
+                Phase::InPass
+            }
             None => Phase::Idle,
         };
         let preemptions = self.engine.stats().preemptions;
@@ -148,6 +154,10 @@ impl Node {
     ) -> Option<SimTime> {
         if self.gaps.broken || self.gaps.always || self.gaps.live == 0 || now != self.gaps.last_end
         {
+            return None;
+        }
+        // A try costs as much as a pass; one that would hardly get anywhere is not made.
+        if until.since(now) < 2 * self.pass_ns {
             return None;
         }
         let passes = self.engine.decode_run(now, until, u32::MAX, run);

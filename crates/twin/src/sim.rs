@@ -179,6 +179,10 @@ struct Sim<'a> {
     flights: Flights,
     ends: BinaryHeap<PassEnd>,
     sequence: u64,
+    /// Requests under way whose session goes on after them.
+    continuing: usize,
+    /// The router looks at what is cached.
+    reads_cache: bool,
     /// Nodes that begin a pass at the present moment.
     awake: Vec<u32>,
     root: BlockHash,
@@ -242,6 +246,8 @@ impl<'a> Sim<'a> {
         }
         Ok(Sim {
             options,
+            continuing: 0,
+            reads_cache: fleet.reads_cache(),
             schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
             router: Router::new(fleet.clone(), 0),
             fleet,
@@ -341,11 +347,12 @@ impl<'a> Sim<'a> {
             flight.cached_tokens = first.cached_tokens;
             flight.active.on_first_token();
         }
-        if !out.kv.ops.is_empty() {
+        if self.reads_cache && !out.kv.ops.is_empty() {
             self.fleet.on_kv(&out.kv);
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
+            self.continuing -= usize::from(flight.request.has_next());
             let record = RequestRecord {
                 request: &flight.request,
                 rank: Some(self.ranks[flight.target as usize]),
@@ -480,6 +487,7 @@ impl<'a> Sim<'a> {
         if let Err(refusal) = added {
             return Err((self.flights.remove(id).request, refusal.to_string()));
         }
+        self.continuing += usize::from(self.flights.get_mut(id).request.has_next());
         if node.phase == Phase::Idle {
             node.phase = Phase::Awake;
             self.awake.push(target as u32);
@@ -490,12 +498,7 @@ impl<'a> Sim<'a> {
     /// Begins a pass on each engine whose last one has ended, or that got something to do.
     fn begin_passes(&mut self) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
-        // What another engine, or an arrival, brings about must find this one where it would be.
-        let until = if self.options.jump && awake.len() == 1 {
-            self.next_time()?.unwrap_or(SimTime::MAX)
-        } else {
-            SimTime::ZERO
-        };
+        let until = self.jump_until(awake.len())?;
         for node in awake.drain(..) {
             let end = self.jump(node, until).or_else(|| {
                 let end = self.nodes[node as usize].begin(self.now);
@@ -511,6 +514,29 @@ impl<'a> Sim<'a> {
         Ok(())
     }
 
+    /// How far the `awake` engines that begin a pass now may jump: a request must find the engine
+    /// that it goes to, and the router's index, as they would be.
+    fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
+        if !self.options.jump || awake == 0 {
+            return Ok(SimTime::ZERO);
+        }
+        // Requests come at times that are known, unless one that ends brings the next.
+        if self.continuing == 0 && !self.schedule.is_closed() {
+            return Ok(self.schedule.next_due(self.now)?.unwrap_or(SimTime::MAX));
+        }
+        if awake > 1 {
+            return Ok(SimTime::ZERO);
+        }
+        Ok(self.next_time()?.unwrap_or(SimTime::MAX))
+    }
+
+    /// The cache of an engine changed.
+    fn on_kv(&mut self) {
+        if self.reads_cache {
+            self.fleet.on_kv(&self.out.kv);
+        }
+    }
+
     /// Jumps over passes that end before `until`; gives the end of the last.
     fn jump(&mut self, node: u32, until: SimTime) -> Option<SimTime> {
         if until <= self.now {
@@ -522,8 +548,8 @@ impl<'a> Sim<'a> {
         let passes = self.run.ends.len() as u64;
         self.passes += passes;
         self.jumped += passes;
-        if !self.run.kv_ops.is_empty() {
-            // Deltas of the passes in one: nobody reads the index before the last of them has
+        if self.reads_cache && !self.run.kv_ops.is_empty() {
+            // Deltas of all the passes now: nobody reads the index before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
             let mut sequence = self.run.kv_sequence;
             for pass in 0..self.run.ends.len() {
@@ -535,7 +561,7 @@ impl<'a> Sim<'a> {
                 self.out.kv.sequence = sequence;
                 self.out.kv.ops.clear();
                 self.out.kv.ops.extend_from_slice(ops);
-                self.fleet.on_kv(&self.out.kv);
+                self.on_kv();
                 sequence += 1;
             }
         }
@@ -546,7 +572,7 @@ impl<'a> Sim<'a> {
     fn publish_idle(&mut self, node: u32) {
         let node = &mut self.nodes[node as usize];
         if node.phase == Phase::Idle && node.engine.take_kv(&mut self.out.kv) {
-            self.fleet.on_kv(&self.out.kv);
+            self.on_kv();
         }
     }
 

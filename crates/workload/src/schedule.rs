@@ -153,6 +153,11 @@ impl Schedule {
             && self.in_flight == 0
     }
 
+    /// Whether sessions begin as others end.
+    pub fn is_closed(&self) -> bool {
+        self.slots.is_some()
+    }
+
     /// Requests taken and not yet ended.
     pub fn in_flight(&self) -> u64 {
         self.in_flight

@@ -38,6 +38,11 @@ bench:
 bench-net: build
 	./scripts/bench-net.sh ./target/release/slipstream
 
+# The twin: requests per CPU second and memory (docs/benchmarks.md). TRACE=FILE adds a real trace.
+.PHONY: bench-twin
+bench-twin: build
+	./scripts/bench-twin.sh
+
 # The CPU scheduler's loader, beside the main binary; needs clang 16 or later, libelf and zlib.
 .PHONY: scx test-sched
 scx:

@@ -57,6 +57,20 @@ for policy in kv round_robin; do
 done
 printf '\n== side by side\n'
 "$bin" bench compare "$out/kv.json" "$out/round_robin.json"
+
+# The same cluster, load and compression in virtual time.
+began=$(date +%s%N)
+for policy in kv round_robin; do
+  "$bin" simulate "${cluster[@]}" "${load[@]}" --set "router.policy=$policy" \
+    --speedup "$speedup" --time-scale "$speedup" --label "its twin" --quiet \
+    --out "$out/$policy.twin.json" >"$out/text"
+done
+twin_ms=$((($(date +%s%N) - began) / 1000000))
+for policy in kv round_robin; do
+  printf '\n== %s routing: live, and its twin in virtual time (slipstream simulate)\n' "${policy//_/ }"
+  "$bin" bench compare "$out/$policy.json" "$out/$policy.twin.json"
+done
+printf '\nThe twin took %s ms for both policies.\n' "$twin_ms"
 cat <<TEXT
 
 Times are as clients measured them here, where modelled time runs ${speedup} times as fast: 1 ms stands

@@ -38,6 +38,14 @@ pub(crate) struct Args {
     /// End the run at this simulated time, though requests are under way
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
     max_sim_time: Option<Duration>,
+    /// Divide modelled time by this, as a live cluster at this speed-up would
+    #[arg(
+        long,
+        value_name = "FACTOR",
+        default_value_t = 1.0,
+        help_heading = "How to run it"
+    )]
+    speedup: f64,
     /// Run every pass on its own instead of jumping over those in which nothing happens; the
     /// result is the same
     #[arg(long, help_heading = "How to run it")]
@@ -69,7 +77,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let (workload, name) = args.what.workload(&args.workload_set)?;
+    anyhow::ensure!(
+        args.speedup.is_finite() && args.speedup > 0.0,
+        "--speedup is {}, but must be above 0",
+        args.speedup
+    );
     let options = Options {
+        speedup: args.speedup,
         slo: args.slo.clone(),
         time_max: args.max_sim_time.map_or(SimTime::MAX, |d| {
             SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))

@@ -268,7 +268,8 @@ fn dispatch(
             });
         }
     }
-    times.note(Stage::Routed, monotonic_ns());
+    let routed_ns = monotonic_ns();
+    times.note(Stage::Routed, routed_ns);
 
     let unread_max = service.limits.stream_buffer_bytes_max as usize;
     let state = ReplyState::new(shape, specs, times, trace, unread_max);
@@ -276,7 +277,9 @@ fn dispatch(
         state: RefCell::new(state),
     });
     let mut registrations: Vec<Registration<Feed>> = Vec::with_capacity(count);
+    let register_ns = monotonic_ns();
     for sequence in 0..count as u32 {
+        let _lock = shard.lock_table();
         match shard.table.register(Feed {
             reply: reply.clone(),
             sequence,
@@ -288,6 +291,9 @@ fn dispatch(
             }
         }
     }
+    let registered_ns = monotonic_ns();
+    let metrics = &shard.metrics;
+    metrics.stream_register.observe(registered_ns - register_ns);
     let addresses: Vec<_> = registrations.iter().map(Registration::addr).collect();
     std::mem::forget(claim);
     let handle = ReplyHandle::new(shard.clone(), reply.clone(), registrations);
@@ -318,6 +324,7 @@ fn dispatch(
         // By an error the handle is dropped, which kills those that were handed over.
         shard.launch(&reply, sequence, again)?;
     }
+    metrics.pre_send.observe(monotonic_ns() - routed_ns);
     Ok(handle)
 }
 

@@ -51,6 +51,22 @@ const BOUNDS_NS: [u64; 27] = {
     bounds
 };
 
+/// Upper bounds in ns for steps that take less than a microsecond: 1, 2 and 5 in each decade from
+/// 10 ns to 500 ms.
+const BOUNDS_STEP_NS: [u64; 24] = {
+    let mut bounds = [0; 24];
+    let mut decade = 10;
+    let mut i = 0;
+    while i < 24 {
+        bounds[i] = decade;
+        bounds[i + 1] = 2 * decade;
+        bounds[i + 2] = 5 * decade;
+        decade *= 10;
+        i += 3;
+    }
+    bounds
+};
+
 /// Upper bounds for counts of tokens: powers of two from 1 to 2^20.
 const BOUNDS_TOKENS: [u64; 21] = {
     let mut bounds = [0; 21];
@@ -167,6 +183,14 @@ pub(crate) struct ShardMetrics {
     pub(crate) ttft: Histogram,
     pub(crate) itl: Histogram,
     pub(crate) e2e: Histogram,
+    /// From a routing decision to the request's being on its way.
+    pub(crate) pre_send: Histogram,
+    /// Opening the streams of a request.
+    pub(crate) stream_register: Histogram,
+    /// Finding a stream, once a frame.
+    pub(crate) table_access: Histogram,
+    /// Finding the connection of a worker.
+    pub(crate) call_home_lookup: Histogram,
     prompt_len: Histogram,
     generation_len: Histogram,
     hand_overs: [Histogram; HAND_OVERS.len()],
@@ -175,6 +199,7 @@ pub(crate) struct ShardMetrics {
 impl ShardMetrics {
     pub(crate) fn new() -> ShardMetrics {
         let time = || Histogram::new(&BOUNDS_NS);
+        let step = || Histogram::new(&BOUNDS_STEP_NS);
         let tokens = || Histogram::new(&BOUNDS_TOKENS);
         ShardMetrics {
             connections: Count::default(),
@@ -203,6 +228,10 @@ impl ShardMetrics {
             ttft: time(),
             itl: time(),
             e2e: time(),
+            pre_send: step(),
+            stream_register: step(),
+            table_access: step(),
+            call_home_lookup: step(),
             prompt_len: tokens(),
             generation_len: tokens(),
             hand_overs: std::array::from_fn(|_| time()),
@@ -385,6 +414,30 @@ impl Collector for FrontendCollector {
             }
         }
         // Our own.
+        self.seconds(
+            e,
+            "slipstream_pre_send",
+            "From a routing decision to the request's being on its way",
+            |s| &s.pre_send,
+        )?;
+        self.seconds(
+            e,
+            "slipstream_stream_register",
+            "Opening the streams of a request",
+            |s| &s.stream_register,
+        )?;
+        self.seconds(
+            e,
+            "slipstream_table_access",
+            "Finding a stream, measured once a frame, with the clock's own cost",
+            |s| &s.table_access,
+        )?;
+        self.seconds(
+            e,
+            "slipstream_call_home_lookup",
+            "Finding the connection of a worker, with the clock's own cost",
+            |s| &s.call_home_lookup,
+        )?;
         self.counter(e, "slipstream_http_requests", "HTTP requests", |s| {
             &s.requests
         })?;

@@ -21,6 +21,7 @@ use slipstream_planes::{PassFrame, StartRequest, ToWorker};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
+use crate::metrics::ShardMetrics;
 use crate::roster::{Roster, feeds_index};
 use crate::server::StartError;
 use crate::shard::Shard;
@@ -144,13 +145,19 @@ impl Remote {
     }
 
     /// Puts a start into the outbox of whoever runs its worker.
-    pub(crate) fn start(&self, start: &StartRequest) -> Result<(), NotSent> {
+    pub(crate) fn start(
+        &self,
+        start: &StartRequest,
+        metrics: &ShardMetrics,
+    ) -> Result<(), NotSent> {
         let worker = start.rank.worker.index();
-        if self.roster.tombstones.stands(worker, monotonic_ns()) {
+        let now = monotonic_ns();
+        if self.roster.tombstones.stands(worker, now) {
             return Err(NotSent::Tombstone);
         }
         let peers = self.peers.borrow();
         let peer = peers.get(worker).and_then(Option::as_ref);
+        metrics.call_home_lookup.observe(monotonic_ns() - now);
         let peer = peer.ok_or(NotSent::Gone)?;
         let mut outbox = peer.outbox.borrow_mut();
         let waiting = peer.unsent.get() + outbox.len();

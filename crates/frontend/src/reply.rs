@@ -811,6 +811,7 @@ impl ReplyHandle {
         }
         self.shard.on_streams_closed(self.registrations.len());
         drop(state);
+        let _lock = self.shard.lock_table();
         self.registrations.clear();
     }
 }

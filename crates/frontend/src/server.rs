@@ -140,6 +140,7 @@ impl Frontend {
         let service = Arc::new(service);
         let registry = Arc::new(registry);
         let streams_open = Arc::new(AtomicU64::new(0));
+        let table_lock = service.locked_table.then(Arc::default);
         let (stop, stopped) = watch::channel(false);
 
         let mut threads = Vec::new();
@@ -153,6 +154,7 @@ impl Frontend {
             });
             let (service, registry) = (service.clone(), registry.clone());
             let (streams_open, stopped) = (streams_open.clone(), stopped.clone());
+            let table_lock = table_lock.clone();
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()?;
@@ -167,6 +169,7 @@ impl Frontend {
                         registry,
                         metrics,
                         streams_open,
+                        table_lock,
                     ));
                     let run = run_shard(shard, handed, open, stopped);
                     LocalSet::new().block_on(&runtime, run);

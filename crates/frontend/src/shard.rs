@@ -2,8 +2,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::registry::Registry;
 use slipstream_base::{RankId, SimTime, WorkerId, mix};
@@ -57,6 +57,8 @@ pub(crate) struct Shard {
     pub(crate) table: StreamTable<Feed>,
     pub(crate) model: Rc<str>,
     plane: Plane,
+    /// `--bench-locked-table`: held while a stream table is touched.
+    table_lock: Option<Arc<Mutex<()>>>,
     /// Sequences under way over all shards.
     streams_open: Arc<AtomicU64>,
     requests: Cell<u64>,
@@ -70,6 +72,7 @@ impl Shard {
         registry: Arc<Registry>,
         metrics: Arc<ShardMetrics>,
         streams_open: Arc<AtomicU64>,
+        table_lock: Option<Arc<Mutex<()>>>,
     ) -> Shard {
         Shard {
             index,
@@ -82,10 +85,18 @@ impl Shard {
                 Transport::Rings(port) => Plane::Rings(port),
                 Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
             },
+            table_lock,
             streams_open,
             requests: Cell::new(0),
             service,
         }
+    }
+
+    /// To be held while the stream table is touched; `None` but for measuring.
+    #[inline]
+    pub(crate) fn lock_table(&self) -> Option<MutexGuard<'_, ()>> {
+        let lock = self.table_lock.as_ref()?;
+        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// A number for a new request: unlike any other of this run, and of other runs by their seed.
@@ -157,7 +168,7 @@ impl Shard {
                 ) => Err(start),
                 Err(_) => unreachable!("what comes back is what was sent"),
             },
-            Plane::Sockets(remote) => match remote.start(&start) {
+            Plane::Sockets(remote) => match remote.start(&start, &self.metrics) {
                 Ok(()) => Ok(Some(start)),
                 Err(why) => {
                     if why == NotSent::Tombstone {
@@ -284,7 +295,17 @@ impl Shard {
     pub(crate) fn on_frame(&self, frame: &PassFrame) {
         let now_ns = monotonic_ns();
         self.metrics.frames.add(1);
+        if let Some(first) = frame.entries().next() {
+            let lock = self.lock_table();
+            std::hint::black_box(self.table.contains(first.stream()));
+            drop(lock);
+            let took = monotonic_ns() - now_ns;
+            self.metrics.table_access.observe(took);
+        }
         for entry in frame.entries() {
+            if self.table_lock.is_some() {
+                drop(self.lock_table());
+            }
             self.on_entry(&entry, now_ns);
         }
     }

@@ -546,7 +546,9 @@ mod start_flag {
     pub(super) const IGNORE_EOS: u8 = 2;
     /// The tail is an id, not tokens.
     pub(super) const OPAQUE: u8 = 4;
-    pub(super) const ALL: u8 = 7;
+    /// The tokens of the full blocks are there too.
+    pub(super) const BLOCK_TOKENS: u8 = 8;
+    pub(super) const ALL: u8 = 15;
 }
 
 /// Appends a request or control. The shard of its address is not said: the connection belongs to
@@ -591,6 +593,13 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if matches!(prompt.tail(), Tail::Opaque { .. }) {
             flags |= start_flag::OPAQUE;
         }
+        // Tokens of blocks without those of the tail would be of no use to anybody.
+        let tokens = prompt
+            .block_tokens()
+            .filter(|_| flags & start_flag::OPAQUE == 0);
+        if tokens.is_some() {
+            flags |= start_flag::BLOCK_TOKENS;
+        }
         out.push(flags);
         out.extend_from_slice(&start.dispatched_ns.to_le_bytes());
         out.extend_from_slice(&start.credit_bytes.to_le_bytes());
@@ -606,6 +615,9 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         out.extend_from_slice(&prompt.root().0.to_le_bytes());
         for block in prompt.blocks() {
             out.extend_from_slice(&block.0.to_le_bytes());
+        }
+        if let Some(tokens) = tokens {
+            put_words(out, tokens);
         }
         match prompt.tail() {
             Tail::Tokens(tokens) => put_words(out, tokens),
@@ -651,7 +663,8 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     let addr = fields.addr(shard)?;
     let rank = fields.rank()?;
     let flags = fields.u8()?;
-    if flags & !start_flag::ALL != 0 {
+    let both = start_flag::OPAQUE | start_flag::BLOCK_TOKENS;
+    if flags & !start_flag::ALL != 0 || flags & both == both {
         return Err(fields.bad("flags", flags.into()));
     }
     let dispatched_ns = fields.u64()?;
@@ -673,14 +686,30 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         .u64s((len / block_size) as usize)?
         .map(BlockHash)
         .collect();
+    let block_tokens: Option<Vec<u32>> = if flags & start_flag::BLOCK_TOKENS == 0 {
+        None
+    } else {
+        Some(fields.u32s((len - len % block_size) as usize)?.collect())
+    };
     let tail = if flags & start_flag::OPAQUE == 0 {
         Tail::Tokens(fields.u32s((len % block_size) as usize)?.collect())
     } else {
         Tail::Opaque { id: fields.u64()? }
     };
-    let prompt = Prompt::from_parts(len, block_size, blocks, tail)
+    let whole = block_tokens.map(|mut tokens| {
+        if let Tail::Tokens(tail) = &tail {
+            tokens.extend_from_slice(tail);
+        }
+        tokens
+    });
+    let mut prompt = Prompt::from_parts(len, block_size, blocks, tail)
         .map_err(|_| fields.bad("prompt length", len.into()))?
         .with_root(root);
+    if let Some(tokens) = whole {
+        prompt = prompt
+            .with_block_tokens(&tokens)
+            .map_err(|_| fields.bad("count of tokens", tokens.len() as u64))?;
+    }
     Ok(StartRequest {
         addr,
         rank,
@@ -956,6 +985,13 @@ mod tests {
         }
     }
 
+    fn start_with_tokens() -> StartRequest {
+        let mut start = start(false);
+        let prompt = start.request.prompt.clone();
+        start.request.prompt = prompt.with_block_tokens(&[73, 74, 75, 76, 77]).unwrap();
+        start
+    }
+
     fn start(opaque: bool) -> StartRequest {
         let prompt = if opaque {
             let blocks = [BlockHash(1)].into();
@@ -1073,6 +1109,10 @@ mod tests {
             ("bye", encoded(|out| encode_bare(Kind::Bye, out))),
             ("start", start(false)),
             ("start-opaque", start(true)),
+            (
+                "start-tokens",
+                to_worker(&ToWorker::Start(Box::new(start_with_tokens()))),
+            ),
             ("stop", to_worker(&ToWorker::Stop { rank, addr })),
             ("kill", to_worker(&ToWorker::Kill { rank, addr })),
             ("resync", to_worker(&ToWorker::Resync { rank })),
@@ -1144,12 +1184,15 @@ mod tests {
         assert_eq!(Hello::decode(body(&samples["hello"])), Ok(hello()));
         assert_eq!(Welcome::decode(body(&samples["welcome"])), Ok(welcome()));
         assert_eq!(Reject::decode(body(&samples["reject"])), Ok(reject()));
-        for (name, opaque) in [("start", false), ("start-opaque", true)] {
+        for (name, sent) in [
+            ("start", start(false)),
+            ("start-opaque", start(true)),
+            ("start-tokens", start_with_tokens()),
+        ] {
             let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
             let ToWorker::Start(read) = read else {
                 panic!("{read:?} is no start");
             };
-            let sent = start(opaque);
             assert_eq!(read.addr, addr(5), "the connection says which shard");
             let mut request = read.request.clone();
             assert_eq!(request.id, RequestId::from(addr(5)));
@@ -1254,6 +1297,7 @@ mod tests {
         check("reject", 0, 77, "reason");
         check("start", 3, 1, "stream slot");
         check("start", 14, 0xff, "flags");
+        check("start-opaque", 14, 12, "flags");
         check("start", 39, 0, "max_tokens");
         check("start", 63, 0, "block size");
         check("stop", 3, 1, "stream slot");

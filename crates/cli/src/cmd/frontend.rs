@@ -15,6 +15,7 @@ use slipstream_router::{Fleet, Router};
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
 use crate::cmd::serve;
+use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Flags of `slipstream frontend`.
@@ -30,6 +31,8 @@ pub(crate) struct Args {
     /// Address on which workers reach this process; its ports are free ones
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     plane_host: String,
+    #[command(flatten)]
+    switches: Switches,
 }
 
 /// Serves until interrupted.
@@ -111,7 +114,8 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
     registry.register_collector(Box::new(super::fleet_metrics::RosterCollector(
         roster.clone(),
     )));
-    let service = serve::service(cluster, text, fleet.clone())?;
+    let mut service = serve::service(cluster, text, fleet.clone())?;
+    service.locked_table = args.switches.bench_locked_table;
     let planes = sockets
         .into_iter()
         .enumerate()

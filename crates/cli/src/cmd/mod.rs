@@ -4,6 +4,7 @@ mod cluster_args;
 mod fleet_metrics;
 mod fleet_sink;
 mod plane_args;
+mod switches;
 mod workload_args;
 
 pub(crate) mod bench;

@@ -22,6 +22,7 @@ use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threa
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
+use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Variable with API keys, comma separated.
@@ -38,9 +39,8 @@ pub(crate) struct Args {
     /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
-    /// Make every event from owned fields in a buffer and under a subject of its own
-    #[arg(long, hide = true)]
-    bench_fresh_buffers: bool,
+    #[command(flatten)]
+    switches: Switches,
 }
 
 /// Serves until interrupted.
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(cluster) = args.cluster.resolve(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let live = Live::start(&cluster, args.bench_fresh_buffers)?;
+    let live = Live::start(&cluster, args.switches)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     eprintln!(
         "serving {} with {workers} modelled worker{}",
@@ -84,7 +84,7 @@ struct Live {
 }
 
 impl Live {
-    fn start(cluster: &Cluster, fresh_buffers: bool) -> anyhow::Result<Live> {
+    fn start(cluster: &Cluster, switches: Switches) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First of all, as this is what fails most: another server on the port.
         let bound = Bound::bind(&live.listen)?;
@@ -97,8 +97,12 @@ impl Live {
         let shards = shard_count(live.shards, cores);
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
-        let (events, publishers) =
-            super::events::start(cluster, ranks_of(&specs), threads, fresh_buffers)?;
+        let (events, publishers) = super::events::start(
+            cluster,
+            ranks_of(&specs),
+            threads,
+            switches.bench_fresh_buffers,
+        )?;
         let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
@@ -111,6 +115,7 @@ impl Live {
             .collect();
         let timing = LiveTiming {
             speedup: live.speedup,
+            fast_path: !switches.bench_no_fast_path,
             ..LiveTiming::default()
         };
         let at_once = specs.iter().filter(|spec| spec.startup_s == 0.0).count();
@@ -149,7 +154,8 @@ impl Live {
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
-        let service = service(cluster, text, fleet.clone())?;
+        let mut service = service(cluster, text, fleet.clone())?;
+        service.locked_table = switches.bench_locked_table;
         let planes = plane
             .shards
             .into_iter()
@@ -232,7 +238,7 @@ pub(super) fn worker_specs(
 }
 
 /// Every rank, worker by worker.
-fn ranks_of(specs: &[WorkerSpec]) -> Vec<RankId> {
+pub(super) fn ranks_of(specs: &[WorkerSpec]) -> Vec<RankId> {
     let ranks = specs.iter().flat_map(|spec| {
         (0..spec.ranks.len()).map(|dp_rank| RankId {
             worker: spec.worker,
@@ -293,6 +299,7 @@ pub(super) fn service(
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
+        locked_table: false,
         seed,
     })
 }

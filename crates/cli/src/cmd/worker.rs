@@ -7,13 +7,15 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use slipstream_base::WorkerId;
 use slipstream_base::cluster::Cluster;
-use slipstream_planes::{Plane, PlaneLimits};
+use slipstream_events::EventPlane;
+use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_worker::callhome::{CallHome, CallHomeConfig, CallHomeEvents};
 use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
 use crate::cmd::serve;
+use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Time that streams under way have to end after a signal.
@@ -39,6 +41,8 @@ pub(crate) struct Args {
     /// Frontend shards that can be served at once
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     links: u16,
+    #[command(flatten)]
+    switches: Switches,
 }
 
 /// Runs until interrupted.
@@ -52,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let chosen = choose(&cluster, args.pool.as_deref(), &args.index)?;
-    let (set, home) = start(args, &cluster, &chosen)?;
+    let Running { set, home, bus } = start(args, &cluster, &chosen)?;
     let names: Vec<String> = chosen.iter().map(WorkerId::to_string).collect();
     // On stdout, as data: a script waits for it.
     out::print(&format!("running {}\n", names.join(" ")))?;
@@ -66,15 +70,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let ended = set.shutdown();
     home.shutdown();
+    // Last, so that what the engines said at their end is still published.
+    drop(bus);
     ended?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn start(
-    args: &Args,
-    cluster: &Cluster,
-    chosen: &[WorkerId],
-) -> anyhow::Result<(WorkerSet, CallHome)> {
+/// A worker process at work.
+struct Running {
+    set: WorkerSet,
+    home: CallHome,
+    bus: Option<EventPlane>,
+}
+
+fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<Running> {
     let live = &cluster.live;
     let text = serve::text_model(cluster)?;
     let specs = serve::worker_specs(cluster, &text, |worker| chosen.contains(&worker))?;
@@ -82,12 +91,31 @@ fn start(
     let threads = engine_threads(live.engine_threads, cores, specs.len());
     let plane = Plane::new(usize::from(args.links), threads, PlaneLimits::default());
     let events = CallHomeEvents::new();
-    let sinks = (0..threads).map(|_| events.sink()).collect();
+    let ranks = serve::ranks_of(&specs);
+    let fresh_buffers = args.switches.bench_fresh_buffers;
+    let (bus, publishers) = super::events::start(cluster, ranks, threads, fresh_buffers)?;
+    for line in bus.iter().flat_map(super::events::addresses) {
+        eprintln!("{line}");
+    }
+    let mut publishers = publishers.into_iter();
+    let sinks = (0..threads)
+        .map(|_| match publishers.next() {
+            Some(publisher) => Box::new((events.sink(), publisher)) as Box<dyn EventSink>,
+            None => Box::new(events.sink()),
+        })
+        .collect();
     let timing = LiveTiming {
         speedup: live.speedup,
+        fast_path: !args.switches.bench_no_fast_path,
         ..LiveTiming::default()
     };
     let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;
+    if let Some(bus) = &bus {
+        let resyncs = set.resyncs();
+        bus.on_lost_kv(move |rank| {
+            resyncs.resync(rank);
+        });
+    }
     let config = CallHomeConfig {
         instance: instance(),
         fingerprint: fingerprint(cluster),
@@ -98,7 +126,7 @@ fn start(
         unsent_bytes_max: 64 << 20,
     };
     let home = CallHome::start(config, &set, plane.shards, events)?;
-    Ok((set, home))
+    Ok(Running { set, home, bus })
 }
 
 /// The workers named by pool and index, rising.

@@ -109,8 +109,8 @@ impl CallHomeEvents {
     }
 
     /// A sink for one more engine thread.
-    pub fn sink(&self) -> Box<dyn EventSink> {
-        Box::new(FeedSink::new(self.feed.clone()))
+    pub fn sink(&self) -> impl EventSink + use<> {
+        FeedSink::new(self.feed.clone())
     }
 
     /// To be called with each worker that becomes ready.

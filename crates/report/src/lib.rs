@@ -3,6 +3,7 @@
 //! `bench`, `simulate` and `drag` report through the same types, so that two runs can be put side
 //! by side whatever produced them. Nothing here knows where a number came from.
 //!
+//! - [`hand_over`]: the gaps between stages of one run beside those of another.
 //! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
 //! - [`measure`]: what a run has shown so far, to be added up over threads; [`slo`]: objectives.
 //! - [`run`]: the result of one run, as printed and as JSON.
@@ -13,6 +14,7 @@
 
 pub mod compare;
 pub mod drag;
+pub mod hand_over;
 pub mod latency;
 pub mod measure;
 pub mod record;

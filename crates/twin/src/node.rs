@@ -16,6 +16,7 @@ pub(crate) struct Flight {
     pub(crate) last: SimTime,
     pub(crate) first: Option<SimTime>,
     pub(crate) admitted: SimTime,
+    pub(crate) first_pass_start: SimTime,
     pub(crate) cached_tokens: u32,
     /// Longest gap between two tokens so far, ns; kept only where every token is looked at.
     pub(crate) gap_max: u64,

@@ -87,6 +87,8 @@ pub struct RequestRecord<'a> {
     pub rank: Option<RankId>,
     /// When it left the waiting queue for the first time.
     pub admitted: SimTime,
+    /// When the pass that computed its first token began.
+    pub first_pass_start: SimTime,
     /// When its first token came.
     pub first: SimTime,
     /// When its last token came, or when it was refused.
@@ -355,6 +357,7 @@ impl<'a> Sim<'a> {
             flight.first = Some(now);
             flight.last = now;
             flight.admitted = first.admitted;
+            flight.first_pass_start = first.first_pass_start;
             flight.cached_tokens = first.cached_tokens;
             flight.active.on_first_token();
         }
@@ -368,6 +371,7 @@ impl<'a> Sim<'a> {
                 request: &flight.request,
                 rank: Some(self.ranks[flight.target as usize]),
                 admitted: flight.admitted,
+                first_pass_start: flight.first_pass_start,
                 first: flight.first.unwrap_or(now),
                 last: now,
                 input_tokens: done.usage.prompt_tokens,
@@ -430,6 +434,7 @@ impl<'a> Sim<'a> {
                     request: &request,
                     rank: None,
                     admitted: self.now,
+                    first_pass_start: self.now,
                     first: self.now,
                     last: self.now,
                     input_tokens: request.prompt.tokens(),
@@ -487,6 +492,7 @@ impl<'a> Sim<'a> {
             last: SimTime::ZERO,
             first: None,
             admitted: self.now,
+            first_pass_start: self.now,
             cached_tokens: 0,
             gap_max: 0,
         });

@@ -23,6 +23,16 @@ pub(crate) struct ClusterArgs {
 }
 
 impl ClusterArgs {
+    /// The flags again, for another subcommand that takes them.
+    pub(crate) fn flags(&self) -> Vec<std::ffi::OsString> {
+        let file = self
+            .cluster
+            .iter()
+            .map(|path| path.clone().into_os_string());
+        let sets = self.set.iter().map(|set| format!("--set={set}").into());
+        file.chain(sets).collect()
+    }
+
     /// The cluster, with `sets` (made from a subcommand's own flags) laid over it last. `None` if
     /// its configuration was printed instead.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {

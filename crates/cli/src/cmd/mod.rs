@@ -8,6 +8,7 @@ mod switches;
 mod workload_args;
 
 pub(crate) mod bench;
+pub(crate) mod drag;
 pub(crate) mod events;
 pub(crate) mod frontend;
 pub(crate) mod net;

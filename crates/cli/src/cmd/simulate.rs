@@ -260,6 +260,9 @@ impl Sink for Watcher {
     }
 }
 
+/// The moment at which a simulated run begins, in its records: a time of 0 would count as absent.
+const ORIGIN_NS: u64 = 1_000_000_000;
+
 fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
     let request = record.request;
     let mut drag = DragRecord {
@@ -277,12 +280,34 @@ fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
         .into(),
         ..DragRecord::default()
     };
-    drag.times.note(Stage::Due, request.due.0);
+    drag.times.note(Stage::Due, ORIGIN_NS + request.due.0);
     if record.error.is_none() {
-        drag.times.note(Stage::Admitted, record.admitted.0);
-        drag.times.note(Stage::FirstPassEnd, record.first.0);
-        drag.times.note(Stage::ClientRecv, record.first.0);
-        drag.times.note(Stage::LastClientRecv, record.last.0);
+        // Hand-overs that are not modelled take no time.
+        for stage in [
+            Stage::Accept,
+            Stage::Parsed,
+            Stage::Tokenized,
+            Stage::Routed,
+            Stage::Dispatched,
+            Stage::WorkerRecv,
+        ] {
+            drag.times.note(stage, ORIGIN_NS + request.due.0);
+        }
+        drag.times
+            .note(Stage::Admitted, ORIGIN_NS + record.admitted.0);
+        drag.times
+            .note(Stage::FirstPassStart, ORIGIN_NS + record.first_pass_start.0);
+        for stage in [
+            Stage::FirstPassEnd,
+            Stage::FrameRecv,
+            Stage::Rendered,
+            Stage::Written,
+            Stage::ClientRecv,
+        ] {
+            drag.times.note(stage, ORIGIN_NS + record.first.0);
+        }
+        drag.times
+            .note(Stage::LastClientRecv, ORIGIN_NS + record.last.0);
     }
     drag
 }

@@ -73,6 +73,35 @@ pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Se
 }
 
 impl WorkloadArgs {
+    /// The flags again, for another subcommand that takes them; without `--time-scale`.
+    pub(crate) fn flags(&self) -> Vec<std::ffi::OsString> {
+        let mut flags: Vec<std::ffi::OsString> = Vec::new();
+        for (name, path) in [("--workload", &self.workload), ("--trace", &self.trace)] {
+            if let Some(path) = path {
+                flags.extend([name.into(), path.clone().into_os_string()]);
+            }
+        }
+        let mut number = |name: &str, value: Option<String>| {
+            flags.extend(value.map(|value| format!("{name}={value}").into()));
+        };
+        number("--concurrency", self.concurrency.map(|n| n.to_string()));
+        number("--rate", self.rate.map(|x| x.to_string()));
+        number("--isl", self.isl.map(|n| n.to_string()));
+        number("--osl", self.osl.map(|n| n.to_string()));
+        number("--requests", self.requests.map(|n| n.to_string()));
+        number(
+            "--duration",
+            self.duration.map(|d| format!("{}ns", d.as_nanos())),
+        );
+        number("--seed", self.seed.map(|n| n.to_string()));
+        let on_bad_line = self.on_bad_line.and_then(|what| what.to_possible_value());
+        number(
+            "--on-bad-line",
+            on_bad_line.map(|v| v.get_name().to_owned()),
+        );
+        flags
+    }
+
     /// The workload, and its name in a few words.
     pub(crate) fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
         let (mut workload, name) = match (&self.workload, &self.trace) {

@@ -95,3 +95,53 @@ fn what_cannot_be_served_says_so() {
     assert_eq!(code, Some(2));
     assert!(err.contains("/no/such/trace"), "{err}");
 }
+
+#[test]
+fn drag_names_each_hand_over_of_both_sides() {
+    let dir = tempfile::tempdir().unwrap();
+    let keep = dir.path().join("kept");
+    let keep_flag = format!("--keep={}", keep.display());
+    let mut args = vec![
+        "drag",
+        "--rate=100",
+        "--requests=40",
+        "--isl=300",
+        "--osl=4",
+    ];
+    args.extend(["--speedup=20", &keep_flag]);
+    args.extend(SMALL);
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let row = |out: &str, name: &str| {
+        let line = out.lines().find(|line| line.starts_with(name));
+        let line = line.unwrap_or_else(|| panic!("no row {name} in\n{out}"));
+        let cells = line[name.len()..].split_ascii_whitespace();
+        cells.map(str::to_owned).collect::<Vec<_>>()
+    };
+    for name in [
+        "client to frontend",
+        "tokenize and hash",
+        "frontend to worker",
+    ] {
+        let cells = row(&out, name);
+        assert_eq!(cells[0], "40");
+        assert!(
+            cells[1].parse::<f64>().unwrap() > 0.0,
+            "live took time: {cells:?}"
+        );
+        assert_eq!(cells[3], "0.000", "the twin took none");
+    }
+    // A pass of 1 ms at speed-up 20, on both sides.
+    let pass = row(&out, "pass of the first token");
+    assert_eq!((pass[1].as_str(), pass[3].as_str()), ("0.0500", "0.0500"));
+    assert!(out.contains("ITL p50"), "{out}");
+
+    let (live, twin) = (keep.join("live.csv"), keep.join("twin.csv"));
+    let files = [live.to_str().unwrap(), twin.to_str().unwrap()];
+    let (code, again, err) = run(&["drag", "--compare", files[0], files[1]]);
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(row(&again, "TTFT"), row(&out, "TTFT"));
+    let (code, _, err) = run(&["drag", "--compare", files[0], "/no/such.csv"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("/no/such.csv"), "{err}");
+}

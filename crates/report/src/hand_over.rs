@@ -1,0 +1,225 @@
+//! Where the time went: each hand-over of one run beside the same one of another.
+
+use slipstream_base::Stage;
+
+use crate::drag::DragRecord;
+use crate::latency::Latency;
+use crate::table::{Table, grouped, number};
+
+/// Gaps between neighboring stages, and what they add up to, over the requests of a run.
+#[derive(Clone, Debug)]
+pub struct HandOvers {
+    /// By the stage that ends the gap; the first one ends none.
+    gaps: Vec<Latency>,
+    ttft: Latency,
+    rest: Latency,
+    requests: u64,
+    failed: u64,
+}
+
+impl Default for HandOvers {
+    fn default() -> Self {
+        HandOvers {
+            gaps: vec![Latency::default(); Stage::ALL.len()],
+            ttft: Latency::default(),
+            rest: Latency::default(),
+            requests: 0,
+            failed: 0,
+        }
+    }
+}
+
+/// What happens up to a stage from the one before it.
+fn what(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Due => "",
+        Stage::Accept => "client to frontend",
+        Stage::Parsed => "read and parse",
+        Stage::Tokenized => "tokenize and hash",
+        Stage::Routed => "route",
+        Stage::Dispatched => "dispatch",
+        Stage::WorkerRecv => "frontend to worker",
+        Stage::Admitted => "wait for admission",
+        Stage::FirstPassStart => "earlier passes of the prompt",
+        Stage::FirstPassEnd => "pass of the first token",
+        Stage::FrameRecv => "worker to frontend",
+        Stage::Rendered => "render",
+        Stage::Written => "write",
+        Stage::ClientRecv => "frontend to client",
+        Stage::LastClientRecv => "the tokens after it",
+    }
+}
+
+impl HandOvers {
+    /// Counts a request. Stages that nobody looked at end no gap; the time goes to the next one
+    /// that is known.
+    pub fn add(&mut self, record: &DragRecord) {
+        if record.status != "ok" {
+            self.failed += 1;
+            return;
+        }
+        self.requests += 1;
+        let mut before = None;
+        for (index, stage) in Stage::ALL.into_iter().enumerate() {
+            let Some(at) = record.times.at(stage) else {
+                continue;
+            };
+            if let Some(before) = before {
+                self.gaps[index].record(at.saturating_sub(before));
+            }
+            before = Some(at);
+        }
+        let between = |from: Stage, to: Stage| {
+            let (from, to) = (record.times.at(from)?, record.times.at(to)?);
+            Some(to.saturating_sub(from))
+        };
+        if let Some(ttft) = between(Stage::Due, Stage::ClientRecv) {
+            self.ttft.record(ttft);
+        }
+        if let Some(rest) = between(Stage::ClientRecv, Stage::LastClientRecv) {
+            self.rest.record(rest);
+        }
+    }
+
+    /// Requests that were answered.
+    pub fn requests(&self) -> u64 {
+        self.requests
+    }
+
+    /// Requests that were not.
+    pub fn failed(&self) -> u64 {
+        self.failed
+    }
+}
+
+/// A table with a row a hand-over: how often, p50 and p99 in both runs, the difference of the means,
+/// and what share of the first run's mean TTFT (or of the time after the first token) it is.
+pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
+    let [a, b] = runs;
+    let mut table = Table::new([
+        "ms".to_owned(),
+        "count".to_owned(),
+        format!("{} p50", names[0]),
+        "p99".to_owned(),
+        format!("{} p50", names[1]),
+        "p99".to_owned(),
+        "mean difference".to_owned(),
+        "share".to_owned(),
+    ]);
+    let mean = |latency: &Latency| latency.percentiles().map_or(0.0, |p| p.mean);
+    let mut row = |name: &str, a: &Latency, b: &Latency, of: f64| {
+        if a.count() == 0 && b.count() == 0 {
+            return;
+        }
+        let cell = |latency: &Latency, share: f64| {
+            latency
+                .quantile_ns(share)
+                .map_or_else(|| "-".to_owned(), |ns| number(ns as f64 / 1e6))
+        };
+        let difference = mean(a) - mean(b);
+        let share = if of > 0.0 {
+            format!("{} %", number(100.0 * difference / of))
+        } else {
+            "-".to_owned()
+        };
+        table.row([
+            name.to_owned(),
+            grouped(a.count().max(b.count())),
+            cell(a, 0.5),
+            cell(a, 0.99),
+            cell(b, 0.5),
+            cell(b, 0.99),
+            number(difference),
+            share,
+        ]);
+    };
+    let ttft = mean(&a.ttft);
+    for (index, stage) in Stage::ALL.into_iter().enumerate() {
+        if !matches!(stage, Stage::Due | Stage::LastClientRecv) {
+            row(what(stage), &a.gaps[index], &b.gaps[index], ttft);
+        }
+    }
+    row("TTFT", &a.ttft, &b.ttft, ttft);
+    row(what(Stage::LastClientRecv), &a.rest, &b.rest, mean(&a.rest));
+    table.render(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    fn record(times: &[(Stage, u64)]) -> DragRecord {
+        let mut record = DragRecord {
+            status: "ok".into(),
+            ..DragRecord::default()
+        };
+        for &(stage, ms) in times {
+            record.times.note(stage, ms * MS);
+        }
+        record
+    }
+
+    #[test]
+    fn each_gap_is_named_and_they_add_up() {
+        let (mut live, mut twin) = (HandOvers::default(), HandOvers::default());
+        live.add(&record(&[
+            (Stage::Due, 10),
+            (Stage::Accept, 13),
+            (Stage::WorkerRecv, 14),
+            (Stage::FirstPassEnd, 24),
+            (Stage::ClientRecv, 30),
+            (Stage::LastClientRecv, 130),
+        ]));
+        twin.add(&record(&[
+            (Stage::Due, 10),
+            (Stage::Accept, 10),
+            (Stage::WorkerRecv, 10),
+            (Stage::FirstPassEnd, 20),
+            (Stage::ClientRecv, 20),
+            (Stage::LastClientRecv, 118),
+        ]));
+        let text = render(["live", "twin"], [&live, &twin]);
+        let row = |name: &str| {
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap_or_else(|| panic!("{name} in\n{text}"));
+            line[name.len()..]
+                .split_ascii_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        assert_eq!(
+            row("client to frontend"),
+            "1 3.00 3.00 0.000 0.000 3.00 15.0 %"
+        );
+        // Parse, tokenize, route and dispatch are not told apart here.
+        assert_eq!(
+            row("frontend to worker"),
+            "1 1.00 1.00 0.000 0.000 1.00 5.00 %"
+        );
+        assert_eq!(
+            row("pass of the first token"),
+            "1 10.0 10.0 10.0 10.0 0.000 0.000 %"
+        );
+        assert_eq!(row("TTFT"), "1 20.0 20.0 10.0 10.0 10.0 50.0 %");
+        assert_eq!(
+            row("the tokens after it"),
+            "1 100 100 98.0 98.0 2.00 2.00 %"
+        );
+        assert!(!text.contains("tokenize"), "{text}");
+    }
+
+    #[test]
+    fn failed_requests_are_counted_apart() {
+        let mut run = HandOvers::default();
+        let mut failed = record(&[(Stage::Due, 1), (Stage::Accept, 2)]);
+        failed.status = "http 503".into();
+        run.add(&failed);
+        assert_eq!((run.requests(), run.failed()), (0, 1));
+        assert!(!render(["a", "b"], [&run, &run]).contains("client"));
+    }
+}

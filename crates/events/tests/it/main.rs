@@ -1,5 +1,4 @@
 //! The event plane against real subscribers: our own, the `zeromq` crate's, and a NATS server.
-#![allow(clippy::print_stdout)] // says what it skips
 
 mod hub;
 mod nats;

@@ -31,7 +31,7 @@ fn program() -> Option<PathBuf> {
         version.is_ok_and(|output| output.status.success())
     });
     if found.is_none() {
-        println!(
+        eprintln!(
             "skipped: no nats-server in PATH or .venv/bin; scripts/pytest.sh installs one there"
         );
     }

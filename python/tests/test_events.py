@@ -1,0 +1,348 @@
+"""KV events and forward-pass metrics, as vLLM's consumers read and vLLM's engines write them.
+
+`msgspec` structs with vLLM's field names decode what the server publishes over ZeroMQ, and
+`slipstream events tail` reads what those structs encode. Source of the names: vLLM,
+`vllm/distributed/kv_events.py`; Dynamo, `forward_pass_metrics.py`.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+PATIENCE_MS = 60_000
+"""Longest wait for anything that should come."""
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    """As vLLM declares it."""
+
+
+class BlockStored(KVCacheEvent):
+    """As vLLM declares it."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """As vLLM declares it."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """As vLLM declares it."""
+
+
+class KVEventBatch(msgspec.Struct, omit_defaults=True):
+    """As vLLM declares it."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class OldEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """As vLLM declared it before: positional."""
+
+
+class OldBlockStored(OldEvent, tag="BlockStored"):
+    """As vLLM declared it before."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+
+
+class OldBlockRemoved(OldEvent, tag="BlockRemoved"):
+    """As vLLM declared it before."""
+
+    block_hashes: list[int]
+
+
+class OldAllBlocksCleared(OldEvent, tag="AllBlocksCleared"):
+    """As vLLM declared it before."""
+
+
+class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """As vLLM declared it before."""
+
+    ts: float
+    events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Scheduled(msgspec.Struct, forbid_unknown_fields=True):
+    """`scheduled_requests` of forward-pass metrics."""
+
+    num_prefill_requests: int
+    sum_prefill_tokens: int
+    var_prefill_length: float
+    sum_prefill_kv_tokens: int
+    num_decode_requests: int
+    sum_decode_kv_tokens: int
+    var_decode_kv_tokens: float
+
+
+class Queued(msgspec.Struct, forbid_unknown_fields=True):
+    """`queued_requests` of forward-pass metrics."""
+
+    num_prefill_requests: int
+    sum_prefill_tokens: int
+    var_prefill_length: float
+    num_decode_requests: int
+    sum_decode_kv_tokens: int
+    var_decode_kv_tokens: float
+
+
+class ForwardPassMetrics(msgspec.Struct, forbid_unknown_fields=True):
+    """Forward-pass metrics, version 1. Every field must be there."""
+
+    version: int
+    worker_id: str
+    dp_rank: int
+    counter_id: int
+    wall_time: float
+    scheduled_requests: Scheduled
+    queued_requests: Queued
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    """ZeroMQ, with nothing left behind."""
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    import socket
+
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def heard(socket: zmq.Socket, do) -> list[bytes]:
+    """Calls `do` until `socket` hears something: a subscription takes a moment to arrive."""
+    for _ in range(PATIENCE_MS // 200):
+        do()
+        if socket.poll(200):
+            return socket.recv_multipart()
+    raise AssertionError("nothing was heard")
+
+
+def test_msgspec_decodes_what_the_server_publishes(start, context):
+    fpm_port, kv_port, replay_port = free_ports(3)
+    sets = {
+        "live.events.bus": "zmq",
+        "live.events.fpm_endpoint": f"tcp://127.0.0.1:{fpm_port}",
+        "live.events.kv_endpoint": f"tcp://127.0.0.1:{kv_port}",
+        "live.events.replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
+        "engine.block_size": "16",
+    }
+    flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    with start("--speedup", "0", *flags) as server:
+        client = server.client()
+        model = client.models.list().data[0].id
+        numbers = iter(range(10**6))
+
+        def ask() -> None:
+            words = " ".join(f"{next(numbers)} sheep" for _ in range(40))
+            client.completions.create(model=model, prompt=words, max_tokens=40)
+
+        fpm = context.socket(zmq.SUB)
+        fpm.connect(f"tcp://127.0.0.1:{fpm_port}")
+        fpm.subscribe("slipstream.fpm.")
+        topic, sequence, payload = heard(fpm, ask)
+        assert topic == b"slipstream.fpm.w0.0"
+        metrics = msgspec.msgpack.decode(payload, type=ForwardPassMetrics)
+        assert int.from_bytes(sequence, "big") == metrics.counter_id
+        assert (metrics.version, metrics.worker_id, metrics.dp_rank) == (1, "w0", 0)
+        passes = [metrics]
+        while not (passes[-1].scheduled_requests.num_decode_requests and len(passes) > 100):
+            if not fpm.poll(0):
+                ask()
+            assert fpm.poll(PATIENCE_MS)
+            payload = fpm.recv_multipart()[2]
+            passes.append(msgspec.msgpack.decode(payload, type=ForwardPassMetrics))
+        first = passes[0].counter_id
+        assert [each.counter_id for each in passes] == list(range(first, first + len(passes)))
+        assert any(each.scheduled_requests.sum_prefill_tokens > 0 for each in passes)
+        assert any(each.wall_time > 0 for each in passes)
+
+        kv = context.socket(zmq.SUB)
+        kv.connect(f"tcp://127.0.0.1:{kv_port}")
+        kv.subscribe("")
+        topic, sequence, payload = heard(kv, ask)
+        assert topic == b""
+        last = int.from_bytes(sequence, "big")
+        batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        assert batch.data_parallel_rank == 0
+
+        # Everything from the first batch on, as a consumer that missed it asks for it.
+        replay = context.socket(zmq.DEALER)
+        replay.connect(f"tcp://127.0.0.1:{replay_port}")
+        replay.send_multipart([b"", (0).to_bytes(8, "big")])
+        batches = []
+        while True:
+            assert replay.poll(PATIENCE_MS)
+            empty, sequence, payload = replay.recv_multipart()
+            assert empty == b""
+            if int.from_bytes(sequence, "big", signed=True) == -1:
+                assert payload == b""
+                break
+            assert int.from_bytes(sequence, "big") == len(batches)
+            batches.append(msgspec.msgpack.decode(payload, type=KVEventBatch))
+        assert len(batches) > last
+        stored = [event for batch in batches for event in batch.events]
+        assert all(isinstance(event, BlockStored) for event in stored)
+        known = set()
+        for event in stored:
+            assert event.parent_block_hash is None or event.parent_block_hash in known
+            known.update(event.block_hashes)
+            assert (event.block_size, event.medium) == (16, "GPU")
+            assert len(event.token_ids) == 16 * len(event.block_hashes)
+        # The first event is of the first prompt, and names its tokens.
+        import urllib.request
+
+        words = " ".join(f"{n} sheep" for n in range(40))
+        request = urllib.request.Request(
+            f"{server.url}/tokenize",
+            json.dumps({"prompt": words}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            tokens = json.load(answer)["tokens"]
+        first = stored[0]
+        assert first.parent_block_hash is None
+        assert first.token_ids == tokens[: len(first.token_ids)]
+        assert len(first.token_ids) == len(tokens) // 16 * 16
+        # Blocks of the answer follow those of the prompt.
+        assert any(event.parent_block_hash == first.block_hashes[-1] for event in stored[1:])
+
+
+@contextmanager
+def tail(binary: Path, *args: str) -> Iterator[subprocess.Popen]:
+    """A running `slipstream events tail`."""
+    process = subprocess.Popen(
+        [binary, "events", "tail", "--json", *args], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [1, 2**64 - 1],
+    "parent_block_hash": None,
+    "token_ids": list(range(32)),
+    "block_size": 16,
+    "lora_id": None,
+    "lora_name": None,
+}
+OLD = OldBatch(
+    1.5,
+    [
+        OldBlockStored([1, 2**64 - 1], None, list(range(32)), 16, None),
+        OldBlockRemoved([1]),
+        OldAllBlocksCleared(),
+    ],
+    3,
+)
+NEW = KVEventBatch(
+    1.5,
+    [
+        BlockStored([1, 2**64 - 1], None, list(range(32)), 16, None, "GPU", None, [None, ("x", 1)]),
+        BlockRemoved([b"\x01" * 32], "CPU"),
+        AllBlocksCleared(),
+    ],
+    3,
+)
+
+
+@pytest.mark.parametrize(("batch", "medium"), [(OLD, None), (NEW, "GPU")])
+def test_the_tail_reads_what_msgspec_encodes(binary, context, batch, medium):
+    publisher = context.socket(zmq.PUB)
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    message = [b"kv@pod@model", (7).to_bytes(8, "big"), msgspec.msgpack.encode(batch)]
+    with tail(binary, "--endpoint", f"tcp://127.0.0.1:{port}", "--count", "1") as process:
+        poller = zmq.Poller()
+        poller.register(process.stdout, zmq.POLLIN)
+        for _ in range(PATIENCE_MS // 50):
+            publisher.send_multipart(message)
+            if poller.poll(50):
+                break
+        line = json.loads(process.stdout.readline())
+        assert process.wait(30) == 0
+    assert (line["topic"], line["sequence"]) == ("kv@pod@model", 7)
+    event = line["event"]
+    assert (event["ts"], event["data_parallel_rank"]) == (1.5, 3)
+    stored, removed, cleared = event["events"]
+    assert stored == {**STORED, "medium": medium}
+    assert removed["type"] == "BlockRemoved"
+    assert removed["block_hashes"] == ([1] if medium is None else [[1] * 32])
+    assert cleared == {"type": "AllBlocksCleared"}
+
+
+def test_the_tail_says_what_it_cannot_read(binary, context):
+    publisher = context.socket(zmq.PUB)
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    bad = [b"t", (0).to_bytes(8, "big"), msgspec.msgpack.encode([1.5, [["BlockStolen", 1]]])]
+    good = [b"t", (1).to_bytes(8, "big"), msgspec.msgpack.encode(OLD)]
+    process = subprocess.Popen(
+        [binary, "events", "tail", "--endpoint", f"tcp://127.0.0.1:{port}", "--count", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        poller = zmq.Poller()
+        poller.register(process.stdout, zmq.POLLIN)
+        for _ in range(PATIENCE_MS // 50):
+            publisher.send_multipart(bad)
+            publisher.send_multipart(good)
+            if poller.poll(50):
+                break
+        out, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "stored 2 blocks of 16 (32 tokens); removed 1 blocks; cleared all blocks" in out
+    if "BlockStolen" not in errors:  # the first message that was heard may be the good one
+        pytest.skip("the bad message came before the subscription")
+    assert "type `BlockStolen`, which is not known" in errors
+
+
+def test_a_publisher_that_is_not_there_is_an_error_with_a_hint(binary):
+    (port,) = free_ports(1)
+    command = [binary, "events", "tail", "--endpoint", f"tcp://127.0.0.1:{port}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"tcp://127.0.0.1:{port}" in done.stderr
+    assert "live.events.bus" in done.stderr

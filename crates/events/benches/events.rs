@@ -59,7 +59,7 @@ fn publish(c: &mut Criterion) {
             ..EventsConfig::default()
         };
         let options = PlaneOptions {
-            ranks: vec![RankId::default()],
+            ranks: vec![(RankId::default(), 0)],
             threads: 1,
             block_size: 16,
             root: BlockHash::default(),

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -34,8 +35,10 @@ const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(1);
 /// What publishers need to know besides the cluster file.
 #[derive(Clone, Debug)]
 pub struct PlaneOptions {
-    /// Every rank of this process, in the order in which ZeroMQ ports are given out.
-    pub ranks: Vec<RankId>,
+    /// Every rank of this process, and how many ports above that of the cluster file its ZeroMQ
+    /// sockets lie: its place among the cluster's ranks, so that processes of one cluster file do
+    /// not get into each other's way.
+    pub ranks: Vec<(RankId, usize)>,
     /// Engine threads: so many publishers are made.
     pub threads: usize,
     /// Tokens a block.
@@ -110,7 +113,8 @@ impl EventPlane {
         if config.bus == EventBus::None {
             return Ok(None);
         }
-        let topics = Arc::new(topics(config, &options.ranks)?);
+        let ranks: Vec<RankId> = options.ranks.iter().map(|&(rank, _)| rank).collect();
+        let topics = Arc::new(topics(config, &ranks)?);
         let bell = Arc::new(Notify::new());
         let queue = || {
             let bytes_max = config.queue_bytes_max as usize;
@@ -124,7 +128,10 @@ impl EventPlane {
             snapshots: OnceLock::new(),
         });
         let listeners = match config.bus {
-            EventBus::Zmq => Some(Listeners::bind(config, options.ranks.len())?),
+            EventBus::Zmq => {
+                let offsets: Vec<usize> = options.ranks.iter().map(|&(_, at)| at).collect();
+                Some(Listeners::bind(config, &offsets)?)
+            }
             _ => None,
         };
         let addresses = listeners.as_ref().map(Listeners::addresses);
@@ -195,6 +202,19 @@ impl EventPlane {
             && join.join().is_err()
         {
             tracing::error!("the event thread died; events were lost");
+        }
+        let [(_, fpm), (_, kv)] = self.collector().queues();
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.shared.counters;
+        let (subscribers, refused) = (load(&counters.subscriber_dropped), load(&counters.refused));
+        if fpm + kv + subscribers + refused > 0 {
+            tracing::warn!(
+                fpm,
+                kv,
+                subscribers,
+                refused,
+                "events were dropped: metrics and KV batches in full queues, for slow subscribers, and refused by the bus"
+            );
         }
     }
 }
@@ -368,7 +388,7 @@ impl EventPublisher {
         topics: &Arc<Vec<RankTopics>>,
         shared: &Arc<Shared>,
     ) -> EventPublisher {
-        let ranks = options.ranks.iter().copied();
+        let ranks = options.ranks.iter().map(|&(rank, _)| rank);
         let mut places: Vec<(RankId, u32)> = ranks.zip(0..).collect();
         places.sort_unstable();
         EventPublisher {

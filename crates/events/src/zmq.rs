@@ -72,10 +72,12 @@ pub struct ZmqAddresses {
 }
 
 impl Listeners {
-    pub(crate) fn bind(config: &EventsConfig, ranks: usize) -> Result<Listeners, BindError> {
+    /// `offsets`: of each rank's ports above the first.
+    pub(crate) fn bind(config: &EventsConfig, offsets: &[usize]) -> Result<Listeners, BindError> {
         let by_rank = |endpoint: &str, key| {
-            (0..ranks)
-                .map(|rank| bind(endpoint, rank, key))
+            offsets
+                .iter()
+                .map(|&offset| bind(endpoint, offset, key))
                 .collect::<Result<Vec<_>, _>>()
         };
         let mut listeners = Listeners {

@@ -104,6 +104,32 @@ impl EventSink for NoEvents {
     fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
 }
 
+impl<S: EventSink + ?Sized> EventSink for Box<S> {
+    fn on_kv(&mut self, delta: &KvDelta) {
+        (**self).on_kv(delta);
+    }
+
+    fn wants_blocks(&self) -> bool {
+        (**self).wants_blocks()
+    }
+
+    fn on_kv_blocks(&mut self, delta: &KvDelta, blocks: &StoredBlocks) {
+        (**self).on_kv_blocks(delta, blocks);
+    }
+
+    fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
+        (**self).on_kv_snapshot(snapshot);
+    }
+
+    fn on_fpm(&mut self, metrics: &ForwardPassMetrics) {
+        (**self).on_fpm(metrics);
+    }
+
+    fn flush(&mut self) {
+        (**self).flush();
+    }
+}
+
 /// Publishes to both.
 impl<A: EventSink, B: EventSink> EventSink for (A, B) {
     fn on_kv(&mut self, delta: &KvDelta) {

@@ -6,24 +6,40 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::cluster::{Cluster, EventsConfig};
-use slipstream_base::{BlockHash, RankId};
+use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_events::nats::NatsSubscriber;
 use slipstream_events::zmq::{self, ZmqError, ZmqSubscriber};
 use slipstream_events::{
     Event, EventPlane, EventPublisher, FpmMessage, KvEvent, KvEventBatch, PlaneOptions,
 };
+use slipstream_worker::{Resyncs, WorkerSpec};
 use tokio::sync::mpsc;
 
 use crate::out;
 
-/// Starts the event plane that the cluster file asks for: it, and a publisher for each engine
-/// thread.
+/// Starts the event plane that the cluster file asks for, for the ranks of `specs`: it, and a
+/// publisher for each engine thread.
 pub(crate) fn start(
     cluster: &Cluster,
-    ranks: Vec<RankId>,
+    specs: &[WorkerSpec],
     threads: usize,
     fresh_buffers: bool,
 ) -> anyhow::Result<(Option<EventPlane>, Vec<EventPublisher>)> {
+    let mut ranks = Vec::new();
+    let (mut worker, mut offset) = (0, 0);
+    for pool in &cluster.pools {
+        for _ in 0..pool.workers {
+            let here = specs.iter().any(|spec| spec.worker == WorkerId(worker));
+            for dp_rank in 0..pool.engine.data_parallel_size as u16 {
+                let worker = WorkerId(worker);
+                if here {
+                    ranks.push((RankId { worker, dp_rank }, offset));
+                }
+                offset += 1;
+            }
+            worker += 1;
+        }
+    }
     let options = PlaneOptions {
         ranks,
         threads,
@@ -37,6 +53,13 @@ pub(crate) fn start(
         Some((plane, publishers)) => (Some(plane), publishers),
         None => (None, Vec::new()),
     })
+}
+
+/// Sees to it that ranks whose KV events were dropped publish what they hold.
+pub(crate) fn mend_losses(plane: &EventPlane, resyncs: Resyncs) {
+    plane.on_lost_kv(move |rank| {
+        resyncs.resync(rank);
+    });
 }
 
 /// A line for each address at which events can be had.

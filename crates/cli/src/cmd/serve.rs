@@ -97,12 +97,8 @@ impl Live {
         let shards = shard_count(live.shards, cores);
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
-        let (events, publishers) = super::events::start(
-            cluster,
-            ranks_of(&specs),
-            threads,
-            switches.bench_fresh_buffers,
-        )?;
+        let (events, publishers) =
+            super::events::start(cluster, &specs, threads, switches.bench_fresh_buffers)?;
         let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
@@ -137,10 +133,7 @@ impl Live {
         // Filled once, here.
         let _ = resyncs.set(set.resyncs());
         if let Some(events) = &events {
-            let resyncs = set.resyncs();
-            events.on_lost_kv(move |rank| {
-                resyncs.resync(rank);
-            });
+            super::events::mend_losses(events, set.resyncs());
         }
 
         let mut registry = Registry::default();
@@ -235,17 +228,6 @@ pub(super) fn worker_specs(
         }
     }
     Ok(specs)
-}
-
-/// Every rank, worker by worker.
-pub(super) fn ranks_of(specs: &[WorkerSpec]) -> Vec<RankId> {
-    let ranks = specs.iter().flat_map(|spec| {
-        (0..spec.ranks.len()).map(|dp_rank| RankId {
-            worker: spec.worker,
-            dp_rank: dp_rank as u16,
-        })
-    });
-    ranks.collect()
 }
 
 fn engine(

@@ -91,9 +91,8 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     let threads = engine_threads(live.engine_threads, cores, specs.len());
     let plane = Plane::new(usize::from(args.links), threads, PlaneLimits::default());
     let events = CallHomeEvents::new();
-    let ranks = serve::ranks_of(&specs);
     let fresh_buffers = args.switches.bench_fresh_buffers;
-    let (bus, publishers) = super::events::start(cluster, ranks, threads, fresh_buffers)?;
+    let (bus, publishers) = super::events::start(cluster, &specs, threads, fresh_buffers)?;
     for line in bus.iter().flat_map(super::events::addresses) {
         eprintln!("{line}");
     }
@@ -111,10 +110,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     };
     let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;
     if let Some(bus) = &bus {
-        let resyncs = set.resyncs();
-        bus.on_lost_kv(move |rank| {
-            resyncs.resync(rank);
-        });
+        super::events::mend_losses(bus, set.resyncs());
     }
     let config = CallHomeConfig {
         instance: instance(),

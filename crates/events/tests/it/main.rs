@@ -36,7 +36,7 @@ fn config(bus: EventBus) -> EventsConfig {
 /// A plane for two workers of a rank each, and one publisher for both.
 fn start(config: &EventsConfig, fresh_buffers: bool) -> (EventPlane, EventPublisher) {
     let options = PlaneOptions {
-        ranks: vec![rank(0), rank(1)],
+        ranks: vec![(rank(0), 0), (rank(1), 1)],
         threads: 1,
         block_size: 2,
         root: ROOT,

@@ -273,7 +273,7 @@ fn a_taken_port_is_an_error_that_names_the_key() {
         ..config(EventBus::Zmq)
     };
     let options = PlaneOptions {
-        ranks: vec![rank(0)],
+        ranks: vec![(rank(0), 0)],
         threads: 1,
         block_size: 2,
         root: ROOT,

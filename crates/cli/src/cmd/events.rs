@@ -1,9 +1,11 @@
 //! `slipstream events`: what engines publish; and the event plane of `serve`.
 
+use std::collections::HashMap;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
+use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::cluster::{Cluster, EventsConfig};
 use slipstream_base::{BlockHash, RankId, WorkerId};
@@ -120,6 +122,9 @@ struct TailArgs {
     /// One JSON object a line
     #[arg(long)]
     json: bool,
+    /// Print no event; count them, and what is missing
+    #[arg(long, conflicts_with = "json")]
+    quiet: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -143,7 +148,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// What the readers pass to the printer: an event, or why there is none.
 type Found = (String, Result<Event, String>);
 
-/// Prints events until there are no more. 1 if any could not be read.
+/// What was heard.
+#[derive(Default)]
+struct Tally {
+    events: u64,
+    bytes: u64,
+    /// Messages that are no events.
+    bad: u64,
+    /// Events missing according to the sequences of each source and topic.
+    missing: u64,
+    next: HashMap<(String, Bytes), u64>,
+}
+
+impl Tally {
+    fn note(&mut self, source: &str, event: &Event, sequence: Option<u64>) {
+        self.events += 1;
+        self.bytes += event.payload.len() as u64;
+        let Some(sequence) = sequence else { return };
+        let place = (source.to_owned(), event.topic.clone());
+        let next = self.next.entry(place).or_insert(sequence);
+        // A lower one is a publisher that began anew.
+        self.missing += sequence.saturating_sub(*next);
+        *next = sequence + 1;
+    }
+}
+
+/// Prints events until there are no more, enough, or an interrupt. 1 if any could not be read.
 async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
     let (found, mut events) = mpsc::channel::<Found>(1024);
     match args.bus {
@@ -161,34 +191,43 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
         }
         TailBus::Zmq => listen_zmq(args, found).await?,
     }
-    let mut bad = 0u64;
-    let mut printed = 0u64;
-    while args.count.is_none_or(|count| printed < count) {
-        let Some((source, event)) = events.recv().await else {
+    let mut tally = Tally::default();
+    let mut interrupt = std::pin::pin!(tokio::signal::ctrl_c());
+    while args.count.is_none_or(|count| tally.events < count) {
+        let received = tokio::select! {
+            received = events.recv() => received,
+            _ = &mut interrupt => None,
+        };
+        let Some((source, event)) = received else {
             break;
         };
-        let read = event.and_then(|event| {
-            let line = line(&event, args.json).map_err(|error| {
-                format!(
-                    "{source}: an event of {} bytes: {error}",
-                    event.payload.len()
-                )
-            })?;
-            Ok(line)
-        });
-        match read {
-            Ok(line) => {
-                out::print(&line)?;
-                printed += 1;
+        match event.and_then(|event| Ok((Heard::read(&source, &event)?, event))) {
+            Ok((heard, event)) => {
+                let sequence = event.sequence.or(heard.message.counter());
+                tally.note(&source, &event, sequence);
+                if !args.quiet {
+                    out::print(&heard.line(event.sequence, args.json))?;
+                }
             }
             Err(message) => {
-                bad += 1;
+                tally.bad += 1;
                 eprintln!("error: {message}");
             }
         }
     }
-    if bad > 0 {
-        eprintln!("{bad} messages could not be read");
+    let Tally {
+        events,
+        bytes,
+        bad,
+        missing,
+        ..
+    } = tally;
+    if args.quiet {
+        out::print(&format!(
+            "{events} events, {bytes} bytes, {missing} missing, {bad} unreadable\n"
+        ))?;
+    } else if bad + missing > 0 {
+        eprintln!("{missing} events are missing, {bad} messages could not be read");
     }
     Ok(ExitCode::from(u8::from(bad > 0)))
 }
@@ -230,19 +269,34 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
     Ok(())
 }
 
-/// An event as a line of text.
-fn line(event: &Event, json: bool) -> Result<String, slipstream_events::DecodeError> {
-    let topic = String::from_utf8_lossy(&event.topic);
-    let sequence = event.sequence;
-    let message = Message::decode(&topic, &event.payload)?;
-    if json {
-        let line =
-            serde_json::json!({"topic": topic, "sequence": sequence, "event": message.json()});
-        return Ok(format!("{line}\n"));
+/// An event that was read.
+struct Heard {
+    topic: String,
+    message: Message,
+}
+
+impl Heard {
+    fn read(source: &str, event: &Event) -> Result<Heard, String> {
+        let topic = String::from_utf8_lossy(&event.topic).into_owned();
+        let len = event.payload.len();
+        match Message::decode(&topic, &event.payload) {
+            Ok(message) => Ok(Heard { topic, message }),
+            Err(error) => Err(format!("{source}: an event of {len} bytes: {error}")),
+        }
     }
-    let sequence = sequence.map_or(String::new(), |n| format!(" #{n}"));
-    let topic = if topic.is_empty() { "-" } else { &topic };
-    Ok(format!("{topic}{sequence} {}\n", message.text()))
+
+    /// It as a line of text.
+    fn line(&self, sequence: Option<u64>, json: bool) -> String {
+        let Heard { topic, message } = self;
+        if json {
+            let event = message.json();
+            let line = serde_json::json!({"topic": topic, "sequence": sequence, "event": event});
+            return format!("{line}\n");
+        }
+        let sequence = sequence.map_or(String::new(), |n| format!(" #{n}"));
+        let topic = if topic.is_empty() { "-" } else { topic };
+        format!("{topic}{sequence} {}\n", message.text())
+    }
 }
 
 /// What an event says.
@@ -259,6 +313,14 @@ impl Message {
             return FpmMessage::decode(payload).map(|fpm| Message::Fpm(Box::new(fpm)));
         }
         KvEventBatch::decode(payload).map(Message::Kv)
+    }
+
+    /// Number of a pass among those of its rank.
+    fn counter(&self) -> Option<u64> {
+        match self {
+            Message::Fpm(fpm) => Some(fpm.counter_id),
+            Message::Kv(_) => None,
+        }
     }
 
     fn json(&self) -> serde_json::Value {
@@ -317,5 +379,32 @@ fn kv_text(event: &KvEvent) -> String {
             format!("removed {} blocks", block_hashes.len())
         }
         KvEvent::AllBlocksCleared {} => "cleared all blocks".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_counted_by_topic() {
+        let event = |topic: &'static str, sequence| Event {
+            topic: Bytes::from_static(topic.as_bytes()),
+            sequence: Some(sequence),
+            payload: Bytes::from_static(&[0; 3]),
+        };
+        let mut tally = Tally::default();
+        for (topic, sequence) in [
+            ("a", 5),
+            ("b", 0),
+            ("a", 6),
+            ("a", 9),
+            ("b", 1),
+            ("a", 0),
+            ("a", 1),
+        ] {
+            tally.note("here", &event(topic, sequence), Some(sequence));
+        }
+        assert_eq!((tally.events, tally.bytes, tally.missing), (7, 21, 2));
     }
 }

@@ -30,6 +30,11 @@ torture:
 bench-live: build
 	./scripts/bench-live.sh
 
+# What publishing events costs a loaded server, each bus on and off (docs/benchmarks.md).
+.PHONY: bench-events
+bench-events: build
+	./scripts/bench-events.sh
+
 # Microbenches of the hot paths.
 bench:
 	cargo bench --locked

@@ -86,8 +86,8 @@ run() { # run CASE LOAD WORKERS CONCURRENCY ISL OSL REQUESTS ROUND
 printf '%s, %s cores, load %s, %s rounds\n' "$(uname -srm)" "$(nproc)" "$(cut -d' ' -f1-3 /proc/loadavg)" "$rounds"
 for round in $(seq "$rounds"); do
   for case in $cases; do
-    run "$case" decode 1 256 1024 1024 2048 "$round"
-    run "$case" workers-8 8 256 256 32 65536 "$round"
+    run "$case" decode 1 256 1024 1024 8192 "$round"
+    run "$case" workers-8 8 256 256 32 131072 "$round"
   done
 done
 python3 - "$out/results" <<'PYTHON'

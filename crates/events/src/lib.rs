@@ -13,7 +13,7 @@
 //!   subscribers to them; [`zmtp`]: ZeroMQ's wire.
 //! * [`metrics`]: what was sent and dropped.
 //!
-//! It is a crate beside `planes` so that neither NATS's client nor a runtime comes with the frames
+//! It is a crate beside `planes` so that neither NATS's client nor the codecs come with the frames
 //! and rings that shards and engine threads share. It knows no engine and no router.
 #![forbid(unsafe_code)]
 

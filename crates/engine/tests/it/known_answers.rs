@@ -1,6 +1,7 @@
 //! Small runs whose every step was worked out by hand from vLLM's rules.
 
 use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
+use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
     BlockHash, FinishReason, KvDelta, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
@@ -745,4 +746,43 @@ fn heartbeats_are_numbered_with_the_passes() {
     assert_eq!(rig.out.fpm.counter, 2);
     // Contexts 7 and 9.
     assert_eq!(rig.out.fpm.scheduled_decode.kv_tokens_variance, 1.0);
+}
+
+#[test]
+fn noted_blocks_hash_to_what_was_stored() {
+    // Few blocks, so that sequences are preempted, blocks evicted and stored again.
+    let mut rig = Rig::new(&small(24));
+    rig.engine.note_stored_blocks(true);
+    for id in 0..6 {
+        let tokens = tokens_of(if id == 5 { 5 } else { id % 3 }, 10 + id as u32);
+        let mut request = request(id, &tokens, 30);
+        if id != 5 {
+            request.prompt = request.prompt.with_block_tokens(&tokens).unwrap();
+        }
+        rig.add(request).unwrap();
+    }
+    let mut noted = StoredBlocks::default();
+    let (mut known, mut unknown, mut first) = (0, 0, 0);
+    while rig.step() {
+        rig.engine.take_stored_blocks(&mut noted);
+        let mut at = 0;
+        for op in &rig.out.kv.ops {
+            let KvOp::Stored { hash, parent } = *op else {
+                continue;
+            };
+            if noted.tokens(at).is_empty() {
+                unknown += 1;
+            } else {
+                assert_eq!(parent.child(noted.tokens(at)), hash);
+                known += 1;
+            }
+            assert_eq!(noted.is_first(at), parent == ROOT);
+            first += u32::from(noted.is_first(at));
+            at += 1;
+        }
+        assert_eq!(noted.len(), at, "one entry for each stored block");
+    }
+    assert!(known > 40 && first >= 3, "{known} {first}");
+    assert!(unknown > 0, "the prompt that kept no tokens");
+    assert!(rig.engine.stats().preemptions > 0);
 }

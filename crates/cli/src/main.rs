@@ -31,6 +31,8 @@ enum Command {
     Worker(cmd::worker::Args),
     /// Run the same cluster in virtual time
     Simulate(Box<cmd::simulate::Args>),
+    /// Run one load on many clusters in virtual time, and show which are worth having
+    Sweep(Box<cmd::sweep::Args>),
     /// Run a load live and in virtual time, and say where the difference is
     Drag(Box<cmd::drag::Args>),
     /// Simulate, measure and load the CPU scheduler
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Frontend(args) => cmd::frontend::run(&args),
         Command::Worker(args) => cmd::worker::run(&args),
         Command::Simulate(args) => cmd::simulate::run(&args),
+        Command::Sweep(args) => cmd::sweep::run(&args),
         Command::Drag(args) => cmd::drag::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),

@@ -16,5 +16,6 @@
 
 mod node;
 mod sim;
+pub mod sweep;
 
 pub use sim::{Options, Outcome, Progress, RequestRecord, Sink, TwinError, simulate};

@@ -16,5 +16,6 @@ pub(crate) mod presets;
 pub(crate) mod sched;
 pub(crate) mod serve;
 pub(crate) mod simulate;
+pub(crate) mod sweep;
 pub(crate) mod tokenizer;
 pub(crate) mod worker;

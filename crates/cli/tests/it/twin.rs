@@ -145,3 +145,52 @@ fn drag_names_each_hand_over_of_both_sides() {
     assert_eq!(code, Some(2));
     assert!(err.contains("/no/such.csv"), "{err}");
 }
+
+#[test]
+fn a_sweep_runs_every_combination_and_marks_the_front() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("sweep.csv");
+    let out_flag = format!("--out={}", file.display());
+    let sweep = |jobs: &str| {
+        let mut args = vec![
+            "sweep",
+            "--rate=400",
+            "--requests=400",
+            "--isl=200",
+            "--osl=20",
+        ];
+        args.extend(SMALL);
+        args.extend([
+            "--vary=pool.main.workers=1..3",
+            "--vary=router.policy=round_robin,least_requests",
+            "--slo=e2e=60ms",
+            &out_flag,
+            jobs,
+        ]);
+        let (code, table, err) = run(&args);
+        assert_eq!(code, Some(0), "{err}");
+        (table, std::fs::read_to_string(&file).unwrap())
+    };
+    let (table, csv) = sweep("--jobs=1");
+    assert_eq!(sweep("--jobs=3"), (table.clone(), csv.clone()));
+    let rows: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!(rows.len(), 1 + 6, "{csv}");
+    let column = |name: &str| rows[0].iter().position(|h| *h == name).unwrap();
+    let keys: Vec<_> = rows[1..].iter().map(|row| (row[0], row[1])).collect();
+    assert_eq!(keys[0], ("1", "round_robin"));
+    assert_eq!(keys[5], ("3", "least_requests"));
+    for row in &rows[1..] {
+        assert_eq!(row[column("gpus")], row[0], "one GPU a worker");
+        assert_eq!(row[column("succeeded")], "400");
+    }
+    // One worker cannot keep up, so three are worth their hours; both are on the front.
+    let goodput = |row: usize| rows[row][column("goodput_per_s")].parse::<f64>().unwrap();
+    assert!(goodput(5) > 2.0 * goodput(1), "{csv}");
+    assert_eq!(rows[1][column("front")], "1");
+    assert!(rows[5..].iter().any(|row| row[column("front")] == "1"));
+    assert!(table.contains("within e2e=60ms"), "{table}");
+
+    let (code, _, err) = run(&["sweep", "--rate=5", "--vary=engine.max_num_seqz=1,2"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("did you mean `max_num_seqs`"), "{err}");
+}

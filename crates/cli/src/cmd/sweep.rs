@@ -1,0 +1,331 @@
+//! `slipstream sweep`: one workload on many clusters in virtual time, and which of them are worth having.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use slipstream_base::SimTime;
+use slipstream_base::cluster::Cluster;
+use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};
+use slipstream_report::table::{Table, number};
+use slipstream_report::{Percentiles, Slo};
+use slipstream_twin::sweep::{Point, Vary, combinations, pareto};
+use slipstream_twin::{Options, Outcome};
+
+use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::workload_args::{WorkloadArgs, time};
+use crate::out;
+
+/// Configurations of one sweep at most.
+const RUNS_MAX: usize = 100_000;
+
+/// Flags of `slipstream sweep`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    /// Key of the cluster file and its values: KEY=A,B,C or KEY=FIRST..LAST[..STEP]; may be repeated
+    #[arg(long, value_name = "KEY=VALUES", required = true)]
+    vary: Vec<Vary>,
+    #[command(flatten)]
+    what: WorkloadArgs,
+    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
+    #[arg(
+        long,
+        value_name = "KEY=VALUE",
+        requires = "workload",
+        help_heading = "What to send"
+    )]
+    workload_set: Vec<String>,
+
+    /// End each run at this simulated time, though requests are under way
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
+    max_sim_time: Option<Duration>,
+    /// Runs at a time [default: cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "How to run it")]
+    jobs: Option<u16>,
+
+    /// Objectives for goodput, such as ttft=1s,itl=50ms; without them every answer counts
+    #[arg(long, value_name = "SLO", help_heading = "What to report")]
+    slo: Option<Slo>,
+    /// Write a row a configuration to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    out: Option<PathBuf>,
+    /// Show the configurations on the front alone
+    #[arg(long, help_heading = "What to report")]
+    front: bool,
+    /// Show no progress
+    #[arg(long, help_heading = "What to report")]
+    quiet: bool,
+}
+
+/// A configuration and what it gave.
+struct Row {
+    values: Vec<String>,
+    outcome: Outcome,
+    goodput_per_s: f64,
+    gpus: u64,
+    gpu_hours: f64,
+    /// No other one gives more for less.
+    front: bool,
+}
+
+/// Runs all, and prints a table.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let (workload, _) = args.what.workload(&args.workload_set)?;
+    let runs = combinations(&args.vary);
+    ensure!(
+        runs.len() <= RUNS_MAX,
+        "{} configurations; at most {RUNS_MAX} are taken",
+        runs.len()
+    );
+    let options = Options {
+        slo: args.slo.clone(),
+        time_max: args.max_sim_time.map_or(SimTime::MAX, |d| {
+            SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
+        }),
+        each_token: args.slo.as_ref().is_some_and(Slo::reads_longest_gap),
+        ..Options::default()
+    };
+    // All of them first, so that a mistake in the last does not come after an hour of the others.
+    let mut clusters = Vec::with_capacity(runs.len());
+    for values in &runs {
+        let sets: Vec<String> = args
+            .vary
+            .iter()
+            .zip(values)
+            .map(|(vary, value)| format!("{}={value}", vary.key))
+            .collect();
+        let cluster = args
+            .cluster
+            .resolve(&sets)
+            .with_context(|| sets.join(", "))?;
+        let Some(cluster) = cluster else {
+            return Ok(ExitCode::SUCCESS); // --print-config
+        };
+        clusters.push(cluster);
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let jobs = args.jobs.map_or(cores, usize::from).min(clusters.len());
+    let shows = std::io::stderr().is_terminal() && !args.quiet;
+    let outcomes = run_all(&clusters, jobs, shows, |cluster| {
+        let read = |path: &std::path::Path| std::fs::read(path);
+        slipstream_twin::simulate(cluster, &workload, &options, read, &mut ())
+    })?;
+    let mut rows: Vec<Row> = runs
+        .iter()
+        .zip(&clusters)
+        .zip(outcomes)
+        .map(|((values, cluster), outcome)| row(values, cluster, outcome, args.slo.as_ref()))
+        .collect();
+    let points: Vec<Point> = rows
+        .iter()
+        .map(|row| Point {
+            gain: row.goodput_per_s,
+            cost: row.gpu_hours,
+        })
+        .collect();
+    for (row, front) in rows.iter_mut().zip(pareto(&points)) {
+        row.front = front;
+    }
+    if let Some(path) = &args.out {
+        save(path, &args.vary, &rows).with_context(|| path.display().to_string())?;
+    }
+    print(args, &rows)?;
+    let cut = rows.iter().filter(|row| row.outcome.cut.is_some()).count();
+    if cut > 0 {
+        eprintln!("note: {cut} runs were cut (`cut` in --out says why); they count what had ended");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs each cluster on one of `jobs` threads; outcomes in the order of `clusters`.
+fn run_all<E: std::error::Error + Send + Sync + 'static>(
+    clusters: &[Cluster],
+    jobs: usize,
+    shows: bool,
+    simulate: impl Fn(&Cluster) -> Result<Outcome, E> + Sync,
+) -> anyhow::Result<Vec<Outcome>> {
+    let next = AtomicUsize::new(0);
+    let ended = AtomicUsize::new(0);
+    let outcomes: Vec<Mutex<Option<Result<Outcome, E>>>> =
+        clusters.iter().map(|_| Mutex::new(None)).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(cluster) = clusters.get(at) else {
+                        return;
+                    };
+                    let outcome = simulate(cluster);
+                    *outcomes[at].lock().expect("a run is stored whole") = Some(outcome);
+                    let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
+                    if shows {
+                        let mut stderr = std::io::stderr().lock();
+                        // A terminal that went away is no reason to end the sweep.
+                        let _ = write!(stderr, "\r\x1b[K{ended} of {} runs ended", clusters.len());
+                        let _ = stderr.flush();
+                    }
+                }
+            });
+        }
+    });
+    if shows {
+        eprint!("\r\x1b[K");
+    }
+    outcomes
+        .into_iter()
+        .map(|outcome| {
+            let outcome = outcome.into_inner().expect("a run is stored whole");
+            Ok(outcome.expect("every run was taken by a thread")?)
+        })
+        .collect()
+}
+
+fn row(values: &[&str], cluster: &Cluster, outcome: Outcome, slo: Option<&Slo>) -> Row {
+    let gpus: u64 = cluster
+        .pools
+        .iter()
+        .map(|pool| {
+            u64::from(pool.workers)
+                * u64::from(pool.engine.tensor_parallel_size)
+                * u64::from(pool.engine.data_parallel_size)
+        })
+        .sum();
+    let goodput_per_s = slo.map_or_else(
+        || outcome.totals.throughput().requests_per_s,
+        |slo| outcome.totals.goodput(slo).requests_per_s,
+    );
+    Row {
+        values: values.iter().map(|&value| value.to_owned()).collect(),
+        gpus,
+        gpu_hours: gpus as f64 * outcome.totals.duration_s() / 3600.0,
+        goodput_per_s,
+        outcome,
+        front: false,
+    }
+}
+
+fn print(args: &Args, rows: &[Row]) -> anyhow::Result<()> {
+    let keys = args.vary.iter().map(|vary| vary.key.clone());
+    let figures = [
+        "goodput/s",
+        "GPU-hours",
+        "front",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "hits %",
+        "preempted",
+        "failed",
+    ];
+    let mut table = Table::new(keys.chain(figures.map(str::to_owned)));
+    for row in rows.iter().filter(|row| row.front || !args.front) {
+        let totals = &row.outcome.totals;
+        let latency = totals.latencies();
+        let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
+            p.as_ref()
+                .map_or_else(|| "-".to_owned(), |p| number(get(p)))
+        };
+        let tokens = totals.tokens();
+        let hits = 100.0 * tokens.cached.unwrap_or(0) as f64 / tokens.input.max(1) as f64;
+        let figures = [
+            number(row.goodput_per_s),
+            number(row.gpu_hours),
+            if row.front { "*" } else { "" }.to_owned(),
+            of(latency.ttft_ms, |p| p.p50),
+            of(latency.ttft_ms, |p| p.p99),
+            of(latency.itl_ms, |p| p.p50),
+            of(latency.itl_ms, |p| p.p99),
+            number(hits),
+            number(row.outcome.engine.preemptions.unwrap_or(0.0)),
+            (totals.requests.failed + totals.requests.abandoned).to_string(),
+        ];
+        table.row(row.values.iter().cloned().chain(figures));
+    }
+    out::print(&table.render(false))?;
+    let of = args
+        .slo
+        .as_ref()
+        .map_or_else(|| "answered".to_owned(), |slo| format!("within {slo}"));
+    out::print(&format!(
+        "goodput: requests a second {of}; latencies in ms; *: no other gives more for fewer GPU-hours\n"
+    ))?;
+    Ok(())
+}
+
+fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result<()> {
+    use ColumnType::{F64, Text, U64};
+    let mut columns: Vec<Column> = varies
+        .iter()
+        .map(|vary| Column::new(&vary.key, Text))
+        .collect();
+    let figures = [
+        ("front", U64),
+        ("goodput_per_s", F64),
+        ("gpus", U64),
+        ("gpu_hours", F64),
+        ("duration_s", F64),
+        ("sent", U64),
+        ("succeeded", U64),
+        ("failed", U64),
+        ("abandoned", U64),
+        ("input_tokens", U64),
+        ("output_tokens", U64),
+        ("cached_tokens", U64),
+        ("preemptions", F64),
+        ("ttft_ms_mean", F64),
+        ("ttft_ms_p50", F64),
+        ("ttft_ms_p99", F64),
+        ("itl_ms_mean", F64),
+        ("itl_ms_p50", F64),
+        ("itl_ms_p99", F64),
+        ("e2e_ms_p50", F64),
+        ("e2e_ms_p99", F64),
+        ("digest", Text),
+        ("cut", Text),
+    ];
+    columns.extend(figures.map(|(name, kind)| Column::new(name, kind)));
+    let mut file = RecordWriter::create(path, &columns)?;
+    for row in rows {
+        let totals = &row.outcome.totals;
+        let (requests, tokens, latency) = (totals.requests, totals.tokens(), totals.latencies());
+        let digest = format!("{:016x}", row.outcome.digest);
+        let of =
+            |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| Cell::from(p.as_ref().map(get));
+        let mut cells: Vec<Cell<'_>> = row.values.iter().map(|v| Cell::Text(v)).collect();
+        cells.extend([
+            Cell::U64(row.front.into()),
+            Cell::F64(row.goodput_per_s),
+            Cell::U64(row.gpus),
+            Cell::F64(row.gpu_hours),
+            Cell::F64(totals.duration_s()),
+            Cell::U64(requests.sent),
+            Cell::U64(requests.succeeded),
+            Cell::U64(requests.failed),
+            Cell::U64(requests.abandoned),
+            Cell::U64(tokens.input),
+            Cell::U64(tokens.output),
+            Cell::from(tokens.cached),
+            Cell::from(row.outcome.engine.preemptions),
+            of(latency.ttft_ms, |p| p.mean),
+            of(latency.ttft_ms, |p| p.p50),
+            of(latency.ttft_ms, |p| p.p99),
+            of(latency.itl_ms, |p| p.mean),
+            of(latency.itl_ms, |p| p.p50),
+            of(latency.itl_ms, |p| p.p99),
+            of(latency.e2e_ms, |p| p.p50),
+            of(latency.e2e_ms, |p| p.p99),
+            Cell::Text(&digest),
+            row.outcome.cut.as_deref().map_or(Cell::Absent, Cell::Text),
+        ]);
+        file.write(&cells)?;
+    }
+    Ok(file.finish()?)
+}

@@ -161,6 +161,7 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
         ];
         args.extend(SMALL);
         args.extend([
+            "--set=engine.max_num_seqs=4",
             "--vary=pool.main.workers=1..3",
             "--vary=router.policy=round_robin,least_requests",
             "--slo=e2e=60ms",

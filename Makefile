@@ -35,6 +35,16 @@ bench-live: build
 bench-events: build
 	./scripts/bench-events.sh
 
+# What the fast path, reused buffers and unshared tables are worth, each on and off.
+.PHONY: bench-stages
+bench-stages: build
+	./scripts/bench-stages.sh
+
+# NVIDIA Dynamo 1.6.1 beside ours, one after the other; installs it from PyPI into a scratch folder.
+.PHONY: bench-peer
+bench-peer: build
+	./scripts/bench-peer.sh
+
 # Microbenches of the hot paths.
 bench:
 	cargo bench --locked

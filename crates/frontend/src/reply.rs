@@ -140,9 +140,9 @@ struct Sequence {
     spec: SequenceSpec,
     /// `None` once it has sent something, or was handed over a second time.
     again: Option<Again>,
-    /// Bytes of tokens that the worker may have sent, all in all; `NO_LIMIT`: any number.
+    /// Bytes of tokens that the worker may have sent, all in all.
     granted_bytes: u64,
-    /// Credit that is given when half of it is used up, bytes.
+    /// Credit that is given when half of it is used up, bytes; `NO_LIMIT`: none is needed.
     credit_bytes: u32,
     render: SseRender,
     detok: Detokenizer,
@@ -379,12 +379,16 @@ impl ReplyState {
         }
     }
 
-    /// Keeps what it takes to hand the sequence to another worker, and notes its credit.
-    pub(crate) fn keep(&mut self, index: u32, again: Again) {
+    /// Notes the credit with which the sequence begins, wherever that will be.
+    pub(crate) fn set_credit(&mut self, index: u32, bytes: u32) {
         let sequence = &mut self.sequences[index as usize];
-        sequence.credit_bytes = again.start.credit_bytes;
-        sequence.granted_bytes = u64::from(again.start.credit_bytes);
-        sequence.again = Some(again);
+        sequence.credit_bytes = bytes;
+        sequence.granted_bytes = u64::from(bytes);
+    }
+
+    /// Keeps what it takes to hand the sequence to another worker.
+    pub(crate) fn keep(&mut self, index: u32, again: Again) {
+        self.sequences[index as usize].again = Some(again);
     }
 
     /// What [`ReplyState::keep`] kept, if the sequence has sent nothing yet.

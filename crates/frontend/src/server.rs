@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hyper::server::conn::http1;
+use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
@@ -285,6 +285,52 @@ async fn run_shard(
     drain.abort();
 }
 
+/// Requests that one HTTP/2 connection may have open; its client waits with more.
+const HTTP2_STREAMS_MAX: u32 = 1024;
+
+/// What an HTTP/2 client says first (RFC 9113, section 3.4), as far as it takes to tell: no method
+/// of HTTP/1 begins so.
+const HTTP2_PREFACE: &[u8] = b"PRI * HT";
+
+/// Whether the client speaks HTTP/2, by its first bytes, which stay unread. `None` if none came in
+/// time.
+async fn speaks_http2(stream: &TcpStream, patience: Duration) -> Option<bool> {
+    let mut first = [0; HTTP2_PREFACE.len()];
+    let look = async {
+        let mut seen = 0;
+        loop {
+            let peeked = stream.peek(&mut first).await.ok()?;
+            if peeked == 0 {
+                return None;
+            }
+            if first[..peeked] != HTTP2_PREFACE[..peeked] {
+                return Some(false);
+            }
+            if peeked == HTTP2_PREFACE.len() {
+                return Some(true);
+            }
+            if peeked == seen {
+                // What was seen wakes a peek again and again: others get their turn.
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            seen = peeked;
+        }
+    };
+    tokio::time::timeout(patience, look).await.ok().flatten()
+}
+
+/// Runs what an HTTP/2 connection spawns on its shard's thread.
+#[derive(Clone, Copy)]
+struct OnThisThread;
+
+impl<F: Future + 'static> hyper::rt::Executor<F> for OnThisThread {
+    fn execute(&self, future: F) {
+        tokio::task::spawn_local(async move {
+            future.await;
+        });
+    }
+}
+
 async fn serve_connection(
     shard: &Rc<Shard>,
     stream: TcpStream,
@@ -304,11 +350,37 @@ async fn serve_connection(
         let shard = shard.clone();
         move || shard.metrics.streams_cut_slow.add(1)
     };
+    let spoken = tokio::select! {
+        spoken = speaks_http2(&stream, read_timeout) => spoken,
+        _ = stopped.changed() => return, // nothing was asked yet
+    };
+    let Some(http2) = spoken else {
+        return; // it said nothing, or has gone
+    };
     let io = ClientIo::new(stream, write_timeout, cut);
     let service = {
         let shard = shard.clone();
         service_fn(move |request| http::handle(shard.clone(), request))
     };
+    if http2 {
+        let connection = http2::Builder::new(OnThisThread)
+            .timer(TokioTimer::new())
+            .max_header_list_size(header_bytes_max.max(8192))
+            .max_concurrent_streams(HTTP2_STREAMS_MAX)
+            .serve_connection(io, service);
+        tokio::pin!(connection);
+        let outcome = tokio::select! {
+            outcome = connection.as_mut() => outcome,
+            _ = stopped.changed() => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        };
+        if let Err(error) = outcome {
+            tracing::debug!(%error, "connection ended");
+        }
+        return;
+    }
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(read_timeout)

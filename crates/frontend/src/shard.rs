@@ -142,6 +142,8 @@ impl Shard {
         index: u32,
         again: Again,
     ) -> Result<(), ApiError> {
+        let credit = again.start.credit_bytes;
+        reply.state.borrow_mut().set_credit(index, credit);
         match self.hand_over(again.start) {
             Ok(None) => Ok(()),
             Ok(Some(start)) => {

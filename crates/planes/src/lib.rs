@@ -25,6 +25,7 @@ pub mod clock;
 pub mod discovery;
 pub mod events;
 pub mod frame;
+#[cfg(not(loom))]
 pub mod link;
 pub mod ring;
 pub mod stream;

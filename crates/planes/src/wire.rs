@@ -1268,6 +1268,23 @@ mod tests {
         }
     }
 
+    /// Inputs that the fuzzer has kept (`fuzz/corpus/wire`), on every compiler.
+    #[test]
+    fn the_corpus_does_no_harm() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/wire");
+        let mut files = 0;
+        for entry in std::fs::read_dir(folder).expect("the corpus is committed") {
+            let bytes = std::fs::read(entry.unwrap().path()).unwrap();
+            files += 1;
+            let mut rest = bytes.as_slice();
+            while let Ok(Some(frame)) = split(rest) {
+                rest = &rest[frame.len..];
+                let _ = decode_any(frame.kind, frame.body);
+            }
+        }
+        assert!(files >= samples().len(), "at least the document's frames");
+    }
+
     #[test]
     fn bad_headers_are_refused_before_their_body_comes() {
         let header = |len: u32, version, kind, zero: u16| {

@@ -604,6 +604,43 @@ fn print_config_tells_where_values_came_from() {
 }
 
 #[test]
+fn http2_clients_are_served_on_the_same_port() {
+    let server = Server::start(&[FAST]);
+    let url = format!("http://{}/v1/completions", server.address());
+    let curl = |stream: bool| {
+        let body =
+            format!(r#"{{"prompt":"a","max_tokens":5,"ignore_eos":true,"stream":{stream}}}"#);
+        let output = std::process::Command::new("curl")
+            .args([
+                "--silent",
+                "--no-buffer",
+                "--http2-prior-knowledge",
+                "--max-time",
+                "20",
+            ])
+            .args(["--write-out", "HTTP/%{http_version} %{http_code}", &url])
+            .args(["-H", "content-type: application/json", "-d", &body])
+            .output();
+        output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let Ok(whole) = curl(false) else {
+        eprintln!("skipped: there is no curl");
+        return;
+    };
+    assert!(whole.ends_with("HTTP/2 200"), "{whole}");
+    assert!(whole.contains("\"completion_tokens\":5"), "{whole}");
+    let stream = curl(true).expect("it ran before");
+    assert!(stream.ends_with("data: [DONE]\n\nHTTP/2 200"), "{stream}");
+    // A client that says nothing holds nobody up, nor does one that stops within the preface.
+    let mut half = server.connect();
+    half.write(b"PRI * ");
+    let quiet = server.connect();
+    server.assert_alive();
+    assert!(server.terminate().success());
+    drop((half, quiet));
+}
+
+#[test]
 fn terminating_lets_open_requests_finish() {
     let server = Server::start(&[
         &[

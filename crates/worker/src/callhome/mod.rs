@@ -162,6 +162,8 @@ struct Home {
     stats: Arc<CallHomeStats>,
     /// Numbers hang-ups.
     hang_ups: Cell<u32>,
+    /// This process is about to end: engine threads may, too.
+    leaving: Cell<bool>,
 }
 
 struct WorkerRanks {
@@ -233,6 +235,7 @@ impl CallHome {
                         feed: events.feed,
                         stats,
                         hang_ups: Cell::new(0),
+                        leaving: Cell::new(false),
                     });
                     LocalSet::new().block_on(&runtime, run(home, published, staged));
                 })?
@@ -289,6 +292,7 @@ async fn run(home: Rc<Home>, published: Published, mut staged: watch::Receiver<S
     loop {
         let stage = *staged.borrow_and_update();
         if stage >= Stage::Leaving {
+            home.leaving.set(true);
             published = None;
         }
         if stage == Stage::Closing {

@@ -2,6 +2,7 @@
 //! socket.
 
 use std::future::poll_fn;
+use std::io;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
@@ -85,7 +86,7 @@ impl Relay {
 
     /// The engines have stopped: what they said leaves, then the connection closes.
     async fn close(&mut self) -> Result<(), LinkError> {
-        self.take_frames(None);
+        self.take_frames(None)?;
         let limit = self.home.config.deadline;
         // A peer that does not read learns the rest from the closed connection.
         let _ = tokio::time::timeout(limit, self.link.flush()).await;
@@ -116,7 +117,7 @@ impl Relay {
             }
             self.take_requests()?;
         }
-        more |= self.take_frames(Some(cx));
+        more |= self.take_frames(Some(cx))?;
         if self.subscription.take(cx.waker(), self.link.outbox()) {
             self.ask_for_snapshots();
         }
@@ -171,7 +172,10 @@ impl Relay {
     /// more; without, all. They leave the rings whether or not the peer reads: an engine thread
     /// never waits for a socket, and the outbox has a bound of its own. Returns whether there may
     /// be more at once.
-    fn take_frames(&mut self, cx: Option<&mut Context<'_>>) -> bool {
+    ///
+    /// An engine thread that died is an error: only a connection that ends tells the shard that
+    /// its streams there have.
+    fn take_frames(&mut self, cx: Option<&mut Context<'_>>) -> Result<bool, LinkError> {
         let (outbox, stats) = (self.link.outbox(), &self.home.stats);
         let mut frames = 0;
         let before = outbox.len();
@@ -185,6 +189,9 @@ impl Relay {
                 false
             }
             Some(cx) => match self.port.poll_frames(cx, FRAMES_PER_TURN, put) {
+                Poll::Ready(Polled::ThreadGone(_)) if !self.home.leaving.get() => {
+                    return Err(io::Error::other("an engine thread died").into());
+                }
                 // The bell was not set: look again before sleeping.
                 Poll::Ready(Polled::Frames(_) | Polled::ThreadGone(_)) => true,
                 Poll::Ready(Polled::Closed) | Poll::Pending => false,
@@ -195,7 +202,7 @@ impl Relay {
             let bytes = (self.link.outbox().len() - before) as u64;
             stats.pass_bytes.fetch_add(bytes, Relaxed);
         }
-        more
+        Ok(more)
     }
 
     /// Kills all streams of the connection, waits until the engine threads have heard it, and gives

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# NVIDIA Dynamo 1.6.1's frontend and mocker beside ours: same machine, same client, same load, in
+# turn. Installs Dynamo from PyPI into SCRATCH (about 700 MB; kept for the next run). The mocker and
+# our worker get CPUs 0-1, the frontends and the client 2-3. SCALE=N divides the requests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=$(realpath "${SLIPSTREAM_BIN:-${CARGO_TARGET_DIR:-target}/release/slipstream}")
+scale=${SCALE:-1}
+scratch=${SCRATCH:-${TMPDIR:-/tmp}/slipstream-peer}
+python=${PYTHON:-python3}
+mkdir -p "$scratch"
+out=$(mktemp -d)
+. scripts/live.sh
+cleanup() {
+  stop_all
+  rm -r "$out"
+}
+trap cleanup EXIT
+WORKER_CPUS=0,1 FRONTEND_CPUS=2,3 CLIENT_CPUS=2,3
+
+if [ ! -x "$scratch/venv/bin/python" ] || ! "$scratch/venv/bin/python" -c 'import dynamo.frontend' 2>/dev/null; then
+  "$python" -m venv "$scratch/venv"
+  # Without its dependencies: one of them (aisimulate) is a placeholder on PyPI.
+  "$scratch/venv/bin/pip" install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+  "$scratch/venv/bin/pip" install --quiet aiohttp certifi 'kubernetes<33' msgspec \
+    prometheus-client pyzmq redis tqdm 'transformers>=4.56' zstandard uvloop
+fi
+if [ ! -f "$scratch/model/config.json" ]; then
+  # Our own tokenizer in Hugging Face's form, and a model of Llama's shape around it.
+  "$bin" tokenizer export "$scratch/model"
+  "$scratch/venv/bin/python" - "$scratch/model" <<'PYTHON'
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+(folder / "config.json").write_text(json.dumps({
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "head_dim": 128, "intermediate_size": 14336, "vocab_size": len(words),
+    "max_position_embeddings": 131072, "bos_token_id": 0, "eos_token_id": 1}))
+if not (folder / "generation_config.json").exists():
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+PYTHON
+fi
+
+start_dynamo() { # start_dynamo WORKERS
+  rm -rf "$out/kv"
+  port=$((20000 + RANDOM % 20000))
+  export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV="$out/kv" DYN_EVENT_PLANE=zmq DYN_REQUEST_PLANE=tcp \
+    DYN_TCP_RPC_HOST=127.0.0.1 DYN_TCP_RESPONSE_STREAM_HOST=127.0.0.1 DYN_EVENT_PLANE_HOST=127.0.0.1 \
+    DYN_LOG=error
+  pin "$FRONTEND_CPUS" "$scratch/venv/bin/python" -m dynamo.frontend --http-host 127.0.0.1 \
+    --http-port "$port" --router-mode kv --kv-cache-block-size 64 >"$out/log" 2>&1 &
+  pids=($!)
+  pin "$WORKER_CPUS" "$scratch/venv/bin/python" -m dynamo.mocker --model-path "$scratch/model" \
+    --model-name mock --block-size 64 --speedup-ratio 1000000 --num-workers "$1" >>"$out/log" 2>&1 &
+  pids+=($!)
+  url=http://127.0.0.1:$port
+  for _ in $(seq 300); do
+    if curl -s "$url/v1/models" | grep -q '"mock"'; then return; fi
+    sleep 0.1
+  done
+  tail -20 "$out/log" >&2
+  exit 1
+}
+
+pair() { # pair NAME WORKERS CONCURRENCY ISL OSL THEIRS OURS (requests)
+  start_dynamo "$2"
+  load "$1-dynamo" "$3" "$4" "$5" $(($6 / scale)) --model mock
+  stop_all
+  start_two "$2" --set engine.block_size=64 --set router.policy=kv
+  load "$1-slipstream" "$3" "$4" "$5" $(($7 / scale))
+  stop_all
+  printf '\n== %s: %s worker(s), c=%s, %s/%s\n' "$1" "$2" "$3" "$4" "$5"
+  "$bin" bench compare "$out/$1"-{dynamo,slipstream}.json
+}
+
+printf '%s, %s cores, load %s\n' "$(uname -srm)" "$(nproc)" "$(cut -d' ' -f1-3 /proc/loadavg)"
+pair latency 1 1 128 32 300 20000
+pair fidelity 1 256 1024 1024 1024 16384
+pair peak 1 256 128 1 20000 150000
+for workers in 1 2 4 8; do pair "workers-$workers" "$workers" 256 256 32 8000 80000; done

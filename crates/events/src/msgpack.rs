@@ -47,7 +47,8 @@ pub(crate) fn bytes(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// Appends an unsigned number.
-#[inline]
+#[inline(always)]
+#[allow(clippy::inline_always)] // 20 calls a message, most of them one byte
 pub(crate) fn uint(out: &mut Vec<u8>, value: u64) {
     match value {
         0..=0x7f => out.push(value as u8),

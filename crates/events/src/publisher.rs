@@ -346,8 +346,8 @@ impl Carrier {
     }
 }
 
-/// Publishes for one engine thread. Encodes on that thread, into buffers that are used again; the
-/// event thread writes.
+/// Publishes for one engine thread. Encodes on that thread, into batches whose memory is used again;
+/// the event thread writes.
 pub struct EventPublisher {
     queue: Arc<ThreadQueue>,
     shared: Arc<Shared>,
@@ -364,7 +364,6 @@ pub struct EventPublisher {
     last: Option<(RankId, u32)>,
     /// Number of the next KV batch, by place.
     kv_sequences: Vec<u64>,
-    scratch: Vec<u8>,
     /// Something was queued since the bell rang.
     pending: bool,
     /// Places whose events were dropped; repeats.
@@ -404,7 +403,6 @@ impl EventPublisher {
             kv_sequences: vec![0; places.len()],
             places,
             last: None,
-            scratch: Vec::new(),
             pending: false,
             lost: Vec::new(),
             to_resync: BTreeSet::new(),
@@ -453,11 +451,11 @@ impl EventPublisher {
             let lane = &self.queue.kv;
             if self.fresh {
                 let payload = changes.to_batch().to_vec();
-                lane.put(place, sequence, &topic.frame, &payload, &mut self.lost);
+                let encode = |out: &mut Vec<u8>| out.extend_from_slice(&payload);
+                lane.put(place, sequence, &topic.frame, encode, &mut self.lost);
             } else {
-                self.scratch.clear();
-                changes.write(&mut self.scratch);
-                lane.put(place, sequence, &topic.frame, &self.scratch, &mut self.lost);
+                let encode = |out: &mut Vec<u8>| changes.write(out);
+                lane.put(place, sequence, &topic.frame, encode, &mut self.lost);
             }
         }
         self.pending = true;
@@ -535,17 +533,11 @@ impl EventSink for EventPublisher {
             let subject = format!("{}.fpm.{worker_id}.{}", self.prefix, rank.dp_rank);
             let topic = Topic::new(&subject, subject.as_bytes()).expect("it was valid before");
             let payload = FpmMessage::new(&worker_id, metrics).to_vec();
-            lane.put(place, sequence, &topic.frame, &payload, &mut self.lost);
+            let encode = |out: &mut Vec<u8>| out.extend_from_slice(&payload);
+            lane.put(place, sequence, &topic.frame, encode, &mut self.lost);
         } else {
-            self.scratch.clear();
-            write_fpm(&mut self.scratch, &topics.worker_id, metrics);
-            lane.put(
-                place,
-                sequence,
-                &topics.fpm.frame,
-                &self.scratch,
-                &mut self.lost,
-            );
+            let encode = |out: &mut Vec<u8>| write_fpm(out, &topics.worker_id, metrics);
+            lane.put(place, sequence, &topics.fpm.frame, encode, &mut self.lost);
         }
         self.lost.clear(); // seen as a gap in the counter
         self.pending = true;

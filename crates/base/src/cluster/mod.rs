@@ -400,7 +400,7 @@ pub struct EventsConfig {
     pub queue_bytes_max: u64,
     /// Batches of KV events a rank keeps for replay. Default 10,000, as in vLLM.
     pub replay_batches_max: u32,
-    /// Events leave at most every so many ms, together. Default 1.
+    /// Events leave at most every so many ms, together. Default 5.
     pub interval_ms: f64,
 }
 
@@ -418,7 +418,7 @@ impl Default for EventsConfig {
             subject_prefix: "slipstream".into(),
             queue_bytes_max: 8 << 20,
             replay_batches_max: 10_000,
-            interval_ms: 1.0,
+            interval_ms: 5.0,
         }
     }
 }

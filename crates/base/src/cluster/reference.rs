@@ -504,7 +504,7 @@ pub const KEYS: &[Key] = &[
     key(
         "live.events.interval_ms",
         "ms, 0 to 1,000",
-        "1.0",
+        "5.0",
         "Events leave at most so often; the first after a pause leaves at once.",
         "High: readers hear late. 0: a wake-up for each pass, at high speed-ups thousands a second.",
     ),

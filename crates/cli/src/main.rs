@@ -39,6 +39,8 @@ enum Command {
     Sched(cmd::sched::Args),
     /// Load an OpenAI endpoint and report what its clients see
     Bench(Box<cmd::bench::Args>),
+    /// Say what a trace is like
+    Trace(cmd::trace::Args),
     /// The built-in tokenizer, for other tools
     Tokenizer(cmd::tokenizer::Args),
     /// List the models and GPUs that a cluster file can name
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Command::Drag(args) => cmd::drag::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
+        Command::Trace(args) => cmd::trace::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
         Command::Events(args) => cmd::events::run(&args),

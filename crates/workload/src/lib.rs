@@ -4,7 +4,7 @@
 //! ```text
 //!   workload file ─► Generator ─┐
 //!                               ├─► Source ─► Schedule ─► driver (bench: HTTP, twin: virtual time)
-//!   trace file ───► Mooncake ───┘                ▲             │
+//!   trace file ───► Trace ──────┘                ▲             │
 //!                                                └── on_done ──┘   next turn, next in closed loop
 //! ```
 //!
@@ -12,16 +12,18 @@
 //!   new key in the file, or a thread more, does not shift the others.
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
 //!   follow; so bench and twin agree on what is shared without passing text around.
-//! - [`generate`] and [`mooncake`]: where requests come from, one in memory at a time.
+//! - [`generate`] and [`trace`]: where requests come from, one in memory at a time.
+//! - [`stats`]: what a stream of requests is like.
 //! - [`schedule`]: when they are due; follow-up turns; closed loops. No clock: the driver says `now`.
 #![forbid(unsafe_code)]
 
 pub mod draw;
 pub mod generate;
-pub mod mooncake;
 pub mod prompt;
 pub mod schedule;
 pub mod source;
+pub mod stats;
+pub mod trace;
 
 pub use prompt::{Content, PromptSource, Role, Segment, Vocabulary};
 pub use schedule::Schedule;

@@ -6,8 +6,8 @@ use slipstream_base::workload_file::{Content, Workload};
 use slipstream_base::{RequestId, SimTime};
 
 use crate::generate::Generator;
-use crate::mooncake::Mooncake;
 use crate::prompt::PromptSource;
+use crate::trace::Trace;
 
 /// Turns that a session may have; a request's number leaves them 12 bits.
 pub const TURNS_MAX: u32 = 1 << 12;
@@ -93,7 +93,7 @@ pub struct Source {
 #[derive(Debug)]
 enum Kind {
     Generated(Generator),
-    Trace(Mooncake),
+    Trace(Box<Trace>),
 }
 
 impl Source {
@@ -107,7 +107,7 @@ impl Source {
             Content::Generated(classes) => {
                 Kind::Generated(Generator::new(workload, classes.clone(), salt)?)
             }
-            Content::Trace(file) => Kind::Trace(Mooncake::open(workload, file, salt)?),
+            Content::Trace(file) => Kind::Trace(Box::new(Trace::open(workload, file, salt)?)),
         };
         Ok(Source { kind })
     }

@@ -18,4 +18,5 @@ pub(crate) mod serve;
 pub(crate) mod simulate;
 pub(crate) mod sweep;
 pub(crate) mod tokenizer;
+pub(crate) mod trace;
 pub(crate) mod worker;

@@ -24,7 +24,7 @@ pub(crate) struct WorkloadArgs {
     /// Workload file (docs/workload.md)
     #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
     pub(crate) workload: Option<PathBuf>,
-    /// Replay a trace in Mooncake's JSONL form
+    /// Replay a trace: Mooncake's JSONL, Azure's or BurstGPT's CSV
     #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
     pub(crate) trace: Option<PathBuf>,
     /// Closed loop: requests at a time [default without a file: 1]

@@ -195,3 +195,35 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
     assert_eq!(code, Some(2));
     assert!(err.contains("did you mean `max_num_seqs`"), "{err}");
 }
+
+#[test]
+fn a_trace_is_told_and_simulated_in_any_form() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("azure.csv");
+    let rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n\
+                2023-11-16 18:15:46.6805900,300,7\n2023-11-16 18:15:50.9951690,200,3\n";
+    std::fs::write(&file, rows).unwrap();
+    let path = file.to_str().unwrap();
+    let (code, out, err) = run(&["trace", "stats", path]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(out.contains("2 requests in 4.31 s"), "{out}");
+    assert!(out.contains("ideal prefix hits 0.000 %"), "{out}");
+    let mut args = vec!["simulate", "--trace", path, "--json", "--quiet"];
+    args.extend(SMALL);
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["tokens"]["input"], 500);
+    assert_eq!(json["tokens"]["output"], 10);
+
+    std::fs::write(&file, format!("{rows}2023-11-16 18:15:40,200,3\n")).unwrap();
+    let (code, _, err) = run(&["trace", "stats", path]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("line 4") && err.contains("sort the trace"),
+        "{err}"
+    );
+    let (code, _, err) = run(&["trace", "stats", path, "--on-bad-line=skip"]);
+    assert_eq!(code, Some(0));
+    assert!(err.contains("1 lines were skipped"), "{err}");
+}

@@ -6,7 +6,13 @@
 """
 
 import json
+import select
+import signal
+import socket
 import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,8 +140,6 @@ def context() -> Iterator[zmq.Context]:
 
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
-    import socket
-
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -226,8 +230,6 @@ def test_msgspec_decodes_what_the_server_publishes(start, context):
             assert (event.block_size, event.medium) == (16, "GPU")
             assert len(event.token_ids) == 16 * len(event.block_hashes)
         # The first event is of the first prompt, and names its tokens.
-        import urllib.request
-
         words = " ".join(f"{n} sheep" for n in range(40))
         request = urllib.request.Request(
             f"{server.url}/tokenize",
@@ -346,3 +348,97 @@ def test_a_publisher_that_is_not_there_is_an_error_with_a_hint(binary):
     assert done.returncode == 2
     assert f"tcp://127.0.0.1:{port}" in done.stderr
     assert "live.events.bus" in done.stderr
+
+
+@contextmanager
+def ready(line_begins: str, *command: str | Path) -> Iterator[str]:
+    """A running process that has printed a line which begins so; gives the rest of that line."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 60)
+        line = process.stdout.readline() if readable else ""
+        assert line.startswith(line_begins), f"{command[1]}: {line!r}"
+        yield line.removeprefix(line_begins).strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_a_worker_process_names_the_tokens_that_a_frontend_process_read(binary, context, tmp_path):
+    fpm_port, kv_port = free_ports(2)
+    shared = (
+        *("--discovery", tmp_path),
+        *("--set", "live.events.bus=zmq"),
+        *("--set", f"live.events.fpm_endpoint=tcp://127.0.0.1:{fpm_port}"),
+        *("--set", f"live.events.kv_endpoint=tcp://127.0.0.1:{kv_port}"),
+    )
+    frontend = (binary, "frontend", "--listen", "127.0.0.1:0", *shared)
+    worker = (binary, "worker", "--speedup", "0", *shared)
+    with ready("listening on ", *frontend) as url, ready("running ", *worker) as workers:
+        assert workers == "w0"
+        kv = context.socket(zmq.SUB)
+        kv.connect(f"tcp://127.0.0.1:{kv_port}")
+        kv.subscribe("")
+        numbers = iter(range(10**6))
+
+        def ask() -> None:
+            prompt = " ".join(f"{next(numbers)} goats" for _ in range(40))
+            body = json.dumps({"model": "qwen3-8b", "prompt": prompt, "max_tokens": 2}).encode()
+            head = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, head)
+            try:
+                urllib.request.urlopen(request, timeout=30).read()
+            except urllib.error.HTTPError as error:
+                assert error.code == 503, "the worker may not have called home yet"
+
+        payload = heard(kv, ask)[2]
+        (stored, *_) = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        assert stored.parent_block_hash is None
+        assert len(stored.token_ids) == stored.block_size * len(stored.block_hashes) > 0
+
+
+def test_the_tail_hears_a_server_over_nats(binary, start):
+    program = Path(sys.executable).parent / "nats-server"
+    if not program.exists():
+        pytest.skip(f"no {program}")
+    (port,) = free_ports(1)
+    url = f"nats://127.0.0.1:{port}"
+    nats = subprocess.Popen(
+        [program, "--addr", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        sets = ("--set", "live.events.bus=nats", "--set", f"live.events.nats_url={url}")
+        with start("--speedup", "0", *sets) as server:
+            client = server.client()
+            model = client.models.list().data[0].id
+            args = ("--bus", "nats", "--url", url, "--subject", "slipstream.*.w0.0", "--count", "50")
+            # The NATS server takes a moment to listen.
+            for _ in range(PATIENCE_MS // 50):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                select.select([], [], [], 0.05)
+            with tail(binary, *args) as process:
+                poller = select.poll()
+                poller.register(process.stdout, select.POLLIN)
+                for n in range(PATIENCE_MS // 50):
+                    client.completions.create(model=model, prompt=f"{n} cows" * 20, max_tokens=8)
+                    if poller.poll(50):
+                        break
+                for n in range(20):
+                    client.completions.create(model=model, prompt=f"{n} hens" * 20, max_tokens=8)
+                lines = [json.loads(line) for line in process.stdout]
+                assert process.wait(30) == 0
+        assert len(lines) == 50
+        fpm = [line["event"]["counter_id"] for line in lines if ".fpm." in line["topic"]]
+        assert fpm == list(range(fpm[0], fpm[0] + len(fpm)))
+        kv = [line["sequence"] for line in lines if ".kv." in line["topic"]]
+        assert kv == list(range(kv[0], kv[0] + len(kv)))
+    finally:
+        nats.kill()
+        nats.wait()

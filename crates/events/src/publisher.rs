@@ -370,6 +370,8 @@ pub struct EventPublisher {
     lost: Vec<u32>,
     /// Ranks that need a snapshot.
     to_resync: BTreeSet<RankId>,
+    /// Ranks that were asked for one.
+    asked: BTreeSet<RankId>,
     resynced: Option<Instant>,
 }
 
@@ -406,6 +408,7 @@ impl EventPublisher {
             pending: false,
             lost: Vec::new(),
             to_resync: BTreeSet::new(),
+            asked: BTreeSet::new(),
             resynced: None,
         }
     }
@@ -477,6 +480,7 @@ impl EventPublisher {
         }
         self.resynced = Some(Instant::now());
         for rank in std::mem::take(&mut self.to_resync) {
+            self.asked.insert(rank);
             request(rank);
         }
     }
@@ -514,7 +518,11 @@ impl EventSink for EventPublisher {
     }
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
-        self.put_kv(snapshot, None);
+        // Snapshots are also made for routers that join or saw a gap of their own. Subscribers here
+        // missed nothing then, and would lose the tokens that they know.
+        if self.asked.remove(&snapshot.rank) {
+            self.put_kv(snapshot, None);
+        }
     }
 
     fn on_fpm(&mut self, metrics: &ForwardPassMetrics) {

@@ -102,7 +102,7 @@ fn kv_events_name_tokens_where_they_are_known() {
 fn a_large_delta_becomes_several_batches_with_rising_sequences() {
     let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
     let mut subscriber = plane.hub().subscribe(1 << 30);
-    publisher.on_kv_snapshot(&stores(0, 0, 10_000));
+    publisher.on_kv(&stores(0, 0, 10_000));
     publisher.on_kv(&stores(0, 10_000, 1));
     publisher.flush();
     drop(plane);
@@ -155,6 +155,9 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
         ..config(EventBus::InProcess)
     };
     let (plane, mut publisher) = start(&config, false);
+    let mut subscriber = plane.hub().subscribe(1 << 30);
+    // Nobody asked for this one: a router joined.
+    publisher.on_kv_snapshot(&stores(1, 9_999_999, 1));
     let asked = Arc::new((AtomicU32::new(0), Mutex::new(Vec::new())));
     let asking = Arc::clone(&asked);
     plane.on_lost_kv(move |rank| {
@@ -174,4 +177,18 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
         asked.0.load(Ordering::Relaxed) > 0
     });
     assert_eq!(*asked.1.lock().unwrap(), [rank(1)]);
+    publisher.on_kv_snapshot(&stores(1, 0, 7));
+    publisher.flush();
+    drop(plane);
+    let heard = all(&mut subscriber);
+    let blocks = |event: &Event| match &KvEventBatch::decode(&event.payload).unwrap().events[..] {
+        [KvEvent::BlockStored { block_hashes, .. }] => block_hashes.clone(),
+        other => panic!("{other:?}"),
+    };
+    let unasked = ExternalHash::Int(1000 + 9_999_999);
+    assert!(heard.iter().all(|event| !blocks(event).contains(&unasked)));
+    assert_eq!(blocks(heard.last().unwrap()).len(), 7, "the snapshot");
+    let sequences: Vec<u64> = heard.iter().filter_map(|event| event.sequence).collect();
+    let published = sequences.last().unwrap() + 1;
+    assert!(published > sequences.len() as u64, "the gap shows");
 }

@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use slipstream_base::{KvDelta, RankId, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::link::{Link, LinkError};
+use slipstream_planes::link::{Link, LinkError, Socket};
+use slipstream_planes::tls::Tls;
 use slipstream_planes::wire::{self, Hello, Kind, Reject, RejectReason, Welcome, WireError};
 use slipstream_planes::{PassFrame, StartRequest, ToWorker};
 use tokio::net::{TcpListener, TcpStream};
@@ -60,6 +61,7 @@ pub struct RemotePlane {
     listener: StdListener,
     roster: Arc<Roster>,
     limits: RemoteLimits,
+    tls: Option<Tls>,
 }
 
 /// A bound socket for workers, before there is a roster.
@@ -83,12 +85,13 @@ impl PlaneSocket {
         self.address
     }
 
-    /// A shard's plane on this socket.
-    pub fn serve(self, roster: Arc<Roster>, limits: RemoteLimits) -> RemotePlane {
+    /// A shard's plane on this socket; with `tls`, for workers that prove who they are.
+    pub fn serve(self, roster: Arc<Roster>, limits: RemoteLimits, tls: Option<Tls>) -> RemotePlane {
         RemotePlane {
             listener: self.listener,
             roster,
             limits,
+            tls,
         }
     }
 }
@@ -97,6 +100,7 @@ impl PlaneSocket {
 pub(crate) struct Remote {
     pub(crate) roster: Arc<Roster>,
     limits: RemoteLimits,
+    tls: Option<Tls>,
     listener: Cell<Option<StdListener>>,
     /// Who runs a worker, by worker.
     peers: RefCell<Vec<Option<Rc<Peer>>>>,
@@ -134,6 +138,7 @@ impl Remote {
         Remote {
             roster: plane.roster,
             limits: plane.limits,
+            tls: plane.tls,
             listener: Cell::new(Some(plane.listener)),
             peers: RefCell::new(vec![None; workers]),
             greetings: Cell::new(0),
@@ -254,7 +259,15 @@ impl Remote {
         stream: TcpStream,
     ) -> Result<(Link, Rc<Peer>), GreetError> {
         let limits = &self.limits;
-        let mut link = Link::over_tcp(stream, limits.deadline, limits.unsent_bytes_max)?;
+        // Small frames leave at once.
+        stream.set_nodelay(true)?;
+        let socket: Box<dyn Socket> = match &self.tls {
+            None => Box::new(stream),
+            Some(tls) => tls.accept(stream).await.inspect_err(|_| {
+                self.roster.on_rejected();
+            })?,
+        };
+        let mut link = Link::new(socket, limits.deadline, limits.unsent_bytes_max);
         let hello = link
             .receive(|kind, body| match kind {
                 Kind::Hello => Hello::decode(body),

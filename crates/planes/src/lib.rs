@@ -30,6 +30,8 @@ pub mod link;
 pub mod ring;
 pub mod stream;
 mod sync;
+#[cfg(not(loom))]
+pub mod tls;
 pub mod tombstone;
 pub mod wire;
 

@@ -11,7 +11,6 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
 use crate::wire::{self, Kind, WireError};
@@ -70,6 +69,8 @@ pub struct Link {
     /// Bytes of the outbox that the socket has taken.
     sent: usize,
     unsent_bytes_max: usize,
+    /// The socket has taken bytes that it may not have sent: encrypted ones keep some.
+    unflushed: bool,
     clock: PeerClock,
 }
 
@@ -105,6 +106,7 @@ impl Link {
             outbox: Vec::new(),
             sent: 0,
             unsent_bytes_max,
+            unflushed: false,
             clock: PeerClock {
                 deadline,
                 ticks,
@@ -113,19 +115,6 @@ impl Link {
                 spoke: false,
             },
         }
-    }
-
-    /// A link over TCP: small frames leave at once.
-    ///
-    /// # Errors
-    /// If the peer has gone already.
-    pub fn over_tcp(
-        stream: TcpStream,
-        deadline: Duration,
-        unsent_bytes_max: usize,
-    ) -> io::Result<Link> {
-        stream.set_nodelay(true)?;
-        Ok(Link::new(Box::new(stream), deadline, unsent_bytes_max))
     }
 
     /// Takes the deadline that both sides agreed on.
@@ -184,7 +173,7 @@ impl Link {
     /// [`LinkError::Io`].
     pub fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LinkError>> {
         if self.unsent() == 0 {
-            return Poll::Ready(Ok(()));
+            return self.poll_flush(cx);
         }
         self.clock.spoke = true;
         while self.unsent() > 0 {
@@ -194,6 +183,7 @@ impl Link {
                 return Poll::Ready(Err(LinkError::Closed));
             }
             self.sent += taken;
+            self.unflushed = true;
             self.clock.took = Instant::now();
         }
         self.sent = 0;
@@ -202,10 +192,15 @@ impl Link {
         } else {
             self.outbox.clear();
         }
-        // Encrypted sockets keep what they took until they are flushed.
-        Pin::new(&mut self.socket)
-            .poll_flush(cx)
-            .map_err(LinkError::Io)
+        self.poll_flush(cx)
+    }
+
+    fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LinkError>> {
+        if self.unflushed {
+            ready!(Pin::new(&mut self.socket).poll_flush(cx))?;
+            self.unflushed = false;
+        }
+        Poll::Ready(Ok(()))
     }
 
     /// Looks at the time: appends a ping if nothing was said for a while. Returns whether it is a

@@ -107,6 +107,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
             .max(4096),
         ..RemoteLimits::default()
     };
+    let tls = args.plane.tls()?;
     let mut registry = Registry::default();
     registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
         fleet.clone(),
@@ -120,7 +121,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
         .into_iter()
         .enumerate()
         .map(|(shard, socket)| ShardPlane {
-            transport: Transport::Sockets(socket.serve(roster.clone(), limits)),
+            transport: Transport::Sockets(socket.serve(roster.clone(), limits, tls.clone())),
             router: Router::new(fleet.clone(), shard as u32),
         })
         .collect();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use slipstream_base::BlockHash;
 use slipstream_base::cluster::Cluster;
+use slipstream_planes::tls::{Tls, TlsFiles};
 
 /// Flags that frontends and workers share.
 #[derive(clap::Args)]
@@ -20,6 +21,16 @@ pub(crate) struct PlaneArgs {
     /// A peer that is silent for so long is cut off, s
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
     peer_deadline: f64,
+    /// Encrypt connections between processes: certificate of this one (PEM); a frontend's must
+    /// name `slipstream`
+    #[arg(long, value_name = "FILE", requires_all = ["plane_key", "plane_ca"])]
+    plane_cert: Option<PathBuf>,
+    /// Key of --plane-cert (PEM)
+    #[arg(long, value_name = "FILE", requires = "plane_cert")]
+    plane_key: Option<PathBuf>,
+    /// Authority that must have signed the peers' certificates (PEM)
+    #[arg(long, value_name = "FILE", requires = "plane_cert")]
+    plane_ca: Option<PathBuf>,
 }
 
 impl PlaneArgs {
@@ -29,6 +40,20 @@ impl PlaneArgs {
 
     pub(crate) fn peer_deadline(&self) -> anyhow::Result<Duration> {
         positive("--peer-deadline", self.peer_deadline)
+    }
+
+    /// TLS as asked for by the three flags, or none.
+    pub(crate) fn tls(&self) -> anyhow::Result<Option<Tls>> {
+        let (Some(cert), Some(key), Some(ca)) = (&self.plane_cert, &self.plane_key, &self.plane_ca)
+        else {
+            return Ok(None);
+        };
+        let files = TlsFiles {
+            cert: cert.clone(),
+            key: key.clone(),
+            ca: ca.clone(),
+        };
+        Ok(Some(Tls::load(&files)?))
     }
 
     pub(crate) fn directory(&self) -> anyhow::Result<PathBuf> {

@@ -120,6 +120,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         lease: args.plane.lease()?,
         deadline: args.plane.peer_deadline()?,
         unsent_bytes_max: 64 << 20,
+        tls: args.plane.tls()?,
     };
     let home = CallHome::start(config, &set, plane.shards, events)?;
     Ok(Running { set, home, bus })

@@ -419,6 +419,69 @@ fn open_streams_finish_when_either_side_is_asked_to_end() {
     }
 }
 
+/// An authority, a certificate it signed, and the flags that name them; `None` without openssl.
+fn certificates(dir: &Path) -> Option<Vec<String>> {
+    let openssl = |args: &str| {
+        let status = std::process::Command::new("openssl")
+            .args(args.split_whitespace())
+            .current_dir(dir)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        status.is_ok_and(|status| status.success())
+    };
+    let ca = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 \
+              -subj /CN=authority -keyout ca.key -out ca.pem";
+    let request = "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=process \
+                   -addext subjectAltName=DNS:slipstream -keyout process.key -out process.csr";
+    let sign = "x509 -req -in process.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 \
+                -copy_extensions copyall -out process.pem";
+    if ![ca, request, sign].iter().all(|args| openssl(args)) {
+        eprintln!("skipped: openssl made no certificates");
+        return None;
+    }
+    let flag = |flag: &str, file: &str| format!("{flag}={}", dir.join(file).display());
+    Some(vec![
+        flag("--plane-cert", "process.pem"),
+        flag("--plane-key", "process.key"),
+        flag("--plane-ca", "ca.pem"),
+    ])
+}
+
+#[test]
+fn over_tls_only_who_proves_to_belong_to_the_cluster_is_served() {
+    let (ours, theirs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (Some(flags), Some(others)) = (certificates(ours.path()), certificates(theirs.path()))
+    else {
+        return;
+    };
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let others: Vec<&str> = others.iter().map(String::as_str).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[FAST, &flags]);
+    let index = |index: &'static str| ["--pool=main", index];
+    let plain = Worker::start(dir.path(), &[FAST, &index("--index=0")]);
+    let stranger = Worker::start(dir.path(), &[FAST, &index("--index=1"), &others]);
+    server.await_metric("slipstream_plane_rejected_total", |rejected| {
+        rejected >= 4.0
+    });
+    assert_eq!(server.metric("slipstream_router_ready"), 0.0);
+    assert_eq!(server.metric("slipstream_plane_connections_total"), 0.0);
+    let worker = Worker::start(dir.path(), &[FAST, &flags]);
+    await_ready(&server, 2);
+    // Answers longer than a TLS record, and many of them.
+    let mut streams: Vec<Client> = (0..20)
+        .map(|_| begin(&server, &completion(LONG_PROMPT, 2000, true)))
+        .collect();
+    for stream in &mut streams {
+        assert_eq!(stream.head().status, 200);
+        let text = rest(stream);
+        assert!(text.ends_with("data: [DONE]\n\n"));
+        assert!(!text.contains("\"error\""), "{text}");
+    }
+    drop((plain, stranger, worker));
+}
+
 /// Forwards between a worker and a shard, and cuts connections after so many bytes of one
 /// direction.
 struct Cutter {

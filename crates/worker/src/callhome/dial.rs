@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use slipstream_planes::link::{Link, LinkError};
+use slipstream_planes::link::{Link, LinkError, Socket};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, Reject, Welcome, WireError};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -136,8 +136,13 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
         .await
         .map_err(LinkError::Io)?;
     let config = &home.config;
-    let mut link =
-        Link::over_tcp(stream, config.deadline, config.unsent_bytes_max).map_err(LinkError::Io)?;
+    // Small frames leave at once.
+    stream.set_nodelay(true).map_err(LinkError::Io)?;
+    let socket: Box<dyn Socket> = match &config.tls {
+        None => Box::new(stream),
+        Some(tls) => tls.connect(stream).await.map_err(LinkError::Io)?,
+    };
+    let mut link = Link::new(socket, config.deadline, config.unsent_bytes_max);
     let hello = Hello {
         instance: config.instance,
         fingerprint: config.fingerprint,

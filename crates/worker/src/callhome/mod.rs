@@ -30,6 +30,7 @@ use std::time::Duration;
 use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::discovery::{Change, DiscoveryError, Published, Record, Role, Watch};
+use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
@@ -59,6 +60,8 @@ pub struct CallHomeConfig {
     /// Bytes that may wait for one shard to read them; beyond that its connection is cut. Too low:
     /// a burst cuts a healthy frontend. Default 64 MiB.
     pub unsent_bytes_max: usize,
+    /// Encrypt, and let each side prove who it is; `None`: plain TCP.
+    pub tls: Option<Tls>,
 }
 
 /// What the plane of a worker process has seen so far. Written by its thread.

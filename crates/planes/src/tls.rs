@@ -1,0 +1,161 @@
+//! Mutual TLS between worker processes and shards: each side proves that it belongs to the cluster
+//! by a certificate of the cluster's own authority.
+//!
+//! Frontends' certificates name [`SERVER_NAME`], not hosts: workers dial addresses that discovery
+//! gives them, and what counts is who signed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::pki_types::pem::{Error as PemError, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::link::Socket;
+
+/// The DNS name that a frontend's certificate must carry.
+pub const SERVER_NAME: &str = "slipstream";
+
+/// Where a process finds its certificate, the key of it, and the authority that it trusts, as PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The process's certificate, and those between it and the authority.
+    pub cert: PathBuf,
+    /// Its key.
+    pub key: PathBuf,
+    /// The authority's certificate; peers must be signed by it.
+    pub ca: PathBuf,
+}
+
+/// Both ends of TLS. Cheap to clone.
+#[derive(Clone)]
+pub struct Tls {
+    acceptor: TlsAcceptor,
+    connector: TlsConnector,
+}
+
+/// Why TLS cannot be used. A mistake in the files; retrying does not help.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file that cannot be read, or holds no such thing.
+    #[error("{}: {source}; give a PEM file with {what}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What should be in it.
+        what: &'static str,
+        /// What is wrong.
+        source: PemError,
+    },
+    /// Files that do not belong together.
+    #[error("the plane's certificate, key and authority do not fit together: {0}")]
+    Mismatch(String),
+}
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn load(files: &TlsFiles) -> Result<Tls, TlsError> {
+        let chain = certificates(&files.cert, "the certificate of this process")?;
+        let read_key = || {
+            let what = "the private key of this process";
+            PrivateKeyDer::from_pem_file(&files.key).map_err(file(&files.key, what))
+        };
+        let mut roots = RootCertStore::empty();
+        for ca in certificates(&files.ca, "the certificate of the cluster's authority")? {
+            roots.add(ca).map_err(mismatch)?;
+        }
+        let roots = Arc::new(roots);
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
+            .build()
+            .map_err(mismatch)?;
+        let server = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(mismatch)?
+            .with_client_cert_verifier(clients)
+            .with_single_cert(chain.clone(), read_key()?)
+            .map_err(mismatch)?;
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(mismatch)?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, read_key()?)
+            .map_err(mismatch)?;
+        Ok(Tls {
+            acceptor: TlsAcceptor::from(Arc::new(server)),
+            connector: TlsConnector::from(Arc::new(client)),
+        })
+    }
+
+    /// A shard's end.
+    ///
+    /// # Errors
+    /// If the peer cannot prove who it is, or the connection fails.
+    pub async fn accept(&self, stream: TcpStream) -> std::io::Result<Box<dyn Socket>> {
+        Ok(Box::new(self.acceptor.accept(stream).await?))
+    }
+
+    /// A worker process's end.
+    ///
+    /// # Errors
+    /// If the peer cannot prove who it is, or the connection fails.
+    pub async fn connect(&self, stream: TcpStream) -> std::io::Result<Box<dyn Socket>> {
+        let name = ServerName::try_from(SERVER_NAME).expect("a constant name");
+        Ok(Box::new(self.connector.connect(name, stream).await?))
+    }
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Tls")
+    }
+}
+
+fn certificates(path: &Path, what: &'static str) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let read = || -> Result<Vec<_>, PemError> {
+        let found: Vec<_> = CertificateDer::pem_file_iter(path)?.collect::<Result<_, _>>()?;
+        if found.is_empty() {
+            return Err(PemError::NoItemsFound);
+        }
+        Ok(found)
+    };
+    read().map_err(file(path, what))
+}
+
+fn file(path: &Path, what: &'static str) -> impl FnOnce(PemError) -> TlsError {
+    let path = path.to_owned();
+    move |source| TlsError::File { path, what, source }
+}
+
+fn mismatch(error: impl std::fmt::Display) -> TlsError {
+    TlsError::Mismatch(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_hold_nothing_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let empty = dir.path().join("empty.pem");
+        std::fs::write(&empty, "").unwrap();
+        let files = |cert: &Path| TlsFiles {
+            cert: cert.to_owned(),
+            key: empty.clone(),
+            ca: empty.clone(),
+        };
+        let missing = dir.path().join("missing.pem");
+        for path in [&empty, &missing] {
+            let error = Tls::load(&files(path)).unwrap_err().to_string();
+            assert!(error.contains(path.to_str().unwrap()), "{error}");
+            assert!(error.contains("certificate of this process"), "{error}");
+        }
+    }
+}

@@ -13,7 +13,7 @@ row() { # row NAME FLAGS…
   local name=$1 digest=
   shift
   for run in $(seq "$runs"); do
-    "$bin" simulate examples/cluster.toml "$@" --quiet --out "$out/$run.json" \
+    "$bin" simulate examples/cluster.toml --threads 1 "$@" --quiet --out "$out/$run.json" \
       >"$out/text"
     local now
     now=$(sed -n 's/.*digest //p' "$out/text")
@@ -47,6 +47,23 @@ for policy in round_robin kv; do
   done
 done
 row '1,000,000 generated requests, 8 workers' "${plain[@]}" --rate 100 --requests 1000000
+# Wall time on one thread and on four: what counts is the ratio, on a machine with nothing else to do.
+if [ "$(nproc)" -lt 4 ]; then
+  echo 'four threads against one: not measurable on fewer than 4 cores'
+else
+  for threads in 1 4; do
+    best=
+    for _ in $(seq "$runs"); do
+      start=$(date +%s%N)
+      "$bin" simulate examples/cluster.toml "${plain[@]}" --threads "$threads" --quiet \
+        --set engine.block_size=64 --set pool.main.workers=64 --rate 768 --requests 400000 >"$out/text"
+      took=$((($(date +%s%N) - start) / 1000000))
+      if [ -z "$best" ] || [ "$took" -lt "$best" ]; then best=$took; fi
+    done
+    echo "64 workers, round robin, 400,000 requests, $threads threads: $best ms of wall time," \
+      "digest $(sed -n 's/.*digest //p' "$out/text")"
+  done
+fi
 if [ -n "${TRACE:-}" ]; then
   row 'trace, 8 workers, kv, blocks of 64' --trace "$TRACE" --set router.policy=kv \
     --set engine.block_size=64 --set model.preset=llama-3.1-70b --set engine.tensor_parallel_size=4

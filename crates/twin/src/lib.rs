@@ -14,6 +14,7 @@
 //! What is not modelled yet stands in `docs/twin.md`.
 #![forbid(unsafe_code)]
 
+mod lanes;
 mod node;
 mod sim;
 pub mod sweep;

@@ -1,16 +1,18 @@
 //! One engine of the cluster, and the times of the sequences on it.
 
-use slipstream_base::{RequestId, SimTime};
-use slipstream_engine::{DecodeRun, Engine, PassOutput};
+use slipstream_base::{RankId, RequestId, SimTime};
+use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
 use slipstream_report::Latency;
 use slipstream_router::ActiveSequence;
 use slipstream_workload::Request;
 
+use crate::sim::RequestRecord;
+
 /// A request on an engine.
 pub(crate) struct Flight {
     pub(crate) request: Request,
-    /// The router's charge; dropped when the sequence ends.
-    pub(crate) active: ActiveSequence,
+    /// The router's charge, if it looks at any; dropped when the sequence ends.
+    pub(crate) active: Option<ActiveSequence>,
     pub(crate) target: u32,
     /// When its last token came; 0 before the first.
     pub(crate) last: SimTime,
@@ -20,6 +22,55 @@ pub(crate) struct Flight {
     pub(crate) cached_tokens: u32,
     /// Longest gap between two tokens so far, ns; kept only where every token is looked at.
     pub(crate) gap_max: u64,
+}
+
+impl Flight {
+    pub(crate) fn new(
+        request: Request,
+        active: Option<ActiveSequence>,
+        target: u32,
+        now: SimTime,
+    ) -> Flight {
+        Flight {
+            request,
+            active,
+            target,
+            last: SimTime::ZERO,
+            first: None,
+            admitted: now,
+            first_pass_start: now,
+            cached_tokens: 0,
+            gap_max: 0,
+        }
+    }
+
+    pub(crate) fn on_first(&mut self, first: &FirstToken, now: SimTime) {
+        self.first = Some(now);
+        self.last = now;
+        self.admitted = first.admitted;
+        self.first_pass_start = first.first_pass_start;
+        self.cached_tokens = first.cached_tokens;
+        if let Some(active) = &mut self.active {
+            active.on_first_token();
+        }
+    }
+
+    /// The record of a request that ended on `rank` at `now`.
+    pub(crate) fn record(&self, rank: RankId, usage: &Usage, now: SimTime) -> RequestRecord<'_> {
+        RequestRecord {
+            request: &self.request,
+            rank: Some(rank),
+            admitted: self.admitted,
+            first_pass_start: self.first_pass_start,
+            first: self.first.unwrap_or(now),
+            last: now,
+            input_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens,
+            output_tokens: usage.output_tokens,
+            preemptions: usage.preemptions,
+            error: None,
+        }
+    }
 }
 
 /// Requests under way, by the slot that names them in engines.

@@ -18,6 +18,7 @@ use slipstream_router::{Fleet, FleetError, RouteError, RouteRequest, Router};
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
+use crate::lanes;
 use crate::node::{Flight, Flights, Node, Phase};
 
 /// How to run.
@@ -36,6 +37,13 @@ pub struct Options {
     /// Requests under way at which a run is given up as unstable: more than any engine that keeps
     /// up would let gather.
     pub in_flight_max: usize,
+    /// Threads for engines that have nothing to do with each other, at least 1: those of a router
+    /// that looks at no load, under requests of which none waits for another. Other runs take one.
+    /// The result is the same for any number.
+    pub threads: u32,
+    /// One queue for the events of all engines, even if they have nothing to do with each other.
+    /// The result is the same, slower.
+    pub one_queue: bool,
 }
 
 impl Default for Options {
@@ -47,6 +55,8 @@ impl Default for Options {
             each_token: false,
             speedup: 1.0,
             in_flight_max: 1 << 20,
+            threads: 1,
+            one_queue: false,
         }
     }
 }
@@ -123,6 +133,11 @@ pub trait Sink {
         let _ = record;
     }
 
+    /// Whether [`on_request`](Self::on_request) is worth calling. Asked once, at the start.
+    fn wants_requests(&self) -> bool {
+        true
+    }
+
     /// Called now and then. False ends the run; what has ended by then counts.
     fn on_progress(&mut self, progress: Progress) -> bool {
         let _ = progress;
@@ -131,7 +146,11 @@ pub trait Sink {
 }
 
 /// No records.
-impl Sink for () {}
+impl Sink for () {
+    fn wants_requests(&self) -> bool {
+        false
+    }
+}
 
 /// What a run gave.
 #[derive(Clone, Debug)]
@@ -164,7 +183,12 @@ pub fn simulate(
     sink: &mut dyn Sink,
 ) -> Result<Outcome, TwinError> {
     let sim = Sim::new(cluster, workload, options, &read)?;
-    sim.run(sink)
+    let policy = cluster.router.policy;
+    if !options.one_queue && lanes::are_independent(sim.reads_cache, policy, workload) {
+        lanes::run(sim, sink)
+    } else {
+        sim.run(sink)
+    }
 }
 
 /// Calls of [`Sink::on_progress`]: one in so many events.
@@ -173,7 +197,7 @@ const PROGRESS_EVENTS: u64 = 1 << 14;
 /// A pass ends. At equal times in the order in which the passes began.
 type PassEnd = Reverse<(SimTime, u64, u32)>;
 
-struct Sim<'a> {
+pub(crate) struct Sim<'a> {
     options: &'a Options,
     schedule: Schedule,
     router: Router,
@@ -195,13 +219,33 @@ struct Sim<'a> {
     now: SimTime,
     out: PassOutput,
     run: DecodeRun,
-    totals: Totals,
-    passes: u64,
-    jumped: u64,
-    digest: u64,
+    tally: Tally,
+}
+
+/// What engines that have nothing to do with each other are run from.
+pub(crate) struct Parts<'a> {
+    pub(crate) options: &'a Options,
+    pub(crate) schedule: Schedule,
+    pub(crate) router: Router,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) ranks: Vec<RankId>,
+    pub(crate) root: BlockHash,
+    pub(crate) seed: u64,
 }
 
 impl<'a> Sim<'a> {
+    pub(crate) fn into_parts(self) -> Parts<'a> {
+        Parts {
+            options: self.options,
+            schedule: self.schedule,
+            router: self.router,
+            nodes: self.nodes,
+            ranks: self.ranks,
+            root: self.root,
+            seed: self.seed,
+        }
+    }
+
     fn new(
         cluster: &Cluster,
         workload: &Workload,
@@ -275,10 +319,7 @@ impl<'a> Sim<'a> {
             now: SimTime::ZERO,
             out: PassOutput::default(),
             run: DecodeRun::default(),
-            totals: Totals::default(),
-            passes: 0,
-            jumped: 0,
-            digest: 0,
+            tally: Tally::default(),
         })
     }
 
@@ -320,7 +361,7 @@ impl<'a> Sim<'a> {
     fn progress(&self) -> Progress {
         Progress {
             now: self.now,
-            ended: self.totals.requests.sent,
+            ended: self.tally.totals.requests.sent,
             in_flight: self.flights.len(),
         }
     }
@@ -350,16 +391,15 @@ impl<'a> Sim<'a> {
     fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
         let now = self.now;
         let mut out = std::mem::take(&mut self.out);
-        self.nodes[node as usize].finish(now, &mut out, &mut self.flights, &mut self.totals.itl);
-        self.passes += 1;
+        self.nodes[node as usize].finish(
+            now,
+            &mut out,
+            &mut self.flights,
+            &mut self.tally.totals.itl,
+        );
+        self.tally.passes += 1;
         for first in &out.first {
-            let flight = self.flights.get_mut(first.id);
-            flight.first = Some(now);
-            flight.last = now;
-            flight.admitted = first.admitted;
-            flight.first_pass_start = first.first_pass_start;
-            flight.cached_tokens = first.cached_tokens;
-            flight.active.on_first_token();
+            self.flights.get_mut(first.id).on_first(first, now);
         }
         if self.reads_cache && !out.kv.ops.is_empty() {
             self.fleet.on_kv(&out.kv);
@@ -367,63 +407,15 @@ impl<'a> Sim<'a> {
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             self.continuing -= usize::from(flight.request.has_next());
-            let record = RequestRecord {
-                request: &flight.request,
-                rank: Some(self.ranks[flight.target as usize]),
-                admitted: flight.admitted,
-                first_pass_start: flight.first_pass_start,
-                first: flight.first.unwrap_or(now),
-                last: now,
-                input_tokens: done.usage.prompt_tokens,
-                cached_tokens: done.usage.cached_tokens,
-                output_tokens: done.usage.output_tokens,
-                preemptions: done.usage.preemptions,
-                error: None,
-            };
-            self.note(&record, flight.gap_max);
+            let rank = self.ranks[flight.target as usize];
+            let record = flight.record(rank, &done.usage, now);
+            let slo = self.options.slo.as_ref();
+            self.tally.note(&record, flight.gap_max, slo);
             sink.on_request(&record);
             self.schedule
                 .on_done(&flight.request, done.usage.output_tokens, now);
         }
         self.out = out;
-    }
-
-    /// Counts a request that has ended.
-    fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64) {
-        let mut timeline = Timeline::new(record.request.due.0);
-        (timeline.first, timeline.last) = (record.first.0, record.last.0);
-        timeline.gap_max = gap_max;
-        let worker = record
-            .rank
-            .map_or(u64::MAX, |rank| u64::from(rank.worker.0));
-        let mut hash = 0;
-        for word in [
-            record.request.id().0,
-            record.first.0,
-            record.last.0,
-            worker,
-            u64::from(record.cached_tokens) << 32 | u64::from(record.output_tokens),
-        ] {
-            hash = mix64(hash ^ word);
-        }
-        // A sum, so that it does not matter in which order requests ended at one time.
-        self.digest = self.digest.wrapping_add(hash);
-        match record.error {
-            Some(error) => self
-                .totals
-                .on_failed(&timeline, "refused", error, record.last.0),
-            None => self.totals.on_answered(
-                &Answered {
-                    timeline,
-                    input_tokens: record.input_tokens.into(),
-                    output_tokens: record.output_tokens.into(),
-                    cached_tokens: Some(record.cached_tokens.into()),
-                    events: record.output_tokens.into(),
-                    streamed: true,
-                },
-                self.options.slo.as_ref(),
-            ),
-        }
     }
 
     /// Routes what is due now.
@@ -443,7 +435,7 @@ impl<'a> Sim<'a> {
                     preemptions: 0,
                     error: Some(&error),
                 };
-                self.note(&record, 0);
+                self.tally.note(&record, 0, self.options.slo.as_ref());
                 sink.on_request(&record);
                 self.schedule.on_failed(&request);
             }
@@ -483,19 +475,10 @@ impl<'a> Sim<'a> {
                 ..GenerationParams::default()
             },
             priority: request.priority,
-            seed: mix64(self.seed ^ request.id().0),
+            seed: request_seed(self.seed, &request),
         };
-        let id = self.flights.insert(Flight {
-            request,
-            active: routed.active,
-            target: target as u32,
-            last: SimTime::ZERO,
-            first: None,
-            admitted: self.now,
-            first_pass_start: self.now,
-            cached_tokens: 0,
-            gap_max: 0,
-        });
+        let flight = Flight::new(request, Some(routed.active), target as u32, self.now);
+        let id = self.flights.insert(flight);
         let node = &mut self.nodes[target];
         let added = node.engine.add(
             self.now,
@@ -563,11 +546,15 @@ impl<'a> Sim<'a> {
             return None;
         }
         let until = until.min(self.options.time_max);
-        let end =
-            self.nodes[node as usize].jump(self.now, until, &mut self.run, &mut self.totals.itl)?;
+        let end = self.nodes[node as usize].jump(
+            self.now,
+            until,
+            &mut self.run,
+            &mut self.tally.totals.itl,
+        )?;
         let passes = self.run.ends.len() as u64;
-        self.passes += passes;
-        self.jumped += passes;
+        self.tally.passes += passes;
+        self.tally.jumped += passes;
         if self.reads_cache && !self.run.kv_ops.is_empty() {
             // Deltas of all the passes now: nobody reads the index before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
@@ -597,21 +584,100 @@ impl<'a> Sim<'a> {
     }
 
     fn finish(mut self, cut: Option<String>) -> Outcome {
-        let sum = |get: fn(&slipstream_engine::Stats) -> u64| {
-            let total: u64 = self.nodes.iter().map(|n| get(&n.engine.stats())).sum();
-            Some(total as f64)
-        };
-        let engine = EngineCounts {
-            preemptions: sum(|s| s.preemptions),
-            prefix_query_tokens: sum(|s| s.prefix_query_tokens),
-            prefix_hit_tokens: sum(|s| s.prefix_hit_tokens),
-        };
-        self.totals.requests.abandoned = self.schedule.abandoned() + self.flights.len() as u64;
-        self.totals.requests.skipped_lines = self.schedule.skipped_lines();
+        self.tally.ended_at = self.now;
+        let under_way = self.flights.len() as u64;
+        let nodes = self.nodes.into_iter();
+        self.tally
+            .into_outcome(nodes, under_way, &self.schedule, cut)
+    }
+}
+
+/// Decides what the answer to `request` is, in a run with this `seed`.
+pub(crate) fn request_seed(seed: u64, request: &Request) -> u64 {
+    mix64(seed ^ request.id().0)
+}
+
+/// What is counted of a run. Sums, so that parts of a run can be counted apart.
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) totals: Totals,
+    pub(crate) passes: u64,
+    pub(crate) jumped: u64,
+    digest: u64,
+    pub(crate) ended_at: SimTime,
+}
+
+impl Tally {
+    /// Counts a request that has ended.
+    pub(crate) fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: Option<&Slo>) {
+        let mut timeline = Timeline::new(record.request.due.0);
+        (timeline.first, timeline.last) = (record.first.0, record.last.0);
+        timeline.gap_max = gap_max;
+        let worker = record
+            .rank
+            .map_or(u64::MAX, |rank| u64::from(rank.worker.0));
+        let mut hash = 0;
+        for word in [
+            record.request.id().0,
+            record.first.0,
+            record.last.0,
+            worker,
+            u64::from(record.cached_tokens) << 32 | u64::from(record.output_tokens),
+        ] {
+            hash = mix64(hash ^ word);
+        }
+        // A sum, so that it does not matter in which order requests ended at one time.
+        self.digest = self.digest.wrapping_add(hash);
+        match record.error {
+            Some(error) => self
+                .totals
+                .on_failed(&timeline, "refused", error, record.last.0),
+            None => self.totals.on_answered(
+                &Answered {
+                    timeline,
+                    input_tokens: record.input_tokens.into(),
+                    output_tokens: record.output_tokens.into(),
+                    cached_tokens: Some(record.cached_tokens.into()),
+                    events: record.output_tokens.into(),
+                    streamed: true,
+                },
+                slo,
+            ),
+        }
+    }
+
+    pub(crate) fn add(&mut self, other: &Tally) {
+        self.totals.add(&other.totals);
+        self.passes += other.passes;
+        self.jumped += other.jumped;
+        self.digest = self.digest.wrapping_add(other.digest);
+        self.ended_at = self.ended_at.max(other.ended_at);
+    }
+
+    pub(crate) fn into_outcome(
+        mut self,
+        nodes: impl Iterator<Item = Node>,
+        under_way: u64,
+        schedule: &Schedule,
+        cut: Option<String>,
+    ) -> Outcome {
+        let (mut preemptions, mut query_tokens, mut hit_tokens) = (0, 0, 0);
+        for node in nodes {
+            let stats = node.engine.stats();
+            preemptions += stats.preemptions;
+            query_tokens += stats.prefix_query_tokens;
+            hit_tokens += stats.prefix_hit_tokens;
+        }
+        self.totals.requests.abandoned = schedule.abandoned() + under_way;
+        self.totals.requests.skipped_lines = schedule.skipped_lines();
         Outcome {
             totals: self.totals,
-            engine,
-            ended_at: self.now,
+            engine: EngineCounts {
+                preemptions: Some(preemptions as f64),
+                prefix_query_tokens: Some(query_tokens as f64),
+                prefix_hit_tokens: Some(hit_tokens as f64),
+            },
+            ended_at: self.ended_at,
             passes: self.passes,
             jumped: self.jumped,
             digest: self.digest,

@@ -46,6 +46,9 @@ pub(crate) struct Args {
         help_heading = "How to run it"
     )]
     speedup: f64,
+    /// Threads for engines that have nothing to do with each other (docs/twin.md) [default: cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to run it")]
+    threads: Option<u32>,
     /// Run every pass on its own instead of jumping over those in which nothing happens; the
     /// result is the same
     #[arg(long, help_heading = "How to run it")]
@@ -89,6 +92,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         }),
         jump: !args.no_jump,
+        threads: args.threads.unwrap_or_else(cores),
         each_token: args.slo.as_ref().is_some_and(Slo::reads_longest_gap),
         ..Options::default()
     };
@@ -197,6 +201,10 @@ fn report(
     }
 }
 
+fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+}
+
 /// A flag that SIGINT and SIGTERM set. A second signal ends the process.
 fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
@@ -231,6 +239,10 @@ impl Watcher {
 }
 
 impl Sink for Watcher {
+    fn wants_requests(&self) -> bool {
+        self.drag.is_some()
+    }
+
     fn on_request(&mut self, record: &RequestRecord<'_>) {
         let (Some(drag), None) = (&mut self.drag, &self.failure) else {
             return;

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use slipstream_base::SimTime;
-use slipstream_base::cluster::{Cluster, file};
+use slipstream_base::cluster::{Cluster, RouterPolicy, file};
 use slipstream_base::doc::Doc;
-use slipstream_base::workload_file::{self, Workload};
+use slipstream_base::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
 
 fn cluster(text: &str) -> Cluster {
@@ -279,5 +279,47 @@ proptest! {
         let tokens = jumped.totals.tokens();
         let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
         prop_assert_eq!(gaps, tokens.output - requests.succeeded);
+    }
+    /// Engines that have nothing to do with each other give the same whether one queue orders all
+    /// their events or each goes through time by itself, on any number of threads.
+    #[test]
+    fn threads_and_queues_change_nothing(
+        (mut cluster, mut workload) in scenario(),
+        random in any::<bool>(),
+        rate in 5u32..400,
+        time_max_ms in prop::option::of(1u64..2_000),
+    ) {
+        cluster.router.policy = if random { RouterPolicy::Random } else { RouterPolicy::RoundRobin };
+        workload.arrival = Arrival::Poisson { rate_per_s: rate.into() };
+        let Content::Generated(classes) = &mut workload.content else { unreachable!() };
+        classes[0].session.turns = Dist::Exact(1.0);
+        // More than one window's arrivals, for some.
+        workload.requests = Some(u64::from(rate) * 6);
+        let time_max = time_max_ms.map_or(SimTime::MAX, |ms| SimTime(ms * 1_000_000));
+        let with = |threads: u32, one_queue: bool, jump: bool| {
+            let options = Options { threads, one_queue, jump, time_max, ..Options::default() };
+            let mut records = Records::default();
+            let outcome = run(&cluster, &workload, &options, &mut records);
+            let mut ends: Vec<_> = records.0.iter().map(|r| (r.last, r.due, r.tokens)).collect();
+            let in_order = ends.is_sorted_by_key(|e| e.0);
+            ends.sort_unstable();
+            (outcome, ends, in_order)
+        };
+        let (queue, ends, _) = with(1, true, true);
+        for (other, other_ends, in_order) in [
+            with(1, false, true), with(2, false, true), with(4, false, true), with(4, false, false),
+        ] {
+            prop_assert_eq!(queue.digest, other.digest);
+            prop_assert_eq!(queue.passes, other.passes);
+            prop_assert_eq!(queue.ended_at, other.ended_at);
+            prop_assert_eq!(queue.engine, other.engine);
+            prop_assert_eq!(&queue.cut, &other.cut);
+            prop_assert_eq!(queue.totals.requests, other.totals.requests);
+            prop_assert_eq!(&queue.totals.errors, &other.totals.errors);
+            prop_assert_eq!(queue.totals.tokens(), other.totals.tokens());
+            prop_assert_eq!(queue.totals.latencies(), other.totals.latencies());
+            prop_assert_eq!(&ends, &other_ends);
+            prop_assert!(in_order);
+        }
     }
 }

@@ -1,0 +1,615 @@
+//! A run whose engines have nothing to do with each other: each goes through time by itself.
+//!
+//! If the router looks at no load (round robin, random), and no request waits for the end of another
+//! (no later turns, no closed loop), then where requests go is known before any of them has run.
+//! Arrivals are routed a *window* ahead; in a window each engine takes its own requests and runs its
+//! passes to the window's end, alone. Two things are won: threads can share the engines, and one
+//! engine's block pool stays in the processor's cache for many requests in a row.
+//!
+//! ```text
+//!   thread 0   route window k+1 │ engine 2 │ engine 5 │ … ┐
+//!   thread 1   engine 0 │ engine 3 │ …                    ├ meet: window k+1 begins
+//!   thread 2   engine 1 │ engine 4 │ …                    ┘
+//! ```
+//!
+//! Windows are cut by counting arrivals, never by threads or by a clock, so a run gives the same
+//! figures on any number of threads, and the same as the one queue of [`sim`](crate::sim).
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use slipstream_base::cluster::RouterPolicy;
+use slipstream_base::workload_file::{Content, Dist, Workload};
+use slipstream_base::{BlockHash, EngineRequest, GenerationParams, Prompt, RankId, SimTime, Tail};
+use slipstream_des::{Spin, WindowBarrier};
+use slipstream_engine::{DecodeRun, PassOutput};
+use slipstream_router::{RouteRequest, Router};
+use slipstream_workload::prompt::answer_name;
+use slipstream_workload::{Request, Schedule, SourceError};
+
+use crate::node::{Flight, Flights, Node, Phase};
+use crate::sim::{
+    Options, Outcome, Progress, RequestRecord, Sim, Sink, Tally, TwinError, request_seed,
+};
+
+/// Arrivals a window holds for each engine: enough for the block pool of one to be worth loading
+/// into the processor's cache.
+const ARRIVALS_PER_LANE: usize = 512;
+/// Arrivals a window holds at most, some 250 bytes each, two windows at a time.
+const ARRIVALS_MAX: usize = 1 << 15;
+
+/// Whether no request's way or time hangs on another's.
+pub(crate) fn are_independent(
+    reads_cache: bool,
+    policy: RouterPolicy,
+    workload: &Workload,
+) -> bool {
+    let load_blind = !reads_cache && policy != RouterPolicy::Direct;
+    let open = !matches!(
+        workload.arrival,
+        slipstream_base::workload_file::Arrival::Closed { .. }
+    );
+    let single_turns = match &workload.content {
+        Content::Generated(classes) => classes
+            .iter()
+            .all(|class| class.session.turns == Dist::Exact(1.0)),
+        Content::Trace(_) => true,
+    };
+    load_blind && open && single_turns
+}
+
+/// An engine and its requests.
+struct Lane {
+    node: Node,
+    rank: RankId,
+    flights: Flights,
+    /// When the pass under way ends, or the run of passes that was jumped over.
+    end: Option<SimTime>,
+    /// Arrivals of the window, kept for their capacity.
+    arrivals: Vec<Arrival>,
+}
+
+struct Arrival {
+    at: SimTime,
+    request: Request,
+}
+
+/// A request that has ended, kept until the window has.
+struct Ended {
+    request: Request,
+    rank: Option<RankId>,
+    admitted: SimTime,
+    first_pass_start: SimTime,
+    first: SimTime,
+    last: SimTime,
+    input_tokens: u32,
+    cached_tokens: u32,
+    output_tokens: u32,
+    preemptions: u32,
+    error: Option<String>,
+}
+
+impl Ended {
+    fn refused(request: Request, at: SimTime, error: String) -> Ended {
+        Ended {
+            rank: None,
+            admitted: at,
+            first_pass_start: at,
+            first: at,
+            last: at,
+            input_tokens: request.prompt.tokens(),
+            cached_tokens: 0,
+            output_tokens: 0,
+            preemptions: 0,
+            error: Some(error),
+            request,
+        }
+    }
+
+    fn record(&self) -> RequestRecord<'_> {
+        RequestRecord {
+            request: &self.request,
+            rank: self.rank,
+            admitted: self.admitted,
+            first_pass_start: self.first_pass_start,
+            first: self.first,
+            last: self.last,
+            input_tokens: self.input_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens,
+            preemptions: self.preemptions,
+            error: self.error.as_deref(),
+        }
+    }
+}
+
+/// What a thread keeps to itself.
+#[derive(Default)]
+struct Worker {
+    tally: Tally,
+    ended: Vec<Ended>,
+    out: PassOutput,
+    run: DecodeRun,
+}
+
+/// What every lane needs to know.
+struct Rules<'a> {
+    options: &'a Options,
+    block_size: u32,
+    root: BlockHash,
+    seed: u64,
+    /// The sink wants a record of each request.
+    records: bool,
+}
+
+impl Lane {
+    /// Takes the window's arrivals and runs all that happens before `until`.
+    fn advance(&mut self, until: SimTime, rules: &Rules<'_>, worker: &mut Worker) {
+        let mut arrivals = std::mem::take(&mut self.arrivals);
+        let mut coming = arrivals.drain(..).peekable();
+        loop {
+            let due = coming.peek().map(|a| a.at);
+            let Some(now) = due.into_iter().chain(self.end).min() else {
+                break;
+            };
+            if now >= until {
+                break;
+            }
+            worker.tally.ended_at = worker.tally.ended_at.max(now);
+            if self.end == Some(now) {
+                self.end = None;
+                if self.node.phase == Phase::Jumped {
+                    self.node.phase = Phase::Awake;
+                } else {
+                    self.end_pass(now, rules, worker);
+                }
+            }
+            while let Some(arrival) = coming.next_if(|a| a.at <= now) {
+                if let Err(ended) = self.take(arrival, rules) {
+                    worker.ended.push(*ended);
+                }
+            }
+            if self.node.phase == Phase::Awake {
+                let next = coming.peek().map_or(until, |a| a.at.min(until));
+                self.end = self
+                    .jump(now, next, rules, worker)
+                    .or_else(|| self.node.begin(now));
+            }
+        }
+        drop(coming);
+        self.arrivals = arrivals;
+    }
+
+    fn take(&mut self, arrival: Arrival, rules: &Rules<'_>) -> Result<(), Box<Ended>> {
+        let Arrival { at, request } = arrival;
+        let name = answer_name(request.id());
+        let prompt = match request.prompt.to_blocks(rules.block_size, rules.root, name) {
+            Ok(prompt) => prompt,
+            Err(error) => return Err(Box::new(Ended::refused(request, at, error.to_string()))),
+        };
+        let (max_tokens, ignore_eos) = (request.output_len, request.ignore_eos);
+        let (priority, seed) = (request.priority, request_seed(rules.seed, &request));
+        let id = self.flights.insert(Flight::new(request, None, 0, at));
+        let added = self.node.engine.add(
+            at,
+            EngineRequest {
+                id,
+                prompt,
+                params: GenerationParams {
+                    max_tokens,
+                    ignore_eos,
+                    ..GenerationParams::default()
+                },
+                priority,
+                seed,
+            },
+        );
+        if let Err(refusal) = added {
+            let request = self.flights.remove(id).request;
+            return Err(Box::new(Ended::refused(request, at, refusal.to_string())));
+        }
+        if self.node.phase == Phase::Idle {
+            self.node.phase = Phase::Awake;
+        }
+        Ok(())
+    }
+
+    fn jump(
+        &mut self,
+        now: SimTime,
+        until: SimTime,
+        rules: &Rules<'_>,
+        worker: &mut Worker,
+    ) -> Option<SimTime> {
+        if !rules.options.jump || until <= now {
+            return None;
+        }
+        let end = self
+            .node
+            .jump(now, until, &mut worker.run, &mut worker.tally.totals.itl)?;
+        let passes = worker.run.ends.len() as u64;
+        worker.tally.passes += passes;
+        worker.tally.jumped += passes;
+        Some(end)
+    }
+
+    fn end_pass(&mut self, now: SimTime, rules: &Rules<'_>, worker: &mut Worker) {
+        let Worker {
+            tally, ended, out, ..
+        } = worker;
+        self.node
+            .finish(now, out, &mut self.flights, &mut tally.totals.itl);
+        tally.passes += 1;
+        for first in &out.first {
+            self.flights.get_mut(first.id).on_first(first, now);
+        }
+        for done in &out.finished {
+            let flight = self.flights.remove(done.id);
+            let record = flight.record(self.rank, &done.usage, now);
+            tally.note(&record, flight.gap_max, rules.options.slo.as_ref());
+            if rules.records {
+                ended.push(Ended {
+                    rank: record.rank,
+                    admitted: record.admitted,
+                    first_pass_start: record.first_pass_start,
+                    first: record.first,
+                    last: record.last,
+                    input_tokens: record.input_tokens,
+                    cached_tokens: record.cached_tokens,
+                    output_tokens: record.output_tokens,
+                    preemptions: record.preemptions,
+                    error: None,
+                    request: flight.request,
+                });
+            }
+        }
+    }
+}
+
+/// Routes arrivals, a window at a time.
+struct Arrivals {
+    schedule: Schedule,
+    router: Router,
+    /// Stands for every prompt: who looks at no load looks at no prompt.
+    any_prompt: Prompt,
+    now: SimTime,
+    time_max: SimTime,
+    window_max: usize,
+    /// Requests that could not be routed.
+    refused: Vec<Ended>,
+}
+
+/// A stretch of time whose arrivals are known.
+#[derive(Clone, Copy)]
+struct Window {
+    /// It ends before this.
+    until: SimTime,
+    /// Nothing arrives after it, or the run's time is over with it.
+    last: bool,
+}
+
+impl Arrivals {
+    /// Puts the arrivals of the next window into `inboxes`.
+    fn fill(&mut self, inboxes: &[Mutex<Vec<Arrival>>]) -> Result<Window, SourceError> {
+        let end = self.time_max + 1;
+        let (mut count, mut until) = (0, None);
+        loop {
+            let Some(due) = self.schedule.next_due(self.now)? else {
+                return Ok(Window {
+                    until: end,
+                    last: true,
+                });
+            };
+            if due >= end {
+                return Ok(Window {
+                    until: end,
+                    last: true,
+                });
+            }
+            // Those of one moment stay together.
+            if count >= self.window_max && until.is_some_and(|last| due > last) {
+                return Ok(Window {
+                    until: due,
+                    last: false,
+                });
+            }
+            self.now = self.now.max(due);
+            until = Some(self.now);
+            while let Some(request) = self.schedule.pop(self.now)? {
+                count += 1;
+                self.route(request, inboxes);
+            }
+        }
+    }
+
+    fn route(&mut self, request: Request, inboxes: &[Mutex<Vec<Arrival>>]) {
+        let route = RouteRequest {
+            prompt: &self.any_prompt,
+            max_tokens: request.output_len,
+            session: Some(request.session),
+            direct: None,
+            exclude: &[],
+        };
+        match self.router.route(self.now, &route, None) {
+            Ok(routed) => {
+                let target = self.router.fleet().target_of(routed.target);
+                let target = target.expect("the router chose one of its targets");
+                lock(&inboxes[target]).push(Arrival {
+                    at: self.now,
+                    request,
+                });
+            }
+            Err(error) => {
+                let refused = Ended::refused(request, self.now, error.to_string());
+                self.refused.push(refused);
+            }
+        }
+    }
+}
+
+/// What the threads of a run share.
+struct Shared<'a> {
+    rules: Rules<'a>,
+    lanes: Vec<Mutex<Lane>>,
+    arrivals: Mutex<Arrivals>,
+    /// Those of the window that runs, and of the next one, in turn.
+    inboxes: [Vec<Mutex<Vec<Arrival>>>; 2],
+    barrier: WindowBarrier,
+    /// The next piece of work of this window: routing, then the lanes.
+    next: AtomicUsize,
+    control: Mutex<Control>,
+    in_flight: AtomicUsize,
+    answered: AtomicU64,
+    stop: AtomicBool,
+    windows: AtomicU64,
+    ended: Mutex<Vec<Ended>>,
+}
+
+struct Control {
+    window: Window,
+    following: Option<Result<Window, SourceError>>,
+    cut: Option<String>,
+    error: Option<SourceError>,
+    over: bool,
+}
+
+impl Shared<'_> {
+    /// Work of one window, shared with the other threads.
+    fn work(&self, worker: &mut Worker) {
+        let window = lock(&self.control).window;
+        let parity = (self.windows.load(Ordering::Acquire) % 2) as usize;
+        loop {
+            let piece = self.next.fetch_add(1, Ordering::AcqRel);
+            if piece == 0 {
+                if !window.last {
+                    let filled = lock(&self.arrivals).fill(&self.inboxes[1 - parity]);
+                    lock(&self.control).following = Some(filled);
+                }
+                continue;
+            }
+            let Some(lane) = self.lanes.get(piece - 1) else {
+                break;
+            };
+            let mut lane = lock(lane);
+            std::mem::swap(
+                &mut lane.arrivals,
+                &mut lock(&self.inboxes[parity][piece - 1]),
+            );
+            let before = lane.flights.len();
+            let sent = worker.tally.totals.requests.sent;
+            lane.advance(window.until, &self.rules, worker);
+            let after = lane.flights.len();
+            // A difference below 0 wraps, and so does the sum.
+            self.in_flight
+                .fetch_add(after.wrapping_sub(before), Ordering::AcqRel);
+            let answered = worker.tally.totals.requests.sent - sent;
+            self.answered.fetch_add(answered, Ordering::AcqRel);
+        }
+        if !worker.ended.is_empty() {
+            lock(&self.ended).append(&mut worker.ended);
+        }
+    }
+
+    /// All threads have met: the next window begins, or the run ends.
+    fn turn(&self) {
+        let mut control = lock(&self.control);
+        let in_flight = self.in_flight.load(Ordering::Acquire);
+        let until = control.window.until;
+        let options = self.rules.options;
+        if control.window.last {
+            control.over = true;
+        } else if in_flight > options.in_flight_max {
+            control.cut = Some(format!(
+                "unstable: {in_flight} requests are under way at {until}, and more come than are answered"
+            ));
+        } else if self.stop.load(Ordering::Acquire) {
+            control.cut = Some(format!("interrupted at {until}"));
+        } else {
+            match control.following.take() {
+                Some(Ok(window)) => control.window = window,
+                Some(Err(error)) => control.error = Some(error),
+                None => unreachable!("somebody routed the next window"),
+            }
+        }
+        control.over |= control.cut.is_some() || control.error.is_some();
+        self.windows.fetch_add(1, Ordering::AcqRel);
+        self.next.store(0, Ordering::Release);
+    }
+
+    fn is_over(&self) -> bool {
+        lock(&self.control).over
+    }
+
+    /// Hands over what has ended, in the order of its end.
+    fn tell(&self, tally: &mut Tally, sink: &mut dyn Sink) {
+        let mut ended = std::mem::take(&mut *lock(&self.ended));
+        ended.sort_unstable_by_key(|e| (e.last, e.request.id()));
+        for e in &ended {
+            let record = e.record();
+            if e.error.is_some() {
+                tally.note(&record, 0, self.rules.options.slo.as_ref());
+            }
+            if self.rules.records {
+                sink.on_request(&record);
+            }
+        }
+        let progress = Progress {
+            now: lock(&self.control)
+                .window
+                .until
+                .min(self.rules.options.time_max),
+            ended: self.answered.load(Ordering::Acquire) + tally.totals.requests.sent,
+            in_flight: self.in_flight.load(Ordering::Acquire),
+        };
+        if !sink.on_progress(progress) {
+            self.stop.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// Runs `sim`, whose requests [are independent](are_independent), on `options.threads` threads.
+pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
+    let parts = sim.into_parts();
+    let options = parts.options;
+    let lanes: Vec<_> = parts
+        .nodes
+        .into_iter()
+        .zip(parts.ranks)
+        .map(|(node, rank)| {
+            Mutex::new(Lane {
+                node,
+                rank,
+                flights: Flights::default(),
+                end: None,
+                arrivals: Vec::new(),
+            })
+        })
+        .collect();
+    let inboxes = || lanes.iter().map(|_| Mutex::default()).collect::<Vec<_>>();
+    let inboxes = [inboxes(), inboxes()];
+    let block_size = parts.router.fleet().block_size();
+    let mut arrivals = Arrivals {
+        schedule: parts.schedule,
+        any_prompt: one_token(block_size),
+        router: parts.router,
+        now: SimTime::ZERO,
+        // One less than the end of time, so that a window can end after it.
+        time_max: options.time_max.min(SimTime(u64::MAX - 1)),
+        window_max: (ARRIVALS_PER_LANE * lanes.len()).min(ARRIVALS_MAX),
+        refused: Vec::new(),
+    };
+    let window = arrivals.fill(&inboxes[0])?;
+    let threads = options.threads.clamp(1, lanes.len() as u32);
+    let shared = Shared {
+        rules: Rules {
+            options,
+            block_size,
+            root: parts.root,
+            seed: parts.seed,
+            records: sink.wants_requests(),
+        },
+        lanes,
+        arrivals: Mutex::new(arrivals),
+        inboxes,
+        barrier: WindowBarrier::new(threads, Spin::default()),
+        next: AtomicUsize::new(0),
+        control: Mutex::new(Control {
+            window,
+            following: None,
+            cut: None,
+            error: None,
+            over: false,
+        }),
+        in_flight: AtomicUsize::new(0),
+        answered: AtomicU64::new(0),
+        stop: AtomicBool::new(false),
+        windows: AtomicU64::new(0),
+        ended: Mutex::default(),
+    };
+
+    let mut worker = Worker::default();
+    let mut tally = Tally::default();
+    let others = std::thread::scope(|scope| {
+        let spawned: Vec<_> = (1..threads)
+            .map(|_| {
+                scope.spawn(|| {
+                    let _guard = PanicEndsAll;
+                    let mut worker = Worker::default();
+                    while !shared.is_over() {
+                        shared.work(&mut worker);
+                        shared.barrier.meet(|| shared.turn());
+                    }
+                    worker.tally
+                })
+            })
+            .collect();
+        let _guard = PanicEndsAll;
+        while !shared.is_over() {
+            shared.work(&mut worker);
+            shared.barrier.meet(|| shared.turn());
+            shared.tell(&mut tally, sink);
+        }
+        spawned
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|p| std::panic::resume_unwind(p))
+            })
+            .collect::<Vec<Tally>>()
+    });
+    let mut refused = std::mem::take(&mut lock(&shared.arrivals).refused);
+    lock(&shared.ended).append(&mut refused);
+    shared.tell(&mut tally, sink);
+    for other in others.iter().chain([&worker.tally]) {
+        tally.add(other);
+    }
+
+    let mut arrivals = into_inner(shared.arrivals);
+    let control = into_inner(shared.control);
+    if let Some(error) = control.error {
+        return Err(error.into());
+    }
+    let mut cut = control.cut;
+    let under_way = shared.in_flight.into_inner();
+    if control.window.last {
+        let more = arrivals.schedule.next_due(arrivals.now)?.is_some();
+        if under_way > 0 || more {
+            tally.ended_at = options.time_max;
+            cut = Some(format!(
+                "simulated time reached its limit of {} with {under_way} requests under way",
+                options.time_max
+            ));
+        }
+    } else {
+        tally.ended_at = control.window.until;
+    }
+    let nodes = shared.lanes.into_iter().map(|lane| into_inner(lane).node);
+    Ok(tally.into_outcome(nodes, under_way as u64, &arrivals.schedule, cut))
+}
+
+/// A thread that panicked would be waited for at the barrier for ever.
+struct PanicEndsAll;
+
+impl Drop for PanicEndsAll {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort(); // the panic has said why
+        }
+    }
+}
+
+fn one_token(block_size: u32) -> Prompt {
+    let full = u32::from(block_size == 1) as usize;
+    let blocks = vec![BlockHash::default(); full].into();
+    Prompt::from_parts(1, block_size, blocks, Tail::Opaque { id: 0 })
+        .expect("a prompt of one token in blocks of at least one")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn into_inner<T>(mutex: Mutex<T>) -> T {
+    mutex.into_inner().unwrap_or_else(PoisonError::into_inner)
+}

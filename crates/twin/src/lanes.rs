@@ -316,6 +316,11 @@ impl Arrivals {
             self.now = self.now.max(due);
             until = Some(self.now);
             while let Some(request) = self.schedule.pop(self.now)? {
+                // A turn that waits for this one would be late by up to a window.
+                assert!(
+                    !request.has_next(),
+                    "are_independent() lets in no later turns"
+                );
                 count += 1;
                 self.route(request, inboxes);
             }

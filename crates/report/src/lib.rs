@@ -9,6 +9,7 @@
 //! - [`run`]: the result of one run, as printed and as JSON.
 //! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
 //! - [`record`]: files of records, CSV or Parquet.
+//! - [`pass`]: passes of engines; [`series`]: a run over time, in bins.
 //! - [`drag`]: one row a request with the time of each hand-over; writer and reader.
 #![forbid(unsafe_code)]
 
@@ -17,13 +18,17 @@ pub mod drag;
 pub mod hand_over;
 pub mod latency;
 pub mod measure;
+pub mod pass;
 pub mod record;
 pub mod run;
+pub mod series;
 pub mod slo;
 pub mod table;
 
 pub use drag::{DragReader, DragRecord, DragWriter};
 pub use latency::{Latency, Percentiles};
 pub use measure::{Answered, Timeline, Totals};
+pub use pass::PassRecord;
 pub use run::RunReport;
+pub use series::Series;
 pub use slo::Slo;

@@ -133,6 +133,19 @@ pub(crate) struct Node {
     preemptions: u64,
     /// Length of the last pass, ns.
     pass_ns: u64,
+    /// What a sink that wants passes is told beside their output.
+    pub(crate) watch: Option<Box<Watch>>,
+}
+
+/// What the output of a pass does not say of it.
+#[derive(Default)]
+pub(crate) struct Watch {
+    /// Blocks that sequences held while it ran.
+    pub(crate) used_blocks: u32,
+    /// Sequences that gave up their blocks for it.
+    pub(crate) preempted: u32,
+    /// Gaps between its tokens and those before them, ns, and how often each.
+    pub(crate) gaps: Vec<(u64, u32)>,
 }
 
 /// Gaps between tokens, without looking at each token.
@@ -171,6 +184,7 @@ impl Node {
             },
             preemptions: 0,
             pass_ns: 0,
+            watch: None,
         }
     }
 
@@ -184,7 +198,12 @@ impl Node {
             }
             None => Phase::Idle,
         };
-        let preemptions = self.engine.stats().preemptions;
+        let stats = self.engine.stats();
+        let preemptions = stats.preemptions;
+        if let Some(watch) = &mut self.watch {
+            watch.used_blocks = stats.used_blocks;
+            watch.preempted = (preemptions - self.preemptions) as u32;
+        }
         if preemptions != self.preemptions {
             self.preemptions = preemptions;
             if !self.gaps.broken {
@@ -243,6 +262,9 @@ impl Node {
         self.engine.finish_pass(out);
         self.phase = Phase::Awake;
         let gaps = &mut self.gaps;
+        if let Some(watch) = &mut self.watch {
+            watch.gaps.clear();
+        }
         let first = out.first.len() as u32;
         let going_on = out.token_count - first;
         if gaps.broken || gaps.always {
@@ -253,6 +275,9 @@ impl Node {
                     // While all were in step nobody wrote down when tokens came.
                     let gap = now.since(flight.last.max(gaps.broke_at));
                     itl.record(gap);
+                    if let Some(watch) = &mut self.watch {
+                        watch.gaps.push((gap, 1));
+                    }
                     flight.gap_max = flight.gap_max.max(gap);
                 }
                 flight.last = now;
@@ -262,6 +287,9 @@ impl Node {
             // `max_num_batched_tokens` to be no less than `max_num_seqs`, so that none does.
             debug_assert_eq!(going_on, gaps.live, "every sequence got a token");
             itl.record_n(now.since(gaps.last_end), going_on.into());
+            if let (Some(watch), 1..) = (&mut self.watch, going_on) {
+                watch.gaps.push((now.since(gaps.last_end), going_on));
+            }
         }
         gaps.started += first;
         gaps.started -= out.finished.len() as u32;

@@ -13,7 +13,7 @@ use slipstream_base::{BlockHash, EngineRequest, GenerationParams, RankId, SimTim
 use slipstream_engine::timing::{StepLoad, StepTime, TimingError};
 use slipstream_engine::{DecodeRun, Engine, EngineError, OutputModel, PassOutput};
 use slipstream_report::run::EngineCounts;
-use slipstream_report::{Answered, Slo, Timeline, Totals};
+use slipstream_report::{Answered, PassRecord, Slo, Timeline, Totals};
 use slipstream_router::{Fleet, FleetError, RouteError, RouteRequest, Router};
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
@@ -138,6 +138,17 @@ pub trait Sink {
         true
     }
 
+    /// Whether [`on_pass`](Self::on_pass) is to be called. Asked once, at the start.
+    fn wants_passes(&self) -> bool {
+        false
+    }
+
+    /// A pass of an engine. Those of one engine come in order; passes that are jumped over are told
+    /// when the first of them begins, before what happens elsewhere meanwhile.
+    fn on_pass(&mut self, pass: &PassRecord<'_>) {
+        let _ = pass;
+    }
+
     /// Called now and then. False ends the run; what has ended by then counts.
     fn on_progress(&mut self, progress: Progress) -> bool {
         let _ = progress;
@@ -182,9 +193,17 @@ pub fn simulate(
     read: impl Fn(&Path) -> io::Result<Vec<u8>>,
     sink: &mut dyn Sink,
 ) -> Result<Outcome, TwinError> {
-    let sim = Sim::new(cluster, workload, options, &read)?;
+    let mut sim = Sim::new(cluster, workload, options, &read)?;
+    sim.watches = sink.wants_passes();
+    if sim.watches {
+        for node in &mut sim.nodes {
+            node.watch = Some(Box::default());
+        }
+    }
     let policy = cluster.router.policy;
-    if !options.one_queue && lanes::are_independent(sim.reads_cache, policy, workload) {
+    // Whoever watches passes gets them from one queue, in the order of their time.
+    let apart = !options.one_queue && !sink.wants_passes();
+    if apart && lanes::are_independent(sim.reads_cache, policy, workload) {
         lanes::run(sim, sink)
     } else {
         sim.run(sink)
@@ -212,6 +231,8 @@ pub(crate) struct Sim<'a> {
     continuing: usize,
     /// The router looks at what is cached.
     reads_cache: bool,
+    /// The sink wants to know of passes.
+    watches: bool,
     /// Nodes that begin a pass at the present moment.
     awake: Vec<u32>,
     root: BlockHash,
@@ -305,6 +326,7 @@ impl<'a> Sim<'a> {
             options,
             continuing: 0,
             reads_cache: fleet.reads_cache(),
+            watches: false,
             schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
             router: Router::new(fleet.clone(), 0),
             fleet,
@@ -339,7 +361,7 @@ impl<'a> Sim<'a> {
             self.now = next;
             self.end_passes(sink);
             self.take_arrivals(sink)?;
-            self.begin_passes()?;
+            self.begin_passes(sink)?;
             if self.flights.len() > self.options.in_flight_max {
                 cut = Some(format!(
                     "unstable: {} requests are under way at {}, and more come than are answered",
@@ -398,6 +420,18 @@ impl<'a> Sim<'a> {
             &mut self.tally.totals.itl,
         );
         self.tally.passes += 1;
+        if let Some(watch) = &self.nodes[node as usize].watch {
+            sink.on_pass(&PassRecord {
+                engine: node,
+                start: out.start,
+                end: out.end,
+                fpm: &out.fpm,
+                tokens: out.token_count,
+                used_blocks: watch.used_blocks,
+                preemptions: watch.preempted,
+                gaps: &watch.gaps,
+            });
+        }
         for first in &out.first {
             self.flights.get_mut(first.id).on_first(first, now);
         }
@@ -499,11 +533,11 @@ impl<'a> Sim<'a> {
     }
 
     /// Begins a pass on each engine whose last one has ended, or that got something to do.
-    fn begin_passes(&mut self) -> Result<(), TwinError> {
+    fn begin_passes(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
         let until = self.jump_until(awake.len())?;
         for node in awake.drain(..) {
-            let end = self.jump(node, until).or_else(|| {
+            let end = self.jump(node, until, sink).or_else(|| {
                 let end = self.nodes[node as usize].begin(self.now);
                 self.publish_idle(node);
                 end
@@ -541,7 +575,7 @@ impl<'a> Sim<'a> {
     }
 
     /// Jumps over passes that end before `until`; gives the end of the last.
-    fn jump(&mut self, node: u32, until: SimTime) -> Option<SimTime> {
+    fn jump(&mut self, node: u32, until: SimTime, sink: &mut dyn Sink) -> Option<SimTime> {
         if until <= self.now {
             return None;
         }
@@ -572,7 +606,30 @@ impl<'a> Sim<'a> {
                 sequence += 1;
             }
         }
+        if self.watches {
+            self.tell_jump(node, sink);
+        }
         Some(end)
+    }
+
+    /// Tells of the passes that were just jumped over.
+    fn tell_jump(&mut self, node: u32, sink: &mut dyn Sink) {
+        let (run, sequences) = (&self.run, self.run.sequences());
+        let mut start = run.start;
+        for (pass, (&end, &used_blocks)) in run.ends.iter().zip(&run.used_blocks).enumerate() {
+            run.fpm_of(pass, &mut self.out.fpm);
+            sink.on_pass(&PassRecord {
+                engine: node,
+                start,
+                end,
+                fpm: &self.out.fpm,
+                tokens: sequences,
+                used_blocks,
+                preemptions: 0,
+                gaps: &[(end.since(start), sequences)],
+            });
+            start = end;
+        }
     }
 
     /// What left the cache when no pass began: an engine that fell idle has told everything.

@@ -22,6 +22,8 @@ pub struct DecodeRun {
     pub kv_ends: Vec<u32>,
     /// Number of the delta of the first pass that changed something; each that did has one.
     pub kv_sequence: u64,
+    /// Blocks that sequences held in each pass. Shape `[ends.len()]`.
+    pub used_blocks: Vec<u32>,
     /// Record of the first pass.
     first: ForwardPassMetrics,
 }
@@ -58,6 +60,7 @@ impl DecodeRun {
         self.ends.clear();
         self.kv_ops.clear();
         self.kv_ends.clear();
+        self.used_blocks.clear();
     }
 }
 
@@ -219,6 +222,7 @@ impl Engine {
             }
             self.move_blocks(pass, growing, filling, phases);
             run.ends.push(end);
+            run.used_blocks.push(self.pool.used());
             run.kv_ends.push(self.ops.len() as u32);
             load = load.next_decode();
         }

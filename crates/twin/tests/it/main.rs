@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use proptest::prelude::*;
-use slipstream_base::SimTime;
 use slipstream_base::cluster::{Cluster, RouterPolicy, file};
 use slipstream_base::doc::Doc;
 use slipstream_base::workload_file::{self, Arrival, Content, Dist, Workload};
+use slipstream_base::{ForwardPassMetrics, SimTime};
+use slipstream_report::{Latency, PassRecord};
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
 
 fn cluster(text: &str) -> Cluster {
@@ -253,8 +254,74 @@ fn scenario() -> impl Strategy<Value = (Cluster, Workload)> {
         )
 }
 
+/// Every pass, engine by engine.
+#[derive(Default)]
+struct Passes(Vec<Pass>);
+
+#[derive(Debug, PartialEq)]
+struct Pass {
+    engine: u32,
+    times: (SimTime, SimTime),
+    fpm: ForwardPassMetrics,
+    counts: [u32; 3],
+    gaps: Vec<(u64, u32)>,
+}
+
+impl Sink for Passes {
+    fn wants_passes(&self) -> bool {
+        true
+    }
+
+    fn on_pass(&mut self, p: &PassRecord<'_>) {
+        let mut fpm = p.fpm.clone();
+        // A spread is a rounded number, and the rounding may differ.
+        fpm.scheduled_decode.kv_tokens_variance = fpm.scheduled_decode.kv_tokens_variance.round();
+        self.0.push(Pass {
+            engine: p.engine,
+            times: (p.start, p.end),
+            fpm,
+            counts: [p.tokens, p.used_blocks, p.preemptions],
+            gaps: p.gaps.to_vec(),
+        });
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Who watches passes sees the same whether or not they are jumped over, and changes nothing;
+    /// what passes tell adds up to what the run counts.
+    #[test]
+    fn passes_add_up_jumped_over_or_not((cluster, workload) in scenario()) {
+        let with = |jump: bool| {
+            let options = Options { jump, ..Options::default() };
+            let mut passes = Passes::default();
+            let outcome = run(&cluster, &workload, &options, &mut passes);
+            // A stable sort: each engine's stay in order.
+            passes.0.sort_by_key(|p| p.engine);
+            (outcome, passes.0)
+        };
+        let ((outcome, jumped), (_, single)) = (with(true), with(false));
+        for (a, b) in jumped.iter().zip(&single) {
+            prop_assert_eq!(a, b);
+        }
+        prop_assert_eq!(jumped.len(), single.len());
+        prop_assert_eq!(outcome.passes, jumped.len() as u64);
+        prop_assert_eq!(outcome.digest, run(&cluster, &workload, &Options::default(), &mut ()).digest);
+        let tokens: u64 = jumped.iter().map(|p| u64::from(p.counts[0])).sum();
+        prop_assert_eq!(tokens, outcome.totals.tokens().output);
+        let preemptions: u64 = jumped.iter().map(|p| u64::from(p.counts[2])).sum();
+        prop_assert_eq!(Some(preemptions as f64), outcome.engine.preemptions);
+        let mut itl = Latency::default();
+        for &(ns, count) in jumped.iter().flat_map(|p| &p.gaps) {
+            itl.record_n(ns, count.into());
+        }
+        prop_assert_eq!(itl.percentiles(), outcome.totals.itl.percentiles());
+        for pair in jumped.windows(2).filter(|pair| pair[0].engine == pair[1].engine) {
+            prop_assert!(pair[0].times.1 <= pair[1].times.0);
+            prop_assert!(pair[0].fpm.counter < pair[1].fpm.counter);
+        }
+    }
 
     /// Jumping, and looking at each token, change nothing; and every request ends once.
     #[test]

@@ -36,7 +36,7 @@ impl Sketch {
         if ns < 1 << SUB_BITS {
             return ns as u32;
         }
-        let shift = 63 - ns.leading_zeros() - SUB_BITS;
+        let shift = ns.ilog2() - SUB_BITS;
         (shift << SUB_BITS) + (ns >> shift) as u32
     }
 

@@ -66,3 +66,15 @@ scx:
 # The CPU scheduler on a real kernel in QEMU; skips with the reason where that cannot be had.
 test-sched:
 	scripts/vm/test-sched.sh
+
+# The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
+# bench-vllm: what it costs a step, against others (docs/connector.md). wheel: the Python package.
+.PHONY: test-vllm bench-vllm wheel
+test-vllm:
+	./scripts/test-vllm.sh
+
+bench-vllm:
+	BENCH=1 ./scripts/test-vllm.sh --plot docs/connector-steps.png
+
+wheel:
+	maturin build --release --locked --out out

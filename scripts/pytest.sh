@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the Python tests: real clients against a real server. Sets up .venv at the first run.
+# Runs the Python tests: real clients against a real server, and the KV connector's parts that need
+# no vLLM. Sets up .venv at the first run.
 #   scripts/pytest.sh [pytest's arguments]
 # SLIPSTREAM_BIN names the binary to test; without it, the debug one is built.
 set -euo pipefail
@@ -24,6 +25,10 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         --requirement python/tests/requirements.txt
     echo "$wanted" >"$stamp"
 fi
+
+# The Python package with its extension, as it lies in the tree.
+VIRTUAL_ENV=$PWD/.venv .venv/bin/maturin develop --quiet --locked
+.venv/bin/ruff check python
 
 if [ -z "${SLIPSTREAM_BIN:-}" ]; then
     cargo build --quiet --locked --package slipstream-cli

@@ -416,7 +416,8 @@ def test_the_tail_hears_a_server_over_nats(binary, start):
         with start("--speedup", "0", *sets) as server:
             client = server.client()
             model = client.models.list().data[0].id
-            args = ("--bus", "nats", "--url", url, "--subject", "slipstream.*.w0.0", "--count", "50")
+            subject = "slipstream.*.w0.0"
+            args = ("--bus", "nats", "--url", url, "--subject", subject, "--count", "50")
             # The NATS server takes a moment to listen.
             for _ in range(PATIENCE_MS // 50):
                 with socket.socket() as probe:

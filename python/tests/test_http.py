@@ -163,7 +163,8 @@ def test_slow_heads_and_bodies_are_cut(start):
 
 
 def test_nonsense_on_the_wire_hurts_nobody(server):
-    for bytes_ in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 4096):
+    hello = b"\x16\x03\x01\x02\x00"
+    for bytes_ in (hello, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 4096):
         with socket.create_connection(server.address, 30) as stream:
             stream.sendall(bytes_)
             stream.shutdown(socket.SHUT_WR)

@@ -1,0 +1,12 @@
+"""The connector for vLLM: `--kv-transfer-config` with `kv_connector_module_path: slipstream.vllm`.
+
+Raises `ImportError` where vLLM is missing or of a version that was not tested.
+"""
+
+from slipstream.vllm.version import check_version
+
+check_version()
+
+from slipstream.vllm.connector import SlipstreamConnector  # noqa: E402  after the check
+
+__all__ = ["SlipstreamConnector"]

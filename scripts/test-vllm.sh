@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The vLLM connector on vLLM's real scheduler, on a CPU. Makes the environment at the first run
+# (scripts/vllm/env.sh: about 1.1 GB to download).
+#   scripts/test-vllm.sh [pytest's arguments]
+# VLLM_VERSION names the release to test with; SLIPSTREAM_VLLM_ENV an environment that is there.
+# BENCH=1 runs the harness in python/bench instead, with the arguments given.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=${VLLM_VERSION:-0.33.0}
+folder=${SLIPSTREAM_VLLM_ENV:-.venv-vllm/$version}
+[ -n "${SLIPSTREAM_VLLM_ENV:-}" ] || scripts/vllm/env.sh "$folder" "$version"
+# shellcheck disable=SC1091
+. "$folder/bin/activate"
+
+export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
+maturin develop --release --locked --quiet
+if [ -n "${BENCH:-}" ]; then
+    exec python python/bench/kv_steps.py "$@"
+fi
+mypy
+exec pytest -p no:cacheprovider --quiet python/tests_vllm "$@"

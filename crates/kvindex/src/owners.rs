@@ -13,6 +13,8 @@ pub(crate) struct Owners {
     /// One lock a shard of the table, for writers.
     locks: Box<[Padded<Mutex<()>>]>,
     targets: usize,
+    /// Blocks between two look-ups at most; see [`STRIDE`].
+    stride: usize,
 }
 
 /// Keeps what one thread writes off the cache lines of others.
@@ -49,6 +51,15 @@ impl Owners {
             locks: (0..table.shards()).map(|_| Padded::default()).collect(),
             table,
             targets,
+            stride: STRIDE,
+        }
+    }
+
+    /// One whose walks look at every block.
+    pub(crate) fn exact(targets: usize, keys: usize) -> Owners {
+        Owners {
+            stride: 1,
+            ..Owners::new(targets, keys)
         }
     }
 
@@ -179,7 +190,7 @@ impl Owners {
                     return;
                 }
             }
-            (stride, count) = (STRIDE.min(stride * 4), GROUP.min(count * 2));
+            (stride, count) = (self.stride.min(stride * 4), GROUP.min(count * 2));
         }
         for alive in &alive[..live] {
             for_each(*alive, |target| ended(target, settled as u32));

@@ -1,4 +1,6 @@
-//! Writers and readers of one index at once, on real threads.
+//! Writers and readers of one index at once, on real threads; sets of whole keys in [`keys`].
+
+mod keys;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -251,6 +251,7 @@ fn dispatch(
             specs.push(SequenceSpec {
                 target: routed.target,
                 prompt_tokens: tokenized.prompt.len(),
+                max_tokens: tokenized.max_tokens,
                 seed,
                 top_logprobs: params.logprobs.map(|wish| wish.top),
                 stop: (!stops.is_empty())

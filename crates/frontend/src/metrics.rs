@@ -163,6 +163,10 @@ pub(crate) struct ShardMetrics {
     pub(crate) disconnects: Count,
     pub(crate) engine_refusals: Count,
     pub(crate) stale_entries: Count,
+    /// Entries for streams that their sender does not run.
+    pub(crate) foreign_entries: Count,
+    /// Tokens beyond what was asked for.
+    pub(crate) excess_tokens: Count,
     /// Streams given to another worker, as theirs did not take them or vanished.
     pub(crate) retries: Count,
     /// Streams whose worker vanished, and that no other could finish.
@@ -213,6 +217,8 @@ impl ShardMetrics {
             disconnects: Count::default(),
             engine_refusals: Count::default(),
             stale_entries: Count::default(),
+            foreign_entries: Count::default(),
+            excess_tokens: Count::default(),
             retries: Count::default(),
             streams_lost: Count::default(),
             late_starts: Count::default(),
@@ -511,6 +517,18 @@ impl Collector for FrontendCollector {
             "slipstream_stale_entries",
             "Frame entries for streams that had ended here (cancelled ones)",
             |s| &s.stale_entries,
+        )?;
+        self.counter(
+            e,
+            "slipstream_foreign_entries",
+            "Frame entries for streams that their sender does not run",
+            |s| &s.foreign_entries,
+        )?;
+        self.counter(
+            e,
+            "slipstream_excess_tokens",
+            "Tokens beyond what was asked for, not shown",
+            |s| &s.excess_tokens,
         )?;
         self.counter(e, "slipstream_frames", "Pass frames received", |s| {
             &s.frames

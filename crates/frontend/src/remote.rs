@@ -14,8 +14,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use slipstream_base::{KvDelta, RankId, WorkerId};
-use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::link::{Link, LinkError, Socket};
+use slipstream_planes::clock::{clock_id, monotonic_ns, same_clock};
+use slipstream_planes::link::{Link, LinkError, Socket, yield_turn};
 use slipstream_planes::tls::Tls;
 use slipstream_planes::wire::{self, Hello, Kind, Reject, RejectReason, Welcome, WireError};
 use slipstream_planes::{PassFrame, StartRequest, ToWorker};
@@ -32,6 +32,10 @@ const GREETINGS_MAX: usize = 256;
 
 /// Reads in one turn, of at least 16 KiB each; then the clients' sockets get theirs.
 const READS_PER_TURN: usize = 8;
+
+/// Bytes beyond [`RemoteLimits::unsent_bytes_max`] at which a worker that reads too slowly is cut:
+/// the longest request, and controls of a million streams.
+const UNSENT_SLACK_BYTES: usize = wire::BODY_BYTES_MAX + (32 << 20);
 
 /// Bounds of a shard's connections to workers.
 #[derive(Clone, Copy, Debug)]
@@ -111,7 +115,10 @@ pub(crate) struct Remote {
 pub(crate) struct Peer {
     instance: u64,
     name: String,
+    /// Rising.
     workers: Vec<WorkerId>,
+    /// Its times are readings of this host's clock.
+    same_clock: bool,
     /// Frames that the next turn of its task sends.
     outbox: RefCell<Vec<u8>>,
     /// Bytes that its socket has not taken, as of its last turn.
@@ -297,11 +304,13 @@ impl Remote {
                 return Err(reject.into());
             }
         };
-        let workers: Vec<WorkerId> = hello.workers.iter().map(|w| w.worker).collect();
+        let mut workers: Vec<WorkerId> = hello.workers.iter().map(|w| w.worker).collect();
+        workers.sort_unstable();
         let peer = Rc::new(Peer {
             instance: hello.instance,
             name: hello.name,
             workers,
+            same_clock: same_clock(hello.clock, clock_id()),
             outbox: RefCell::default(),
             unsent: Cell::new(0),
             waker: RefCell::default(),
@@ -336,6 +345,25 @@ enum GreetError {
 }
 
 impl Peer {
+    /// Whether it runs `worker`.
+    #[inline]
+    pub(crate) fn runs(&self, worker: WorkerId) -> bool {
+        self.workers.binary_search(&worker).is_ok()
+    }
+
+    /// Whether its times compare with ours.
+    pub(crate) fn has_our_clock(&self) -> bool {
+        self.same_clock
+    }
+
+    /// Checks that it runs the worker that it speaks of.
+    fn check(&self, kind: Kind, worker: WorkerId) -> Result<(), WireError> {
+        if self.runs(worker) {
+            return Ok(());
+        }
+        Err(WireError::NotIts { kind, worker })
+    }
+
     fn wake(&self) {
         if let Some(waker) = self.waker.borrow_mut().take() {
             waker.wake();
@@ -359,7 +387,7 @@ impl Connection {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<LinkError> {
         match self.turn(cx) {
             Ok(true) => {
-                cx.waker().wake_by_ref();
+                yield_turn(cx);
                 Poll::Pending
             }
             Ok(false) => Poll::Pending,
@@ -373,6 +401,8 @@ impl Connection {
         *self.peer.waker.borrow_mut() = Some(cx.waker().clone());
         let mut more = true;
         for _ in 0..READS_PER_TURN {
+            // First: the read that brought the greeting may have brought more with it.
+            self.take_frames()?;
             match self.link.poll_read(cx) {
                 Poll::Ready(read) => read?,
                 Poll::Pending => {
@@ -380,7 +410,6 @@ impl Connection {
                     break;
                 }
             }
-            self.take_frames()?;
         }
         self.link.poll_time(cx)?;
         let outbox = self.link.outbox();
@@ -394,7 +423,12 @@ impl Connection {
         if let Poll::Ready(written) = self.link.poll_write(cx) {
             written?;
         }
-        self.peer.unsent.set(self.link.unsent());
+        let unsent = self.link.unsent();
+        self.peer.unsent.set(unsent);
+        // Requests stop at the bound, with one beyond it; what goes on are stops, kills and credit.
+        if unsent > self.remote.limits.unsent_bytes_max + UNSENT_SLACK_BYTES {
+            return Err(LinkError::Unread { bytes: unsent });
+        }
         Ok(more)
     }
 
@@ -404,11 +438,12 @@ impl Connection {
             match kind {
                 Kind::Pass => {
                     wire::decode_pass(body, &mut self.pass)?;
-                    shard.on_frame(&self.pass);
+                    shard.on_frame(&self.pass, Some(&self.peer));
                 }
                 Kind::Kv | Kind::KvSnapshot => {
                     let snapshot = wire::decode_kv(kind, body, &mut self.delta)?;
                     let rank = self.delta.rank;
+                    self.peer.check(kind, rank.worker)?;
                     if snapshot {
                         roster.fleet().resync(&self.delta);
                         self.unsure.retain(|&unsure| unsure != rank);
@@ -422,15 +457,19 @@ impl Connection {
                 }
                 Kind::Ready => {
                     let (worker, ready) = wire::decode_ready(body)?;
-                    if self.peer.workers.contains(&worker) {
-                        roster.on_ready(self.peer.instance, worker, ready);
-                    }
+                    self.peer.check(kind, worker)?;
+                    roster.on_ready(self.peer.instance, worker, ready);
                 }
-                Kind::Load => wire::decode_loads(body, |load| {
-                    if self.peer.workers.contains(&load.rank.worker) {
-                        roster.on_load(load);
-                    }
-                })?,
+                Kind::Load => {
+                    let mut of_others = Ok(());
+                    wire::decode_loads(body, |load| {
+                        match self.peer.check(kind, load.rank.worker) {
+                            Ok(()) => roster.on_load(load),
+                            Err(error) => of_others = Err(error),
+                        }
+                    })?;
+                    of_others?;
+                }
                 Kind::Ping => {}
                 Kind::Bye => {
                     self.peer.leaving.set(true);

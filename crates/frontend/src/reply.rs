@@ -110,6 +110,8 @@ pub(crate) struct SequenceSpec {
     pub(crate) target: RankId,
     /// Tokens of its prompt.
     pub(crate) prompt_tokens: u32,
+    /// Tokens that were asked for at most.
+    pub(crate) max_tokens: u32,
     pub(crate) seed: u64,
     /// Number of alternatives per token; `None`: no log probabilities.
     pub(crate) top_logprobs: Option<u32>,
@@ -282,6 +284,15 @@ impl ReplyState {
             return true;
         }
         sequence.again = None;
+        // A worker that goes on for ever costs no memory.
+        let room = sequence.spec.max_tokens.saturating_sub(sequence.generated) as usize;
+        let (tokens, excess) = tokens.split_at(tokens.len().min(room));
+        if !excess.is_empty() {
+            metrics.excess_tokens.add(excess.len() as u64);
+        }
+        if tokens.is_empty() {
+            return false;
+        }
         if let Some(first) = first {
             self.times.note(Stage::FirstPassStart, first.start_ns);
             self.times.note(Stage::FirstPassEnd, first.end_ns);
@@ -928,6 +939,7 @@ mod tests {
         let specs = (0..n).map(|seed| SequenceSpec {
             target: RankId::default(),
             prompt_tokens: 1,
+            max_tokens: 1000,
             seed: u64::from(seed),
             top_logprobs: None,
             stop: Some(StopMatcher::new(&stops, false)),

@@ -269,9 +269,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::RankId;
+    use std::sync::atomic::Ordering::SeqCst;
+
     use slipstream_base::cluster::RouterConfig;
+    use slipstream_base::{RankId, mix};
     use slipstream_planes::wire::Announced;
+    use slipstream_planes::{Registration, StreamTable};
     use slipstream_router::fleet::TargetConfig;
 
     fn roster(workers: u32, shards: usize) -> Roster {
@@ -300,6 +303,7 @@ mod tests {
             fingerprint: 7,
             shard,
             deadline_ms: 1000,
+            clock: 1,
             name: format!("process {instance}"),
             workers: workers
                 .iter()
@@ -381,5 +385,105 @@ mod tests {
         check(&hello(1, 0, &[0, 0], true), RejectReason::Protocol, "twice");
         assert_eq!(roster.totals().rejected, 4);
         assert_eq!(ready(&roster), [false, false]);
+    }
+
+    /// Who holds a worker, and on how many shards, as the threads of the test saw it: kept beside
+    /// the roster, and in its order.
+    struct Holders(Vec<AtomicU64>);
+
+    impl Holders {
+        fn seated(&self, worker: u32, instance: u64) {
+            let cell = &self.0[worker as usize];
+            let update = |held: u64| {
+                let (by, shards) = (held >> 32, held & 0xffff_ffff);
+                assert!(shards == 0 || by == instance, "w{worker} has two holders");
+                Some(instance << 32 | (shards + 1))
+            };
+            cell.fetch_update(SeqCst, SeqCst, update).unwrap();
+        }
+
+        fn leaving(&self, worker: u32) {
+            self.0[worker as usize].fetch_sub(1, SeqCst);
+        }
+    }
+
+    /// Shards that register streams while worker processes call home and vanish, all at once: no
+    /// worker has two holders, no stream is left, and in the end the roster is as the connections
+    /// are. (What shards share without a lock, tombstones and bells: under loom, in `planes`.)
+    #[test]
+    fn shards_register_while_processes_call_home_and_vanish() {
+        const SHARDS: u8 = 6;
+        const WORKERS: u32 = 8;
+        const ROUNDS: u32 = 2000;
+        let roster = roster(WORKERS, usize::from(SHARDS));
+        let holders = Holders((0..WORKERS).map(|_| AtomicU64::new(0)).collect());
+        let start = std::sync::Barrier::new(usize::from(SHARDS));
+        let shard = |shard: u8| {
+            let table = StreamTable::new(shard, 64);
+            let mut streams: Vec<Option<Registration<u32>>> = (0..64).map(|_| None).collect();
+            // By worker: the instance connected here.
+            let mut seated = [None; WORKERS as usize];
+            start.wait();
+            for round in 0..ROUNDS {
+                let draw = mix::draw(u64::from(shard), u64::from(round));
+                let worker = (draw % u64::from(WORKERS)) as u32;
+                let at = worker as usize;
+                // Two processes want each worker.
+                let instance = 1 + u64::from(worker) * 2 + (draw >> 8) % 2;
+                match ((draw >> 16) % 4, seated[at]) {
+                    (0, None) => {
+                        let hello = hello(instance, shard, &[worker], true);
+                        if roster.admit(shard, &hello).is_ok() {
+                            holders.seated(worker, instance);
+                            seated[at] = Some(instance);
+                        }
+                    }
+                    (1, Some(instance)) => {
+                        holders.leaving(worker);
+                        roster.on_lost(shard, instance, &[WorkerId(worker)]);
+                        // Established streams of that worker end here; others are left alone.
+                        for stream in &mut streams {
+                            stream.take_if(|s| s.with(|of| *of == worker));
+                        }
+                        seated[at] = None;
+                    }
+                    (2, Some(_)) if !roster.tombstones.stands(at, monotonic_ns()) => {
+                        let free = streams.iter_mut().find(|stream| stream.is_none());
+                        *free.expect("streams are dropped as often") =
+                            Some(table.register(worker).unwrap());
+                    }
+                    _ => drop(streams[(draw >> 24) as usize % 64].take()),
+                }
+                if table.len() == 64 {
+                    streams.fill_with(|| None);
+                }
+            }
+            streams.clear();
+            assert!(table.is_empty(), "no stream is left");
+            seated
+        };
+        let seated: Vec<_> = std::thread::scope(|scope| {
+            let shards = (0..SHARDS).map(|n| scope.spawn(move || shard(n)));
+            let shards: Vec<_> = shards.collect();
+            shards.into_iter().map(|s| s.join().unwrap()).collect()
+        });
+        let connections = seated.iter().flatten().flatten().count();
+        assert_eq!(roster.totals().open, connections as u64);
+        for worker in 0..WORKERS as usize {
+            let whole = seated.iter().all(|shard| shard[worker].is_some());
+            assert_eq!(ready(&roster)[worker], whole, "w{worker}");
+        }
+        // Who is missing somewhere comes there, and takes requests at once.
+        for worker in 0..WORKERS {
+            let at = worker as usize;
+            let holder = seated.iter().find_map(|shard| shard[at]).unwrap_or(99);
+            for shard in (0..SHARDS).filter(|&shard| seated[usize::from(shard)][at].is_none()) {
+                roster
+                    .admit(shard, &hello(holder, shard, &[worker], true))
+                    .unwrap();
+            }
+        }
+        assert!(ready(&roster).iter().all(|&ready| ready));
+        assert_eq!(roster.totals().tombstones, 0, "who returned is not mourned");
     }
 }

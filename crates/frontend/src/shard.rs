@@ -17,7 +17,7 @@ use slipstream_router::{RouteRequest, Router};
 
 use crate::metrics::{Rejection, ShardMetrics};
 use crate::openai::ApiError;
-use crate::remote::{NotSent, Remote, RemotePlane};
+use crate::remote::{NotSent, Peer, Remote, RemotePlane};
 use crate::reply::{Again, Feed, Reply};
 use crate::service::Service;
 
@@ -245,7 +245,7 @@ impl Shard {
         };
         loop {
             match port
-                .frames(FRAMES_PER_TURN, |frame| self.on_frame(frame))
+                .frames(FRAMES_PER_TURN, |frame| self.on_frame(frame, None))
                 .await
             {
                 // The replies that this filled are woken; let them write before the next frames.
@@ -294,7 +294,8 @@ impl Shard {
         }
     }
 
-    pub(crate) fn on_frame(&self, frame: &PassFrame) {
+    /// Takes a frame apart. `from` sent it; `None`: an engine thread of this process did.
+    pub(crate) fn on_frame(&self, frame: &PassFrame, from: Option<&Peer>) {
         let now_ns = monotonic_ns();
         self.metrics.frames.add(1);
         if let Some(first) = frame.entries().next() {
@@ -308,12 +309,21 @@ impl Shard {
             if self.table_lock.is_some() {
                 drop(self.lock_table());
             }
-            self.on_entry(&entry, now_ns);
+            self.on_entry(&entry, now_ns, from);
         }
     }
 
     #[inline]
-    fn on_entry(&self, entry: &Entry<'_>, now_ns: u64) {
+    fn on_entry(&self, entry: &Entry<'_>, now_ns: u64, from: Option<&Peer>) {
+        // Who does not run a stream has nothing to say of it, whatever address it guessed.
+        let foreign = |worker| {
+            let foreign = from.is_some_and(|peer| !peer.runs(worker));
+            if foreign {
+                self.metrics.foreign_entries.add(1);
+            }
+            foreign
+        };
+        let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
         let known = match *entry {
             Entry::Tokens {
                 stream,
@@ -324,6 +334,10 @@ impl Shard {
                 let told = self.table.with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
                     let sequence = feed.sequence;
+                    if foreign(state.target(sequence).worker) {
+                        return None;
+                    }
+                    let first = first.map(|first| first.unless(strange_clock));
                     let kill =
                         state.on_tokens(sequence, tokens, first, now_ns, text, &self.metrics);
                     let credit = state.credit_due(sequence);
@@ -339,17 +353,19 @@ impl Shard {
             Entry::Prologue { stream, prologue } => self
                 .table
                 .with(stream, |feed| {
-                    feed.reply
-                        .state
-                        .borrow_mut()
-                        .on_prologue(feed.sequence, &prologue);
+                    let mut state = feed.reply.state.borrow_mut();
+                    if !foreign(state.target(feed.sequence).worker) {
+                        state.on_prologue(feed.sequence, &prologue.unless(strange_clock));
+                    }
                 })
                 .is_some(),
             Entry::End { stream, end } => self
                 .table
                 .with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    state.on_end(feed.sequence, &end, &self.metrics);
+                    if !foreign(state.target(feed.sequence).worker) {
+                        state.on_end(feed.sequence, &end, &self.metrics);
+                    }
                 })
                 .is_some(),
             Entry::Refused {
@@ -358,6 +374,9 @@ impl Shard {
                 message,
             } => {
                 let again = self.table.with(stream, |feed| {
+                    if foreign(feed.reply.state.borrow().target(feed.sequence).worker) {
+                        return None;
+                    }
                     self.metrics.engine_refusals.add(1);
                     tracing::info!(%message, ?reason, "an engine refused a request");
                     let mut state = feed.reply.state.borrow_mut();

@@ -19,9 +19,33 @@ pub fn monotonic_ns() -> u64 {
     ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1_000_000_000
 }
 
+/// Names the clock that [`monotonic_ns`] reads: it is one for the processes of a host between two
+/// boots, and their readings compare. 0 if the system does not say.
+pub fn clock_id() -> u64 {
+    // proc_sys_kernel(5): drawn at each boot. A container's processes read that of its host.
+    let Ok(boot) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") else {
+        return 0;
+    };
+    let digits = boot.chars().filter(char::is_ascii_hexdigit).take(16);
+    u64::from_str_radix(&digits.collect::<String>(), 16).unwrap_or(0)
+}
+
+/// Whether readings under `one` and `other` ([`clock_id`]) may be compared.
+pub fn same_clock(one: u64, other: u64) -> bool {
+    one == other && one != 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_has_one_clock_and_an_unknown_one_is_like_no_other() {
+        assert_eq!(clock_id(), clock_id());
+        assert!(same_clock(7, 7));
+        assert!(!same_clock(7, 8));
+        assert!(!same_clock(0, 0));
+    }
 
     #[test]
     fn time_does_not_run_back() {

@@ -109,6 +109,35 @@ pub struct FirstPass {
     pub end_ns: u64,
 }
 
+impl Prologue {
+    /// The same without its times, if `unknown`: they are of a clock that is not ours.
+    #[must_use]
+    pub fn unless(self, unknown: bool) -> Prologue {
+        if unknown {
+            return Prologue {
+                worker_recv_ns: None,
+                admitted_ns: None,
+                ..self
+            };
+        }
+        self
+    }
+}
+
+impl FirstPass {
+    /// The same with times of 0, if `unknown`: they are of a clock that is not ours.
+    #[must_use]
+    pub fn unless(self, unknown: bool) -> FirstPass {
+        if unknown {
+            return FirstPass {
+                start_ns: 0,
+                end_ns: 0,
+            };
+        }
+        self
+    }
+}
+
 /// What a stream has used, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {

@@ -290,6 +290,14 @@ impl Inbox {
     }
 }
 
+/// Lets everybody else have a turn, sockets and timers included, and wakes the task then. A task
+/// that woke itself at once would get dozens of turns before its runtime looks at sockets again.
+pub fn yield_turn(cx: &mut Context<'_>) {
+    let turn = std::pin::pin!(tokio::task::yield_now());
+    let pending = turn.poll(cx).is_pending();
+    debug_assert!(pending, "who yields is woken later");
+}
+
 #[cfg(test)]
 mod tests {
     use slipstream_base::{RankId, WorkerId};
@@ -319,6 +327,7 @@ mod tests {
             fingerprint: 2,
             shard: 0,
             deadline_ms: 4000,
+            clock: 3,
             name: "a worker".into(),
             workers: vec![wire::Announced {
                 worker: WorkerId(0),

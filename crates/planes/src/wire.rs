@@ -30,6 +30,10 @@ pub const HEADER_BYTES: usize = 8;
 /// blocks of 16 half a MiB, a snapshot of a million blocks 8 MiB.
 pub const BODY_BYTES_MAX: usize = 16 << 20;
 
+/// Blocks of one rank's cache whose snapshot fits a frame, however they are chained (24 bytes a
+/// block in runs of one).
+pub const SNAPSHOT_BLOCKS_MAX: u32 = (BODY_BYTES_MAX as u32 - 64) / 24;
+
 /// First bytes of a greeting's body: `SLIP`. Tells a stranger (an HTTP client, say) from a peer.
 const MAGIC: u32 = u32::from_le_bytes(*b"SLIP");
 
@@ -145,6 +149,17 @@ pub enum WireError {
     /// The entries of a pass.
     #[error(transparent)]
     Pass(#[from] FrameError),
+    /// News of a worker that its sender does not run.
+    #[error(
+        "a {kind:?} frame speaks of {worker}, which its sender does not run; \
+         its process is broken, or not what it says to be"
+    )]
+    NotIts {
+        /// What it is.
+        kind: Kind,
+        /// Whom it speaks of.
+        worker: WorkerId,
+    },
     /// A frame of the other direction, or before its time.
     #[error("a {kind:?} frame has no place {place}")]
     Place {
@@ -353,6 +368,9 @@ pub struct Hello {
     pub shard: u8,
     /// A peer that was silent for so long counts as gone, ms.
     pub deadline_ms: u32,
+    /// Names the clock of its times ([`crate::clock::clock_id`]): those of another host's clock say
+    /// nothing here.
+    pub clock: u64,
     /// For people: host and process.
     pub name: String,
     /// What it runs.
@@ -368,6 +386,7 @@ impl Hello {
             out.extend_from_slice(&self.fingerprint.to_le_bytes());
             out.push(self.shard);
             out.extend_from_slice(&self.deadline_ms.to_le_bytes());
+            out.extend_from_slice(&self.clock.to_le_bytes());
             put_text(out, &self.name);
             out.extend_from_slice(&(self.workers.len() as u16).to_le_bytes());
             for announced in &self.workers {
@@ -390,6 +409,7 @@ impl Hello {
         }
         let (instance, fingerprint) = (fields.u64()?, fields.u64()?);
         let (shard, deadline_ms) = (fields.u8()?, fields.u32()?);
+        let clock = fields.u64()?;
         let name = fields.text("name")?.to_owned();
         let count = usize::from(fields.u16()?);
         if count == 0 || count > WORKERS_MAX {
@@ -415,6 +435,7 @@ impl Hello {
             fingerprint,
             shard,
             deadline_ms,
+            clock,
             name,
             workers,
         })
@@ -952,6 +973,7 @@ mod tests {
             fingerprint: 0x99aa_bbcc_ddee_ff00,
             shard: 1,
             deadline_ms: 5000,
+            clock: 0x0123_4567_89ab_cdef,
             name: "host:42".into(),
             workers: vec![
                 Announced {

@@ -8,6 +8,7 @@ use anyhow::Context;
 use slipstream_base::WorkerId;
 use slipstream_base::cluster::Cluster;
 use slipstream_events::EventPlane;
+use slipstream_planes::wire::SNAPSHOT_BLOCKS_MAX;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_worker::callhome::{CallHome, CallHomeConfig, CallHomeEvents};
 use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
@@ -85,6 +86,16 @@ struct Running {
 
 fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<Running> {
     let live = &cluster.live;
+    for pool in &cluster.pools {
+        anyhow::ensure!(
+            pool.engine.num_gpu_blocks <= SNAPSHOT_BLOCKS_MAX,
+            "pool `{}`: `num_gpu_blocks` is {}, and what a cache holds is told to frontends in one \
+             frame of at most {SNAPSHOT_BLOCKS_MAX} blocks; raise `block_size`, or use `slipstream \
+             serve`",
+            pool.name,
+            pool.engine.num_gpu_blocks
+        );
+    }
     let text = serve::text_model(cluster)?;
     let specs = serve::worker_specs(cluster, &text, |worker| chosen.contains(&worker))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

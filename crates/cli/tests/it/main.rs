@@ -3,5 +3,6 @@
 mod planes;
 mod serve;
 mod server;
+mod strangers;
 mod torture;
 mod twin;

@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -38,6 +38,10 @@ pub(crate) fn frontend(dir: &Path, args: &[&[&str]]) -> Server {
 }
 
 fn frontend_with(dir: &Path, args: &[&[&str]], more: &[&str]) -> Server {
+    Server::spawn(frontend_command(dir, args, more))
+}
+
+pub(crate) fn frontend_command(dir: &Path, args: &[&[&str]], more: &[&str]) -> Command {
     let mut command = slipstream();
     command
         .arg("frontend")
@@ -45,7 +49,7 @@ fn frontend_with(dir: &Path, args: &[&[&str]], more: &[&str]) -> Server {
         .args(of_frontend(&args.concat()))
         .arg("--discovery")
         .arg(dir);
-    Server::spawn(command)
+    command
 }
 
 /// A worker process; killed when dropped.
@@ -131,7 +135,7 @@ fn begin_at(server: &Server, body: &str, headers: &[&str]) -> Client {
 }
 
 /// The rest of a stream.
-fn rest(client: &mut Client) -> String {
+pub(crate) fn rest(client: &mut Client) -> String {
     let mut rest = String::new();
     while let Some(chunk) = client.chunk() {
         rest += std::str::from_utf8(&chunk).unwrap();

@@ -142,6 +142,12 @@ impl Server {
         self.child.wait().expect("it ends");
     }
 
+    pub(crate) fn signal(&self, signal: &str) {
+        let id = self.child.id().to_string();
+        let status = Command::new("kill").args([signal, &id]).status();
+        assert!(status.expect("kill runs").success());
+    }
+
     /// Asks it to end, and waits until it has.
     pub(crate) fn terminate(mut self) -> std::process::ExitStatus {
         let id = self.child.id().to_string();

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use slipstream_planes::clock::clock_id;
 use slipstream_planes::link::{Link, LinkError, Socket};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, Reject, Welcome, WireError};
 use tokio::net::TcpStream;
@@ -148,6 +149,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
         fingerprint: config.fingerprint,
         shard: target.shard,
         deadline_ms: config.deadline.as_millis() as u32,
+        clock: clock_id(),
         name: config.name.clone(),
         workers: home
             .workers

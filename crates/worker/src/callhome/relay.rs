@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 
-use slipstream_planes::link::{Link, LinkError};
+use slipstream_planes::link::{Link, LinkError, yield_turn};
 use slipstream_planes::ring::Polled;
 use slipstream_planes::stream::SLOTS_MAX;
 use slipstream_planes::wire::{self, Kind, WireError};
@@ -96,7 +96,7 @@ impl Relay {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LinkError>> {
         match self.turn(cx) {
             Ok(true) => {
-                cx.waker().wake_by_ref();
+                yield_turn(cx);
                 Poll::Pending
             }
             Ok(false) => Poll::Pending,
@@ -108,6 +108,8 @@ impl Relay {
     fn turn(&mut self, cx: &mut Context<'_>) -> Result<bool, LinkError> {
         let mut more = true;
         for _ in 0..READS_PER_TURN {
+            // First: the read that brought the greeting may have brought requests with it.
+            self.take_requests()?;
             match self.link.poll_read(cx) {
                 Poll::Ready(read) => read?,
                 Poll::Pending => {
@@ -115,7 +117,6 @@ impl Relay {
                     break;
                 }
             }
-            self.take_requests()?;
         }
         more |= self.take_frames(Some(cx))?;
         if self.subscription.take(cx.waker(), self.link.outbox()) {

@@ -1,0 +1,242 @@
+//! Memory that other processes of the host can map and read.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Why there is no memory.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// The host has less than was asked for. Nothing was taken.
+    #[error(
+        "{bytes} bytes of shared memory were asked for, and {limit} may be had ({what}); give the \
+         host tier fewer bytes or raise the limit"
+    )]
+    Limit {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes there are.
+        limit: u64,
+        /// Which limit.
+        what: &'static str,
+    },
+    /// The system refused.
+    #[error("{bytes} bytes of shared memory cannot be had: {call} failed")]
+    System {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What was tried.
+        call: &'static str,
+        /// Why it failed.
+        source: Errno,
+    },
+    /// A peer offers memory that could shrink under the reader, or is smaller than it says.
+    #[error(
+        "a peer's shared memory is refused: {why}; run one release of slipstream on both sides"
+    )]
+    Peer {
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+/// Shared memory of a fixed size, all of it there from the start: a page that is touched first in
+/// the middle of a transfer cannot fail.
+///
+/// It has no name in any file system, and is gone with the last process that has it open.
+pub struct Arena {
+    fd: OwnedFd,
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping belongs to no thread; who may read or write which part of it is the callers'
+// contract with `bytes` and `bytes_mut`.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Takes `bytes` of memory, which are zero.
+    ///
+    /// # Errors
+    ///
+    /// [`ArenaError::Limit`] and [`ArenaError::System`].
+    pub fn create(bytes: usize) -> Result<Arena, ArenaError> {
+        let asked = bytes as u64;
+        let system = |call| move |source| refusal(asked, call, source);
+        // Without this look the kernel would kill somebody to make room.
+        if let Some(limit) = memory_available()
+            && limit < asked
+        {
+            return Err(ArenaError::Limit {
+                bytes: asked,
+                limit,
+                what: "MemAvailable of /proc/meminfo",
+            });
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd =
+            rustix::fs::memfd_create("slipstream-kv", flags).map_err(system("memfd_create"))?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, asked)
+            .map_err(system("fallocate"))?;
+        // So that who maps it need not fear that it shrinks.
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&fd, seals).map_err(system("fcntl"))?;
+        let base = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE).map_err(system("mmap"))?;
+        Ok(Arena { fd, base, bytes })
+    }
+
+    /// Maps a peer's memory, to read from.
+    ///
+    /// # Errors
+    ///
+    /// [`ArenaError::Peer`] if `fd` is not sealed memory of at least `bytes` bytes.
+    pub fn map_peer(fd: OwnedFd, bytes: u64) -> Result<Arena, ArenaError> {
+        let peer = |why: String| ArenaError::Peer { why };
+        let seals = rustix::fs::fcntl_get_seals(&fd)
+            .map_err(|error| peer(format!("it cannot be sealed ({error})")))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(peer("it is not sealed against shrinking".into()));
+        }
+        let there = rustix::fs::fstat(&fd).map_err(|error| peer(error.to_string()))?;
+        if (there.st_size as u64) < bytes || bytes == 0 {
+            let size = there.st_size;
+            return Err(peer(format!("it has {size} bytes, and {bytes} were said")));
+        }
+        let bytes = bytes as usize;
+        let base = map(&fd, bytes, ProtFlags::READ).map_err(|error| peer(error.to_string()))?;
+        Ok(Arena { fd, base, bytes })
+    }
+
+    /// Bytes of it.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// What to give to another process.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Some of the memory.
+    ///
+    /// # Safety
+    ///
+    /// Nobody writes to these bytes while the slice lives, in this process or another.
+    ///
+    /// # Panics
+    ///
+    /// If there are not so many.
+    pub unsafe fn bytes(&self, at: usize, len: usize) -> &[u8] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes));
+        // SAFETY: inside the mapping (asserted), which lives as long as `self`, and memory that
+        // was zeroed by the kernel is initialized. The caller sees to it that nobody writes.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
+    }
+
+    /// Some of the memory, to write to.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else in this process reads or writes these bytes while the slice lives, and the
+    /// arena is one that was created here, not a peer's.
+    ///
+    /// # Panics
+    ///
+    /// If there are not so many.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn bytes_mut(&self, at: usize, len: usize) -> &mut [u8] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes));
+        // SAFETY: as above; the caller sees to it that the slice is the only one.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(at), len) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this length, once; no slice outlives `self`.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+fn map(fd: &OwnedFd, bytes: usize, prot: ProtFlags) -> Result<NonNull<u8>, Errno> {
+    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+    let base = unsafe {
+        rustix::mm::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            prot,
+            MapFlags::SHARED | MapFlags::POPULATE,
+            fd,
+            0,
+        )
+    }?;
+    Ok(NonNull::new(base.cast()).expect("a mapping is not at address 0"))
+}
+
+fn refusal(bytes: u64, call: &'static str, source: Errno) -> ArenaError {
+    match source {
+        Errno::FBIG => ArenaError::Limit {
+            bytes,
+            limit: rustix::process::getrlimit(rustix::process::Resource::Fsize)
+                .current
+                .unwrap_or(u64::MAX),
+            what: "file size limit, ulimit -f",
+        },
+        source => ArenaError::System {
+            bytes,
+            call,
+            source,
+        },
+    }
+}
+
+fn memory_available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_sees_what_is_written_and_refuses_what_could_shrink() {
+        let arena = Arena::create(8192).unwrap();
+        let peer = Arena::map_peer(arena.fd().try_clone_to_owned().unwrap(), 8192).unwrap();
+        // SAFETY: one thread, and the slices do not live at the same time.
+        unsafe {
+            arena.bytes_mut(4096, 3).copy_from_slice(b"abc");
+            assert_eq!(peer.bytes(4096, 3), b"abc");
+        }
+        let fd = arena.fd().try_clone_to_owned().unwrap();
+        let error = Arena::map_peer(fd, 8193).err().unwrap();
+        assert!(error.to_string().contains("8192"), "{error}");
+        let open = rustix::fs::memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&open, 8192).unwrap();
+        let error = Arena::map_peer(open, 8192).err().unwrap();
+        assert!(error.to_string().contains("shrinking"), "{error}");
+    }
+
+    #[test]
+    fn more_memory_than_there_is_is_refused_before_it_is_taken() {
+        let error = Arena::create(1 << 50).err().unwrap();
+        let text = error.to_string();
+        assert!(matches!(error, ArenaError::Limit { .. }), "{text}");
+        assert!(text.contains("fewer bytes"), "{text}");
+    }
+}

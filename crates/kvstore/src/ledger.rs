@@ -1,0 +1,157 @@
+//! What every tier keeps books of: entries by last use, when they are due, and what changed.
+
+use std::collections::VecDeque;
+
+use lru::LruCache;
+use slipstream_base::SimTime;
+
+use crate::tier::{TierChange, TierStats};
+
+/// Changes kept for a consumer; one that is further behind starts over with all keys.
+const CHANGES_MAX: usize = 1 << 16;
+
+/// Entries of a tier. `V` is where the bytes are.
+pub(crate) struct Ledger<V> {
+    entries: LruCache<Box<[u8]>, Entry<V>>,
+    ttl_ns: Option<u64>,
+    /// Due times in order, with the stamp of the entry that was put then.
+    due: VecDeque<(SimTime, u64, Box<[u8]>)>,
+    stamp: u64,
+    changes: Vec<TierChange>,
+    changes_lost: bool,
+    pub(crate) stats: TierStats,
+}
+
+struct Entry<V> {
+    value: V,
+    bytes: u64,
+    until: SimTime,
+    stamp: u64,
+}
+
+/// Why an entry goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    Evicted,
+    Expired,
+    Removed,
+    Corrupt,
+}
+
+impl<V: Copy> Ledger<V> {
+    pub(crate) fn new(ttl_ns: Option<u64>) -> Ledger<V> {
+        Ledger {
+            entries: LruCache::unbounded(), // bounded by the tier's bytes
+            ttl_ns,
+            due: VecDeque::new(),
+            stamp: 0,
+            changes: Vec::new(),
+            changes_lost: false,
+            stats: TierStats::default(),
+        }
+    }
+
+    /// Enters a key that is not there.
+    pub(crate) fn enter(&mut self, key: &[u8], value: V, bytes: u64, until: SimTime) {
+        self.stamp += 1;
+        let entry = Entry {
+            value,
+            bytes,
+            until,
+            stamp: self.stamp,
+        };
+        let before = self.entries.put(key.into(), entry);
+        debug_assert!(before.is_none(), "its place would be lost");
+        self.stats.blocks += 1;
+        self.stats.bytes += bytes;
+        self.stats.stored_total += 1;
+        if until != SimTime::MAX {
+            self.due.push_back((until, self.stamp, key.into()));
+            self.drop_void_due();
+        }
+        self.note(TierChange::Stored(key.into()));
+    }
+
+    /// Keys that left early leave their due times behind; no more of those than of others.
+    fn drop_void_due(&mut self) {
+        if self.due.len() > 2 * self.entries.len() + 64 {
+            let entries = &self.entries;
+            self.due.retain(|(_, stamp, key)| {
+                entries
+                    .peek(&key[..])
+                    .is_some_and(|entry| entry.stamp == *stamp)
+            });
+        }
+    }
+
+    /// The entry, if it is not due yet; it is the last used from now on.
+    pub(crate) fn touch(&mut self, now: SimTime, key: &[u8]) -> Option<V> {
+        let entry = self.entries.get(key)?;
+        (entry.until > now).then_some(entry.value)
+    }
+
+    pub(crate) fn peek(&self, now: SimTime, key: &[u8]) -> Option<V> {
+        let entry = self.entries.peek(key)?;
+        (entry.until > now).then_some(entry.value)
+    }
+
+    pub(crate) fn remove(&mut self, key: &[u8], why: Why) -> Option<V> {
+        let entry = self.entries.pop(key)?;
+        self.stats.blocks -= 1;
+        self.stats.bytes -= entry.bytes;
+        match why {
+            Why::Evicted => self.stats.evicted_total += 1,
+            Why::Expired => self.stats.expired_total += 1,
+            Why::Corrupt => self.stats.corrupt_total += 1,
+            Why::Removed => {}
+        }
+        self.note(TierChange::Removed(key.into()));
+        Some(entry.value)
+    }
+
+    /// The least recently used of those that `may` go, among the first few.
+    pub(crate) fn oldest(&self, mut may: impl FnMut(&V) -> bool) -> Option<Box<[u8]>> {
+        /// Pinned blocks are few: those that peers read just now.
+        const LOOKS_MAX: usize = 1024;
+        let mut entries = self.entries.iter().rev().take(LOOKS_MAX);
+        entries
+            .find(|(_, entry)| may(&entry.value))
+            .map(|(key, _)| key.clone())
+    }
+
+    /// A key whose time has come.
+    pub(crate) fn pop_due(&mut self, now: SimTime) -> Option<Box<[u8]>> {
+        while let Some((until, ..)) = self.due.front()
+            && *until <= now
+        {
+            let (_, stamp, key) = self.due.pop_front().expect("front() returned Some");
+            let entry = self.entries.peek(&key[..]);
+            if entry.is_some_and(|entry| entry.stamp == stamp) {
+                return Some(key);
+            }
+        }
+        None
+    }
+
+    pub(crate) fn until(&self, now: SimTime) -> SimTime {
+        self.ttl_ns.map_or(SimTime::MAX, |ttl| now + ttl)
+    }
+
+    pub(crate) fn keys(&self) -> Vec<Box<[u8]>> {
+        self.entries.iter().map(|(key, _)| key.clone()).collect()
+    }
+
+    fn note(&mut self, change: TierChange) {
+        if self.changes.len() == CHANGES_MAX {
+            self.changes.clear();
+            self.changes_lost = true;
+        }
+        self.changes.push(change);
+    }
+
+    /// See [`crate::Tier::take_changes`].
+    pub(crate) fn take_changes(&mut self, out: &mut Vec<TierChange>) -> bool {
+        out.append(&mut self.changes);
+        !std::mem::take(&mut self.changes_lost)
+    }
+}

@@ -1,0 +1,26 @@
+//! Blocks of KV cache outside of an engine: where they lie, and how they travel.
+//!
+//! A block is some bytes under a key ([`slipstream_kvindex::KeySet`] has the keys). It lies in a
+//! [`Tier`]: host memory ([`MemoryTier`]) or disk ([`DiskTier`]), each with a cap, LRU, a time to
+//! live, and a checksum that every read verifies. What cannot be verified is a miss.
+//!
+//! Callers never wait here: what takes time is submitted, and its end is polled.
+//!
+//! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
+//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`].
+
+pub mod arena;
+pub mod clock;
+mod ledger;
+pub mod tier;
+
+pub use arena::Arena;
+pub use tier::disk::{DiskOptions, DiskTier};
+pub use tier::memory::{MemoryOptions, MemoryTier, Pinned};
+pub use tier::{Medium, Tier, TierChange, TierError, TierStats};
+
+/// What verifies a block: XXH3, 64 bits, without a seed. It finds what was damaged by accident, not
+/// what was forged.
+pub fn checksum(bytes: &[u8]) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(bytes)
+}

@@ -1,0 +1,373 @@
+//! Blocks in host memory that peers on the host can read in place.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use slipstream_base::SimTime;
+
+use super::{Medium, Tier, TierChange, TierError, TierStats};
+use crate::arena::Arena;
+use crate::checksum;
+use crate::ledger::{Ledger, Why};
+
+/// How large a memory tier is.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryOptions {
+    /// Bytes of all blocks together; rounded down to whole blocks.
+    pub bytes: usize,
+    /// Bytes of the largest block. Each block takes so many.
+    pub block_bytes: usize,
+    /// How long a block is kept, ns; `None`: until it is evicted.
+    pub ttl_ns: Option<u64>,
+}
+
+/// Host memory in places of one size.
+///
+/// A place is being *filled* (by the one who took it from the free ones), *held* (nobody writes
+/// to it), or *free*. Readers pin a held place; one that is dropped while pinned is free when the
+/// last pin is. So nobody writes where somebody reads, in this process or in one that has a pin
+/// through a connection.
+pub struct MemoryTier {
+    arena: Arc<Arena>,
+    slots: usize,
+    block_bytes: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    ledger: Ledger<Place>,
+    free: Vec<u32>,
+    /// Readers of each place.
+    pins: Vec<u32>,
+    /// Places without a key that become free with their last pin.
+    doomed: Vec<bool>,
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    slot: u32,
+    len: u32,
+    checksum: u64,
+}
+
+/// A block that stays where it is until this is dropped.
+pub struct Pinned {
+    tier: Arc<MemoryTier>,
+    place: Place,
+}
+
+impl Pinned {
+    /// The block.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the place is held or doomed, and pinned: see `MemoryTier`.
+        unsafe { self.tier.arena.bytes(self.offset(), self.len()) }
+    }
+
+    /// Where it lies in [`MemoryTier::arena`].
+    pub fn offset(&self) -> usize {
+        self.tier.offset(self.place.slot)
+    }
+
+    /// Bytes of it.
+    pub fn len(&self) -> usize {
+        self.place.len as usize
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What it had when it was stored.
+    pub fn checksum(&self) -> u64 {
+        self.place.checksum
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.tier.unpin(self.place.slot);
+    }
+}
+
+impl MemoryTier {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    ///
+    /// [`TierError::TooLarge`] if not one block fits, [`TierError::Arena`] if there is no memory.
+    pub fn new(options: MemoryOptions) -> Result<Arc<MemoryTier>, TierError> {
+        let slots = options.bytes / options.block_bytes.max(1);
+        let fits = u32::try_from(slots).is_ok() && u32::try_from(options.block_bytes).is_ok();
+        if slots == 0 || options.block_bytes == 0 || !fits {
+            return Err(TierError::TooLarge {
+                bytes: options.block_bytes,
+                max: options.bytes,
+            });
+        }
+        Ok(Arc::new(MemoryTier {
+            arena: Arc::new(Arena::create(slots * options.block_bytes)?),
+            slots,
+            block_bytes: options.block_bytes,
+            state: Mutex::new(State {
+                ledger: Ledger::new(options.ttl_ns),
+                free: (0..slots as u32).rev().collect(),
+                pins: vec![0; slots],
+                doomed: vec![false; slots],
+            }),
+        }))
+    }
+
+    /// The memory that blocks lie in.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// Bytes of the largest block.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// Holds a block in its place for reading, and counts as a use of it.
+    pub fn pin(self: &Arc<Self>, now: SimTime, key: &[u8]) -> Option<Pinned> {
+        let place = self.take_pin(now, key)?;
+        Some(Pinned {
+            tier: Arc::clone(self),
+            place,
+        })
+    }
+
+    fn take_pin(&self, now: SimTime, key: &[u8]) -> Option<Place> {
+        let mut state = self.state();
+        let found = state.ledger.touch(now, key);
+        match found {
+            Some(place) => {
+                state.pins[place.slot as usize] += 1;
+                state.ledger.stats.hits_total += 1;
+            }
+            None => state.ledger.stats.misses_total += 1,
+        }
+        found
+    }
+
+    /// The block was not what was stored: it is dropped, and counted.
+    pub fn drop_corrupt(&self, key: &[u8]) {
+        let mut state = self.state();
+        if let Some(place) = state.ledger.remove(key, Why::Corrupt) {
+            state.release(place.slot);
+        }
+    }
+
+    fn unpin(&self, slot: u32) {
+        let mut state = self.state();
+        let at = slot as usize;
+        state.pins[at] -= 1;
+        if state.pins[at] == 0 && state.doomed[at] {
+            state.doomed[at] = false;
+            state.free.push(slot);
+        }
+    }
+
+    fn offset(&self, slot: u32) -> usize {
+        slot as usize * self.block_bytes
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// A place that nobody has.
+    fn take_free(&mut self, now: SimTime) -> Option<u32> {
+        if let Some(slot) = self.free.pop() {
+            return Some(slot);
+        }
+        if let Some(key) = self.ledger.pop_due(now)
+            && let Some(place) = self.ledger.remove(&key, Why::Expired)
+        {
+            self.release(place.slot);
+            if let Some(slot) = self.free.pop() {
+                return Some(slot);
+            }
+        }
+        let pins = &self.pins;
+        let oldest = self.ledger.oldest(|place| pins[place.slot as usize] == 0)?;
+        let place = self.ledger.remove(&oldest, Why::Evicted)?;
+        Some(place.slot)
+    }
+
+    /// A place has lost its key.
+    fn release(&mut self, slot: u32) {
+        if self.pins[slot as usize] == 0 {
+            self.free.push(slot);
+        } else {
+            self.doomed[slot as usize] = true;
+        }
+    }
+}
+
+impl Tier for MemoryTier {
+    fn medium(&self) -> Medium {
+        Medium::Host
+    }
+
+    fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError> {
+        if bytes.len() > self.block_bytes {
+            self.state().ledger.stats.failed_total += 1;
+            return Err(TierError::TooLarge {
+                bytes: bytes.len(),
+                max: self.block_bytes,
+            });
+        }
+        let slot = {
+            let mut state = self.state();
+            if state.ledger.touch(now, key).is_some() {
+                return Ok(false);
+            }
+            let Some(slot) = state.take_free(now) else {
+                state.ledger.stats.failed_total += 1;
+                return Err(TierError::Pinned { slots: self.slots });
+            };
+            slot
+        };
+        // SAFETY: the place is not free any more and has no key, so nobody else knows of it.
+        unsafe { self.arena.bytes_mut(self.offset(slot), bytes.len()) }.copy_from_slice(bytes);
+        let place = Place {
+            slot,
+            len: bytes.len() as u32,
+            checksum: checksum(bytes),
+        };
+        let mut state = self.state();
+        if let Some(other) = state.ledger.peek(SimTime::ZERO, key) {
+            if state.ledger.peek(now, key).is_some() {
+                state.free.push(slot); // another thread was faster
+                return Ok(false);
+            }
+            state.ledger.remove(key, Why::Expired);
+            state.release(other.slot);
+        }
+        let until = state.ledger.until(now);
+        state
+            .ledger
+            .enter(key, place, self.block_bytes as u64, until);
+        Ok(true)
+    }
+
+    fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError> {
+        let Some(place) = self.take_pin(now, key) else {
+            return Ok(false);
+        };
+        let len = place.len as usize;
+        let verified = (len == out.len()).then(|| {
+            // SAFETY: the place is pinned, so that nobody writes to it.
+            out.copy_from_slice(unsafe { self.arena.bytes(self.offset(place.slot), len) });
+            checksum(out) == place.checksum
+        });
+        self.unpin(place.slot);
+        match verified {
+            None => Err(TierError::Length {
+                want: out.len(),
+                got: len,
+            }),
+            Some(true) => Ok(true),
+            Some(false) => {
+                self.drop_corrupt(key);
+                Ok(false)
+            }
+        }
+    }
+
+    fn len_of(&self, now: SimTime, key: &[u8]) -> Option<usize> {
+        let place = self.state().ledger.peek(now, key)?;
+        Some(place.len as usize)
+    }
+
+    fn remove(&self, key: &[u8]) -> bool {
+        let mut state = self.state();
+        let Some(place) = state.ledger.remove(key, Why::Removed) else {
+            return false;
+        };
+        state.release(place.slot);
+        true
+    }
+
+    fn expire(&self, now: SimTime, count_max: usize) -> usize {
+        let mut state = self.state();
+        let mut count = 0;
+        while count < count_max
+            && let Some(key) = state.ledger.pop_due(now)
+        {
+            if let Some(place) = state.ledger.remove(&key, Why::Expired) {
+                state.release(place.slot);
+            }
+            count += 1;
+        }
+        count
+    }
+
+    fn take_changes(&self, out: &mut Vec<TierChange>) -> bool {
+        self.state().ledger.take_changes(out)
+    }
+
+    fn keys(&self) -> Vec<Box<[u8]>> {
+        self.state().ledger.keys()
+    }
+
+    fn stats(&self) -> TierStats {
+        self.state().ledger.stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tier(blocks: usize, ttl_ns: Option<u64>) -> Arc<MemoryTier> {
+        MemoryTier::new(MemoryOptions {
+            bytes: blocks * 4096,
+            block_bytes: 4096,
+            ttl_ns,
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn a_pinned_block_stays_while_others_make_room() {
+        let tier = tier(2, None);
+        let now = SimTime(0);
+        tier.put(now, b"a", &[1; 4096]).unwrap();
+        tier.put(now, b"b", &[2; 4096]).unwrap();
+        let pinned = tier.pin(now, b"a").unwrap();
+        let both = tier.pin(now, b"b").unwrap();
+        let full = tier.put(now, b"c", &[3; 4096]).unwrap_err();
+        assert!(matches!(full, TierError::Pinned { slots: 2 }));
+        drop(both);
+        tier.put(now, b"c", &[3; 4096]).unwrap();
+        assert_eq!(tier.len_of(now, b"b"), None);
+        // Dropped while it is read: its bytes stay until the reader has done.
+        assert!(tier.remove(b"a"));
+        tier.put(now, b"d", &[4; 4096]).unwrap();
+        assert_eq!(pinned.bytes(), [1; 4096]);
+        assert_eq!(checksum(pinned.bytes()), pinned.checksum());
+        drop(pinned);
+        assert!(tier.put(now, b"e", &[5; 4096]).unwrap());
+        assert_eq!(tier.stats().blocks, 2);
+        assert_eq!(tier.stats().failed_total, 1);
+    }
+
+    #[test]
+    fn a_block_that_was_damaged_in_memory_is_a_miss() {
+        let tier = tier(2, None);
+        let now = SimTime(0);
+        tier.put(now, b"a", &[1; 100]).unwrap();
+        let offset = tier.pin(now, b"a").unwrap().offset();
+        // SAFETY: nobody else reads or writes.
+        let bytes = unsafe { tier.arena.bytes_mut(offset, 100) };
+        bytes[50] ^= 4;
+        let mut out = [0; 100];
+        assert!(!tier.get(now, b"a", &mut out).unwrap());
+        assert_eq!((tier.stats().corrupt_total, tier.stats().blocks), (1, 0));
+        assert!(tier.put(now, b"a", &[1; 100]).unwrap());
+        assert!(tier.get(now, b"a", &mut out).unwrap());
+    }
+}

@@ -1,0 +1,3 @@
+//! Tiers and transports as their callers see them.
+
+mod tiers;

@@ -1,0 +1,462 @@
+//! One suite for every tier, and what is particular to disks: torn files, killed writers, a full
+//! disk.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use slipstream_base::SimTime;
+use slipstream_base::mix::draw;
+use slipstream_kvstore::{
+    DiskOptions, DiskTier, MemoryOptions, MemoryTier, Tier, TierChange, TierError, clock,
+};
+
+const BLOCK: usize = 1000;
+
+fn key(n: u64) -> Vec<u8> {
+    let mut key = vec![9; 36];
+    key[..8].copy_from_slice(&n.to_be_bytes());
+    key
+}
+
+/// The only right content of block `n`.
+fn block(n: u64) -> Vec<u8> {
+    (0..BLOCK as u64 / 8)
+        .flat_map(|word| draw(n, word).to_le_bytes())
+        .collect()
+}
+
+fn memory(blocks: usize, ttl_ns: Option<u64>) -> Arc<MemoryTier> {
+    MemoryTier::new(MemoryOptions {
+        bytes: blocks * BLOCK,
+        block_bytes: BLOCK,
+        ttl_ns,
+    })
+    .unwrap()
+}
+
+fn disk_options(path: &Path, blocks: u64, ttl_ns: Option<u64>) -> DiskOptions {
+    DiskOptions {
+        path: path.to_path_buf(),
+        bytes: blocks * (BLOCK as u64 + 100), // 64 of header, 36 of key
+        ttl_ns,
+        sync: false,
+    }
+}
+
+fn open(now: u64, unix_ns: u64, options: DiskOptions) -> Arc<DiskTier> {
+    DiskTier::open(SimTime(now), unix_ns, options).unwrap()
+}
+
+fn disk(path: &Path, blocks: u64, ttl_ns: Option<u64>) -> Arc<DiskTier> {
+    open(0, clock::unix_ns(), disk_options(path, blocks, ttl_ns))
+}
+
+fn put(tier: &dyn Tier, now: u64, n: u64) -> bool {
+    tier.put(SimTime(now), &key(n), &block(n)).unwrap()
+}
+
+/// Whether block `n` is there; if so, it is the right one.
+fn get(tier: &dyn Tier, now: u64, n: u64) -> bool {
+    let mut out = vec![0; BLOCK];
+    let hit = tier.get(SimTime(now), &key(n), &mut out).unwrap();
+    assert!(!hit || out == block(n), "wrong data for block {n}");
+    hit
+}
+
+/// Runs `check` on a tier of each kind with room for `blocks` blocks.
+fn on_each(blocks: usize, ttl_ns: Option<u64>, check: impl Fn(&dyn Tier)) {
+    check(&*memory(blocks, ttl_ns));
+    let folder = tempfile::tempdir().unwrap();
+    check(&*disk(folder.path(), blocks as u64, ttl_ns));
+}
+
+#[test]
+fn the_least_recently_used_makes_room() {
+    on_each(3, None, |tier| {
+        for n in 0..3 {
+            assert!(put(tier, 0, n));
+        }
+        assert!(!put(tier, 0, 0), "it is there");
+        assert!(get(tier, 0, 1));
+        put(tier, 0, 3); // 2 is the oldest: 0 was put again, 1 was read
+        assert_eq!(
+            [0, 1, 2, 3].map(|n| get(tier, 0, n)),
+            [true, true, false, true]
+        );
+        let stats = tier.stats();
+        assert_eq!(
+            (stats.blocks, stats.evicted_total, stats.stored_total),
+            (3, 1, 4)
+        );
+        assert_eq!((stats.hits_total, stats.misses_total), (4, 1));
+        let mut changes = Vec::new();
+        assert!(tier.take_changes(&mut changes));
+        let stored = |n| TierChange::Stored(key(n).into());
+        let removed = TierChange::Removed(key(2).into());
+        assert_eq!(
+            changes,
+            [stored(0), stored(1), stored(2), removed, stored(3)]
+        );
+        tier.clear();
+        assert_eq!((tier.stats().blocks, tier.stats().bytes), (0, 0));
+    });
+}
+
+#[test]
+fn a_block_is_gone_when_its_time_has_come() {
+    on_each(10, Some(100), |tier| {
+        put(tier, 0, 1);
+        put(tier, 50, 2);
+        assert!(get(tier, 99, 1));
+        assert!(!get(tier, 100, 1), "reading does not prolong it");
+        assert!(get(tier, 100, 2));
+        assert_eq!(tier.expire(SimTime(100), 10), 1);
+        assert!(put(tier, 100, 1), "it can come again");
+        assert_eq!(tier.expire(SimTime(150), 10), 1);
+        assert_eq!(tier.expire(SimTime(199), 10), 0);
+        assert!(get(tier, 199, 1));
+        assert_eq!(tier.expire(SimTime(200), 10), 1);
+        assert_eq!((tier.stats().blocks, tier.stats().expired_total), (0, 3));
+    });
+}
+
+#[test]
+fn blocks_of_another_length_and_blocks_too_large_are_refused() {
+    on_each(2, None, |tier| {
+        put(tier, 0, 1);
+        let error = tier.get(SimTime(0), &key(1), &mut [0; 10]).unwrap_err();
+        let TierError::Length {
+            want: 10,
+            got: BLOCK,
+        } = error
+        else {
+            panic!("{error}")
+        };
+        let error = tier
+            .put(SimTime(0), &key(2), &vec![0; 10 * BLOCK])
+            .unwrap_err();
+        assert!(matches!(error, TierError::TooLarge { .. }), "{error}");
+        assert_eq!(tier.stats().failed_total, 1);
+        assert!(get(tier, 0, 1));
+    });
+}
+
+#[test]
+fn changes_that_nobody_took_are_told_to_be_lost() {
+    let tier = memory(1, None);
+    for n in 0..40_000 {
+        put(&*tier, 0, n); // each evicts the one before
+    }
+    let mut changes = Vec::new();
+    assert!(!tier.take_changes(&mut changes), "the beginning is missing");
+    assert_eq!(tier.keys(), [key(39_999).into()]);
+    changes.clear();
+    assert!(tier.take_changes(&mut changes) && changes.is_empty());
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Put(u64),
+    Get(u64),
+    Remove(u64),
+    Pass(u64),
+    Expire,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        4 => (0u64..12).prop_map(Op::Put),
+        4 => (0u64..12).prop_map(Op::Get),
+        1 => (0u64..12).prop_map(Op::Remove),
+        1 => (0u64..30).prop_map(Op::Pass),
+        1 => Just(Op::Expire),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// LRU and time to live as a plain list keeps them. Keys that have expired and were not swept
+    /// still take room, as the oldest do.
+    #[test]
+    fn tiers_hold_what_a_list_holds(ops in prop::collection::vec(op(), 0..80)) {
+        on_each(4, Some(100), |tier| {
+            let mut list: Vec<(u64, u64)> = Vec::new(); // key, until; last used last
+            let mut held = BTreeSet::new();
+            let mut now = 0;
+            for op in &ops {
+                let live = |list: &[(u64, u64)], n: u64| {
+                    list.iter().any(|&(other, until)| other == n && until > now)
+                };
+                match *op {
+                    Op::Put(n) => {
+                        // Room is made of what is due first, so that live blocks stay.
+                        tier.expire(SimTime(now), usize::MAX);
+                        list.retain(|&(_, until)| until > now);
+                        let fresh = !live(&list, n);
+                        assert_eq!(put(tier, now, n), fresh);
+                        if fresh && list.len() == 4 { list.remove(0); }
+                        let until = list.iter().find(|entry| entry.0 == n);
+                        let until = until.map_or(now + 100, |entry| entry.1);
+                        list.retain(|entry| entry.0 != n);
+                        list.push((n, until));
+                    }
+                    Op::Get(n) => {
+                        assert_eq!(get(tier, now, n), live(&list, n));
+                        if let Some(at) = list.iter().position(|entry| entry.0 == n) {
+                            let entry = list.remove(at);
+                            list.push(entry);
+                        }
+                    }
+                    Op::Remove(n) => {
+                        assert_eq!(tier.remove(&key(n)), list.iter().any(|entry| entry.0 == n));
+                        list.retain(|entry| entry.0 != n);
+                    }
+                    Op::Pass(ns) => now += ns,
+                    Op::Expire => {
+                        tier.expire(SimTime(now), usize::MAX);
+                        list.retain(|&(_, until)| until > now);
+                    }
+                }
+                let mut changes = Vec::new();
+                assert!(tier.take_changes(&mut changes));
+                for change in changes {
+                    match change {
+                        TierChange::Stored(key) => assert!(held.insert(key)),
+                        TierChange::Removed(key) => assert!(held.remove(&key)),
+                    }
+                }
+                assert_eq!(held.len() as u64, tier.stats().blocks);
+                assert_eq!(held.len(), list.len());
+            }
+        });
+    }
+}
+
+#[test]
+fn files_are_found_again_with_their_time_to_live() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = disk_options(folder.path(), 10, Some(1_000_000_000_000));
+    let began = clock::unix_ns();
+    let tier = open(0, began, options.clone());
+    for n in 0..5 {
+        put(&*tier, 0, n);
+    }
+    let error = DiskTier::open(SimTime(0), began, options.clone())
+        .err()
+        .unwrap();
+    assert!(error.to_string().contains("folder of its own"), "{error}");
+    drop(tier);
+    let tier = open(7, began, options.clone());
+    assert!((0..5).all(|n| get(&*tier, 7, n)));
+    drop(tier);
+    // 2,000 s later, with the clock of another boot.
+    let tier = open(7, began + 2_000_000_000_000, options);
+    assert!((0..5).all(|n| !get(&*tier, 7, n)));
+    assert_eq!(tier.stats().expired_total, 5);
+    assert_eq!(block_files(folder.path()).len(), 0);
+}
+
+#[test]
+fn a_smaller_cap_holds_from_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = disk(folder.path(), 10, None);
+    for n in 0..10 {
+        put(&*tier, 0, n);
+    }
+    drop(tier);
+    let tier = disk(folder.path(), 3, None);
+    assert_eq!(tier.stats().blocks, 3);
+    assert_eq!(block_files(folder.path()).len(), 3);
+}
+
+fn block_files(folder: &Path) -> Vec<std::path::PathBuf> {
+    let entries = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    entries
+        .filter(|path| path.extension().is_some_and(|e| e == "kv"))
+        .collect()
+}
+
+type Damage = &'static dyn Fn(&mut Vec<u8>);
+
+/// Every way a file can be damaged is a miss, before a restart and after.
+#[test]
+fn a_torn_or_damaged_file_is_a_miss() {
+    let folder = tempfile::tempdir().unwrap();
+    let damages: [Damage; 8] = [
+        &|bytes| bytes.truncate(0),
+        &|bytes| bytes.truncate(63),
+        &|bytes| bytes.truncate(80),
+        &|bytes| bytes.truncate(bytes.len() - 1),
+        &|bytes| bytes.push(0),
+        &|bytes| bytes[0] ^= 1,
+        &|bytes| bytes[70] ^= 1,
+        &|bytes| *bytes.last_mut().unwrap() ^= 1,
+    ];
+    for restart in [false, true] {
+        for (at, damage) in damages.iter().enumerate() {
+            let mut tier = disk(folder.path(), 10, None);
+            tier.clear();
+            let before = tier.stats().corrupt_total;
+            put(&*tier, 0, 1);
+            let path = block_files(folder.path()).remove(0);
+            let mut bytes = fs::read(&path).unwrap();
+            damage(&mut bytes);
+            fs::write(&path, bytes).unwrap();
+            if restart {
+                drop(tier);
+                tier = disk(folder.path(), 10, None);
+            }
+            assert!(!get(&*tier, 0, 1), "damage {at}");
+            assert!(tier.stats().corrupt_total > before || restart && at >= 7);
+            assert_eq!(block_files(folder.path()).len(), 0, "damage {at}");
+            assert!(put(&*tier, 0, 1) && get(&*tier, 0, 1));
+        }
+    }
+    // Another block's file under this block's name.
+    let tier = disk(folder.path(), 10, None);
+    tier.clear();
+    put(&*tier, 0, 1);
+    put(&*tier, 0, 2);
+    let [one, two] = [1, 2].map(|n| {
+        let files = block_files(folder.path());
+        let name = format!("{n:016x}");
+        files
+            .into_iter()
+            .find(|f| f.to_str().unwrap().contains(&name))
+            .unwrap()
+    });
+    fs::copy(two, one).unwrap();
+    assert!(!get(&*tier, 0, 1) && get(&*tier, 0, 2));
+    fs::remove_file(block_files(folder.path()).remove(0)).unwrap();
+    assert!(!get(&*tier, 0, 2), "somebody removed the file");
+}
+
+/// Runs this test binary again, in the role that the environment names. Writing beyond a limit of
+/// file sizes is an error there, not a signal.
+fn child(test: &str, role: &str, folder: &Path) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "trap '' XFSZ; exec \"$@\"", "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env("SLIPSTREAM_KV_ROLE", role)
+        .env("SLIPSTREAM_KV_FOLDER", folder);
+    command
+}
+
+/// Tells the parent.
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").unwrap();
+}
+
+fn role(role: &str) -> Option<std::path::PathBuf> {
+    let here = std::env::var("SLIPSTREAM_KV_ROLE").ok()?;
+    (here == role).then(|| std::env::var_os("SLIPSTREAM_KV_FOLDER").unwrap().into())
+}
+
+/// A writer is killed at any moment; who comes after it finds whole blocks, and all of those that
+/// it was told were stored (the machine lives on).
+#[test]
+fn blocks_survive_kill_9_at_any_moment() {
+    if let Some(folder) = role("killed") {
+        let tier = disk(&folder, 40, None);
+        for n in 0.. {
+            put(&*tier, 0, n % 200);
+            say(&format!("stored {}", n % 200));
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for turn in 0..12 {
+        let mut writer = child(
+            "tiers::blocks_survive_kill_9_at_any_moment",
+            "killed",
+            folder.path(),
+        )
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+        let lines = BufReader::new(writer.stdout.take().unwrap()).lines();
+        // Killed after another number of blocks each time, somewhere in one of the next.
+        let stored = lines
+            .map_while(Result::ok)
+            .filter(|line| line.starts_with("stored"));
+        assert_eq!(stored.take(60 + 37 * turn).count(), 60 + 37 * turn);
+        writer.kill().unwrap();
+        assert_eq!(writer.wait().unwrap().signal(), Some(9));
+        let tier = disk(folder.path(), 40, None);
+        assert_eq!(
+            tier.stats().corrupt_total,
+            0,
+            "a name is given to whole files alone"
+        );
+        // One less if it was killed between making room and filling it.
+        let found = (0..200).filter(|&n| get(&*tier, 0, n)).count();
+        assert!((39..=40).contains(&found), "{found} of 40 blocks are there");
+        let parts = fs::read_dir(folder.path()).unwrap();
+        assert!(
+            parts
+                .map(|e| e.unwrap().path())
+                .all(|p| p.extension().is_none_or(|e| e != "part"))
+        );
+    }
+}
+
+/// Files may not grow beyond some bytes, as on a full disk: the block is not stored, nothing is left
+/// behind, and what is there can be read.
+#[test]
+fn a_full_disk_is_told_and_harms_no_other_block() {
+    if let Some(folder) = role("full") {
+        let tier = disk(&folder, 1_000, None);
+        put(&*tier, 0, 1);
+        let limit = rustix::process::Rlimit {
+            current: Some(600),
+            maximum: Some(600),
+        };
+        rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
+        let error = tier.put(SimTime(0), &key(2), &block(2)).unwrap_err();
+        assert!(error.to_string().contains("free some space"), "{error}");
+        assert_eq!(tier.stats().failed_total, 1);
+        assert!(get(&*tier, 0, 1) && !get(&*tier, 0, 2));
+        assert_eq!(
+            fs::read_dir(&folder).unwrap().count(),
+            2,
+            "a block and the lock"
+        );
+        let memory = MemoryTier::new(MemoryOptions {
+            bytes: 1 << 20,
+            block_bytes: 4096,
+            ttl_ns: None,
+        });
+        let error = memory.err().unwrap().to_string();
+        assert!(
+            error.contains("600 may be had") && error.contains("ulimit -f"),
+            "{error}"
+        );
+        say("full disk survived");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let output = child(
+        "tiers::a_full_disk_is_told_and_harms_no_other_block",
+        "full",
+        folder.path(),
+    )
+    .output()
+    .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("full disk survived"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}

@@ -417,6 +417,8 @@ impl Shared {
             throughput: totals.throughput(),
             latency: totals.latencies(),
             goodput: c.slo.as_ref().map(|slo| totals.goodput(slo)),
+            classes: Vec::new(),
+            gpu: None,
             client: Some(cost(own_cpu_s, own_rss)),
             server,
             engine,

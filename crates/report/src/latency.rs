@@ -80,6 +80,31 @@ impl Latency {
         })
     }
 
+    /// The distribution in about `points` steps: durations, ns, with the share of all that did not
+    /// exceed each. Between two steps it is off by less than `1 / points`; the last one is the longest
+    /// duration, with share 1.
+    pub fn cdf(&self, points: usize) -> Vec<(u64, f64)> {
+        let mut steps: Vec<(u64, f64)> = Vec::new();
+        let all = self.count() as f64;
+        let mut seen = 0;
+        let least = 1.0 / points.max(1) as f64;
+        for value in self.histogram.iter_recorded() {
+            seen += value.count_since_last_iteration();
+            let ns = value.value_iterated_to();
+            let ns = ns.clamp(self.shortest_ns, self.longest_ns);
+            let (share, last) = (seen as f64 / all, steps.last().copied());
+            // The tails are few, and what is looked at: they are kept wherever a step shows on a
+            // logarithmic axis.
+            let shows = last.is_none_or(|(at, kept)| {
+                share - kept >= least || ns as f64 >= at.max(1) as f64 * (1.0 + 4.0 * least)
+            });
+            if shows || seen == self.count() {
+                steps.push((ns, share));
+            }
+        }
+        steps
+    }
+
     /// The percentiles that reports show; `None` if nothing was recorded.
     pub fn percentiles(&self) -> Option<Percentiles> {
         let at = |share| self.quantile_ns(share).map(ms);
@@ -148,6 +173,25 @@ mod tests {
         ] {
             assert!((value - exact).abs() <= exact * 1e-3, "{value} for {exact}");
         }
+    }
+
+    #[test]
+    fn a_distribution_rises_to_one_in_few_steps() {
+        let mut latency = Latency::default();
+        for n in 1..=100_000u64 {
+            latency.record(n * 10_000);
+        }
+        let steps = latency.cdf(100);
+        assert!((100..=400).contains(&steps.len()), "{}", steps.len());
+        assert!(steps.is_sorted_by(|a, b| a.0 < b.0 && a.1 < b.1));
+        for &(ns, share) in &steps {
+            assert!((share - ns as f64 / 1e9).abs() < 2e-3, "{share} at {ns}");
+        }
+        assert_eq!(steps.last(), Some(&(1_000_000_000, 1.0)));
+        assert_eq!(Latency::default().cdf(100), []);
+        latency = Latency::default();
+        latency.record_n(7, 3);
+        assert_eq!(latency.cdf(100), [(7, 1.0)]);
     }
 
     #[test]

@@ -9,16 +9,20 @@
 //! - [`run`]: the result of one run, as printed and as JSON.
 //! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
 //! - [`record`]: files of records, CSV or Parquet.
+//! - [`html`]: self-contained pages with plots.
 //! - [`pass`]: passes of engines; [`series`]: a run over time, in bins.
+//! - [`perfetto`]: a run as a trace for viewers.
 //! - [`drag`]: one row a request with the time of each hand-over; writer and reader.
 #![forbid(unsafe_code)]
 
 pub mod compare;
 pub mod drag;
 pub mod hand_over;
+pub mod html;
 pub mod latency;
 pub mod measure;
 pub mod pass;
+pub mod perfetto;
 pub mod record;
 pub mod run;
 pub mod series;
@@ -27,7 +31,7 @@ pub mod table;
 
 pub use drag::{DragReader, DragRecord, DragWriter};
 pub use latency::{Latency, Percentiles};
-pub use measure::{Answered, Timeline, Totals};
+pub use measure::{Answered, Distributions, Timeline, Totals};
 pub use pass::PassRecord;
 pub use run::RunReport;
 pub use series::Series;

@@ -90,6 +90,19 @@ pub struct Answered {
     pub streamed: bool,
 }
 
+/// The latencies of a run, as histograms.
+#[derive(Clone, Debug, Default)]
+pub struct Distributions {
+    /// Due to first token.
+    pub ttft: Latency,
+    /// Gaps between tokens.
+    pub itl: Latency,
+    /// (E2E − TTFT) / (OSL − 1).
+    pub tpot: Latency,
+    /// Due to last token.
+    pub e2e: Latency,
+}
+
 /// Sums over requests.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
@@ -223,6 +236,16 @@ impl Totals {
             tpot_ms: self.tpot.percentiles(),
             e2e_ms: self.e2e.percentiles(),
             send_lag_ms: self.send_lag.percentiles(),
+        }
+    }
+
+    /// The latencies behind the percentiles.
+    pub fn distributions(&self) -> Distributions {
+        Distributions {
+            ttft: self.ttft.clone(),
+            itl: self.itl.clone(),
+            tpot: self.tpot.clone(),
+            e2e: self.e2e.clone(),
         }
     }
 

@@ -44,6 +44,12 @@ pub struct RunReport {
     /// What met its objectives, if there were any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
+    /// Each class of the workload, if it has several or one with objectives of its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<ClassReport>,
+    /// What the cluster took, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuCost>,
     /// The load generator's own cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<ProcessCost>,
@@ -139,6 +145,44 @@ pub struct Goodput {
     pub share: f64,
     /// `met` a second.
     pub requests_per_s: f64,
+}
+
+/// Requests of one class.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ClassReport {
+    /// Name of the class.
+    pub name: String,
+    /// Requests sent.
+    pub sent: u64,
+    /// Answered in full.
+    pub succeeded: u64,
+    /// Failed.
+    pub failed: u64,
+    /// Prompt tokens of those answered.
+    pub input_tokens: u64,
+    /// Answer tokens.
+    pub output_tokens: u64,
+    /// Due to first token, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttft_ms: Option<Percentiles>,
+    /// (E2E − TTFT) / (OSL − 1), ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpot_ms: Option<Percentiles>,
+    /// Due to last token, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub e2e_ms: Option<Percentiles>,
+    /// What met the class's objectives, or the run's if it has none of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goodput: Option<Goodput>,
+}
+
+/// What a cluster took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GpuCost {
+    /// GPUs: workers × tensor-parallel × data-parallel size.
+    pub gpus: u64,
+    /// `gpus` × the run's duration, h.
+    pub hours: f64,
 }
 
 /// What a process cost over the run.
@@ -384,6 +428,8 @@ pub(crate) mod tests {
                 share: 0.9,
                 requests_per_s: 72.0,
             }),
+            classes: Vec::new(),
+            gpu: None,
             client: Some(ProcessCost {
                 cpu_s: 0.2,
                 cpu_us_per_request: 200.4,

@@ -5,6 +5,8 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
+use slipstream_base::cluster::Cluster;
+
 use crate::pass::PassRecord;
 use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter};
 
@@ -161,7 +163,8 @@ pub struct Bin {
 }
 
 impl Bin {
-    fn add(&mut self, other: &Bin) {
+    /// Adds what `other` holds.
+    pub fn add(&mut self, other: &Bin) {
         self.due += other.due;
         self.ended += other.ended;
         self.failed += other.failed;
@@ -190,12 +193,41 @@ pub struct EngineInfo {
     pub name: String,
     /// Its pool.
     pub pool: String,
-    /// Worker, as requests name it.
+    /// Its worker.
     pub worker: u32,
+    /// Its data-parallel rank among those of the worker.
+    pub dp_rank: u16,
     /// KV blocks.
     pub blocks: u32,
     /// Sequences in a pass at most.
     pub sequences_max: u32,
+}
+
+impl EngineInfo {
+    /// The engines of a cluster, in the order in which passes name them.
+    pub fn of_cluster(cluster: &Cluster) -> Vec<EngineInfo> {
+        let mut engines = Vec::new();
+        let mut worker = 0;
+        for pool in &cluster.pools {
+            for _ in 0..pool.workers {
+                let ranks = pool.engine.data_parallel_size;
+                engines.extend((0..ranks).map(|dp_rank| EngineInfo {
+                    name: if ranks == 1 {
+                        format!("w{worker}")
+                    } else {
+                        format!("w{worker}.{dp_rank}")
+                    },
+                    pool: pool.name.clone(),
+                    worker,
+                    dp_rank: dp_rank as u16,
+                    blocks: pool.engine.num_gpu_blocks,
+                    sequences_max: pool.engine.max_num_seqs,
+                }));
+                worker += 1;
+            }
+        }
+        engines
+    }
 }
 
 /// What one engine did in the whole run.
@@ -510,6 +542,7 @@ mod tests {
             name: "w0".into(),
             pool: "main".into(),
             worker: 0,
+            dp_rank: 0,
             blocks: 100,
             sequences_max: 8,
         }

@@ -35,6 +35,18 @@ impl Slo {
         self.itl_max.is_some()
     }
 
+    /// The objective called `name` (as in `ttft=1s`), ns, if there is one.
+    pub fn limit_ns(&self, name: &str) -> Option<u64> {
+        match name {
+            "ttft" => self.ttft,
+            "itl" => self.itl,
+            "itl_max" => self.itl_max,
+            "tpot" => self.tpot,
+            "e2e" => self.e2e,
+            _ => None,
+        }
+    }
+
     /// Whether a request that was answered met every objective.
     pub fn is_met(&self, shown: &Shown) -> bool {
         [

@@ -26,6 +26,18 @@ pub struct Cluster {
     pub live: LiveConfig,
 }
 
+impl Cluster {
+    /// GPUs: workers × tensor-parallel × data-parallel size, over all pools.
+    pub fn gpus(&self) -> u64 {
+        let of = |pool: &PoolConfig| {
+            u64::from(pool.workers)
+                * u64::from(pool.engine.tensor_parallel_size)
+                * u64::from(pool.engine.data_parallel_size)
+        };
+        self.pools.iter().map(of).sum()
+    }
+}
+
 impl Default for Cluster {
     fn default() -> Self {
         let no_files = |_: &Path| Err(std::io::ErrorKind::NotFound.into());

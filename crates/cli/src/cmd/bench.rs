@@ -136,7 +136,7 @@ struct Load {
     /// Name of the run in tables
     #[arg(long, value_name = "NAME", help_heading = "What to report")]
     label: Option<String>,
-    /// Print JSON (docs/bench.md)
+    /// Print JSON (docs/results.md)
     #[arg(long, help_heading = "What to report")]
     json: bool,
     /// Save the JSON form, for `slipstream bench compare`

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use slipstream_base::cluster::{Cluster, file};
-use slipstream_base::doc::Doc;
+use slipstream_base::doc::{Doc, Settings};
 
 use crate::out;
 
@@ -36,6 +36,16 @@ impl ClusterArgs {
     /// The cluster, with `sets` (made from a subcommand's own flags) laid over it last. `None` if
     /// its configuration was printed instead.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
+        Ok(self
+            .resolve_with_settings(sets)?
+            .map(|(cluster, _)| cluster))
+    }
+
+    /// As [`resolve`](Self::resolve), with where each value came from.
+    pub(crate) fn resolve_with_settings(
+        &self,
+        sets: &[String],
+    ) -> anyhow::Result<Option<(Cluster, Settings)>> {
         let mut doc = match &self.cluster {
             None => Doc::empty(),
             Some(path) => {
@@ -60,6 +70,6 @@ impl ClusterArgs {
             out::print(&settings.to_toml())?;
             return Ok(None);
         }
-        Ok(Some(cluster))
+        Ok(Some((cluster, settings)))
     }
 }

@@ -5,6 +5,7 @@ mod fleet_metrics;
 mod fleet_sink;
 mod plane_args;
 mod switches;
+mod watch;
 mod workload_args;
 
 pub(crate) mod bench;
@@ -19,4 +20,5 @@ pub(crate) mod simulate;
 pub(crate) mod sweep;
 pub(crate) mod tokenizer;
 pub(crate) mod trace;
+
 pub(crate) mod worker;

@@ -188,15 +188,7 @@ fn run_all<E: std::error::Error + Send + Sync + 'static>(
 }
 
 fn row(values: &[&str], cluster: &Cluster, outcome: Outcome, slo: Option<&Slo>) -> Row {
-    let gpus: u64 = cluster
-        .pools
-        .iter()
-        .map(|pool| {
-            u64::from(pool.workers)
-                * u64::from(pool.engine.tensor_parallel_size)
-                * u64::from(pool.engine.data_parallel_size)
-        })
-        .sum();
+    let gpus = cluster.gpus();
     let goodput_per_s = slo.map_or_else(
         || outcome.totals.throughput().requests_per_s,
         |slo| outcome.totals.goodput(slo).requests_per_s,

@@ -138,6 +138,16 @@ impl WorkloadArgs {
         Ok((workload, name))
     }
 
+    /// The workload as text, for a report: the file's effective values, or the flags.
+    pub(crate) fn text(&self, sets: &[String]) -> anyhow::Result<String> {
+        if let Some(path) = &self.workload {
+            return Ok(read(path, sets)?.1.to_toml());
+        }
+        let flags = self.flags();
+        let words: Vec<_> = flags.iter().map(|flag| flag.to_string_lossy()).collect();
+        Ok(words.join(" "))
+    }
+
     fn arrival(&self) -> Option<Arrival> {
         match (self.concurrency, self.rate) {
             (Some(concurrency), _) => Some(Arrival::Closed { concurrency }),

@@ -1,6 +1,7 @@
 //! The real binary, as a user runs it.
 
 mod planes;
+mod results;
 mod serve;
 mod server;
 mod strangers;

@@ -1,0 +1,198 @@
+//! What a run leaves behind: records, traces, pages.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::server::run;
+
+/// Simulates two small workers with these flags beside; gives its JSON.
+fn simulate(more: &[&str]) -> Value {
+    let mut args = vec![
+        "simulate",
+        "--rate=30",
+        "--requests=150",
+        "--isl=700",
+        "--osl=20",
+        "--set=pool.main.workers=2",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=10000000",
+        "--json",
+        "--quiet",
+    ];
+    args.extend(more);
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    serde_json::from_str(&out).unwrap()
+}
+
+/// The rows of a CSV file without quotes, by column.
+fn rows(path: &Path) -> Vec<std::collections::HashMap<String, String>> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let mut lines = text.lines();
+    let header: Vec<&str> = lines.next().unwrap().split(',').collect();
+    lines
+        .map(|line| {
+            let fields: Vec<&str> = line.split(',').collect();
+            assert_eq!(fields.len(), header.len(), "{line}");
+            header
+                .iter()
+                .zip(fields)
+                .map(|(name, field)| ((*name).to_owned(), field.to_owned()))
+                .collect()
+        })
+        .collect()
+}
+
+#[test]
+fn records_of_passes_requests_and_time_add_up_to_the_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let [passes, drag, series] = ["p.csv", "d.csv", "s.csv"].map(|name| dir.path().join(name));
+    let flag = |name: &str, path: &Path| format!("--{name}={}", path.display());
+    let report = simulate(&[
+        &flag("passes", &passes),
+        &flag("drag", &drag),
+        &flag("series", &series),
+    ]);
+    let sum = |rows: &[std::collections::HashMap<String, String>], column: &str| {
+        rows.iter()
+            .map(|row| row[column].parse::<u64>().unwrap())
+            .sum::<u64>()
+    };
+    let output = report["tokens"]["output"].as_u64().unwrap();
+    let (passes, drag, series) = (rows(&passes), rows(&drag), rows(&series));
+    assert_eq!(output, 150 * 20);
+    assert_eq!(sum(&passes, "output_tokens"), output);
+    assert_eq!(sum(&drag, "osl"), output);
+    assert_eq!(sum(&series, "output_tokens"), output);
+    assert_eq!((sum(&series, "due"), sum(&series, "ended")), (150, 150));
+    assert_eq!(drag.len(), 150);
+    // Every pass takes 10 ms, and time in passes is what the bins say it is.
+    assert!(passes.iter().all(|pass| {
+        let at = |column: &str| pass[column].parse::<u64>().unwrap();
+        at("end") - at("start") == 10_000_000
+    }));
+    let busy: f64 = series
+        .iter()
+        .map(|bin| {
+            let at = |column: &str| bin[column].parse::<f64>().unwrap();
+            at("busy_share") * at("width_s") * 2.0
+        })
+        .sum();
+    assert!((busy - passes.len() as f64 * 0.01).abs() < 1e-6, "{busy}");
+}
+
+#[test]
+fn a_perfetto_trace_parses_and_holds_every_pass_and_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("trace.json");
+    simulate(&[&format!("--perfetto={}", file.display())]);
+    let events: Vec<Value> = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let named = |name: &str| events.iter().filter(|e| e["name"] == name).count();
+    assert_eq!(named("process_name"), 2);
+    // Each request begins and ends once.
+    for request in 0..150 {
+        let name = format!("{request}.0");
+        let own = events
+            .iter()
+            .filter(|e| e["cat"] == "request" && e["name"] == name.as_str());
+        let phases: Vec<&str> = own.map(|e| e["ph"].as_str().unwrap()).collect();
+        assert_eq!(phases, ["b", "e"], "{name}");
+    }
+    let mut before = [0u64; 3];
+    for pass in events.iter().filter(|e| e["ph"] == "X") {
+        let at = |key: &str| (pass[key].as_f64().unwrap() * 1e3).round() as u64; // ns
+        let engine = pass["pid"].as_u64().unwrap() as usize;
+        assert!(at("ts") >= before[engine], "passes of an engine overlap");
+        before[engine] = at("ts") + at("dur");
+    }
+    assert!(before[1] > 0 && before[2] > 0);
+}
+
+#[test]
+fn a_page_loads_nothing_and_says_what_the_report_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("page.html");
+    let report = simulate(&[
+        &format!("--html={}", file.display()),
+        "--slo=ttft=30ms",
+        "--label=<b>&\"mine\"",
+    ]);
+    let page = std::fs::read_to_string(&file).unwrap();
+    for reference in ["src=", "href=", "@import", "url(", "fetch(", "<b>&\"mine"] {
+        assert!(!page.contains(reference), "the page has {reference}");
+    }
+    assert!(page.contains("&lt;b&gt;&amp;&quot;mine&quot;"));
+    let tile = format!("<b>{}</b>", report["requests"]["succeeded"]);
+    assert!(page.contains(&tile), "no {tile}");
+    for title in [
+        "TTFT: share that took no longer",
+        "ITL, by when the token came",
+        "Prefix hits",
+        "KV blocks held",
+        "Sequences in a pass",
+        "Running sequences",
+        "max_num_seqs",
+    ] {
+        assert!(page.contains(title), "the page lacks {title}");
+    }
+    // Each chart has a drawing, and none has a place that is no number.
+    assert_eq!(
+        page.matches("<figure class=\"chart\">").count(),
+        page.matches("<svg ").count()
+    );
+    assert!(!page.contains("NaN"));
+}
+
+/// The page's script runs in a browser without an error. Skipped where there is no Chromium.
+#[test]
+fn a_page_works_in_a_browser() {
+    let browsers = ["chromium", "chromium-browser", "google-chrome"];
+    let found = browsers.into_iter().find(|name| {
+        let version = Command::new(name).arg("--version").output();
+        version.is_ok_and(|output| output.status.success())
+    });
+    let Some(browser) = found else {
+        eprintln!("skipped: no Chromium (Debian: apt-get install chromium)");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("page.html");
+    simulate(&[&format!("--html={}", file.display())]);
+    let output = Command::new(browser)
+        .args(["--headless=new", "--no-sandbox", "--disable-gpu"])
+        .arg("--enable-logging=stderr")
+        .arg(format!(
+            "--user-data-dir={}",
+            dir.path().join("profile").display()
+        ))
+        .arg("--dump-dom")
+        .arg(format!("file://{}", file.display()))
+        .output()
+        .unwrap();
+    let (dom, log) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    if !output.status.success() || dom.is_empty() {
+        eprintln!("skipped: the browser does not start here: {log}");
+        return;
+    }
+    assert!(!log.contains("CONSOLE"), "{log}");
+    // The script has shown its button and given each heat map as many pixels as it has columns.
+    assert!(
+        dom.contains("<button id=\"theme\" type=\"button\">"),
+        "the script did not run"
+    );
+    let canvases: Vec<&str> = dom
+        .split("<canvas ")
+        .skip(1)
+        .map(|rest| rest.split('>').next().unwrap())
+        .collect();
+    assert!(canvases.len() >= 3, "{canvases:?}");
+    assert!(
+        canvases.iter().all(|c| c.contains("height=\"2\"")),
+        "{canvases:?}"
+    );
+}

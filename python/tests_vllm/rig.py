@@ -10,11 +10,15 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -27,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 BLOCK = 16
 """Tokens per block."""
@@ -47,7 +52,11 @@ MODEL = {
 
 
 class Rig:
-    """One engine's scheduler, stepped by hand."""
+    """One engine's scheduler, stepped by hand; with `worker`, its connector's worker half, too.
+
+    With a worker, a model is made up whose KV is a function of the tokens: a block's bytes repeat
+    its hash. Before each step all blocks that a real model would read are compared with that.
+    """
 
     def __init__(
         self,
@@ -59,6 +68,10 @@ class Rig:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
         seed: int = 0,
+        worker: bool = False,
+        kv_events: bool = False,
+        policy: str = "recompute",
+        log_stats: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self._made = 0
@@ -79,6 +92,7 @@ class Rig:
                     kv_connector_module_path=module,
                     kv_role="kv_both",
                     kv_connector_extra_config=extra or {},
+                    kv_load_failure_policy=policy,
                 )
             self.config = VllmConfig(
                 model_config=model,
@@ -93,6 +107,9 @@ class Rig:
                 ),
                 device_config=DeviceConfig("cpu"),
                 kv_transfer_config=transfer,
+                kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+                if kv_events
+                else None,
             )
         cache.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(
@@ -110,8 +127,9 @@ class Rig:
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK,
-            log_stats=False,
+            log_stats=log_stats,
         )
+        self.worker = Worker(self) if worker else None
 
     @property
     def pool(self) -> Any:
@@ -140,7 +158,7 @@ class Rig:
         """Abort a request, as a client that hangs up does."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def output(self, plan: Any) -> ModelRunnerOutput:
+    def output(self, plan: Any, connector_output: Any = None) -> ModelRunnerOutput:
         """Make up what a model would have said to the plan."""
         names = list(plan.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -153,13 +171,21 @@ class Rig:
                 else []
                 for name in names
             ],
+            kv_connector_output=connector_output,
         )
 
     def step(self) -> Any:
         """Run one step; returns its plan."""
         plan = self.scheduler.schedule()
-        self.scheduler.update_from_output(plan, self.output(plan))
+        told = self.worker.run(plan) if self.worker is not None else None
+        self.scheduler.update_from_output(plan, self.output(plan, told))
         return plan
+
+    def close(self) -> None:
+        """End the connector's threads."""
+        if self.worker is not None:
+            self.worker.connector.shutdown()
+        self.scheduler.shutdown()
 
     def drain(self, steps_max: int = 10_000) -> None:
         """Step until no request is left.
@@ -174,3 +200,64 @@ class Rig:
                 return
             self.step()
         raise RuntimeError(f"requests are left after {steps_max} steps")
+
+
+class Worker:
+    """The worker half of the connector in vLLM's own hands, around a made-up model."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.connector = KVConnectorFactory.create_connector(
+            rig.config, KVConnectorRole.WORKER, rig.kv_cache_config
+        )
+        blocks = rig.kv_cache_config.num_blocks
+        # Keys and values, tokens, heads, head size.
+        self.caches = {
+            f"layer.{n}": torch.zeros((blocks, 2, BLOCK, 4, 16), dtype=torch.float16)
+            for n in range(2)
+        }
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        self.active = ActiveKVConnector(rig.config, self.caches)
+        self.computed_blocks = 0
+
+    def run(self, plan: Any) -> Any:
+        """Do what a worker does in a step; returns what it tells the scheduler's connector."""
+        self.active.pre_forward(plan)
+        self.forward(plan)
+        self.active.finish_forward()
+        return self.active.post_forward(plan.finished_req_ids)
+
+    def forward(self, plan: Any) -> None:
+        """Read the blocks that are computed, and fill those that this step computes."""
+        for name, count in plan.num_scheduled_tokens.items():
+            request = self.rig.scheduler.requests[name]
+            ids = self.rig.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            # The scheduler counts a step's tokens as computed when it has planned it.
+            end = request.num_computed_tokens
+            first, last = (end - count) // BLOCK, end // BLOCK
+            for i in range(first):
+                found = self.read(ids[i])
+                assert found == pattern(request.block_hashes[i]), (
+                    f"{name} reads other tokens' KV in block {i} of {last}"
+                )
+            for i in range(first, last):
+                self.write(ids[i], pattern(request.block_hashes[i]))
+                self.computed_blocks += 1
+
+    def read(self, block: int) -> bytes:
+        """The bytes of a block, of all layers."""
+        return b"".join(c[block].numpy().tobytes() for c in self.caches.values())
+
+    def write(self, block: int, data: bytes) -> None:
+        """Fill a block of all layers."""
+        size = len(data) // len(self.caches)
+        for n, cache in enumerate(self.caches.values()):
+            part = torch.frombuffer(bytearray(data[n * size : (n + 1) * size]), dtype=cache.dtype)
+            cache[block] = part.view(cache.shape[1:])
+
+
+def pattern(block_hash: bytes) -> bytes:
+    """What the made-up model computes for a block: 8 KiB, another in each layer."""
+    # The exponent's bits are cleared, so that no two bytes make a NaN, which is unlike itself.
+    half = bytes(b & 0x3B for b in block_hash) * 128
+    return half[:4096] + half[::-1][:4096]

@@ -35,7 +35,7 @@ def test_index_equals_the_pool_after_any_run(seed: int) -> None:
     # Few blocks for the requests below, so that eviction and preemption happen all the time.
     rig = Rig(
         num_blocks=120,
-        extra={"follow": True, "snapshot_keys_max": 7},
+        extra={"follow": True, "keys_max": 7},
         max_num_batched_tokens=512,
         seed=seed,
         **OURS,
@@ -141,5 +141,5 @@ def test_a_replaced_map_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_unknown_and_wrong_options_are_named_together() -> None:
-    with pytest.raises(ValueError, match=r"`folow` is unknown; `snapshot_keys_max` is True"):
-        Rig(num_blocks=8, extra={"folow": True, "snapshot_keys_max": True}, **OURS)
+    with pytest.raises(ValueError, match=r"`folow` is unknown; `keys_max` is True"):
+        Rig(num_blocks=8, extra={"folow": True, "keys_max": True}, **OURS)

@@ -1,8 +1,8 @@
-"""`SlipstreamConnector`: both halves of a vLLM KV connector.
+"""`SlipstreamConnector`: both halves of a vLLM KV connector, as vLLM calls them.
 
-The scheduler half follows the block pool change by change (`slipstream.pool`), so that a step
-costs what changed in it, however many blocks are cached. The worker half follows the scheduler's
-messages. Neither moves blocks yet: look-ups answer that nothing can be loaded.
+The scheduler half (`slipstream.vllm.scheduler`) follows the block pool change by change, so that
+a step costs what changed in it, however many blocks are cached. The worker half
+(`slipstream.vllm.worker`) saves and loads blocks beside the forward passes.
 
 Source of the interface: vLLM 0.33, `vllm/distributed/kv_transfer/kv_connector/v1/base.py`.
 """
@@ -10,48 +10,48 @@ Source of the interface: vLLM 0.33, `vllm/distributed/kv_transfer/kv_connector/v
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
 from slipstream._native import KeyMirror
-from slipstream.pool import PoolFeed
+from slipstream.options import read_options
+from slipstream.vllm.blocks import Blocks
+from slipstream.vllm.identity import identity_of
+from slipstream.vllm.metadata import (
+    SlipstreamHandshake,
+    SlipstreamMetadata,
+    SlipstreamWorkerMetadata,
+)
+from slipstream.vllm.open import open_peers, open_store
+from slipstream.vllm.scheduler import SchedulerHalf
+from slipstream.vllm.stats import SlipstreamPromMetrics, SlipstreamStats
+from slipstream.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from slipstream.pool import PoolFeed
+
 logger = logging.getLogger("slipstream.vllm")
 
-OPTIONS = {"follow": bool, "hooks": bool, "snapshot_keys_max": int}
-"""Keys of `kv_connector_extra_config`, with their types."""
 
+class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
+    """Saves blocks to host memory and disk, and loads them from there or from other engines.
 
-@dataclass
-class SlipstreamMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed here
-    """What the scheduler half tells the workers in one step."""
-
-    keys: bytes | None = None
-    """What changed in the set of cached keys; `None` if nothing did or nobody follows."""
-
-
-NOTHING = SlipstreamMetadata()
-"""Shared by all steps that have nothing to tell; never changed."""
-
-
-class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Follows vLLM's block pool at a cost per step that does not know how big the cache is.
-
-    `kv_connector_extra_config`: `follow` (default false) sends the changes to the workers;
-    `hooks` (default true) may be set to false to compare all keys now and then instead;
-    `snapshot_keys_max` (default 2048) bounds the keys of a snapshot sent in one step.
+    What it can be told by `kv_connector_extra_config`: `slipstream.options.Options`.
     """
 
     def __init__(
@@ -61,62 +61,157 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._feed: PoolFeed | None = None
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "vLLM makes a connector where one is configured"
+        self.options = read_options(transfer.kv_connector_extra_config)
+        check_groups(vllm_config, kv_cache_config)
+        self._parallel = vllm_config.parallel_config
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._caches: dict[str, torch.Tensor] = {}
         self._mirror = KeyMirror()
         self.mirror_errors_total = 0
+        self._told: dict[str, int] = {}
+        if role is not KVConnectorRole.SCHEDULER:
+            return
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "slipstream: a block that cannot be loaded fails its request; set "
+                '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
+            )
+        events = vllm_config.kv_events_config
+        self._scheduler = SchedulerHalf(
+            self.options,
+            block_size=vllm_config.cache_config.block_size,
+            ranks=self._parallel.world_size,
+            events=events is not None and events.enable_kv_cache_events,
+            peers=open_peers(self.options),
+        )
 
     # Scheduler half.
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Begin to follow the pool."""
-        self._feed = PoolFeed(
-            gpu_block_pool,
-            hooks=self._options["hooks"],
-            snapshot_keys_max=self._options["snapshot_keys_max"],
-        )
-        self._feed.keys.set_consumed(self._options["follow"])
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The scheduler half's state."""
+        if self._scheduler is None:
+            raise RuntimeError("slipstream: this is the worker half")
+        return self._scheduler
 
     @property
     def feed(self) -> PoolFeed:
         """The pool's keys, as the scheduler half knows them."""
-        if self._feed is None:
-            raise RuntimeError("slipstream: no block pool was bound; this is the worker half")
-        return self._feed
+        feed = self.scheduler.feed
+        if feed is None:
+            raise RuntimeError("slipstream: no block pool was bound yet")
+        return feed
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Begin to follow the pool."""
+        self.scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Answer that nothing beyond the local cache can be loaded."""
-        return 0, False
+        """Return how much can be loaded beyond what the device caches; loads are beside steps."""
+        tokens = self.scheduler.lookup(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing is loaded, so there is nothing to note."""
+        """Note the load, if there is one."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        """Return where the tokens of a load come from."""
+        sources = self.scheduler.hit_sources(request)
+        if sources is None:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what changed since the last step: O(changes)."""
-        feed = self._feed
-        message = feed.step() if feed is not None else None
-        return NOTHING if message is None else SlipstreamMetadata(message)
+        return self.scheduler.build()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers told."""
+        self.scheduler.heard(connector_output.kv_connector_worker_meta)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the blocks go at once: nothing is being sent from them."""
+        """Let the blocks go at once: what is saved of them was copied when it was computed."""
+        self.scheduler.finished(request)
         return False, None
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the blocks go at once: nothing is being sent from them."""
-        return False, None
+        """As `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that was not saved is a miss."""
+        return False
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV events of the host's tiers."""
+        return self.scheduler.take_events()
+
+    def reset_cache(self) -> bool | None:
+        """Forget all stored blocks; loads under way are recomputed."""
+        self.scheduler.reset()
+        return True
 
     # Worker half.
 
+    @property
+    def worker(self) -> WorkerHalf:
+        """The worker half's state."""
+        if self._worker is None:
+            raise RuntimeError("slipstream: no KV caches were registered yet")
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the store for blocks laid out as in these caches."""
+        self._caches = kv_caches
+        blocks = Blocks(kv_caches, self._kv_cache_config.num_blocks)
+        rank = self._parallel.rank
+        self.identity = identity_of(self._vllm_config, blocks, self.options.model_id)
+        store = open_store(self.options, self.identity, blocks.block_bytes, rank)
+        if store is None:
+            return
+        self._worker = WorkerHalf(
+            store,
+            blocks,
+            rank=rank,
+            load_deadline_s=self.options.load_deadline_s,
+            saving_bytes_max=self.options.saving_bytes_max,
+            stats_interval_s=self.options.stats_interval_s,
+        )
+
+    def get_handshake_metadata(self) -> SlipstreamHandshake:
+        """Return where this rank serves its blocks, and what a peer must have in common."""
+        address = self._worker.store.address() if self._worker is not None else ""
+        return SlipstreamHandshake(address, self.identity)
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the caches before the engine sleeps."""
+        if self._worker is not None:
+            self._worker.blocks.release()
+
+    def restore_kv_caches(self) -> None:
+        """Take the caches up again after the engine slept."""
+        if self._worker is not None:
+            self._worker.blocks = Blocks(self._caches, self._kv_cache_config.num_blocks)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Follow the scheduler's keys."""
+        """Follow the scheduler's keys; do first what has to come first."""
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, SlipstreamMetadata) and connector_metadata.keys:
+        if not isinstance(connector_metadata, SlipstreamMetadata):
+            return
+        if self._worker is not None and (connector_metadata.reset or connector_metadata.resend):
+            self._worker.begin(connector_metadata)
+        if connector_metadata.keys:
             try:
                 self._mirror.apply(connector_metadata.keys)
             except ValueError as error:
@@ -129,39 +224,100 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._mirror
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Begin this step's loads."""
+        meta = self._connector_metadata
+        if isinstance(meta, SlipstreamMetadata) and meta.loads:
+            self.worker.load(meta.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """Nothing: no forward pass uses blocks that are being loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved."""
+        """Nothing: whole blocks are saved, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Copy what this step has filled; it is stored by another thread."""
+        meta = self._connector_metadata
+        if isinstance(meta, SlipstreamMetadata) and meta.save_keys and self._worker is not None:
+            self._worker.save(meta.save_keys, meta.save_blocks)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Tell which loads ended; a poll."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return self._worker.results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Tell which loads ended, to a vLLM that knows no failed requests."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Tell which blocks did not come, of requests that got others."""
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> SlipstreamWorkerMetadata | None:
+        """Tell what the store holds now and did not before."""
+        return self._worker.worker_meta(self.options.keys_max) if self._worker is not None else None
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> SlipstreamStats | None:
+        """Tell what was counted."""
+        if self._worker is not None:
+            counts = self._worker.counts()
+        elif self._scheduler is not None:
+            counts = self._scheduler.new_counts()
+        else:
+            counts = None
+        return SlipstreamStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlipstreamStats | None:
+        """Make counts anew in the process that logs them."""
+        return SlipstreamStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SlipstreamPromMetrics:
+        """Make the counters for Prometheus."""
+        return SlipstreamPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """End all threads."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
 
-def read_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Check `kv_connector_extra_config` and fill in the defaults.
+def check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Check that the engine's cache is of a kind whose blocks stand for tokens alone.
 
     Raises
     ------
     ValueError
-        If an option is unknown or of the wrong kind; all such options are named.
+        If it is not; the text says what to do.
     """
-    wrong = [f"`{name}` is unknown" for name in given if name not in OPTIONS]
-    wrong += [
-        f"`{name}` is {given[name]!r}, but takes {kind.__name__}"
-        for name, kind in OPTIONS.items()
-        # `True` is an int to Python, but not to whoever wrote the configuration.
-        if name in given and type(given[name]) is not kind
-    ]
-    if type(given.get("snapshot_keys_max")) is int and given["snapshot_keys_max"] < 1:
-        wrong.append("`snapshot_keys_max` is below 1")
-    if wrong:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
         raise ValueError(
-            f"kv_connector_extra_config: {'; '.join(wrong)}; known are {', '.join(OPTIONS)}"
+            f"slipstream shares caches of one group, but this model has {len(groups)} (layers of "
+            "several kinds); use vLLM's OffloadingConnector with a slipstream tier for it "
+            "(docs/connector.md)"
         )
-    return {"follow": False, "hooks": True, "snapshot_keys_max": 2048} | given
+    size, hashed = vllm_config.cache_config.block_size, kv_cache_config.hash_block_size
+    if hashed not in (None, size):
+        raise ValueError(
+            f"slipstream needs one hash a block, but blocks have {size} tokens and hashes "
+            f"{hashed}; leave --hash-block-size alone"
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError("slipstream needs prefix caching; leave out --no-enable-prefix-caching")

@@ -1,0 +1,90 @@
+"""What `kv_connector_extra_config` may say. This module does not import vLLM."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class OptionError(ValueError):
+    """Options that cannot be used; the text names all of them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The connector's options, with their defaults."""
+
+    host_bytes: int = 4 << 30
+    """Host memory for blocks, per rank, bytes. 0: nothing is saved on this host."""
+    disk_dir: str = ""
+    """Folder for blocks that fall out of host memory, one below it per rank. Empty: none."""
+    disk_bytes: int = 64 << 30
+    """Disk for blocks, per rank, bytes."""
+    ttl_s: float = 0.0
+    """Blocks older than this are not served, seconds. 0: any age."""
+    checksum: bool = True
+    """Checks a block's checksum whenever it is read."""
+    save: bool = True
+    """Saves blocks that the engine fills."""
+    saving_bytes_max: int = 1 << 30
+    """Bytes that may wait to be stored; blocks beyond are not saved, and counted."""
+    load_blocks_min: int = 1
+    """Hits of fewer blocks are not worth a load."""
+    load_deadline_s: float = 10.0
+    """A load that takes longer fails, and its blocks are recomputed. Seconds."""
+    lookup_wait_s: float = 0.05
+    """How long after its arrival a request may wait for a peer whose keys are not known yet."""
+    model_id: str = ""
+    """What peers know the model by. Empty: what `vllm serve` was given, which may be a path."""
+    listen: str = ""
+    """`host:port` where this engine's ranks serve their blocks (port + rank). Empty: nowhere."""
+    peers: list[str] = field(default_factory=list)
+    """`host:port` of the engines whose blocks may be taken (port + rank)."""
+    discovery: str = ""
+    """Folder where engines on one file system find each other; instead of `peers`."""
+    follow: bool = False
+    """Tells the workers which keys the device caches (`SlipstreamConnector.mirror`)."""
+    hooks: bool = True
+    """False: compares all cached keys now and then instead of seeing each change."""
+    keys_max: int = 2048
+    """Keys told in one message; bounds what a snapshot costs in one step."""
+    stats_interval_s: float = 0.5
+    """How often counts are given to vLLM's metrics, seconds."""
+
+
+POSITIVE = ("load_blocks_min", "load_deadline_s", "keys_max")
+"""Options that make no sense at 0."""
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Check the options and fill in the defaults.
+
+    Raises
+    ------
+    OptionError
+        If any is unknown, or of a wrong type or size.
+    """
+    defaults = Options()
+    known: dict[str, Any] = {
+        option.name: getattr(defaults, option.name) for option in fields(Options)
+    }
+    wrong: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            wrong.append(f"`{name}` is unknown")
+            continue
+        kind = type(known[name])
+        # `True` is an int to Python, but not to whoever wrote the configuration.
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
+            wrong.append(f"`{name}` is {value!r}, but takes {kind.__name__}")
+        elif kind in (int, float) and (value < 0 or (value == 0 and name in POSITIVE)):
+            wrong.append(f"`{name}` is {value}, which is too small")
+        else:
+            values[name] = value
+    if wrong:
+        raise OptionError(
+            f"kv_connector_extra_config: {'; '.join(wrong)}; known are {', '.join(known)}"
+        )
+    return Options(**values)

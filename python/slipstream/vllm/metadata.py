@@ -1,0 +1,73 @@
+"""What the two halves tell each other in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks of one request that are to be loaded."""
+
+    request_id: str
+    keys: list[bytes]
+    """One key a block, in prompt order."""
+    blocks: list[int]
+    """Where they go, as vLLM's block ids."""
+    sources: list[str]
+    """Who is said to hold each key; the empty name is this engine."""
+
+
+@dataclass
+class SlipstreamMetadata(KVConnectorMetadata):
+    """What the scheduler half tells the workers in one step."""
+
+    keys: bytes | None = None
+    """What changed in the set of cached keys; `None` if nothing did or nobody follows."""
+    save_keys: list[bytes] = field(default_factory=list)
+    """Keys of the blocks that this step fills, to be stored after its forward pass."""
+    save_blocks: list[int] = field(default_factory=list)
+    """Their block ids, in the same order."""
+    loads: list[Load] = field(default_factory=list)
+    """Loads to begin in this step."""
+    reset: bool = False
+    """Forget all stored blocks first."""
+    resend: bool = False
+    """Tell all stored keys anew: a message about them was lost."""
+
+
+NOTHING = SlipstreamMetadata()
+"""Shared by all steps that have nothing to tell; never changed."""
+
+
+@dataclass
+class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler half in one step."""
+
+    stored: dict[int, list[bytes]] = field(default_factory=dict)
+    """By rank, in order: what changed in the set of keys that its store holds."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join the messages of several ranks."""
+        if not isinstance(other, SlipstreamWorkerMetadata):
+            raise TypeError(f"{type(other).__name__} is not of slipstream's connector")
+        stored = {rank: list(messages) for rank, messages in self.stored.items()}
+        for rank, messages in other.stored.items():
+            stored.setdefault(rank, []).extend(messages)
+        return SlipstreamWorkerMetadata(stored)
+
+
+@dataclass
+class SlipstreamHandshake(KVConnectorHandshakeMetadata):
+    """What a worker's start tells the scheduler half."""
+
+    address: str
+    """Where the rank's store listens for peers; empty if it does not."""
+    identity: dict[str, str]
+    """What a peer must have in common; see `slipstream.identity`."""

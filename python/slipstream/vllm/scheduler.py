@@ -1,0 +1,263 @@
+"""The scheduler half: what is cached, what can be loaded, and what is to be saved.
+
+Nothing here waits, or does I/O; a step costs what changed in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from slipstream._native import KeyMirror
+from slipstream.pool import PoolFeed
+from slipstream.vllm.metadata import (
+    NOTHING,
+    Load,
+    SlipstreamMetadata,
+    SlipstreamWorkerMetadata,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.options import Options
+
+logger = logging.getLogger("slipstream.vllm")
+
+HERE = ""
+"""The source that is this engine's own store."""
+
+
+class Peers(Protocol):
+    """What other engines hold, as far as is known now. No call waits."""
+
+    def prefix(self, hashes: list[bytes], start: int, end: int, suffix: bytes) -> tuple[str, int]:
+        """Return who holds most of `hashes[start:end]` without a break, and how many."""
+
+    def is_settled(self) -> bool:
+        """Whether the keys of all peers that are connected are known."""
+
+    def counters(self) -> dict[str, int]:
+        """Return totals since the start, by metric name."""
+
+    def close(self) -> None:
+        """End all threads and connections."""
+
+
+class SchedulerHalf:
+    """The decisions of one engine."""
+
+    def __init__(
+        self, options: Options, *, block_size: int, ranks: int, events: bool, peers: Peers | None
+    ) -> None:
+        self.feed: PoolFeed | None = None
+        self.peers = peers
+        self.stored = [KeyMirror() for _ in range(ranks)]
+        """What each rank's store holds; a block can be loaded if all of them have it."""
+        self.counts: Counter[str] = Counter()
+        self._counts_told: dict[str, int] = {}
+        self._counts_due = 0.0
+        self._options = options
+        self._block_size = block_size
+        # The cache group; slipstream refuses engines with more than one.
+        self._suffix = (0).to_bytes(4, "big")
+        self._loads: list[Load] = []
+        self._sources: dict[str, dict[CacheHitSource, int]] = {}
+        self._reset = False
+        # Ranks whose keys are not known: what they tell counts from their next snapshot on.
+        self._unknown = set(range(ranks))
+        self._resend = False
+        self._events: list[KVCacheEvent] | None = [] if events else None
+        # Keys that KV events told of, as a snapshot's first message says that all are void.
+        self._told: set[bytes] = set()
+
+    def bind(self, pool: Any) -> None:
+        """Begin to follow the pool."""
+        options = self._options
+        saves = options.save and options.host_bytes > 0
+        self.feed = PoolFeed(pool, hooks=options.hooks, keys_max=options.keys_max, wants_new=saves)
+        self.feed.keys.set_consumed(options.follow)
+
+    # Look-ups.
+
+    def lookup(self, request: Any, computed_tokens: int) -> int | None:
+        """Return how many tokens beyond `computed_tokens` can be loaded; `None`: ask again.
+
+        Changes nothing but a count, so it may be asked any number of times.
+        """
+        start = computed_tokens // self._block_size
+        # The last token is computed in any case, for its output.
+        end = (request.num_tokens - 1) // self._block_size
+        here, _, there = self._find(request.block_hashes, start, end)
+        blocks = here + there
+        if (
+            start + blocks < end
+            and self.peers is not None
+            and not self.peers.is_settled()
+            and time.time() < request.arrival_time + self._options.lookup_wait_s
+        ):
+            self.counts["lookup_deferred"] += 1
+            return None
+        return blocks * self._block_size if blocks >= self._options.load_blocks_min else 0
+
+    def _find(self, hashes: list[bytes], start: int, end: int) -> tuple[int, str, int]:
+        """Return how many blocks are here, who has most of the rest, and how many of it."""
+        here = min(mirror.prefix(hashes, start, end, self._suffix) for mirror in self.stored)
+        if self.peers is None or start + here >= end:
+            return here, HERE, 0
+        return here, *self.peers.prefix(hashes, start + here, end, self._suffix)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Note a load into the blocks that were allocated for it."""
+        if external_tokens == 0:
+            return
+        count = external_tokens // self._block_size
+        held = blocks.blocks[0]
+        # What the device caches has a hash, and comes first.
+        start = next((i for i, block in enumerate(held) if block.block_hash is None), len(held))
+        here, peer, _ = self._find(request.block_hashes, start, start + count)
+        hashes = request.block_hashes[start : start + count]
+        self._loads.append(
+            Load(
+                request.request_id,
+                [bytes(block_hash) + self._suffix for block_hash in hashes],
+                [block.block_id for block in held[start : start + count]],
+                [HERE] * here + [peer] * (count - here),
+            )
+        )
+        split = {
+            CacheHitSource.HOST: here * self._block_size,
+            CacheHitSource.P2P: external_tokens - here * self._block_size,
+        }
+        self._sources[request.request_id] = {tier: n for tier, n in split.items() if n}
+
+    def hit_sources(self, request: Any) -> dict[CacheHitSource, int] | None:
+        """Return where the tokens of the request's load come from."""
+        return self._sources.pop(request.request_id, None)
+
+    def finished(self, request: Any) -> None:
+        """Forget the request."""
+        self._sources.pop(request.request_id, None)
+
+    # Once a step.
+
+    def build(self) -> SlipstreamMetadata:
+        """Return what the workers have to know of this step: O(changes)."""
+        step = self.feed.step() if self.feed is not None else None
+        if step is None and not (self._loads or self._reset or self._resend):
+            return NOTHING
+        meta = SlipstreamMetadata(loads=self._loads, reset=self._reset, resend=self._resend)
+        self._loads, self._reset, self._resend = [], False, False
+        if step is not None:
+            meta.keys, keys, blocks = step
+            if keys:
+                meta.save_keys, meta.save_blocks = self._not_stored(keys, blocks)
+        return meta
+
+    def _not_stored(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
+        """Leave out what every rank's store has."""
+        missing = {at for mirror in self.stored for at in mirror.missing(keys)}
+        if len(missing) == len(keys):
+            return keys, blocks
+        return [keys[i] for i in sorted(missing)], [blocks[i] for i in sorted(missing)]
+
+    def heard(self, meta: Any) -> None:
+        """Take what the workers told."""
+        if not isinstance(meta, SlipstreamWorkerMetadata):
+            return
+        for rank, messages in meta.stored.items():
+            for message in messages:
+                try:
+                    if rank in self._unknown and not KeyMirror.read(message)[2]:
+                        continue
+                    self._unknown.discard(rank)
+                    self.stored[rank].apply(message)
+                    if rank == 0 and self._events is not None:
+                        self._note_events(message)
+                except ValueError as error:
+                    self.counts["message_errors"] += 1
+                    self._unknown.add(rank)
+                    self._resend = True
+                    logger.warning("slipstream: rank %d has to tell its keys anew: %s", rank, error)
+
+    def _note_events(self, message: bytes) -> None:
+        added, removed, begins = KeyMirror.read(message)
+        if begins:
+            again = set(added)
+            removed = [key for key in self._told if key not in again]
+        added = [key for key in added if key not in self._told]
+        removed = [key for key in removed if key in self._told]
+        self._told.difference_update(removed)
+        self._told.update(added)
+        assert self._events is not None
+        if added:
+            self._events.append(stored_event(added, self._block_size))
+        if removed:
+            self._events.append(removed_event(removed))
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Return the KV events since the last call."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Forget all stored blocks, here at once and in the workers with the next step."""
+        self.stored = [KeyMirror() for _ in self.stored]
+        self._unknown = set(range(len(self.stored)))
+        self._reset = True
+
+    def new_counts(self) -> dict[str, int] | None:
+        """Tell now and then what was counted since it was last told, if anything was."""
+        now = time.monotonic()
+        if now < self._counts_due:
+            return None
+        self._counts_due = now + self._options.stats_interval_s
+        totals = dict(self.counts)
+        if self.peers is not None:
+            totals.update(self.peers.counters())
+        if self.feed is not None:
+            totals["log_errors"] = self.feed.log_errors_total
+        news = {
+            name: total - self._counts_told.get(name, 0)
+            for name, total in totals.items()
+            if total != self._counts_told.get(name, 0)
+        }
+        self._counts_told = totals
+        return news or None
+
+    def close(self) -> None:
+        """End what the look-ups of peers run on."""
+        if self.peers is not None:
+            self.peers.close()
+
+
+def external(key: bytes) -> Any:
+    """Return a key's block hash as vLLM's KV events name it."""
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+    return maybe_convert_block_hash(BlockHash(key[:-4]))
+
+
+def stored_event(keys: list[bytes], block_size: int) -> BlockStored:
+    """Return the event for blocks stored outside the device, whose tokens are not known here."""
+    return BlockStored(
+        block_hashes=[external(key) for key in keys],
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=block_size,
+        lora_id=None,
+        medium="CPU",
+        lora_name=None,
+    )
+
+
+def removed_event(keys: list[bytes]) -> BlockRemoved:
+    """Return the event for blocks that are stored no longer."""
+    return BlockRemoved(block_hashes=[external(key) for key in keys], medium="CPU")

@@ -1,0 +1,283 @@
+"""The worker half: saves and loads beside the forward passes, seen by polls.
+
+```text
+  wait_for_save ── gather ──► queue ──► saver thread ── fetch, Store.put
+  start_load_kv ── Store.load ··· Store.wait ──► loader thread ── scatter ──► deque ──► poll
+```
+
+The engine's thread never waits for either thread, for a transfer or for a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.store import Loaded, Store
+    from slipstream.vllm.blocks import Blocks
+
+logger = logging.getLogger("slipstream.vllm")
+
+GRACE_S = 1.0
+"""A store that has not ended a load so long after its deadline is not waited for."""
+
+WAIT_S = 0.2
+"""How long the loader waits for a store before it looks whether it has to end."""
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A load that has not ended yet."""
+
+    load: Load
+    staging: torch.Tensor
+    after: Any
+    """Point of the device's stream that the blocks are free from."""
+    give_up: float
+    """When it is taken as failed whatever the store says, by `time.monotonic`."""
+    resets: int
+    """Resets before it began: what comes after another one is not to be used."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """A load that the scheduler has not been told of yet."""
+
+    request_id: str
+    failed_blocks: list[int]
+    whole: bool
+    """Nothing that came may be used."""
+
+
+class WorkerHalf:
+    """Moves the blocks of one rank between its KV cache and a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        blocks: Blocks,
+        *,
+        rank: int,
+        load_deadline_s: float,
+        saving_bytes_max: int,
+        stats_interval_s: float,
+    ) -> None:
+        self.store = store
+        self.blocks = blocks
+        self.rank = rank
+        self._deadline_s = load_deadline_s
+        self._saving_bytes_max = saving_bytes_max
+        self._jobs_made = 0
+        self._resets = 0
+        self.under_way: dict[int, UnderWay] = {}
+        self._deadlines: deque[tuple[float, int]] = deque()
+        self._ended: deque[Ended] = deque()
+        self._failed_blocks: set[int] = set()
+        self._saves: queue.SimpleQueue[tuple[list[bytes], torch.Tensor, Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self.saving_bytes = 0
+        self.loading = 0
+        self._lock = threading.Lock()
+        # Tells tests that something was saved or loaded; the engine's thread never waits on it.
+        self.moved = threading.Condition(self._lock)
+        self._counts: Counter[str] = Counter()
+        self._told: dict[str, int] = {}
+        self._stats_interval_s = stats_interval_s
+        self._stats_due = 0.0
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._save_all, name="slipstream-save", daemon=True),
+            threading.Thread(target=self._load_all, name="slipstream-load", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The engine's thread, in the order of a step.
+
+    def begin(self, meta: SlipstreamMetadata) -> None:
+        """Do what has to come before everything else of the step."""
+        if meta.reset:
+            with self._lock:
+                self._resets += 1
+                for ended in self._ended:
+                    ended.whole = True
+            self.store.reset()
+        if meta.resend:
+            self.store.request_snapshot()
+
+    def load(self, loads: list[Load]) -> None:
+        """Begin to load."""
+        for load in loads:
+            self._jobs_made += 1
+            with self._lock:
+                self.loading += 1
+            job, staging = self._jobs_made, self.blocks.empty(len(load.blocks))
+            give_up = time.monotonic() + self._deadline_s + GRACE_S
+            self.under_way[job] = UnderWay(load, staging, self.blocks.now(), give_up, self._resets)
+            self._deadlines.append((give_up, job))
+            self.store.load(
+                job, load.keys, load.sources, memoryview(staging.numpy()), self._deadline_s
+            )
+
+    def save(self, keys: list[bytes], blocks: list[int]) -> None:
+        """Copy blocks out of the cache, to be stored by and by."""
+        size = len(blocks) * self.blocks.block_bytes
+        if self.saving_bytes + size > self._saving_bytes_max:
+            # The store is slower than the engine: a save that is dropped is a later miss.
+            self._count("save_dropped_blocks", len(blocks))
+            return
+        with self._lock:
+            self.saving_bytes += size
+        self._saves.put((keys, *self.blocks.gather(blocks)))
+
+    def results(self) -> KVConnectorTransferResults:
+        """Tell which loads have ended since the last call. A poll: waits for nobody."""
+        results = KVConnectorTransferResults()
+        if self._deadlines:
+            self._give_up_late_ones()
+        while self._ended:
+            ended = self._ended.popleft()
+            results.finished_recving.add(ended.request_id)
+            if ended.whole:
+                results.failed_recving.add(ended.request_id)
+            else:
+                self._failed_blocks.update(ended.failed_blocks)
+        return results
+
+    def failed_blocks(self) -> set[int]:
+        """Tell which blocks of the loads that `results` told of did not come."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def worker_meta(self, keys_max: int) -> SlipstreamWorkerMetadata | None:
+        """Tell what the store holds now and did not before."""
+        message = self.store.take_message(keys_max)
+        return None if message is None else SlipstreamWorkerMetadata({self.rank: [message]})
+
+    def counts(self) -> dict[str, int] | None:
+        """Tell now and then what was counted since it was last told, if anything was."""
+        now = time.monotonic()
+        if now < self._stats_due:
+            return None
+        self._stats_due = now + self._stats_interval_s
+        totals = self.store.counters()
+        with self._lock:
+            totals.update(self._counts)
+        news = {
+            name: total - self._told.get(name, 0)
+            for name, total in totals.items()
+            if total != self._told.get(name, 0)
+        }
+        self._told = totals
+        return news or None
+
+    def close(self) -> None:
+        """End the threads; what is being saved is finished, what is being loaded fails."""
+        self._closing = True
+        self._saves.put(None)
+        self._threads[0].join()
+        self.store.close()
+        self._threads[1].join()
+
+    def _give_up_late_ones(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, job = self._deadlines.popleft()
+            # Whoever takes a load out of the map ends it; the loader does so before it touches
+            # the cache.
+            under_way = self.under_way.pop(job, None)
+            if under_way is not None:
+                logger.warning(
+                    "slipstream: the store did not end the load of request %s; it is recomputed",
+                    under_way.load.request_id,
+                )
+                self._count("load_failed_blocks.abandoned", len(under_way.load.blocks))
+                with self._lock:
+                    self._ended.append(Ended(under_way.load.request_id, [], whole=True))
+                    self.loading -= 1
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += by
+
+    # The saver's thread.
+
+    def _save_all(self) -> None:
+        while (item := self._saves.get()) is not None:
+            keys, gathered, ready = item
+            size = gathered.numel()
+            try:
+                host = self.blocks.fetch(gathered, ready)
+                stored = self.store.put(keys, memoryview(host.numpy()))
+                self._count("saved_blocks", stored)
+                self._count("saved_bytes", stored * self.blocks.block_bytes)
+            # A save that fails, for whatever reason, must not end all others.
+            except Exception:
+                logger.exception("slipstream: %d blocks could not be stored", len(keys))
+                self._count("save_failed_blocks", len(keys))
+            finally:
+                with self._lock:
+                    self.saving_bytes -= size
+                    self.moved.notify_all()
+
+    # The loader's thread.
+
+    def _load_all(self) -> None:
+        while not (self._closing and not self.under_way):
+            for loaded in self.store.wait(WAIT_S):
+                self._end(loaded)
+            if self._closing:
+                # The store was closed, and has failed what was under way.
+                self.under_way.clear()
+
+    def _end(self, loaded: Loaded) -> None:
+        under_way = self.under_way.pop(loaded.job, None)
+        if under_way is None:
+            with self._lock:
+                self._counts["load_unexpected_ends"] += 1
+                self.moved.notify_all()
+            return
+        load, failed = under_way.load, set(loaded.failed)
+        reason = loaded.reason or "unnamed"
+        good = [i for i in range(len(load.blocks)) if i not in failed]
+        if good and under_way.resets == self._resets:
+            try:
+                rows = under_way.staging[good] if failed else under_way.staging
+                self.blocks.scatter([load.blocks[i] for i in good], rows, under_way.after)
+            # Whatever goes wrong with a device's copy, the request is recomputed.
+            except Exception:
+                logger.exception("slipstream: loaded blocks could not be put into the KV cache")
+                good, reason = [], "copy"
+        with self._lock:
+            # A reset may have come while the blocks were copied.
+            if under_way.resets != self._resets:
+                good, reason = [], "reset"
+            lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
+            self._ended.append(Ended(load.request_id, lost, whole=not good))
+            self.loading -= 1
+            self.moved.notify_all()
+            self._counts["loaded_blocks"] += len(good)
+            self._counts["loaded_bytes"] += len(good) * self.blocks.block_bytes
+            if lost:
+                self._counts[f"load_failed_blocks.{reason}"] += len(lost)
+        if lost:
+            logger.warning(
+                "slipstream: %d of %d blocks of request %s were not loaded (%s); recomputed",
+                len(lost),
+                len(load.blocks),
+                load.request_id,
+                reason,
+            )

@@ -1,0 +1,103 @@
+"""A store of Python objects, whose loads end when and as a test says."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from slipstream import KeySet
+from slipstream.store import Loaded
+
+
+class DoubleStore:
+    """Keeps blocks in a dictionary. `held_back` loads end only when the test lets them."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.blocks: dict[bytes, bytes] = {}
+        self.keys = KeySet()
+        self.keys.set_consumed(True)
+        self.hold_back = False
+        self.held_back: list[tuple[int, Sequence[bytes], memoryview]] = []
+        self.put_calls = 0
+        self._ended: deque[Loaded] = deque()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, keys: Sequence[bytes], data: memoryview) -> int:
+        assert len(data.cast("B")) == len(keys) * self.block_bytes
+        data = data.cast("B")
+        with self._changed:
+            self.put_calls += 1
+            for i, key in enumerate(keys):
+                self.blocks[key] = bytes(data[i * self.block_bytes : (i + 1) * self.block_bytes])
+                self.keys.apply([key, 0])
+            self._changed.notify_all()
+        return len(keys)
+
+    def load(
+        self,
+        job: int,
+        keys: Sequence[bytes],
+        sources: Sequence[str],
+        into: memoryview,
+        deadline_s: float,
+    ) -> None:
+        assert len(sources) == len(keys)
+        self.held_back.append((job, keys, into.cast("B")))
+        if not self.hold_back:
+            self.let_go()
+
+    def let_go(self, failed: tuple[int, ...] = (), reason: str = "checksum") -> list[int]:
+        """End all loads that were held back; returns their numbers."""
+        jobs = []
+        while self.held_back:
+            job, keys, into = self.held_back.pop()
+            bad = {i for i, key in enumerate(keys) if key not in self.blocks} | set(failed)
+            for i, key in enumerate(keys):
+                if i not in bad:
+                    into[i * self.block_bytes : (i + 1) * self.block_bytes] = self.blocks[key]
+            self.end(job, tuple(sorted(bad)), reason if bad else "")
+            jobs.append(job)
+        return jobs
+
+    def end(self, job: int, failed: tuple[int, ...] = (), reason: str = "") -> None:
+        """Say that a load has ended."""
+        with self._changed:
+            self._ended.append(Loaded(job, failed, reason))
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> Sequence[Loaded]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.closed, timeout_s)
+            ended, self._ended = list(self._ended), deque()
+            return ended
+
+    def lose(self, key: bytes) -> None:
+        """Evict one block."""
+        with self._changed:
+            del self.blocks[key]
+            self.keys.apply([key, ~0])
+
+    def take_message(self, keys_max: int) -> bytes | None:
+        with self._changed:
+            return self.keys.take_message(keys_max)
+
+    def request_snapshot(self) -> None:
+        with self._changed:
+            self.keys.request_snapshot()
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def address(self) -> str:
+        return ""
+
+    def reset(self) -> None:
+        with self._changed:
+            self.blocks.clear()
+            self.keys.apply([None])
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()

@@ -1,0 +1,392 @@
+"""Saves and loads by vLLM's own scheduler and worker code, on CPU tensors.
+
+`rig.Worker` compares every block that a model would read with what its tokens say, in each step.
+"""
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+from double import DoubleStore
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rig import BLOCK, Rig
+from slipstream.vllm import SlipstreamConnector
+from slipstream.vllm import connector as connector_module
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+OURS = {"connector": "SlipstreamConnector", "module": "slipstream.vllm", "worker": True}
+BLOCK_BYTES = 2 * 4096
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> DoubleStore:
+    double = DoubleStore(BLOCK_BYTES)
+    monkeypatch.setattr(connector_module, "open_store", lambda *_: double)
+    return double
+
+
+def wait_saved(rig: Rig) -> None:
+    """Let the saver's thread finish."""
+    saves = rig.worker.connector.worker
+    with saves.moved:
+        assert saves.moved.wait_for(lambda: saves.saving_bytes == 0, 10)
+
+
+def settle(rig: Rig) -> None:
+    """Let the saver's thread finish, and the scheduler hear of it."""
+    wait_saved(rig)
+    rig.step()
+
+
+def wait_loaded(rig: Rig) -> None:
+    """Let the loader's thread finish what the store has ended."""
+    half = rig.worker.connector.worker
+    with half.moved:
+        assert half.moved.wait_for(lambda: half.loading == 0, 10)
+
+
+def filled(store: DoubleStore, **options: Any) -> tuple[Rig, list[int]]:
+    """An engine whose store has a prompt's 12 blocks and whose device has forgotten them."""
+    rig = Rig(num_blocks=64, **OURS, **options)
+    prompt = rig.tokens(BLOCK * 12 + 5)
+    rig.add(prompt, max_tokens=1)
+    rig.drain()
+    settle(rig)
+    assert len(store.blocks) == 12
+    assert rig.scheduler.reset_prefix_cache()
+    rig.worker.computed_blocks = 0
+    return rig, prompt
+
+
+def run_until(rig: Rig, name: str, *statuses: RequestStatus) -> None:
+    for _ in range(50):
+        if name not in rig.scheduler.requests or rig.scheduler.requests[name].status in statuses:
+            return
+        rig.step()
+    raise AssertionError(f"{name} is {rig.scheduler.requests[name].status} after 50 steps")
+
+
+def test_what_was_saved_is_loaded_and_not_computed(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    rig.add(prompt, max_tokens=3)
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 0, "only the last five tokens and the answer are computed"
+    rig.close()
+
+
+def test_another_engine_loads_what_this_one_saved(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, prompt = filled(store)
+    double = DoubleStore(BLOCK_BYTES)
+    double.put(list(store.blocks), memoryview(b"".join(store.blocks.values())))
+    monkeypatch.setattr(connector_module, "open_store", lambda *_: double)
+    second = Rig(num_blocks=64, seed=1, **OURS)
+    second.step()
+    second.add(prompt, max_tokens=3)
+    second.step()
+    wait_loaded(second)
+    second.drain()
+    assert second.worker.computed_blocks == 0
+    first.close()
+
+
+def test_a_lookup_may_be_asked_any_number_of_times(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    request = rig.scheduler.requests[rig.add(prompt, max_tokens=1)]
+    answers = {rig.connector.get_num_new_matched_tokens(request, 0) for _ in range(50)}
+    assert answers == {(12 * BLOCK, True)}
+    assert rig.connector.get_num_new_matched_tokens(request, 4 * BLOCK) == (8 * BLOCK, True)
+    # The last token is always computed, for its output.
+    whole = rig.scheduler.requests[rig.add(prompt[: 12 * BLOCK], max_tokens=1)]
+    assert rig.connector.get_num_new_matched_tokens(whole, 0) == (11 * BLOCK, True)
+    rig.drain()
+    rig.close()
+
+
+def test_late_load_holds_up_nobody_else(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    late = rig.add(prompt, max_tokens=2)
+    other = rig.add(rig.tokens(40), max_tokens=4)
+    run_until(rig, other)
+    assert rig.scheduler.requests[late].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    store.let_go()
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 2, "the other prompt's two full blocks"
+    rig.close()
+
+
+@pytest.mark.parametrize("failed", [(0,), (5,), (11,), (3, 7), tuple(range(12))])
+def test_failed_blocks_are_computed_and_never_read(
+    store: DoubleStore, failed: tuple[int, ...]
+) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    rig.add(prompt, max_tokens=3)
+    rig.step()
+    store.let_go(failed)
+    wait_loaded(rig)
+    store.hold_back = False
+    for key in list(store.blocks):
+        store.lose(key)
+    rig.drain()
+    assert rig.worker.computed_blocks == 12 - min(failed)
+    rig.close()
+
+
+def test_a_load_that_ends_twice_ends_once(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    rig.add(prompt, max_tokens=3)
+    rig.step()
+    (job,) = store.let_go()
+    wait_loaded(rig)
+    store.end(job)
+    store.end(job, (0,), "checksum")
+    store.end(77)
+    rig.drain()
+    settle(rig)
+    half = rig.worker.connector.worker
+    with half.moved:
+        assert half.moved.wait_for(lambda: half._counts["load_unexpected_ends"] == 3, 10)
+    rig.close()
+
+
+def test_a_store_that_never_answers_is_given_up(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    rig.add(prompt, max_tokens=2)
+    rig.step()
+    half = rig.worker.connector.worker
+    monkeypatch.setattr("slipstream.vllm.worker.time.monotonic", lambda: 1e9)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig.step()
+    assert "did not end the load" in caplog.text
+    # The store has it after all: too late, and nothing of it is used.
+    store.hold_back = False
+    store.let_go()
+    for key in list(store.blocks):
+        store.lose(key)
+    rig.drain()
+    assert rig.worker.computed_blocks == 12
+    assert half._counts["load_failed_blocks.abandoned"] == 12
+    rig.close()
+
+
+def test_abort_while_loading_frees_the_blocks(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    free = rig.pool.get_num_free_blocks()
+    store.hold_back = True
+    name = rig.add(prompt, max_tokens=2)
+    rig.step()
+    rig.abort(name)
+    rig.step()
+    assert rig.pool.get_num_free_blocks() < free, "the store may still write into them"
+    store.let_go()
+    wait_loaded(rig)
+    rig.step()
+    rig.step()
+    assert rig.pool.get_num_free_blocks() == free and not rig.scheduler.requests
+    rig.close()
+
+
+def test_reset_while_loading_recomputes(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    rig.add(prompt, max_tokens=2)
+    rig.step()
+    assert rig.connector.reset_cache() is True
+    rig.step()
+    assert not store.blocks and len(rig.connector.scheduler.stored[0]) == 0
+    # The store sends what it had read before the reset.
+    job, _, into = store.held_back.pop()
+    into[:] = bytes(len(into))
+    store.hold_back = False
+    store.end(job)
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 12, "nothing from before the reset is used"
+    settle(rig)
+    assert len(store.blocks) == 12, "and saving goes on"
+    rig.close()
+
+
+def test_load_failures_fail_the_request_if_so_configured(
+    store: DoubleStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(num_blocks=64, policy="fail", **OURS)
+    assert '"kv_load_failure_policy": "recompute"' in caplog.text
+    rig.close()
+
+
+def test_evictions_are_no_longer_hits(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    name = rig.add(prompt, max_tokens=1)
+    hashes = rig.scheduler.requests[name].block_hashes
+    store.lose(bytes(hashes[4]) + bytes(4))
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    # The look-up of the first step still knew the block; its load failed, and was recomputed.
+    assert rig.worker.computed_blocks == 8
+    assert rig.scheduler.reset_prefix_cache()
+    settle(rig)
+    request = rig.scheduler.requests[rig.add(prompt, max_tokens=1)]
+    assert rig.connector.get_num_new_matched_tokens(request, 0)[0] == 12 * BLOCK, "saved again"
+    rig.drain()
+    rig.close()
+
+
+def test_hits_and_counts_reach_the_engines_statistics(store: DoubleStore) -> None:
+    rig, prompt = filled(store, log_stats=True, extra={"stats_interval_s": 0})
+    rig.step()  # tells what was counted so far
+    rig.add(prompt, max_tokens=1)
+    plan = rig.scheduler.schedule()
+    outputs = rig.scheduler.update_from_output(plan, rig.output(plan, rig.worker.run(plan)))
+    hits = next(iter(outputs.values())).scheduler_stats.connector_prefix_cache_stats
+    assert hits.hits_by_source == {CacheHitSource.HOST: 12 * BLOCK}
+    wait_loaded(rig)
+    plan = rig.scheduler.schedule()
+    outputs = rig.scheduler.update_from_output(plan, rig.output(plan, rig.worker.run(plan)))
+    counted = next(iter(outputs.values())).scheduler_stats.kv_connector_stats
+    assert counted == {"loaded_blocks": 12, "loaded_bytes": 12 * BLOCK_BYTES}
+    rig.drain()
+    rig.close()
+
+
+def test_counts_become_prometheus_counters() -> None:
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    rig = Rig(num_blocks=8, **OURS)
+    metrics = SlipstreamConnector.build_prom_metrics(
+        rig.config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
+    told = {"loaded_blocks": 3, "load_failed_blocks.checksum": 2, "hit_blocks.disk": 7}
+    stats = SlipstreamConnector.build_kv_connector_stats(told)
+    stats = stats.aggregate(SlipstreamConnector.build_kv_connector_stats({"loaded_blocks": 1}))
+    assert stats.reduce()["loaded_blocks"] == 4 and not stats.is_empty()
+    metrics.observe(stats.to_dict(), 1)
+    text = generate_latest(registry).decode()
+    for line in (
+        'vllm:slipstream_loaded_blocks_total{engine="1",model_name="m"} 4.0',
+        'vllm:slipstream_load_failed_blocks_total{engine="1",model_name="m",reason="checksum"} 2.0',
+        'vllm:slipstream_hit_blocks_total{engine="1",model_name="m",tier="disk"} 7.0',
+    ):
+        assert line in text
+    rig.close()
+
+
+def test_slow_store_drops_saves_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = DoubleStore(BLOCK_BYTES)
+    monkeypatch.setattr(connector_module, "open_store", lambda *_: double)
+    rig = Rig(num_blocks=64, extra={"saving_bytes_max": BLOCK_BYTES * 4}, **OURS)
+    rig.add(rig.tokens(BLOCK * 12), max_tokens=1)
+    rig.drain()
+    settle(rig)
+    assert len(double.blocks) == 0
+    assert rig.worker.connector.worker._counts["save_dropped_blocks"] == 12
+    rig.close()
+
+
+def test_a_store_that_cannot_take_blocks_stops_nothing(store: DoubleStore) -> None:
+    rig = Rig(num_blocks=64, **OURS)
+
+    def full(keys: object, data: object) -> int:
+        raise OSError("No space left on device")
+
+    store.put = full  # type: ignore[method-assign]
+    rig.add(rig.tokens(BLOCK * 3), max_tokens=1)
+    rig.drain()
+    settle(rig)
+    assert rig.worker.connector.worker._counts["save_failed_blocks"] == 3
+    rig.close()
+
+
+def test_a_lost_message_is_asked_for_again(store: DoubleStore) -> None:
+    rig, _ = filled(store)
+    store.lose(next(iter(store.blocks)))
+    assert store.take_message(100), "lost on its way"
+    store.lose(next(iter(store.blocks)))
+    rig.step()
+    assert not rig.connector.scheduler.stored[0].is_trusted
+    rig.step()
+    rig.step()
+    mirror = rig.connector.scheduler.stored[0]
+    assert mirror.is_trusted and set(mirror.keys()) == set(store.blocks) != set()
+    rig.close()
+
+
+def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    rig = Rig(num_blocks=64, kv_events=True, **OURS)
+    name = rig.add(rig.tokens(BLOCK * 3), max_tokens=1)
+    hashes = [maybe_convert_block_hash(h) for h in rig.scheduler.requests[name].block_hashes]
+    rig.drain()
+    wait_saved(rig)
+    rig.connector.update_connector_output(rig.worker.run(rig.scheduler.schedule()))
+    (stored,) = rig.connector.take_events()
+    assert stored.medium == "CPU" and set(stored.block_hashes) == set(hashes)
+    gone = next(iter(store.blocks))
+    store.lose(gone)
+    plan = rig.scheduler.schedule()
+    rig.connector.update_connector_output(rig.worker.run(plan))
+    (removed,) = rig.connector.take_events()
+    assert removed.block_hashes == [maybe_convert_block_hash(gone[:-4])]
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int) -> None:
+    rng = random.Random(seed)
+    rig = Rig(num_blocks=100, max_num_batched_tokens=512, seed=seed, **OURS)
+    prefixes = [rig.tokens(BLOCK * 12) for _ in range(4)]
+    live: list[str] = []
+    finished = preempted = 0
+    for _ in range(400):
+        match rng.randrange(14):
+            case 0 | 1 | 2:
+                shared = rng.choice(prefixes)[: BLOCK * rng.randrange(13)]
+                tokens = shared + rig.tokens(rng.randrange(1, 200))
+                live.append(rig.add(tokens, max_tokens=rng.randrange(1, 100)))
+            case 3 if live:
+                rig.abort(live.pop(rng.randrange(len(live))))
+            case 4:
+                store.hold_back = not store.hold_back
+            case 5 | 6:
+                store.let_go(tuple(i for i in range(12) if rng.randrange(8) == 0))
+            case 7 if store.blocks:
+                with_lock = rng.choice(list(store.blocks))
+                store.lose(with_lock)
+            case 8 if rng.randrange(10) == 0:
+                rig.connector.reset_cache()
+            case 9:
+                held = [b.block_id for b in rig.pool.blocks if b.block_hash is not None]
+                rig.pool.evict_blocks(set(rng.sample(held, len(held) // 2)))
+        plan = rig.step()
+        preempted += len(plan.preempted_req_ids or ())
+        finished += len(plan.finished_req_ids)
+        live = [name for name in live if name in rig.scheduler.requests]
+    store.hold_back = False
+    store.let_go()
+    wait_loaded(rig)
+    for _ in range(2000):
+        if not rig.scheduler.has_unfinished_requests():
+            break
+        rig.step()
+        wait_loaded(rig)
+    assert not rig.scheduler.requests or all(
+        r.is_finished() for r in rig.scheduler.requests.values()
+    )
+    assert finished > 30 and preempted, "the run must reach what it is there to test"
+    assert rig.worker.connector.worker._counts["loaded_blocks"] > 20
+    rig.close()

@@ -12,7 +12,7 @@
 //!
 //! Modules in reading order: [`scenario`] (what a run is), [`topology`] and [`route`] (where packets
 //! go), `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (who sends),
-//! `shard` and [`sim`] (the loop, windows and threads), [`result`].
+//! `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
 #![forbid(unsafe_code)]
 
 pub mod aqm;
@@ -21,6 +21,7 @@ pub mod config;
 mod error;
 mod event;
 mod fabric;
+mod layout;
 mod net;
 pub mod output;
 pub mod result;

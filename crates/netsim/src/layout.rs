@@ -1,0 +1,680 @@
+//! Lays a scenario out: shards, ports, paths and endpoints. What is wrong with a scenario shows here.
+
+use std::collections::{BTreeSet, HashMap};
+
+use slipstream_base::mix;
+use slipstream_des::Wheel;
+
+use crate::aqm::Aqm;
+use crate::error::Error;
+use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
+use crate::fabric::{Fabric, Port, PortSpec, Rings, Tally, UNLIMITED};
+use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
+use crate::route::{Router, Routing};
+use crate::scenario::{
+    Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
+};
+use crate::scheduled::{Discipline, Scheduled};
+use crate::shard::Shard;
+use crate::sim::{Execution, Simulation};
+use crate::topology::{PortId, Tier};
+use crate::transport::Paced;
+use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
+use crate::transport::raw::{RawReceiver, RawSender};
+use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
+
+/// Events that a window must hold per shard on average before shards pay; below, one shard's
+/// single queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event
+/// a window in all, E5 has thousands.
+const EVENTS_PER_SHARD_WINDOW: f64 = 16.0;
+
+pub(crate) struct Builder {
+    scenario: Scenario,
+    execution: Execution,
+    shards: u32,
+    lookahead_ns: u64,
+    net: Net,
+    fabrics: Vec<Fabric>,
+    /// Place of each port plus one; 0: not made yet.
+    port_steps: Vec<u32>,
+}
+
+impl Builder {
+    pub(crate) fn new(scenario: Scenario, execution: Execution) -> Result<Self, Error> {
+        check_values(&scenario)?;
+        let links = &scenario.links;
+        let classes: Vec<LinkClass> = [links.host.unwrap_or(links.edge), links.edge, links.core]
+            .iter()
+            .map(|l| LinkClass {
+                bits_per_s: l.bits_per_s,
+                delay_ns: l.delay_ns,
+            })
+            .collect();
+        let largest = |f: &Flow| f.packet_bytes + f.header_bytes;
+        let size_max = scenario
+            .flows
+            .iter()
+            .map(|f| largest(f).max(f.ack_bytes))
+            .max()
+            .unwrap_or(0)
+            .max(64);
+        let size_min = scenario
+            .flows
+            .iter()
+            .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
+            .min()
+            .unwrap_or(64);
+        let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
+        let hop = |l: &LinkClass, bytes: u32| {
+            l.delay_ns + serialization_ns(u64::from(bytes), l.bits_per_s)
+        };
+        let used = usize::from(links.host.is_none());
+        let usual = ack_min.unwrap_or(64);
+        let hop_min = classes[used..].iter().map(|l| hop(l, usual)).min();
+        let between = match scenario.topology.tier_between_parts() {
+            Tier::Core => hop(&classes[2], size_min),
+            Tier::Edge | Tier::Host => hop(&classes[1], size_min),
+        };
+        let shards = shard_count(&scenario, between);
+        // Buckets narrower than every usual hop (an odd shorter one costs a heap insertion), but
+        // not so narrow that most are empty; 256 ns was the best of 64 to 512 on E5.
+        let wide = if scenario_density(&scenario) > 0.05 {
+            8
+        } else {
+            12
+        };
+        let mut shift = hop_min.unwrap_or(1).max(1).ilog2().min(wide);
+        if shards > 1 {
+            // A window is at least one bucket and must not exceed the lookahead.
+            shift = shift.min(between.max(1).ilog2());
+        }
+        let discipline = scenario.queue.discipline.clone();
+        let net = Net::new(1, size_max, classes, discipline);
+        let fabrics = (0..shards)
+            .map(|shard| Fabric {
+                shard: shard as usize,
+                wheel: Wheel::new(shift),
+                ports: Vec::new(),
+                port_ids: Vec::new(),
+                scheduled: Vec::new(),
+                scheduled_ids: Vec::new(),
+                rings: Rings::default(),
+                aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
+                loss: scenario.queue.loss,
+                mail: vec![Vec::new(); shards as usize],
+                mail_first: u64::MAX,
+                tally: Tally::default(),
+                seed: mix::draw(scenario.seed, 0x706f_7274),
+            })
+            .collect();
+        Ok(Builder {
+            port_steps: vec![0; scenario.topology.port_count() as usize],
+            scenario,
+            execution,
+            shards,
+            lookahead_ns: between,
+            net,
+            fabrics,
+        })
+    }
+
+    pub(crate) fn build(mut self) -> Result<Simulation, Error> {
+        let flows = std::mem::take(&mut self.scenario.flows);
+        check_dependencies(&flows)?;
+        let mut shards: Vec<Shard> = Vec::new();
+        let mut endpoints = Vec::with_capacity(flows.len());
+        // Endpoints made so far, by shard and sort.
+        let mut counts: HashMap<(u32, u8), usize> = HashMap::new();
+        let next = |counts: &mut HashMap<_, usize>, shard, place| {
+            let count = counts.entry((shard, place as u8)).or_default();
+            *count += 1;
+            *count - 1
+        };
+        for flow in &flows {
+            let from = self.shard_of_host(flow.src);
+            let to = self.shard_of_host(flow.dst);
+            let (sends, receives) = match flow.transport {
+                Transport::Tcp(_) => (Place::TcpSender, Place::TcpReceiver),
+                Transport::Packets => (Place::RawSender, Place::RawReceiver),
+            };
+            let (s, r) = (
+                next(&mut counts, from, sends),
+                next(&mut counts, to, receives),
+            );
+            if s.max(r) >= INDEX_MAX {
+                return Err(Error::Value(format!(
+                    "more than {INDEX_MAX} flows in one part of the network; use fewer flows"
+                )));
+            }
+            endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
+        }
+        let rows = self.lay_paths(&flows, &endpoints)?;
+        for fabric in std::mem::take(&mut self.fabrics) {
+            shards.push(Shard {
+                fabric,
+                tcp_senders: Vec::new(),
+                tcp_receivers: Vec::new(),
+                raw_senders: Vec::new(),
+                raw_receivers: Vec::new(),
+                successors: HashMap::new(),
+                waiting: HashMap::new(),
+                now: 0,
+                events: 0,
+            });
+        }
+        for (i, flow) in flows.iter().enumerate() {
+            let (sender, receiver) = endpoints[i];
+            let [data, ack] = rows[i];
+            add_endpoints(
+                &mut shards,
+                &self.scenario,
+                i as u32,
+                flow,
+                (sender, receiver),
+                data,
+                ack,
+            );
+            let shard = &mut shards[sender.shard()];
+            if flow.after.is_empty() {
+                shard
+                    .fabric
+                    .schedule(flow.start_ns, Kind::Start, sender.0, 0);
+            } else {
+                shard
+                    .waiting
+                    .insert(sender.0, (flow.after.len() as u32, flow.start_ns));
+                for after in &flow.after {
+                    shard
+                        .successors
+                        .entry((after.flow, after.until))
+                        .or_default()
+                        .push((sender, after.delay_ns));
+                }
+            }
+        }
+        self.scenario.flows = flows;
+        Ok(Simulation {
+            scenario: self.scenario,
+            net: self.net,
+            shards,
+            endpoints,
+            rows: rows.iter().map(|pair| pair[0].first).collect(),
+            lookahead_ns: self.lookahead_ns,
+            windows: 0,
+        })
+    }
+
+    fn shard_of_host(&self, host: u32) -> u32 {
+        if self.shards == 1 {
+            0
+        } else {
+            self.scenario.topology.part_of_host(host) % self.shards
+        }
+    }
+
+    /// Finds the paths of every flow, makes the ports on them, and fills the path table.
+    fn lay_paths(
+        &mut self,
+        flows: &[Flow],
+        endpoints: &[(Step, Step)],
+    ) -> Result<Vec<[Rows; 2]>, Error> {
+        let topology = self.scenario.topology.clone();
+        let none = BTreeSet::new();
+        let mut router = Router::new(&topology, &none, self.scenario.links.host.is_some());
+        // Ports of all rows, one after the other, until the longest path is known.
+        let mut ports: Vec<PortId> = Vec::with_capacity(flows.len() * 12);
+        let mut ends: Vec<u32> = Vec::with_capacity(flows.len() * 2);
+        let mut path = Vec::new();
+        let mut rows = Vec::with_capacity(flows.len());
+        let mut longest = 0;
+        for flow in flows {
+            let mut pair = [Rows::default(); 2];
+            for (direction, rows) in pair.iter_mut().enumerate() {
+                let (src, dst) = if direction == 0 {
+                    (flow.src, flow.dst)
+                } else {
+                    (flow.dst, flow.src)
+                };
+                rows.first = ends.len() as u32;
+                match &flow.paths {
+                    Paths::By(routing) => {
+                        let hash = mix::draw(
+                            self.scenario.seed ^ mix::mix64(flow.id),
+                            u64::from(src) << 32 | u64::from(dst),
+                        );
+                        rows.count = match routing {
+                            Routing::Spray => self.scenario.spray_paths,
+                            _ => 1,
+                        };
+                        for index in 0..rows.count {
+                            router
+                                .path(src, dst, *routing, hash, index, &mut path)
+                                .ok_or_else(|| disconnected(flow))?;
+                            ports.extend_from_slice(&path);
+                            ends.push(ports.len() as u32);
+                            longest = longest.max(path.len());
+                        }
+                    }
+                    Paths::Explicit(nodes) => {
+                        rows.count = 1;
+                        let nodes = explicit(flow, nodes, direction == 1, &topology)?;
+                        router
+                            .ports(src, dst, &nodes, &mut path)
+                            .map_err(|(a, b)| Error::Flow {
+                                flow: flow.id,
+                                what: format!(
+                                    "its path goes from node {a} to node {b}, which no link joins; \
+                                     add the edge or correct the path"
+                                ),
+                            })?;
+                        ports.extend_from_slice(&path);
+                        ends.push(ports.len() as u32);
+                        longest = longest.max(path.len());
+                    }
+                }
+                if path.is_empty() {
+                    return Err(Error::Flow {
+                        flow: flow.id,
+                        what: format!(
+                            "hosts {src} and {dst} share a switch and host links are not modeled, \
+                             so its packets would cross no link; model host links"
+                        ),
+                    });
+                }
+                if longest > HOPS_MAX {
+                    return Err(Error::Flow {
+                        flow: flow.id,
+                        what: format!(
+                            "its path has {longest} links; at most {HOPS_MAX} are supported"
+                        ),
+                    });
+                }
+            }
+            rows.push(pair);
+        }
+        self.net.stride = longest + 1;
+        self.check_memory(flows.len(), ends.len())?;
+        self.net.steps = Vec::with_capacity(ends.len() * self.net.stride);
+        let mut steps = Vec::with_capacity(self.net.stride);
+        let mut from = 0usize;
+        for ((pair, &(sender, receiver)), flow) in rows.iter().zip(endpoints).zip(flows) {
+            let class = flow.class;
+            for (direction, rows) in pair.iter().enumerate() {
+                for row in rows.first..rows.first + rows.count {
+                    let to = ends[row as usize] as usize;
+                    steps.clear();
+                    for &port in &ports[from..to] {
+                        let step = self.port_step(port)?;
+                        steps.push(step);
+                    }
+                    steps.push(if direction == 0 { receiver } else { sender });
+                    from = to;
+                    self.net.row_class.push(class);
+                    let made = self.net.add_row(&steps);
+                    debug_assert_eq!(made, row);
+                }
+            }
+        }
+        Ok(rows)
+    }
+
+    fn check_memory(&self, flows: usize, rows: usize) -> Result<(), Error> {
+        let table = rows as u64 * self.net.stride as u64 * 4;
+        let endpoints = flows as u64 * (size_of::<TcpSender>() + size_of::<TcpReceiver>()) as u64;
+        // A flow keeps about a window of packets in flight: 64 kB of 1 kB packets of 16 bytes.
+        let events = flows as u64 * 64 * 16;
+        let need = table + endpoints + events;
+        if need > self.execution.memory_bytes_max {
+            let what = if table > endpoints + events {
+                format!("{rows} paths of up to {} links", self.net.stride - 1)
+            } else {
+                format!("{flows} flows")
+            };
+            return Err(Error::Memory {
+                need_mib: need >> 20,
+                have_mib: self.execution.memory_bytes_max >> 20,
+                what,
+            });
+        }
+        Ok(())
+    }
+
+    /// The place of a port, which is made when first asked for.
+    fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
+        if self.port_steps[port as usize] != 0 {
+            return Ok(Step(self.port_steps[port as usize] - 1));
+        }
+        let topology = &self.scenario.topology;
+        let shard = if self.shards == 1 {
+            0
+        } else {
+            topology.part_of_port(port) % self.shards
+        };
+        let from_host = matches!(topology.port_ends(port).0, crate::topology::End::Host(_));
+        let class = match topology.tier(port) {
+            Tier::Host => 0,
+            Tier::Edge => 1,
+            Tier::Core => 2,
+        };
+        // A host's own queue is its memory: no limit, nothing that drops.
+        let managed = !from_host
+            && (self.scenario.queue.aqm != Aqm::TailDrop || self.scenario.queue.loss > 0.0);
+        let capacity = match self.scenario.queue.capacity_packets {
+            0 => UNLIMITED,
+            _ if from_host => UNLIMITED,
+            packets => packets,
+        };
+        let spec = PortSpec {
+            class,
+            delay_ns: self.net.classes[class as usize].delay_ns as u32,
+            capacity,
+            aqm: u8::from(managed),
+        };
+        // Queues longer than the 2^31 ns that a ring of 32-bit times can tell apart take the other
+        // form too.
+        let link = self.net.classes[class as usize];
+        let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
+        let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 31;
+        let scheduled = !from_host && (self.scenario.queue.discipline != Discipline::Fifo || long);
+        let fabric = &mut self.fabrics[shard as usize];
+        let index = if scheduled {
+            fabric.scheduled.len()
+        } else {
+            fabric.ports.len()
+        };
+        if index >= INDEX_MAX {
+            return Err(Error::Value(format!(
+                "more than {INDEX_MAX} ports are used in one part of the network; \
+                 use a smaller topology or fewer flows"
+            )));
+        }
+        let place = if scheduled {
+            let classes = self.scenario.queue.discipline.classes();
+            fabric.scheduled.push(Scheduled::new(classes, spec));
+            fabric.scheduled_ids.push(port);
+            Place::Scheduled
+        } else {
+            fabric.ports.push(Port::new(spec, managed));
+            fabric.port_ids.push(port);
+            Place::Fifo
+        };
+        let step = Step::new(shard, place, index);
+        self.port_steps[port as usize] = step.0 + 1;
+        Ok(step)
+    }
+}
+
+/// Makes a flow's sender and receiver.
+fn add_endpoints(
+    shards: &mut [Shard],
+    scenario: &Scenario,
+    index: u32,
+    flow: &Flow,
+    (sender, receiver): (Step, Step),
+    data: Rows,
+    ack: Rows,
+) {
+    let seed = mix::draw(scenario.seed, flow.id);
+    let total = flow.demand.bytes().unwrap_or(u64::MAX);
+    match flow.transport {
+        Transport::Tcp(tcp) => {
+            let app = match flow.demand {
+                Demand::Bytes(_) => None,
+                Demand::Paced(a) => Some(Paced::new(a, seed)),
+            };
+            let control = match tcp.congestion {
+                Congestion::NewReno => Control::NewReno(NewReno::default()),
+                Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
+                Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
+            };
+            let setup = TcpSetup {
+                flow: index,
+                me: sender,
+                row: data.first,
+                rows: data.count,
+                mss: flow.packet_bytes,
+                header: flow.header_bytes,
+                ecn: tcp.ecn,
+                initial_window: tcp.initial_window,
+                ssthresh: tcp.ssthresh,
+                rto_min_ns: tcp.rto_ns_min,
+                control,
+                bytes: flow.demand.bytes(),
+                app,
+            };
+            shards[sender.shard()]
+                .tcp_senders
+                .push(TcpSender::new(setup));
+            shards[receiver.shard()]
+                .tcp_receivers
+                .push(TcpReceiver::new(
+                    index,
+                    ack.first,
+                    ack.count,
+                    flow.header_bytes,
+                    flow.ack_bytes,
+                    total,
+                ));
+        }
+        Transport::Packets => {
+            let arrivals = match flow.demand {
+                Demand::Paced(a) => a,
+                Demand::Bytes(bytes) => Arrivals {
+                    size: Dist::Constant(bytes as f64),
+                    gap_s: Dist::Constant(0.0),
+                    duration_ns: None,
+                    bytes: Some(bytes),
+                },
+            };
+            shards[sender.shard()].raw_senders.push(RawSender::new(
+                index,
+                sender,
+                (data.first, data.count),
+                flow.header_bytes,
+                flow.packet_bytes,
+                Paced::new(arrivals, seed),
+            ));
+            shards[receiver.shard()]
+                .raw_receivers
+                .push(RawReceiver::new(index, flow.header_bytes, total));
+        }
+    }
+}
+
+/// The rows of a flow in one direction.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rows {
+    first: u32,
+    count: u32,
+}
+
+fn disconnected(flow: &Flow) -> Error {
+    Error::Flow {
+        flow: flow.id,
+        what: format!(
+            "no path leads from host {} to host {}; add edges that join them",
+            flow.src, flow.dst
+        ),
+    }
+}
+
+fn explicit(
+    flow: &Flow,
+    nodes: &[u32],
+    back: bool,
+    topology: &crate::topology::Topology,
+) -> Result<Vec<u32>, Error> {
+    let (from, to) = (topology.attachment(flow.src), topology.attachment(flow.dst));
+    if nodes.first() != Some(&from) || nodes.last() != Some(&to) {
+        return Err(Error::Flow {
+            flow: flow.id,
+            what: format!(
+                "its path must begin at node {from} and end at node {to}, where its hosts are"
+            ),
+        });
+    }
+    let mut nodes = nodes.to_vec();
+    if back {
+        nodes.reverse();
+    }
+    Ok(nodes)
+}
+
+fn check_values(scenario: &Scenario) -> Result<(), Error> {
+    let links = &scenario.links;
+    let named = [
+        ("host link", links.host),
+        ("link", Some(links.edge)),
+        ("core link", Some(links.core)),
+    ];
+    for (name, link) in named {
+        let Some(Link {
+            bits_per_s,
+            delay_ns,
+        }) = link
+        else {
+            continue;
+        };
+        if !(1_000_000..=1_000_000_000_000_000).contains(&bits_per_s) {
+            return Err(Error::Value(format!(
+                "a {name} of {bits_per_s} bit/s cannot be simulated; use 1 Mb/s to 1 Pb/s"
+            )));
+        }
+        if delay_ns > 2_000_000_000 {
+            return Err(Error::Value(format!(
+                "a {name} with a delay of {delay_ns} ns is too slow; use at most 2 s"
+            )));
+        }
+    }
+    let hosts = scenario.topology.host_count();
+    let mut ids = BTreeSet::new();
+    for flow in &scenario.flows {
+        let fault = |what: String| {
+            Err(Error::Flow {
+                flow: flow.id,
+                what,
+            })
+        };
+        if !ids.insert(flow.id) {
+            return fault("this number is used twice; number flows apart".into());
+        }
+        for (name, host) in [("source", flow.src), ("destination", flow.dst)] {
+            if host >= hosts {
+                return fault(format!(
+                    "its {name} is host {host}, but hosts are 0 to {}",
+                    hosts.saturating_sub(1)
+                ));
+            }
+        }
+        if flow.src == flow.dst {
+            return fault(format!("host {} sends to itself; give two hosts", flow.src));
+        }
+        let size = flow.packet_bytes + flow.header_bytes;
+        if flow.packet_bytes == 0 || flow.ack_bytes == 0 || size.max(flow.ack_bytes) > SIZE_MAX {
+            return fault(format!(
+                "packets of {} + {} bytes and ACKs of {} bytes; each must be from 1 to {SIZE_MAX}",
+                flow.packet_bytes, flow.header_bytes, flow.ack_bytes
+            ));
+        }
+        if let Demand::Paced(a) = flow.demand
+            && a.duration_ns.is_none()
+            && a.bytes.is_none()
+        {
+            return fault("it has neither a size nor a duration; give one".into());
+        }
+    }
+    Ok(())
+}
+
+/// Flows must not wait for each other in a circle, nor for flows that do not exist.
+fn check_dependencies(flows: &[Flow]) -> Result<(), Error> {
+    if flows.iter().all(|f| f.after.is_empty()) {
+        return Ok(());
+    }
+    let mut left: Vec<usize> = flows.iter().map(|f| f.after.len()).collect();
+    let mut next: Vec<Vec<u32>> = vec![Vec::new(); flows.len()];
+    for (i, flow) in flows.iter().enumerate() {
+        for after in &flow.after {
+            next[after.flow as usize].push(i as u32);
+        }
+    }
+    let mut ready: Vec<u32> = (0..flows.len() as u32)
+        .filter(|&i| left[i as usize] == 0)
+        .collect();
+    let mut seen = 0;
+    while let Some(i) = ready.pop() {
+        seen += 1;
+        for &n in &next[i as usize] {
+            left[n as usize] -= 1;
+            if left[n as usize] == 0 {
+                ready.push(n);
+            }
+        }
+    }
+    if seen == flows.len() {
+        return Ok(());
+    }
+    // Walk back along unmet predecessors until a flow repeats: that is a circle.
+    let mut at = (0..flows.len()).find(|&i| left[i] > 0).unwrap_or(0);
+    let mut walk = vec![at];
+    loop {
+        let unmet = flows[at].after.iter().find(|a| left[a.flow as usize] > 0);
+        at = unmet.map_or(at, |a| a.flow as usize);
+        if let Some(from) = walk.iter().position(|&w| w == at) {
+            let names: Vec<String> = walk[from..]
+                .iter()
+                .chain([&at])
+                .map(|&i| flows[i].id.to_string())
+                .collect();
+            return Err(Error::Cycle(names.join(" waits for ")));
+        }
+        walk.push(at);
+    }
+}
+
+/// Upper estimate of packet-hops per ns while everything sends.
+fn scenario_density(scenario: &Scenario) -> f64 {
+    let rate = scenario
+        .links
+        .host
+        .unwrap_or(scenario.links.edge)
+        .bits_per_s as f64;
+    let per_s: f64 = scenario
+        .flows
+        .iter()
+        .map(|f| {
+            let line = rate / (8.0 * f64::from(f.packet_bytes));
+            match f.demand {
+                Demand::Bytes(_) => line,
+                Demand::Paced(a) => line.min(1.0 / a.gap_s.mean().max(1e-9)),
+            }
+        })
+        .sum();
+    // Data and ACK over about five links.
+    per_s * 10.0 / 1e9
+}
+
+/// How many shards a run has. A property of the scenario alone: the same on every machine.
+fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
+    let topology = &scenario.topology;
+    let parts = topology.parts().min(SHARDS_MAX);
+    let crossing = scenario.flows.iter().any(|flow| {
+        flow.after.iter().any(|after| {
+            // What a flow waits for must be seen where the flow starts.
+            let Some(other) = scenario.flows.get(after.flow as usize) else {
+                return true;
+            };
+            let seen_at = match after.until {
+                Finished::Delivered => other.dst,
+                Finished::Acknowledged => other.src,
+            };
+            topology.part_of_host(seen_at) != topology.part_of_host(flow.src)
+        })
+    });
+    let events = scenario_density(scenario) * lookahead_ns as f64;
+    if crossing || events < EVENTS_PER_SHARD_WINDOW * f64::from(parts) {
+        1
+    } else {
+        parts
+    }
+}

@@ -9,8 +9,9 @@ use slipstream_base::mix;
 use slipstream_des::Wheel;
 
 use crate::aqm::{Aqm, Verdict};
+use crate::buffer::{Ingress, Memory};
 use crate::event::{CE, ECT, Event, Kind};
-use crate::net::{Net, Place};
+use crate::net::{Net, Place, Step};
 use crate::scheduled::Scheduled;
 use crate::topology::PortId;
 
@@ -181,6 +182,9 @@ pub(crate) struct Fabric {
     pub(crate) port_ids: Vec<PortId>,
     pub(crate) scheduled: Vec<Scheduled>,
     pub(crate) scheduled_ids: Vec<PortId>,
+    /// Switch memories and incoming links; empty without shared buffers and PFC.
+    pub(crate) memories: Vec<Memory>,
+    pub(crate) ingresses: Vec<Ingress>,
     pub(crate) rings: Rings,
     /// Entry 0 is taildrop.
     pub(crate) aqms: Vec<Aqm>,
@@ -347,6 +351,17 @@ impl Fabric {
     /// Schedules an event of this shard.
     pub(crate) fn schedule(&mut self, time: u64, kind: Kind, what: u32, seq: u32) {
         self.wheel.push(time, Event::local(kind, time, what, seq));
+    }
+
+    /// Schedules an event that is no packet at `to`, which may lie in another shard; `time` is at
+    /// least a link's delay ahead then.
+    pub(crate) fn deliver_local(&mut self, to: Step, time: u64, event: Event) {
+        if to.shard() == self.shard {
+            self.wheel.push(time, event);
+        } else {
+            self.mail[to.shard()].push((time, event));
+            self.mail_first = self.mail_first.min(time);
+        }
     }
 
     /// Takes mail that was written before the window that starts now.

@@ -6,6 +6,7 @@ use slipstream_base::mix;
 use slipstream_des::Wheel;
 
 use crate::aqm::Aqm;
+use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, Rules};
 use crate::error::Error;
 use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
 use crate::fabric::{Fabric, Port, PortSpec, Rings, Tally, UNLIMITED};
@@ -14,13 +15,14 @@ use crate::route::{Router, Routing};
 use crate::scenario::{
     Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
 };
-use crate::scheduled::{Discipline, Scheduled};
+use crate::scheduled::{Discipline, Room, Scheduled};
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
-use crate::topology::{PortId, Tier};
+use crate::topology::{End, PortId, Tier};
 use crate::transport::Paced;
 use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
 use crate::transport::raw::{RawReceiver, RawSender};
+use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
 use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
 
 /// Events that a window must hold per shard on average before shards pay; below, one shard's
@@ -37,6 +39,14 @@ pub(crate) struct Builder {
     fabrics: Vec<Fabric>,
     /// Place of each port plus one; 0: not made yet.
     port_steps: Vec<u32>,
+    /// Switches share memory or pause their neighbors, so all ports of a switch lie in one shard.
+    whole_switches: bool,
+    /// Hosts' ports take their senders in turn.
+    host_turns: bool,
+    /// Index of a switch's memory in its shard, plus one; 0: not made yet.
+    memory_of: Vec<u32>,
+    /// Index of the ingress that a port leads to, plus one; 0: not made yet.
+    ingress_of: Vec<u32>,
 }
 
 impl Builder {
@@ -63,7 +73,8 @@ impl Builder {
             .iter()
             .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
             .min()
-            .unwrap_or(64);
+            .unwrap_or(64)
+            .min(PAUSE_BYTES as u32);
         let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
         let hop = |l: &LinkClass, bytes: u32| {
             l.delay_ns + serialization_ns(u64::from(bytes), l.bits_per_s)
@@ -89,7 +100,12 @@ impl Builder {
             shift = shift.min(between.max(1).ilog2());
         }
         let discipline = scenario.queue.discipline.clone();
-        let net = Net::new(1, size_max, classes, discipline);
+        let queue = &scenario.queue;
+        let whole_switches = queue.shared.is_some() || queue.pfc.is_some();
+        let mut net = Net::new(1, size_max, classes, discipline);
+        net.rules = rules(&scenario, &net.classes, size_max);
+        let roce = |f: &Flow| matches!(f.transport, Transport::Roce(_));
+        let host_turns = queue.pfc.is_some() || scenario.flows.iter().any(roce);
         let fabrics = (0..shards)
             .map(|shard| Fabric {
                 shard: shard as usize,
@@ -98,6 +114,8 @@ impl Builder {
                 port_ids: Vec::new(),
                 scheduled: Vec::new(),
                 scheduled_ids: Vec::new(),
+                memories: Vec::new(),
+                ingresses: Vec::new(),
                 rings: Rings::default(),
                 aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
                 loss: scenario.queue.loss,
@@ -109,6 +127,18 @@ impl Builder {
             .collect();
         Ok(Builder {
             port_steps: vec![0; scenario.topology.port_count() as usize],
+            whole_switches,
+            host_turns,
+            memory_of: if whole_switches {
+                vec![0; scenario.topology.node_count() as usize]
+            } else {
+                Vec::new()
+            },
+            ingress_of: if whole_switches {
+                vec![0; scenario.topology.port_count() as usize]
+            } else {
+                Vec::new()
+            },
             scenario,
             execution,
             shards,
@@ -135,6 +165,7 @@ impl Builder {
             let to = self.shard_of_host(flow.dst);
             let (sends, receives) = match flow.transport {
                 Transport::Tcp(_) => (Place::TcpSender, Place::TcpReceiver),
+                Transport::Roce(_) => (Place::QpSender, Place::QpReceiver),
                 Transport::Packets => (Place::RawSender, Place::RawReceiver),
             };
             let (s, r) = (
@@ -154,6 +185,8 @@ impl Builder {
                 fabric,
                 tcp_senders: Vec::new(),
                 tcp_receivers: Vec::new(),
+                qp_senders: Vec::new(),
+                qp_receivers: Vec::new(),
                 raw_senders: Vec::new(),
                 raw_receivers: Vec::new(),
                 successors: HashMap::new(),
@@ -201,6 +234,7 @@ impl Builder {
             rows: rows.iter().map(|pair| pair[0].first).collect(),
             lookahead_ns: self.lookahead_ns,
             windows: 0,
+            deadlock: None,
         })
     }
 
@@ -298,12 +332,17 @@ impl Builder {
         let mut steps = Vec::with_capacity(self.net.stride);
         let mut from = 0usize;
         for ((pair, &(sender, receiver)), flow) in rows.iter().zip(endpoints).zip(flows) {
-            let class = flow.class;
             for (direction, rows) in pair.iter().enumerate() {
+                let class = if direction == 0 {
+                    flow.class
+                } else {
+                    flow.answer_class
+                };
                 for row in rows.first..rows.first + rows.count {
                     let to = ends[row as usize] as usize;
                     steps.clear();
-                    for &port in &ports[from..to] {
+                    let path = &ports[from..to];
+                    for &port in path {
                         let step = self.port_step(port)?;
                         steps.push(step);
                     }
@@ -312,6 +351,9 @@ impl Builder {
                     self.net.row_class.push(class);
                     let made = self.net.add_row(&steps);
                     debug_assert_eq!(made, row);
+                    if self.whole_switches {
+                        self.add_ingresses(path, &steps);
+                    }
                 }
             }
         }
@@ -339,23 +381,55 @@ impl Builder {
         Ok(())
     }
 
+    /// The memory of a switch, which is made when first asked for.
+    fn memory(&mut self, shard: u32, node: u32) -> u32 {
+        let known = &mut self.memory_of[node as usize];
+        if *known == 0 {
+            let memories = &mut self.fabrics[shard as usize].memories;
+            memories.push(Memory {
+                node,
+                ..Memory::default()
+            });
+            *known = memories.len() as u32;
+        }
+        *known - 1
+    }
+
+    /// Notes through which link a packet comes to each port of a new row.
+    fn add_ingresses(&mut self, path: &[PortId], steps: &[Step]) {
+        let from = self.net.steps.len() - self.net.stride;
+        self.net.ingress.resize(self.net.steps.len(), NO_INGRESS);
+        for i in 1..path.len() {
+            let (upstream, port) = (path[i - 1], path[i]);
+            let End::Node(node) = self.scenario.topology.port_ends(port).0 else {
+                continue;
+            };
+            // A link that leads into a switch has a single port at its head.
+            if self.ingress_of[upstream as usize] == 0 {
+                let shard = steps[i].shard() as u32;
+                let memory = self.memory(shard, node);
+                let class = tier_class(self.scenario.topology.tier(upstream));
+                let ingresses = &mut self.fabrics[shard as usize].ingresses;
+                ingresses.push(Ingress::new(steps[i - 1], memory, class));
+                self.ingress_of[upstream as usize] = ingresses.len() as u32;
+            }
+            self.net.ingress[from + i] = self.ingress_of[upstream as usize] - 1;
+        }
+    }
+
     /// The place of a port, which is made when first asked for.
     fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
         if self.port_steps[port as usize] != 0 {
             return Ok(Step(self.port_steps[port as usize] - 1));
         }
-        let topology = &self.scenario.topology;
-        let shard = if self.shards == 1 {
-            0
-        } else {
-            topology.part_of_port(port) % self.shards
+        let topology = self.scenario.topology.clone();
+        let shard = match topology.port_ends(port).0 {
+            _ if self.shards == 1 => 0,
+            End::Node(node) if self.whole_switches => topology.part_of_node(node) % self.shards,
+            _ => topology.part_of_port(port) % self.shards,
         };
-        let from_host = matches!(topology.port_ends(port).0, crate::topology::End::Host(_));
-        let class = match topology.tier(port) {
-            Tier::Host => 0,
-            Tier::Edge => 1,
-            Tier::Core => 2,
-        };
+        let from_host = matches!(topology.port_ends(port).0, End::Host(_));
+        let class = tier_class(topology.tier(port));
         // A host's own queue is its memory: no limit, nothing that drops.
         let managed = !from_host
             && (self.scenario.queue.aqm != Aqm::TailDrop || self.scenario.queue.loss > 0.0);
@@ -375,7 +449,23 @@ impl Builder {
         let link = self.net.classes[class as usize];
         let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
         let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 31;
-        let scheduled = !from_host && (self.scenario.queue.discipline != Discipline::Fifo || long);
+        let queue = &self.scenario.queue;
+        let exact = queue.discipline != Discipline::Fifo
+            || queue.capacity_bytes > 0
+            || self.whole_switches
+            || long;
+        let scheduled = if from_host { self.host_turns } else { exact };
+        let room = Room {
+            capacity_bytes: match queue.capacity_bytes {
+                0 => u64::MAX,
+                _ if from_host => u64::MAX,
+                bytes => bytes,
+            },
+            memory: match topology.port_ends(port).0 {
+                End::Node(node) if self.whole_switches => self.memory(shard, node),
+                _ => NO_SWITCH,
+            },
+        };
         let fabric = &mut self.fabrics[shard as usize];
         let index = if scheduled {
             fabric.scheduled.len()
@@ -390,7 +480,7 @@ impl Builder {
         }
         let place = if scheduled {
             let classes = self.scenario.queue.discipline.classes();
-            fabric.scheduled.push(Scheduled::new(classes, spec));
+            fabric.scheduled.push(Scheduled::new(classes, spec, room));
             fabric.scheduled_ids.push(port);
             Place::Scheduled
         } else {
@@ -401,6 +491,33 @@ impl Builder {
         let step = Step::new(shard, place, index);
         self.port_steps[port as usize] = step.0 + 1;
         Ok(step)
+    }
+}
+
+/// Index of the class of a tier's links.
+fn tier_class(tier: Tier) -> u8 {
+    match tier {
+        Tier::Host => 0,
+        Tier::Edge => 1,
+        Tier::Core => 2,
+    }
+}
+
+/// Shared buffers and PFC with the headroom of each class of link.
+fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules {
+    let queue = &scenario.queue;
+    let mut headroom = [0; 3];
+    if let Some(pfc) = queue.pfc {
+        for (bytes, link) in headroom.iter_mut().zip(classes) {
+            *bytes = pfc.headroom_bytes.unwrap_or_else(|| {
+                buffer::headroom_bytes(link.bits_per_s, link.delay_ns, u64::from(packet_bytes))
+            });
+        }
+    }
+    Rules {
+        shared: queue.shared,
+        pfc: queue.pfc,
+        headroom,
     }
 }
 
@@ -455,6 +572,32 @@ fn add_endpoints(
                     flow.ack_bytes,
                     total,
                 ));
+        }
+        Transport::Roce(roce) => {
+            let links = &scenario.links;
+            let first = links.host.unwrap_or(links.edge);
+            shards[sender.shard()]
+                .qp_senders
+                .push(QpSender::new(QpSetup {
+                    flow: index,
+                    me: sender,
+                    row: data.first,
+                    rows: data.count,
+                    header: flow.header_bytes,
+                    mtu: flow.packet_bytes,
+                    total,
+                    has_port: links.host.is_some(),
+                    line_bits_per_s: first.bits_per_s,
+                    roce,
+                }));
+            shards[receiver.shard()].qp_receivers.push(QpReceiver::new(
+                index,
+                (ack.first, ack.count),
+                flow.header_bytes,
+                flow.ack_bytes,
+                total,
+                roce,
+            ));
         }
         Transport::Packets => {
             let arrivals = match flow.demand {
@@ -543,6 +686,36 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         if delay_ns > 2_000_000_000 {
             return Err(Error::Value(format!(
                 "a {name} with a delay of {delay_ns} ns is too slow; use at most 2 s"
+            )));
+        }
+    }
+    let queue = &scenario.queue;
+    if queue.pfc.is_some() && links.host.is_none() {
+        return Err(Error::Value(
+            "PFC pauses the links of hosts too, but they are not modeled; set `link.host_links = \
+             true`"
+                .into(),
+        ));
+    }
+    let largest = scenario
+        .flows
+        .iter()
+        .map(|f| u64::from((f.packet_bytes + f.header_bytes).max(f.ack_bytes)))
+        .max()
+        .unwrap_or(0);
+    for (name, bytes) in [
+        (
+            "capacity_bytes",
+            (queue.capacity_bytes > 0).then_some(queue.capacity_bytes),
+        ),
+        ("shared.bytes", queue.shared.map(|s| s.bytes)),
+    ] {
+        if let Some(bytes) = bytes
+            && bytes < largest
+        {
+            return Err(Error::Value(format!(
+                "`switch.{name}` is {bytes} bytes, less than one packet of {largest}; give at \
+                 least that"
             )));
         }
     }

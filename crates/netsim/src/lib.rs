@@ -16,8 +16,10 @@
 #![forbid(unsafe_code)]
 
 pub mod aqm;
+pub mod buffer;
 pub mod collective;
 pub mod config;
+pub mod deadlock;
 mod error;
 mod event;
 mod fabric;

@@ -1,5 +1,6 @@
 //! What all shards read and none changes while it runs: the path table and the links' arithmetic.
 
+use crate::buffer::{NO_INGRESS, Rules};
 use crate::scheduled::Discipline;
 
 /// Where a packet is handled next: a port or an endpoint of a shard, in 32 bits.
@@ -98,6 +99,11 @@ pub(crate) struct Net {
     pub(crate) row_class: Vec<u8>,
     /// What scheduled ports do.
     pub(crate) discipline: Discipline,
+    /// Shared buffers and PFC.
+    pub(crate) rules: Rules,
+    /// The ingress that a packet came through to the port at the same place of `steps`; empty
+    /// without shared buffers and PFC.
+    pub(crate) ingress: Vec<u32>,
 }
 
 impl Net {
@@ -120,12 +126,20 @@ impl Net {
             classes,
             row_class: Vec::new(),
             discipline,
+            rules: Rules::default(),
+            ingress: Vec::new(),
         }
     }
 
     #[inline]
     pub(crate) fn serialization(&self, class: u16, size: u32) -> u64 {
         self.serialization[class as usize * self.sizes + size as usize]
+    }
+
+    /// The ingress of the packet at `steps[at]`.
+    #[inline]
+    pub(crate) fn ingress_at(&self, at: usize) -> u32 {
+        self.ingress.get(at).copied().unwrap_or(NO_INGRESS)
     }
 
     pub(crate) fn add_row(&mut self, steps: &[Step]) -> u32 {

@@ -2,8 +2,9 @@
 
 use slipstream_base::mix;
 
+use crate::deadlock::Deadlock;
 use crate::fabric::{Fabric, Tally};
-use crate::topology::{Host, PortId};
+use crate::topology::{Host, Node, PortId};
 
 /// What became of a flow. Times are ns of simulated time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -36,6 +37,12 @@ pub struct FlowResult {
     pub fast_retransmits: u32,
     /// Losses found by the timer.
     pub timeouts: u32,
+    /// NACKs received: go-back-N, or trimmed packets.
+    pub nacks: u64,
+    /// DCQCN's congestion notifications received.
+    pub notifications: u64,
+    /// Last sending rate of a rate-controlled flow, bits/s.
+    pub rate_bits_per_s: Option<f64>,
     /// Last congestion window, bytes.
     pub cwnd: u64,
     /// Last slow-start threshold, bytes.
@@ -70,6 +77,27 @@ pub struct PortResult {
     pub marks: u64,
     /// Longest wait of an accepted packet, ns.
     pub wait_ns_max: u64,
+    /// Most bytes that ever waited; 0 for plain FIFO ports, which count no bytes.
+    pub waiting_bytes_max: u64,
+    /// PFC pauses that the port obeyed.
+    pub pauses: u64,
+    /// How long it was paused in all, ns, classes added up.
+    pub paused_ns: u64,
+}
+
+/// What a switch with shared memory or PFC held.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryResult {
+    /// The switch.
+    pub node: Node,
+    /// Most bytes that waited at one time, headroom not included.
+    pub bytes_max: u64,
+    /// Most bytes in the headroom of one link and class.
+    pub headroom_bytes_max: u64,
+    /// Packets that found no room.
+    pub drops: u64,
+    /// Pauses sent.
+    pub pauses: u64,
 }
 
 /// Totals of a run.
@@ -108,6 +136,10 @@ pub struct RunResult {
     pub flows: Vec<FlowResult>,
     /// By port, of those that were used.
     pub ports: Vec<PortResult>,
+    /// By switch, where memory is shared or links are paused.
+    pub memories: Vec<MemoryResult>,
+    /// Links that PFC stopped for good; the run ended there.
+    pub deadlock: Option<Deadlock>,
     /// By flow: the time it would take alone on its path, with all data sent at line rate, ns.
     pub ideal_ns: Vec<u64>,
     /// By flow: the time of a full packet over its idle path, ns.
@@ -116,17 +148,30 @@ pub struct RunResult {
     pub digest: u64,
 }
 
+/// What is collected of a run before it is summed up.
+pub(crate) struct Collected {
+    pub(crate) tally: Tally,
+    pub(crate) events: u64,
+    pub(crate) last_event_ns: u64,
+    pub(crate) flows: Vec<FlowResult>,
+    pub(crate) ports: Vec<PortResult>,
+    pub(crate) memories: Vec<MemoryResult>,
+    pub(crate) deadlock: Option<Deadlock>,
+    pub(crate) ideal_ns: Vec<u64>,
+    pub(crate) path_ns: Vec<u64>,
+}
+
 impl RunResult {
-    pub(crate) fn new(
-        tally: Tally,
-        events: u64,
-        last_event_ns: u64,
-        flows: Vec<FlowResult>,
-        ports: Vec<PortResult>,
-        (ideal_ns, path_ns): (Vec<u64>, Vec<u64>),
-    ) -> Self {
+    pub(crate) fn new(c: Collected) -> Self {
+        let Collected {
+            tally,
+            flows,
+            ports,
+            memories,
+            ..
+        } = c;
         let totals = Totals {
-            events,
+            events: c.events,
             packet_hops: tally.hops,
             sent: tally.sent,
             delivered: tally.delivered,
@@ -136,15 +181,17 @@ impl RunResult {
             marks: tally.marks,
             trims: tally.trims,
             pauses: tally.pauses,
-            last_event_ns,
+            last_event_ns: c.last_event_ns,
         };
-        let digest = digest(&totals, &flows, &ports);
+        let digest = digest(&totals, &flows, &ports, &memories);
         RunResult {
             totals,
             flows,
             ports,
-            ideal_ns,
-            path_ns,
+            memories,
+            deadlock: c.deadlock,
+            ideal_ns: c.ideal_ns,
+            path_ns: c.path_ns,
             digest,
         }
     }
@@ -156,7 +203,12 @@ impl RunResult {
     }
 }
 
-fn digest(totals: &Totals, flows: &[FlowResult], ports: &[PortResult]) -> u64 {
+fn digest(
+    totals: &Totals,
+    flows: &[FlowResult],
+    ports: &[PortResult],
+    memories: &[MemoryResult],
+) -> u64 {
     let mut state = 0u64;
     let mut add = |x: u64| state = mix::mix64(state.rotate_left(5) ^ x);
     for x in [
@@ -193,6 +245,13 @@ fn digest(totals: &Totals, flows: &[FlowResult], ports: &[PortResult]) -> u64 {
         ] {
             add(x);
         }
+        // What only some transports have: the others' digests stay what they were before.
+        let rate = f.rate_bits_per_s.map_or(0, f64::to_bits);
+        for x in [f.nacks, f.notifications, rate] {
+            if x != 0 {
+                add(x);
+            }
+        }
     }
     for p in ports {
         for x in [
@@ -202,6 +261,22 @@ fn digest(totals: &Totals, flows: &[FlowResult], ports: &[PortResult]) -> u64 {
             p.drops,
             p.marks,
             p.wait_ns_max,
+        ] {
+            add(x);
+        }
+        for x in [p.waiting_bytes_max, p.pauses, p.paused_ns] {
+            if x != 0 {
+                add(x);
+            }
+        }
+    }
+    for m in memories {
+        for x in [
+            u64::from(m.node),
+            m.bytes_max,
+            m.headroom_bytes_max,
+            m.drops,
+            m.pauses,
         ] {
             add(x);
         }
@@ -221,6 +296,9 @@ impl Fabric {
                 drops: u64::from(p.drops),
                 marks: u64::from(p.marks),
                 wait_ns_max: u64::from(p.wait_ns_max),
+                waiting_bytes_max: 0,
+                pauses: 0,
+                paused_ns: 0,
             })
             .chain(
                 self.scheduled
@@ -233,8 +311,32 @@ impl Fabric {
                         drops: p.drops,
                         marks: p.marks,
                         wait_ns_max: p.wait_ns_max,
+                        waiting_bytes_max: p.waiting_bytes_max,
+                        pauses: p.pauses,
+                        paused_ns: p.paused_ns,
                     }),
             )
             .collect()
+    }
+
+    /// In order of making, for the caller to sort by switch.
+    pub(crate) fn memory_results(&self) -> Vec<MemoryResult> {
+        let mut results: Vec<MemoryResult> = self
+            .memories
+            .iter()
+            .map(|m| MemoryResult {
+                node: m.node,
+                bytes_max: m.used_max,
+                headroom_bytes_max: 0,
+                drops: m.drops,
+                pauses: 0,
+            })
+            .collect();
+        for ingress in &self.ingresses {
+            let of = &mut results[ingress.memory()];
+            of.headroom_bytes_max = of.headroom_bytes_max.max(ingress.over_max);
+            of.pauses += ingress.pauses;
+        }
+        results
     }
 }

@@ -1,9 +1,11 @@
 //! What a run is: plain values, made by hand or by a configuration reader.
 
 use crate::aqm::Aqm;
+use crate::buffer::{Pfc, SharedBuffer};
 use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
+pub use crate::transport::dcqcn::Dcqcn;
 
 /// Rate and delay of the links of one tier.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,12 +32,18 @@ pub struct Links {
 pub struct Queue {
     /// Packets that may wait, the one in service not counted; 0: no limit.
     pub capacity_packets: u32,
+    /// Bytes that may wait, the packet in service not counted; 0: no limit.
+    pub capacity_bytes: u64,
     /// Which class is served next.
     pub discipline: Discipline,
     /// What drops or marks before the queue is full.
     pub aqm: Aqm,
     /// Probability that a packet is lost on its way into a port, for fault injection.
     pub loss: f64,
+    /// Memory shared by the ports of a switch.
+    pub shared: Option<SharedBuffer>,
+    /// Lossless classes.
+    pub pfc: Option<Pfc>,
 }
 
 /// A distribution, drawn from by number, so that draws do not depend on the order of events.
@@ -172,11 +180,38 @@ impl Tcp {
     }
 }
 
+/// A RoCE queue pair.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Roce {
+    /// Rate control; `None`: line rate.
+    pub dcqcn: Option<Dcqcn>,
+    /// Bytes that may be unacknowledged; 0: no limit.
+    pub window_bytes: u64,
+    /// Without progress for so long the sender goes back to the first unacknowledged packet, ns.
+    pub retry_ns: u64,
+    /// Packets that one ACK covers; the last packet of a flow always has its own.
+    pub ack_every: u32,
+}
+
+impl Default for Roce {
+    fn default() -> Self {
+        Roce {
+            dcqcn: Some(Dcqcn::default()),
+            window_bytes: 0,
+            // InfiniBand's Local ACK Timeout is 4.096 us times a power of two: here 2^8.
+            retry_ns: 1_048_576,
+            ack_every: 1,
+        }
+    }
+}
+
 /// How a flow's packets are sent and answered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Transport {
     /// TCP.
     Tcp(Tcp),
+    /// A RoCE queue pair.
+    Roce(Roce),
     /// Packets that nothing answers.
     Packets,
 }
@@ -235,6 +270,8 @@ pub struct Flow {
     pub ack_bytes: u32,
     /// Traffic class, for queues that have several.
     pub class: u8,
+    /// Traffic class of its acknowledgments and other answers.
+    pub answer_class: u8,
     /// Flows that must finish first.
     pub after: Vec<After>,
     /// Index of the collective that it belongs to.

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use crate::aqm::{Arrival, Verdict};
+use crate::buffer::{NO_SWITCH, PFC_CLASSES};
 use crate::event::{CE, ECT, Event, Kind};
 use crate::fabric::{Fabric, UNLIMITED};
 use crate::net::{Net, Place, Step};
@@ -56,10 +57,30 @@ const TAG_SHIFT: u32 = 16;
 struct Class {
     /// Packet, its place in the path table, when it came, and its tag.
     queue: VecDeque<(Event, u32, u64, u64)>,
+    /// Bytes in it.
+    bytes: u64,
     /// DRR: bytes left in this round; WRR: packets left.
     credit: u64,
     /// WFQ, virtual clock: tag of the last packet.
     tag: u64,
+}
+
+/// Limits of a port besides packets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// Bytes that may wait; `u64::MAX`: no limit.
+    pub(crate) capacity_bytes: u64,
+    /// Index of the shard's memories, or [`NO_SWITCH`].
+    pub(crate) memory: u32,
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        Room {
+            capacity_bytes: u64::MAX,
+            memory: NO_SWITCH,
+        }
+    }
 }
 
 /// A port with classes.
@@ -77,6 +98,20 @@ pub(crate) struct Scheduled {
     /// WFQ: tag of the packet in service.
     clock: u64,
     waiting: u32,
+    /// Bytes that wait, the most that ever did, and how many may (`u64::MAX`: no limit).
+    waiting_bytes: u64,
+    pub(crate) waiting_bytes_max: u64,
+    capacity_bytes: u64,
+    /// Index of the shard's memories; [`NO_SWITCH`]: a host's port.
+    memory: u32,
+    /// Bit c: class c is paused by PFC.
+    paused: u8,
+    paused_at: [u64; PFC_CLASSES],
+    /// Pauses received, and how long each class was paused in all, ns.
+    pub(crate) pauses: u64,
+    pub(crate) paused_ns: u64,
+    /// Endpoints of a host that wait for their turn at its port.
+    turns: VecDeque<Step>,
     average: f32,
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
@@ -86,7 +121,7 @@ pub(crate) struct Scheduled {
 }
 
 impl Scheduled {
-    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec) -> Self {
+    pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, room: Room) -> Self {
         Scheduled {
             classes: vec![Class::default(); classes],
             class: spec.class,
@@ -98,6 +133,15 @@ impl Scheduled {
             turn: 0,
             clock: 0,
             waiting: 0,
+            waiting_bytes: 0,
+            waiting_bytes_max: 0,
+            capacity_bytes: room.capacity_bytes,
+            memory: room.memory,
+            paused: 0,
+            paused_at: [0; PFC_CLASSES],
+            pauses: 0,
+            paused_ns: 0,
+            turns: VecDeque::new(),
             average: 0.0,
             packets: 0,
             bytes: 0,
@@ -128,23 +172,43 @@ impl Scheduled {
         }
     }
 
-    /// The class to serve next; at least one has a packet.
+    /// Class and place in the path table of each packet that waits.
+    pub(crate) fn waiting_rows(&self) -> impl Iterator<Item = (usize, u32)> {
+        let classes = self.classes.iter().enumerate();
+        classes.flat_map(|(class, c)| c.queue.iter().map(move |packet| (class, packet.1)))
+    }
+
+    #[inline]
+    fn is_paused(&self, class: usize) -> bool {
+        class < PFC_CLASSES && self.paused >> class & 1 == 1
+    }
+
+    /// Whether a class has a packet and may send.
+    fn can_serve(&self) -> bool {
+        if self.paused == 0 {
+            return self.waiting > 0;
+        }
+        (0..self.classes.len()).any(|i| !self.classes[i].queue.is_empty() && !self.is_paused(i))
+    }
+
+    /// The class to serve next; at least one has a packet and is not paused.
     fn choose(&mut self, discipline: &Discipline) -> usize {
-        let busy = |classes: &[Class], i: usize| !classes[i].queue.is_empty();
         match discipline {
             Discipline::Fifo => 0,
             Discipline::StrictPriority(priorities) => (0..self.classes.len())
-                .filter(|&i| busy(&self.classes, i))
+                .filter(|&i| !self.classes[i].queue.is_empty() && !self.is_paused(i))
                 .max_by_key(|&i| (priorities[i], std::cmp::Reverse(i)))
                 .unwrap_or(0),
             Discipline::Wfq(_) | Discipline::VirtualClock(_) => (0..self.classes.len())
+                .filter(|&i| !self.is_paused(i))
                 .filter_map(|i| self.classes[i].queue.front().map(|p| (p.3, i)))
                 .min()
                 .map_or(0, |(_, i)| i),
             Discipline::Drr(weights) => loop {
+                let paused = self.is_paused(self.turn);
                 let c = &mut self.classes[self.turn];
                 match c.queue.front() {
-                    Some((event, ..)) if c.credit >= u64::from(event.size()) => {
+                    Some((event, ..)) if !paused && c.credit >= u64::from(event.size()) => {
                         c.credit -= u64::from(event.size());
                         break self.turn;
                     }
@@ -153,12 +217,16 @@ impl Scheduled {
                     Some(_) => {}
                 }
                 self.turn = (self.turn + 1) % self.classes.len();
-                let next = &mut self.classes[self.turn];
-                next.credit += QUANTUM * u64::from(weights[self.turn].max(1));
+                // A paused class saves nothing up while the others go round.
+                if !self.is_paused(self.turn) {
+                    let quantum = QUANTUM * u64::from(weights[self.turn].max(1));
+                    self.classes[self.turn].credit += quantum;
+                }
             },
             Discipline::Wrr(weights) => loop {
+                let paused = self.is_paused(self.turn);
                 let c = &mut self.classes[self.turn];
-                if c.credit > 0 && !c.queue.is_empty() {
+                if !paused && c.credit > 0 && !c.queue.is_empty() {
                     c.credit -= 1;
                     break self.turn;
                 }
@@ -176,16 +244,11 @@ impl Fabric {
         let port = &mut self.scheduled[step.index()];
         let last = port.classes.len() - 1;
         let class = (net.row_class[event.what as usize] as usize).min(last);
-        let idle = port.busy <= now && port.waiting == 0;
+        let idle = port.busy <= now && port.waiting == 0 && !port.is_paused(class);
         let size = event.size();
         let arrival = Arrival {
             waiting: port.waiting,
-            backlog_bytes: port
-                .classes
-                .iter()
-                .flat_map(|c| &c.queue)
-                .map(|p| u64::from(p.0.size()))
-                .sum(),
+            backlog_bytes: port.waiting_bytes,
             size,
             idle_ns: if idle { now - port.busy } else { 0 },
             capacity: port.capacity,
@@ -197,57 +260,120 @@ impl Fabric {
         };
         let aqm = &self.aqms[port.aqm as usize];
         let verdict = aqm.on_arrival(arrival, &mut port.average, event.has(ECT));
-        let full = !idle && port.capacity != UNLIMITED && port.waiting >= port.capacity;
-        if full || verdict == Verdict::Drop {
-            port.drops += 1;
+        let full = !idle
+            && (port.capacity != UNLIMITED && port.waiting >= port.capacity
+                || port.waiting_bytes.saturating_add(u64::from(size)) > port.capacity_bytes);
+        let room = (port.memory, net.ingress_at(at));
+        let queued = port.classes[class].bytes;
+        if full
+            || verdict == Verdict::Drop
+            || !idle && !self.admit(net, now, room, class, (u64::from(size), queued))
+        {
+            self.scheduled[step.index()].drops += 1;
             self.count_drop(event);
             return;
         }
+        let port = &mut self.scheduled[step.index()];
         if verdict == Verdict::Mark {
             event.meta |= CE;
             port.marks += 1;
             self.tally.marks += 1;
         }
         let tag = port.tag(&net.discipline, class, now, u64::from(size));
-        port.classes[class]
-            .queue
-            .push_back((event, at as u32, now, tag));
+        let queue = &mut port.classes[class];
+        queue.queue.push_back((event, at as u32, now, tag));
+        queue.bytes += u64::from(size);
         port.waiting += 1;
+        port.waiting_bytes += u64::from(size);
         if idle {
-            self.serve(net, now, step);
-        } else if !port.waking {
-            port.waking = true;
-            let busy = port.busy;
-            self.schedule(busy, Kind::Wake, step.0, 0);
+            self.serve(net, now, step, true);
+        } else {
+            port.waiting_bytes_max = port.waiting_bytes_max.max(port.waiting_bytes);
+            self.wake(now, step);
         }
     }
 
-    /// The port is free: serves the next packet, and wakes again if more wait.
-    pub(crate) fn serve(&mut self, net: &Net, now: u64, step: Step) {
+    /// Sees to it that a port with work will serve it.
+    fn wake(&mut self, now: u64, step: Step) {
+        let port = &mut self.scheduled[step.index()];
+        if !port.waking && port.can_serve() {
+            port.waking = true;
+            let at = port.busy.max(now);
+            self.schedule(at, Kind::Wake, step.0, 0);
+        }
+    }
+
+    /// PFC stops a class of a port or lets it go on.
+    pub(crate) fn on_pause(&mut self, now: u64, event: Event) {
+        let step = Step(event.what);
+        let port = &mut self.scheduled[step.index()];
+        let class = event.size() as usize & (PFC_CLASSES - 1);
+        let (bit, pause) = (1 << class, event.seq == 1);
+        if pause && port.paused & bit == 0 {
+            port.paused |= bit;
+            port.paused_at[class] = now;
+            port.pauses += 1;
+        } else if !pause && port.paused & bit != 0 {
+            port.paused &= !bit;
+            port.paused_ns += now - port.paused_at[class];
+            self.wake(now, step);
+        }
+    }
+
+    /// Whether `sender` may hand a packet to its host's port now; if not, it gets a timer event when
+    /// its turn comes. The port takes one packet ahead of the one in service, so that what a pause
+    /// or a full link holds back stays with the senders.
+    pub(crate) fn take_turn(&mut self, port: Step, sender: Step) -> bool {
+        if port.place() != Place::Scheduled {
+            return true;
+        }
+        let port = &mut self.scheduled[port.index()];
+        if port.memory == NO_SWITCH && port.waiting > 0 {
+            port.turns.push_back(sender);
+            return false;
+        }
+        true
+    }
+
+    /// The port is free: serves the next packet, and wakes again if more wait. `straight`: the
+    /// packet has just come and never waited, so no memory was taken for it.
+    pub(crate) fn serve(&mut self, net: &Net, now: u64, step: Step, straight: bool) {
         debug_assert_eq!(step.place(), Place::Scheduled);
         let port = &mut self.scheduled[step.index()];
         port.waking = false;
-        if port.waiting == 0 {
+        if !port.can_serve() {
             return;
         }
         let class = port.choose(&net.discipline);
-        let Some((event, at, came, tag)) = port.classes[class].queue.pop_front() else {
+        let queue = &mut port.classes[class];
+        let Some((event, at, came, tag)) = queue.queue.pop_front() else {
             unreachable!("a class with a packet was chosen");
         };
-        port.waiting -= 1;
-        port.clock = tag;
         let size = event.size();
+        queue.bytes -= u64::from(size);
+        port.waiting -= 1;
+        port.waiting_bytes -= u64::from(size);
+        port.clock = tag;
         port.busy = now + net.serialization(u16::from(port.class), size);
         port.packets += 1;
         port.bytes += u64::from(size);
         port.wait_ns_max = port.wait_ns_max.max(now - came);
-        let (busy, more) = (port.busy, port.waiting > 0);
-        let arrival = busy + port.delay_ns;
-        port.waking = more;
+        let arrival = port.busy + port.delay_ns;
+        let memory = port.memory;
+        let turn = if port.waiting == 0 {
+            port.turns.pop_front()
+        } else {
+            None
+        };
         self.tally.hops += 1;
         self.send_on(net, arrival, event, at as usize);
-        if more {
-            self.schedule(busy, Kind::Wake, step.0, 0);
+        self.wake(now, step);
+        if !straight {
+            let room = (memory, net.ingress_at(at as usize));
+            self.release(net, now, room, class, u64::from(size));
+        }
+        if let Some(sender) = turn {
+            self.schedule(now, Kind::Timer, sender.0, 0);
         }
     }
 }

@@ -7,6 +7,7 @@ use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step};
 use crate::scenario::Finished;
 use crate::transport::raw::{RawReceiver, RawSender};
+use crate::transport::roce::{QpReceiver, QpSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender};
 
 /// Events whose memory is fetched together; 8 to 32 were equally good on E5.
@@ -19,6 +20,8 @@ pub(crate) struct Shard {
     pub(crate) fabric: Fabric,
     pub(crate) tcp_senders: Vec<TcpSender>,
     pub(crate) tcp_receivers: Vec<TcpReceiver>,
+    pub(crate) qp_senders: Vec<QpSender>,
+    pub(crate) qp_receivers: Vec<QpReceiver>,
     pub(crate) raw_senders: Vec<RawSender>,
     pub(crate) raw_receivers: Vec<RawReceiver>,
     /// By flow and what of it is waited for; empty in runs without dependencies.
@@ -108,6 +111,22 @@ impl Shard {
                     self.on_finished(now, flow, Finished::Acknowledged);
                 }
             }
+            Place::QpReceiver => {
+                self.fabric.tally.delivered += 1;
+                let receiver = &mut self.qp_receivers[step.index()];
+                if receiver.on_data(now, event, &mut self.fabric, net) {
+                    let flow = receiver.flow;
+                    self.on_finished(now, flow, Finished::Delivered);
+                }
+            }
+            Place::QpSender => {
+                self.fabric.tally.delivered += 1;
+                let sender = &mut self.qp_senders[step.index()];
+                if sender.on_packet(now, event, &mut self.fabric, net) {
+                    let flow = sender.flow;
+                    self.on_finished(now, flow, Finished::Acknowledged);
+                }
+            }
             Place::RawReceiver => {
                 self.fabric.tally.delivered += 1;
                 let receiver = &mut self.raw_receivers[step.index()];
@@ -136,9 +155,23 @@ impl Shard {
                 };
                 done.then_some(sender.flow)
             }
-            (Place::Scheduled, _) => {
-                fabric.serve(net, now, step);
+            (Place::Scheduled, Kind::Pause) => {
+                fabric.on_pause(now, event);
                 None
+            }
+            (Place::Scheduled, _) => {
+                fabric.serve(net, now, step, false);
+                None
+            }
+            (Place::QpSender, kind) => {
+                let sender = &mut self.qp_senders[step.index()];
+                let done = if kind == Kind::Start {
+                    sender.on_start(now, fabric, net)
+                } else {
+                    sender.on_timer(now, event, fabric, net);
+                    false
+                };
+                done.then_some(sender.flow)
             }
             (Place::RawSender, kind) => {
                 let sender = &mut self.raw_senders[step.index()];

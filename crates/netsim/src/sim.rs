@@ -5,14 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_des::{Spin, WindowBarrier};
 
+use crate::deadlock::{self, Deadlock};
 use crate::error::Error;
 use crate::event::Event;
 use crate::fabric::Tally;
 use crate::layout::Builder;
 use crate::net::{Net, Place, Step, serialization_ns};
-use crate::result::{FlowResult, PortResult, RunResult};
+use crate::result::{Collected, FlowResult, PortResult, RunResult};
 use crate::scenario::Scenario;
 use crate::shard::Shard;
+
+/// How often a run with PFC looks for a deadlock, ns: rarely against events, soon for people.
+const DEADLOCK_NS: u64 = 1_000_000;
 
 /// How a run is executed; none of it changes the result.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +51,7 @@ pub struct Simulation {
     /// Least time that an event in one shard takes to cause one in another, ns.
     pub(crate) lookahead_ns: u64,
     pub(crate) windows: u64,
+    pub(crate) deadlock: Option<Deadlock>,
 }
 
 impl Simulation {
@@ -92,7 +97,51 @@ impl Simulation {
             next_ns: progress_ns.max(1),
             hear: progress,
         };
-        self.run_until(end, execution, &mut report);
+        // Stops are a property of the scenario: they cut the run in the same places on any number
+        // of threads.
+        let mut stop = 0;
+        while self.deadlock.is_none() {
+            let Some(next) = self.next_time() else {
+                break;
+            };
+            // The wheel knows the next event's bucket, which may begin before the last stop.
+            stop = self.next_stop(next.max(stop)).min(end);
+            self.run_until(stop, execution, &mut report);
+            self.at_stop(stop);
+            if stop == end {
+                break;
+            }
+        }
+        // What is stuck without a timer leaves no event behind.
+        self.look_for_deadlock(self.now());
+    }
+
+    /// The next time at which something looks at, or changes, the whole network; `next` is that of
+    /// the next event.
+    fn next_stop(&self, next: u64) -> u64 {
+        if self.scenario.queue.pfc.is_some() {
+            (next / DEADLOCK_NS + 1) * DEADLOCK_NS
+        } else {
+            u64::MAX
+        }
+    }
+
+    /// All events before `now` have run.
+    fn at_stop(&mut self, now: u64) {
+        if now.is_multiple_of(DEADLOCK_NS) {
+            self.look_for_deadlock(now);
+        }
+    }
+
+    fn look_for_deadlock(&mut self, now: u64) {
+        if self.scenario.queue.pfc.is_some() && self.deadlock.is_none() {
+            self.deadlock = deadlock::find(&self.shards, &self.net, now);
+        }
+    }
+
+    /// Time of the last event, ns.
+    fn now(&self) -> u64 {
+        self.shards.iter().map(|s| s.now).max().unwrap_or(0)
     }
 
     fn next_time(&self) -> Option<u64> {
@@ -235,16 +284,26 @@ impl Simulation {
             .flat_map(|s| s.fabric.port_results())
             .collect();
         ports.sort_unstable_by_key(|p| p.port);
-        RunResult::new(
+        let mut memories: Vec<_> = self
+            .shards
+            .iter()
+            .flat_map(|s| s.fabric.memory_results())
+            .collect();
+        memories.sort_unstable_by_key(|m| m.node);
+        let (ideal_ns, path_ns) = (0..self.scenario.flows.len())
+            .map(|i| self.ideal(i))
+            .unzip();
+        RunResult::new(Collected {
             tally,
-            self.events(),
-            self.shards.iter().map(|s| s.now).max().unwrap_or(0),
+            events: self.events(),
+            last_event_ns: self.now(),
             flows,
             ports,
-            (0..self.scenario.flows.len())
-                .map(|i| self.ideal(i))
-                .unzip(),
-        )
+            memories,
+            deadlock: self.deadlock.clone(),
+            ideal_ns,
+            path_ns,
+        })
     }
 
     /// Time of a flow alone on its path with its data sent at line rate, and of one full packet.
@@ -309,6 +368,32 @@ impl Simulation {
                 result.packets_received = r.packets;
                 result.bytes_received = r.bytes;
                 result.bytes_in_order = r.in_order();
+                result.first_ns = r.first;
+                result.last_ns = r.last;
+                if r.packets > 0 && r.packets == s.count.packets {
+                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
+                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
+                }
+            }
+            Place::QpSender => {
+                let s = &self.shards[sender.shard()].qp_senders[sender.index()];
+                let r = &self.shards[receiver.shard()].qp_receivers[receiver.index()];
+                result.start_ns = s.start;
+                result.acked_ns = s.is_done().then_some(s.end);
+                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
+                result.bytes = s.total;
+                result.bytes_acked = s.una;
+                result.packets_sent = s.count.packets;
+                result.bytes_sent = s.count.bytes;
+                result.retransmitted = s.count.retransmitted;
+                result.acks = s.count.acks;
+                result.timeouts = s.count.timeouts;
+                result.nacks = s.nacks;
+                result.notifications = s.notifications;
+                result.rate_bits_per_s = Some(s.rate());
+                result.packets_received = r.packets;
+                result.bytes_received = r.bytes;
+                result.bytes_in_order = r.next;
                 result.first_ns = r.first;
                 result.last_ns = r.last;
                 if r.packets > 0 && r.packets == s.count.packets {

@@ -537,6 +537,29 @@ impl Topology {
         }
     }
 
+    /// A part for each switch, so that all ports of a switch lie in one: its pod or leaf; cores and
+    /// spines are dealt out in turn.
+    pub fn part_of_node(&self, node: Node) -> u32 {
+        match self {
+            Topology::FatTree(t) => {
+                let edges = t.k * t.half();
+                if node < 2 * edges {
+                    node % edges / t.half()
+                } else {
+                    (node - 2 * edges) % t.k
+                }
+            }
+            Topology::LeafSpine(t) => {
+                if node < t.leaves {
+                    node
+                } else {
+                    (node - t.leaves) % t.leaves
+                }
+            }
+            Topology::Graph(_) => 0,
+        }
+    }
+
     /// The part that owns a host.
     pub fn part_of_host(&self, host: Host) -> u32 {
         match self {

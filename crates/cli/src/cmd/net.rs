@@ -56,10 +56,11 @@ struct RunArgs {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Command::Run(args) = &args.command;
-    let mut failed = false;
+    let (mut failed, mut stuck) = (false, false);
     for file in &args.files {
         match run_file(file, args) {
-            Ok(()) => {}
+            Ok(true) => {}
+            Ok(false) => stuck = true,
             Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
             Err(error) => {
                 eprintln!("error: {error:#}");
@@ -69,12 +70,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     Ok(if failed {
         ExitCode::from(2)
+    } else if stuck {
+        ExitCode::from(1)
     } else {
         ExitCode::SUCCESS
     })
 }
 
-fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<()> {
+/// Runs a file; false if the run found a deadlock.
+fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
     let text = std::fs::read(file).with_context(|| format!("reading {}", file.display()))?;
     let begin = (Instant::now(), cpu_s());
     let mut doc = Doc::parse(&file.to_string_lossy(), &text);
@@ -138,7 +142,11 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<()> {
         output::text(&name, &config, &result, &cost)
     };
     crate::out::print(&text)?;
-    Ok(())
+    if let Some(deadlock) = &result.deadlock {
+        let what = output::deadlock_text(&config, deadlock);
+        eprintln!("error: {name}: PFC deadlock {what}");
+    }
+    Ok(result.deadlock.is_none())
 }
 
 fn write_csv(config: &Config, result: &RunResult, args: &RunArgs) -> anyhow::Result<()> {

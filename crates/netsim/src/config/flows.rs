@@ -11,7 +11,8 @@ use super::{note, ns};
 use crate::collective::{Collective, Kind};
 use crate::route::Routing;
 use crate::scenario::{
-    After, Arrivals, Congestion, CubicParams, Demand, Dist, Finished, Flow, Paths, Tcp, Transport,
+    After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Paths, Roce,
+    Tcp, Transport,
 };
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
@@ -29,11 +30,14 @@ pub(super) struct Reader<'a> {
 #[derive(Clone, Copy, PartialEq)]
 enum FlowType {
     Tcp,
+    Roce,
     Packets,
 }
 
 const FLOW_TYPES: &[(&str, FlowType)] = &[
     ("TCP", FlowType::Tcp),
+    ("RoCE", FlowType::Roce),
+    ("DCQCN", FlowType::Roce),
     ("PacketDistribution", FlowType::Packets),
 ];
 
@@ -89,6 +93,7 @@ struct Template {
     header_bytes: u32,
     ack_bytes: u32,
     class: u8,
+    answer_class: u8,
 }
 
 impl Template {
@@ -105,6 +110,7 @@ impl Template {
             header_bytes: self.header_bytes,
             ack_bytes: self.ack_bytes,
             class: self.class,
+            answer_class: self.answer_class,
             after: Vec::new(),
             collective: None,
         }
@@ -296,6 +302,10 @@ impl<'a> Reader<'a> {
         let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
         let ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
         let class = t.get("class").within(0..=255u32).or(0) as u8;
+        let answer_class = t
+            .get("answer_class")
+            .within(0..=255u32)
+            .or(u32::from(class)) as u8;
         let duration_s = self.duration_s;
         t.table("traffic", |t| {
             let start_ns = seconds(t, "initial_delay").unwrap_or(0);
@@ -318,9 +328,18 @@ impl<'a> Reader<'a> {
             }
             let transport = match kind {
                 FlowType::Tcp => Transport::Tcp(t.table("tcp", read_tcp)),
+                FlowType::Roce => Transport::Roce(t.table("roce", read_roce)),
                 FlowType::Packets => Transport::Packets,
             };
-            let paced = kind == FlowType::Packets || bytes.is_none();
+            if matches!(kind, FlowType::Roce) && bytes.is_none() {
+                t.mistake(
+                    "size",
+                    "a queue pair sends messages of a known size",
+                    "give `size` in bytes",
+                );
+            }
+            let paced =
+                kind == FlowType::Packets || kind == FlowType::Tcp && bytes.is_none();
             let demand = if paced {
                 let arrivals = Arrivals {
                     size: size.unwrap_or(Dist::Constant(packet_bytes)),
@@ -352,6 +371,7 @@ impl<'a> Reader<'a> {
                 header_bytes,
                 ack_bytes,
                 class,
+                answer_class,
             }
         })
     }
@@ -678,5 +698,43 @@ fn read_tcp(t: &Table<'_>) -> Tcp {
         ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
         rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
         ecn: t.get("ecn").or(algorithm == Algorithm::Dctcp),
+    }
+}
+
+fn read_roce(t: &Table<'_>) -> Roce {
+    let usual = Roce::default();
+    let dcqcn = if t.holds_table("dcqcn") || !t.has("dcqcn") {
+        Some(t.table("dcqcn", read_dcqcn))
+    } else {
+        t.get("dcqcn").or(true).then(Dcqcn::default)
+    };
+    Roce {
+        dcqcn,
+        window_bytes: t.get("window").within(0..=1u64 << 40).or(0),
+        retry_ns: seconds(t, "rto").unwrap_or(usual.retry_ns).max(1_000),
+        ack_every: t.get("ack_every").within(1..=1_000u32).or(1),
+    }
+}
+
+fn read_dcqcn(t: &Table<'_>) -> Dcqcn {
+    let usual = Dcqcn::default();
+    let time = |key: &str, usual: u64| seconds(t, key).unwrap_or(usual).max(1_000);
+    let rate = |key: &str, usual: f64| t.get::<f64>(key).within(1e3..=1e15).or(usual);
+    Dcqcn {
+        gain: t.get("gain").within(1e-6..=1.0).or(usual.gain),
+        timer_ns: time("timer", usual.timer_ns),
+        alpha_timer_ns: time("alpha_timer", usual.alpha_timer_ns),
+        byte_counter: t
+            .get("byte_counter")
+            .within(1_000..=1u64 << 40)
+            .or(usual.byte_counter),
+        fast_steps: t
+            .get("fast_steps")
+            .within(1..=1_000u32)
+            .or(usual.fast_steps),
+        additive_bits_per_s: rate("rate_ai", usual.additive_bits_per_s),
+        hyper_bits_per_s: rate("rate_hai", usual.hyper_bits_per_s),
+        cnp_interval_ns: time("cnp_interval", usual.cnp_interval_ns),
+        rate_bits_per_s_min: rate("rate_min", usual.rate_bits_per_s_min),
     }
 }

@@ -5,6 +5,7 @@ use slipstream_base::doc::Table;
 use super::{note, ns};
 use crate::Error;
 use crate::aqm::Aqm;
+use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
 use crate::route::Routing;
 use crate::scenario::{Link, Links, Queue};
 use crate::scheduled::Discipline;
@@ -254,15 +255,62 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
         );
     }
     let loss = t.get("loss").within(0.0..=1.0).or(0.0);
+    let capacity_bytes = t.get("capacity_bytes").within(0..=1u64 << 40).or(0);
+    let shared = t.has("shared").then(|| t.table("shared", read_shared));
+    let pfc = t
+        .has("pfc")
+        .then(|| t.table("pfc", |t| read_pfc(t, shared.is_some())));
     (
         rate,
         Queue {
             capacity_packets: capacity,
+            capacity_bytes,
             discipline,
             aqm,
             loss,
+            shared,
+            pfc,
         },
     )
+}
+
+fn read_shared(t: &Table<'_>) -> SharedBuffer {
+    SharedBuffer {
+        bytes: t
+            .get("bytes")
+            .within(1_000..=1u64 << 40)
+            .required("give the memory of a switch in bytes", 1 << 24),
+        alpha: t.get("alpha").within(1e-3..=1e3).or(1.0),
+    }
+}
+
+fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
+    let xoff_bytes: Option<u64> = t.get("xoff").within(0..=1u64 << 40).optional();
+    if xoff_bytes.is_none() && !shared {
+        t.mistake(
+            "xoff",
+            "`switch.pfc` has neither a threshold nor a shared buffer to derive one from",
+            "give `xoff` in bytes, or `switch.shared`",
+        );
+    }
+    let classes: Vec<u32> = t.get("classes").or((0..PFC_CLASSES as u32).collect());
+    if classes.is_empty() || classes.iter().any(|&c| c as usize >= PFC_CLASSES) {
+        t.mistake(
+            "classes",
+            "PFC tells apart the classes 0 to 7",
+            "list those that are lossless, such as classes = [0]",
+        );
+    }
+    Pfc {
+        xoff_bytes,
+        alpha: t.get("alpha").within(1e-3..=1e3).or(1.0),
+        xon_gap_bytes: t.get("xon_gap").within(0..=1u64 << 40).or(0),
+        headroom_bytes: t.get("headroom").within(0..=1u64 << 40).optional(),
+        classes: classes
+            .iter()
+            .filter(|&&c| (c as usize) < PFC_CLASSES)
+            .fold(0, |mask, c| mask | 1 << c),
+    }
 }
 
 /// `discipline`, with `weights`, or `priorities` and `vticks` as pairs (class, value).

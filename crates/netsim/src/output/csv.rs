@@ -54,17 +54,21 @@ pub fn sinks_csv(config: &Config, result: &RunResult) -> String {
 
 /// One row a port in use.
 pub fn switches_csv(config: &Config, result: &RunResult) -> String {
-    let mut out = "from,to,packets,bytes,drops,marks,wait_max\n".to_owned();
+    let mut out =
+        "from,to,packets,bytes,drops,marks,wait_max,waiting_bytes_max,pauses,paused\n".to_owned();
     for p in &result.ports {
         let (from, to) = config.scenario.topology.port_ends(p.port);
         let _ = writeln!(
             out,
-            "{from},{to},{},{},{},{},{}",
+            "{from},{to},{},{},{},{},{},{},{},{}",
             p.packets,
             p.bytes,
             p.drops,
             p.marks,
-            seconds(p.wait_ns_max)
+            seconds(p.wait_ns_max),
+            p.waiting_bytes_max,
+            p.pauses,
+            seconds(p.paused_ns)
         );
     }
     out

@@ -26,6 +26,8 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
                 "packets_sent": f.packets_sent, "bytes_sent": f.bytes_sent,
                 "retransmitted": f.retransmitted, "acks": f.acks,
                 "fast_retransmits": f.fast_retransmits, "timeouts": f.timeouts,
+                "nacks": f.nacks, "notifications": f.notifications,
+                "rate_bits_per_s": f.rate_bits_per_s,
                 "cwnd": f.cwnd, "ssthresh": f.ssthresh,
                 "packets_received": f.packets_received, "bytes_received": f.bytes_received,
                 "first_ns": f.first_ns, "last_ns": f.last_ns,
@@ -41,7 +43,8 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             object!({
                 "from": from.to_string(), "to": to.to_string(),
                 "packets": p.packets, "bytes": p.bytes, "drops": p.drops, "marks": p.marks,
-                "wait_ns_max": p.wait_ns_max,
+                "wait_ns_max": p.wait_ns_max, "waiting_bytes_max": p.waiting_bytes_max,
+                "pauses": p.pauses, "paused_ns": p.paused_ns,
             })
         })
         .collect();
@@ -64,6 +67,27 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             })
         })
         .collect();
+    let switches: Vec<Value> = result
+        .memories
+        .iter()
+        .map(|m| {
+            object!({
+                "switch": m.node, "bytes_max": m.bytes_max,
+                "headroom_bytes_max": m.headroom_bytes_max, "drops": m.drops, "pauses": m.pauses,
+            })
+        })
+        .collect();
+    let deadlock = result.deadlock.as_ref().map(|d| {
+        let cycle: Vec<Value> = d
+            .cycle
+            .iter()
+            .map(|&(port, class)| {
+                let (from, to) = scenario.topology.port_ends(port);
+                object!({"from": from.to_string(), "to": to.to_string(), "class": class})
+            })
+            .collect();
+        object!({"seen_ns": d.seen_ns, "cycle": cycle})
+    });
     object!({
         "name": name,
         "seed": scenario.seed,
@@ -80,6 +104,8 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
         "collectives": collectives,
         "flows": flows,
         "ports": ports,
+        "switches": switches,
+        "deadlock": deadlock,
         "notes": config.notes,
         "cost": {
             "setup_s": cost.setup_s, "setup_cpu_s": cost.setup_cpu_s,

@@ -6,7 +6,7 @@ mod text;
 
 pub use csv::{sinks_csv, sources_csv, switches_csv};
 pub use json::json;
-pub use text::text;
+pub use text::{deadlock_text, text};
 
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
@@ -171,6 +171,8 @@ fn transport_name(transport: &Transport) -> &'static str {
             Congestion::Cubic(_) => "TCP CUBIC",
             Congestion::Dctcp { .. } => "TCP DCTCP",
         },
+        Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
+        Transport::Roce(_) => "RoCE",
         Transport::Packets => "packets",
     }
 }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use super::{Cost, collectives, size_classes, transport_name};
 use crate::config::Config;
+use crate::deadlock::Deadlock;
 use crate::result::RunResult;
 
 /// A time in the unit that suits it.
@@ -91,6 +92,24 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             ),
         );
     }
+    if !result.memories.is_empty() {
+        let most = |f: fn(&crate::result::MemoryResult) -> u64| {
+            grouped(result.memories.iter().map(f).max().unwrap_or(0))
+        };
+        let paused: u64 = result.ports.iter().map(|p| p.paused_ns).sum();
+        line(
+            "switch memory",
+            format!(
+                "at most {} bytes of a switch, {} of a headroom; links paused for {} in all",
+                most(|m| m.bytes_max),
+                most(|m| m.headroom_bytes_max),
+                time(paused as f64)
+            ),
+        );
+    }
+    if let Some(deadlock) = &result.deadlock {
+        line("DEADLOCK", deadlock_text(config, deadlock));
+    }
     let goodput: f64 = {
         let bytes: u64 = result.flows.iter().map(|f| f.bytes_in_order).sum();
         let last = result.flows.iter().map(|f| f.last_ns).max().unwrap_or(0);
@@ -163,4 +182,23 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         line("note", note.clone());
     }
     format!("{name}\n{out}")
+}
+
+/// The circle of a PFC deadlock, and what helps.
+pub fn deadlock_text(config: &Config, deadlock: &Deadlock) -> String {
+    let topology = &config.scenario.topology;
+    let links: Vec<String> = deadlock
+        .cycle
+        .iter()
+        .map(|&(port, class)| {
+            let (from, to) = topology.port_ends(port);
+            format!("{from} to {to} (class {class})")
+        })
+        .collect();
+    format!(
+        "seen at {}: these links pause each other for good: {}; take paths without such a circle, or \
+         raise `switch.pfc.xoff`",
+        time(deadlock.seen_ns as f64),
+        links.join(", ")
+    )
 }

@@ -1,7 +1,9 @@
 //! Endpoints: what sends packets and what answers them.
 
 pub(crate) mod control;
+pub(crate) mod dcqcn;
 pub(crate) mod raw;
+pub(crate) mod roce;
 pub(crate) mod tcp;
 
 use slipstream_base::mix;

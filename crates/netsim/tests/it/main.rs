@@ -3,4 +3,5 @@
 mod common;
 mod conservation;
 mod known;
+mod lossless;
 mod published;

@@ -1,0 +1,270 @@
+//! Switch memory: a buffer shared by the ports of a switch, and priority flow control (PFC), which
+//! stops the sender of a link before its packets find no room.
+//!
+//! ```text
+//!  upstream port ──link──► ingress (bytes by class, threshold, headroom) ──► queues of the switch
+//!        ▲                    │ crosses its threshold
+//!        └────── pause ◄──────┘
+//! ```
+//!
+//! Bytes count while they wait: a packet leaves the accounts when its service starts, as everywhere
+//! in this crate.
+
+use crate::event::{Event, Kind};
+use crate::fabric::Fabric;
+use crate::net::{Net, Step, serialization_ns};
+
+/// Classes that PFC can tell apart (IEEE 802.1Qbb: eight priorities).
+pub const PFC_CLASSES: usize = 8;
+/// A pause frame on the wire, bytes (IEEE 802.3 clause 31B: a MAC control frame of minimum size).
+pub(crate) const PAUSE_BYTES: u64 = 64;
+/// No ingress: the packet comes from where nothing can be paused.
+pub(crate) const NO_INGRESS: u32 = u32::MAX;
+/// No switch: a host's own port.
+pub(crate) const NO_SWITCH: u32 = u32::MAX;
+
+/// Memory shared by all ports of a switch, split by dynamic thresholds: a queue may hold α times
+/// what is free (Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
+/// switches", IEEE/ACM ToN 1998, equation 1).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SharedBuffer {
+    /// Bytes of a switch, PFC headroom not included.
+    pub bytes: u64,
+    /// α.
+    pub alpha: f64,
+}
+
+/// Priority flow control (IEEE 802.1Qbb), edge-triggered: a pause holds until it is taken back.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pfc {
+    /// Bytes of a class from one link that may wait before the link is paused. `None`: `alpha`
+    /// times what is free of the shared buffer (Zhu et al., "Congestion control for large-scale
+    /// RDMA deployments", SIGCOMM 2015, section 4: t_PFC).
+    pub xoff_bytes: Option<u64>,
+    /// Of the dynamic threshold.
+    pub alpha: f64,
+    /// A link goes on when its class has fallen this far below the threshold, bytes.
+    pub xon_gap_bytes: u64,
+    /// Bytes kept for what arrives after the pause was sent. `None`: what is under way on the link
+    /// (see [`headroom_bytes`]).
+    pub headroom_bytes: Option<u64>,
+    /// Bit c: class c is lossless.
+    pub classes: u8,
+}
+
+/// What may arrive of a class after its pause is decided: the packet that the sender has begun, what
+/// the link holds in both directions' time, and the pause frame's own time (Zhu et al. 2015, section
+/// 4, t_flight: these parts, without the interface's response time).
+pub fn headroom_bytes(bits_per_s: u64, delay_ns: u64, packet_bytes: u64) -> u64 {
+    let in_flight = u128::from(bits_per_s) * u128::from(2 * delay_ns);
+    in_flight.div_ceil(8_000_000_000) as u64 + 2 * packet_bytes + PAUSE_BYTES
+}
+
+/// The rules of all switches.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rules {
+    pub(crate) shared: Option<SharedBuffer>,
+    pub(crate) pfc: Option<Pfc>,
+    /// Bytes of headroom by class of link.
+    pub(crate) headroom: [u64; 3],
+}
+
+impl Rules {
+    pub(crate) fn is_lossless(&self, class: usize) -> bool {
+        class < PFC_CLASSES && self.pfc.is_some_and(|p| p.classes >> class & 1 == 1)
+    }
+}
+
+/// A switch's memory.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Memory {
+    /// The switch.
+    pub(crate) node: u32,
+    pub(crate) used: u64,
+    pub(crate) used_max: u64,
+    pub(crate) drops: u64,
+}
+
+/// What a switch holds of one incoming link.
+#[derive(Clone, Debug)]
+pub(crate) struct Ingress {
+    /// The port at the other end.
+    pub(crate) upstream: Step,
+    /// Index of the shard's memories.
+    memory: u32,
+    link_class: u8,
+    /// Bytes below the threshold, and bytes in the headroom, by class.
+    held: [u64; PFC_CLASSES],
+    over: [u64; PFC_CLASSES],
+    /// Bit c: the link's class c is paused.
+    pub(crate) off: u8,
+    pub(crate) pauses: u64,
+    pub(crate) over_max: u64,
+    pub(crate) drops: u64,
+}
+
+impl Ingress {
+    pub(crate) fn new(upstream: Step, memory: u32, link_class: u8) -> Self {
+        Ingress {
+            upstream,
+            memory,
+            link_class,
+            held: [0; PFC_CLASSES],
+            over: [0; PFC_CLASSES],
+            off: 0,
+            pauses: 0,
+            over_max: 0,
+            drops: 0,
+        }
+    }
+}
+
+impl Ingress {
+    /// Index of the memory of its switch.
+    pub(crate) fn memory(&self) -> usize {
+        self.memory as usize
+    }
+}
+
+/// A class of traffic as PFC counts it.
+fn pfc_class(class: usize) -> usize {
+    class.min(PFC_CLASSES - 1)
+}
+
+impl Fabric {
+    /// What a queue of `memory` may hold now, by dynamic threshold; no limit without a shared buffer.
+    fn threshold(&self, net: &Net, memory: u32, alpha: f64) -> u64 {
+        match net.rules.shared {
+            Some(shared) => {
+                let free = shared
+                    .bytes
+                    .saturating_sub(self.memories[memory as usize].used);
+                (alpha * free as f64) as u64
+            }
+            None => u64::MAX,
+        }
+    }
+
+    fn xoff(&self, net: &Net, memory: u32, pfc: &Pfc) -> u64 {
+        pfc.xoff_bytes
+            .unwrap_or_else(|| self.threshold(net, memory, pfc.alpha))
+    }
+
+    /// Whether a packet that must wait finds room, and if so counts it in. `queued` is what its
+    /// queue holds.
+    pub(crate) fn admit(
+        &mut self,
+        net: &Net,
+        now: u64,
+        (memory, ingress): (u32, u32),
+        class: usize,
+        (size, queued): (u64, u64),
+    ) -> bool {
+        if memory == NO_SWITCH {
+            return true;
+        }
+        let lossless = net.rules.is_lossless(class) && ingress != NO_INGRESS;
+        if !lossless {
+            if let Some(shared) = net.rules.shared {
+                let free = shared
+                    .bytes
+                    .saturating_sub(self.memories[memory as usize].used);
+                if queued >= self.threshold(net, memory, shared.alpha) || size > free {
+                    self.memories[memory as usize].drops += 1;
+                    return false;
+                }
+            }
+            self.take_memory(memory, size);
+            return true;
+        }
+        let Some(pfc) = net.rules.pfc else {
+            unreachable!("a class is lossless by PFC")
+        };
+        let xoff = self.xoff(net, memory, &pfc);
+        let c = pfc_class(class);
+        let at = &mut self.ingresses[ingress as usize];
+        if at.over[c] == 0 && at.held[c] + size <= xoff {
+            at.held[c] += size;
+            self.take_memory(memory, size);
+            return true;
+        }
+        if at.over[c] + size > net.rules.headroom[at.link_class as usize] {
+            at.drops += 1;
+            self.memories[memory as usize].drops += 1;
+            return false;
+        }
+        at.over[c] += size;
+        at.over_max = at.over_max.max(at.over[c]);
+        if at.off >> c & 1 == 0 {
+            at.off |= 1 << c;
+            at.pauses += 1;
+            self.tally.pauses += 1;
+            self.tell_upstream(net, now, ingress, c, true);
+        }
+        true
+    }
+
+    fn take_memory(&mut self, memory: u32, size: u64) {
+        let memory = &mut self.memories[memory as usize];
+        memory.used += size;
+        memory.used_max = memory.used_max.max(memory.used);
+    }
+
+    /// A packet that waited is in service now: its bytes are free.
+    pub(crate) fn release(
+        &mut self,
+        net: &Net,
+        now: u64,
+        (memory, ingress): (u32, u32),
+        class: usize,
+        size: u64,
+    ) {
+        if memory == NO_SWITCH {
+            return;
+        }
+        if !net.rules.is_lossless(class) || ingress == NO_INGRESS {
+            self.memories[memory as usize].used -= size;
+            return;
+        }
+        let c = pfc_class(class);
+        let at = &mut self.ingresses[ingress as usize];
+        // The headroom empties first, so that it is whole again for the next pause.
+        let from_over = at.over[c].min(size);
+        at.over[c] -= from_over;
+        at.held[c] -= size - from_over;
+        self.memories[memory as usize].used -= size - from_over;
+        let at = &self.ingresses[ingress as usize];
+        if at.off >> c & 1 == 1 && at.over[c] == 0 {
+            let Some(pfc) = net.rules.pfc else { return };
+            let (held, xoff) = (at.held[c], self.xoff(net, memory, &pfc));
+            // With nothing left nothing else would take the pause back.
+            if held == 0 || held.saturating_add(pfc.xon_gap_bytes) <= xoff {
+                self.ingresses[ingress as usize].off &= !(1 << c);
+                self.tell_upstream(net, now, ingress, c, false);
+            }
+        }
+    }
+
+    /// A pause frame, or its end, to the port at the other end of a link. It takes the link's delay
+    /// and its own serialization; it does not wait behind data.
+    fn tell_upstream(&mut self, net: &Net, now: u64, ingress: u32, class: usize, pause: bool) {
+        let at = &self.ingresses[ingress as usize];
+        let link = net.classes[at.link_class as usize];
+        let time = now + serialization_ns(PAUSE_BYTES, link.bits_per_s) + link.delay_ns;
+        let mut event = Event::local(Kind::Pause, time, at.upstream.0, u32::from(pause));
+        event.meta |= class as u32;
+        self.deliver_local(at.upstream, time, event);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headroom_is_the_link_both_ways_two_packets_and_the_frame() {
+        // 40 Gb/s and 1.5 us (300 m): 2 · 1,500 ns · 5 bytes/ns = 15,000; + 2 · 1,500 + 64.
+        assert_eq!(headroom_bytes(40_000_000_000, 1_500, 1_500), 18_064);
+        assert_eq!(headroom_bytes(100_000_000_000, 0, 1_000), 2_064);
+    }
+}

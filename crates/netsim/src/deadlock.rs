@@ -1,0 +1,111 @@
+//! PFC deadlock: links that wait for each other in a circle, so that none ever moves again.
+//!
+//! A paused link resumes when the packets that came over it have left the switch. If all of them
+//! wait in queues that are paused themselves, and so on around, nothing can end it. Found by
+//! elimination: an ingress is alive if one of its packets waits in a queue that may send, or in one
+//! that is paused by a live ingress; what is left is dead.
+
+use std::collections::HashMap;
+
+use crate::buffer::{NO_INGRESS, PFC_CLASSES};
+use crate::net::{Net, Step};
+use crate::shard::Shard;
+use crate::topology::PortId;
+
+/// Links that wait for each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deadlock {
+    /// When it was seen, ns; it began earlier.
+    pub seen_ns: u64,
+    /// The circle: each port is paused because the packets it sent wait at the next one. The class
+    /// is the port's.
+    pub cycle: Vec<(PortId, u8)>,
+}
+
+/// A paused ingress: shard, index, class.
+type Key = (usize, u32, u8);
+
+/// Looks for a deadlock; the work is proportional to what waits in paused switches.
+pub(crate) fn find(shards: &[Shard], net: &Net, now: u64) -> Option<Deadlock> {
+    // Paused ingresses, by the port that they pause.
+    let mut paused: HashMap<(Step32, u8), Key> = HashMap::new();
+    for (s, shard) in shards.iter().enumerate() {
+        for (i, ingress) in shard.fabric.ingresses.iter().enumerate() {
+            for class in (0..PFC_CLASSES as u8).filter(|c| ingress.off >> c & 1 == 1) {
+                paused.insert((ingress.upstream.0, class), (s, i as u32, class));
+            }
+        }
+    }
+    if paused.is_empty() {
+        return None;
+    }
+    // Where the packets of each paused ingress wait: the ingress that stops that queue, if any.
+    let mut waits: HashMap<Key, Vec<Option<Key>>> = HashMap::new();
+    for (s, shard) in shards.iter().enumerate() {
+        for (index, port) in shard.fabric.scheduled.iter().enumerate() {
+            let step = Step::new(s as u32, crate::net::Place::Scheduled, index);
+            for (class, at) in port.waiting_rows() {
+                let ingress = net.ingress_at(at as usize);
+                if ingress == NO_INGRESS || class >= PFC_CLASSES {
+                    continue;
+                }
+                let key = (s, ingress, class as u8);
+                let stopped_by = paused.get(&(step.0, class as u8)).copied();
+                let list = waits.entry(key).or_default();
+                if !list.contains(&stopped_by) {
+                    list.push(stopped_by);
+                }
+            }
+        }
+    }
+    let mut dead: Vec<Key> = paused.values().copied().collect();
+    dead.sort_unstable();
+    loop {
+        let before = dead.len();
+        let still: Vec<Key> = dead
+            .iter()
+            .copied()
+            .filter(|key| {
+                // Nothing waits here: the end of the pause is on its way.
+                let Some(list) = waits.get(key) else {
+                    return false;
+                };
+                list.iter()
+                    .all(|by| by.is_some_and(|by| dead.binary_search(&by).is_ok()))
+            })
+            .collect();
+        dead = still;
+        if dead.len() == before {
+            break;
+        }
+    }
+    let mut at = *dead.first()?;
+    let mut walk = vec![at];
+    let start = loop {
+        let next = waits[&at]
+            .iter()
+            .flatten()
+            .min()
+            .expect("a dead ingress waits for another");
+        at = *next;
+        if let Some(start) = walk.iter().position(|k| *k == at) {
+            break start;
+        }
+        walk.push(at);
+    };
+    let cycle = walk[start..]
+        .iter()
+        .map(|&(s, i, class)| {
+            let upstream = shards[s].fabric.ingresses[i as usize].upstream;
+            let ids = &shards[upstream.shard()].fabric.scheduled_ids;
+            (ids[upstream.index()], class)
+        })
+        .collect();
+    Some(Deadlock {
+        seen_ns: now,
+        cycle,
+    })
+}
+
+/// A [`Step`] as a key.
+type Step32 = u32;

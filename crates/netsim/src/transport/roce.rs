@@ -1,0 +1,350 @@
+//! RoCE queue pairs: one reliable stream of packets a flow, go-back-N, with or without DCQCN.
+//!
+//! The receiver takes packets in order only. One that comes too early is answered by a single NACK
+//! with the number that is missing, and the sender goes back to it (InfiniBand Architecture
+//! Specification volume 1, section 9.7: PSN sequence error).
+
+use crate::event::{CE, ECT, Event, Kind, RETX, widen};
+use crate::fabric::Fabric;
+use crate::net::{Net, Step};
+use crate::scenario::Roce;
+use crate::transport::dcqcn::ReactionPoint;
+use crate::transport::tcp::SendCount;
+
+/// `seq` of a timer event: the next packet may be sent, or nothing was acknowledged for too long.
+const SEND: u32 = 0;
+const RETRY: u32 = 1;
+
+#[derive(Clone, Debug)]
+pub(crate) struct QpSender {
+    pub(crate) flow: u32,
+    me: Step,
+    row: u32,
+    rows: u32,
+    header: u32,
+    mtu: u64,
+    flags: u32,
+    /// Bytes to send, acknowledged, next, and end of what was ever sent.
+    pub(crate) total: u64,
+    pub(crate) una: u64,
+    nxt: u64,
+    max: u64,
+    window: u64,
+    /// The host's port, where packets wait for their turn.
+    has_port: bool,
+    next_send: u64,
+    /// A send timer is on its way, or the host's port will give one.
+    waiting: bool,
+    started: bool,
+    retry_ns: u64,
+    deadline: u64,
+    retry_at: u64,
+    line_bits_per_s: f64,
+    pub(crate) control: Option<Box<ReactionPoint>>,
+    pub(crate) count: SendCount,
+    pub(crate) nacks: u64,
+    pub(crate) notifications: u64,
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+}
+
+/// How a sender is made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QpSetup {
+    pub(crate) flow: u32,
+    pub(crate) me: Step,
+    pub(crate) row: u32,
+    pub(crate) rows: u32,
+    pub(crate) header: u32,
+    pub(crate) mtu: u32,
+    pub(crate) total: u64,
+    pub(crate) has_port: bool,
+    pub(crate) line_bits_per_s: u64,
+    pub(crate) roce: Roce,
+}
+
+impl QpSender {
+    pub(crate) fn new(s: QpSetup) -> Self {
+        let line = s.line_bits_per_s as f64;
+        QpSender {
+            flow: s.flow,
+            me: s.me,
+            row: s.row,
+            rows: s.rows,
+            header: s.header,
+            mtu: u64::from(s.mtu),
+            flags: if s.roce.dcqcn.is_some() { ECT } else { 0 },
+            total: s.total,
+            una: 0,
+            nxt: 0,
+            max: 0,
+            window: if s.roce.window_bytes == 0 {
+                u64::MAX
+            } else {
+                // Less than a packet would never send one.
+                s.roce.window_bytes.max(u64::from(s.mtu))
+            },
+            has_port: s.has_port,
+            next_send: 0,
+            waiting: false,
+            started: false,
+            retry_ns: s.roce.retry_ns,
+            deadline: u64::MAX,
+            retry_at: 0,
+            line_bits_per_s: line,
+            control: s.roce.dcqcn.map(|p| Box::new(ReactionPoint::new(p, line))),
+            count: SendCount::default(),
+            nacks: 0,
+            notifications: 0,
+            start: 0,
+            end: 0,
+        }
+    }
+
+    /// Starts the flow. True if it is complete at once (no bytes).
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+        self.started = true;
+        self.start = now;
+        self.pump(now, fabric, net);
+        self.check_end(now)
+    }
+
+    /// An ACK, a NACK or a congestion notification. True if it completes the flow.
+    pub(crate) fn on_packet(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+    ) -> bool {
+        match event.kind() {
+            Kind::Cnp => {
+                self.notifications += 1;
+                if let Some(control) = &mut self.control {
+                    control.on_notification(now);
+                }
+            }
+            kind => {
+                let upto = widen(event.seq, self.una);
+                if upto > self.una {
+                    self.una = upto;
+                    self.nxt = self.nxt.max(upto);
+                    self.deadline = now + self.retry_ns;
+                }
+                if kind == Kind::Nack {
+                    self.nacks += 1;
+                    if upto == self.una {
+                        self.nxt = self.una;
+                    }
+                } else {
+                    self.count.acks += 1;
+                }
+                self.pump(now, fabric, net);
+            }
+        }
+        self.check_end(now)
+    }
+
+    pub(crate) fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) {
+        if event.seq == SEND {
+            self.waiting = false;
+            self.pump(now, fabric, net);
+            return;
+        }
+        if now != self.retry_at {
+            return;
+        }
+        self.retry_at = 0;
+        if self.una == self.total {
+            return;
+        }
+        if self.deadline <= now {
+            self.count.timeouts += 1;
+            self.nxt = self.una;
+            self.deadline = now + self.retry_ns;
+            self.pump(now, fabric, net);
+        }
+        self.arm(fabric);
+    }
+
+    /// Sends what rate, window and the host's port allow.
+    fn pump(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        while !self.waiting && self.nxt < self.total && self.nxt - self.una < self.window {
+            if self.next_send > now {
+                self.waiting = true;
+                fabric.schedule(self.next_send, Kind::Timer, self.me.0, SEND);
+                break;
+            }
+            let row = self.row + (self.count.packets % u64::from(self.rows)) as u32;
+            let port = net.steps[row as usize * net.stride];
+            if self.has_port && !fabric.take_turn(port, self.me) {
+                self.waiting = true;
+                break;
+            }
+            let size = self.mtu.min(self.total - self.nxt);
+            let wire = size + u64::from(self.header);
+            let again = self.nxt < self.max;
+            let flags = self.flags | if again { RETX } else { 0 };
+            let event = Event::packet(Kind::Data, row, self.nxt as u32, wire as u32, flags);
+            self.count.packets += 1;
+            self.count.bytes += size;
+            self.count.retransmitted += u64::from(again);
+            self.count.time_sum = self.count.time_sum.wrapping_add(now);
+            fabric.emit(net, now, event);
+            self.nxt += size;
+            self.max = self.max.max(self.nxt);
+            let rate = match &mut self.control {
+                Some(control) => {
+                    control.advance(now);
+                    control.on_sent(wire);
+                    control.current
+                }
+                None => self.line_bits_per_s,
+            };
+            // Whole ns, never early.
+            self.next_send = now + (wire as f64 * 8e9 / rate).ceil() as u64;
+            if self.deadline == u64::MAX {
+                self.deadline = now + self.retry_ns;
+            }
+            self.arm(fabric);
+        }
+    }
+
+    fn arm(&mut self, fabric: &mut Fabric) {
+        if self.retry_at == 0 && self.deadline != u64::MAX {
+            self.retry_at = self.deadline;
+            fabric.schedule(self.deadline, Kind::Timer, self.me.0, RETRY);
+        }
+    }
+
+    fn check_end(&mut self, now: u64) -> bool {
+        let done = self.started && self.una == self.total && self.end == 0;
+        if done {
+            self.end = now;
+        }
+        done
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.end != 0
+    }
+
+    /// Rate at the end, bits/s.
+    pub(crate) fn rate(&self) -> f64 {
+        self.control
+            .as_ref()
+            .map_or(self.line_bits_per_s, |c| c.current)
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct QpReceiver {
+    pub(crate) flow: u32,
+    row: u32,
+    rows: u32,
+    header: u32,
+    answer_bytes: u32,
+    total: u64,
+    pub(crate) next: u64,
+    /// The missing packet was asked for.
+    asked: bool,
+    ack_every: u32,
+    unacked: u32,
+    cnp_interval_ns: Option<u64>,
+    cnp_next: u64,
+    answers: u64,
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    pub(crate) time_sum: u64,
+    pub(crate) done_at: u64,
+}
+
+impl QpReceiver {
+    pub(crate) fn new(
+        flow: u32,
+        (row, rows): (u32, u32),
+        header: u32,
+        answer_bytes: u32,
+        total: u64,
+        roce: Roce,
+    ) -> Self {
+        QpReceiver {
+            flow,
+            row,
+            rows,
+            header,
+            answer_bytes,
+            total,
+            next: 0,
+            asked: false,
+            ack_every: roce.ack_every.max(1),
+            unacked: 0,
+            cnp_interval_ns: roce.dcqcn.map(|d| d.cnp_interval_ns),
+            cnp_next: 0,
+            answers: 0,
+            packets: 0,
+            bytes: 0,
+            first: 0,
+            last: 0,
+            time_sum: 0,
+            done_at: 0,
+        }
+    }
+
+    /// Takes a packet and answers it. True if it completes the flow.
+    pub(crate) fn on_data(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+    ) -> bool {
+        let from = widen(event.seq, self.next);
+        let size = u64::from(event.size() - self.header);
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.bytes += size;
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+        if let Some(interval) = self.cnp_interval_ns
+            && event.has(CE)
+            && now >= self.cnp_next
+        {
+            self.cnp_next = now + interval;
+            self.answer(now, Kind::Cnp, fabric, net);
+        }
+        if from > self.next {
+            if !self.asked {
+                self.asked = true;
+                self.answer(now, Kind::Nack, fabric, net);
+            }
+            return false;
+        }
+        if from == self.next {
+            self.next += size;
+            self.asked = false;
+        }
+        self.unacked += 1;
+        let done = self.next >= self.total;
+        if self.unacked >= self.ack_every || done || from < self.next - size {
+            self.unacked = 0;
+            self.answer(now, Kind::Ack, fabric, net);
+        }
+        if done && self.done_at == 0 {
+            self.done_at = now;
+            return true;
+        }
+        false
+    }
+
+    fn answer(&mut self, now: u64, kind: Kind, fabric: &mut Fabric, net: &Net) {
+        let row = self.row + (self.answers % u64::from(self.rows)) as u32;
+        self.answers += 1;
+        let event = Event::packet(kind, row, self.next as u32, self.answer_bytes, 0);
+        fabric.emit(net, now, event);
+    }
+}

@@ -1,0 +1,230 @@
+//! PFC, shared buffers, RoCE and DCQCN.
+
+use crate::common::{config, error, run, run_on};
+use slipstream_netsim::topology::End;
+
+/// A fast host link into a slow link between two switches: 1,250 bytes take 10 ns, then 10 us.
+fn funnel(host_rate: &str, switch: &str, flow: &str) -> String {
+    format!(
+        "edges = [[0, 1]]\nhosts = [0, 1]\nduration = 1.0\n[link.host]\nrate = {host_rate}\n\
+         [switch]\nport_rate = 1e9\n{switch}\n{flow}\n"
+    )
+}
+
+const BURST: &str = "[[flow]]\nflow_id = 1\nflow_type = \"PacketDistribution\"\n\
+    graph = [[0, 1]]\ntraffic = { size = 15000, arr_dist = 0.0, pkt_size_dist = 1250 }\n";
+
+fn queue_pair(size: u32, roce: &str) -> String {
+    format!(
+        "[[flow]]\nflow_id = 1\nflow_type = \"RoCE\"\ngraph = [[0, 1]]\n\
+         traffic = {{ size = {size}, pkt_size_dist = 1250, roce = {{ {roce} }} }}\n"
+    )
+}
+
+#[test]
+fn a_link_pauses_at_its_threshold_and_resumes_below_it() {
+    // Twelve packets arrive 10 ns apart; one is in service, four fit below the threshold of 5,000
+    // bytes. The sixth, at 60 ns, starts the headroom and the pause, which takes 1 ns (64 bytes at
+    // 1 Tb/s); the host has begun the seventh. Both are in the headroom until the second and third
+    // are in service (10,010 and 20,010 ns); then the link goes on for the eighth and ninth, and so
+    // on. The twelfth is alone in the headroom, so its pause ends one service earlier.
+    let switch = "[switch.pfc]\nxoff = 5000";
+    let result = run(&funnel("1e12", switch, BURST));
+    assert_eq!(result.flows[0].packets_received, 12);
+    assert_eq!(result.flows[0].last_ns, 10 + 12 * 10_000 + 10);
+    assert_eq!(result.totals.data_drops, 0);
+    assert_eq!(result.totals.pauses, 4);
+    let memory = &result.memories[0];
+    assert_eq!((memory.node, memory.pauses), (0, 4));
+    assert_eq!(
+        (memory.bytes_max, memory.headroom_bytes_max),
+        (5_000, 2_500)
+    );
+    let topology = config(&funnel("1e12", switch, BURST)).scenario.topology;
+    let host = result
+        .ports
+        .iter()
+        .find(|p| topology.port_ends(p.port).0 == End::Host(0))
+        .unwrap();
+    assert_eq!(host.pauses, 4);
+    let paused = (20_011 - 61) + 2 * (20_011 - 22) + (10_011 - 22);
+    assert_eq!(host.paused_ns, paused);
+}
+
+#[test]
+fn headroom_that_is_too_small_drops() {
+    // Room for one packet above the threshold, but two arrive before the pause takes effect.
+    let result = run(&funnel(
+        "1e12",
+        "[switch.pfc]\nxoff = 5000\nheadroom = 1250",
+        BURST,
+    ));
+    assert!(result.totals.data_drops > 0);
+    assert_eq!(result.memories[0].drops, result.totals.data_drops);
+    assert_eq!(result.memories[0].headroom_bytes_max, 1_250);
+}
+
+#[test]
+fn a_dynamic_threshold_leaves_alpha_times_what_is_free() {
+    // Choudhury and Hahne: one overloaded queue settles at B · α / (1 + α). 10,000 bytes and α = 1:
+    // four packets of 1,250 (5,000 bytes held, 5,000 free); α = 3: six (7,500 held, the threshold
+    // 7,500); the one in service does not count.
+    for (alpha, waiting) in [(1, 4), (3, 6), (7, 7)] {
+        let switch = format!("[switch.shared]\nbytes = 10000\nalpha = {alpha}");
+        let result = run(&funnel("1e12", &switch, BURST));
+        assert_eq!(result.flows[0].packets_received, 1 + waiting, "{alpha}");
+        assert_eq!(result.totals.data_drops, 11 - waiting);
+        assert_eq!(result.memories[0].bytes_max, 1_250 * waiting);
+    }
+}
+
+#[test]
+fn byte_limits_count_what_waits() {
+    for (bytes, waiting) in [(1_250, 1), (4_999, 3), (5_000, 4), (20_000, 11)] {
+        let result = run(&funnel("1e12", &format!("capacity_bytes = {bytes}"), BURST));
+        assert_eq!(result.flows[0].packets_received, 1 + waiting, "{bytes}");
+        let most = result.ports.iter().map(|p| p.waiting_bytes_max).max();
+        assert_eq!(most, Some(1_250 * waiting));
+    }
+    assert!(
+        error(&funnel("1e12", "capacity_bytes = 1249", BURST)).contains("less than one packet")
+    );
+}
+
+#[test]
+fn a_queue_pair_goes_back_to_the_first_packet_lost() {
+    // Room for three: of twelve sent at once, four arrive and the rest are dropped after them, so
+    // nothing tells of it but the timer. Then eight, four, and again: 12 + 8 + 4.
+    let flow = queue_pair(15_000, "dcqcn = false, rto = 0.001");
+    let result = run(&funnel("1e12", "capacity = 3", &flow));
+    let f = &result.flows[0];
+    assert_eq!((f.packets_sent, f.timeouts, f.nacks), (24, 2, 0));
+    assert_eq!(f.retransmitted, 12);
+    assert_eq!(f.bytes_acked, 15_000);
+    // At 1.5 Gb/s into 1 Gb/s a later packet gets through and shows the gap; the timer helps only
+    // where the packet that was asked for is lost again.
+    let flow = queue_pair(150_000, "dcqcn = false, rto = 0.001");
+    let result = run(&funnel("1.5e9", "capacity = 3", &flow));
+    let f = &result.flows[0];
+    assert!(f.nacks > 0 && f.retransmitted > 0);
+    assert_eq!(f.bytes_acked, 150_000);
+    assert_eq!(
+        f.packets_received + result.totals.data_drops,
+        f.packets_sent
+    );
+}
+
+#[test]
+fn notifications_are_at_least_50_us_apart_and_cut_the_rate() {
+    // Every packet that waits is marked; 1.25 MB at 1 Gb/s take 10 ms: at most 200 notifications.
+    let switch = "drop = \"ECN_RAMP\"\necn_ramp = { kmin = 0, kmax = 1, pmax = 1.0 }\n\
+                  [switch.pfc]\nxoff = 100000";
+    let result = run(&funnel("2e9", switch, &queue_pair(1_250_000, "")));
+    let f = &result.flows[0];
+    assert!(result.totals.marks > 100);
+    let time = f.delivered_ns.unwrap();
+    assert!(f.notifications >= 10 && f.notifications <= time / 50_000 + 1);
+    assert!(f.rate_bits_per_s.unwrap() < 2e9);
+    assert_eq!(f.retransmitted, 0);
+}
+
+fn incast(hosts: u32) -> String {
+    let flows: Vec<String> = (1..hosts)
+        .map(|h| {
+            format!(
+                "[[flow]]\nflow_id = {h}\nflow_type = \"RoCE\"\ngraph = [[{h}, 0]]\n\
+                 routing = \"ECMP\"\ntraffic = {{ size = 4000000, pkt_size_dist = 1000 }}\n"
+            )
+        })
+        .collect();
+    format!(
+        "duration = 1.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = {{ k = 4, hosts_per_edge \
+         = 2 }}\n[link]\npropagation_ns = 1000\n[switch]\nport_rate = 4e10\ndrop = \"ECN_RAMP\"\n\
+         ecn_ramp = {{ kmin = 5000, kmax = 200000, pmax = 0.01 }}\n\
+         [switch.shared]\nbytes = 2000000\n[switch.pfc]\nalpha = 0.125\n{}",
+        flows.concat()
+    )
+}
+
+#[test]
+fn an_incast_loses_nothing_and_is_the_same_on_any_number_of_threads() {
+    let toml = incast(16);
+    let result = run(&toml);
+    assert_eq!(result.totals.data_drops + result.totals.control_drops, 0);
+    assert!(result.totals.pauses > 0 && result.totals.marks > 0);
+    assert!(result.flows.iter().all(|f| f.acked_ns.is_some()));
+    assert!(result.flows.iter().all(|f| f.retransmitted == 0));
+    assert_eq!(result.deadlock, None);
+    assert_eq!(result.in_flight(), 0);
+    // Everything goes through one host link of 40 Gb/s; recovery takes what is missing.
+    let bytes = 15.0 * 4e6;
+    let last = result.flows.iter().filter_map(|f| f.delivered_ns).max();
+    let share = bytes * 8.0 / 40.0 / last.unwrap() as f64;
+    assert!(share > 0.7, "{share}");
+    for threads in [2, 3, 4] {
+        assert_eq!(run_on(&toml, threads), result, "{threads} threads");
+    }
+}
+
+#[test]
+fn a_pfc_deadlock_is_found_and_its_circle_named() {
+    // Three switches in a ring; each flow goes the long way around over two links, so that each
+    // link's packets wait for the next one's.
+    let flow = |i: u32| {
+        let (a, b, c) = (i % 3, (i + 1) % 3, (i + 2) % 3);
+        format!(
+            "[[flow]]\nflow_id = {i}\nflow_type = \"RoCE\"\ngraph = [[{a}, {c}]]\n\
+             path = [{a}, {b}, {c}]\nanswer_class = 1\n\
+             traffic = {{ size = 1000000, pkt_size_dist = 1000, roce = {{ dcqcn = false }} }}\n"
+        )
+    };
+    let toml = |xoff: u32| {
+        format!(
+            "edges = [[0, 1], [1, 2], [2, 0]]\nhosts = [0, 1, 2]\nduration = 1.0\n\
+             [link]\nhost_links = true\npropagation_ns = 500\n[switch]\nport_rate = 1e10\n\
+             discipline = \"SP\"\npriorities = [[0, 0], [1, 1]]\n\
+             [switch.pfc]\nxoff = {xoff}\nclasses = [0]\n{}{}{}",
+            flow(0),
+            flow(1),
+            flow(2)
+        )
+    };
+    let result = run(&toml(10_000));
+    let deadlock = result.deadlock.expect("a circle of paused links");
+    let topology = config(&toml(10_000)).scenario.topology;
+    let mut ends: Vec<_> = deadlock
+        .cycle
+        .iter()
+        .map(|&(port, class)| (topology.port_ends(port).0, class))
+        .collect();
+    ends.sort_by_key(|e| e.0.to_string());
+    assert_eq!(
+        ends,
+        [0, 1, 2].map(|n| (End::Node(n), 0)),
+        "all three links of the ring"
+    );
+    assert!(
+        result.totals.last_event_ns < 10_000_000,
+        "the run ended early"
+    );
+    // With room for all of it nothing is paused, and nothing is reported.
+    let roomy = run(&toml(4_000_000));
+    assert_eq!(roomy.deadlock, None);
+    assert!(roomy.flows.iter().all(|f| f.acked_ns.is_some()));
+}
+
+#[test]
+fn what_pfc_needs_is_asked_for() {
+    let no_links = funnel("1e9", "[switch.pfc]\nxoff = 5000", BURST)
+        .replace("[link.host]\nrate = 1e9", "[link]\nhost_links = false");
+    assert!(error(&no_links).contains("host_links"));
+    assert!(error(&funnel("1e9", "[switch.pfc]\nalpha = 1.0", BURST)).contains("xoff"));
+    assert!(
+        error(&funnel(
+            "1e9",
+            "[switch.pfc]\nxoff = 1\nclasses = [9]",
+            BURST
+        ))
+        .contains("0 to 7")
+    );
+}

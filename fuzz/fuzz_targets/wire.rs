@@ -35,7 +35,12 @@ fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
         Kind::Welcome => Welcome::decode(body)?.encode(back),
         Kind::Reject => Reject::decode(body)?.encode(back),
         Kind::Ping | Kind::Bye => return Ok(false),
-        Kind::Start | Kind::Stop | Kind::Kill | Kind::Resync | Kind::Credit => {
+        Kind::Start
+        | Kind::Stop
+        | Kind::Kill
+        | Kind::Resync
+        | Kind::Credit
+        | Kind::Input => {
             let message: ToWorker = wire::decode_to_worker(kind, body, 7)?;
             wire::encode_to_worker(&message, back);
         }

@@ -149,6 +149,31 @@ impl Prompt {
         self
     }
 
+    /// The prompt that goes on with `more`: full blocks keep their hashes, new ones are chained to
+    /// them. `None` if the tokens of the tail are not known, or the sum has no room in 32 bits.
+    pub fn extended(&self, more: &[TokenId]) -> Option<Prompt> {
+        let Tail::Tokens(tail) = &self.tail else {
+            return None;
+        };
+        let len = self.len.checked_add(u32::try_from(more.len()).ok()?)?;
+        let open = [tail, more].concat();
+        let parent = self.blocks.last().copied().unwrap_or(self.root);
+        let fresh = parent.chain(&open, self.block_size);
+        let full = fresh.len() * self.block_size as usize;
+        let block_tokens = self
+            .block_tokens
+            .as_ref()
+            .map(|known| [known, &open[..full]].concat().into());
+        Some(Prompt {
+            len,
+            block_size: self.block_size,
+            root: self.root,
+            blocks: [&self.blocks[..], &fresh].concat().into(),
+            tail: Tail::Tokens(open[full..].into()),
+            block_tokens,
+        })
+    }
+
     /// Root of the chain: the parent of the first block, be it of the prompt or (in a prompt
     /// shorter than a block) completed by generated tokens.
     pub fn root(&self) -> BlockHash {
@@ -243,6 +268,21 @@ mod tests {
         let prompt = prompt.with_block_tokens(&tokens).unwrap();
         assert_eq!(prompt.block_tokens(), Some(&tokens[..32]));
         assert!(prompt.with_block_tokens(&tokens[1..]).is_err());
+    }
+
+    #[test]
+    fn a_prompt_that_goes_on_is_the_prompt_of_all_its_tokens() {
+        let tokens: Vec<u32> = (0..70).collect();
+        let whole = |tokens: &[u32]| {
+            let prompt = Prompt::from_tokens(tokens, 16, BlockHash(1)).unwrap();
+            prompt.with_block_tokens(tokens).unwrap()
+        };
+        for cut in 1..tokens.len() {
+            let extended = whole(&tokens[..cut]).extended(&tokens[cut..]);
+            assert_eq!(extended, Some(whole(&tokens)), "cut at {cut}");
+        }
+        let opaque = Prompt::from_parts(3, 16, [].into(), Tail::Opaque { id: 0 }).unwrap();
+        assert_eq!(opaque.extended(&[1]), None);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use slipstream_base::{
     TokenId, mix,
 };
 use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{Registration, StartRequest};
 use slipstream_router::{RouteError, RouteRequest, Routed, Score};
 
@@ -28,11 +29,18 @@ use crate::text::{ChatOptions, StopMatcher};
 const CHAT_TOKENS_EXPECTED: usize = 1024;
 
 /// A prompt, tokenized and hashed.
-struct Tokenized {
+pub(crate) struct Tokenized {
     prompt: Prompt,
     max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
     echo: Option<String>,
+}
+
+impl Tokenized {
+    /// Tokens of the prompt.
+    pub(crate) fn len(&self) -> u32 {
+        self.prompt.len()
+    }
 }
 
 /// Serves `POST /v1/chat/completions` and `POST /v1/completions`.
@@ -54,7 +62,7 @@ pub(crate) async fn generate(
     let prompts = tokenize(service, &request)?;
     times.note(Stage::Tokenized, monotonic_ns());
 
-    let handle = dispatch(shard, &head, &request, prompts, times)?;
+    let handle = dispatch(shard, &head, &request, prompts, times, false)?;
     if request.params.stream {
         return Ok(http::events(ReplyBody(handle)));
     }
@@ -88,7 +96,10 @@ pub(crate) fn check_tokens(
     }
 }
 
-fn tokenize(service: &Service, request: &ApiRequest<'_>) -> Result<Vec<Tokenized>, ApiError> {
+pub(crate) fn tokenize(
+    service: &Service,
+    request: &ApiRequest<'_>,
+) -> Result<Vec<Tokenized>, ApiError> {
     let params = &request.params;
     let text = &service.text;
     check_tokens(service, "stop_token_ids", &params.stop_token_ids)?;
@@ -136,8 +147,7 @@ fn fit(
     echo: Option<String>,
 ) -> Result<Tokenized, ApiError> {
     let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-    let blocks_hold = service.kv_blocks.saturating_mul(service.block_size);
-    let limit = service.max_model_len.min(blocks_hold);
+    let limit = service.context_max();
     let room = limit.saturating_sub(len);
     if room == 0 || params.max_tokens.is_some_and(|asked| asked > room) {
         return Err(ApiError::context_length(
@@ -167,13 +177,15 @@ fn fit(
     })
 }
 
-/// Routes every sequence, opens its stream, and hands it to its worker.
-fn dispatch(
+/// Routes every sequence, opens its stream, and hands it to its worker; with `more`, as one whose
+/// input goes on.
+pub(crate) fn dispatch(
     shard: &Rc<Shard>,
     head: &RequestHead,
     request: &ApiRequest<'_>,
     prompts: Vec<Tokenized>,
     mut times: StageTimes,
+    more: bool,
 ) -> Result<ReplyHandle, ApiError> {
     let service = &shard.service;
     let params = &request.params;
@@ -305,7 +317,8 @@ fn dispatch(
         .borrow_mut()
         .times
         .note(Stage::Dispatched, dispatched_ns);
-    let credit_bytes = shard.credit_bytes();
+    // The turns of a talk are not held back at the worker; a client that does not read is cut.
+    let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
     let starts = addresses.into_iter().zip(requests);
     for (sequence, (addr, (rank, request))) in (0u32..).zip(starts) {
         // Always traced: the prologue's times feed the hand-over histograms, and cost 16 bytes.
@@ -316,6 +329,7 @@ fn dispatch(
             dispatched_ns,
             credit_bytes,
             traced: true,
+            more,
         };
         let again = Again {
             start: Box::new(start),

@@ -24,6 +24,7 @@ use crate::openai::{
 };
 use crate::reply::ReplyBody;
 use crate::shard::Shard;
+use crate::talk;
 use crate::text::ChatOptions;
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -147,6 +148,10 @@ async fn route(
         }
         "/v1/completions" => {
             allow(&request, &[Method::POST])?;
+            if media_type(request.headers()) == Some("application/x-ndjson") {
+                let (parts, body) = request.into_parts();
+                return talk::talk(shard, head_of(&parts.headers, id)?, body, times).await;
+            }
             let (head, body) = receive(shard, request, id).await?;
             generate::generate(shard, Kind::Completion, head, &body, times).await
         }
@@ -236,15 +241,7 @@ async fn receive(
             return Err(ApiError::media_type(kind));
         }
     }
-    let head = RequestHead {
-        id: id.to_owned(),
-        session: parts
-            .headers
-            .get(X_SESSION_ID)
-            .map(|v| hash_session(v.as_bytes())),
-        worker: worker_header(&parts.headers)?,
-        traced: parts.headers.get(X_TRACE).is_some_and(|v| v == "1"),
-    };
+    let head = head_of(&parts.headers, id)?;
     let limits = &shard.service.limits;
     let read = read_body(body, limits.body_bytes_max);
     match tokio::time::timeout(limits.read_timeout, read).await {
@@ -254,6 +251,23 @@ async fn receive(
             limits.read_timeout.as_secs_f64(),
         )),
     }
+}
+
+fn head_of(headers: &HeaderMap, id: &str) -> Result<RequestHead, ApiError> {
+    Ok(RequestHead {
+        id: id.to_owned(),
+        session: headers
+            .get(X_SESSION_ID)
+            .map(|v| hash_session(v.as_bytes())),
+        worker: worker_header(headers)?,
+        traced: headers.get(X_TRACE).is_some_and(|v| v == "1"),
+    })
+}
+
+/// The media type of the body, without its parameters.
+fn media_type(headers: &HeaderMap) -> Option<&str> {
+    let kind = headers.get(CONTENT_TYPE)?.to_str().ok()?;
+    Some(kind.split(';').next().unwrap_or_default().trim())
 }
 
 async fn read_body(mut body: Incoming, bytes_max: u64) -> Result<Bytes, ApiError> {

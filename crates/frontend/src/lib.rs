@@ -30,6 +30,7 @@ pub mod roster;
 pub mod server;
 mod service;
 mod shard;
+mod talk;
 
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;

@@ -22,7 +22,9 @@ use hyper::body::{Body, Frame};
 use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
-use slipstream_planes::{End, FirstPass, Prologue, Registration, StartRequest, ToWorker};
+use slipstream_planes::{
+    End, FirstPass, Prologue, Registration, StartRequest, StreamAddr, ToWorker,
+};
 use slipstream_router::ActiveSequence;
 use tokio::time::Sleep;
 
@@ -65,8 +67,21 @@ pub(crate) struct ReplyState {
     paused: bool,
     unread_bytes_max: usize,
     waker: Option<Waker>,
+    /// What the client may yet send, if its input goes on.
+    input: InputState,
     pub(crate) times: StageTimes,
     trace: Option<Trace>,
+}
+
+/// The input of a request whose body goes on.
+#[derive(Default)]
+struct InputState {
+    /// Room that the worker has given and that is not used, bytes.
+    room_bytes: u64,
+    /// Who reads the body.
+    waker: Option<Waker>,
+    /// Nobody wants the answer any more.
+    over: bool,
 }
 
 /// What does not change over the life of a reply.
@@ -163,6 +178,8 @@ struct Sequence {
     last_token_ns: u64,
     last_token: TokenId,
     ended: Option<Ending>,
+    /// Turns that are answered, and whose events are not rendered: their tokens wait for the client.
+    turns: VecDeque<(u32, FinishReason)>,
     /// Counted as ended in [`ReplyState::open`].
     over: bool,
     /// The event with the reason is rendered.
@@ -212,6 +229,7 @@ impl ReplyState {
                 last_token_ns: 0,
                 last_token: 0,
                 ended: None,
+                turns: VecDeque::new(),
                 over: false,
                 closed: false,
                 spec,
@@ -227,6 +245,7 @@ impl ReplyState {
             paused: false,
             unread_bytes_max,
             waker: None,
+            input: InputState::default(),
             times,
             trace,
         };
@@ -251,6 +270,67 @@ impl ReplyState {
         if let Some(waker) = self.waker.take() {
             waker.wake();
         }
+        if self.complete {
+            self.wake_input();
+        }
+    }
+
+    /// The worker has room for so much more input.
+    pub(crate) fn on_room(&mut self, bytes: u32) {
+        self.input.room_bytes = self.input.room_bytes.saturating_add(bytes.into());
+        self.wake_input();
+    }
+
+    /// The client asks for one more turn of at most `max_tokens`, with `tokens` of input.
+    pub(crate) fn on_turn_asked(&mut self, max_tokens: u32, tokens: u64) {
+        self.shape.prompt_tokens += tokens;
+        let spec = &mut self.sequences[0].spec;
+        spec.max_tokens = spec.max_tokens.saturating_add(max_tokens);
+    }
+
+    /// So many tokens of input are on their way. What was sent cannot be sent again elsewhere.
+    pub(crate) fn on_input_sent(&mut self, tokens: usize) {
+        let bytes = (tokens * size_of::<TokenId>()) as u64;
+        self.input.room_bytes = self.input.room_bytes.saturating_sub(bytes);
+        self.sequences[0].again = None;
+    }
+
+    /// Waits for room for input: how many tokens, or `None` once the answer is over.
+    pub(crate) fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<Option<usize>> {
+        if self.poll_over(cx).is_ready() {
+            return Poll::Ready(None);
+        }
+        let tokens = self.input.room_bytes as usize / size_of::<TokenId>();
+        if tokens == 0 {
+            return Poll::Pending;
+        }
+        Poll::Ready(Some(tokens))
+    }
+
+    /// Waits until the answer is over.
+    pub(crate) fn poll_over(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.input.over || self.complete || self.sequences[0].ended.is_some() {
+            return Poll::Ready(());
+        }
+        self.input.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
+    fn wake_input(&mut self) {
+        if let Some(waker) = self.input.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// A turn is answered: the event with its reason, after which the stream goes on.
+    pub(crate) fn on_turn(&mut self, index: u32, end: &End) {
+        let sequence = &mut self.sequences[index as usize];
+        if self.complete || sequence.ended.is_some() {
+            return;
+        }
+        sequence.turns.push_back((sequence.generated, end.reason));
+        self.settle();
+        self.wake();
     }
 
     /// The worker admitted the sequence.
@@ -409,6 +489,7 @@ impl ReplyState {
 
     /// The sequence runs elsewhere from now on.
     pub(crate) fn move_to(&mut self, index: u32, target: RankId, active: ActiveSequence) {
+        self.input.room_bytes = 0; // the new worker gives its own
         let spec = &mut self.sequences[index as usize].spec;
         spec.target = target;
         spec.active = Some(active);
@@ -489,6 +570,7 @@ impl ReplyState {
             return;
         }
         for sequence in &mut self.sequences {
+            sequence.render_turns(&mut self.out);
             if sequence.ended.is_some() && !sequence.closed && sequence.held.is_empty() {
                 sequence.render_end(&mut self.out);
             }
@@ -516,6 +598,7 @@ impl ReplyState {
         let mut stopped = Vec::new();
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
             while self.out.len() < RENDERED_BYTES_MAX {
+                sequence.render_turns(&mut self.out);
                 let Some(token) = sequence.held.pop_front() else {
                     break;
                 };
@@ -726,6 +809,25 @@ impl Sequence {
         }
     }
 
+    /// Renders the ends of turns whose tokens are all rendered.
+    #[inline]
+    fn render_turns(&mut self, out: &mut BytesMut) {
+        let rendered = self.generated - self.held.len() as u32;
+        while let Some(&(at, reason)) = self.turns.front()
+            && at <= rendered
+        {
+            self.turns.pop_front();
+            let finish = match reason {
+                FinishReason::Stop => Finish::Stop,
+                FinishReason::Length => Finish::Length,
+                FinishReason::Abort => Finish::Abort,
+            };
+            let mut rest = String::new();
+            self.take_rest(&mut rest);
+            self.render.finish(&rest, None, &finish, out);
+        }
+    }
+
     fn render_end(&mut self, out: &mut BytesMut) {
         let mut rest = String::new();
         self.take_rest(&mut rest);
@@ -760,6 +862,16 @@ impl ReplyHandle {
             registrations,
             deadline,
         }
+    }
+
+    /// The reply.
+    pub(crate) fn reply(&self) -> &Rc<Reply> {
+        &self.reply
+    }
+
+    /// Address of its first stream.
+    pub(crate) fn addr(&self) -> StreamAddr {
+        self.registrations[0].addr()
     }
 
     /// Fails the reply if its time is over. Registers the task with the timer.
@@ -844,6 +956,9 @@ impl Drop for ReplyHandle {
         self.shard.metrics.on_stages(&state.times);
         drop(state);
         self.end_streams();
+        let mut state = self.reply.state.borrow_mut();
+        state.input.over = true;
+        state.wake_input();
     }
 }
 

@@ -39,6 +39,14 @@ pub struct Service {
     pub seed: u64,
 }
 
+impl Service {
+    /// Prompt plus answer at most that an engine can hold, tokens.
+    pub(crate) fn context_max(&self) -> u32 {
+        let blocks_hold = self.kv_blocks.saturating_mul(self.block_size);
+        self.max_model_len.min(blocks_hold)
+    }
+}
+
 /// Bounds on what clients may do.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {

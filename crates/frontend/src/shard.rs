@@ -359,6 +359,24 @@ impl Shard {
                     }
                 })
                 .is_some(),
+            Entry::Turn { stream, end } => self
+                .table
+                .with(stream, |feed| {
+                    let mut state = feed.reply.state.borrow_mut();
+                    if !foreign(state.target(feed.sequence).worker) {
+                        state.on_turn(feed.sequence, &end);
+                    }
+                })
+                .is_some(),
+            Entry::Room { stream, bytes } => self
+                .table
+                .with(stream, |feed| {
+                    let mut state = feed.reply.state.borrow_mut();
+                    if !foreign(state.target(feed.sequence).worker) {
+                        state.on_room(bytes);
+                    }
+                })
+                .is_some(),
             Entry::End { stream, end } => self
                 .table
                 .with(stream, |feed| {

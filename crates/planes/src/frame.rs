@@ -30,6 +30,9 @@ pub enum ToWorker {
         /// Whose engine it is.
         rank: RankId,
     },
+    /// More of the prompt of a stream that began with [`StartRequest::more`]. Within the room that
+    /// the worker has given ([`Entry::Room`]), 4 bytes a token.
+    Input(Box<Input>),
     /// So many bytes more of the stream's tokens (4 each) may come.
     Credit {
         /// Whose engine it is.
@@ -55,6 +58,7 @@ impl ToWorker {
     pub fn rank(&self) -> RankId {
         match self {
             ToWorker::Start(start) => start.rank,
+            ToWorker::Input(input) => input.rank,
             ToWorker::Stop { rank, .. }
             | ToWorker::Kill { rank, .. }
             | ToWorker::Credit { rank, .. }
@@ -86,6 +90,24 @@ pub struct StartRequest {
     pub credit_bytes: u32,
     /// Whether the prologue should carry the times of the worker's stages.
     pub traced: bool,
+    /// More input follows, in turns: what came so far is answered, then what came after it behind
+    /// that answer, until the input ends. The stream's credit is [`NO_LIMIT`] then.
+    pub more: bool,
+}
+
+/// Tokens of a turn that follows the first prompt of a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    /// Who computes the stream.
+    pub rank: RankId,
+    /// The stream.
+    pub addr: StreamAddr,
+    /// What the turn goes on with.
+    pub tokens: Box<[TokenId]>,
+    /// The turn is complete, and may be answered.
+    pub ends_turn: bool,
+    /// No input follows: the stream ends when what came is answered.
+    pub last: bool,
 }
 
 /// The stream was accepted and its prompt left the waiting queue. Comes before its first tokens.
@@ -224,6 +246,21 @@ pub enum Entry<'a> {
         /// With a stream's first tokens: the pass that made the first.
         first: Option<FirstPass>,
     },
+    /// What came so far is answered; the stream goes on with its next input.
+    Turn {
+        /// Whose.
+        stream: StreamId,
+        /// Why the answer ended, and its sums.
+        end: End,
+    },
+    /// So many bytes more of input (4 a token) may be sent. The first one says that the stream was
+    /// accepted.
+    Room {
+        /// Whose.
+        stream: StreamId,
+        /// How many.
+        bytes: u32,
+    },
     /// Nothing follows.
     End {
         /// Whose.
@@ -240,6 +277,8 @@ impl Entry<'_> {
             Entry::Prologue { stream, .. }
             | Entry::Refused { stream, .. }
             | Entry::Tokens { stream, .. }
+            | Entry::Turn { stream, .. }
+            | Entry::Room { stream, .. }
             | Entry::End { stream, .. } => stream,
         }
     }
@@ -257,6 +296,8 @@ impl Entry<'_> {
 /// PROLOGUE kind|slot  generation  hit_tokens  recv.lo recv.hi  admitted.lo admitted.hi
 /// REFUSED  kind|slot  generation  reason  text_offset  text_len
 /// END      kind|slot  generation  reason  prompt completion cached preemptions
+/// TURN     kind|slot  generation  reason  prompt completion cached preemptions
+/// ROOM     kind|slot  generation  bytes
 /// ```
 ///
 /// A frame that exists is well formed: it was built by the `push_*` functions or checked by
@@ -278,6 +319,8 @@ mod kind {
     pub(super) const PROLOGUE: u32 = 4;
     pub(super) const REFUSED: u32 = 5;
     pub(super) const END: u32 = 6;
+    pub(super) const TURN: u32 = 7;
+    pub(super) const ROOM: u32 = 8;
 }
 
 impl PassFrame {
@@ -355,6 +398,27 @@ impl PassFrame {
                 usage.preemptions,
             ],
         );
+    }
+
+    /// Adds the end of a turn of `stream`.
+    pub fn push_turn(&mut self, stream: StreamId, end: &End) {
+        let usage = &end.usage;
+        self.push(
+            kind::TURN,
+            stream,
+            &[
+                end.reason as u32,
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.cached_tokens,
+                usage.preemptions,
+            ],
+        );
+    }
+
+    /// Adds that `bytes` more of input may come for `stream`.
+    pub fn push_room(&mut self, stream: StreamId, bytes: u32) {
+        self.push(kind::ROOM, stream, &[bytes]);
     }
 
     #[inline]
@@ -475,6 +539,18 @@ fn finish_reason(code: u32) -> Option<FinishReason> {
     .find(|&reason| reason as u32 == code)
 }
 
+fn end_of(body: &[u32]) -> End {
+    End {
+        reason: finish_reason(body[0]).expect("a frame is checked when it is made"),
+        usage: Usage {
+            prompt_tokens: body[1],
+            completion_tokens: body[2],
+            cached_tokens: body[3],
+            preemptions: body[4],
+        },
+    }
+}
+
 /// Bytes that are no frame. The peer speaks another version, or is broken; nothing to retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("word {word} of a pass frame: {problem}; frontend and worker should be of one version")]
@@ -535,16 +611,18 @@ fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProbl
         Ok(fixed.saturating_add(n))
     };
     let len = match head >> 24 {
-        kind::TOKEN => 1,
+        kind::TOKEN | kind::ROOM => 1,
         kind::TOKENS => tokens(1)?,
         kind::FIRST => tokens(5)?,
-        kind::PROLOGUE | kind::END => 5,
+        kind::PROLOGUE | kind::END | kind::TURN => 5,
         kind::REFUSED => 3,
         other => return Err(FrameProblem::Kind(other)),
     };
     let (entry, rest) = body.split_at_checked(len).ok_or(FrameProblem::Cut)?;
     match head >> 24 {
-        kind::END if finish_reason(entry[0]).is_none() => Err(FrameProblem::Reason(entry[0])),
+        kind::END | kind::TURN if finish_reason(entry[0]).is_none() => {
+            Err(FrameProblem::Reason(entry[0]))
+        }
         kind::REFUSED => {
             let (reason, offset, len) = (entry[0], entry[1], entry[2]);
             let end = offset as usize + len as usize;
@@ -641,16 +719,16 @@ impl<'a> Iterator for Entries<'a> {
                 )
             }
             kind::END => {
-                let end = End {
-                    reason: finish_reason(body[0]).expect("a frame is checked when it is made"),
-                    usage: Usage {
-                        prompt_tokens: body[1],
-                        completion_tokens: body[2],
-                        cached_tokens: body[3],
-                        preemptions: body[4],
-                    },
-                };
+                let end = end_of(body);
                 (Entry::End { stream, end }, &body[5..])
+            }
+            kind::TURN => {
+                let end = end_of(body);
+                (Entry::Turn { stream, end }, &body[5..])
+            }
+            kind::ROOM => {
+                let bytes = body[0];
+                (Entry::Room { stream, bytes }, &body[1..])
             }
             other => unreachable!("a frame is checked when it is made, but has kind {other}"),
         };
@@ -671,6 +749,8 @@ mod tests {
         Prologue(StreamId, Prologue),
         Refused(StreamId, RefusalReason, String),
         Tokens(StreamId, Vec<u32>, Option<FirstPass>),
+        Turn(StreamId, End),
+        Room(StreamId, u32),
         End(StreamId, End),
     }
 
@@ -688,6 +768,8 @@ mod tests {
                     tokens,
                     first,
                 } => Owned::Tokens(stream, tokens.to_vec(), first),
+                Entry::Turn { stream, end } => Owned::Turn(stream, end),
+                Entry::Room { stream, bytes } => Owned::Room(stream, bytes),
                 Entry::End { stream, end } => Owned::End(stream, end),
             }
         }
@@ -697,6 +779,8 @@ mod tests {
                 Owned::Prologue(stream, prologue) => frame.push_prologue(*stream, prologue),
                 Owned::Refused(stream, reason, text) => frame.push_refused(*stream, *reason, text),
                 Owned::Tokens(stream, tokens, first) => frame.push_tokens(*stream, tokens, *first),
+                Owned::Turn(stream, end) => frame.push_turn(*stream, end),
+                Owned::Room(stream, bytes) => frame.push_room(*stream, *bytes),
                 Owned::End(stream, end) => frame.push_end(*stream, end),
             }
         }
@@ -738,7 +822,9 @@ mod tests {
             (stream(), reason, ".{0,40}").prop_map(|(s, r, t)| Owned::Refused(s, r, t)),
             (stream(), prop::collection::vec(any::<u32>(), 1..9), first)
                 .prop_map(|(s, t, f)| Owned::Tokens(s, t, f)),
-            (stream(), end).prop_map(|(s, e)| Owned::End(s, e)),
+            (stream(), end.clone()).prop_map(|(s, e)| Owned::End(s, e)),
+            (stream(), end).prop_map(|(s, e)| Owned::Turn(s, e)),
+            (stream(), any::<u32>()).prop_map(|(s, bytes)| Owned::Room(s, bytes)),
         ]
     }
 
@@ -803,6 +889,8 @@ mod tests {
         check(&[2 << 24, 0, 0], "", 3, FrameProblem::NoTokens);
         check(&[77 << 24, 0, 0], "", 3, FrameProblem::Kind(77));
         check(&[6 << 24, 0, 9, 0, 0, 0, 0], "", 3, FrameProblem::Reason(9));
+        check(&[7 << 24, 0, 9, 0, 0, 0, 0], "", 3, FrameProblem::Reason(9));
+        check(&[8 << 24, 0], "", 3, FrameProblem::Cut);
         check(&[5 << 24, 0, 99, 0, 0], "", 3, FrameProblem::Reason(99));
         let text = FrameProblem::Text { offset: 1, len: 1 };
         check(&[5 << 24, 0, 0, 1, 1], "é", 3, text);

@@ -17,7 +17,7 @@ use slipstream_base::{
     WorkerId,
 };
 
-use crate::frame::{FrameError, PassFrame, StartRequest, ToWorker};
+use crate::frame::{FrameError, Input, NO_LIMIT, PassFrame, StartRequest, ToWorker};
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
 /// What this program speaks.
@@ -64,6 +64,8 @@ pub enum Kind {
     Resync = 19,
     /// Shard to worker: so many bytes more of a stream may come.
     Credit = 20,
+    /// Shard to worker: more of a stream's prompt.
+    Input = 21,
     /// Worker to shard: what one pass, or a few, produced.
     Pass = 32,
     /// Worker to shard: changes of a rank's KV cache.
@@ -78,7 +80,7 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Reject,
@@ -89,6 +91,7 @@ impl Kind {
         Kind::Kill,
         Kind::Resync,
         Kind::Credit,
+        Kind::Input,
         Kind::Pass,
         Kind::Kv,
         Kind::KvSnapshot,
@@ -569,7 +572,16 @@ mod start_flag {
     pub(super) const OPAQUE: u8 = 4;
     /// The tokens of the full blocks are there too.
     pub(super) const BLOCK_TOKENS: u8 = 8;
-    pub(super) const ALL: u8 = 15;
+    /// More input follows.
+    pub(super) const MORE: u8 = 16;
+    pub(super) const ALL: u8 = 31;
+}
+
+/// Flags of an input.
+mod input_flag {
+    pub(super) const ENDS_TURN: u8 = 1;
+    pub(super) const LAST: u8 = 2;
+    pub(super) const ALL: u8 = 3;
 }
 
 /// Appends a request or control. The shard of its address is not said: the connection belongs to
@@ -592,6 +604,20 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
             control(out, Kind::Credit, *rank, addr, Some(*bytes));
         }
         ToWorker::Resync { rank } => frame(out, Kind::Resync, |out| put_rank(out, *rank)),
+        ToWorker::Input(input) => frame(out, Kind::Input, |out| {
+            put_stream(out, input.addr.stream);
+            put_rank(out, input.rank);
+            let mut flags = 0;
+            if input.ends_turn {
+                flags |= input_flag::ENDS_TURN;
+            }
+            if input.last {
+                flags |= input_flag::LAST;
+            }
+            out.push(flags);
+            out.extend_from_slice(&(input.tokens.len() as u32).to_le_bytes());
+            put_words(out, &input.tokens);
+        }),
         // Says that the connection is gone, so it never crosses one.
         ToWorker::HangUp { .. } => debug_assert!(false, "a hang-up stays in its process"),
     }
@@ -613,6 +639,9 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         }
         if matches!(prompt.tail(), Tail::Opaque { .. }) {
             flags |= start_flag::OPAQUE;
+        }
+        if start.more {
+            flags |= start_flag::MORE;
         }
         // Tokens of blocks without those of the tail would be of no use to anybody.
         let tokens = prompt
@@ -671,6 +700,22 @@ pub fn decode_to_worker(kind: Kind, body: &[u8], shard: u8) -> Result<ToWorker, 
         Kind::Resync => ToWorker::Resync {
             rank: fields.rank()?,
         },
+        Kind::Input => {
+            let addr = fields.addr(shard)?;
+            let rank = fields.rank()?;
+            let flags = fields.u8()?;
+            if flags & !input_flag::ALL != 0 {
+                return Err(fields.bad("flags", flags.into()));
+            }
+            let count = fields.u32()? as usize;
+            ToWorker::Input(Box::new(Input {
+                rank,
+                addr,
+                tokens: fields.u32s(count)?.collect(),
+                ends_turn: flags & input_flag::ENDS_TURN != 0,
+                last: flags & input_flag::LAST != 0,
+            }))
+        }
         kind => {
             let place = "among requests to a worker";
             return Err(WireError::Place { kind, place });
@@ -685,11 +730,19 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     let rank = fields.rank()?;
     let flags = fields.u8()?;
     let both = start_flag::OPAQUE | start_flag::BLOCK_TOKENS;
-    if flags & !start_flag::ALL != 0 || flags & both == both {
+    let opaque_more = start_flag::OPAQUE | start_flag::MORE;
+    if flags & !start_flag::ALL != 0 || flags & both == both || flags & opaque_more == opaque_more {
         return Err(fields.bad("flags", flags.into()));
     }
     let dispatched_ns = fields.u64()?;
     let credit_bytes = fields.u32()?;
+    let more = flags & start_flag::MORE != 0;
+    if more && credit_bytes != NO_LIMIT {
+        return Err(fields.bad(
+            "credit of a stream whose input goes on",
+            credit_bytes.into(),
+        ));
+    }
     let seed = fields.u64()?;
     let priority = fields.u32()?.cast_signed();
     let (max_tokens, min_tokens) = (fields.u32()?, fields.u32()?);
@@ -749,6 +802,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         dispatched_ns,
         credit_bytes,
         traced: flags & start_flag::TRACED != 0,
+        more,
     })
 }
 
@@ -1042,6 +1096,25 @@ mod tests {
             dispatched_ns: 1_000_000,
             credit_bytes: 262_144,
             traced: !opaque,
+            more: false,
+        }
+    }
+
+    fn input() -> Input {
+        Input {
+            rank: RANK,
+            addr: addr(0),
+            tokens: [81, 82].into(),
+            ends_turn: true,
+            last: false,
+        }
+    }
+
+    fn start_with_more() -> StartRequest {
+        StartRequest {
+            credit_bytes: NO_LIMIT,
+            more: true,
+            ..start(false)
         }
     }
 
@@ -1076,6 +1149,8 @@ mod tests {
             usage,
         };
         pass.push_end(stream(2), &end);
+        pass.push_turn(stream(5), &end);
+        pass.push_room(stream(5), 65_536);
         pass.sent_ns = 5;
         pass
     }
@@ -1135,6 +1210,11 @@ mod tests {
                 "start-tokens",
                 to_worker(&ToWorker::Start(Box::new(start_with_tokens()))),
             ),
+            (
+                "start-more",
+                to_worker(&ToWorker::Start(Box::new(start_with_more()))),
+            ),
+            ("input", to_worker(&ToWorker::Input(Box::new(input())))),
             ("stop", to_worker(&ToWorker::Stop { rank, addr })),
             ("kill", to_worker(&ToWorker::Kill { rank, addr })),
             ("resync", to_worker(&ToWorker::Resync { rank })),
@@ -1210,6 +1290,7 @@ mod tests {
             ("start", start(false)),
             ("start-opaque", start(true)),
             ("start-tokens", start_with_tokens()),
+            ("start-more", start_with_more()),
         ] {
             let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
             let ToWorker::Start(read) = read else {
@@ -1221,9 +1302,12 @@ mod tests {
             request.id = sent.request.id;
             assert_eq!(request, sent.request);
             assert_eq!((read.rank, read.traced), (sent.rank, sent.traced));
+            assert_eq!(read.more, sent.more);
             assert_eq!(read.dispatched_ns, sent.dispatched_ns);
             assert_eq!(read.credit_bytes, sent.credit_bytes);
         }
+        let read = decode_to_worker(Kind::Input, body(&samples["input"]), 0);
+        assert!(matches!(read, Ok(ToWorker::Input(read)) if *read == input()));
         let mut read = PassFrame::new();
         decode_pass(body(&samples["pass"]), &mut read).unwrap();
         assert_eq!(read, pass());
@@ -1254,7 +1338,7 @@ mod tests {
             Kind::Welcome => Welcome::decode(body).map(drop),
             Kind::Reject => Reject::decode(body).map(drop),
             Kind::Ping | Kind::Bye => Ok(()),
-            Kind::Start | Kind::Stop | Kind::Kill | Kind::Resync | Kind::Credit => {
+            Kind::Start | Kind::Stop | Kind::Kill | Kind::Resync | Kind::Credit | Kind::Input => {
                 decode_to_worker(kind, body, 0).map(drop)
             }
             Kind::Pass => {

@@ -109,6 +109,7 @@ impl Rig {
             dispatched_ns: slipstream_planes::clock::monotonic_ns(),
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: false,
+            more: false,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         registration
@@ -145,6 +146,7 @@ impl Rig {
                             ended += 1;
                         }
                         Entry::Prologue { .. } => {}
+                        Entry::Turn { .. } | Entry::Room { .. } => unreachable!("no input goes on"),
                         Entry::Refused { message, .. } => panic!("refused: {message}"),
                     }
                 }

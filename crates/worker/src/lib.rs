@@ -24,6 +24,7 @@
 
 pub mod callhome;
 mod held;
+mod inputs;
 mod live;
 pub mod metrics;
 mod set;

@@ -16,6 +16,8 @@ pub(crate) struct LiveStream {
     pub(crate) credit_tokens: u32,
     /// When the thread took it, ns; 0 unless traced.
     pub(crate) recv_ns: u64,
+    /// Its input goes on (see [`crate::inputs`]).
+    pub(crate) talks: bool,
 }
 
 const VACANT: u32 = u32::MAX;
@@ -27,6 +29,7 @@ pub(crate) struct NewStream {
     pub(crate) prompt_tokens: u32,
     pub(crate) credit_tokens: u32,
     pub(crate) recv_ns: u64,
+    pub(crate) talks: bool,
 }
 
 impl LiveStream {
@@ -86,6 +89,7 @@ impl LiveTable {
                 cached_tokens: 0,
                 credit_tokens: 0,
                 recv_ns: 0,
+                talks: false,
             };
             slots.resize(slot + 1, vacant);
         }
@@ -98,6 +102,7 @@ impl LiveTable {
             cached_tokens: 0,
             credit_tokens: new.credit_tokens,
             recv_ns: new.recv_ns,
+            talks: new.talks,
         };
         self.len += 1;
     }

@@ -204,7 +204,7 @@ impl Collector for WorkerCollector {
             self.by_rank(e, name, help, Counter, of)?;
         }
         type OfThread = fn(&ThreadStats) -> f64;
-        let counters: [(&str, &str, OfThread); 9] = [
+        let counters: [(&str, &str, OfThread); 10] = [
             (
                 "slipstream_engine_thread_received",
                 "Requests and controls taken",
@@ -240,6 +240,11 @@ impl Collector for WorkerCollector {
                 "slipstream_engine_thread_superseded",
                 "Streams whose slot was reused",
                 |s| s.superseded.get() as f64,
+            ),
+            (
+                "slipstream_engine_thread_overruns",
+                "Streams ended because more input came than there was room for",
+                |s| s.overruns.get() as f64,
             ),
             (
                 "slipstream_engine_thread_misaddressed",

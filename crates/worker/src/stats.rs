@@ -122,6 +122,8 @@ pub struct ThreadStats {
     pub paused: Cell64,
     /// Streams dropped because their shard reused their slot without killing them (counter).
     pub superseded: Cell64,
+    /// Streams ended because their shard sent more input than there was room for (counter).
+    pub overruns: Cell64,
     /// Messages that named no shard of this plane (counter).
     pub misaddressed: Cell64,
     /// How long requests took from shard to thread.

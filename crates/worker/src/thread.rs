@@ -7,17 +7,19 @@ use std::sync::atomic::Ordering;
 
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
-    FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId, WorkerId,
+    EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId,
+    WorkerId,
 };
 use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
-    End, EventSink, FirstPass, Flushed, Prologue, RefusalReason, StartRequest, StreamAddr,
+    End, EventSink, FirstPass, Flushed, Input, Prologue, RefusalReason, StartRequest, StreamAddr,
     ThreadPort, ToWorker, Usage,
 };
 
 use crate::held::HeldTokens;
+use crate::inputs::{Inputs, Talk};
 use crate::live::{LiveTable, NewStream};
 use crate::set::{Control, LiveTiming, OnReady};
 use crate::stats::{RankStats, ThreadStats};
@@ -87,6 +89,9 @@ pub(crate) struct EngineThread {
     workers: Vec<(WorkerId, u32, u32)>,
     live: LiveTable,
     held: HeldTokens,
+    inputs: Inputs,
+    /// Streams whose turn the last pass answered.
+    turned: Vec<StreamAddr>,
     deadlines: BinaryHeap<Deadline>,
     /// Deadlines set so far.
     sequence: u64,
@@ -148,6 +153,8 @@ impl EngineThread {
             blocks,
             live: LiveTable::new(port.shards()),
             held: HeldTokens::default(),
+            inputs: Inputs::default(),
+            turned: Vec::new(),
             port,
             sink,
             ranks,
@@ -244,6 +251,7 @@ impl EngineThread {
                 ToWorker::Stop { addr, .. } => self.end_early(addr, true),
                 ToWorker::Kill { addr, .. } => self.end_early(addr, false),
                 ToWorker::Credit { addr, bytes, .. } => self.give_credit(addr, bytes),
+                ToWorker::Input(input) => self.take_input(&input),
                 ToWorker::HangUp { addr, .. } => self.hang_up(addr),
                 ToWorker::Resync { rank } => {
                     if let Some(at) = self.rank_index(rank) {
@@ -288,13 +296,19 @@ impl EngineThread {
                 bytes => bytes / TOKEN_BYTES,
             },
             recv_ns: if start.traced { now } else { 0 },
+            talks: start.more,
         };
+        let talks = start.more.then(|| start.request.clone());
         if let Err((reason, message)) = self.admit(at, start, now) {
             self.ranks[at].stats.refused.add(1);
             self.refuse(addr, reason, &message);
             return;
         }
         self.live.insert(addr, new);
+        if let Some(request) = talks {
+            self.inputs.begin(addr, &request);
+            self.go_on(addr, None);
+        }
     }
 
     /// Puts a request into its engine's waiting queue.
@@ -305,6 +319,19 @@ impl EngineThread {
         now: u64,
     ) -> Result<(), (RefusalReason, String)> {
         self.make_way(start.addr)?;
+        let mut request = start.request;
+        request.id = start.addr.into();
+        self.enqueue(at, request, self.ranks[at].model_now(now), now)
+    }
+
+    /// Puts a request into a rank's waiting queue at `model`, which is `now` by its modelled time.
+    fn enqueue(
+        &mut self,
+        at: usize,
+        request: EngineRequest,
+        model: SimTime,
+        now: u64,
+    ) -> Result<(), (RefusalReason, String)> {
         let rank = &mut self.ranks[at];
         let id = rank.id;
         if matches!(rank.phase, Phase::Starting) {
@@ -317,9 +344,6 @@ impl EngineThread {
             let message = format!("{waiting} requests wait at {id}, which is the limit of {limit}");
             return Err((RefusalReason::Busy, message));
         }
-        let model = rank.model_now(now);
-        let mut request = start.request;
-        request.id = start.addr.into();
         rank.engine.add(model, request).map_err(|refusal| {
             let reason = match refusal {
                 Refusal::Duplicate { .. } => RefusalReason::Duplicate,
@@ -334,6 +358,58 @@ impl EngineThread {
             self.awake.push(at as u32);
         }
         Ok(())
+    }
+
+    /// More input of a stream. Of one that has ended meanwhile it crossed the end.
+    fn take_input(&mut self, input: &Input) {
+        let addr = input.addr;
+        let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
+            return;
+        };
+        let max_len = self.ranks[live.rank as usize].engine.max_len() as usize;
+        if talk.take(input).is_err() || talk.gathered() > max_len {
+            self.stats.overruns.add(1);
+            self.end_early(addr, true);
+            return;
+        }
+        self.go_on(addr, None);
+    }
+
+    /// Begins the next turn of a stream whose input goes on, or ends it, and says how much room
+    /// there is for more. `at` is the modelled end of the pass that answered the turn before.
+    fn go_on(&mut self, addr: StreamAddr, at: Option<SimTime>) {
+        let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
+            return;
+        };
+        let rank = live.rank as usize;
+        if talk.is_over() {
+            let end = talk.end();
+            self.inputs.remove(addr);
+            self.live.remove(addr);
+            if let Some(frame) = self.port.frame(addr.shard) {
+                frame.push_end(addr.stream, &end);
+            }
+            return;
+        }
+        if let Some(request) = talk.next_turn(addr) {
+            let now = monotonic_ns();
+            let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
+            if let Err((reason, message)) = self.enqueue(rank, request, model, now) {
+                self.inputs.remove(addr);
+                self.live.remove(addr);
+                self.ranks[rank].stats.refused.add(1);
+                self.refuse(addr, reason, &message);
+                return;
+            }
+        }
+        if let Some(talk) = self.inputs.get_mut(addr) {
+            let due = talk.room_due();
+            if due > 0
+                && let Some(frame) = self.port.frame(addr.shard)
+            {
+                frame.push_room(addr.stream, due);
+            }
+        }
     }
 
     /// Sees to it that the slot of `addr` is vacant here. A shard that reuses a slot has ended its
@@ -372,16 +448,23 @@ impl EngineThread {
         let rank = &mut self.ranks[live.rank as usize];
         let id = RequestId::from(addr);
         let preemptions = rank.engine.preemptions_of(id).unwrap_or_default();
-        let known = rank.engine.abort(id);
-        debug_assert!(known, "a live stream is in its engine");
+        let talk = self.inputs.remove(addr);
+        if talk.as_ref().is_none_or(Talk::is_answering) {
+            let known = rank.engine.abort(id);
+            debug_assert!(known, "a live stream is in its engine");
+        }
         rank.stats.note_engine(&rank.engine.stats());
         rank.stats.finished_abort.add(1);
         if !tell {
             return;
         }
+        let usage = match talk {
+            None => live.usage(preemptions),
+            Some(talk) => talk.usage(),
+        };
         let end = End {
             reason: FinishReason::Abort,
-            usage: live.usage(preemptions),
+            usage,
         };
         if self.held.end(addr, end) {
             return; // behind the tokens that wait for credit
@@ -534,6 +617,8 @@ impl EngineThread {
         let mut streams = Streams {
             live: &mut self.live,
             held: &mut self.held,
+            inputs: &mut self.inputs,
+            turned: &mut self.turned,
             port: &mut self.port,
             stats: &self.stats,
         };
@@ -552,6 +637,13 @@ impl EngineThread {
             );
         }
         self.sink.on_fpm(&self.out.fpm);
+        if !self.turned.is_empty() {
+            let mut turned = std::mem::take(&mut self.turned);
+            for addr in turned.drain(..) {
+                self.go_on(addr, Some(end));
+            }
+            self.turned = turned;
+        }
     }
 
     /// Once a second: ranks that were idle all the while say that they are alive, and streams of
@@ -712,6 +804,8 @@ fn publish_kv(
 struct Streams<'a> {
     live: &'a mut LiveTable,
     held: &'a mut HeldTokens,
+    inputs: &'a mut Inputs,
+    turned: &'a mut Vec<StreamAddr>,
     port: &'a mut ThreadPort,
     stats: &'a ThreadStats,
 }
@@ -721,6 +815,8 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
     let Streams {
         live,
         held,
+        inputs,
+        turned,
         port,
         stats,
     } = streams;
@@ -734,6 +830,16 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             continue;
         };
         let began = first.next_if(|first| first.id == id);
+        if stream.talks
+            && let Some(talk) = inputs.get_mut(addr)
+        {
+            talk.on_token(token);
+            if let Some(began) = began {
+                talk.on_cached(began.cached_tokens);
+            }
+        }
+        // Later turns of a stream have a prologue each in the engine, and none here.
+        let began = began.filter(|_| stream.completion_tokens == 0);
         if let Some(began) = began {
             stream.cached_tokens = began.cached_tokens;
             rank.stats
@@ -757,19 +863,41 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             }
         }
         if let Some(done) = finished.next_if(|done| done.id == id) {
-            let end = end_of(done);
+            let mut end = end_of(done);
+            let reason = done.reason;
+            let mut over = true;
+            if stream.talks
+                && let Some(talk) = inputs.get_mut(addr)
+            {
+                over = talk.on_answered(reason, done.usage.preemptions);
+                if over {
+                    end = talk.end();
+                    inputs.remove(addr);
+                } else {
+                    frame.push_turn(addr.stream, &end);
+                    turned.push(addr);
+                }
+            }
+            if !over {
+                count_finished(rank, reason);
+                continue;
+            }
             if held.is_empty() || !held.end(addr, end) {
                 frame.push_end(addr.stream, &end);
             }
             live.remove(addr);
-            match done.reason {
-                FinishReason::Stop => rank.stats.finished_stop.add(1),
-                FinishReason::Length => rank.stats.finished_length.add(1),
-                FinishReason::Abort => rank.stats.finished_abort.add(1),
-            }
+            count_finished(rank, reason);
         }
     }
     debug_assert!(first.peek().is_none() && finished.peek().is_none());
+}
+
+fn count_finished(rank: &Rank, reason: FinishReason) {
+    match reason {
+        FinishReason::Stop => rank.stats.finished_stop.add(1),
+        FinishReason::Length => rank.stats.finished_length.add(1),
+        FinishReason::Abort => rank.stats.finished_abort.add(1),
+    }
 }
 
 fn prologue(began: &FirstToken, recv_ns: u64, timeline: &Timeline) -> Prologue {

@@ -5,5 +5,6 @@ mod results;
 mod serve;
 mod server;
 mod strangers;
+mod talk;
 mod torture;
 mod twin;

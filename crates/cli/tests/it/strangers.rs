@@ -526,6 +526,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
         dispatched_ns: 1,
         credit_bytes: NO_LIMIT,
         traced: false,
+        more: false,
     };
     let mut bytes = Vec::new();
     wire::encode_start(&start, &mut bytes);

@@ -22,7 +22,7 @@ pub use logprobs::{LogprobsPiece, TokenLogprob};
 pub use request::{
     ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,
     NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
-    parse_chat, parse_completion,
+    parse_chat, parse_completion, parse_turn,
 };
 pub use sse::SseRender;
 pub use tokenize::{

@@ -134,6 +134,26 @@ pub fn parse_completion(body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
     parse(Kind::Completion, body)
 }
 
+/// Parses a further line of a request whose body goes on: `{"prompt": …}`, text or token ids.
+///
+/// # Errors
+/// As [`parse_chat`].
+pub fn parse_turn(line: &[u8]) -> Result<PromptInput<'_>, ApiError> {
+    let mut prompt = None;
+    read_members(
+        line,
+        |name| name == "prompt",
+        |name, value| {
+            prompt = Some(match value {
+                Json::Text(text) => PromptInput::Text(text),
+                value => PromptInput::Tokens(tokens(name, value)?),
+            });
+            Ok(())
+        },
+    )?;
+    prompt.ok_or_else(|| missing("prompt"))
+}
+
 fn parse(kind: Kind, body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
     let mut raw = Raw::new();
     read_members(

@@ -5,7 +5,7 @@ mod rig;
 use std::collections::BTreeSet;
 
 use rig::{Rig, Setup, Shard, config, engine, expected, rank, until, workers};
-use slipstream_base::{FinishReason, KvDelta, KvOp, RankId, TokenId, WorkerId};
+use slipstream_base::{FinishReason, KvDelta, KvOp, RankId, TokenId, WorkerId, mix};
 use slipstream_engine::timing::{Constant, StepLoad, StepTime};
 use slipstream_planes::{
     Plane, PlaneLimits, RefusalReason, StreamAddr, StreamId, ThreadPort, ToWorker,
@@ -544,4 +544,97 @@ fn data_parallel_ranks_are_engines_of_their_own() {
         .collect();
     assert_eq!(passes, [0, 3]);
     assert_eq!(*rig.ready.lock().unwrap(), [WorkerId(0)], "told once");
+}
+
+/// Ends a turn with `tokens` once the stream at `addr` was accepted and has ended `turns` turns.
+fn say(rig: &mut Rig, addr: StreamAddr, turns: usize, tokens: &[TokenId], last: bool) {
+    let accepted = |answer: &rig::Answer| answer.room_bytes > 0 && answer.turns.len() >= turns;
+    rig.shards[0].read_until(|shard| accepted(shard.answer(addr)));
+    rig.shards[0].send_input(addr, rank(0), tokens, true, last);
+}
+
+#[test]
+fn a_stream_whose_input_goes_on_is_answered_turn_by_turn() {
+    let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
+    let request = Shard::request(&prompt(1, 10), 6, 7);
+    let addr = rig.shards[0].start_talk(rank(0), request);
+    say(&mut rig, addr, 0, &prompt(2, 5), false); // while the first is answered, or after
+    rig.shards[0].send_input(addr, rank(0), &prompt(3, 3), false, false);
+    rig.shards[0].send_input(addr, rank(0), &prompt(4, 2), true, true);
+    rig.shards[0].read_all();
+    let answer = rig.shards[0].answer(addr);
+    let seeds = [7, mix::draw(7, 1), mix::draw(7, 2)];
+    let whole: Vec<TokenId> = seeds.iter().flat_map(|&seed| expected(seed, 6)).collect();
+    assert_eq!(answer.tokens, whole);
+    let usage = answer.end.unwrap().usage;
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens), (20, 18));
+    let turns: Vec<_> = answer.turns.iter().map(|end| end.usage).collect();
+    assert_eq!(turns.len(), 2, "the third is the end");
+    assert_eq!((turns[0].prompt_tokens, turns[1].prompt_tokens), (10, 21));
+    assert!(
+        turns[1].cached_tokens >= 12,
+        "what was said is cached: {turns:?}"
+    );
+    assert_eq!(
+        answer.room_bytes,
+        (64 << 10) + 10 * 4,
+        "as much as was taken"
+    );
+    assert_eq!(rig.set.thread_stats().next().unwrap().streams.get(), 0);
+}
+
+#[test]
+fn a_stream_between_its_turns_can_be_ended_stopped_and_killed() {
+    let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
+    let begin = |rig: &mut Rig| {
+        let addr = rig.shards[0].start_talk(rank(0), Shard::request(&prompt(1, 10), 6, 7));
+        say(rig, addr, 1, &prompt(2, 5), false);
+        rig.shards[0].read_until(|shard| shard.answer(addr).turns.len() == 2);
+        addr
+    };
+    let ended = begin(&mut rig);
+    rig.shards[0].send_input(ended, rank(0), &[], false, true);
+    rig.shards[0].read_all();
+    let end = rig.shards[0].answer(ended).end.unwrap();
+    assert_eq!(end.usage.completion_tokens, 12);
+    assert_ne!(end.reason, FinishReason::Abort);
+    let stopped = begin(&mut rig);
+    let stop = ToWorker::Stop {
+        rank: rank(0),
+        addr: stopped,
+    };
+    rig.shards[0].port.send(stop).unwrap();
+    rig.shards[0].read_all();
+    let end = rig.shards[0].answer(stopped).end.unwrap();
+    assert_eq!(end.reason, FinishReason::Abort);
+    assert_eq!(end.usage.completion_tokens, 12);
+    let killed = begin(&mut rig);
+    let kill = ToWorker::Kill {
+        rank: rank(0),
+        addr: killed,
+    };
+    rig.shards[0].port.send(kill).unwrap();
+    // What crossed the kill is for nobody.
+    rig.shards[0].send_input(killed, rank(0), &[1], true, false);
+    rig.shards[0].settle(rank(0));
+    assert_eq!(rig.shards[0].answer(killed).end, None);
+    let thread = rig.set.thread_stats().next().unwrap();
+    assert_eq!((thread.streams.get(), thread.overruns.get()), (0, 0));
+    assert_eq!(rig.set.ranks()[0].used_blocks.get(), 0);
+}
+
+#[test]
+fn input_beyond_its_room_or_behind_its_last_ends_the_stream_and_is_counted() {
+    let mut rig = Setup::default().start_ready(workers(1, 1_000_000));
+    for (count, tokens, last) in [(1, vec![5; (64 << 8) + 1], false), (2, vec![5], true)] {
+        let addr = rig.shards[0].start_talk(rank(0), Shard::request(&prompt(1, 10), 400, 7));
+        rig.shards[0].read_until(|shard| shard.answer(addr).room_bytes > 0);
+        rig.shards[0].send_input(addr, rank(0), &[1], false, last);
+        rig.shards[0].send_input(addr, rank(0), &tokens, true, false);
+        rig.shards[0].read_all();
+        let end = rig.shards[0].answer(addr).end.unwrap();
+        assert_eq!(end.reason, FinishReason::Abort);
+        let thread = rig.set.thread_stats().next().unwrap();
+        assert_eq!((thread.overruns.get(), thread.streams.get()), (count, 0));
+    }
 }

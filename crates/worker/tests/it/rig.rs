@@ -15,8 +15,8 @@ use slipstream_engine::timing::{Constant, StepTime};
 use slipstream_engine::{Engine, OutputModel, output_token};
 use slipstream_planes::ring::Polled;
 use slipstream_planes::{
-    End, Entry, EventSink, FirstPass, Plane, PlaneLimits, Prologue, RefusalReason, Registration,
-    ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
+    End, Entry, EventSink, FirstPass, Input, Plane, PlaneLimits, Prologue, RefusalReason,
+    Registration, ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
 };
 use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec};
 
@@ -171,6 +171,10 @@ pub(crate) struct Answer {
     pub(crate) end: Option<End>,
     /// When the last frame with news of it was sent, ns.
     pub(crate) last_sent_ns: u64,
+    /// Ends of turns.
+    pub(crate) turns: Vec<End>,
+    /// Room given for input, all in all.
+    pub(crate) room_bytes: u32,
 }
 
 impl Answer {
@@ -232,7 +236,39 @@ impl Shard {
         addr
     }
 
+    /// As [`Shard::start`], for a stream whose input goes on.
+    pub(crate) fn start_talk(&mut self, rank: RankId, request: EngineRequest) -> StreamAddr {
+        let registration = self.table.register(()).unwrap();
+        let addr = registration.addr();
+        self.send(addr, rank, request, true);
+        self.answers.insert(addr.stream, Answer::default());
+        self.open.insert(addr.stream, registration);
+        addr
+    }
+
+    pub(crate) fn send_input(
+        &mut self,
+        addr: StreamAddr,
+        rank: RankId,
+        tokens: &[TokenId],
+        ends_turn: bool,
+        last: bool,
+    ) {
+        let input = Input {
+            rank,
+            addr,
+            tokens: tokens.into(),
+            ends_turn,
+            last,
+        };
+        self.port.send(ToWorker::Input(Box::new(input))).unwrap();
+    }
+
     pub(crate) fn send_start(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest) {
+        self.send(addr, rank, request, false);
+    }
+
+    fn send(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest, more: bool) {
         let start = StartRequest {
             addr,
             rank,
@@ -240,6 +276,7 @@ impl Shard {
             dispatched_ns: slipstream_planes::clock::monotonic_ns(),
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: true,
+            more,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
     }
@@ -326,6 +363,8 @@ fn note(answer: &mut Answer, entry: Entry<'_>) {
             answer.first = answer.first.or(first);
             answer.tokens.extend_from_slice(tokens);
         }
+        Entry::Turn { end, .. } => answer.turns.push(end),
+        Entry::Room { bytes, .. } => answer.room_bytes += bytes,
         Entry::End { end, .. } => answer.end = Some(end),
     }
 }

@@ -21,8 +21,7 @@ use crate::body::{Template, TemplateParts};
 use crate::client::{self, Failure};
 use crate::process;
 use crate::target::{Endpoint, PromptForm, Target};
-use slipstream_report::Slo;
-use slipstream_report::Totals;
+use slipstream_report::{Distributions, Objectives, Series, Totals};
 
 /// What is run, and how.
 #[derive(Clone, Debug)]
@@ -50,7 +49,7 @@ pub struct Config {
     /// Token ids that the server's model has, for [`PromptForm::Tokens`].
     pub token_ids: std::ops::Range<u32>,
     /// Objectives.
-    pub slo: Option<Slo>,
+    pub slo: Objectives,
     /// Requests sent and answered before measuring begins; of the same kind, with other texts.
     pub warmup: u64,
     /// A request may take so long.
@@ -66,6 +65,8 @@ pub struct Config {
     /// Write one drag record a request to this file: CSV, or Parquet if its name ends in
     /// `.parquet`.
     pub drag: Option<PathBuf>,
+    /// Keep the run over time.
+    pub series: bool,
     /// Ask the server for the times of its stages.
     pub trace_stages: bool,
     /// Processes whose cost is the server's.
@@ -104,6 +105,10 @@ pub struct Progress {
 pub struct Outcome {
     /// The measures.
     pub report: RunReport,
+    /// The latencies behind its percentiles.
+    pub distributions: Distributions,
+    /// The run over time, if it was kept.
+    pub series: Option<Box<Series>>,
     /// Whether the run was cut short by an interrupt.
     pub interrupted: bool,
     /// What a reader of the report should know.
@@ -416,8 +421,8 @@ impl Shared {
             tokens: totals.tokens(),
             throughput: totals.throughput(),
             latency: totals.latencies(),
-            goodput: c.slo.as_ref().map(|slo| totals.goodput(slo)),
-            classes: Vec::new(),
+            goodput: totals.goodput(&c.slo),
+            classes: totals.class_reports(&c.slo),
             gpu: None,
             client: Some(cost(own_cpu_s, own_rss)),
             server,
@@ -425,6 +430,8 @@ impl Shared {
         };
         Ok(Outcome {
             report,
+            distributions: totals.distributions(),
+            series: totals.series.clone(),
             interrupted,
             notes,
         })

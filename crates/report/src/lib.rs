@@ -5,7 +5,7 @@
 //!
 //! - [`hand_over`]: the gaps between stages of one run beside those of another.
 //! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
-//! - [`measure`]: what a run has shown so far, to be added up over threads; [`slo`]: objectives.
+//! - [`measure`]: what a run has shown so far, to be added up over threads; [`objectives`]: what requests are to meet.
 //! - [`run`]: the result of one run, as printed and as JSON.
 //! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
 //! - [`record`]: files of records, CSV or Parquet.
@@ -21,18 +21,19 @@ pub mod hand_over;
 pub mod html;
 pub mod latency;
 pub mod measure;
+pub mod objectives;
 pub mod pass;
 pub mod perfetto;
 pub mod record;
 pub mod run;
 pub mod series;
-pub mod slo;
 pub mod table;
 
 pub use drag::{DragReader, DragRecord, DragWriter};
 pub use latency::{Latency, Percentiles};
-pub use measure::{Answered, Distributions, Timeline, Totals};
+pub use measure::{Answered, Distributions, Failed, Timeline, Totals};
+pub use objectives::Objectives;
 pub use pass::PassRecord;
 pub use run::RunReport;
 pub use series::Series;
-pub use slo::Slo;
+pub use slipstream_base::Slo;

@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use crate::latency::Latency;
 use crate::run::{ErrorCount, Goodput, Latencies, RequestCounts, Throughput, TokenCounts};
 
-use crate::slo::{Shown, Slo};
+use crate::objectives::Objectives;
+use crate::run::ClassReport;
+use crate::series::{Ended, Series};
+use slipstream_base::slo::Shown;
 
 /// Times of one request as its answer arrives, ns of `CLOCK_MONOTONIC`.
 ///
@@ -88,6 +91,19 @@ pub struct Answered {
     pub events: u64,
     /// Whether tokens came one by one, so that gaps and TPOT mean something.
     pub streamed: bool,
+    /// Its class, as an index into those of the workload.
+    pub class: u32,
+}
+
+/// A request that failed.
+#[derive(Clone, Copy, Debug)]
+pub struct Failed<'a> {
+    /// One of a few kinds.
+    pub kind: &'a str,
+    /// What it said.
+    pub example: &'a str,
+    /// Its class, as an index into those of the workload.
+    pub class: u32,
 }
 
 /// The latencies of a run, as histograms.
@@ -120,18 +136,49 @@ pub struct Totals {
     met: u64,
     first_due: Option<u64>,
     last_end: u64,
+    /// By class, where the objectives name any.
+    classes: Vec<ClassTotals>,
+    /// The run over time, if it is kept.
+    pub series: Option<Box<Series>>,
+}
+
+/// Sums over the requests of a class.
+#[derive(Clone, Debug, Default)]
+struct ClassTotals {
+    ttft: Latency,
+    tpot: Latency,
+    e2e: Latency,
+    succeeded: u64,
+    failed: u64,
+    input_tokens: u64,
+    output_tokens: u64,
+    met: u64,
+}
+
+impl ClassTotals {
+    fn add(&mut self, other: &ClassTotals) {
+        self.ttft.add(&other.ttft);
+        self.tpot.add(&other.tpot);
+        self.e2e.add(&other.e2e);
+        self.succeeded += other.succeeded;
+        self.failed += other.failed;
+        self.input_tokens += other.input_tokens;
+        self.output_tokens += other.output_tokens;
+        self.met += other.met;
+    }
 }
 
 impl Totals {
     /// Counts a request that was answered.
-    pub fn on_answered(&mut self, answered: &Answered, slo: Option<&Slo>) {
+    pub fn on_answered(&mut self, answered: &Answered, objectives: &Objectives) {
         let t = &answered.timeline;
         self.on_ended(t, t.last);
         self.requests.succeeded += 1;
         let shown = t.shown(answered.output_tokens, answered.events);
         self.ttft.record(shown.ttft);
         self.e2e.record(shown.e2e);
-        if answered.streamed && answered.output_tokens > 1 {
+        let has_tpot = answered.streamed && answered.output_tokens > 1;
+        if has_tpot {
             self.tpot.record(shown.tpot);
         }
         self.tokens.input += answered.input_tokens;
@@ -140,14 +187,78 @@ impl Totals {
         if let Some(cached) = answered.cached_tokens {
             *self.tokens.cached.get_or_insert(0) += cached;
         }
-        self.met += u64::from(slo.is_some_and(|slo| slo.is_met(&shown)));
+        let met = u64::from(objectives.are_met(answered.class, &shown));
+        self.met += met;
+        if !objectives.classes.is_empty() {
+            let class = self.class(answered.class);
+            class.ttft.record(shown.ttft);
+            class.e2e.record(shown.e2e);
+            if has_tpot {
+                class.tpot.record(shown.tpot);
+            }
+            class.succeeded += 1;
+            class.input_tokens += answered.input_tokens;
+            class.output_tokens += answered.output_tokens;
+            class.met += met;
+        }
+        if let Some(series) = &mut self.series {
+            series.on_request(&Ended {
+                due: t.due,
+                first: t.first,
+                last: t.last,
+                input_tokens: answered.input_tokens,
+                cached_tokens: answered.cached_tokens.unwrap_or(0),
+                output_tokens: answered.output_tokens,
+                ok: true,
+            });
+        }
     }
 
-    /// Counts a request that failed at `now`. `kind` is one of a few; `example` says more.
-    pub fn on_failed(&mut self, timeline: &Timeline, kind: &str, example: &str, now: u64) {
+    fn class(&mut self, class: u32) -> &mut ClassTotals {
+        let at = class as usize;
+        if at >= self.classes.len() {
+            self.classes.resize_with(at + 1, ClassTotals::default);
+        }
+        &mut self.classes[at]
+    }
+
+    /// `events` events with text of one request came in one read at `now`.
+    pub fn on_events(&mut self, timeline: &mut Timeline, events: u64, now: u64) {
+        let before = (timeline.first > 0).then_some(timeline.last);
+        timeline.on_events(events, now, &mut self.itl);
+        if let (Some(series), 1..) = (&mut self.series, events) {
+            if let Some(before) = before {
+                series.on_gaps(now, now.saturating_sub(before), 1);
+            }
+            series.on_gaps(now, 0, events - 1);
+        }
+    }
+
+    /// Counts a request that failed at `now`.
+    pub fn on_failed(
+        &mut self,
+        timeline: &Timeline,
+        failed: &Failed<'_>,
+        now: u64,
+        objectives: &Objectives,
+    ) {
         self.on_ended(timeline, now);
         self.requests.failed += 1;
-        self.count_error(kind, 1, example);
+        self.count_error(failed.kind, 1, failed.example);
+        if !objectives.classes.is_empty() {
+            self.class(failed.class).failed += 1;
+        }
+        if let Some(series) = &mut self.series {
+            series.on_request(&Ended {
+                due: timeline.due,
+                first: now,
+                last: now,
+                input_tokens: 0,
+                cached_tokens: 0,
+                output_tokens: 0,
+                ok: false,
+            });
+        }
     }
 
     fn count_error(&mut self, kind: &str, count: u64, example: &str) {
@@ -206,6 +317,14 @@ impl Totals {
             (a, b) => a.or(b),
         };
         self.last_end = self.last_end.max(other.last_end);
+        for (index, class) in other.classes.iter().enumerate() {
+            self.class(index as u32).add(class);
+        }
+        match (&mut self.series, &other.series) {
+            (Some(mine), Some(theirs)) => mine.add(theirs),
+            (mine @ None, Some(theirs)) => *mine = Some(theirs.clone()),
+            (_, None) => {}
+        }
     }
 
     /// First due to last end, s.
@@ -249,14 +368,48 @@ impl Totals {
         }
     }
 
-    /// Requests that met `slo`.
-    pub fn goodput(&self, slo: &Slo) -> Goodput {
-        Goodput {
-            slo: slo.to_string(),
+    /// Requests that met their objectives; `None` if none are stated.
+    pub fn goodput(&self, objectives: &Objectives) -> Option<Goodput> {
+        objectives.are_stated().then(|| Goodput {
+            slo: objectives.to_string(),
             met: self.met,
             share: self.met as f64 / self.requests.sent.max(1) as f64,
             requests_per_s: self.per_s(self.met),
-        }
+        })
+    }
+
+    /// Requests a second that met every objective there was for them; without any, that were answered.
+    pub fn goodput_per_s(&self) -> f64 {
+        self.per_s(self.met)
+    }
+
+    /// Each class that the objectives name.
+    pub fn class_reports(&self, objectives: &Objectives) -> Vec<ClassReport> {
+        let named = objectives.classes.iter().enumerate();
+        named
+            .map(|(index, (name, _))| {
+                let none = ClassTotals::default();
+                let class = self.classes.get(index).unwrap_or(&none);
+                let sent = class.succeeded + class.failed;
+                ClassReport {
+                    name: name.clone(),
+                    sent,
+                    succeeded: class.succeeded,
+                    failed: class.failed,
+                    input_tokens: class.input_tokens,
+                    output_tokens: class.output_tokens,
+                    ttft_ms: class.ttft.percentiles(),
+                    tpot_ms: class.tpot.percentiles(),
+                    e2e_ms: class.e2e.percentiles(),
+                    goodput: objectives.of_class(index as u32).map(|slo| Goodput {
+                        slo: slo.to_string(),
+                        met: class.met,
+                        share: class.met as f64 / sent.max(1) as f64,
+                        requests_per_s: self.per_s(class.met),
+                    }),
+                }
+            })
+            .collect()
     }
 
     fn per_s(&self, count: u64) -> f64 {
@@ -288,6 +441,7 @@ mod tests {
             cached_tokens: Some(4),
             events: tokens,
             streamed: true,
+            class: 0,
         };
         (answered, itl)
     }
@@ -308,11 +462,16 @@ mod tests {
 
     #[test]
     fn two_threads_add_up() {
-        let slo: Slo = "ttft=100ms".parse().unwrap();
+        let slo = Objectives::from("ttft=100ms".parse::<slipstream_base::Slo>().unwrap());
         let (mut a, mut b) = (Totals::default(), Totals::default());
-        a.on_answered(&answered(0, &[(1, 50 * MS), (1, 100 * MS)]).0, Some(&slo));
-        b.on_answered(&answered(0, &[(1, 500 * MS)]).0, Some(&slo));
-        b.on_failed(&Timeline::new(5), "http 503", "busy", 1_000 * MS);
+        a.on_answered(&answered(0, &[(1, 50 * MS), (1, 100 * MS)]).0, &slo);
+        b.on_answered(&answered(0, &[(1, 500 * MS)]).0, &slo);
+        let failed = Failed {
+            kind: "http 503",
+            example: "busy",
+            class: 0,
+        };
+        b.on_failed(&Timeline::new(5), &failed, 1_000 * MS, &slo);
         a.add(&b);
         assert_eq!(
             (a.requests.sent, a.requests.succeeded, a.requests.failed),
@@ -321,8 +480,62 @@ mod tests {
         assert_eq!(a.duration_s(), 1.0);
         assert_eq!(a.throughput().requests_per_s, 2.0);
         assert_eq!(a.tokens().cached, Some(8));
-        assert_eq!((a.goodput(&slo).met, a.errors["http 503"].count), (1, 1));
+        assert_eq!(
+            (a.goodput(&slo).unwrap().met, a.errors["http 503"].count),
+            (1, 1)
+        );
         // One token has no gap, so one TPOT only.
         assert_eq!(a.latencies().tpot_ms.unwrap().count, 1);
+        assert!(a.class_reports(&slo).is_empty());
+    }
+
+    #[test]
+    fn each_class_is_held_to_its_own_objectives() {
+        let slo = |text: &str| text.parse::<slipstream_base::Slo>().unwrap();
+        let objectives = Objectives {
+            all: Some(slo("ttft=60ms")),
+            classes: vec![
+                ("chat".into(), None),
+                ("batch".into(), Some(slo("e2e=10s"))),
+                ("none came".into(), None),
+            ],
+        };
+        let (mut a, mut b) = (Totals::default(), Totals::default());
+        for (class, first) in [(0, 50), (0, 70), (1, 9_000)] {
+            let totals = if class == 0 { &mut a } else { &mut b };
+            let (mut answered, _) = answered(0, &[(1, first * MS)]);
+            answered.class = class;
+            totals.on_answered(&answered, &objectives);
+        }
+        let failed = Failed {
+            kind: "timeout",
+            example: "",
+            class: 1,
+        };
+        b.on_failed(&Timeline::new(0), &failed, 10_000 * MS, &objectives);
+        a.add(&b);
+        assert_eq!(a.goodput(&objectives).unwrap().met, 2);
+        assert_eq!(a.goodput_per_s(), 0.2);
+        let reports = a.class_reports(&objectives);
+        let seen: Vec<_> = reports
+            .iter()
+            .map(|r| {
+                (
+                    r.sent,
+                    r.failed,
+                    r.goodput.as_ref().map(|g| (g.met, g.share)),
+                )
+            })
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (2, 0, Some((1, 0.5))),
+                (2, 1, Some((1, 0.5))),
+                (0, 0, Some((0, 0.0)))
+            ]
+        );
+        assert_eq!(reports[1].ttft_ms.unwrap().p50, 9_000.0);
+        assert_eq!(objectives.to_string(), "batch: e2e=10s; ttft=60ms");
     }
 }

@@ -312,6 +312,13 @@ impl RunReport {
                 goodput.slo
             ));
         }
+        if let Some(gpu) = &self.gpu {
+            say(format!(
+                "GPU-hours  {} on {} GPUs",
+                number(gpu.hours),
+                grouped(gpu.gpus)
+            ));
+        }
         for (who, cost) in [("client", &self.client), ("server", &self.server)] {
             if let Some(cost) = cost {
                 let rss = cost.rss_peak_bytes.map_or(String::new(), |b| {
@@ -341,12 +348,58 @@ impl RunReport {
         }
         out.push('\n');
         out.push_str(&table.render(false));
+        if !self.classes.is_empty() {
+            out.push('\n');
+            out.push_str(&self.render_classes());
+        }
         writeln!(
             out,
             "from due to received; percentiles to {SIGNIFICANT_DIGITS} digits; tokens that arrive in one read share its time"
         )
         .expect("a String takes every write");
         out
+    }
+}
+
+impl RunReport {
+    fn render_classes(&self) -> String {
+        let mut table = Table::new([
+            "class",
+            "requests",
+            "failed",
+            "goodput/s",
+            "within %",
+            "TTFT p50",
+            "p99",
+            "TPOT p50",
+            "p99",
+            "E2E p50",
+            "p99",
+        ]);
+        for class in &self.classes {
+            let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
+                p.as_ref()
+                    .map_or_else(|| "-".to_owned(), |p| number(get(p)))
+            };
+            let goodput = |get: fn(&Goodput) -> f64| {
+                let goodput = class.goodput.as_ref();
+                goodput.map_or_else(|| "-".to_owned(), |g| number(get(g)))
+            };
+            table.row([
+                class.name.clone(),
+                grouped(class.sent),
+                grouped(class.failed),
+                goodput(|g| g.requests_per_s),
+                goodput(|g| g.share * 100.0),
+                of(class.ttft_ms, |p| p.p50),
+                of(class.ttft_ms, |p| p.p99),
+                of(class.tpot_ms, |p| p.p50),
+                of(class.tpot_ms, |p| p.p99),
+                of(class.e2e_ms, |p| p.p50),
+                of(class.e2e_ms, |p| p.p99),
+            ]);
+        }
+        table.render(false)
     }
 }
 

@@ -246,7 +246,7 @@ impl Lane {
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             let record = flight.record(self.rank, &done.usage, now);
-            tally.note(&record, flight.gap_max, rules.options.slo.as_ref());
+            tally.note(&record, flight.gap_max, &rules.options.slo);
             if rules.records {
                 ended.push(Ended {
                     rank: record.rank,
@@ -452,7 +452,7 @@ impl Shared<'_> {
         for e in &ended {
             let record = e.record();
             if e.error.is_some() {
-                tally.note(&record, 0, self.rules.options.slo.as_ref());
+                tally.note(&record, 0, &self.rules.options.slo);
             }
             if self.rules.records {
                 sink.on_request(&record);

@@ -13,7 +13,7 @@ use slipstream_base::{BlockHash, EngineRequest, GenerationParams, RankId, SimTim
 use slipstream_engine::timing::{StepLoad, StepTime, TimingError};
 use slipstream_engine::{DecodeRun, Engine, EngineError, OutputModel, PassOutput};
 use slipstream_report::run::EngineCounts;
-use slipstream_report::{Answered, PassRecord, Slo, Timeline, Totals};
+use slipstream_report::{Answered, Failed, Objectives, PassRecord, Timeline, Totals};
 use slipstream_router::{Fleet, FleetError, RouteError, RouteRequest, Router};
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
@@ -25,7 +25,7 @@ use crate::node::{Flight, Flights, Node, Phase};
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Objectives for goodput.
-    pub slo: Option<Slo>,
+    pub slo: Objectives,
     /// End the run at this time, though requests are under way.
     pub time_max: SimTime,
     /// Jump over decode passes in which nothing happens. The result is the same without.
@@ -49,7 +49,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            slo: None,
+            slo: Objectives::default(),
             time_max: SimTime::MAX,
             jump: true,
             each_token: false,
@@ -443,7 +443,7 @@ impl<'a> Sim<'a> {
             self.continuing -= usize::from(flight.request.has_next());
             let rank = self.ranks[flight.target as usize];
             let record = flight.record(rank, &done.usage, now);
-            let slo = self.options.slo.as_ref();
+            let slo = &self.options.slo;
             self.tally.note(&record, flight.gap_max, slo);
             sink.on_request(&record);
             self.schedule
@@ -469,7 +469,7 @@ impl<'a> Sim<'a> {
                     preemptions: 0,
                     error: Some(&error),
                 };
-                self.tally.note(&record, 0, self.options.slo.as_ref());
+                self.tally.note(&record, 0, &self.options.slo);
                 sink.on_request(&record);
                 self.schedule.on_failed(&request);
             }
@@ -666,7 +666,7 @@ pub(crate) struct Tally {
 
 impl Tally {
     /// Counts a request that has ended.
-    pub(crate) fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: Option<&Slo>) {
+    pub(crate) fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: &Objectives) {
         let mut timeline = Timeline::new(record.request.due.0);
         (timeline.first, timeline.last) = (record.first.0, record.last.0);
         timeline.gap_max = gap_max;
@@ -685,10 +685,17 @@ impl Tally {
         }
         // A sum, so that it does not matter in which order requests ended at one time.
         self.digest = self.digest.wrapping_add(hash);
+        let class = record.request.class;
         match record.error {
-            Some(error) => self
-                .totals
-                .on_failed(&timeline, "refused", error, record.last.0),
+            Some(error) => {
+                let failed = Failed {
+                    kind: "refused",
+                    example: error,
+                    class,
+                };
+                self.totals
+                    .on_failed(&timeline, &failed, record.last.0, slo);
+            }
             None => self.totals.on_answered(
                 &Answered {
                     timeline,
@@ -697,6 +704,7 @@ impl Tally {
                     cached_tokens: Some(record.cached_tokens.into()),
                     events: record.output_tokens.into(),
                     streamed: true,
+                    class,
                 },
                 slo,
             ),

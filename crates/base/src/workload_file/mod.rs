@@ -8,6 +8,8 @@ mod read;
 
 use std::path::PathBuf;
 
+use crate::slo::Slo;
+
 pub use read::read;
 
 /// A whole workload.
@@ -123,6 +125,8 @@ pub struct Class {
     pub prefix: Vec<PrefixLevel>,
     /// More than one turn.
     pub session: SessionShape,
+    /// Objectives of its requests, for goodput; `None`: those of the run.
+    pub slo: Option<Slo>,
 }
 
 impl Default for Class {
@@ -136,6 +140,7 @@ impl Default for Class {
             priority: 0,
             prefix: Vec::new(),
             session: SessionShape::default(),
+            slo: None,
         }
     }
 }

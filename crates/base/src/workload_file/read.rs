@@ -172,7 +172,15 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     })
 }
 
-const CLASS_KEYS: [&str; 6] = ["isl", "osl", "ignore_eos", "priority", "prefix", "session"];
+const CLASS_KEYS: [&str; 7] = [
+    "isl",
+    "osl",
+    "ignore_eos",
+    "priority",
+    "slo",
+    "prefix",
+    "session",
+];
 
 fn refuse_class_keys(root: &Table<'_>, why: &str) {
     for key in CLASS_KEYS {
@@ -210,6 +218,17 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         .get::<i64>("priority")
         .within(i64::from(i32::MIN)..=i64::from(i32::MAX))
         .or(0) as i32;
+    let slo = t.get::<String>("slo").optional().and_then(|text| {
+        text.parse()
+            .map_err(|error: String| {
+                t.mistake(
+                    "slo",
+                    format!("`slo`: {error}"),
+                    "write for example `slo = \"ttft=1s,itl=50ms\"`",
+                );
+            })
+            .ok()
+    });
     let [isl, osl] = read_dists(
         t,
         &[
@@ -224,6 +243,7 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         osl,
         ignore_eos,
         priority,
+        slo,
         prefix: t.array("prefix", |_, level| {
             let branches = level.get("branches").within(1..=BRANCHES_MAX).required(
                 "say how many different texts this level has: `branches = 8`",

@@ -27,7 +27,7 @@ use crate::http::{Head, Parser};
 use crate::process::monotonic_ns;
 use crate::run::{BenchError, Shared};
 use crate::target::Endpoint;
-use slipstream_report::{Answered, Timeline, Totals};
+use slipstream_report::{Answered, Failed, Series, Timeline, Totals};
 
 /// Salt of the warm-up's texts: any number but 0, which is the workload itself.
 const WARMUP_SALT: u64 = 0x7761_726d;
@@ -146,6 +146,10 @@ impl Worker {
         shard: Shard,
         start_ns: u64,
     ) -> Worker {
+        let mut totals = Totals::default();
+        if shared.config.series {
+            totals.series = Some(Box::new(Series::new(start_ns, Vec::new())));
+        }
         Worker {
             in_flight_max: shard.part_of(shared.config.in_flight_max).max(1),
             shared,
@@ -153,7 +157,7 @@ impl Worker {
             index: shard.index as usize,
             start_ns,
             schedule: RefCell::new(schedule),
-            totals: RefCell::default(),
+            totals: RefCell::new(totals),
             answers: RefCell::default(),
             ended: Notify::new(),
             failure: Cell::new(None),
@@ -343,7 +347,7 @@ impl Worker {
                 })?;
                 let events = answer.events - before;
                 if events > 0 {
-                    timeline.on_events(events, now, &mut self.totals.borrow_mut().itl);
+                    self.totals.borrow_mut().on_events(timeline, events, now);
                     progress.events.fetch_add(events, Relaxed);
                 }
                 Ok(())
@@ -413,6 +417,7 @@ impl Worker {
             cached_tokens: usage.cached_tokens.map(u64::from),
             events: answer.events,
             streamed: head.event_stream,
+            class: request.class,
         })
     }
 
@@ -431,7 +436,7 @@ impl Worker {
         let progress = &self.shared.progress[self.index];
         match &end {
             End::Answered(answered) => {
-                totals.on_answered(answered, self.shared.config.slo.as_ref());
+                totals.on_answered(answered, &self.shared.config.slo);
                 let tokens = answered.output_tokens as u32;
                 if schedule.on_done(request, tokens, SimTime(now.saturating_sub(self.start_ns))) {
                     answers
@@ -443,7 +448,12 @@ impl Worker {
                 }
             }
             End::Failed { kind, example } => {
-                totals.on_failed(timeline, kind, example, now);
+                let failed = Failed {
+                    kind,
+                    example,
+                    class: request.class,
+                };
+                totals.on_failed(timeline, &failed, now, &self.shared.config.slo);
                 schedule.on_failed(request);
                 answers.remove(&request.session);
                 progress.failed.fetch_add(1, Relaxed);

@@ -16,7 +16,7 @@ use slipstream_base::workload_file::{
 use slipstream_bench::answer::{Answer, TextField};
 use slipstream_bench::http::Parser;
 use slipstream_bench::{BenchError, Config, Endpoint, Outcome, PromptForm, Target, run};
-use slipstream_report::{DragReader, DragRecord, RunReport};
+use slipstream_report::{DragReader, DragRecord, Objectives, RunReport};
 use slipstream_workload::Vocabulary;
 
 fn workload(arrival: Arrival, requests: u64, isl: f64, osl: f64) -> Workload {
@@ -50,7 +50,7 @@ fn config(fake: &Fake, workload: Workload) -> Config {
         workload_name: "test".into(),
         vocabulary: Vocabulary::english(),
         token_ids: 10..20,
-        slo: None,
+        slo: Objectives::default(),
         warmup: 0,
         timeout: Duration::from_secs(30),
         connect_timeout: Duration::from_secs(5),
@@ -58,6 +58,7 @@ fn config(fake: &Fake, workload: Workload) -> Config {
         in_flight_max: 100,
         retries: 0,
         drag: None,
+        series: false,
         trace_stages: false,
         server_pids: Vec::new(),
         scrape_metrics: false,
@@ -408,7 +409,7 @@ fn goodput_counts_requests_within_all_objectives() {
     let fake = Fake::start(|r| Reply::Bytes(stream(r)));
     let with = |slo: &str| {
         let report = bench(Config {
-            slo: Some(slo.parse().unwrap()),
+            slo: Objectives::from(slo.parse::<slipstream_base::Slo>().unwrap()),
             ..config(&fake, closed(1, 4))
         });
         report.goodput.unwrap().met

@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
-use slipstream_bench::{Config, Endpoint, Progress, PromptForm, Target};
-use slipstream_report::Slo;
+use slipstream_bench::{Config, Endpoint, Outcome, Progress, PromptForm, Target};
+use slipstream_report::html::run::RunPage;
+use slipstream_report::run::ProcessCost;
 use slipstream_report::table::{color_wanted, grouped, number};
+use slipstream_report::{Objectives, Slo};
 use slipstream_report::{RunReport, compare};
 use slipstream_workload::Vocabulary;
 
@@ -145,6 +147,12 @@ struct Load {
     /// Write one drag record a request to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "What to report")]
     drag: Option<PathBuf>,
+    /// Write the run over time to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    series: Option<PathBuf>,
+    /// Write a page with plots to this file; it needs no network
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    html: Option<PathBuf>,
     /// Ask a Slipstream server for the times of its stages; for --drag
     #[arg(long, requires = "drag", help_heading = "What to report")]
     trace_stages: bool,
@@ -191,6 +199,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     }
     let (workload, name) = args.what.workload(&args.set)?;
     let url = args.url.as_deref().unwrap_or_default();
+    let objectives = Objectives::of(&workload, args.slo.clone());
     let config = Config {
         target: Target::resolve(url)?,
         endpoint: match args.endpoint {
@@ -210,7 +219,8 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         workload_name: name,
         vocabulary: Vocabulary::english(),
         token_ids: args.token_ids.clone(),
-        slo: args.slo.clone(),
+        slo: objectives,
+        series: args.html.is_some() || args.series.is_some(),
         warmup: args.warmup,
         timeout: args.timeout,
         connect_timeout: args.connect_timeout,
@@ -243,20 +253,65 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         eprintln!("note: interrupted; the figures are those of the requests that had ended");
     }
     let report = &outcome.report;
+    let mut failures = Vec::new();
     if let Some(path) = &args.out {
-        std::fs::write(path, report.to_json()).with_context(|| path.display().to_string())?;
+        failures.extend(out::save(path, &report.to_json()));
+    }
+    if let (Some(path), Some(series)) = (&args.series, &outcome.series)
+        && let Err(error) = series.save(path)
+    {
+        failures.push(format!("{}: {error}", path.display()));
+    }
+    if let Some(path) = &args.html {
+        let page = page(args, &outcome)?;
+        failures.extend(out::save(path, &page));
     }
     out::print(&if args.json {
         report.to_json()
     } else {
         report.render()
     })?;
-    let failed = report.requests.failed > 0 || outcome.interrupted || report.requests.sent == 0;
+    out::complain(&failures);
+    let failed = !failures.is_empty()
+        || report.requests.failed > 0
+        || outcome.interrupted
+        || report.requests.sent == 0;
     Ok(if failed {
         ExitCode::FAILURE
     } else {
         ExitCode::SUCCESS
     })
+}
+
+fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {
+    let mut warnings = outcome.notes.clone();
+    if outcome.interrupted {
+        warnings.push("interrupted; the figures are those of the requests that had ended".into());
+    }
+    let report = &outcome.report;
+    let cost = |cost: &ProcessCost| {
+        format!(
+            "{} CPU-s, {} µs a request, {} µs an output token",
+            number(cost.cpu_s),
+            number(cost.cpu_us_per_request),
+            number(cost.cpu_us_per_token)
+        )
+    };
+    let mut facts = vec![("command".to_owned(), out::command_line())];
+    for (name, process) in [("load generator", report.client), ("server", report.server)] {
+        facts.extend(process.map(|process| (name.to_owned(), cost(&process))));
+    }
+    let page = RunPage {
+        title: "Live run",
+        report,
+        distributions: &outcome.distributions,
+        series: outcome.series.as_deref(),
+        slo: args.slo.as_ref(),
+        warnings,
+        facts,
+        texts: vec![("Workload".into(), args.what.text(&args.set)?)],
+    };
+    Ok(page.render())
 }
 
 fn show_progress(now: &Progress, last: &Progress) {

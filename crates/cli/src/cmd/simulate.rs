@@ -12,7 +12,7 @@ use slipstream_base::cluster::Cluster;
 use slipstream_report::html::run::RunPage;
 use slipstream_report::run::{GpuCost, ProcessCost, SCHEMA};
 use slipstream_report::table::{grouped, number};
-use slipstream_report::{RunReport, Slo};
+use slipstream_report::{Objectives, RunReport, Slo};
 use slipstream_twin::{Options, Outcome};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -85,15 +85,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--speedup is {}, but must be above 0",
         args.speedup
     );
+    let objectives = Objectives::of(&workload, args.slo.clone());
     let options = Options {
         speedup: args.speedup,
-        slo: args.slo.clone(),
+        each_token: objectives.read_longest_gap(),
+        slo: objectives,
         time_max: args.max_sim_time.map_or(SimTime::MAX, |d| {
             SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         }),
         jump: !args.no_jump,
         threads: args.threads.unwrap_or_else(cores),
-        each_token: args.slo.as_ref().is_some_and(Slo::reads_longest_gap),
         ..Options::default()
     };
     let shows = std::io::stderr().is_terminal() && !args.quiet;
@@ -106,11 +107,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     watcher.clear();
     let mut failures = watcher.finish();
     let label = args.label.clone().unwrap_or_else(|| "simulated".into());
-    let report = report(&outcome, &cluster, &name, label, workload.seed, cpu_s, args);
-    if let Some(path) = &args.out
-        && let Err(error) = std::fs::write(path, report.to_json())
-    {
-        failures.push(format!("{}: {error}", path.display()));
+    let report = report(
+        &outcome,
+        &cluster,
+        &name,
+        label,
+        workload.seed,
+        cpu_s,
+        &options.slo,
+    );
+    if let Some(path) = &args.out {
+        failures.extend(out::save(path, &report.to_json()));
     }
     let simulated = outcome.ended_at.as_secs_f64();
     let speed = format!(
@@ -131,7 +138,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             slo: args.slo.as_ref(),
             warnings: outcome.cut.iter().cloned().collect(),
             facts: vec![
-                ("command".into(), command_line()),
+                ("command".into(), out::command_line()),
                 ("run".into(), speed.clone()),
                 ("digest".into(), format!("{:016x}", outcome.digest)),
             ],
@@ -140,9 +147,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 ("Workload".into(), args.what.text(&args.workload_set)?),
             ],
         };
-        if let Err(error) = std::fs::write(path, page.render()) {
-            failures.push(format!("{}: {error}", path.display()));
-        }
+        failures.extend(out::save(path, &page.render()));
     }
     if args.json {
         out::print(&report.to_json())?;
@@ -156,9 +161,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(cut) = &outcome.cut {
         eprintln!("note: {cut}; the figures are those of the requests that had ended");
     }
-    for failure in &failures {
-        eprintln!("error: {failure}");
-    }
+    out::complain(&failures);
     let failed = !failures.is_empty()
         || outcome.cut.is_some()
         || report.requests.failed > 0
@@ -177,7 +180,7 @@ fn report(
     label: String,
     seed: u64,
     cpu_s: f64,
-    args: &Args,
+    objectives: &Objectives,
 ) -> RunReport {
     let totals = &outcome.totals;
     let tokens = totals.tokens();
@@ -195,8 +198,8 @@ fn report(
         tokens,
         throughput: totals.throughput(),
         latency: totals.latencies(),
-        goodput: args.slo.as_ref().map(|slo| totals.goodput(slo)),
-        classes: Vec::new(),
+        goodput: totals.goodput(objectives),
+        classes: totals.class_reports(objectives),
         gpu: Some(GpuCost {
             gpus: cluster.gpus(),
             hours: cluster.gpus() as f64 * totals.duration_s() / 3600.0,
@@ -215,14 +218,6 @@ fn report(
 
 fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
-}
-
-/// What was typed.
-fn command_line() -> String {
-    let words: Vec<_> = std::env::args_os()
-        .map(|word| word.to_string_lossy().into_owned())
-        .collect();
-    words.join(" ")
 }
 
 /// A flag that SIGINT and SIGTERM set. A second signal ends the process.

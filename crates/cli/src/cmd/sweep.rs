@@ -10,9 +10,10 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use slipstream_base::SimTime;
 use slipstream_base::cluster::Cluster;
+use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};
-use slipstream_report::table::{Table, number};
-use slipstream_report::{Percentiles, Slo};
+use slipstream_report::table::{Table, grouped, number};
+use slipstream_report::{Objectives, Percentiles, Slo};
 use slipstream_twin::sweep::{Point, Vary, combinations, pareto};
 use slipstream_twin::{Options, Outcome};
 
@@ -55,6 +56,9 @@ pub(crate) struct Args {
     /// Write a row a configuration to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "What to report")]
     out: Option<PathBuf>,
+    /// Write a page with plots to this file; it needs no network
+    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    html: Option<PathBuf>,
     /// Show the configurations on the front alone
     #[arg(long, help_heading = "What to report")]
     front: bool,
@@ -76,19 +80,20 @@ struct Row {
 
 /// Runs all, and prints a table.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let (workload, _) = args.what.workload(&args.workload_set)?;
+    let (workload, name) = args.what.workload(&args.workload_set)?;
     let runs = combinations(&args.vary);
     ensure!(
         runs.len() <= RUNS_MAX,
         "{} configurations; at most {RUNS_MAX} are taken",
         runs.len()
     );
+    let objectives = Objectives::of(&workload, args.slo.clone());
     let options = Options {
-        slo: args.slo.clone(),
+        each_token: objectives.read_longest_gap(),
+        slo: objectives.clone(),
         time_max: args.max_sim_time.map_or(SimTime::MAX, |d| {
             SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         }),
-        each_token: args.slo.as_ref().is_some_and(Slo::reads_longest_gap),
         ..Options::default()
     };
     // All of them first, so that a mistake in the last does not come after an hour of the others.
@@ -120,7 +125,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .iter()
         .zip(&clusters)
         .zip(outcomes)
-        .map(|((values, cluster), outcome)| row(values, cluster, outcome, args.slo.as_ref()))
+        .map(|((values, cluster), outcome)| row(values, cluster, outcome))
         .collect();
     let points: Vec<Point> = rows
         .iter()
@@ -132,15 +137,38 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for (row, front) in rows.iter_mut().zip(pareto(&points)) {
         row.front = front;
     }
-    if let Some(path) = &args.out {
-        save(path, &args.vary, &rows).with_context(|| path.display().to_string())?;
+    let mut failures = Vec::new();
+    if let Some(path) = &args.out
+        && let Err(error) = save(path, &args.vary, &rows)
+    {
+        failures.push(format!("{}: {error:#}", path.display()));
     }
-    print(args, &rows)?;
     let cut = rows.iter().filter(|row| row.outcome.cut.is_some()).count();
-    if cut > 0 {
-        eprintln!("note: {cut} runs were cut (`cut` in --out says why); they count what had ended");
+    let note = format!("{cut} runs were cut (`cut` in --out says why); they count what had ended");
+    if let Some(path) = &args.html {
+        let subtitle = format!(
+            "{} · {name} · seed {}",
+            clusters[0].model.name, workload.seed
+        );
+        let page = page(
+            args,
+            &objectives,
+            &subtitle,
+            (cut > 0).then_some(note.clone()),
+            &rows,
+        )?;
+        failures.extend(out::save(path, &page));
     }
-    Ok(ExitCode::SUCCESS)
+    print(args, &objectives, &rows)?;
+    if cut > 0 {
+        eprintln!("note: {note}");
+    }
+    out::complain(&failures);
+    Ok(if failures.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// Runs each cluster on one of `jobs` threads; outcomes in the order of `clusters`.
@@ -187,38 +215,36 @@ fn run_all<E: std::error::Error + Send + Sync + 'static>(
         .collect()
 }
 
-fn row(values: &[&str], cluster: &Cluster, outcome: Outcome, slo: Option<&Slo>) -> Row {
+fn row(values: &[&str], cluster: &Cluster, outcome: Outcome) -> Row {
     let gpus = cluster.gpus();
-    let goodput_per_s = slo.map_or_else(
-        || outcome.totals.throughput().requests_per_s,
-        |slo| outcome.totals.goodput(slo).requests_per_s,
-    );
     Row {
         values: values.iter().map(|&value| value.to_owned()).collect(),
         gpus,
         gpu_hours: gpus as f64 * outcome.totals.duration_s() / 3600.0,
-        goodput_per_s,
+        goodput_per_s: outcome.totals.goodput_per_s(),
         outcome,
         front: false,
     }
 }
 
-fn print(args: &Args, rows: &[Row]) -> anyhow::Result<()> {
-    let keys = args.vary.iter().map(|vary| vary.key.clone());
-    let figures = [
-        "goodput/s",
-        "GPU-hours",
-        "front",
-        "TTFT p50",
-        "p99",
-        "ITL p50",
-        "p99",
-        "hits %",
-        "preempted",
-        "failed",
-    ];
-    let mut table = Table::new(keys.chain(figures.map(str::to_owned)));
-    for row in rows.iter().filter(|row| row.front || !args.front) {
+/// Columns of the table, after the varied keys.
+const FIGURES: [&str; 10] = [
+    "goodput/s",
+    "GPU-hours",
+    "front",
+    "TTFT p50",
+    "p99",
+    "ITL p50",
+    "p99",
+    "hits %",
+    "preempted",
+    "failed",
+];
+
+impl Row {
+    /// Cells of the table, the varied values first.
+    fn cells(&self) -> Vec<String> {
+        let row = self;
         let totals = &row.outcome.totals;
         let latency = totals.latencies();
         let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
@@ -236,20 +262,77 @@ fn print(args: &Args, rows: &[Row]) -> anyhow::Result<()> {
             of(latency.itl_ms, |p| p.p50),
             of(latency.itl_ms, |p| p.p99),
             number(hits),
-            number(row.outcome.engine.preemptions.unwrap_or(0.0)),
+            grouped(row.outcome.engine.preemptions.unwrap_or(0.0).round() as u64),
             (totals.requests.failed + totals.requests.abandoned).to_string(),
         ];
-        table.row(row.values.iter().cloned().chain(figures));
+        row.values.iter().cloned().chain(figures).collect()
+    }
+}
+
+/// The page with plots.
+fn page(
+    args: &Args,
+    objectives: &Objectives,
+    subtitle: &str,
+    warning: Option<String>,
+    rows: &[Row],
+) -> anyhow::Result<String> {
+    let points: Vec<SweepPoint> = rows
+        .iter()
+        .map(|row| {
+            let named = args.vary.iter().zip(&row.values);
+            let name: Vec<_> = named
+                .map(|(vary, value)| format!("{}={value}", vary.key))
+                .collect();
+            let latency = row.outcome.totals.latencies();
+            SweepPoint {
+                name: name.join(", "),
+                goodput_per_s: row.goodput_per_s,
+                gpu_hours: row.gpu_hours,
+                front: row.front,
+                cells: row.cells(),
+                p99_ms: [latency.ttft_ms, latency.itl_ms].map(|p| p.map(|p| p.p99)),
+            }
+        })
+        .collect();
+    let keys = args.vary.iter().map(|vary| vary.key.as_str());
+    let header: Vec<&str> = keys.chain(FIGURES).collect();
+    let page = SweepPage {
+        subtitle,
+        goodput_is: &goodput_is(objectives),
+        header: &header,
+        keys: args.vary.len(),
+        points: &points,
+        warnings: warning.into_iter().collect(),
+        texts: vec![
+            ("Command".into(), out::command_line()),
+            ("Workload".into(), args.what.text(&args.workload_set)?),
+        ],
+    };
+    Ok(page.render())
+}
+
+fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<()> {
+    let keys = args.vary.iter().map(|vary| vary.key.clone());
+    let mut table = Table::new(keys.chain(FIGURES.map(str::to_owned)));
+    for row in rows.iter().filter(|row| row.front || !args.front) {
+        table.row(row.cells());
     }
     out::print(&table.render(false))?;
-    let of = args
-        .slo
-        .as_ref()
-        .map_or_else(|| "answered".to_owned(), |slo| format!("within {slo}"));
+    let of = goodput_is(objectives);
     out::print(&format!(
         "goodput: requests a second {of}; latencies in ms; *: no other gives more for fewer GPU-hours\n"
     ))?;
     Ok(())
+}
+
+/// What counts, in words.
+fn goodput_is(objectives: &Objectives) -> String {
+    if objectives.are_stated() {
+        format!("within {objectives}")
+    } else {
+        "answered".to_owned()
+    }
 }
 
 fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result<()> {

@@ -198,5 +198,5 @@ fn file_name(path: &Path) -> String {
 }
 
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
-    slipstream_report::slo::parse_ns(text).map(Duration::from_nanos)
+    slipstream_base::slo::parse_ns(text).map(Duration::from_nanos)
 }

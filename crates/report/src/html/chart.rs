@@ -93,6 +93,8 @@ pub struct Line {
     pub shape: Shape,
     /// A name of each point, for the pointer. Shape `[n]`, or empty.
     pub labels: Vec<String>,
+    /// Which of the page's colors it has; `None`: the one of its place.
+    pub color: Option<usize>,
 }
 
 impl Line {
@@ -103,6 +105,12 @@ impl Line {
             points: points.into_iter().collect(),
             ..Line::default()
         }
+    }
+}
+
+impl Line {
+    fn color(&self, place: usize) -> usize {
+        self.color.unwrap_or(place) % COLORS
     }
 }
 
@@ -158,13 +166,16 @@ impl Span {
         }
     }
 
-    /// Room above the highest value, so that lines do not run along the frame.
+    /// Room beside the outermost values, so that lines do not run along the frame.
     fn with_room(mut self, fixed: bool) -> Span {
         if !fixed {
-            self.max *= match self.scale {
-                Scale::Linear => 1.06,
-                Scale::Log => 1.15,
-            };
+            match self.scale {
+                Scale::Linear => self.max *= 1.06,
+                Scale::Log => {
+                    let room = (self.max / self.min).powf(0.04);
+                    (self.min, self.max) = (self.min / room, self.max * room);
+                }
+            }
         }
         self
     }
@@ -318,7 +329,7 @@ impl Chart {
             }
         }
         for (index, line) in self.lines.iter().enumerate() {
-            draw(&mut svg, line, index % COLORS, px, py);
+            draw(&mut svg, line, line.color(index), px, py);
         }
         svg.push_str("</svg>");
         format!(
@@ -337,7 +348,7 @@ impl Chart {
                 write!(
                     html,
                     "<span><i class=\"f{}\"></i>{}</span>",
-                    index % COLORS,
+                    line.color(index),
                     escape(&line.name)
                 )
                 .expect("a String takes every write");
@@ -371,7 +382,7 @@ impl Chart {
                         })
                     })
                     .collect();
-                json!({"name": line.name, "color": index % COLORS, "points": points})
+                json!({"name": line.name, "color": line.color(index), "points": points})
             })
             .collect();
         let both = self.lines.iter().any(|line| line.shape == Shape::Points);

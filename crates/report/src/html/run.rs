@@ -6,8 +6,8 @@ use crate::latency::{Latency, Percentiles};
 use crate::measure::Distributions;
 use crate::run::RunReport;
 use crate::series::{Bin, EngineBin, Series, Sketch};
-use crate::slo::Slo;
 use crate::table::{grouped, number};
+use slipstream_base::Slo;
 
 /// Points of a line over time at most.
 const POINTS_MAX: usize = 240;

@@ -40,6 +40,8 @@ pub struct SweepPage<'a> {
     pub texts: Vec<(String, String)>,
 }
 
+/// The color of what is not on the front: grey.
+const OTHERS: usize = 5;
 /// Rows of the table at most; those of the front are always there.
 const ROWS_MAX: usize = 2_000;
 
@@ -92,7 +94,7 @@ impl SweepPage<'_> {
                 self.goodput_is
             ),
         );
-        let points = |keep: &dyn Fn(&SweepPoint) -> bool, name: &str| {
+        let points = |keep: &dyn Fn(&SweepPoint) -> bool, name: &str, color: usize| {
             let kept: Vec<_> = self.points.iter().filter(|p| keep(p)).collect();
             Line {
                 name: name.into(),
@@ -102,6 +104,7 @@ impl SweepPage<'_> {
                     .collect(),
                 labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
                 shape: Shape::Points,
+                color: Some(color),
             }
         };
         let tail = |index: usize, title: &str| {
@@ -109,7 +112,7 @@ impl SweepPage<'_> {
                 title: title.into(),
                 x: Axis::new("GPU-hours", ""),
                 y: Axis::new("p99", "ms").log(),
-                lines: [(true, "on the front"), (false, "others")]
+                lines: [(false, "others"), (true, "on the front")]
                     .into_iter()
                     .map(|(on, name)| {
                         let kept: Vec<_> = self.points.iter().filter(|p| p.front == on).collect();
@@ -121,6 +124,7 @@ impl SweepPage<'_> {
                                 .collect(),
                             labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
                             shape: Shape::Points,
+                            color: Some(if on { 0 } else { OTHERS }),
                         }
                     })
                     .collect(),
@@ -129,16 +133,17 @@ impl SweepPage<'_> {
             .render()
         };
         let pareto = Chart {
-            title: "The front".into(),
+            title: "Goodput against GPU-hours".into(),
             x: Axis::new("GPU-hours", ""),
             y: Axis::new("goodput", "requests/s"),
             lines: vec![
-                points(&|p| p.front, "on the front"),
-                points(&|p| !p.front, "others"),
+                points(&|p| !p.front, "others", OTHERS),
+                points(&|p| p.front, "on the front", 0),
                 Line {
                     shape: Shape::Steps,
+                    color: Some(0),
                     ..Line::new(
-                        "front",
+                        "the front",
                         front.iter().map(|p| (p.gpu_hours, Some(p.goodput_per_s))),
                     )
                 },

@@ -1,4 +1,5 @@
-//! Objectives that a request meets or misses: `ttft=1s,itl=50ms`.
+//! Objectives that a request meets or misses: `ttft=1s,itl=50ms`. Each class of a workload may have its
+//! own.
 
 use std::fmt;
 use std::str::FromStr;

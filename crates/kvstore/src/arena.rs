@@ -143,6 +143,24 @@ impl Arena {
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
     }
 
+    /// Copies from the memory, whatever others do to it meanwhile: what was copied has to be
+    /// verified if it is a peer's. `false` if there are not so many bytes.
+    pub fn copy_out(&self, at: u64, out: &mut [u8]) -> bool {
+        let there = at
+            .checked_add(out.len() as u64)
+            .is_some_and(|end| end <= self.bytes as u64);
+        if there {
+            // SAFETY: inside the mapping, which cannot shrink, and `out` is memory of this process
+            // that nobody else has, so the two do not overlap. No reference to the peer's memory is
+            // made: bytes that it changes meanwhile come out as one value or another.
+            unsafe {
+                let from = self.base.as_ptr().add(at as usize);
+                std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
+            }
+        }
+        there
+    }
+
     /// Some of the memory, to write to.
     ///
     /// # Safety

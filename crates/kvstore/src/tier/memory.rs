@@ -157,6 +157,17 @@ impl MemoryTier {
         }
     }
 
+    /// Flips a bit in the middle of a block.
+    #[cfg(test)]
+    pub(crate) fn damage(&self, key: &[u8]) {
+        let place = self.take_pin(SimTime::ZERO, key).expect("it is held");
+        let (at, len) = (self.offset(place.slot), place.len as usize);
+        // SAFETY: tests damage blocks while nobody reads them.
+        let bytes = unsafe { self.arena.bytes_mut(at, len) };
+        bytes[len / 2] ^= 4;
+        self.unpin(place.slot);
+    }
+
     fn unpin(&self, slot: u32) {
         let mut state = self.state();
         let at = slot as usize;
@@ -360,10 +371,7 @@ mod tests {
         let tier = tier(2, None);
         let now = SimTime(0);
         tier.put(now, b"a", &[1; 100]).unwrap();
-        let offset = tier.pin(now, b"a").unwrap().offset();
-        // SAFETY: nobody else reads or writes.
-        let bytes = unsafe { tier.arena.bytes_mut(offset, 100) };
-        bytes[50] ^= 4;
+        tier.damage(b"a");
         let mut out = [0; 100];
         assert!(!tier.get(now, b"a", &mut out).unwrap());
         assert_eq!((tier.stats().corrupt_total, tier.stats().blocks), (1, 0));

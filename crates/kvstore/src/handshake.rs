@@ -1,0 +1,199 @@
+//! Whether two engines' blocks mean the same: compared once, when they connect.
+
+use crate::wire::{Kind, Reader, WireError, frame, put_text};
+
+/// What a block's bytes depend on beside its key. Two stores whose profiles differ in any field
+/// refuse each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Profile {
+    /// Model, as its users name it, with revision and adapter where there are some.
+    pub model: String,
+    /// vLLM's `prefix_caching_hash_algo`.
+    pub hash_algo: String,
+    /// Where hash chains begin: vLLM's `get_none_hash_seed`, or `PYTHONHASHSEED`.
+    pub hash_seed: String,
+    /// Tokens of a block.
+    pub block_size: u32,
+    /// Bytes of the largest block.
+    pub block_bytes: u64,
+    /// Order of dimensions, such as `NHD`.
+    pub layout: String,
+    /// Type of the cache's elements, such as `bfloat16`.
+    pub dtype: String,
+    /// Ranks that share a layer, and which one this is.
+    pub tp: (u32, u32),
+    /// Ranks that share the layers, and which one this is.
+    pub pp: (u32, u32),
+}
+
+impl Profile {
+    fn fields(&self) -> [(&'static str, String); 9] {
+        let ranks = |(size, rank): (u32, u32)| format!("rank {rank} of {size}");
+        [
+            ("model", self.model.clone()),
+            ("hash_algo", self.hash_algo.clone()),
+            ("hash_seed", self.hash_seed.clone()),
+            ("block_size", self.block_size.to_string()),
+            ("block_bytes", self.block_bytes.to_string()),
+            ("layout", self.layout.clone()),
+            ("dtype", self.dtype.clone()),
+            ("tp", ranks(self.tp)),
+            ("pp", ranks(self.pp)),
+        ]
+    }
+}
+
+/// The peer's blocks are not ours.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "`{field}` is `{ours}` on {our_name} and `{theirs}` on {their_name}; engines that share blocks \
+     need one value"
+)]
+pub struct Mismatch {
+    /// Field of [`Profile`].
+    pub field: String,
+    /// This side's value.
+    pub ours: String,
+    /// The peer's; `none` if it does not know the field.
+    pub theirs: String,
+    /// This side.
+    pub our_name: String,
+    /// The peer.
+    pub their_name: String,
+}
+
+/// The first frame of each side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) name: String,
+    /// Differs from life to life.
+    pub(crate) instance: u64,
+    /// Bytes of shared memory, whose descriptor comes with the frame; 0: none.
+    pub(crate) arena_bytes: u64,
+    fields: Vec<(String, String)>,
+}
+
+impl Hello {
+    pub(crate) fn new(name: &str, instance: u64, arena_bytes: u64, profile: &Profile) -> Hello {
+        let fields = profile.fields().into_iter();
+        Hello {
+            name: name.to_owned(),
+            instance,
+            arena_bytes,
+            fields: fields
+                .map(|(field, value)| (field.to_owned(), value))
+                .collect(),
+        }
+    }
+
+    pub(crate) fn frame(&self) -> Vec<u8> {
+        let mut body = Vec::new();
+        body.extend(self.instance.to_le_bytes());
+        body.extend(self.arena_bytes.to_le_bytes());
+        put_text(&mut body, &self.name);
+        body.extend((self.fields.len() as u16).to_le_bytes());
+        for (field, value) in &self.fields {
+            put_text(&mut body, field);
+            put_text(&mut body, value);
+        }
+        frame(Kind::Hello, &body)
+    }
+
+    pub(crate) fn read(body: &[u8]) -> Result<Hello, WireError> {
+        let mut body = Reader(body);
+        let (instance, arena_bytes, name) = (body.u64()?, body.u64()?, body.text()?);
+        let count = body.u16()?;
+        let mut fields = Vec::new();
+        for _ in 0..count {
+            fields.push((body.text()?, body.text()?));
+        }
+        body.end()?;
+        Ok(Hello {
+            name,
+            instance,
+            arena_bytes,
+            fields,
+        })
+    }
+
+    /// Compares this side's greeting with the peer's.
+    pub(crate) fn check(&self, peer: &Hello) -> Result<(), Mismatch> {
+        let value = |hello: &Hello, field: &str| {
+            let found = hello.fields.iter().find(|(name, _)| name == field);
+            found.map_or_else(|| "none".to_owned(), |(_, value)| value.clone())
+        };
+        let all = self.fields.iter().chain(&peer.fields);
+        for (field, _) in all {
+            let (ours, theirs) = (value(self, field), value(peer, field));
+            if ours != theirs {
+                return Err(Mismatch {
+                    field: field.clone(),
+                    ours,
+                    theirs,
+                    our_name: self.name.clone(),
+                    their_name: peer.name.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn profile() -> Profile {
+        Profile {
+            model: "m".into(),
+            hash_algo: "sha256_cbor".into(),
+            hash_seed: "0".into(),
+            block_size: 16,
+            block_bytes: 1 << 20,
+            layout: "NHD".into(),
+            dtype: "bfloat16".into(),
+            tp: (2, 1),
+            pp: (1, 0),
+        }
+    }
+
+    #[test]
+    fn every_field_counts_and_both_values_are_named() {
+        let ours = Hello::new("a", 1, 0, &profile());
+        let check = |change: &dyn Fn(&mut Profile), field: &str, values: [&str; 2]| {
+            let mut theirs = profile();
+            change(&mut theirs);
+            let theirs = Hello::new("b", 2, 0, &theirs);
+            let (_, body, _) = crate::wire::read_frame(&theirs.frame())
+                .unwrap()
+                .map(|(k, b, l)| (k, b.to_vec(), l))
+                .unwrap();
+            let read = Hello::read(&body).unwrap();
+            assert_eq!(read, theirs);
+            let error = ours.check(&read).unwrap_err();
+            assert_eq!(error.field, field);
+            let text = error.to_string();
+            for value in values {
+                assert!(text.contains(&format!("`{value}`")), "{text}");
+            }
+        };
+        check(&|p| p.model = "n".into(), "model", ["m", "n"]);
+        check(
+            &|p| p.hash_algo = "xxhash".into(),
+            "hash_algo",
+            ["sha256_cbor", "xxhash"],
+        );
+        check(&|p| p.hash_seed = "7".into(), "hash_seed", ["0", "7"]);
+        check(&|p| p.block_size = 32, "block_size", ["16", "32"]);
+        check(&|p| p.block_bytes = 1, "block_bytes", ["1048576", "1"]);
+        check(&|p| p.layout = "HND".into(), "layout", ["NHD", "HND"]);
+        check(&|p| p.dtype = "fp8".into(), "dtype", ["bfloat16", "fp8"]);
+        check(&|p| p.tp = (2, 0), "tp", ["rank 1 of 2", "rank 0 of 2"]);
+        check(&|p| p.pp = (2, 0), "pp", ["rank 0 of 1", "rank 0 of 2"]);
+        assert_eq!(ours.check(&Hello::new("b", 2, 9, &profile())), Ok(()));
+        // A later release may know more fields.
+        let mut more = Hello::new("b", 2, 0, &profile());
+        more.fields.push(("quantization".into(), "x".into()));
+        assert_eq!(ours.check(&more).unwrap_err().ours, "none");
+    }
+}

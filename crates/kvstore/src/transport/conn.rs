@@ -1,0 +1,252 @@
+//! One connection: its socket, what came and is not yet understood, what waits to go.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use slipstream_base::SimTime;
+
+use super::PeerId;
+use crate::arena::Arena;
+use crate::tier::memory::{MemoryTier, Pinned};
+
+/// Bytes read at once where frames are awaited.
+const READ_BYTES: usize = 64 << 10;
+/// Pieces written at once.
+const PIECES: usize = 32;
+/// Bytes that may wait for a slow peer, without blocks: those are bounded by what it asked for.
+pub(super) const OUT_BYTES_MAX: usize = 64 << 20;
+
+/// How far a connection has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The socket is not there yet.
+    Connecting,
+    /// Greetings are under way.
+    Greeting,
+    Up,
+}
+
+pub(super) struct Conn {
+    pub(super) peer: PeerId,
+    pub(super) name: String,
+    pub(super) socket: OwnedFd,
+    pub(super) unix: bool,
+    pub(super) phase: Phase,
+    pub(super) heard: SimTime,
+    /// The greeting has to be there by then.
+    pub(super) began: SimTime,
+    /// What came and is not yet understood begins at `start`.
+    pub(super) input: Vec<u8>,
+    pub(super) start: usize,
+    /// Blocks that come behind a frame, in their order.
+    pub(super) payload: Option<Payload>,
+    /// A descriptor that came with the greeting.
+    pub(super) fd: Option<OwnedFd>,
+    /// The peer's memory.
+    pub(super) arena: Option<Arc<Arena>>,
+    out: VecDeque<Piece>,
+    /// Of the first piece, gone already.
+    out_at: usize,
+    out_bytes: usize,
+    pub(super) wants_write: bool,
+    /// Blocks that the peer reads in this side's memory, by its request.
+    pub(super) pins: HashMap<u64, (SimTime, Vec<Pinned>)>,
+    /// Answers that it has not taken yet are due then.
+    pub(super) write_due: Option<SimTime>,
+}
+
+/// Blocks that are on their way behind a frame.
+pub(super) struct Payload {
+    pub(super) request: u64,
+    /// Place in the request, bytes, checksum.
+    pub(super) blocks: VecDeque<(u32, u32, u64)>,
+    /// Bytes of the first one that are there.
+    pub(super) filled: usize,
+}
+
+pub(super) enum Piece {
+    Bytes(Vec<u8>),
+    Shared(Arc<[u8]>),
+    Block(Pinned),
+    /// A greeting, with the memory of this side.
+    Greeting(Vec<u8>, Arc<MemoryTier>),
+}
+
+impl Piece {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Piece::Bytes(bytes) | Piece::Greeting(bytes, _) => bytes,
+            Piece::Shared(bytes) => bytes,
+            Piece::Block(block) => block.bytes(),
+        }
+    }
+
+    fn weight(&self) -> usize {
+        match self {
+            Piece::Block(_) => 0,
+            other => other.bytes().len(),
+        }
+    }
+}
+
+/// What came of reading.
+pub(super) enum Came {
+    Bytes(usize),
+    /// No more for now.
+    Nothing,
+    /// The other side is gone.
+    End,
+}
+
+impl Conn {
+    pub(super) fn new(
+        peer: PeerId,
+        name: String,
+        socket: OwnedFd,
+        unix: bool,
+        now: SimTime,
+    ) -> Conn {
+        Conn {
+            peer,
+            name,
+            socket,
+            unix,
+            phase: Phase::Greeting,
+            heard: now,
+            began: now,
+            input: Vec::new(),
+            start: 0,
+            payload: None,
+            fd: None,
+            arena: None,
+            out: VecDeque::new(),
+            out_at: 0,
+            out_bytes: 0,
+            wants_write: false,
+            pins: HashMap::new(),
+            write_due: None,
+        }
+    }
+
+    pub(super) fn push(&mut self, piece: Piece) {
+        self.out_bytes += piece.weight();
+        self.out.push_back(piece);
+    }
+
+    pub(super) fn is_slow(&self) -> bool {
+        self.out_bytes > OUT_BYTES_MAX
+    }
+
+    pub(super) fn is_written(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// Writes what can be written. The error ends the connection.
+    pub(super) fn write(&mut self) -> io::Result<()> {
+        while !self.out.is_empty() {
+            let sent = self.write_some();
+            match sent {
+                Ok(sent) => self.advance(sent),
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.write_due = None;
+        Ok(())
+    }
+
+    fn write_some(&self) -> rustix::io::Result<usize> {
+        let mut slices = [IoSlice::new(&[]); PIECES];
+        let mut count = 0;
+        for (slice, piece) in slices.iter_mut().zip(&self.out) {
+            let skip = if count == 0 { self.out_at } else { 0 };
+            *slice = IoSlice::new(&piece.bytes()[skip..]);
+            count += 1;
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        if let (Some(Piece::Greeting(_, tier)), 0) = (self.out.front(), self.out_at) {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let fds = [tier.arena().fd()];
+            assert!(
+                control.push(SendAncillaryMessage::ScmRights(&fds)),
+                "there is space for one"
+            );
+            return rustix::net::sendmsg(&self.socket, &slices[..1], &mut control, flags);
+        }
+        let mut control = SendAncillaryBuffer::default();
+        rustix::net::sendmsg(&self.socket, &slices[..count], &mut control, flags)
+    }
+
+    fn advance(&mut self, mut sent: usize) {
+        while let Some(first) = self.out.front() {
+            let left = first.bytes().len() - self.out_at;
+            if sent < left {
+                self.out_at += sent;
+                return;
+            }
+            sent -= left;
+            self.out_at = 0;
+            self.out_bytes -= first.weight();
+            self.out.pop_front();
+        }
+    }
+
+    /// Reads some bytes behind those in `input`.
+    pub(super) fn read(&mut self) -> io::Result<Came> {
+        if self.start > 0 {
+            self.input.drain(..self.start);
+            self.start = 0;
+        }
+        let before = self.input.len();
+        self.input.resize(before + READ_BYTES, 0);
+        let came = if self.unix && self.phase == Phase::Greeting {
+            self.read_with_fd(before)
+        } else {
+            read_into(&self.socket, &mut self.input[before..])
+        };
+        let kept = match came {
+            Ok(Came::Bytes(bytes)) => bytes,
+            _ => 0,
+        };
+        self.input.truncate(before + kept);
+        came
+    }
+
+    fn read_with_fd(&mut self, before: usize) -> io::Result<Came> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut slices = [io::IoSliceMut::new(&mut self.input[before..])];
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let came = rustix::net::recvmsg(self.socket.as_fd(), &mut slices, &mut control, flags);
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fd = fds.last().or(self.fd.take());
+            }
+        }
+        came_of(came.map(|message| message.bytes))
+    }
+}
+
+/// Reads into `out`, which is not empty.
+pub(super) fn read_into(socket: &OwnedFd, out: &mut [u8]) -> io::Result<Came> {
+    came_of(rustix::io::read(socket, out))
+}
+
+fn came_of(read: rustix::io::Result<usize>) -> io::Result<Came> {
+    match read {
+        Ok(0) => Ok(Came::End),
+        Ok(bytes) => Ok(Came::Bytes(bytes)),
+        Err(Errno::AGAIN | Errno::INTR) => Ok(Came::Nothing),
+        Err(error) => Err(error.into()),
+    }
+}

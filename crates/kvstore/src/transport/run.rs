@@ -1,0 +1,888 @@
+//! The transport's thread: sockets, deadlines, and the copying.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::buffer::spare_capacity;
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+use slipstream_base::SimTime;
+use socket2::{Domain, SockAddr, Socket, Type};
+
+use super::conn::{Came, Conn, OUT_BYTES_MAX, Payload, Phase, Piece, read_into};
+use super::endpoint::{Command, Shared, Transfer, count, hello};
+use super::{Address, Completion, Event, FetchError, PeerId};
+use crate::arena::Arena;
+use crate::handshake::Hello;
+use crate::wire::{Answer, Blocks, Get, Kind, Reader, WireError, frame, put_text, read_frame};
+use crate::{checksum, clock};
+
+/// Bytes that one connection may bring, or that may be copied, before the others have a turn.
+const TURN_BYTES: usize = 8 << 20;
+/// Requests of one peer that may be under way: blocks that it holds in their places.
+const REQUESTS_MAX: usize = 4_096;
+/// How long beyond its deadline a peer's request holds blocks in their places: what it copies in time
+/// is then copied from a place that nobody wrote to, even if its clock reads a little early.
+const GRACE_NS: u64 = 1_000_000_000;
+/// Keys of an index that are swept between two looks at the sockets.
+const SWEPT: usize = 1_024;
+
+/// Generations wrap here: beside a slot they leave two bits for what is no connection.
+const GENERATION_MAX: u32 = (1 << 30) - 1;
+const WAKE: u64 = u64::MAX;
+const LISTENERS: u64 = 1 << 63;
+
+pub(super) struct Run {
+    shared: Arc<Shared>,
+    epoll: OwnedFd,
+    listeners: Vec<(OwnedFd, bool)>,
+    conns: Vec<Option<Conn>>,
+    transfers: HashMap<u64, Transfer>,
+    deadlines: BTreeSet<(SimTime, u64)>,
+    /// Blocks that lie in a peer's memory and are to be copied.
+    copies: VecDeque<Copy>,
+    hello: Hello,
+    next_ping: SimTime,
+    sweeping: bool,
+    /// Where bytes go that nobody wants any more.
+    scratch: Vec<u8>,
+}
+
+struct Copy {
+    peer: PeerId,
+    request: u64,
+    answers: std::iter::Enumerate<std::vec::IntoIter<Answer>>,
+}
+
+/// Why a connection ends.
+enum Why {
+    Wire(WireError),
+    Io(io::Error),
+    /// Blocks do not mean the same.
+    Refused(String),
+    Text(String),
+}
+
+impl From<WireError> for Why {
+    fn from(error: WireError) -> Why {
+        Why::Wire(error)
+    }
+}
+
+impl From<io::Error> for Why {
+    fn from(error: io::Error) -> Why {
+        Why::Io(error)
+    }
+}
+
+impl Run {
+    pub(super) fn new(shared: Arc<Shared>, listeners: Vec<OwnedFd>) -> io::Result<Run> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let readable = epoll::EventFlags::IN;
+        epoll::add(
+            &epoll,
+            &shared.wake,
+            epoll::EventData::new_u64(WAKE),
+            readable,
+        )?;
+        for (at, listener) in listeners.iter().enumerate() {
+            let data = epoll::EventData::new_u64(LISTENERS | at as u64);
+            epoll::add(&epoll, listener, data, readable)?;
+        }
+        let unix = |at: usize| matches!(shared.options.listen[at], Address::Unix(_));
+        let peers = shared.generations.len();
+        Ok(Run {
+            epoll,
+            listeners: listeners
+                .into_iter()
+                .enumerate()
+                .map(|(at, fd)| (fd, unix(at)))
+                .collect(),
+            conns: (0..peers).map(|_| None).collect(),
+            transfers: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            copies: VecDeque::new(),
+            hello: hello(&shared.options, true),
+            next_ping: SimTime::ZERO,
+            sweeping: false,
+            scratch: Vec::new(),
+            shared,
+        })
+    }
+
+    pub(super) fn run(mut self) {
+        let mut events = Vec::with_capacity(64);
+        let mut active_until = SimTime::ZERO;
+        let spin_ns = self.shared.options.spin.as_nanos() as u64;
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let worked = self.take_commands();
+            let now = clock::now();
+            self.end_due(now);
+            self.copy_some();
+            self.keep_peers(now);
+            if worked || !events.is_empty() {
+                active_until = now + spin_ns;
+            }
+            events.clear();
+            self.wait(now, now < active_until, &mut events);
+            for &(data, flags) in &events {
+                self.on_event(data, flags);
+            }
+        }
+    }
+
+    fn wait(&mut self, now: SimTime, spin: bool, events: &mut Vec<(u64, epoll::EventFlags)>) {
+        let mut ready: Vec<epoll::Event> = Vec::with_capacity(64);
+        let busy = spin || !self.copies.is_empty() || self.sweeping;
+        let mut timeout_ns = 0;
+        if !busy {
+            let first = self.deadlines.first().map_or(SimTime::MAX, |&(at, _)| at);
+            // Rounded up, so that what was waited for is due.
+            timeout_ns = first.min(self.next_ping).since(now).min(10_000_000_000) + 1_000;
+            self.shared.sleeping.store(true, Ordering::SeqCst);
+            std::sync::atomic::fence(Ordering::SeqCst);
+            if !self.shared.commands.is_empty() {
+                timeout_ns = 0;
+            }
+        }
+        let timeout = Timespec {
+            tv_sec: (timeout_ns / 1_000_000_000) as i64,
+            tv_nsec: (timeout_ns % 1_000_000_000) as i64,
+        };
+        let waited = epoll::wait(&self.epoll, spare_capacity(&mut ready), Some(&timeout));
+        self.shared.sleeping.store(false, Ordering::SeqCst);
+        debug_assert!(waited.is_ok() || waited == Err(Errno::INTR));
+        events.extend(ready.iter().map(|event| (event.data.u64(), event.flags)));
+    }
+
+    fn on_event(&mut self, data: u64, flags: epoll::EventFlags) {
+        if data == WAKE {
+            let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+        } else if data & LISTENERS != 0 {
+            self.accept((data & !LISTENERS) as usize);
+        } else {
+            let peer = PeerId {
+                slot: data as u32,
+                generation: (data >> 32) as u32,
+            };
+            self.with_conn(peer, |run, conn| {
+                if conn.phase == Phase::Connecting {
+                    Run::on_connected(conn)?;
+                }
+                if flags.intersects(epoll::EventFlags::OUT) {
+                    conn.write()?;
+                }
+                if flags.intersects(
+                    epoll::EventFlags::IN | epoll::EventFlags::HUP | epoll::EventFlags::ERR,
+                ) {
+                    run.on_readable(conn)?;
+                }
+                Ok(())
+            });
+        }
+    }
+
+    /// Does something with a connection that stands; ends it upon an error.
+    fn with_conn(
+        &mut self,
+        peer: PeerId,
+        f: impl FnOnce(&mut Run, &mut Conn) -> Result<(), Why>,
+    ) -> bool {
+        let place = &mut self.conns[peer.slot as usize];
+        if place.as_ref().is_none_or(|conn| conn.peer != peer) {
+            return false;
+        }
+        let mut conn = place.take().expect("it is some");
+        let mut result = f(self, &mut conn);
+        if result.is_ok() {
+            result = conn.write().map_err(Why::from);
+        }
+        if result.is_ok() && conn.is_slow() {
+            count(&self.shared.counters.slow_peers, 1);
+            result = Err(Why::Text(format!(
+                "more than {OUT_BYTES_MAX} bytes wait for it to read"
+            )));
+        }
+        match result {
+            Ok(()) => {
+                self.watch(&mut conn);
+                self.conns[peer.slot as usize] = Some(conn);
+            }
+            Err(why) => self.end(conn, &why),
+        }
+        true
+    }
+
+    fn watch(&self, conn: &mut Conn) {
+        let wants = !conn.is_written() || conn.phase == Phase::Connecting;
+        if wants != conn.wants_write {
+            conn.wants_write = wants;
+            let mut flags = epoll::EventFlags::IN;
+            flags.set(epoll::EventFlags::OUT, wants);
+            let _ = epoll::modify(&self.epoll, &conn.socket, data_of(conn.peer), flags);
+        }
+    }
+
+    fn take_commands(&mut self) -> bool {
+        let mut worked = false;
+        while let Some(command) = self.shared.commands.pop() {
+            worked = true;
+            match command {
+                Command::Connect(peer, address) => self.connect(peer, &address),
+                Command::Disconnect(peer) => {
+                    self.with_conn(peer, |_, _| Err(Why::Text("closed by this side".into())));
+                }
+                Command::Fetch(transfer, get) => self.fetch(transfer, get),
+                Command::Publish(message) => {
+                    let frame: Arc<[u8]> = frame(Kind::Keys, &message).into();
+                    let up = self.conns.iter().flatten();
+                    let up: Vec<_> = up
+                        .filter(|c| c.phase == Phase::Up)
+                        .map(|c| c.peer)
+                        .collect();
+                    for peer in up {
+                        self.with_conn(peer, |_, conn| {
+                            conn.push(Piece::Shared(Arc::clone(&frame)));
+                            Ok(())
+                        });
+                    }
+                }
+                Command::Resync(peer) => {
+                    self.with_conn(peer, |_, conn| {
+                        conn.push(Piece::Bytes(frame(Kind::Resync, &[])));
+                        Ok(())
+                    });
+                }
+            }
+        }
+        worked
+    }
+
+    fn connect(&mut self, peer: PeerId, address: &Address) {
+        let opened = open(address).and_then(|socket| self.add(peer, address, socket));
+        if let Err(error) = opened {
+            self.free(peer);
+            self.shared.peer_event(Event::Down {
+                peer,
+                why: format!("{address}: connecting failed: {error}"),
+                refused: false,
+            });
+        }
+    }
+
+    fn add(&mut self, peer: PeerId, address: &Address, socket: OwnedFd) -> io::Result<()> {
+        let unix = matches!(address, Address::Unix(_));
+        let mut conn = Conn::new(peer, address.to_string(), socket, unix, clock::now());
+        conn.phase = Phase::Connecting;
+        conn.wants_write = true;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT;
+        epoll::add(&self.epoll, &conn.socket, data_of(peer), flags)?;
+        self.greet(&mut conn);
+        self.conns[peer.slot as usize] = Some(conn);
+        Ok(())
+    }
+
+    fn greet(&self, conn: &mut Conn) {
+        let bytes = self.hello.frame();
+        match &self.shared.options.serves {
+            Some(tier) if conn.unix => conn.push(Piece::Greeting(bytes, Arc::clone(tier))),
+            _ => conn.push(Piece::Bytes(hello(&self.shared.options, false).frame())),
+        }
+    }
+
+    fn on_connected(conn: &mut Conn) -> Result<(), Why> {
+        let error = rustix::net::sockopt::socket_error(&conn.socket).map_err(io::Error::from)?;
+        error.map_err(io::Error::from)?;
+        conn.phase = Phase::Greeting;
+        if !conn.unix {
+            rustix::net::sockopt::set_tcp_nodelay(&conn.socket, true).map_err(io::Error::from)?;
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, listener: usize) {
+        let (fd, unix) = (&self.listeners[listener].0, self.listeners[listener].1);
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let Ok(socket) = rustix::net::accept_with(fd, flags) else {
+            return; // gone already, or no descriptors: who dials sees silence, and tries again
+        };
+        let Some(slot) = self.shared.free_slots.pop() else {
+            let peers = self.shared.generations.len();
+            tracing::warn!("a connection was closed, as {peers} stand; raise peers_max");
+            return;
+        };
+        let generation = self.shared.generations[slot as usize].load(Ordering::Acquire);
+        let peer = PeerId { slot, generation };
+        if !unix {
+            let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
+        }
+        let mut conn = Conn::new(
+            peer,
+            "a peer that dialed".into(),
+            socket,
+            unix,
+            clock::now(),
+        );
+        let readable = epoll::EventFlags::IN;
+        if epoll::add(&self.epoll, &conn.socket, data_of(peer), readable).is_err() {
+            self.free(peer);
+            return;
+        }
+        self.greet(&mut conn);
+        self.conns[slot as usize] = Some(conn);
+        self.with_conn(peer, |_, _| Ok(()));
+    }
+
+    /// Ends a connection and everything that depends on it.
+    fn end(&mut self, conn: Conn, why: &Why) {
+        let peer = conn.peer;
+        let _ = epoll::delete(&self.epoll, &conn.socket);
+        let lost: Vec<u64> = self
+            .transfers
+            .values()
+            .filter(|t| t.peer == peer)
+            .map(|t| t.id)
+            .collect();
+        for id in lost {
+            self.fail_rest(id, FetchError::Lost);
+        }
+        self.copies.retain(|copy| copy.peer != peer);
+        if let Some(index) = &self.shared.options.index {
+            index.forget(peer.slot as usize);
+            self.sweeping = true;
+        }
+        let counters = &self.shared.counters;
+        let (text, refused) = match why {
+            Why::Wire(error) => {
+                count(&counters.malformed, 1);
+                let version = matches!(error, WireError::Version { .. });
+                (error.to_string(), version)
+            }
+            Why::Io(error) => (format!("the connection ended: {error}"), false),
+            Why::Refused(text) => {
+                count(&counters.refused, 1);
+                (text.clone(), true)
+            }
+            Why::Text(text) => (text.clone(), false),
+        };
+        tracing::info!("{}: {text}", conn.name);
+        let why = format!("{}: {text}", conn.name);
+        // Blocks in their places are free when the connection is dropped.
+        drop(conn);
+        self.free(peer);
+        self.shared.peer_event(Event::Down { peer, why, refused });
+    }
+
+    fn free(&self, peer: PeerId) {
+        let generation = &self.shared.generations[peer.slot as usize];
+        generation.store((peer.generation + 1) & GENERATION_MAX, Ordering::Release);
+        let pushed = self.shared.free_slots.push(peer.slot);
+        debug_assert!(pushed.is_ok(), "as many as there is room for");
+    }
+
+    fn on_readable(&mut self, conn: &mut Conn) -> Result<(), Why> {
+        let mut turn = 0;
+        while turn < TURN_BYTES {
+            let came = if conn.payload.is_some() {
+                self.read_payload(conn)?
+            } else {
+                let came = conn.read()?;
+                if matches!(came, Came::Bytes(_)) {
+                    conn.heard = clock::now();
+                    self.on_input(conn)?;
+                }
+                came
+            };
+            match came {
+                Came::Bytes(bytes) => turn += bytes,
+                Came::Nothing => return Ok(()),
+                Came::End if conn.phase == Phase::Greeting => {
+                    return Err(Why::Text("it closed the connection before greeting".into()));
+                }
+                Came::End => return Err(Why::Text("it closed the connection".into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the frames that are there.
+    fn on_input(&mut self, conn: &mut Conn) -> Result<(), Why> {
+        while conn.payload.is_none() {
+            let input = std::mem::take(&mut conn.input);
+            let Some((kind, body, bytes)) = read_frame(&input[conn.start..])? else {
+                conn.input = input;
+                break;
+            };
+            conn.start += bytes;
+            let result = self.on_frame(conn, kind, body);
+            conn.input = input;
+            result?;
+        }
+        // What came with the frame is the blocks' beginning.
+        while conn.payload.is_some() && conn.start < conn.input.len() {
+            let input = std::mem::take(&mut conn.input);
+            let taken = self.take_payload(conn, &input[conn.start..]);
+            conn.input = input;
+            conn.start += taken;
+            if conn.payload.is_none() {
+                return self.on_input(conn);
+            }
+        }
+        Ok(())
+    }
+
+    fn on_frame(&mut self, conn: &mut Conn, kind: Kind, body: &[u8]) -> Result<(), Why> {
+        match (conn.phase, kind) {
+            (Phase::Greeting, Kind::Hello) => self.on_hello(conn, Hello::read(body)?),
+            (_, Kind::Refused) => Err(Why::Refused(Reader(body).text()?)),
+            (Phase::Up, Kind::Get) => self.on_get(conn, &Get::read(body)?),
+            (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
+            (Phase::Up, Kind::Release) => {
+                conn.pins.remove(&Reader(body).u64()?);
+                Ok(())
+            }
+            (Phase::Up, Kind::Keys) => {
+                self.on_keys(conn, body);
+                Ok(())
+            }
+            (Phase::Up, Kind::Resync) => {
+                self.shared.snapshot_wanted.store(true, Ordering::Release);
+                Ok(())
+            }
+            (Phase::Up, Kind::Ping) => Ok(()),
+            _ => Err(Why::Wire(WireError::Malformed {
+                what: "it came before the greeting, or after it a second one",
+            })),
+        }
+    }
+
+    fn on_hello(&mut self, conn: &mut Conn, theirs: Hello) -> Result<(), Why> {
+        conn.name = format!("{} ({})", theirs.name, conn.name);
+        if let Err(mismatch) = self.hello.check(&theirs) {
+            // The other side finds the same; but an older one may not.
+            let mut body = Vec::new();
+            put_text(&mut body, &mismatch.to_string());
+            conn.push(Piece::Bytes(frame(Kind::Refused, &body)));
+            let _ = conn.write();
+            return Err(Why::Refused(mismatch.to_string()));
+        }
+        if theirs.arena_bytes > 0 {
+            let Some(fd) = conn.fd.take() else {
+                return Err(Why::Text(
+                    "it offers shared memory without a descriptor".into(),
+                ));
+            };
+            let arena = Arena::map_peer(fd, theirs.arena_bytes);
+            conn.arena = Some(Arc::new(
+                arena.map_err(|error| Why::Text(error.to_string()))?,
+            ));
+        }
+        conn.phase = Phase::Up;
+        if let Some(index) = &self.shared.options.index {
+            index.connect(conn.heard, conn.peer.slot as usize);
+        }
+        // It knows nothing of this side's keys.
+        self.shared.snapshot_wanted.store(true, Ordering::Release);
+        self.shared.peer_event(Event::Up {
+            peer: conn.peer,
+            name: theirs.name,
+        });
+        Ok(())
+    }
+
+    fn on_keys(&mut self, conn: &mut Conn, message: &[u8]) {
+        let Some(index) = &self.shared.options.index else {
+            return;
+        };
+        let counters = &self.shared.counters;
+        match index.apply(conn.heard, conn.peer.slot as usize, message) {
+            Ok(_) => count(&counters.key_messages, 1),
+            Err(error) if !error.loses_trust() => count(&counters.key_stale, 1),
+            Err(error) => {
+                count(&counters.key_errors, 1);
+                tracing::warn!("{}: {error}", conn.name);
+                conn.push(Piece::Bytes(frame(Kind::Resync, &[])));
+            }
+        }
+        self.sweeping = true;
+    }
+
+    /// A peer asks for blocks.
+    fn on_get(&mut self, conn: &mut Conn, get: &Get) -> Result<(), Why> {
+        let now = conn.heard;
+        if conn.pins.len() >= REQUESTS_MAX {
+            return Err(Why::Text(format!(
+                "it has more than {REQUESTS_MAX} requests under way"
+            )));
+        }
+        let mut answers = Vec::with_capacity(get.blocks.len());
+        let mut pins = Vec::new();
+        let counters = &self.shared.counters;
+        let mapped = conn.unix;
+        for wanted in &get.blocks {
+            let tier = self.shared.options.serves.as_ref();
+            let Some(pin) = tier.and_then(|tier| tier.pin(now, &wanted.key)) else {
+                count(&counters.absent, 1);
+                answers.push(Answer::Absent);
+                continue;
+            };
+            if pin.len() != wanted.len as usize {
+                answers.push(Answer::Length(pin.len() as u32));
+                continue;
+            }
+            count(&counters.served_blocks, 1);
+            count(&counters.served_bytes, pin.len() as u64);
+            answers.push(Answer::Here {
+                checksum: pin.checksum(),
+                offset: pin.offset() as u64,
+                len: wanted.len,
+            });
+            pins.push(pin);
+        }
+        let request = get.request;
+        let until = now + u64::from(get.deadline_ms) * 1_000_000 + GRACE_NS;
+        conn.push(Piece::Bytes(Blocks { request, answers }.frame()));
+        if mapped {
+            if !pins.is_empty() {
+                conn.pins.insert(request, (until, pins));
+            }
+        } else {
+            for pin in pins {
+                conn.push(Piece::Block(pin));
+            }
+            conn.write_due = Some(conn.write_due.map_or(until, |due| due.max(until)));
+        }
+        Ok(())
+    }
+
+    /// A peer answers.
+    fn on_blocks(&mut self, conn: &mut Conn, blocks: Blocks) -> Result<(), Why> {
+        let Blocks { request, answers } = blocks;
+        let transfer = self.transfers.get(&request).filter(|t| t.peer == conn.peer);
+        if transfer.is_some_and(|transfer| transfer.places.len() != answers.len()) {
+            return Err(Why::Text(
+                "it answers for other blocks than it was asked for".into(),
+            ));
+        }
+        if conn.unix {
+            self.copies.push_back(Copy {
+                peer: conn.peer,
+                request,
+                answers: answers.into_iter().enumerate(),
+            });
+            return Ok(());
+        }
+        // Where its deadline has passed, the blocks are read all the same, and nobody gets them.
+        let wanted: Vec<Option<usize>> = match transfer {
+            Some(transfer) => transfer
+                .places
+                .iter()
+                .map(|p| p.as_ref().map(crate::region::Lease::len))
+                .collect(),
+            None => vec![None; answers.len()],
+        };
+        let mut coming = VecDeque::with_capacity(answers.len());
+        let mut failed = Vec::new();
+        for (at, (answer, wanted)) in answers.into_iter().zip(wanted).enumerate() {
+            match answer {
+                Answer::Here { checksum, len, .. } => {
+                    if wanted.is_some_and(|wanted| wanted != len as usize) {
+                        return Err(Why::Text(
+                            "its blocks are not as long as was asked for".into(),
+                        ));
+                    }
+                    coming.push_back((at as u32, len, checksum));
+                }
+                Answer::Absent => failed.push((at, FetchError::Absent)),
+                Answer::Length(_) => failed.push((at, FetchError::Length)),
+            }
+        }
+        for (at, why) in failed {
+            self.settle(request, at, Err(why));
+        }
+        conn.payload = Some(Payload {
+            request,
+            blocks: coming,
+            filled: 0,
+        });
+        self.end_payload_if_complete(conn);
+        Ok(())
+    }
+
+    /// Takes blocks from what was read with other things; returns how many bytes.
+    fn take_payload(&mut self, conn: &mut Conn, bytes: &[u8]) -> usize {
+        let mut taken = 0;
+        while let Some(payload) = &mut conn.payload
+            && let Some(&(at, len, _)) = payload.blocks.front()
+            && taken < bytes.len()
+        {
+            let wanted = (len as usize - payload.filled).min(bytes.len() - taken);
+            if let Some(place) = place_of(&mut self.transfers, payload.request, at) {
+                let to = &mut place[payload.filled..payload.filled + wanted];
+                to.copy_from_slice(&bytes[taken..taken + wanted]);
+            }
+            payload.filled += wanted;
+            taken += wanted;
+            self.end_payload_if_complete(conn);
+        }
+        taken
+    }
+
+    /// Reads a block into its place.
+    fn read_payload(&mut self, conn: &mut Conn) -> Result<Came, Why> {
+        let payload = conn.payload.as_mut().expect("blocks are coming");
+        let &(at, len, _) = payload.blocks.front().expect("it would have ended");
+        let place = place_of(&mut self.transfers, payload.request, at);
+        let came = if let Some(place) = place {
+            read_into(&conn.socket, &mut place[payload.filled..])?
+        } else {
+            let left = (len as usize - payload.filled).min(1 << 20);
+            self.scratch.resize(left, 0);
+            read_into(&conn.socket, &mut self.scratch)?
+        };
+        if let Came::Bytes(bytes) = came {
+            conn.heard = clock::now();
+            payload.filled += bytes;
+            self.end_payload_if_complete(conn);
+        }
+        Ok(came)
+    }
+
+    /// Settles blocks that are there, and ends a payload that is.
+    fn end_payload_if_complete(&mut self, conn: &mut Conn) {
+        let Some(payload) = &mut conn.payload else {
+            return;
+        };
+        while let Some(&(at, len, sum)) = payload.blocks.front()
+            && payload.filled == len as usize
+        {
+            payload.blocks.pop_front();
+            payload.filled = 0;
+            let verify = self.shared.options.verify;
+            let place = place_of(&mut self.transfers, payload.request, at);
+            if let Some(place) = place {
+                let right = !verify || checksum(place) == sum;
+                let outcome = if right {
+                    Ok(())
+                } else {
+                    Err(FetchError::Checksum)
+                };
+                self.settle(payload.request, at as usize, outcome);
+            }
+        }
+        if payload.blocks.is_empty() {
+            let request = payload.request;
+            conn.payload = None;
+            self.finish_if_settled(request);
+        }
+    }
+
+    /// Copies blocks out of peers' memory.
+    fn copy_some(&mut self) {
+        let mut turn = 0;
+        let verify = self.shared.options.verify;
+        while turn < TURN_BYTES {
+            let Some(mut copy) = self.copies.pop_front() else {
+                return;
+            };
+            let request = copy.request;
+            let arena = self.conns[copy.peer.slot as usize]
+                .as_ref()
+                .filter(|conn| conn.peer == copy.peer)
+                .and_then(|conn| conn.arena.clone());
+            while turn < TURN_BYTES
+                && let Some((at, answer)) = copy.answers.next()
+            {
+                let outcome = match answer {
+                    Answer::Absent => Err(FetchError::Absent),
+                    Answer::Length(_) => Err(FetchError::Length),
+                    Answer::Here {
+                        checksum: sum,
+                        offset,
+                        ..
+                    } => {
+                        let Some(place) = place_of(&mut self.transfers, request, at as u32) else {
+                            continue;
+                        };
+                        turn += place.len().max(1);
+                        let copied = arena.as_ref().is_some_and(|a| a.copy_out(offset, place));
+                        let right = copied && (!verify || checksum(place) == sum);
+                        if right {
+                            Ok(())
+                        } else {
+                            Err(FetchError::Checksum)
+                        }
+                    }
+                };
+                // The peer holds a block in its place until the deadline, and not for ever.
+                let in_time = |t: &Transfer| clock::now() <= t.deadline;
+                let late = !self.transfers.get(&request).is_some_and(in_time);
+                let outcome = if late {
+                    Err(FetchError::Deadline)
+                } else {
+                    outcome
+                };
+                self.settle(request, at, outcome);
+            }
+            if copy.answers.len() > 0 {
+                self.copies.push_back(copy); // the others have a turn
+                return;
+            }
+            self.with_conn(copy.peer, |_, conn| {
+                conn.push(Piece::Bytes(frame(Kind::Release, &request.to_le_bytes())));
+                Ok(())
+            });
+            self.finish_if_settled(request);
+        }
+    }
+
+    fn fetch(&mut self, transfer: Transfer, get: Vec<u8>) {
+        let (id, peer) = (transfer.id, transfer.peer);
+        self.deadlines.insert((transfer.deadline, id));
+        let empty = transfer.places.is_empty();
+        self.transfers.insert(id, transfer);
+        let mut up = false;
+        self.with_conn(peer, |_, conn| {
+            up = conn.phase == Phase::Up;
+            if up && !empty {
+                conn.push(Piece::Bytes(get));
+            }
+            Ok(())
+        });
+        if !up {
+            self.fail_rest(id, FetchError::Lost);
+        } else if empty {
+            self.finish_if_settled(id);
+        }
+    }
+
+    /// A block is there, or will not be.
+    fn settle(&mut self, request: u64, at: usize, outcome: Result<(), FetchError>) {
+        let Some(transfer) = self.transfers.get_mut(&request) else {
+            return;
+        };
+        let Some(place) = transfer.places[at].take() else {
+            return;
+        };
+        let counters = &self.shared.counters;
+        match outcome {
+            Ok(()) => {
+                transfer.bytes += place.len() as u64;
+                count(&counters.fetched_blocks, 1);
+                count(&counters.fetched_bytes, place.len() as u64);
+            }
+            Err(why) => {
+                transfer.failed.push((at as u32, why));
+                count(&counters.failed[why as usize], 1);
+            }
+        }
+    }
+
+    fn finish_if_settled(&mut self, request: u64) {
+        let settled = |t: &Transfer| t.places.iter().all(Option::is_none);
+        if !self.transfers.get(&request).is_some_and(settled) {
+            return;
+        }
+        let transfer = self.transfers.remove(&request).expect("it is there");
+        self.deadlines.remove(&(transfer.deadline, request));
+        let done = Completion {
+            transfer: super::TransferId(request),
+            blocks: transfer.places.len() as u32,
+            bytes: transfer.bytes,
+            failed: transfer.failed,
+            took_ns: clock::now().since(transfer.began),
+        };
+        let pushed = self.shared.done.push(done);
+        assert!(pushed.is_ok(), "room was reserved at the submission");
+    }
+
+    fn fail_rest(&mut self, request: u64, why: FetchError) {
+        let count = self.transfers.get(&request).map_or(0, |t| t.places.len());
+        for at in 0..count {
+            self.settle(request, at, Err(why));
+        }
+        self.finish_if_settled(request);
+    }
+
+    fn end_due(&mut self, now: SimTime) {
+        while let Some(&(at, id)) = self.deadlines.first()
+            && at <= now
+        {
+            self.deadlines.pop_first();
+            self.fail_rest(id, FetchError::Deadline);
+        }
+    }
+
+    /// Pings, and ends connections that are silent, did not greet, or do not take what they asked
+    /// for. Looks at all of them four times in the silence that is allowed.
+    fn keep_peers(&mut self, now: SimTime) {
+        if let Some(index) = &self.shared.options.index
+            && (self.sweeping || now >= self.next_ping)
+        {
+            self.sweeping = index.tick(now, SWEPT);
+        }
+        if now < self.next_ping {
+            return;
+        }
+        let silence_ns = self.shared.options.silence_max.as_nanos() as u64;
+        self.next_ping = now + silence_ns / 4;
+        let peers: Vec<PeerId> = self.conns.iter().flatten().map(|conn| conn.peer).collect();
+        for peer in peers {
+            self.with_conn(peer, |run, conn| {
+                if now.since(conn.heard) > silence_ns {
+                    return Err(Why::Text(format!(
+                        "it was silent for {} ms",
+                        silence_ns / 1_000_000
+                    )));
+                }
+                if conn.phase != Phase::Up && now.since(conn.began) > silence_ns {
+                    return Err(Why::Text("it did not greet in time".into()));
+                }
+                // Its pins are void: it must not read on.
+                let overdue = conn.pins.values().any(|(until, _)| *until < now);
+                if overdue || conn.write_due.is_some_and(|due| due < now) {
+                    return Err(Why::Text(
+                        "it did not take what it asked for in time".into(),
+                    ));
+                }
+                if conn.phase == Phase::Up {
+                    conn.push(Piece::Bytes(frame(Kind::Ping, &[])));
+                    if let Some(index) = &run.shared.options.index {
+                        index.heard(conn.heard, peer.slot as usize);
+                    }
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+/// Where block `at` of a transfer goes, if it is still wanted.
+fn place_of(transfers: &mut HashMap<u64, Transfer>, request: u64, at: u32) -> Option<&mut [u8]> {
+    let transfer = transfers.get_mut(&request)?;
+    let place = transfer.places.get_mut(at as usize)?.as_mut()?;
+    Some(place.bytes_mut())
+}
+
+fn data_of(peer: PeerId) -> epoll::EventData {
+    epoll::EventData::new_u64(u64::from(peer.slot) | (u64::from(peer.generation) << 32))
+}
+
+/// Begins to connect.
+fn open(address: &Address) -> io::Result<OwnedFd> {
+    let (domain, to): (Domain, SockAddr) = match address {
+        Address::Tcp(at) => (Domain::for_address(*at), (*at).into()),
+        Address::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),
+    };
+    let socket = Socket::new(domain, Type::STREAM, None)?; // closed on exec by default
+    socket.set_nonblocking(true)?;
+    match socket.connect(&to) {
+        Err(error) if error.raw_os_error() == Some(Errno::INPROGRESS.raw_os_error()) => {}
+        other => other?,
+    }
+    Ok(socket.into())
+}

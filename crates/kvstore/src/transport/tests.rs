@@ -1,0 +1,685 @@
+//! Endpoints against each other, and against peers that do what no endpoint does.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use slipstream_base::SimTime;
+use slipstream_base::mix::draw;
+use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
+
+use super::endpoint::hello;
+use super::*;
+use crate::clock;
+use crate::handshake::Profile;
+use crate::tier::Tier;
+use crate::tier::memory::{MemoryOptions, MemoryTier};
+use crate::wire::{Answer, Blocks, Get, HEADER_BYTES, Kind, frame, read_frame};
+
+const BLOCK: usize = 40_000;
+const LONG: Duration = Duration::from_secs(20);
+
+fn profile() -> Profile {
+    Profile {
+        model: "m".into(),
+        block_size: 16,
+        ..Profile::default()
+    }
+}
+
+fn block(n: u64) -> Vec<u8> {
+    (0..BLOCK as u64 / 8)
+        .flat_map(|word| draw(n, word).to_le_bytes())
+        .collect()
+}
+
+fn key(n: u64) -> Vec<u8> {
+    let mut key = vec![5; 36];
+    key[..8].copy_from_slice(&n.to_le_bytes());
+    key
+}
+
+/// A tier that holds blocks `0..blocks`.
+fn tier(blocks: u64) -> Arc<MemoryTier> {
+    let tier = MemoryTier::new(MemoryOptions {
+        bytes: (blocks as usize + 1) * BLOCK,
+        block_bytes: BLOCK,
+        ttl_ns: None,
+    })
+    .unwrap();
+    for n in 0..blocks {
+        tier.put(clock::now(), &key(n), &block(n)).unwrap();
+    }
+    tier
+}
+
+fn any_tcp() -> Address {
+    "tcp://127.0.0.1:0".parse().unwrap()
+}
+
+/// Runs `check` with an address of each kind to listen at.
+fn on_each(check: impl Fn(Address)) {
+    check(any_tcp());
+    let folder = tempfile::tempdir().unwrap();
+    check(Address::Unix(folder.path().join("kv")));
+}
+
+fn server(at: Address, tier: &Arc<MemoryTier>) -> Endpoint {
+    Endpoint::start(EndpointOptions {
+        listen: vec![at],
+        serves: Some(Arc::clone(tier)),
+        ..EndpointOptions::new("server", profile())
+    })
+    .unwrap()
+}
+
+fn client() -> Endpoint {
+    Endpoint::start(EndpointOptions::new("client", profile())).unwrap()
+}
+
+/// Polls until there is an event that `f` takes; others are dropped.
+fn wait<T>(endpoint: &Endpoint, mut f: impl FnMut(&Event) -> Option<T>) -> T {
+    let until = Instant::now() + LONG;
+    let mut events = Vec::new();
+    loop {
+        assert!(Instant::now() < until, "nothing came");
+        events.clear();
+        if endpoint.poll(1, &mut events) == 0 {
+            std::thread::yield_now();
+        }
+        if let Some(found) = events.first().and_then(&mut f) {
+            return found;
+        }
+    }
+}
+
+fn up(endpoint: &Endpoint, address: &Address) -> PeerId {
+    let dialed = endpoint.connect(address).unwrap();
+    wait(endpoint, |event| match event {
+        Event::Up { peer, .. } => {
+            assert_eq!(*peer, dialed);
+            Some(dialed)
+        }
+        Event::Down { why, .. } => panic!("{why}"),
+        Event::Done(_) => None,
+    })
+}
+
+fn down(endpoint: &Endpoint) -> (String, bool) {
+    wait(endpoint, |event| match event {
+        Event::Down { why, refused, .. } => Some((why.clone(), *refused)),
+        _ => None,
+    })
+}
+
+fn done(endpoint: &Endpoint, id: TransferId) -> Completion {
+    wait(endpoint, |event| match event {
+        Event::Done(done) if done.transfer == id => Some(done.clone()),
+        _ => None,
+    })
+}
+
+/// Asks for `(block, length)` each, into places of `BLOCK` bytes.
+fn fetch(
+    endpoint: &Endpoint,
+    peer: PeerId,
+    region: &Arc<Region>,
+    wanted: &[(u64, usize)],
+    deadline: Duration,
+) -> Completion {
+    let keys: Vec<_> = wanted.iter().map(|&(n, _)| key(n)).collect();
+    let blocks: Vec<_> = keys
+        .iter()
+        .zip(wanted)
+        .enumerate()
+        .map(|(at, (key, &(_, len)))| Fetch {
+            key,
+            at: at * BLOCK,
+            len,
+        })
+        .collect();
+    let id = endpoint.fetch(peer, region, &blocks, deadline).unwrap();
+    done(endpoint, id)
+}
+
+#[test]
+fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
+    on_each(|at| {
+        let tier = tier(30);
+        let server = server(at, &tier);
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let region = Region::new(32 * BLOCK);
+        for turn in 0..20 {
+            region.write(0, &vec![0; 32 * BLOCK]).unwrap();
+            let mut wanted: Vec<_> = (0..30).map(|n| ((n * 7 + turn) % 30, BLOCK)).collect();
+            wanted.push((99, BLOCK));
+            wanted.push((3, BLOCK - 8));
+            let mut done = fetch(&client, peer, &region, &wanted, LONG);
+            done.failed.sort_unstable_by_key(|failed| failed.0);
+            assert_eq!(
+                done.failed,
+                [(30, FetchError::Absent), (31, FetchError::Length)]
+            );
+            assert_eq!((done.blocks, done.bytes), (32, 30 * BLOCK as u64));
+            let mut out = vec![0; BLOCK];
+            for (place, (n, _)) in wanted[..30].iter().enumerate() {
+                region.read(place * BLOCK, &mut out).unwrap();
+                assert!(out == block(*n), "block {n}");
+            }
+        }
+        let stats = client.stats();
+        assert_eq!(stats.fetched_blocks_total, 600);
+        assert_eq!(stats.failed_total[FetchError::Absent as usize], 20);
+        assert_eq!(server.stats().served_bytes_total, 600 * BLOCK as u64);
+        let empty = fetch(&client, peer, &region, &[], LONG);
+        assert_eq!((empty.blocks, empty.failed.len()), (0, 0));
+    });
+}
+
+#[test]
+fn a_damaged_block_is_a_failure_and_not_a_block() {
+    on_each(|at| {
+        let tier = tier(3);
+        tier.damage(&key(1));
+        let server = server(at, &tier);
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let region = Region::new(3 * BLOCK);
+        let wanted = [(0, BLOCK), (1, BLOCK), (2, BLOCK)];
+        let done = fetch(&client, peer, &region, &wanted, LONG);
+        assert_eq!(done.failed, [(1, FetchError::Checksum)]);
+        assert_eq!(done.bytes, 2 * BLOCK as u64);
+        assert_eq!(
+            client.stats().failed_total[FetchError::Checksum as usize],
+            1
+        );
+    });
+}
+
+#[test]
+fn engines_whose_blocks_mean_something_else_refuse_each_other() {
+    on_each(|at| {
+        let tier = tier(1);
+        let server = server(at, &tier);
+        let other = Profile {
+            block_size: 32,
+            ..profile()
+        };
+        let client = Endpoint::start(EndpointOptions::new("client", other)).unwrap();
+        client.connect(&server.addresses()[0]).unwrap();
+        for endpoint in [&client, &server] {
+            let (why, refused) = down(endpoint);
+            assert!(refused, "{why}");
+            for part in ["block_size", "`16` on server", "`32` on client"] {
+                assert!(why.contains(part), "{why}");
+            }
+            assert_eq!(endpoint.stats().refused_total, 1);
+        }
+    });
+}
+
+#[test]
+fn a_lost_peer_ends_its_transfers_and_is_told() {
+    on_each(|at| {
+        let tier = tier(30);
+        let server = server(at, &tier);
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let address = server.addresses()[0].clone();
+        drop(server);
+        let (why, refused) = down(&client);
+        assert!(why.contains("connection") && !refused, "{why}");
+        let region = Region::new(BLOCK);
+        let done = fetch(&client, peer, &region, &[(1, BLOCK)], LONG);
+        assert_eq!(done.failed, [(0, FetchError::Lost)]);
+        client.connect(&address).unwrap();
+        let (why, _) = down(&client);
+        assert!(
+            why.contains("connecting failed") || why.contains("ended"),
+            "{why}"
+        );
+    });
+}
+
+#[test]
+fn peers_come_and_go_and_come_again() {
+    on_each(|at| {
+        let tier = tier(2);
+        let server = server(at, &tier);
+        let client = client();
+        let region = Region::new(BLOCK);
+        for _ in 0..10 {
+            let peer = up(&client, &server.addresses()[0]);
+            assert!(
+                fetch(&client, peer, &region, &[(1, BLOCK)], LONG)
+                    .failed
+                    .is_empty()
+            );
+            client.disconnect(peer);
+            down(&client);
+            let done = fetch(&client, peer, &region, &[(1, BLOCK)], LONG);
+            assert_eq!(
+                done.failed,
+                [(0, FetchError::Lost)],
+                "of an earlier connection"
+            );
+        }
+    });
+}
+
+#[test]
+fn too_much_at_once_is_refused_and_nothing_is_begun() {
+    let tier = tier(2);
+    let server = server(any_tcp(), &tier);
+    let client = Endpoint::start(EndpointOptions {
+        transfers_max: 2,
+        peers_max: 1,
+        ..EndpointOptions::new("client", profile())
+    })
+    .unwrap();
+    let peer = up(&client, &server.addresses()[0]);
+    assert_eq!(
+        client.connect(&server.addresses()[0]),
+        Err(SubmitError::Peers { max: 1 })
+    );
+    let region = Region::new(3 * BLOCK);
+    let submit = |at: usize, len: usize| {
+        let (a, b) = (key(0), key(1));
+        let blocks = [
+            Fetch {
+                key: &a,
+                at: 2 * BLOCK,
+                len: BLOCK,
+            },
+            Fetch { key: &b, at, len },
+        ];
+        client.fetch(peer, &region, &blocks, LONG)
+    };
+    // The second block's place is not free or does not exist: the first one's is free again.
+    assert!(matches!(
+        submit(2 * BLOCK + 1, 9),
+        Err(SubmitError::Region(_))
+    ));
+    assert!(matches!(submit(3 * BLOCK, 1), Err(SubmitError::Region(_))));
+    let first = submit(0, BLOCK).unwrap();
+    let done_first = done(&client, first);
+    assert!(done_first.failed.is_empty());
+    // Completions that nobody polls take room.
+    let one = client.fetch(peer, &region, &[], LONG).unwrap();
+    client.fetch(peer, &region, &[], LONG).unwrap();
+    assert_eq!(submit(0, BLOCK), Err(SubmitError::Full { max: 2 }));
+    done(&client, one);
+    submit(0, BLOCK).unwrap();
+    let long = vec![0; 70_000];
+    let fetch = [Fetch {
+        key: &long,
+        at: 0,
+        len: 1,
+    }];
+    let error = client.fetch(peer, &region, &fetch, LONG).unwrap_err();
+    assert!(matches!(error, SubmitError::TooLarge { .. }), "{error}");
+}
+
+#[test]
+fn keys_travel_with_the_connection_and_gaps_are_mended() {
+    on_each(|at| {
+        let tier = tier(1);
+        let server = server(at, &tier);
+        let index = Arc::new(PeerIndex::new(64, 10_000, u64::MAX));
+        let client = Endpoint::start(EndpointOptions {
+            index: Some(Arc::clone(&index)),
+            ..EndpointOptions::new("client", profile())
+        })
+        .unwrap();
+        let mut set = KeySet::new(0, 1);
+        set.set_consumed(true);
+        for n in 0..500 {
+            set.change(&key(n), Change::Add(0)).unwrap();
+        }
+        let peer = up(&client, &server.addresses()[0]);
+        let prompt: Vec<_> = (0..600).map(|n| digest(&key(n))).collect();
+        let held = || {
+            let mut out = vec![0; 64];
+            index.overlap(&prompt, &mut out);
+            out[peer.slot as usize]
+        };
+        // What a scheduler does each step.
+        let step_until = |set: &mut KeySet, want: u32| {
+            let until = Instant::now() + LONG;
+            while held() != want {
+                assert!(Instant::now() < until, "{} of {want}", held());
+                if server.take_snapshot_wanted() {
+                    set.request_snapshot();
+                }
+                match set.message(64) {
+                    Some(message) => assert!(server.publish(message)),
+                    None => std::thread::yield_now(),
+                }
+            }
+        };
+        step_until(&mut set, 500);
+        for n in 500..550 {
+            set.change(&key(n), Change::Add(0)).unwrap();
+        }
+        step_until(&mut set, 550);
+        // A message is lost on its way; the next one shows it.
+        set.change(&key(0), Change::Remove(0)).unwrap();
+        set.message(64).unwrap();
+        set.change(&key(0), Change::Add(0)).unwrap();
+        set.change(&key(550), Change::Add(0)).unwrap();
+        step_until(&mut set, 551);
+        assert!(client.stats().key_errors_total > 0);
+        // An old snapshot comes late.
+        let stale = {
+            let mut old = KeySet::new(0, 1);
+            old.set_consumed(true);
+            old.message(8).unwrap()
+        };
+        server.publish(stale);
+        set.change(&key(551), Change::Add(0)).unwrap();
+        step_until(&mut set, 552);
+        assert_eq!(client.stats().key_stale_total, 1);
+        drop(server);
+        down(&client);
+        assert_eq!(held(), 0, "a lost peer holds nothing");
+    });
+}
+
+/// Accepts one connection and greets as an endpoint would; reads the other side's greeting.
+fn fake(listener: &TcpListener) -> TcpStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    let options = EndpointOptions::new("fake", profile());
+    stream.write_all(&hello(&options, false).frame()).unwrap();
+    assert_eq!(next_frame(&mut stream).0, Kind::Hello);
+    stream
+}
+
+fn next_frame(stream: &mut TcpStream) -> (Kind, Vec<u8>) {
+    let mut bytes = vec![0; HEADER_BYTES];
+    stream.read_exact(&mut bytes).unwrap();
+    let len = u32::from_le_bytes(bytes[..4].try_into().unwrap()) as usize;
+    bytes.resize(HEADER_BYTES + len, 0);
+    stream.read_exact(&mut bytes[HEADER_BYTES..]).unwrap();
+    let (kind, body, _) = read_frame(&bytes).unwrap().unwrap();
+    (kind, body.to_vec())
+}
+
+/// The next request, past pings.
+fn next_get(stream: &mut TcpStream) -> Get {
+    loop {
+        let (kind, body) = next_frame(stream);
+        if kind == Kind::Get {
+            return Get::read(&body).unwrap();
+        }
+    }
+}
+
+fn fake_listener() -> (TcpListener, Address) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(listener.local_addr().unwrap());
+    (listener, address)
+}
+
+fn here(bytes: &[u8]) -> Answer {
+    Answer::Here {
+        checksum: crate::checksum(bytes),
+        offset: 0,
+        len: bytes.len() as u32,
+    }
+}
+
+#[test]
+fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_written() {
+    let (listener, address) = fake_listener();
+    let client = client();
+    let region = Region::new(2 * BLOCK);
+    let (resume, told) = std::sync::mpsc::channel();
+    let peer_thread = std::thread::spawn(move || {
+        let mut stream = fake(&listener);
+        let get = next_get(&mut stream);
+        let answers = vec![here(&block(0)), here(&block(1))];
+        let request = get.request;
+        stream
+            .write_all(&Blocks { request, answers }.frame())
+            .unwrap();
+        stream.write_all(&block(0)).unwrap();
+        stream.write_all(&block(1)[..BLOCK / 2]).unwrap();
+        told.recv().unwrap(); // the deadline has passed
+        stream.write_all(&block(1)[BLOCK / 2..]).unwrap();
+        // The connection is as good as before.
+        let get = next_get(&mut stream);
+        let answers = vec![here(&block(7))];
+        let request = get.request;
+        stream
+            .write_all(&Blocks { request, answers }.frame())
+            .unwrap();
+        stream.write_all(&block(7)).unwrap();
+        stream
+    });
+    let peer = up(&client, &address);
+    let wanted = [(0, BLOCK), (1, BLOCK)];
+    let first = fetch(&client, peer, &region, &wanted, Duration::from_millis(300));
+    assert_eq!(first.failed, [(1, FetchError::Deadline)]);
+    assert_eq!(
+        first.bytes, BLOCK as u64,
+        "the first one is there and was verified"
+    );
+    assert!(first.took_ns >= 300_000_000);
+    region.write(BLOCK, &vec![0xee; BLOCK]).unwrap(); // it is the caller's again
+    resume.send(()).unwrap();
+    let next = fetch(&client, peer, &region, &[(7, BLOCK)], LONG);
+    assert!(next.failed.is_empty());
+    let mut out = vec![0; BLOCK];
+    region.read(BLOCK, &mut out).unwrap();
+    assert!(
+        out.iter().all(|&byte| byte == 0xee),
+        "late bytes went nowhere"
+    );
+    region.read(0, &mut out).unwrap();
+    assert_eq!(out, block(7));
+    peer_thread.join().unwrap();
+}
+
+#[test]
+fn a_peer_that_never_answers_costs_its_deadline_and_then_its_connection() {
+    let (listener, address) = fake_listener();
+    let client = Endpoint::start(EndpointOptions {
+        silence_max: Duration::from_millis(400),
+        ..EndpointOptions::new("client", profile())
+    })
+    .unwrap();
+    let peer_thread = std::thread::spawn(move || fake(&listener));
+    let peer = up(&client, &address);
+    let region = Region::new(BLOCK);
+    let wanted = [(0, BLOCK)];
+    let done = fetch(&client, peer, &region, &wanted, Duration::from_millis(50));
+    assert_eq!(done.failed, [(0, FetchError::Deadline)]);
+    let (why, _) = down(&client);
+    assert!(why.contains("silent for 400 ms"), "{why}");
+    drop(peer_thread.join().unwrap());
+}
+
+/// Dials `server` and says `bytes`; returns why the server ended it.
+fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
+    let Address::Tcp(at) = server.addresses()[0] else {
+        panic!("dialed by TCP")
+    };
+    let mut stream = TcpStream::connect(at).unwrap();
+    if greet {
+        let options = EndpointOptions::new("fake", profile());
+        stream.write_all(&hello(&options, false).frame()).unwrap();
+    }
+    let _ = stream.write_all(bytes);
+    let why = down(server).0;
+    let mut rest = Vec::new();
+    let _ = stream.read_to_end(&mut rest); // it is closed, in order or not
+    why
+}
+
+#[test]
+fn whatever_comes_in_ends_its_own_connection_alone() {
+    let tier = tier(3);
+    let server = server(any_tcp(), &tier);
+    let client = client();
+    let peer = up(&client, &server.addresses()[0]);
+    let mut version = frame(Kind::Ping, &[]);
+    version[4] = 9;
+    let why = say(&server, false, &version);
+    assert!(
+        why.contains("version 9") && why.contains("one release"),
+        "{why}"
+    );
+    let why = say(&server, false, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+    assert!(why.contains("version"), "{why}");
+    let get = Get {
+        request: 1,
+        deadline_ms: 1,
+        blocks: Vec::new(),
+    };
+    assert!(say(&server, false, &get.frame()).contains("before the greeting"));
+    let mut damaged = get.frame();
+    damaged[HEADER_BYTES] ^= 1;
+    assert!(say(&server, true, &damaged).contains("checksum is wrong"));
+    let mut kind = get.frame();
+    kind[5] = 77;
+    assert!(say(&server, true, &kind).contains("no frame is of this kind"));
+    let mut long = get.frame();
+    long[..4].copy_from_slice(&u32::MAX.to_le_bytes());
+    assert!(say(&server, true, &long).contains("longer than any frame"));
+    let short = frame(Kind::Get, &[0; 15]);
+    assert!(say(&server, true, &short).contains("shorter than what it says"));
+    let answers = Blocks {
+        request: 1,
+        answers: vec![Answer::Absent],
+    };
+    // Answers that nobody asked for do no harm; a frame that is cut off is no frame.
+    let mut cut = answers.frame();
+    cut.extend(&get.frame()[..20]);
+    let Address::Tcp(at) = server.addresses()[0] else {
+        panic!("dialed by TCP")
+    };
+    let mut stream = TcpStream::connect(at).unwrap();
+    let options = EndpointOptions::new("fake", profile());
+    stream.write_all(&hello(&options, false).frame()).unwrap();
+    stream.write_all(&cut).unwrap();
+    drop(stream);
+    down(&server);
+    assert!(server.stats().malformed_total >= 7);
+    // The one beside it saw nothing of all that.
+    let region = Region::new(BLOCK);
+    assert!(
+        fetch(&client, peer, &region, &[(2, BLOCK)], LONG)
+            .failed
+            .is_empty()
+    );
+}
+
+#[test]
+fn a_peer_that_answers_something_else_is_cut_off() {
+    for wrong in [
+        vec![here(&block(0)), here(&block(1))],
+        vec![here(&block(0)[..BLOCK - 8])],
+    ] {
+        let (listener, address) = fake_listener();
+        let client = client();
+        let peer_thread = std::thread::spawn(move || {
+            let mut stream = fake(&listener);
+            let request = next_get(&mut stream).request;
+            let answers = wrong;
+            stream
+                .write_all(&Blocks { request, answers }.frame())
+                .unwrap();
+            stream
+        });
+        let peer = up(&client, &address);
+        let region = Region::new(BLOCK);
+        let done = fetch(&client, peer, &region, &[(0, BLOCK)], LONG);
+        assert_eq!(done.failed, [(0, FetchError::Lost)]);
+        down(&client);
+        peer_thread.join().unwrap();
+    }
+}
+
+#[test]
+fn blocks_that_a_peer_reads_stay_until_it_has_done() {
+    // A tier of one block that is replaced all the time, while a peer fetches it.
+    let folder = tempfile::tempdir().unwrap();
+    let tier = MemoryTier::new(MemoryOptions {
+        bytes: 2 * BLOCK,
+        block_bytes: BLOCK,
+        ttl_ns: None,
+    })
+    .unwrap();
+    let server = server(Address::Unix(folder.path().join("kv")), &tier);
+    let client = client();
+    let peer = up(&client, &server.addresses()[0]);
+    let region = Region::new(4 * BLOCK);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (mut found, mut out) = (0, vec![0; BLOCK]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let blocks: Vec<_> = (0..4).map(block).collect();
+            let mut n = 0;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                n = (n + 1) % 4;
+                let _ = tier.put(SimTime(1), &key(n), &blocks[n as usize]);
+            }
+        });
+        for _ in 0..300 {
+            let wanted = [(0, BLOCK), (1, BLOCK), (2, BLOCK), (3, BLOCK)];
+            let done = fetch(&client, peer, &region, &wanted, LONG);
+            for n in 0..4 {
+                if let Some((_, why)) = done.failed.iter().find(|failed| failed.0 == n) {
+                    assert_eq!(*why, FetchError::Absent);
+                } else {
+                    region.read(n as usize * BLOCK, &mut out).unwrap();
+                    assert!(out == block(n.into()), "block {n}");
+                    found += 1;
+                }
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert!(found > 0);
+    assert_eq!(
+        client.stats().failed_total[FetchError::Checksum as usize],
+        0
+    );
+}
+
+#[test]
+fn addresses_are_read_and_others_refused() {
+    for text in ["tcp://127.0.0.1:80", "unix:///tmp/x", "tcp://[::1]:1"] {
+        assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+    }
+    for text in [
+        "",
+        "tcp://",
+        "tcp://host",
+        "unix://",
+        "127.0.0.1:80",
+        "udp://1.1.1.1:1",
+    ] {
+        let error = text.parse::<Address>().unwrap_err().to_string();
+        assert!(error.contains("write tcp://IP:PORT"), "{error}");
+    }
+}
+
+#[test]
+fn a_socket_file_of_a_dead_process_is_replaced_and_one_in_use_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kv");
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let tier = tier(1);
+    let first = server(Address::Unix(path.clone()), &tier);
+    let error = Endpoint::start(EndpointOptions {
+        listen: vec![Address::Unix(path.clone())],
+        ..EndpointOptions::new("second", profile())
+    });
+    assert!(matches!(error, Err(TransportError::Listen { .. })));
+    drop(first);
+    assert!(!path.exists());
+}

@@ -59,7 +59,7 @@ timeout --foreground "${TIMEOUT:-300}" "$VM/qemu/run" \
   -smp "${SMP:-4}" -m "${MEM:-1024}" -nodefaults -display none -serial stdio -no-reboot \
   -kernel "$VM/kernel/vmlinuz" -initrd "$tmp/initrd" \
   -append "console=ttyS0 panic=-1 quiet loglevel=4 mitigations=off nokaslr tsc=reliable ${APPEND:-}" \
-  < /dev/null | tr -d '\r' | tee "$tmp/log"
+  < /dev/null | stdbuf -o0 tr -d '\r' | tee "$tmp/log"
 rc=${PIPESTATUS[0]}
 set -e
 [ "$rc" != 124 ] || exit 124

@@ -128,16 +128,12 @@ void slip_n_on_runnable(const struct slip_params *p, struct slip_task *t,
 
 u64 slip_n_queue_key(const struct slip_task *t, u64 slice) { return slip_queue_key(t, slice); }
 
-void slip_n_on_run(struct slip_task *t, struct slip_cpu *cpu, struct slip_llc *llc, u64 now)
-{
-	slip_on_run(t, cpu, llc, now);
-}
+void slip_n_on_sync_wake(struct slip_task *t, u64 exec_ns) { slip_on_sync_wake(t, exec_ns); }
 
-void slip_n_on_sync_wake(struct slip_task *t, u64 now) { slip_on_sync_wake(t, now); }
-
-u32 slip_n_on_stop(const struct slip_params *p, struct slip_task *t, u64 now, u32 runnable)
+u32 slip_n_account(const struct slip_params *p, struct slip_task *t, u32 id, struct slip_llc *llc,
+		   u64 exec_ns, u32 blocked)
 {
-	return slip_on_stop(p, t, now, runnable != 0);
+	return slip_account(p, t, id, llc, exec_ns, blocked != 0);
 }
 
 u32 slip_n_may_leave(const struct slip_params *p, const struct slip_task *t, u32 saturated, u64 now)
@@ -150,9 +146,10 @@ s32 slip_n_pick_two(struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd, u32 bu
 	return slip_pick_two(env, 0, home, nr_llcs, rnd, busiest != 0);
 }
 
-void slip_n_handover_put(struct slip_llc *llc, struct slip_cpu *cpu, struct slip_task *waker, u64 now)
+u32 slip_n_handover_put(const struct slip_params *p, struct slip_llc *llc, struct slip_cpu *cpu,
+			struct slip_task *waker, u64 now)
 {
-	slip_handover_put(llc, cpu, waker, now);
+	return slip_handover_put(p, llc, cpu, waker, now);
 }
 
 void slip_n_handover_taken(struct slip_llc *llc, const struct slip_cpu *cpu)
@@ -164,6 +161,17 @@ u32 slip_n_tick_wants_kick(const struct slip_params *p, const struct slip_llc *l
 			   const struct slip_cpu *cpu, u64 now)
 {
 	return slip_tick_wants_kick(p, llc, cpu, now);
+}
+
+u32 slip_n_trusted(const struct slip_params *p, const struct slip_task *waker)
+{
+	return slip_trusted(p, waker);
+}
+
+u32 slip_n_tick_wants_room(const struct slip_params *p, const struct slip_task *running,
+			   const struct slip_cpu *cpu, u64 now)
+{
+	return slip_tick_wants_room(p, running, cpu, now);
 }
 
 s32 slip_n_tick_far(const struct slip_params *p, struct slip_env *env, u32 home, u32 nr_llcs, u64 rnd)

@@ -103,21 +103,21 @@ int main(int argc, char **argv)
 			slip_llc_update(&p, llc);
 			break;
 		case 3: {
-			u64 clock = llc->vclock;
+			u64 clock = llc->vclock, vtime = t->llc == cpu->llc ? t->vtime : clock;
+			u64 exec_ns = t->exec_ns + below(3000000);
 
-			slip_on_run(t, cpu, llc, now);
+			slip_account(&p, t, cpu->llc, llc, exec_ns, below(2));
 			CHECK(!slip_before(llc->vclock, clock));
-			CHECK(t->runs_on_llc >= 1 && t->llc == cpu->llc);
-			break;
-		}
-		case 4: {
-			u64 vtime = t->vtime;
-
-			slip_on_stop(&p, t, now, below(2));
 			CHECK(!slip_before(t->vtime, vtime));
+			CHECK(t->runs_on_llc >= 1 && t->llc == cpu->llc);
 			CHECK(t->block_ns <= 8 * p.wake_idle_ns && t->level < SLIP_LEVELS);
+			CHECK(t->honest <= p.trust_after && !t->handed + !t->sync_ns > 0);
 			break;
 		}
+		case 4:
+			slip_on_sync_wake(t, t->exec_ns + below(3000000));
+			CHECK(t->sync_ns);
+			break;
 		case 5: {
 			u64 slice = slip_slice(&p, t, llc);
 
@@ -127,12 +127,18 @@ int main(int argc, char **argv)
 			CHECK(!slip_before(t->vtime, llc->vclock - p.slice_max_ns));
 			break;
 		}
-		case 6:
-			slip_on_sync_wake(t, now);
-			slip_handover_put(llc, cpu, t, now);
+		case 6: {
+			bool waits = llc->handover_mask & slip_bit(cpu->bit);
+			bool trusted = slip_handover_put(&p, llc, cpu, t, now);
+
+			CHECK(trusted == (t->honest == p.trust_after));
+			CHECK(!slip_tick_wants_room(&p, t, cpu, now));
+			CHECK(slip_tick_wants_room(&p, t, cpu, now + p.wake_idle_ns) == trusted);
 			CHECK(!slip_tick_wants_kick(&p, llc, cpu, now));
-			CHECK(slip_tick_wants_kick(&p, llc, cpu, now + p.wake_idle_ns));
+			CHECK(slip_tick_wants_kick(&p, llc, cpu, now + p.wake_idle_ns) ==
+			      (!trusted || waits));
 			break;
+		}
 		case 7:
 			slip_handover_taken(llc, cpu);
 			CHECK(!slip_tick_wants_kick(&p, llc, cpu, ~0ull));

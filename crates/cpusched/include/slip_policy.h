@@ -46,6 +46,8 @@ enum slip_counter {
 	SLIP_C_TICK_KICK,	/* idle CPUs kicked at the tick for a hand-over that still waited */
 	SLIP_C_FAR_PULL,	/* tasks that an idle CPU took from another LLC */
 	SLIP_C_KEPT,		/* slices renewed because nobody else wanted the CPU */
+	SLIP_C_TRUSTED,		/* hand-overs by wakers that kept their word: nobody may take them */
+	SLIP_C_MADE_ROOM,	/* wakers sent off their CPU at the tick for such a hand-over */
 	SLIP_COUNTERS,
 };
 
@@ -64,33 +66,40 @@ struct slip_params {
 	u32 learn;		/* 0: believe every hint */
 	u32 preempt;		/* 0: a wake-up never preempts a hog */
 	u32 saturated_runs;	/* instead of residency_runs, to a wakee whose LLC is saturated */
+	u32 trust_after;	/* honest hints in a row that earn trust, see slip_trusted() */
+	u32 pad;
 };
 
 /* A task. Zeroed at birth, then slip_task_init(). */
 struct slip_task {
 	u64 vtime;		/* weighted run time, ns at weight 100 */
-	u64 run_at;		/* when it last got a CPU */
+	u64 exec_ns;		/* CPU time that slip_account() has seen */
 	u64 queued_at;		/* when it last became runnable */
-	u64 burst_ns;		/* run time since it last blocked */
-	u64 sync_at;		/* first sync wake-up it made in this run; 0 none */
-	u64 block_ns;		/* learned: time from its sync wake-ups to its leaving the CPU */
+	u64 burst_ns;		/* CPU time since it last blocked */
+	u64 sync_ns;		/* its CPU time at its first sync wake-up since then; 0 none */
+	u64 block_ns;		/* learned: CPU time from its sync wake-ups to its leaving the CPU */
 	u64 llc_mask;		/* LLCs that its class may use; 0 all */
 	u64 slice_cap_ns;	/* its class's longest slice; 0 none */
 	u32 weight;
 	u32 llc;
 	u32 runs_on_llc;	/* times it got a CPU of that LLC in a row */
 	u32 level;
-	u32 handed;		/* this run's sync wake-up was handed over */
+	u32 handed;		/* its sync wake-up was handed over: SLIP_HANDED_* */
+	u32 honest;		/* hints in a row that it kept */
 	u32 no_hand_off;	/* its class wants an idle CPU rather than a hand-over */
+	u32 pad;
 };
+
+#define SLIP_HANDED_OPEN	1u	/* where an idle CPU may take it */
+#define SLIP_HANDED_TRUSTED	2u	/* into the CPU's own queue, see slip_trusted() */
 
 /* A CPU. */
 struct slip_cpu {
-	u64 handover_at;	/* when its waiting hand-over was put there */
+	u64 handover_at;	/* when its last hand-over was put there */
 	u32 llc;
 	u32 bit;		/* its place in its LLC's masks */
-	u32 level;		/* level of the task that runs here */
-	u32 restricted;		/* tasks with CPU masks of their own that wait here */
+	u32 level;		/* level of the task that ran here at the last tick */
+	u32 pad;
 };
 
 /* The CPUs that share a cache. */
@@ -189,6 +198,8 @@ slip_inline void slip_params_default(struct slip_params *p)
 	p->learn = 1;
 	p->preempt = 1;
 	p->saturated_runs = 1;
+	p->trust_after = 4;
+	p->pad = 0;
 }
 
 /* ---- saturation -------------------------------------------------------------------------- */
@@ -264,7 +275,10 @@ slip_inline u64 slip_level_slice(const struct slip_params *p, u32 level)
 slip_inline u64 slip_slice(const struct slip_params *p, const struct slip_task *t,
 			   const struct slip_llc *llc)
 {
-	u64 slice = slip_level_slice(p, t->level) * t->weight / SLIP_WEIGHT;
+	u64 slice = slip_level_slice(p, t->level);
+
+	if (t->weight != SLIP_WEIGHT)
+		slice = slice * t->weight / SLIP_WEIGHT;
 
 	if (llc->nr_queued > llc->nr_cpus)
 		slice = slice * llc->nr_cpus / llc->nr_queued;
@@ -297,71 +311,74 @@ slip_inline u64 slip_queue_key(const struct slip_task *t, u64 slice)
 	return t->vtime + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
 }
 
-/* A task got a CPU. */
-slip_inline void slip_on_run(struct slip_task *t, struct slip_cpu *cpu, struct slip_llc *llc,
-			     u64 now)
+/*
+ * The running task, which has used `exec_ns` of CPU time in all, is making a wake-up with the sync
+ * hint. The first one since it last blocked counts: a wakee handed over waits for all that follows.
+ */
+slip_inline void slip_on_sync_wake(struct slip_task *waker, u64 exec_ns)
 {
-	if (t->llc != cpu->llc) {
+	if (!waker->sync_ns)
+		waker->sync_ns = exec_ns ? exec_ns : 1;
+}
+
+/*
+ * What became of a sync wake-up, once the waker has left its CPU. Returns true if a hand-over was
+ * a lie: the waker went on for longer than waking an idle CPU takes.
+ *
+ * One long lie (8 times the threshold, a quarter of it kept) is enough to refuse the next hint: a
+ * wakee that waits behind its waker loses far more than one that wakes an idle CPU. The cap bounds
+ * how many honest hints it takes to be believed again.
+ */
+slip_inline bool slip_learn(const struct slip_params *p, struct slip_task *t, u64 exec_ns)
+{
+	u64 took = exec_ns > t->sync_ns ? exec_ns - t->sync_ns : 0;
+	bool kept = took <= p->wake_idle_ns, lied = t->handed && !kept;
+
+	t->block_ns = (t->block_ns * 3 + slip_min(took, 8 * p->wake_idle_ns)) / 4;
+	t->honest = kept ? t->honest + (t->honest < p->trust_after) : 0;
+	t->sync_ns = 0;
+	t->handed = 0;
+	return lied;
+}
+
+/*
+ * Takes into account what a task did since the last call: when it wakes up (`blocked`), and when
+ * its slice has ended or it was preempted. It has used `exec_ns` of CPU time in all, of late on
+ * LLC `id`.
+ *
+ * Nothing at all is called when a task gets or leaves a CPU. Those are the hottest moments of a
+ * hand-over, and the surroundings count its CPU time anyway. Returns as slip_learn().
+ */
+slip_inline bool slip_account(const struct slip_params *p, struct slip_task *t, u32 id,
+			      struct slip_llc *llc, u64 exec_ns, bool blocked)
+{
+	u64 used = exec_ns - t->exec_ns;
+	bool lied = 0;
+
+	t->exec_ns = exec_ns;
+	if (t->llc != id) {
 		/* Its virtual time was counted on another clock; it starts level on this one. */
-		t->llc = cpu->llc;
+		t->llc = id;
 		t->runs_on_llc = 0;
 		t->vtime = llc->vclock;
 	}
 	if (t->runs_on_llc < ~0u)
 		t->runs_on_llc++;
-	t->run_at = now;
-	t->sync_at = 0;
-	t->handed = 0;
-	cpu->level = t->level;
 	if (slip_before(llc->vclock, t->vtime))
 		llc->vclock = t->vtime;
-}
-
-/*
- * The running task is making a wake-up with the sync hint. The first one of a run counts: a
- * wakee handed over then waits for all that follows.
- */
-slip_inline void slip_on_sync_wake(struct slip_task *waker, u64 now)
-{
-	if (!waker->sync_at)
-		waker->sync_at = now ? now : 1;
-}
-
-/*
- * A task left its CPU. `runnable`: it was preempted or its slice ended; otherwise it blocked.
- * Returns true if a hand-over that it made was a lie: it went on for longer than an idle CPU takes.
- */
-slip_inline bool slip_on_stop(const struct slip_params *p, struct slip_task *t, u64 now,
-			      bool runnable)
-{
-	u64 used = now > t->run_at ? now - t->run_at : 0;
-	bool lied = 0;
-
-	t->vtime += used * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	t->vtime += t->weight == SLIP_WEIGHT ? used :
+					       used * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	if (t->sync_ns)
+		lied = slip_learn(p, t, exec_ns);
 	t->burst_ns += used;
-	if (t->sync_at) {
-		u64 took = now > t->sync_at ? now - t->sync_at : 0;
-		/* The cap bounds how many honest hints it takes to be believed again. */
-		u64 capped = slip_min(took, 8 * p->wake_idle_ns);
-
-		lied = t->handed && took > p->wake_idle_ns;
-		/*
-		 * One long lie (8 times the threshold, a quarter of it kept) is enough to refuse
-		 * the next hint: a wakee that waits behind its waker loses far more than one that
-		 * wakes an idle CPU.
-		 */
-		t->block_ns = (t->block_ns * 3 + capped) / 4;
-		t->sync_at = 0;
-		t->handed = 0;
-	}
-	if (runnable) {
+	if (!blocked) {
 		if (t->burst_ns >= slip_level_slice(p, t->level) && t->level < SLIP_LEVELS - 1)
 			t->level++;
-	} else {
-		if (t->level > 0 && t->burst_ns < slip_level_slice(p, t->level - 1) / 2)
-			t->level--;
-		t->burst_ns = 0;
+		return lied;
 	}
+	if (t->level > 0 && t->burst_ns < slip_level_slice(p, t->level - 1) / 2)
+		t->level--;
+	t->burst_ns = 0;
 	return lied;
 }
 
@@ -390,10 +407,14 @@ slip_inline bool slip_llc_ok(const struct slip_task *t, u32 llc)
  * May the wakee have its waker's CPU? Only with the hint, and only where nobody else is waiting:
  * then the CPU goes from hand to hand without an interrupt or an idle exit. What was learned of the
  * waker counts last, so that `refused` means that it decided.
+ *
+ * A wakee from another LLC, `home`, comes only if the waker's is no busier. A waker often wakes many:
+ * without this they all gathered around it and then waited for each other.
  */
 slip_inline bool slip_may_hand_off(const struct slip_params *p, const struct slip_task *wakee,
 				   const struct slip_task *waker, const struct slip_llc *llc,
-				   const struct slip_wake *w, u32 *refused)
+				   const struct slip_llc *home, const struct slip_wake *w,
+				   u32 *refused)
 {
 	u32 need = SLIP_WAKE_SYNC | SLIP_WAKE_WAKER_OK;
 
@@ -403,7 +424,8 @@ slip_inline bool slip_may_hand_off(const struct slip_params *p, const struct sli
 		return 0;
 	if (llc->saturated || llc->overloaded || llc->nr_queued || w->waker_queued)
 		return 0;
-	if (w->waker_llc != w->prev_llc && !slip_may_leave(p, wakee, 0, w->now))
+	if (llc != home && (!slip_may_leave(p, wakee, 0, w->now) ||
+			    slip_llc_load(llc) > slip_llc_load(home)))
 		return 0;
 	if (p->learn && waker->block_ns > p->wake_idle_ns) {
 		*refused = 1;
@@ -474,7 +496,9 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 	out->refused = 0;
 
 	waker_llc = slip_env_llc(env, w->waker_llc);
-	if (waker && waker_llc && slip_may_hand_off(p, wakee, waker, waker_llc, w, &out->refused)) {
+	home = w->waker_llc == w->prev_llc ? waker_llc : slip_env_llc(env, w->prev_llc);
+	if (waker && waker_llc && home &&
+	    slip_may_hand_off(p, wakee, waker, waker_llc, home, w, &out->refused)) {
 		out->path = SLIP_HANDOFF;
 		out->cpu = w->waker_cpu;
 		out->llc = w->waker_llc;
@@ -542,13 +566,29 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 		out->path = SLIP_PREEMPT;
 }
 
-/* A hand-over was put on `cpu`. */
-slip_inline void slip_handover_put(struct slip_llc *llc, struct slip_cpu *cpu,
-				   struct slip_task *waker, u64 now)
+/*
+ * A waker that kept its word `trust_after` times in a row is trusted: what it hands over goes into
+ * the CPU's own queue. That is the shortest way there is, and nobody else may take from there.
+ * Should the waker go on this once, the tick sends it off (slip_tick_wants_room()), and trust
+ * begins anew. All others' hand-overs lie where an idle CPU may take them.
+ */
+slip_inline bool slip_trusted(const struct slip_params *p, const struct slip_task *waker)
+{
+	return p->learn && waker->honest >= p->trust_after;
+}
+
+/* A hand-over was put on `cpu`. Returns whether into the CPU's own queue. */
+slip_inline bool slip_handover_put(const struct slip_params *p, struct slip_llc *llc,
+				   struct slip_cpu *cpu, struct slip_task *waker, u64 now)
 {
 	cpu->handover_at = now;
-	waker->handed = 1;
+	if (slip_trusted(p, waker)) {
+		waker->handed = SLIP_HANDED_TRUSTED;
+		return 1;
+	}
+	waker->handed = SLIP_HANDED_OPEN;
 	__sync_fetch_and_or(&llc->handover_mask, slip_bit(cpu->bit));
+	return 0;
 }
 
 /* The hand-over on `cpu` was taken, by whomever. */
@@ -562,6 +602,17 @@ slip_inline bool slip_tick_wants_kick(const struct slip_params *p, const struct 
 				      const struct slip_cpu *cpu, u64 now)
 {
 	return (llc->handover_mask & slip_bit(cpu->bit)) && now > cpu->handover_at &&
+	       now - cpu->handover_at >= p->wake_idle_ns;
+}
+
+/*
+ * At the tick of the task that runs on `cpu`: should it make room for the task that it handed over,
+ * trusted, so long ago? It is queued again, where any CPU may take it.
+ */
+slip_inline bool slip_tick_wants_room(const struct slip_params *p, const struct slip_task *running,
+				      const struct slip_cpu *cpu, u64 now)
+{
+	return running->handed == SLIP_HANDED_TRUSTED && now > cpu->handover_at &&
 	       now - cpu->handover_at >= p->wake_idle_ns;
 }
 

@@ -18,7 +18,7 @@ pub const WAKE_PREV_OK: u32 = 8;
 pub const WAKE_MASKED: u32 = 16;
 
 /// Counters in the order of `enum slip_path`, then `enum slip_counter`.
-pub const COUNTERS: [&str; 16] = [
+pub const COUNTERS: [&str; 18] = [
     "handoff",
     "prev_idle",
     "llc_core",
@@ -35,6 +35,8 @@ pub const COUNTERS: [&str; 16] = [
     "tick_kick",
     "far_pull",
     "kept",
+    "trusted",
+    "made_room",
 ];
 /// Index of a counter by name.
 ///
@@ -77,6 +79,10 @@ pub struct Params {
     pub preempt: u32,
     /// Instead of `residency_runs`, to a wakee whose LLC is saturated.
     pub saturated_runs: u32,
+    /// Honest hints in a row after which a waker's hand-overs cannot be taken by others.
+    pub trust_after: u32,
+    #[doc(hidden)]
+    pub pad: u32,
 }
 
 /// `struct slip_task`.
@@ -85,10 +91,10 @@ pub struct Params {
 #[allow(missing_docs)] // documented field by field in the header
 pub struct Task {
     pub vtime: u64,
-    pub run_at: u64,
+    pub exec_ns: u64,
     pub queued_at: u64,
     pub burst_ns: u64,
-    pub sync_at: u64,
+    pub sync_ns: u64,
     pub block_ns: u64,
     pub llc_mask: u64,
     pub slice_cap_ns: u64,
@@ -97,7 +103,9 @@ pub struct Task {
     pub runs_on_llc: u32,
     pub level: u32,
     pub handed: u32,
+    pub honest: u32,
     pub no_hand_off: u32,
+    pub pad: u32,
 }
 
 /// `struct slip_cpu`.
@@ -109,7 +117,7 @@ pub struct Cpu {
     pub llc: u32,
     pub bit: u32,
     pub level: u32,
-    pub restricted: u32,
+    pub pad: u32,
 }
 
 /// `struct slip_llc`.
@@ -212,12 +220,26 @@ unsafe extern "C" {
     fn slip_n_slice(p: &Params, t: &Task, llc: &Llc) -> u64;
     fn slip_n_on_runnable(p: &Params, t: &mut Task, llc: &Llc, now: u64);
     fn slip_n_queue_key(t: &Task, slice: u64) -> u64;
-    fn slip_n_on_run(t: &mut Task, cpu: &mut Cpu, llc: &mut Llc, now: u64);
-    fn slip_n_on_sync_wake(t: &mut Task, now: u64);
-    fn slip_n_on_stop(p: &Params, t: &mut Task, now: u64, runnable: u32) -> u32;
+    fn slip_n_on_sync_wake(t: &mut Task, exec_ns: u64);
+    fn slip_n_account(
+        p: &Params,
+        t: &mut Task,
+        id: u32,
+        llc: &mut Llc,
+        exec_ns: u64,
+        blocked: u32,
+    ) -> u32;
     fn slip_n_may_leave(p: &Params, t: &Task, saturated: u32, now: u64) -> u32;
     fn slip_n_pick_two(env: &mut Env, home: u32, nr_llcs: u32, rnd: u64, busiest: u32) -> i32;
-    fn slip_n_handover_put(llc: &mut Llc, cpu: &mut Cpu, waker: &mut Task, now: u64);
+    fn slip_n_handover_put(
+        p: &Params,
+        llc: &mut Llc,
+        cpu: &mut Cpu,
+        waker: &mut Task,
+        now: u64,
+    ) -> u32;
+    fn slip_n_trusted(p: &Params, waker: &Task) -> u32;
+    fn slip_n_tick_wants_room(p: &Params, running: &Task, cpu: &Cpu, now: u64) -> u32;
     fn slip_n_handover_taken(llc: &mut Llc, cpu: &Cpu);
     fn slip_n_tick_wants_kick(p: &Params, llc: &Llc, cpu: &Cpu, now: u64) -> u32;
     fn slip_n_tick_far(p: &Params, env: &mut Env, home: u32, nr_llcs: u32, rnd: u64) -> i32;
@@ -429,27 +451,20 @@ impl Core {
         }
     }
 
-    /// A task got a CPU; returns its slice, ns.
-    pub fn on_run(&mut self, task: usize, cpu: u32, now: u64) -> u64 {
-        let c = &mut self.cpus[cpu as usize];
-        let llc = c.llc;
-        // SAFETY: live, aligned structs, all distinct; nothing is kept.
-        unsafe {
-            slip_n_on_run(&mut self.tasks[task], c, &mut self.llcs[llc as usize], now);
-        }
-        self.slice(task, llc)
-    }
-
-    /// The running task makes a wake-up with the sync hint.
-    pub fn on_sync_wake(&mut self, task: usize, now: u64) {
+    /// The running task makes a wake-up with the sync hint; it has used `exec_ns` of CPU time.
+    pub fn on_sync_wake(&mut self, task: usize, exec_ns: u64) {
         // SAFETY: a live, aligned struct; nothing is kept.
-        unsafe { slip_n_on_sync_wake(&mut self.tasks[task], now) };
+        unsafe { slip_n_on_sync_wake(&mut self.tasks[task], exec_ns) };
     }
 
-    /// A task left its CPU; true if a hand-over that it made turned out a lie.
-    pub fn on_stop(&mut self, task: usize, now: u64, runnable: bool) -> bool {
-        // SAFETY: live, aligned structs; nothing is kept.
-        unsafe { slip_n_on_stop(&self.params, &mut self.tasks[task], now, runnable as u32) != 0 }
+    /// Accounts for what a task did since the last call, when it wakes up (`blocked`) or is queued
+    /// again. It last ran on `cpu` and has used `exec_ns` of CPU time in all. True if a hand-over
+    /// that it made turned out a lie.
+    pub fn account(&mut self, task: usize, cpu: u32, exec_ns: u64, blocked: bool) -> bool {
+        let id = self.cpus[cpu as usize].llc;
+        let (t, llc) = (&mut self.tasks[task], &mut self.llcs[id as usize]);
+        // SAFETY: live, aligned structs, all distinct; nothing is kept.
+        unsafe { slip_n_account(&self.params, t, id, llc, exec_ns, blocked as u32) != 0 }
     }
 
     /// Whether a task may leave its LLC, and whether that is `saturated`.
@@ -467,12 +482,26 @@ impl Core {
         u32::try_from(far).ok()
     }
 
-    /// A hand-over was put on `cpu` by `waker`.
-    pub fn handover_put(&mut self, cpu: u32, waker: usize, now: u64) {
+    /// A hand-over was put on `cpu` by `waker`; true if the waker is trusted, so that it lies in
+    /// the CPU's own queue.
+    pub fn handover_put(&mut self, cpu: u32, waker: usize, now: u64) -> bool {
         let c = &mut self.cpus[cpu as usize];
         let llc = &mut self.llcs[c.llc as usize];
         // SAFETY: live, aligned structs, all distinct; nothing is kept.
-        unsafe { slip_n_handover_put(llc, c, &mut self.tasks[waker], now) };
+        unsafe { slip_n_handover_put(&self.params, llc, c, &mut self.tasks[waker], now) != 0 }
+    }
+
+    /// Whether a waker kept its word so often that its hand-overs are not for others to take.
+    pub fn trusted(&self, task: usize) -> bool {
+        // SAFETY: reads live structs.
+        unsafe { slip_n_trusted(&self.params, &self.tasks[task]) != 0 }
+    }
+
+    /// At the tick of `task`, which runs on `cpu`: should it make room for what it handed over?
+    pub fn wants_room(&self, task: usize, cpu: u32, now: u64) -> bool {
+        let (t, c) = (&self.tasks[task], &self.cpus[cpu as usize]);
+        // SAFETY: reads live structs.
+        unsafe { slip_n_tick_wants_room(&self.params, t, c, now) != 0 }
     }
 
     /// The hand-over on `cpu` was taken.
@@ -502,6 +531,14 @@ impl Core {
             }
         }
         None
+    }
+
+    /// Claims an idle CPU of an LLC.
+    pub fn claim_thread(&mut self, llc: u32) -> Option<u32> {
+        let (mut env, mut idle) = (self.env(None), -1);
+        // SAFETY: live structs; `env` points into this Core and bounds every access.
+        let found = unsafe { slip_n_claim_thread(&mut env, llc, &mut idle) } != 0;
+        found.then_some(idle as u32)
     }
 
     /// Whether another CPU may take the hand-over that waits on `victim`.
@@ -575,6 +612,30 @@ mod tests {
     }
 
     #[test]
+    fn hand_over_does_not_pile_tasks_up_on_a_busier_llc() {
+        for (idle_at_home, path) in [(1, "handoff"), (2, "handoff"), (3, "prev_idle")] {
+            // The wakee's LLC is CPUs 0 to 3; its waker runs on CPU 4 of 4 to 7, two of which idle.
+            let mut core = Core::new(Params::with_defaults(), 2, 4, 1);
+            core.add_task(100, 4);
+            core.add_task(100, 0);
+            core.tasks[1].runs_on_llc = core.params.residency_runs;
+            (0..idle_at_home).for_each(|cpu| core.set_idle(cpu, true));
+            for cpu in [5, 6] {
+                core.set_idle(cpu, true);
+            }
+            let wake = Wake {
+                waker_cpu: 4,
+                ..sync_wake(1_000)
+            };
+            let p = core.place(1, Some(0), wake, None);
+            assert_eq!(
+                COUNTERS[p.path as usize], path,
+                "{idle_at_home} idle at home"
+            );
+        }
+    }
+
+    #[test]
     fn placement_goes_down_its_list() {
         let busy = |c: &mut Core, cpus: &[u32]| cpus.iter().for_each(|&i| c.set_idle(i, false));
         let plain = |w: &mut Wake| w.flags = WAKE_PREV_OK;
@@ -613,23 +674,47 @@ mod tests {
     #[test]
     fn liar_is_found_out_after_one_hand_over_and_forgiven_after_few() {
         let mut core = host();
-        core.on_run(0, WAKER, 0);
         core.on_sync_wake(0, 1_000);
-        core.handover_put(WAKER, 0, 1_000);
-        assert!(core.on_stop(0, 501_000, false), "500 us is a lie");
+        assert!(!core.handover_put(WAKER, 0, 1_000), "no trust yet");
+        assert!(core.account(0, WAKER, 501_000, true), "500 us is a lie");
         let refused = core.place(1, Some(0), sync_wake(501_000), None);
         assert_eq!((refused.path, refused.refused), (1, 1));
         core.set_idle(PREV, true);
         let mut honest = 0;
         while core.tasks[0].block_ns > core.params.wake_idle_ns {
-            let now = 600_000 + honest * 10_000;
-            core.on_run(0, WAKER, now);
-            core.on_sync_wake(0, now);
-            assert!(!core.on_stop(0, now + 1_000, false));
+            let exec_ns = 600_000 + honest * 10_000;
+            core.on_sync_wake(0, exec_ns);
+            assert!(!core.account(0, WAKER, exec_ns + 1_000, true));
             honest += 1;
         }
         assert!((2..=4).contains(&honest), "{honest} honest hints");
         assert_eq!(core.place(1, Some(0), sync_wake(700_000), None).path, 0);
+    }
+
+    #[test]
+    fn trust_is_earned_by_honest_hints_and_lost_by_one_lie() {
+        let mut core = host();
+        let hint = |core: &mut Core, at: u64, took: u64| {
+            core.on_sync_wake(0, at);
+            let trusted = core.handover_put(WAKER, 0, at);
+            let room = core.wants_room(0, WAKER, at + core.params.wake_idle_ns);
+            assert_eq!(
+                room, trusted,
+                "only what nobody can take needs room at the tick"
+            );
+            core.account(0, WAKER, at + took, true);
+            trusted
+        };
+        let after = core.params.trust_after as u64;
+        for i in 0..after {
+            assert!(!hint(&mut core, 1_000 + i * 100_000, 1_000), "hint {i}");
+        }
+        assert!(hint(&mut core, 1_000_000, 1_000));
+        assert!(
+            hint(&mut core, 2_000_000, 30_000),
+            "the lie itself is trusted"
+        );
+        assert!(!hint(&mut core, 3_000_000, 1_000));
     }
 
     #[test]
@@ -638,11 +723,10 @@ mod tests {
         core.add_task(100, 0);
         for runs in 0..core.params.residency_runs {
             assert!(!core.may_leave(0, false, 1_000), "after {runs} runs");
-            core.on_run(0, 0, 1_000);
-            core.on_stop(0, 1_000, false);
+            core.account(0, 0, 1_000, true);
         }
         assert!(core.may_leave(0, false, 1_000));
-        core.on_run(0, 2, 2_000);
+        core.account(0, 2, 2_000, true);
         assert!(
             !core.may_leave(0, false, 2_000),
             "a move starts the count again"
@@ -660,8 +744,7 @@ mod tests {
         let mut core = host();
         core.tasks[0].weight = 300;
         for task in [0, 1] {
-            core.on_run(task, 0, 0);
-            core.on_stop(task, 3_000_000, true);
+            core.account(task, 0, 3_000_000, false);
         }
         assert_eq!(
             (core.tasks[0].vtime, core.tasks[1].vtime),

@@ -44,6 +44,7 @@ pub struct Places<'a> {
 /// The kernel functions that the BPF program calls, with their parameters. A kernel whose own
 /// differ refuses the program.
 pub const KFUNCS: &[(&str, usize)] = &[
+    ("scx_bpf_now", 0),
     ("scx_bpf_create_dsq", 2),
     ("scx_bpf_dsq_insert", 4),
     ("scx_bpf_dsq_insert_vtime", 5),
@@ -105,7 +106,7 @@ fn state(places: Places) -> Check {
             WHAT,
             Verdict::Missing,
             "the kernel was built without sched_ext",
-            "boot a kernel 6.12 or later with CONFIG_SCHED_CLASS_EXT=y (Debian: 6.18 from \
+            "boot a kernel 6.14 or later with CONFIG_SCHED_CLASS_EXT=y (Debian: 6.18 from \
              trixie-backports); until then, pin threads and set cgroup weights, which the \
              kernel's own scheduler honors",
         );
@@ -203,7 +204,7 @@ fn kfuncs(btf: &Btf) -> Check {
             WHAT,
             Verdict::Missing,
             format!("not there: {}", absent.join(", ")),
-            "boot a kernel 6.13 or later, where they have these names",
+            "boot a kernel 6.14 or later, where they have these names",
         );
     }
     if !other.is_empty() {
@@ -344,9 +345,9 @@ mod tests {
         h.check(
             "kernel functions",
             Verdict::Missing,
-            "hidden argument of scx_bpf_create_dsq",
+            "hidden argument of scx_bpf_now",
         );
-        h.btf("sched_ext_ops", 0, 3);
+        h.btf("sched_ext_ops", 0, 4);
         h.check(
             "kernel functions",
             Verdict::Missing,

@@ -22,6 +22,10 @@ pub struct Slipstream {
     llc: Vec<Queue>,
     /// The task whose slice just ended on each CPU.
     ended: Vec<Option<TaskId>>,
+    /// The task that each CPU runs, and since when.
+    running: Vec<Option<(TaskId, u64)>>,
+    /// CPU time of each task up to its last stop, and its last CPU: what a kernel counts itself.
+    exec: Vec<(u64, u32)>,
     counters: [u64; policy::COUNTERS.len()],
     seq: u64,
     waiting: usize,
@@ -39,6 +43,8 @@ const HINT_REFUSED: usize = 12;
 const TICK_KICK: usize = 13;
 const FAR_PULL: usize = 14;
 const KEPT: usize = 15;
+const TRUSTED: usize = 16;
+const MADE_ROOM: usize = 17;
 
 impl Slipstream {
     /// Our scheduler with these parameters; all CPUs idle.
@@ -61,6 +67,8 @@ impl Slipstream {
             bound: vec![Queue::new(); n],
             llc: vec![Queue::new(); machine.llcs as usize],
             ended: vec![None; n],
+            running: vec![None; n],
+            exec: Vec::new(),
             counters: [0; policy::COUNTERS.len()],
             seq: 0,
             waiting: 0,
@@ -69,6 +77,13 @@ impl Slipstream {
 
     fn llc_of(&self, cpu: u32) -> u32 {
         self.core.cpus[cpu as usize].llc
+    }
+
+    /// Tells the policy what a task did since it last woke or was queued.
+    fn account(&mut self, task: TaskId, blocked: bool) {
+        let (exec_ns, cpu) = self.exec[task as usize];
+        let lied = self.core.account(task as usize, cpu, exec_ns, blocked);
+        self.counters[HINT_LIED] += lied as u64;
     }
 
     fn enqueue_llc(&mut self, task: TaskId, llc: u32, now: u64) {
@@ -163,10 +178,12 @@ impl Scheduler for Slipstream {
     fn add_task(&mut self, weight: u32, home: u32, pinned: Option<u32>) {
         self.core.add_task(weight, home);
         self.pinned.push(pinned);
+        self.exec.push((0, home));
     }
 
     fn wake(&mut self, w: &Wakeup) -> Placed {
         let task = w.wakee as usize;
+        self.account(w.wakee, true);
         let pinned = self.pinned[task];
         let ok = |cpu: u32| pinned.is_none_or(|p| p == cpu);
         let mut flags = 0;
@@ -195,7 +212,12 @@ impl Scheduler for Slipstream {
             ..Wake::default()
         };
         if let (Some(waker), true) = (w.waker, w.sync) {
-            self.core.on_sync_wake(waker as usize, w.now);
+            let since = match self.running[waker_cpu] {
+                Some((task, since)) if task == waker => w.now.saturating_sub(since),
+                _ => 0,
+            };
+            let exec_ns = self.exec[waker as usize].0 + since;
+            self.core.on_sync_wake(waker as usize, exec_ns);
         }
         self.core.tasks[task].queued_at = w.now;
         let p = self
@@ -208,8 +230,12 @@ impl Scheduler for Slipstream {
             HANDOFF => {
                 let waker = w.waker.expect("the policy hands over only from a task");
                 self.core.on_runnable(task, p.llc, w.now);
-                self.core.handover_put(p.cpu, waker as usize, w.now);
-                self.handover[p.cpu as usize] = Some(w.wakee);
+                if self.core.handover_put(p.cpu, waker as usize, w.now) {
+                    self.counters[TRUSTED] += 1;
+                    self.local[p.cpu as usize].push_back(w.wakee);
+                } else {
+                    self.handover[p.cpu as usize] = Some(w.wakee);
+                }
                 Placed::Queued
             }
             PREV_IDLE..=MASK_IDLE => {
@@ -235,6 +261,7 @@ impl Scheduler for Slipstream {
     fn requeue(&mut self, task: TaskId, cpu: u32, now: u64) {
         self.waiting += 1;
         self.ended[cpu as usize] = Some(task);
+        self.account(task, false);
         match self.pinned[task as usize] {
             Some(cpu) => self.enqueue_bound(task, cpu, now),
             None => self.enqueue_llc(task, self.llc_of(cpu), now),
@@ -250,12 +277,14 @@ impl Scheduler for Slipstream {
     }
 
     fn on_run(&mut self, task: TaskId, cpu: u32, now: u64) -> u64 {
-        self.core.on_run(task as usize, cpu, now)
+        self.running[cpu as usize] = Some((task, now));
+        self.exec[task as usize].1 = cpu;
+        self.core.slice(task as usize, self.llc_of(cpu))
     }
 
-    fn on_stop(&mut self, task: TaskId, _cpu: u32, now: u64, runnable: bool) {
-        if self.core.on_stop(task as usize, now, runnable) {
-            self.counters[HINT_LIED] += 1;
+    fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, _runnable: bool) {
+        if let Some((_, since)) = self.running[cpu as usize].take() {
+            self.exec[task as usize].0 += now.saturating_sub(since);
         }
     }
 
@@ -264,9 +293,19 @@ impl Scheduler for Slipstream {
     }
 
     fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> (Option<u32>, bool) {
-        let idle = self.core.tick(cpu, now, rnd);
+        let running = self.running[cpu as usize].map(|(task, _)| task as usize);
+        let level = running.map_or(0, |task| self.core.tasks[task].level);
+        self.core.cpus[cpu as usize].level = level;
+        let room = !self.local[cpu as usize].is_empty()
+            && running.is_some_and(|task| self.core.wants_room(task, cpu, now));
+        self.counters[MADE_ROOM] += room as u64;
+        let mut idle = self.core.tick(cpu, now, rnd);
+        if room && idle.is_none() {
+            // Somebody has to take the waker that made room.
+            idle = self.core.claim_thread(self.llc_of(cpu));
+        }
         self.counters[TICK_KICK] += idle.is_some() as u64;
-        (idle, false)
+        (idle, room)
     }
 
     fn counters(&self) -> [u64; policy::COUNTERS.len()] {

@@ -153,24 +153,22 @@ fn hand_over_falls_silent_at_saturation() {
     assert!(full < 0.01, "{full} beyond saturation");
 }
 
+/// Mean, median and tail. With hand-overs to busier LLCs allowed, p99.9 was 16 % worse at 80 % load.
 #[test]
 fn hand_over_is_never_worse_than_none() {
     let m = machine(22, 8);
-    for load in [0.5, 0.7, 0.9] {
+    for load in [0.5, 0.7, 0.8, 0.9] {
         let w = schbench(m, load, Span::Fixed(0), Mechanism::Unix);
-        let p50 = |kind| {
-            let r = run(m, &Costs::bare_metal(), &w, kind, 100);
-            (
-                r.groups[1].wake.value_at_quantile(0.5),
-                r.groups[1].wake.mean(),
-            )
+        let wake = |kind| {
+            let r = run(m, &Costs::bare_metal(), &w, kind, 200);
+            let at = |q| r.groups[1].wake.value_at_quantile(q) as f64;
+            // Among some 50,000 wake-ups at 90 % load, p99.9 is that of a few bursts: not compared.
+            let tail = if load < 0.9 { at(0.999) } else { 0.0 };
+            [r.groups[1].wake.mean(), at(0.5), at(0.99), tail]
         };
-        let (without, with) = (p50(Kind::NoHandOff), p50(Kind::Slipstream));
-        assert!(
-            with.0 as f64 <= without.0 as f64 * 1.02,
-            "{with:?} {without:?} at {load}"
-        );
-        assert!(with.1 <= without.1 * 1.02, "{with:?} {without:?} at {load}");
+        let (without, with) = (wake(Kind::NoHandOff), wake(Kind::Slipstream));
+        let holds = with.iter().zip(&without).all(|(w, n)| *w <= n * 1.02);
+        assert!(holds, "{with:?} against {without:?} at {load}");
     }
 }
 

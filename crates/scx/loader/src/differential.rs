@@ -49,10 +49,10 @@ impl Bytes {
     fn task(&mut self, t: &Task) {
         self.u64s(&[
             t.vtime,
-            t.run_at,
+            t.exec_ns,
             t.queued_at,
             t.burst_ns,
-            t.sync_at,
+            t.sync_ns,
             t.block_ns,
             t.llc_mask,
             t.slice_cap_ns,
@@ -63,7 +63,9 @@ impl Bytes {
             t.runs_on_llc,
             t.level,
             t.handed,
+            t.honest,
             t.no_hand_off,
+            0,
         ]);
     }
 
@@ -76,10 +78,10 @@ impl Bytes {
 fn task(r: &mut Rng) -> Task {
     Task {
         vtime: r.time(),
-        run_at: r.time(),
+        exec_ns: r.time(),
         queued_at: r.time(),
         burst_ns: r.time(),
-        sync_at: r.time() * r.below(2),
+        sync_ns: r.time() * r.below(2),
         block_ns: r.below(60_000),
         llc_mask: if r.below(3) == 0 { r.word() } else { 0 },
         slice_cap_ns: if r.below(3) == 0 { r.time() } else { 0 },
@@ -88,7 +90,9 @@ fn task(r: &mut Rng) -> Task {
         runs_on_llc: r.below(8) as u32,
         level: r.below(4) as u32,
         handed: r.below(2) as u32,
+        honest: r.below(6) as u32,
         no_hand_off: u32::from(r.below(8) == 0),
+        pad: 0,
     }
 }
 
@@ -142,7 +146,7 @@ fn kernel_and_native_build_decide_alike() {
             flags: r.below(32) as u32 | if r.below(2) == 0 { 13 } else { 0 },
             pad: 0,
         };
-        let (stop_at, runnable) = (r.time(), r.below(2) == 0);
+        let (exec_ns, stop_ns, blocked) = (r.time(), r.time(), r.below(2) == 0);
 
         let mut input = Bytes::default();
         let config = crate::intf::params(&core.params);
@@ -163,8 +167,8 @@ fn kernel_and_native_build_decide_alike() {
         input.u32s(&[0; 4]);
         core.llcs.iter().for_each(|l| input.llc(l));
         input.u32s(&[prev_level, masked as u32]);
-        input.u64s(&[stop_at, 0, 0]);
-        input.u32s(&[0, u32::from(runnable)]);
+        input.u64s(&[exec_ns, stop_ns, 0, 0]);
+        input.u32s(&[0, u32::from(blocked), 0, 0]);
         map.update(&0u32.to_ne_bytes(), &input.0, MapFlags::ANY)
             .unwrap();
         let ran = program.test_run(ProgramInput::default()).unwrap();
@@ -179,8 +183,9 @@ fn kernel_and_native_build_decide_alike() {
         paths[out.path as usize] += 1;
         let key = core.on_runnable(1, out.llc, wake.now);
         let slice = core.slice(1, out.llc);
-        core.on_sync_wake(0, wake.now);
-        let lied = core.on_stop(0, stop_at, runnable);
+        core.on_sync_wake(0, exec_ns);
+        let trusted = core.trusted(0);
+        let lied = core.account(0, out.llc * PER_LLC, stop_ns, blocked);
         let mut expected = Bytes::default();
         expected.0.extend(crate::intf::params(&core.params));
         expected.task(&core.tasks[1]);
@@ -191,8 +196,8 @@ fn kernel_and_native_build_decide_alike() {
         expected.u32s(&[out.path, out.cpu, out.llc, out.refused]);
         core.llcs.iter().for_each(|l| expected.llc(l));
         expected.u32s(&[prev_level, masked as u32]);
-        expected.u64s(&[stop_at, slice, key]);
-        expected.u32s(&[u32::from(lied), u32::from(runnable)]);
+        expected.u64s(&[exec_ns, stop_ns, slice, key]);
+        expected.u32s(&[u32::from(lied), u32::from(blocked), u32::from(trusted), 0]);
         assert_eq!(got, expected.0, "input {i}: {out:?}");
     }
     assert!(

@@ -45,6 +45,8 @@ pub fn params(p: &Params) -> Vec<u8> {
         .u32(p.learn)
         .u32(p.preempt)
         .u32(p.saturated_runs)
+        .u32(p.trust_after)
+        .u32(0)
         .0
 }
 
@@ -58,23 +60,36 @@ pub fn config(p: &Params, t: &Topology, rules: usize, cgroup_rules: bool) -> Vec
         .0
 }
 
-/// `struct slip_cpu`; `place` is LLC and bit, `None` for a CPU that is not there.
-pub fn cpu(place: Option<(u32, u32)>) -> Vec<u8> {
-    let (llc, bit) = place.unwrap_or((u32::MAX, 0));
-    Bytes::default().u64(0).u32(llc).u32(bit).u32(0).u32(0).0
+/// All of `struct slip_cpu_state`; a CPU that is not there has no LLC.
+pub fn cpus(t: &Topology) -> Vec<u8> {
+    let mut places = vec![(u32::MAX, 0); CPUS_MAX as usize];
+    for llc in 0..t.llcs.len() {
+        for (bit, id) in order(t, llc).into_iter().enumerate() {
+            places[id as usize] = (llc as u32, bit as u32);
+        }
+    }
+    let one = |b: Bytes, (llc, bit): &(u32, u32)| {
+        // The hand-over's time, place, level; then the queue and what fills the cache line.
+        let b = b.u64(0).u32(*llc).u32(*bit).u64(0);
+        (0..5).fold(b, |b, _| b.u64(0))
+    };
+    places.iter().fold(Bytes::default(), one).0
 }
 
-/// `struct slip_llc`, all CPUs busy.
-pub fn llc(nr_cpus: u32) -> Vec<u8> {
-    Bytes::default()
-        .u64(0)
-        .u64(0)
-        .u64(0)
-        .u32(nr_cpus)
-        .u32(0)
-        .u32(1)
-        .u32(0)
-        .0
+/// All of `struct slip_llc_state`; every CPU counts as busy until the kernel says otherwise.
+pub fn llcs(t: &Topology) -> Vec<u8> {
+    let one = |b: Bytes, i: usize| {
+        let nr_cpus = t.llcs.get(i).map_or(0, Vec::len) as u32;
+        let mut b = b.u64(0).u64(0).u64(0);
+        b = b.u32(nr_cpus).u32(0).u32(1).u32(0).u64(0);
+        b.0.extend(if nr_cpus > 0 {
+            cores(t, i)
+        } else {
+            vec![0; 272]
+        });
+        b
+    };
+    (0..LLCS_MAX).fold(Bytes::default(), one).0
 }
 
 /// The CPUs of an LLC by bit: hardware threads of a core adjoin.
@@ -84,8 +99,8 @@ pub fn order(t: &Topology, llc: usize) -> Vec<u32> {
     cpus
 }
 
-/// `struct slip_llc_info`.
-pub fn llc_info(t: &Topology, llc: usize) -> Vec<u8> {
+/// The end of `struct slip_llc_state`: how hardware threads pair, and the CPU of each bit.
+fn cores(t: &Topology, llc: usize) -> Vec<u8> {
     let cpus = order(t, llc);
     let core = |bit: usize| cpus.get(bit).map(|id| t.cpus[id].core);
     let (mut pair_first, mut single) = (0u64, 0u64);
@@ -172,7 +187,7 @@ mod tests {
             llcs: vec![(0..9).collect()],
         };
         assert_eq!(order(&t, 0), [0, 4, 1, 5, 2, 6, 3, 7, 8]);
-        let info = llc_info(&t, 0);
+        let info = cores(&t, 0);
         assert_eq!(info[..8], 0b0101_0101u64.to_ne_bytes());
         assert_eq!(info[8..16], 0b1_0000_0000u64.to_ne_bytes());
     }

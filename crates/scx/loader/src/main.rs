@@ -189,11 +189,29 @@ fn load(params: &Params, t: &Topology, classes: &Classes) -> anyhow::Result<(Obj
             intf::CPUS_MAX - 1
         );
     }
+    let rules: Vec<_> = classes.rules.iter().filter_map(intf::rule).collect();
+    let by_cgroup = rules.len() < classes.rules.len();
     let mut builder = ObjectBuilder::default();
-    let open = builder
+    let mut open = builder
         .name("slipstream")?
         .open_memory(PROGRAM)
         .context("opening the BPF object")?;
+    for (name, value) in [
+        (
+            ".rodata.config",
+            intf::config(params, t, rules.len(), by_cgroup),
+        ),
+        (".data.cpus", intf::cpus(t)),
+        (".data.llcs", intf::llcs(t)),
+    ] {
+        let mut section = open
+            .maps_mut()
+            .find(|m| m.name() == name)
+            .with_context(|| format!("the BPF object has no section `{name}`; rebuild it"))?;
+        section
+            .set_initial_value(&value)
+            .with_context(|| format!("filling section `{name}`"))?;
+    }
     let mut object = open.load().context("the kernel refused the BPF program")?;
 
     let set = |name: &str, key: u32, value: &[u8]| -> anyhow::Result<()> {
@@ -201,30 +219,12 @@ fn load(params: &Params, t: &Topology, classes: &Classes) -> anyhow::Result<(Obj
             .update(&key.to_ne_bytes(), value, MapFlags::ANY)
             .with_context(|| format!("writing entry {key} of map `{name}`"))
     };
-    for id in 0..intf::CPUS_MAX {
-        let place = t.cpus.get(&id).map(|c| {
-            let bit = intf::order(t, c.llc).iter().position(|&x| x == id);
-            (c.llc as u32, bit.expect("a CPU is in its LLC") as u32)
-        });
-        set("slip_cpus", id, &intf::cpu(place))?;
-    }
-    for (i, cpus) in t.llcs.iter().enumerate() {
-        set("slip_llcs", i as u32, &intf::llc(cpus.len() as u32))?;
-        set("slip_llc_infos", i as u32, &intf::llc_info(t, i))?;
-    }
-    let rules: Vec<_> = classes.rules.iter().filter_map(intf::rule).collect();
     for (i, r) in rules.iter().enumerate() {
         set("slip_rules", i as u32, r)?;
     }
     for (i, c) in classes.classes.iter().enumerate() {
         set("slip_classes", i as u32, &intf::class(c))?;
     }
-    let by_cgroup = rules.len() < classes.rules.len();
-    set(
-        "slip_config",
-        0,
-        &intf::config(params, t, rules.len(), by_cgroup),
-    )?;
     update_cgroups(&object, classes)?;
 
     let link = object

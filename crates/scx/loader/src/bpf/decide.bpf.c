@@ -22,11 +22,14 @@ struct decide {
 	struct slip_llc llcs[LLCS];
 	u32 prev_level;
 	s32 masked_cpu;
-	u64 stop_at;
+	u64 exec_ns;	/* the waker's CPU time at its wake-up */
+	u64 stop_ns;	/* and when it left its CPU */
 	u64 slice;
 	u64 key;
 	u32 lied;
-	u32 runnable;
+	u32 blocked;
+	u32 trusted;
+	u32 pad;
 };
 
 struct {
@@ -111,7 +114,8 @@ int decide_once(void *ctx)
 	slip_on_runnable(&d->params, &d->wakee, llc, d->wake.now);
 	d->slice = slip_slice(&d->params, &d->wakee, llc);
 	d->key = slip_queue_key(&d->wakee, d->slice);
-	slip_on_sync_wake(&d->waker, d->wake.now);
-	d->lied = slip_on_stop(&d->params, &d->waker, d->stop_at, d->runnable != 0);
+	slip_on_sync_wake(&d->waker, d->exec_ns);
+	d->trusted = slip_trusted(&d->params, &d->waker);
+	d->lied = slip_account(&d->params, &d->waker, d->out.llc, llc, d->stop_ns, d->blocked != 0);
 	return 0;
 }

@@ -12,7 +12,7 @@
 #define SLIP_CLASSES_MAX	32
 #define SLIP_NO_CLASS	(~0u)
 
-/* The host and the tunables; one, written before the program is attached. */
+/* The host and the tunables; written before the program is loaded, and never after. */
 struct slip_config {
 	struct slip_params params;
 	u32 nr_llcs;
@@ -21,8 +21,23 @@ struct slip_config {
 	u32 cgroup_rules;	/* tasks are looked up by cgroup */
 };
 
-/* CPUs of an LLC, by bit, and how their hardware threads pair. */
-struct slip_llc_info {
+/* Whether a queue may hold somebody: see may_hold() in slipstream.bpf.c. */
+struct slip_queue {
+	u32 put;
+	u32 empty_at;
+};
+
+/* A CPU and the queue of the tasks bound to it; one cache line. */
+struct slip_cpu_state {
+	struct slip_cpu cpu;
+	struct slip_queue bound;
+	u64 pad[4];
+};
+
+/* An LLC, its queue, its CPUs by bit, and how their hardware threads pair. */
+struct slip_llc_state {
+	struct slip_llc llc;
+	struct slip_queue queue;
 	u64 pair_first;		/* bits whose next bit is their only sibling */
 	u64 single;		/* bits of CPUs without a sibling */
 	u32 cpu_of_bit[64];

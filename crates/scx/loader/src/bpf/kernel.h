@@ -37,10 +37,24 @@ struct sched_ext_entity {
 	u32 weight;
 } __co_re;
 
+struct sched_entity {
+	u64 exec_start;
+	u64 sum_exec_runtime;
+} __co_re;
+
+/* A CPU's run queue. */
+struct rq {
+	u32 nr_running;
+	u64 clock;
+	u64 clock_task;	/* the same without the time that interrupts took */
+} __co_re;
+
 struct task_struct {
 	s32 pid;
 	u32 flags;
 	int nr_cpus_allowed;
+	unsigned short migration_disabled;
+	struct sched_entity se;
 	const struct cpumask *cpus_ptr;
 	struct css_set *cgroups;
 	struct sched_ext_entity scx;
@@ -70,8 +84,6 @@ struct sched_ext_ops {
 	void (*enqueue)(struct task_struct *p, u64 enq_flags);
 	void (*dispatch)(s32 cpu, struct task_struct *prev);
 	void (*tick)(struct task_struct *p);
-	void (*running)(struct task_struct *p);
-	void (*stopping)(struct task_struct *p, bool runnable);
 	void (*update_idle)(s32 cpu, bool idle);
 	s32 (*init_task)(struct task_struct *p, struct scx_init_task_args *args);
 	s32 (*init)(void);
@@ -96,6 +108,9 @@ struct bpf_iter_scx_dsq {
 #define SCX_DSQ_LOCAL_ON	(1ull << 63 | 1ull << 62)
 #define PF_EXITING	0x4u
 
+extern const struct rq runqueues __ksym; /* one per CPU */
+
+extern u64 scx_bpf_now(void) __ksym;
 extern s32 scx_bpf_create_dsq(u64 dsq_id, s32 node) __ksym;
 extern void scx_bpf_dsq_insert(struct task_struct *p, u64 dsq_id, u64 slice, u64 enq_flags) __ksym;
 extern void scx_bpf_dsq_insert_vtime(struct task_struct *p, u64 dsq_id, u64 slice, u64 vtime,

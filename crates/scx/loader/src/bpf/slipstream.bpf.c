@@ -26,35 +26,18 @@ struct task_ctx {
 	u32 class_weight;	/* 0: by nice value */
 	u32 path;		/* placement, from select_cpu to enqueue */
 	u32 llc;
+	u32 selected;		/* select_cpu saw this wake-up */
+	u32 pad;
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, u32);
-	__type(value, struct slip_config);
-} slip_config SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, SLIP_CPUS_MAX);
-	__type(key, u32);
-	__type(value, struct slip_cpu);
-} slip_cpus SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, SLIP_LLCS_MAX);
-	__type(key, u32);
-	__type(value, struct slip_llc);
-} slip_llcs SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, SLIP_LLCS_MAX);
-	__type(key, u32);
-	__type(value, struct slip_llc_info);
-} slip_llc_infos SEC(".maps");
+/*
+ * Globals rather than maps to look up: a wake-up costs a few thousand instructions in all, and each
+ * look-up some tens. The configuration is read-only once loaded, so the verifier drops what it
+ * switches off.
+ */
+const volatile struct slip_config slip_config SEC(".rodata.config");
+struct slip_cpu_state slip_cpus[SLIP_CPUS_MAX] SEC(".data.cpus");
+struct slip_llc_state slip_llcs[SLIP_LLCS_MAX] SEC(".data.llcs");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -101,29 +84,57 @@ struct {
 
 struct slip_env {
 	struct task_struct *p;
-	u32 nr_llcs;
 };
 
-static __always_inline struct slip_config *config(void)
+/* Not just a cast: without `volatile` the compiler would take the zeros of the source for granted. */
+static __always_inline const struct slip_params *params(void)
 {
-	u32 zero = 0;
+	const struct slip_params *p = (const struct slip_params *)&slip_config.params;
 
-	return bpf_map_lookup_elem(&slip_config, &zero);
+	barrier_var(p);
+	return p;
 }
 
-static __always_inline struct slip_cpu *cpu_of(u32 cpu)
+static __always_inline struct slip_cpu_state *cpu_of(u32 cpu)
 {
-	return bpf_map_lookup_elem(&slip_cpus, &cpu);
+	return &slip_cpus[cpu & (SLIP_CPUS_MAX - 1)];
+}
+
+static __always_inline struct slip_llc_state *llc_of(u32 id)
+{
+	return &slip_llcs[id & (SLIP_LLCS_MAX - 1)];
+}
+
+/*
+ * Whether a queue may hold somebody, without asking the kernel, which would look it up by its id.
+ * Who puts a task there counts `put` up afterwards; who finds the queue empty writes down the count
+ * that it had read before. A late writer leaves a difference, so that somebody looks in vain.
+ */
+static __always_inline bool may_hold(struct slip_queue *q)
+{
+	return q->put != q->empty_at;
+}
+
+static __always_inline bool take(struct slip_queue *q, u64 dsq)
+{
+	u32 put = *(volatile u32 *)&q->put;
+
+	if (put == q->empty_at)
+		return 0;
+	if (scx_bpf_dsq_move_to_local(dsq))
+		return 1;
+	q->empty_at = put;
+	return 0;
 }
 
 /*
  * The CPU of a bit below 64. The compiler knows that slip_lowest_bit() of something is below 64 and
  * leaves a plain mask out; the verifier does not know, so the compiler must not either.
  */
-static __always_inline u32 cpu_of_bit(struct slip_llc_info *info, u32 bit)
+static __always_inline u32 cpu_of_bit(struct slip_llc_state *llc, u32 bit)
 {
 	barrier_var(bit);
-	return info->cpu_of_bit[bit & 63];
+	return llc->cpu_of_bit[bit & 63];
 }
 
 static __always_inline void count(u32 counter)
@@ -139,47 +150,45 @@ static __always_inline struct task_ctx *task_of(struct task_struct *p)
 	return bpf_task_storage_get(&slip_tasks, p, NULL, 0);
 }
 
-static __always_inline u64 random_word(void)
+/* Good enough to pick LLCs by, and cheaper than the kernel's generator. */
+static __always_inline u64 random_word(u64 now, u32 cpu)
 {
-	return (u64)bpf_get_prandom_u32() << 32 | bpf_get_prandom_u32();
+	return slip_mix(now ^ (u64)cpu << 48);
 }
 
 /* ---- what the policy asks for ------------------------------------------------------------- */
 
-static struct slip_llc *slip_env_llc(struct slip_env *env, u32 id)
+static __always_inline struct slip_llc *slip_env_llc(struct slip_env *env, u32 id)
 {
-	struct slip_config *cfg = config();
-	struct slip_llc *llc;
+	struct slip_llc_state *s;
+	u32 queued;
 
-	if (id >= env->nr_llcs || !cfg)
+	(void)env;
+	if (id >= slip_config.nr_llcs)
 		return NULL;
-	llc = bpf_map_lookup_elem(&slip_llcs, &id);
-	if (llc) {
-		/* The queue's length is the kernel's to know. */
-		llc->nr_queued = (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id));
-		slip_llc_update(&cfg->params, llc);
+	s = llc_of(id);
+	/* The queue's length is the kernel's to know. */
+	queued = may_hold(&s->queue) ? (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) : 0;
+	if (queued != s->llc.nr_queued) {
+		s->llc.nr_queued = queued;
+		slip_llc_update(params(), &s->llc);
 	}
-	return llc;
+	return &s->llc;
 }
 
-static bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
+static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
 {
-	struct slip_cpu *c;
-	struct slip_llc *llc;
+	struct slip_cpu *c = &cpu_of(cpu)->cpu;
 
 	(void)env;
 	if (!scx_bpf_test_and_clear_cpu_idle(cpu))
 		return 0;
-	c = cpu_of(cpu);
-	llc = c ? bpf_map_lookup_elem(&slip_llcs, &c->llc) : NULL;
-	if (llc)
-		__sync_fetch_and_and(&llc->idle_mask, ~slip_bit(c->bit));
+	__sync_fetch_and_and(&llc_of(c->llc)->llc.idle_mask, ~slip_bit(c->bit));
 	return 1;
 }
 
 /* Claims a CPU of `mask`. Our bit may be late; the kernel's own decides, and ours follows. */
-static __always_inline s32 claim_of(u32 id, struct slip_llc *llc, struct slip_llc_info *info,
-				    u64 mask)
+static __always_inline s32 claim_of(struct slip_llc_state *s, u64 mask)
 {
 	u32 cpu, bit, i;
 
@@ -187,8 +196,8 @@ static __always_inline s32 claim_of(u32 id, struct slip_llc *llc, struct slip_ll
 		bit = slip_lowest_bit(mask);
 		if (bit >= 64)
 			return -1;
-		cpu = cpu_of_bit(info, bit);
-		__sync_fetch_and_and(&llc->idle_mask, ~slip_bit(bit));
+		cpu = cpu_of_bit(s, bit);
+		__sync_fetch_and_and(&s->llc.idle_mask, ~slip_bit(bit));
 		if (scx_bpf_test_and_clear_cpu_idle(cpu))
 			return (s32)cpu;
 		mask &= ~slip_bit(bit);
@@ -198,26 +207,19 @@ static __always_inline s32 claim_of(u32 id, struct slip_llc *llc, struct slip_ll
 
 static s32 slip_env_claim_core(struct slip_env *env, u32 id)
 {
-	struct slip_llc *llc = bpf_map_lookup_elem(&slip_llcs, &id);
-	struct slip_llc_info *info = bpf_map_lookup_elem(&slip_llc_infos, &id);
-	u64 idle;
+	struct slip_llc_state *s = llc_of(id);
+	u64 idle = s->llc.idle_mask;
 
 	(void)env;
-	if (!llc || !info)
-		return -1;
-	idle = llc->idle_mask;
-	return claim_of(id, llc, info, (idle & idle >> 1 & info->pair_first) | (idle & info->single));
+	return claim_of(s, (idle & idle >> 1 & s->pair_first) | (idle & s->single));
 }
 
 static s32 slip_env_claim_thread(struct slip_env *env, u32 id)
 {
-	struct slip_llc *llc = bpf_map_lookup_elem(&slip_llcs, &id);
-	struct slip_llc_info *info = bpf_map_lookup_elem(&slip_llc_infos, &id);
+	struct slip_llc_state *s = llc_of(id);
 
 	(void)env;
-	if (!llc || !info)
-		return -1;
-	return claim_of(id, llc, info, llc->idle_mask);
+	return claim_of(s, s->llc.idle_mask);
 }
 
 static s32 slip_env_claim_masked(struct slip_env *env)
@@ -227,7 +229,7 @@ static s32 slip_env_claim_masked(struct slip_env *env)
 
 /* ---- classes ------------------------------------------------------------------------------ */
 
-static __always_inline u32 class_by_name(struct slip_config *cfg, const u64 *comm)
+static __always_inline u32 class_by_name(const u64 *comm)
 {
 	u32 i;
 
@@ -235,7 +237,7 @@ static __always_inline u32 class_by_name(struct slip_config *cfg, const u64 *com
 		u32 at = i;
 		struct slip_rule *r;
 
-		if (at >= cfg->nr_rules)
+		if (at >= slip_config.nr_rules)
 			break;
 		r = bpf_map_lookup_elem(&slip_rules, &at);
 		if (r && (comm[0] & r->mask[0]) == r->name[0] && (comm[1] & r->mask[1]) == r->name[1])
@@ -245,14 +247,13 @@ static __always_inline u32 class_by_name(struct slip_config *cfg, const u64 *com
 }
 
 /* Finds a task's class anew when its name changed, and now and then, as it may change cgroups. */
-static __always_inline void classify(struct slip_config *cfg, struct task_struct *p,
-				     struct task_ctx *tc)
+static __always_inline void classify(struct task_struct *p, struct task_ctx *tc)
 {
 	u64 comm[2];
 	u32 id;
 	struct slip_class *class;
 
-	if (!cfg->nr_rules && !cfg->cgroup_rules)
+	if (!slip_config.nr_rules && !slip_config.cgroup_rules)
 		return;
 	__builtin_memset(comm, 0, sizeof(comm));
 	bpf_probe_read_kernel_str(comm, sizeof(comm), p->comm);
@@ -261,8 +262,8 @@ static __always_inline void classify(struct slip_config *cfg, struct task_struct
 	tc->comm[0] = comm[0];
 	tc->comm[1] = comm[1];
 	tc->class_runs = 0;
-	id = class_by_name(cfg, comm);
-	if (id == SLIP_NO_CLASS && cfg->cgroup_rules) {
+	id = class_by_name(comm);
+	if (id == SLIP_NO_CLASS && slip_config.cgroup_rules) {
 		u64 cgroup = BPF_CORE_READ(p, cgroups, dfl_cgrp, kn, id);
 		u32 *found = bpf_map_lookup_elem(&slip_cgroups, &cgroup);
 
@@ -276,9 +277,32 @@ static __always_inline void classify(struct slip_config *cfg, struct task_struct
 	tc->class_weight = class ? class->weight : 0;
 }
 
-static __always_inline bool is_masked(struct slip_config *cfg, struct task_struct *p)
+/*
+ * A task that disabled its own migration may be taken by its CPU alone, whatever its mask says. The
+ * running task's count includes that of this program.
+ */
+static __always_inline bool is_masked(struct task_struct *p)
 {
-	return (u32)p->nr_cpus_allowed < cfg->nr_cpus;
+	u32 own = p == bpf_get_current_task_btf();
+
+	return (u32)p->nr_cpus_allowed < slip_config.nr_cpus || p->migration_disabled > own;
+}
+
+/* Tells the policy what `p` did since it last woke or was queued. */
+static __always_inline void account(struct task_struct *p, struct task_ctx *tc,
+				    struct slip_cpu *last, bool blocked)
+{
+	tc->t.weight = tc->class_weight ? tc->class_weight : p->scx.weight;
+	if (slip_account(params(), &tc->t, last->llc, &llc_of(last->llc)->llc,
+			 p->se.sum_exec_runtime, blocked))
+		count(SLIP_C_HINT_LIED);
+}
+
+/* CPU time that the running task has used by `now`; the kernel's count is as old as its last tick. */
+static __always_inline u64 exec_now(struct task_struct *current, const struct rq *rq, u64 now)
+{
+	return current->se.sum_exec_runtime + (now - (rq->clock - rq->clock_task)) -
+	       current->se.exec_start;
 }
 
 /* ---- operations --------------------------------------------------------------------------- */
@@ -286,37 +310,39 @@ static __always_inline bool is_masked(struct slip_config *cfg, struct task_struc
 SEC("struct_ops/slip_select_cpu")
 s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flags)
 {
-	struct slip_config *cfg = config();
 	struct task_ctx *tc = task_of(p), *waker = NULL;
 	struct slip_env env = { .p = p };
-	struct slip_placement to = {};
-	struct slip_wake w = {};
+	struct slip_placement to;
+	struct slip_wake w;
 	struct slip_cpu *prev, *here;
 	struct slip_llc *llc;
 	u64 slice;
 
-	if (!cfg || !tc)
+	if (!tc)
 		return prev_cpu;
-	w.now = bpf_ktime_get_ns();
+	w.now = scx_bpf_now();
 	w.waker_cpu = bpf_get_smp_processor_id();
 	w.prev_cpu = prev_cpu;
-	prev = cpu_of(prev_cpu);
-	here = cpu_of(w.waker_cpu);
-	if (!prev || !here)
-		return prev_cpu;
-	classify(cfg, p, tc);
+	prev = &cpu_of(prev_cpu)->cpu;
+	here = &cpu_of(w.waker_cpu)->cpu;
+	classify(p, tc);
+	account(p, tc, prev, 1);
 	tc->t.queued_at = w.now;
-	/* Good enough to pick LLCs by, and cheaper than the kernel's generator. */
-	w.rnd = slip_mix(w.now ^ (u64)w.waker_cpu << 48);
+	w.rnd = random_word(w.now, w.waker_cpu);
 	w.waker_llc = here->llc;
 	w.prev_llc = prev->llc;
-	w.nr_llcs = env.nr_llcs = cfg->nr_llcs;
-	if (bpf_cpumask_test_cpu(w.waker_cpu, p->cpus_ptr))
-		w.flags |= SLIP_WAKE_WAKER_OK;
-	if (bpf_cpumask_test_cpu(prev_cpu, p->cpus_ptr))
-		w.flags |= SLIP_WAKE_PREV_OK;
-	if (is_masked(cfg, p))
+	w.nr_llcs = slip_config.nr_llcs;
+	w.waker_queued = 0;
+	w.flags = 0;
+	if (is_masked(p)) {
 		w.flags |= SLIP_WAKE_MASKED;
+		if (bpf_cpumask_test_cpu(w.waker_cpu, p->cpus_ptr))
+			w.flags |= SLIP_WAKE_WAKER_OK;
+		if (bpf_cpumask_test_cpu(prev_cpu, p->cpus_ptr))
+			w.flags |= SLIP_WAKE_PREV_OK;
+	} else {
+		w.flags |= SLIP_WAKE_WAKER_OK | SLIP_WAKE_PREV_OK;
+	}
 	if (wake_flags & SCX_WAKE_SYNC) {
 		struct task_struct *current = bpf_get_current_task_btf();
 
@@ -324,34 +350,36 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 		if (current->pid)
 			waker = task_of(current);
 		if (waker) {
+			const struct rq *rq = bpf_this_cpu_ptr(&runqueues);
+
 			w.flags |= SLIP_WAKE_SYNC;
 			if (current->flags & PF_EXITING)
 				w.flags |= SLIP_WAKE_EXITING;
-			slip_on_sync_wake(&waker->t, w.now);
-			llc = bpf_map_lookup_elem(&slip_llcs, &here->llc);
-			w.waker_queued = scx_bpf_dsq_nr_queued(SCX_DSQ_LOCAL_ON | w.waker_cpu) +
-					 scx_bpf_dsq_nr_queued(DSQ_CPU + w.waker_cpu) +
-					 (llc && (llc->handover_mask & slip_bit(here->bit)));
+			slip_on_sync_wake(&waker->t, exec_now(current, rq, w.now));
+			/* Its own, and what else last ran here and now waits in some queue. */
+			w.waker_queued = rq->nr_running - 1;
 		}
 	}
-	slip_place(&cfg->params, &env, &tc->t, waker ? &waker->t : NULL, &w, prev->level, &to);
+	slip_place(params(), &env, &tc->t, waker ? &waker->t : NULL, &w, prev->level, &to);
 	if (to.path < SLIP_COUNTERS)
 		count(to.path);
 	if (to.refused)
 		count(SLIP_C_HINT_REFUSED);
-	tc->path = to.path;
-	tc->llc = to.llc;
-	if (to.path >= SLIP_PREEMPT)
+	if (to.path >= SLIP_PREEMPT) {
+		tc->path = to.path;
+		tc->llc = to.llc;
+		tc->selected = 1;
 		return (w.flags & SLIP_WAKE_PREV_OK) || to.path != SLIP_QUEUE_CPU ? prev_cpu : (s32)to.cpu;
-
-	llc = bpf_map_lookup_elem(&slip_llcs, &to.llc);
-	if (!llc)
-		return prev_cpu;
-	slip_on_runnable(&cfg->params, &tc->t, llc, w.now);
-	slice = slip_slice(&cfg->params, &tc->t, llc);
+	}
+	llc = &llc_of(to.llc)->llc;
+	slice = slip_slice(params(), &tc->t, llc);
 	if (to.path == SLIP_HANDOFF && waker) {
-		slip_handover_put(llc, here, &waker->t, w.now);
-		scx_bpf_dsq_insert(p, DSQ_HANDOVER + to.cpu, slice, 0);
+		if (slip_handover_put(params(), llc, here, &waker->t, w.now)) {
+			count(SLIP_C_TRUSTED);
+			scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, slice, 0);
+		} else {
+			scx_bpf_dsq_insert(p, DSQ_HANDOVER + to.cpu, slice, 0);
+		}
 	} else {
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, slice, 0);
 	}
@@ -369,42 +397,50 @@ static __always_inline void kick_idle(struct slip_env *env, u32 llc)
 SEC("struct_ops/slip_enqueue")
 void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 {
-	struct slip_config *cfg = config();
 	struct task_ctx *tc = task_of(p);
 	struct slip_env env = { .p = p };
 	u32 cpu = scx_bpf_task_cpu(p), id;
-	struct slip_cpu *c = cpu_of(cpu);
+	struct slip_cpu_state *c = cpu_of(cpu);
+	struct slip_llc_state *s;
 	struct slip_llc *llc;
 	u64 slice, key;
+	bool placed;
 
-	if (!cfg || !tc || !c) {
+	if (!tc) {
 		/* Not ours to decide: the built-in queue loses nobody. */
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, 1000000, enq_flags);
 		return;
 	}
-	env.nr_llcs = cfg->nr_llcs;
-	id = c->llc;
-	if ((enq_flags & SCX_ENQ_WAKEUP) && tc->path >= SLIP_PREEMPT && !is_masked(cfg, p))
+	id = c->cpu.llc;
+	/* select_cpu is not asked for tasks of one CPU. */
+	placed = tc->selected && (enq_flags & SCX_ENQ_WAKEUP);
+	tc->selected = 0;
+	if (!placed)
+		account(p, tc, &c->cpu, enq_flags & SCX_ENQ_WAKEUP);
+	else if (!is_masked(p))
 		id = tc->llc;
+	s = llc_of(id);
 	llc = slip_env_llc(&env, id);
 	if (!llc) {
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, 1000000, enq_flags);
 		return;
 	}
-	slip_on_runnable(&cfg->params, &tc->t, llc, bpf_ktime_get_ns());
-	slice = slip_slice(&cfg->params, &tc->t, llc);
+	slip_on_runnable(params(), &tc->t, llc, scx_bpf_now());
+	slice = slip_slice(params(), &tc->t, llc);
 	key = slip_queue_key(&tc->t, slice);
-	if (is_masked(cfg, p)) {
+	if (is_masked(p)) {
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
+		__sync_fetch_and_add(&c->bound.put, 1);
 		if (slip_env_claim_cpu(&env, cpu))
 			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
 		return;
 	}
 	scx_bpf_dsq_insert_vtime(p, id, slice, key, enq_flags);
+	__sync_fetch_and_add(&s->queue.put, 1);
 	/* A CPU may have gone idle since the search; it would sleep beside a waiting task. */
 	if (llc->idle_mask)
 		kick_idle(&env, id);
-	else if ((enq_flags & SCX_ENQ_WAKEUP) && tc->path == SLIP_PREEMPT)
+	else if (placed && tc->path == SLIP_PREEMPT)
 		scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 }
 
@@ -424,22 +460,11 @@ static __always_inline u64 first_key(u64 dsq)
 	return key;
 }
 
-static __always_inline bool take_handover(struct slip_llc *llc, struct slip_cpu *of, u32 cpu)
+static __always_inline bool steal_handover(struct slip_llc_state *s, u32 own_bit, u64 now)
 {
-	slip_handover_taken(llc, of);
-	return scx_bpf_dsq_move_to_local(DSQ_HANDOVER + cpu);
-}
-
-static __always_inline bool steal_handover(struct slip_config *cfg, struct slip_llc *llc, u32 id,
-					   u32 own_bit)
-{
-	struct slip_llc_info *info = bpf_map_lookup_elem(&slip_llc_infos, &id);
-	u64 mask = llc->handover_mask, now;
+	u64 mask = s->llc.handover_mask;
 	u32 i, bit, cpu;
 
-	if (!info || !(mask & ~slip_bit(own_bit)))
-		return 0;
-	now = bpf_ktime_get_ns();
 	for (i = 0; i < SLIP_STEAL_TRIES; i++) {
 		struct slip_cpu *victim;
 
@@ -447,12 +472,12 @@ static __always_inline bool steal_handover(struct slip_config *cfg, struct slip_
 		if (bit >= 64)
 			break;
 		mask &= ~slip_bit(bit);
-		cpu = cpu_of_bit(info, bit);
-		victim = cpu_of(cpu);
-		if (!victim || !slip_may_steal(&cfg->params, victim, now))
+		cpu = cpu_of_bit(s, bit);
+		victim = &cpu_of(cpu)->cpu;
+		if (!slip_may_steal(params(), victim, now))
 			continue;
 		if (scx_bpf_dsq_move_to_local(DSQ_HANDOVER + cpu)) {
-			slip_handover_taken(llc, victim);
+			slip_handover_taken(&s->llc, victim);
 			count(SLIP_C_STOLEN);
 			return 1;
 		}
@@ -461,7 +486,7 @@ static __always_inline bool steal_handover(struct slip_config *cfg, struct slip_
 }
 
 /* Takes the first task of LLC `far`'s queue that may leave it. */
-static __always_inline bool pull(struct slip_config *cfg, u32 own, u32 far, u64 now)
+static __always_inline bool pull(u32 own, u32 far, u64 now)
 {
 	struct bpf_iter_scx_dsq it;
 	struct task_struct *p;
@@ -477,7 +502,7 @@ static __always_inline bool pull(struct slip_config *cfg, u32 own, u32 far, u64 
 				break;
 			tc = task_of(p);
 			if (!tc || !slip_llc_ok(&tc->t, own) ||
-			    !slip_may_leave(&cfg->params, &tc->t, 0, now))
+			    !slip_may_leave(params(), &tc->t, 0, now))
 				continue;
 			moved = scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL, 0);
 			if (moved)
@@ -491,115 +516,95 @@ static __always_inline bool pull(struct slip_config *cfg, u32 own, u32 far, u64 
 SEC("struct_ops/slip_dispatch")
 void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 {
-	struct slip_config *cfg = config();
-	struct slip_cpu *c = cpu_of(cpu);
+	struct slip_cpu_state *c = cpu_of(cpu);
 	struct slip_env env = {};
-	struct slip_heads heads = {};
-	struct slip_llc *llc;
-	u32 id, from;
+	struct slip_heads heads;
+	u32 id = c->cpu.llc, from;
+	struct slip_llc_state *s = llc_of(id);
+	u64 now;
 	s32 far;
 
-	if (!cfg || !c)
-		return;
-	env.nr_llcs = cfg->nr_llcs;
-	id = c->llc;
-	/* slip_choose() puts the hand-over first; asking for the queues' lengths would delay it. */
-	llc = bpf_map_lookup_elem(&slip_llcs, &id);
-	if (llc && (llc->handover_mask & slip_bit(c->bit)) && take_handover(llc, c, cpu)) {
-		count(SLIP_C_RAN_NEXT);
-		return;
-	}
-	llc = slip_env_llc(&env, id);
-	if (!llc)
-		return;
-	heads.has_cpu = scx_bpf_dsq_nr_queued(DSQ_CPU + cpu) > 0;
-	heads.has_llc = llc->nr_queued > 0;
-	if (heads.has_cpu && heads.has_llc) {
-		heads.cpu_key = first_key(DSQ_CPU + cpu);
-		heads.llc_key = first_key(id);
-	}
-	from = slip_choose(&heads);
-	/* What was chosen may have been taken meanwhile: then the other queue. */
-	if (from == SLIP_FROM_CPU) {
-		if (scx_bpf_dsq_move_to_local(DSQ_CPU + cpu) || scx_bpf_dsq_move_to_local(id))
-			return;
-	} else if (from == SLIP_FROM_LLC) {
-		if (scx_bpf_dsq_move_to_local(id) || scx_bpf_dsq_move_to_local(DSQ_CPU + cpu))
-			return;
-	}
-	if (steal_handover(cfg, llc, id, c->bit))
-		return;
-	if (cfg->nr_llcs > 1) {
-		far = slip_pull_from(&env, id, cfg->nr_llcs, random_word());
-		if (far >= 0 && pull(cfg, id, far, bpf_ktime_get_ns())) {
-			count(SLIP_C_FAR_PULL);
+	if (s->llc.handover_mask & slip_bit(c->cpu.bit)) {
+		slip_handover_taken(&s->llc, &c->cpu);
+		if (scx_bpf_dsq_move_to_local(DSQ_HANDOVER + cpu)) {
+			count(SLIP_C_RAN_NEXT);
 			return;
 		}
 	}
-	if (prev && (prev->scx.flags & SCX_TASK_QUEUED)) {
+	heads.has_handover = 0;
+	heads.has_cpu = may_hold(&c->bound);
+	heads.has_llc = may_hold(&s->queue);
+	if (heads.has_cpu || heads.has_llc) {
+		if (heads.has_cpu && heads.has_llc) {
+			heads.cpu_key = first_key(DSQ_CPU + cpu);
+			heads.llc_key = first_key(id);
+		}
+		from = slip_choose(&heads);
+		/* What was chosen may have been taken meanwhile: then the other queue. */
+		if (from == SLIP_FROM_CPU) {
+			if (take(&c->bound, DSQ_CPU + cpu) || take(&s->queue, id))
+				return;
+		} else {
+			if (take(&s->queue, id) || take(&c->bound, DSQ_CPU + cpu))
+				return;
+		}
+	}
+	if (slip_config.nr_llcs > 1 || s->llc.handover_mask) {
+		now = scx_bpf_now();
+		if (s->llc.handover_mask && steal_handover(s, c->cpu.bit, now))
+			return;
+		if (slip_config.nr_llcs > 1) {
+			far = slip_pull_from(&env, id, slip_config.nr_llcs, random_word(now, cpu));
+			if (far >= 0 && pull(id, far, now)) {
+				count(SLIP_C_FAR_PULL);
+				return;
+			}
+		}
+	}
+	if (!prev) {
+		/* Idle, and kicked for nothing: the kernel does not call update_idle() again. */
+		slip_cpu_set_idle(params(), &s->llc, &c->cpu, 1);
+		return;
+	}
+	if (prev->scx.flags & SCX_TASK_QUEUED) {
 		/* Nobody else wants the CPU: go on, with a slice of ours, not the kernel's 20 ms. */
 		struct task_ctx *tc = task_of(prev);
 
 		if (tc && !prev->scx.slice) {
-			prev->scx.slice = slip_slice(&cfg->params, &tc->t, llc);
+			account(prev, tc, &c->cpu, 0);
+			prev->scx.slice = slip_slice(params(), &tc->t, &s->llc);
 			count(SLIP_C_KEPT);
 		}
-		return;
 	}
-	/*
-	 * The CPU goes idle. It may have been idle and kicked for nothing, and then the kernel does
-	 * not call update_idle() again.
-	 */
-	slip_cpu_set_idle(&cfg->params, llc, c, 1);
-}
-
-SEC("struct_ops/slip_running")
-void BPF_PROG(slip_running, struct task_struct *p)
-{
-	struct task_ctx *tc = task_of(p);
-	u32 cpu = bpf_get_smp_processor_id();
-	struct slip_cpu *c = cpu_of(cpu);
-	struct slip_llc *llc;
-
-	if (!tc || !c)
-		return;
-	llc = bpf_map_lookup_elem(&slip_llcs, &c->llc);
-	if (!llc)
-		return;
-	tc->t.weight = tc->class_weight ? tc->class_weight : p->scx.weight;
-	slip_on_run(&tc->t, c, llc, bpf_ktime_get_ns());
-}
-
-SEC("struct_ops/slip_stopping")
-void BPF_PROG(slip_stopping, struct task_struct *p, bool runnable)
-{
-	struct slip_config *cfg = config();
-	struct task_ctx *tc = task_of(p);
-
-	if (cfg && tc && slip_on_stop(&cfg->params, &tc->t, bpf_ktime_get_ns(), runnable))
-		count(SLIP_C_HINT_LIED);
 }
 
 SEC("struct_ops/slip_tick")
 void BPF_PROG(slip_tick, struct task_struct *p)
 {
-	struct slip_config *cfg = config();
+	struct task_ctx *tc = task_of(p);
 	u32 cpu = bpf_get_smp_processor_id();
-	struct slip_cpu *c = cpu_of(cpu);
+	struct slip_cpu *c = &cpu_of(cpu)->cpu;
 	struct slip_env env = { .p = NULL };
-	struct slip_llc *llc;
+	const struct rq *rq = bpf_this_cpu_ptr(&runqueues);
+	struct slip_llc_state *s = llc_of(c->llc);
+	u64 now = scx_bpf_now();
 	s32 target, idle;
 
-	if (!cfg || !c)
-		return;
-	env.nr_llcs = cfg->nr_llcs;
-	llc = slip_env_llc(&env, c->llc);
-	if (!llc)
-		return;
-	if (slip_tick_wants_kick(&cfg->params, llc, c, bpf_ktime_get_ns()))
+	if (tc) {
+		c->level = tc->t.level;
+		if (rq->nr_running > 1 && slip_tick_wants_room(params(), &tc->t, c, now)) {
+			p->scx.slice = 0;
+			count(SLIP_C_MADE_ROOM);
+		}
+	}
+	/* Should a queue ever hold a task unknown to its count, it waits a tick at most. */
+	if (!may_hold(&s->queue) && scx_bpf_dsq_nr_queued(c->llc) > 0)
+		__sync_fetch_and_add(&s->queue.put, 1);
+	if (slip_tick_wants_kick(params(), &s->llc, c, now))
 		target = c->llc;
 	else
-		target = slip_tick_far(&cfg->params, &env, c->llc, cfg->nr_llcs, random_word());
+		target = slip_tick_far(params(), &env, c->llc, slip_config.nr_llcs,
+				       random_word(now, cpu));
 	if (target < 0)
 		return;
 	idle = slip_env_claim_thread(&env, target);
@@ -612,15 +617,16 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 SEC("struct_ops/slip_update_idle")
 void BPF_PROG(slip_update_idle, s32 cpu, bool idle)
 {
-	struct slip_config *cfg = config();
-	struct slip_cpu *c = cpu_of(cpu);
-	struct slip_llc *llc;
+	struct slip_cpu_state *c = cpu_of(cpu);
+	struct slip_llc_state *s = llc_of(c->cpu.llc);
 
-	if (!cfg || !c)
-		return;
-	llc = bpf_map_lookup_elem(&slip_llcs, &c->llc);
-	if (llc)
-		slip_cpu_set_idle(&cfg->params, llc, c, idle);
+	slip_cpu_set_idle(params(), &s->llc, &c->cpu, idle);
+	/*
+	 * Who queues a task looks for idle CPUs afterwards, and we look at the queues after saying
+	 * that we idle: one of the two sees the other.
+	 */
+	if (idle && (may_hold(&s->queue) || may_hold(&c->bound)))
+		scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
 }
 
 SEC("struct_ops/slip_init_task")
@@ -628,37 +634,30 @@ s32 BPF_PROG(slip_init_task, struct task_struct *p, struct scx_init_task_args *a
 {
 	struct task_ctx *tc =
 		bpf_task_storage_get(&slip_tasks, p, NULL, BPF_LOCAL_STORAGE_GET_F_CREATE);
-	u32 cpu = scx_bpf_task_cpu(p);
-	struct slip_cpu *c = cpu_of(cpu);
-	struct slip_llc *llc;
+	u32 id = cpu_of(scx_bpf_task_cpu(p))->cpu.llc;
 
 	if (!tc)
 		return -12; /* ENOMEM */
-	llc = c ? bpf_map_lookup_elem(&slip_llcs, &c->llc) : NULL;
-	slip_task_init(&tc->t, p->scx.weight, c ? c->llc : 0, llc ? llc->vclock : 0);
+	slip_task_init(&tc->t, p->scx.weight, id, llc_of(id)->llc.vclock);
+	tc->t.exec_ns = p->se.sum_exec_runtime;
 	return 0;
 }
 
 SEC("struct_ops.s/slip_init")
 s32 BPF_PROG(slip_init)
 {
-	struct slip_config *cfg = config();
 	s32 err;
 	u32 i;
 
-	if (!cfg)
-		return -22; /* EINVAL */
 	bpf_for(i, 0, SLIP_LLCS_MAX) {
-		if (i >= cfg->nr_llcs)
+		if (i >= slip_config.nr_llcs)
 			break;
 		err = scx_bpf_create_dsq(i, -1);
 		if (err)
 			return err;
 	}
 	bpf_for(i, 0, SLIP_CPUS_MAX) {
-		struct slip_cpu *c = cpu_of(i);
-
-		if (!c || c->llc == ~0u)
+		if (cpu_of(i)->cpu.llc == ~0u)
 			continue;
 		err = scx_bpf_create_dsq(DSQ_CPU + i, -1);
 		if (!err)
@@ -689,8 +688,6 @@ struct sched_ext_ops slipstream = {
 	.enqueue = (void *)slip_enqueue,
 	.dispatch = (void *)slip_dispatch,
 	.tick = (void *)slip_tick,
-	.running = (void *)slip_running,
-	.stopping = (void *)slip_stopping,
 	.update_idle = (void *)slip_update_idle,
 	.init_task = (void *)slip_init_task,
 	.init = (void *)slip_init,

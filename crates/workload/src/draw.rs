@@ -87,7 +87,49 @@ impl Stream {
         value / k
     }
 
-    /// One value of `dist`. Uses draws 0 and 1.
+    /// Weibull with shape `k > 0` and mean 1.
+    pub fn weibull(self, k: f64) -> f64 {
+        libm::pow(self.exponential(), 1.0 / k) / libm::tgamma(1.0 + 1.0 / k)
+    }
+
+    /// A whole number from 1 to `n`, *k* with a chance proportional to `k^-skew`, in O(1).
+    ///
+    /// Source: Hörmann and Derflinger, "Rejection-inversion to generate variates from monotone
+    /// discrete distributions", ACM TOMACS 6(3), 1996, with the hat `x^-skew`.
+    fn zipf(self, n: f64, skew: f64) -> f64 {
+        let hat = |x: f64| libm::exp(-skew * libm::log(x));
+        // The hat's integral from 1, and its inverse; both smooth through skew 1.
+        let area = |x: f64| {
+            let log = libm::log(x);
+            if (1.0 - skew).abs() < 1e-9 {
+                log
+            } else {
+                libm::expm1((1.0 - skew) * log) / (1.0 - skew)
+            }
+        };
+        let area_inverse = |a: f64| {
+            if (1.0 - skew).abs() < 1e-9 {
+                libm::exp(a)
+            } else {
+                libm::exp(libm::log1p((a * (1.0 - skew)).max(-1.0)) / (1.0 - skew))
+            }
+        };
+        let (low, high) = (area(1.5) - 1.0, area(n + 0.5));
+        let sure = 2.0 - area_inverse(area(2.5) - hat(2.0));
+        // Each round is accepted with probability above 0.7 whatever the skew, so 256 rounds without
+        // one do not happen.
+        for round in 0..256 {
+            let a = high + self.unit(round) * (low - high);
+            let x = area_inverse(a);
+            let k = libm::round(x).clamp(1.0, n);
+            if k - x <= sure || a >= area(k + 0.5) - hat(k) {
+                return k;
+            }
+        }
+        1.0
+    }
+
+    /// One value of `dist`. Most use draws 0 and 1.
     pub fn sample(self, dist: &Dist) -> f64 {
         match dist {
             Dist::Exact(value) => *value,
@@ -104,6 +146,12 @@ impl Stream {
             }
             Dist::Exponential { mean, bounds } => {
                 (mean * self.exponential()).clamp(bounds.min, bounds.max)
+            }
+            Dist::Zipf { min, max, skew } => min - 1.0 + self.zipf(max - min + 1.0, *skew),
+            Dist::Empirical(e) => {
+                let at = (self.unit(0) * e.values.len() as f64) as usize;
+                // `Source::open` has read the file, and it holds at least one value.
+                e.values[at].clamp(e.bounds.min, e.bounds.max)
             }
             Dist::Choice { values, weights } => values[self.choose(weights)],
         }
@@ -239,6 +287,64 @@ mod tests {
             weights: vec![3.0, 1.0],
         };
         check_moments(&choice, 1.5, 0.75_f64.sqrt() / 1.5);
+    }
+
+    #[test]
+    fn zipf_follows_its_law() {
+        // Exact mean and cv from the law itself.
+        for (min, max, skew) in [
+            (1.0, 50.0, 1.0),
+            (10.0, 400.0, 1.5),
+            (1.0, 6.0, 0.0),
+            (1.0, 1e6, 0.7),
+        ] {
+            let n = max - min + 1.0;
+            let (mut weight, mut first, mut second) = (0.0, 0.0, 0.0);
+            for k in 1..=n as u64 {
+                let (chance, value) = ((k as f64).powf(-skew), min - 1.0 + k as f64);
+                weight += chance;
+                first += chance * value;
+                second += chance * value * value;
+            }
+            let mean = first / weight;
+            let cv = (second / weight - mean * mean).sqrt() / mean;
+            check_moments(&Dist::Zipf { min, max, skew }, mean, cv);
+        }
+        let dist = Dist::Zipf {
+            min: 5.0,
+            max: 5.0,
+            skew: 2.0,
+        };
+        assert_eq!(Stream::named(1, "one").sample(&dist), 5.0);
+        // The share of each value, where there are few: 6/11, 3/11, 2/11.
+        let dist = Dist::Zipf {
+            min: 1.0,
+            max: 3.0,
+            skew: 1.0,
+        };
+        let mut counts = [0u32; 3];
+        for i in 0..110_000 {
+            counts[Stream::named(2, "three").child(i).sample(&dist) as usize - 1] += 1;
+        }
+        // The largest standard deviation is 165; four of them.
+        assert!(
+            counts
+                .iter()
+                .zip([60_000u32, 30_000, 20_000])
+                .all(|(c, e)| c.abs_diff(e) < 660),
+            "{counts:?}"
+        );
+    }
+
+    #[test]
+    fn weibull_has_mean_one_and_the_cv_of_its_shape() {
+        for shape in [0.7, 1.0, 2.0] {
+            let g = |n: f64| libm::tgamma(1.0 + n / shape);
+            let cv = (g(2.0) / (g(1.0) * g(1.0)) - 1.0).sqrt();
+            let stream = Stream::named(4, "weibull");
+            let values: Vec<f64> = (0..N).map(|i| stream.child(i).weibull(shape)).collect();
+            check_values(&values, 1.0, cv);
+        }
     }
 
     #[test]

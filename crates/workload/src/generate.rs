@@ -16,6 +16,9 @@ pub(crate) struct Arrivals {
     index: u64,
     /// Of the last session, s of workload time.
     at_s: f64,
+    /// Of the last session: sessions expected until then, where the rate changes. Arrivals at rate
+    /// r(t) are those at rate 1 seen on the clock ∫r.
+    expected: f64,
     time_scale: f64,
     duration_s: f64,
 }
@@ -27,6 +30,7 @@ impl Arrivals {
             gaps: Stream::named(workload.seed ^ salt, "arrival"),
             index: 0,
             at_s: 0.0,
+            expected: 0.0,
             time_scale: workload.time_scale,
             duration_s: workload.duration_s.unwrap_or(f64::INFINITY),
         }
@@ -51,10 +55,81 @@ impl Arrivals {
                 };
                 self.at_s + gap / rate_per_s
             }
+            Arrival::Weibull { rate_per_s, shape } => {
+                self.at_s + self.gaps.child(index).weibull(*shape) / rate_per_s
+            }
+            Arrival::Ramp {
+                from_per_s,
+                to_per_s,
+                ramp_s,
+            } => {
+                self.expected += self.gaps.child(index).exponential();
+                ramp_time(self.expected, *from_per_s, *to_per_s, *ramp_s)
+            }
+            Arrival::Diurnal {
+                rate_per_s,
+                amplitude,
+                period_s,
+                peak_s,
+            } => {
+                self.expected += self.gaps.child(index).exponential();
+                let wave = Wave {
+                    amplitude: *amplitude,
+                    period_s: *period_s,
+                    peak_s: *peak_s,
+                };
+                wave.time(self.expected / rate_per_s)
+            }
             Arrival::Timestamps { ms } => *ms.get(index as usize)? / 1e3,
             Arrival::Trace => trace_ms? / 1e3,
         };
         (self.at_s < self.duration_s).then(|| SimTime::from_secs_f64(self.at_s / self.time_scale))
+    }
+}
+
+/// When so many sessions are expected, at a rate that goes from `from` to `to` (1/s) in `ramp_s`.
+fn ramp_time(expected: f64, from: f64, to: f64, ramp_s: f64) -> f64 {
+    let on_ramp = f64::midpoint(from, to) * ramp_s;
+    if expected >= on_ramp {
+        return ramp_s + (expected - on_ramp) / to;
+    }
+    // from·t + slope·t²/2 = expected, by the form that stays exact where the slope is 0.
+    let slope = (to - from) / ramp_s;
+    2.0 * expected / (from + libm::sqrt((from * from + 2.0 * slope * expected).max(0.0)))
+}
+
+/// A rate of mean 1 that rises and falls: `1 + amplitude · cos(2π (t − peak_s) / period_s)`.
+struct Wave {
+    amplitude: f64,
+    period_s: f64,
+    peak_s: f64,
+}
+
+impl Wave {
+    /// Expected between 0 and `t`.
+    fn expected(&self, t: f64) -> f64 {
+        let angle = std::f64::consts::TAU / self.period_s;
+        let wave = libm::sin(angle * (t - self.peak_s)) + libm::sin(angle * self.peak_s);
+        t + self.amplitude / angle * wave
+    }
+
+    /// When `expected` is reached. The wave adds at most `amplitude · period / π`; bisection between
+    /// those bounds halves them to the last bit of a double.
+    fn time(&self, expected: f64) -> f64 {
+        let most = self.amplitude * self.period_s / std::f64::consts::PI;
+        let (mut low, mut high) = ((expected - most).max(0.0), expected + most);
+        for _ in 0..80 {
+            let middle = f64::midpoint(low, high);
+            if middle <= low || middle >= high {
+                break;
+            }
+            if self.expected(middle) < expected {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        high
     }
 }
 
@@ -295,8 +370,118 @@ mod tests {
         );
     }
 
+    /// Arrivals in each part of the time must be as many as the rate's integral says, within four
+    /// standard deviations (a Poisson count's is its root).
+    fn check_rates(arrival: &Arrival, parts: &[(f64, f64, f64)]) {
+        let mut all = workload(arrival.clone(), 0, Class::default());
+        (all.requests, all.duration_s) = (None, Some(parts.last().unwrap().1));
+        let due: Vec<f64> = generator(&all).map(|r| r.due.as_secs_f64()).collect();
+        assert!(due.is_sorted());
+        for &(from, to, expected) in parts {
+            let count = due.iter().filter(|t| (from..to).contains(*t)).count() as f64;
+            assert!(
+                (count - expected).abs() <= 4.0 * expected.sqrt(),
+                "{count} from {from} to {to} s, not {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn ramps_and_waves_have_the_stated_rates() {
+        // 0 to 100/s in 200 s: 50·(t/100)² by t; then 100/s.
+        let up = Arrival::Ramp {
+            from_per_s: 0.0,
+            to_per_s: 100.0,
+            ramp_s: 200.0,
+        };
+        check_rates(
+            &up,
+            &[
+                (0.0, 100.0, 2_500.0),
+                (100.0, 200.0, 7_500.0),
+                (200.0, 300.0, 10_000.0),
+            ],
+        );
+        let down = Arrival::Ramp {
+            from_per_s: 100.0,
+            to_per_s: 20.0,
+            ramp_s: 100.0,
+        };
+        check_rates(
+            &down,
+            &[
+                (0.0, 50.0, 4_000.0),
+                (50.0, 100.0, 2_000.0),
+                (100.0, 200.0, 2_000.0),
+            ],
+        );
+        let flat = Arrival::Ramp {
+            from_per_s: 50.0,
+            to_per_s: 50.0,
+            ramp_s: 10.0,
+        };
+        check_rates(&flat, &[(0.0, 10.0, 500.0), (10.0, 100.0, 4_500.0)]);
+        // 50·(1 + 0.8·cos(2π(t − 50)/100)): a quarter period around the peak or the lowest holds
+        // 25 ± 0.8·100·sin(π/4)/π, times 50.
+        let wave = Arrival::Diurnal {
+            rate_per_s: 50.0,
+            amplitude: 0.8,
+            period_s: 100.0,
+            peak_s: 50.0,
+        };
+        let more = 0.8 * 100.0 * std::f64::consts::FRAC_PI_4.sin() / std::f64::consts::PI;
+        let (high, low) = (50.0 * (25.0 + more), 50.0 * (25.0 - more));
+        check_rates(
+            &wave,
+            &[
+                (37.5, 62.5, high),
+                (87.5, 112.5, low),
+                (137.5, 162.5, high),
+                (0.0, 200.0, 10_000.0),
+            ],
+        );
+    }
+
+    #[test]
+    fn an_empirical_distribution_repeats_its_file() {
+        let mut dist = slipstream_base::workload_file::Empirical {
+            path: "unused".into(),
+            column: None,
+            bounds: slipstream_base::workload_file::Bounds::default(),
+            values: [100.0, 100.0, 400.0, 5_000.0].into(),
+        };
+        dist.bounds.max = 1_000.0;
+        let class = Class {
+            isl: Dist::Empirical(dist),
+            ..Class::default()
+        };
+        let all = workload(Arrival::Poisson { rate_per_s: 1.0 }, 8_000, class);
+        let mut counts = std::collections::BTreeMap::new();
+        for request in generator(&all) {
+            *counts.entry(request.prompt.tokens()).or_insert(0u32) += 1;
+        }
+        assert_eq!(
+            counts.keys().copied().collect::<Vec<_>>(),
+            [100, 400, 1_000]
+        );
+        // Half and a quarter of 8,000; standard deviations are 45 and 39, four of the larger.
+        assert!(
+            counts[&100].abs_diff(4_000) < 180 && counts[&400].abs_diff(2_000) < 180,
+            "{counts:?}"
+        );
+    }
+
     #[test]
     fn arrivals_have_the_stated_rate_and_burstiness() {
+        check_gaps(
+            Arrival::Weibull {
+                rate_per_s: 10.0,
+                shape: 2.0,
+            },
+            0.1,
+            // cv² = Γ(2)/Γ(1.5)² − 1 = 4/π − 1
+            (4.0 / std::f64::consts::PI - 1.0).sqrt(),
+        );
         check_gaps(Arrival::Constant { rate_per_s: 8.0 }, 0.125, 0.0);
         check_gaps(Arrival::Poisson { rate_per_s: 10.0 }, 0.1, 1.0);
         check_gaps(

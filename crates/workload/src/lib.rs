@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod draw;
+mod empirical;
 pub mod generate;
 pub mod prompt;
 pub mod schedule;

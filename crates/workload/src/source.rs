@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use slipstream_base::workload_file::{Content, Workload};
 use slipstream_base::{RequestId, SimTime};
 
+use crate::empirical;
 use crate::generate::Generator;
 use crate::prompt::PromptSource;
 use crate::trace::Trace;
@@ -74,11 +75,30 @@ pub enum SourceError {
         /// What is wrong.
         what: String,
     },
+    /// A file of values cannot be used.
+    #[error("values in {}{}: {what}; mend the file, or the distribution that names it (`kind = \"empirical\"`)", path.display(), at_line(*line))]
+    Values {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1; 0 for the file as a whole.
+        line: u64,
+        /// What is wrong.
+        what: String,
+    },
     /// Arrival times are asked from a workload that is not a trace.
     #[error(
         "the workload takes its arrivals from a trace but has none; set `arrival.kind`, or add `[trace]`"
     )]
     NoTrace,
+}
+
+/// `, line 3`; nothing for the file as a whole.
+fn at_line(line: u64) -> String {
+    if line == 0 {
+        String::new()
+    } else {
+        format!(", line {line}")
+    }
 }
 
 /// The first requests of all sessions, in order of arrival; later turns by
@@ -105,7 +125,9 @@ impl Source {
     pub fn open(workload: &Workload, salt: u64) -> Result<Source, SourceError> {
         let kind = match &workload.content {
             Content::Generated(classes) => {
-                Kind::Generated(Generator::new(workload, classes.clone(), salt)?)
+                let mut classes = classes.clone();
+                empirical::load(&mut classes)?;
+                Kind::Generated(Generator::new(workload, classes, salt)?)
             }
             Content::Trace(file) => Kind::Trace(Box::new(Trace::open(workload, file, salt)?)),
         };

@@ -7,6 +7,7 @@
 mod read;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::slo::Slo;
 
@@ -66,6 +67,34 @@ pub enum Arrival {
         rate_per_s: f64,
         /// Standard deviation of the gaps over their mean.
         cv: f64,
+    },
+    /// At Weibull-distributed gaps: `shape` below 1 is burstier than Poisson, 1 is Poisson, above it
+    /// smoother.
+    Weibull {
+        /// Sessions, 1/s, on average.
+        rate_per_s: f64,
+        /// Shape of the distribution.
+        shape: f64,
+    },
+    /// At random (Poisson), at a rate that goes from one value to another and stays there.
+    Ramp {
+        /// Sessions, 1/s, at the start.
+        from_per_s: f64,
+        /// Sessions, 1/s, at the end and from then on; above 0.
+        to_per_s: f64,
+        /// How long the rate takes from one to the other, s, above 0.
+        ramp_s: f64,
+    },
+    /// At random (Poisson), at a rate that rises and falls like a cosine.
+    Diurnal {
+        /// Sessions, 1/s, on average over a period.
+        rate_per_s: f64,
+        /// The rate goes from `rate_per_s · (1 − amplitude)` to `rate_per_s · (1 + amplitude)`.
+        amplitude: f64,
+        /// From peak to peak, s. Default: a day.
+        period_s: f64,
+        /// When the first peak is, s. Default: half a period, so that a run begins at the lowest.
+        peak_s: f64,
     },
     /// At these times, ms, in order; one session each.
     Timestamps {
@@ -220,6 +249,18 @@ pub enum Dist {
         /// The bounds.
         bounds: Bounds,
     },
+    /// Zipf's law over the whole numbers from `min` to `max`: the *k*-th of them (from 1) with a chance
+    /// proportional to `k^-skew`.
+    Zipf {
+        /// Least, and likeliest.
+        min: f64,
+        /// Most.
+        max: f64,
+        /// Exponent; 0: all equal.
+        skew: f64,
+    },
+    /// One of the values of a file, each as likely as any other.
+    Empirical(Empirical),
     /// One of these values, by weight.
     Choice {
         /// Shape `[n]`, `n >= 1`.
@@ -227,6 +268,19 @@ pub enum Dist {
         /// Shape `[n]`, at least one above 0.
         weights: Vec<f64>,
     },
+}
+
+/// Values that were measured: a column of a CSV file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Empirical {
+    /// The file.
+    pub path: PathBuf,
+    /// Name of the column; `None`: the first one.
+    pub column: Option<String>,
+    /// Values beyond become the nearer bound.
+    pub bounds: Bounds,
+    /// The values; empty until whoever draws has read the file.
+    pub values: Arc<[f64]>,
 }
 
 /// Ends of a distribution.
@@ -252,7 +306,8 @@ impl Dist {
     pub fn max(&self) -> f64 {
         match self {
             Dist::Exact(value) => *value,
-            Dist::Uniform { max, .. } => *max,
+            Dist::Uniform { max, .. } | Dist::Zipf { max, .. } => *max,
+            Dist::Empirical(e) => e.bounds.max,
             Dist::Normal { bounds, .. }
             | Dist::LogNormal { bounds, .. }
             | Dist::Exponential { bounds, .. } => bounds.max,
@@ -264,7 +319,8 @@ impl Dist {
     pub fn min(&self) -> f64 {
         match self {
             Dist::Exact(value) => *value,
-            Dist::Uniform { min, .. } => *min,
+            Dist::Uniform { min, .. } | Dist::Zipf { min, .. } => *min,
+            Dist::Empirical(e) => e.bounds.min,
             Dist::Normal { bounds, .. }
             | Dist::LogNormal { bounds, .. }
             | Dist::Exponential { bounds, .. } => bounds.min,

@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::{
-    Arrival, Bounds, Class, Content, Dist, OnBadLine, PrefixLevel, SessionShape, TraceFile,
-    Workload,
+    Arrival, Bounds, Class, Content, Dist, Empirical, OnBadLine, PrefixLevel, SessionShape,
+    TraceFile, Workload,
 };
 use crate::doc::{Doc, Mistakes, Settings, Table};
 
@@ -88,6 +88,9 @@ enum ArrivalKind {
     Constant,
     Poisson,
     Gamma,
+    Weibull,
+    Ramp,
+    Diurnal,
     Timestamps,
     Trace,
 }
@@ -99,6 +102,9 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
         ("constant", K::Constant),
         ("poisson", K::Poisson),
         ("gamma", K::Gamma),
+        ("weibull", K::Weibull),
+        ("ramp", K::Ramp),
+        ("diurnal", K::Diurnal),
         ("timestamps", K::Timestamps),
         ("trace", K::Trace),
     ];
@@ -128,10 +134,17 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
         );
         unless(
             "rate_per_s",
-            &[K::Constant, K::Poisson, K::Gamma],
+            &[K::Constant, K::Poisson, K::Gamma, K::Weibull, K::Diurnal],
             "this kind of arrival has no rate",
         );
         unless("cv", &[K::Gamma], "only Gamma arrivals have a cv");
+        unless("shape", &[K::Weibull], "only Weibull arrivals have a shape");
+        for key in ["from_per_s", "to_per_s", "ramp_s"] {
+            unless(key, &[K::Ramp], "only a ramp has it");
+        }
+        for key in ["amplitude", "period_s", "peak_s"] {
+            unless(key, &[K::Diurnal], "only diurnal arrivals have it");
+        }
         unless(
             "ms",
             &[K::Timestamps],
@@ -155,6 +168,45 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
                     .within(0.0..=100.0)
                     .required("set the burstiness: 1 is Poisson, above is burstier", 1.0),
             },
+            K::Weibull => Arrival::Weibull {
+                rate_per_s: rate(),
+                // Below 0.1 a mean takes billions of gaps to show.
+                shape: t.get("shape").within(0.1..=100.0).required(
+                    "set the shape: below 1 is burstier than Poisson, 1 is Poisson",
+                    1.0,
+                ),
+            },
+            K::Ramp => Arrival::Ramp {
+                from_per_s: t
+                    .get("from_per_s")
+                    .check(|r| *r >= 0.0, "0 or more")
+                    .or(0.0),
+                to_per_s: t
+                    .get("to_per_s")
+                    .check(|r| *r > 0.0, "above 0")
+                    .required("set the last rate: `to_per_s = 20`", 1.0),
+                ramp_s: t
+                    .get("ramp_s")
+                    .check(|s| *s > 0.0, "above 0")
+                    .required("say how long the ramp is: `ramp_s = 600`", 1.0),
+            },
+            K::Diurnal => {
+                let rate_per_s = rate();
+                let amplitude = t.get("amplitude").within(0.0..=1.0).or(0.5);
+                let period_s = t
+                    .get("period_s")
+                    .check(|s| *s > 0.0, "above 0")
+                    .or(86_400.0);
+                Arrival::Diurnal {
+                    rate_per_s,
+                    amplitude,
+                    period_s,
+                    peak_s: t
+                        .get("peak_s")
+                        .check(|s: &f64| s.is_finite(), "a time")
+                        .or(period_s / 2.0),
+                }
+            }
             K::Timestamps => Arrival::Timestamps {
                 ms: t
                     .get::<Vec<f64>>("ms")
@@ -296,6 +348,8 @@ enum DistKind {
     Normal,
     LogNormal,
     Exponential,
+    Zipf,
+    Empirical,
     Choice,
 }
 
@@ -327,6 +381,8 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
         ("normal", K::Normal),
         ("lognormal", K::LogNormal),
         ("exponential", K::Exponential),
+        ("zipf", K::Zipf),
+        ("empirical", K::Empirical),
         ("choice", K::Choice),
     ];
     t.table(key, |d| {
@@ -347,12 +403,29 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
         unless("cv", &[K::Normal, K::LogNormal]);
         unless(
             "min",
-            &[K::Uniform, K::Normal, K::LogNormal, K::Exponential],
+            &[
+                K::Uniform,
+                K::Normal,
+                K::LogNormal,
+                K::Exponential,
+                K::Zipf,
+                K::Empirical,
+            ],
         );
         unless(
             "max",
-            &[K::Uniform, K::Normal, K::LogNormal, K::Exponential],
+            &[
+                K::Uniform,
+                K::Normal,
+                K::LogNormal,
+                K::Exponential,
+                K::Zipf,
+                K::Empirical,
+            ],
         );
+        unless("skew", &[K::Zipf]);
+        unless("file", &[K::Empirical]);
+        unless("column", &[K::Empirical]);
         unless("values", &[K::Choice]);
         unless("weights", &[K::Choice]);
         let number = |key: &str, stand_in: f64| {
@@ -399,6 +472,32 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
                 mean: mean(),
                 bounds: bounds(),
             },
+            K::Zipf => {
+                let whole = |key: &str, stand_in: f64| {
+                    d.get(key)
+                        .check(
+                            |v: &f64| (least..=most).contains(v) && v.fract() == 0.0,
+                            &format!("a whole number from {least} to {most}"),
+                        )
+                        .required(&format!("set `{key}`"), stand_in)
+                };
+                let (min, max) = (whole("min", default), whole("max", default));
+                ordered(d, min, max);
+                Dist::Zipf {
+                    min,
+                    max,
+                    skew: d.get("skew").within(0.0..=20.0).or(1.0),
+                }
+            }
+            K::Empirical => Dist::Empirical(Empirical {
+                path: d.path("file").required(
+                    "name the CSV file: `file = \"lengths.csv\"`",
+                    PathBuf::new(),
+                ),
+                column: d.get("column").optional(),
+                bounds: bounds(),
+                values: [].into(),
+            }),
             K::Choice => {
                 let values = d
                     .get::<Vec<f64>>("values")
@@ -517,6 +616,11 @@ mod tests {
             "requests = 5\n[session]\nthink_time_s = { kind = \"uniform\", min = 1, max = 2 }",
             "duration_s = 5\n[[class]]\nweight = 3\nosl = 7\n[[class.prefix]]\nbranches = 2\n[[class]]\n",
             "seed = 3\n[trace]\nfile = \"/t.jsonl\"\n",
+            "requests = 5\nslo = \"ttft=1s\"\n[arrival]\nkind = \"ramp\"\nto_per_s = 9\nramp_s = 60\n",
+            "requests = 5\n[arrival]\nkind = \"diurnal\"\nrate_per_s = 9\namplitude = 0.9\n",
+            "requests = 5\nisl = { kind = \"zipf\", min = 2, max = 900 }\n\
+             osl = { kind = \"empirical\", file = \"/l.csv\", column = \"out\", max = 50 }\n\
+             [arrival]\nkind = \"weibull\"\nrate_per_s = 2\nshape = 0.6\n",
         ] {
             let (workload, settings) = read(Doc::parse("w.toml", text.as_bytes())).unwrap();
             let printed = settings.to_toml();
@@ -610,6 +714,31 @@ mod tests {
                 "requests = 1\nosl = { kind = \"choice\", values = [1, 2], weights = [1] }",
                 "2 numbers",
             ),
+            (
+                "requests = 1\nisl = { kind = \"zipf\", min = 1.5, max = 9 }",
+                "a whole number",
+            ),
+            (
+                "requests = 1\nisl = { kind = \"empirical\" }",
+                "name the CSV file",
+            ),
+            (
+                "requests = 1\n[arrival]\nkind = \"weibull\"\nrate_per_s = 1\nshape = 0",
+                "shape",
+            ),
+            (
+                "requests = 1\n[arrival]\nkind = \"ramp\"",
+                "`to_per_s = 20`",
+            ),
+            (
+                "requests = 1\n[arrival]\nkind = \"ramp\"\nto_per_s = 1\nramp_s = 1\ncv = 2",
+                "only Gamma arrivals",
+            ),
+            (
+                "requests = 1\n[arrival]\nkind = \"diurnal\"\nrate_per_s = 1\namplitude = 2",
+                "amplitude",
+            ),
+            ("requests = 1\nslo = \"tfft=1s\"", "there are ttft"),
         ] {
             let error = check(text).unwrap_err();
             assert!(error.contains(says), "{says:?} is not in:\n{error}");

@@ -574,7 +574,12 @@ fn heat_maps(series: &Series) -> Vec<HeatMap> {
             title: title.into(),
             unit: unit_of_value.into(),
             rows: rows.clone(),
-            max: max.unwrap_or(most),
+            // Of sequences, less than one is next to none.
+            max: max.unwrap_or(if unit_of_value == "sequences" {
+                most.max(1.0)
+            } else {
+                most
+            }),
             values,
             step: width / unit_s,
             time: unit.into(),

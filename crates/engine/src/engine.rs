@@ -1,5 +1,6 @@
 //! The scheduler: which sequences a pass works on, and what becomes of them.
 
+mod handover;
 mod jump;
 
 use std::collections::HashMap;
@@ -21,6 +22,8 @@ use crate::pool::{BLOCKS_MAX, BlockId, BlockPool};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, Sums, Waiting};
 
+pub use handover::Reserved;
+use handover::{Handovers, Part};
 pub use jump::DecodeRun;
 
 /// One rank of one engine: its scheduler and its KV cache.
@@ -58,6 +61,7 @@ pub struct Engine {
     stuck: Option<Stuck>,
     /// Block tables of sequences that left, for those to come.
     spare_tables: Vec<Vec<BlockId>>,
+    handovers: Handovers,
 
     pass: Option<Pass>,
     /// What happened to the cache since the last delta.
@@ -95,9 +99,10 @@ struct Sequence {
     admitted: Option<SimTime>,
     preemptions: u32,
     running: bool,
+    part: Part,
     /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
     generated_blocks: Vec<BlockHash>,
-    /// Blocks held, in order; empty while it waits.
+    /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
     table: Vec<BlockId>,
 }
 
@@ -235,6 +240,7 @@ impl Engine {
             waiting_decode: Sums::default(),
             stuck: None,
             spare_tables: Vec::new(),
+            handovers: Handovers::default(),
             pass: None,
             ops: Vec::new(),
             stored_blocks: None,
@@ -257,6 +263,15 @@ impl Engine {
     /// # Errors
     /// [`Refusal`] if it can never run; the engine is unchanged then.
     pub fn add(&mut self, now: SimTime, request: EngineRequest) -> Result<(), Refusal> {
+        self.add_part(now, request, Part::Whole)
+    }
+
+    fn add_part(
+        &mut self,
+        now: SimTime,
+        request: EngineRequest,
+        part: Part,
+    ) -> Result<(), Refusal> {
         self.check(&request)?;
         let prompt_len = request.prompt.len();
         let end_outputs = request.params.max_tokens.min(self.max_len - prompt_len);
@@ -280,6 +295,7 @@ impl Engine {
             admitted: None,
             preemptions: 0,
             running: false,
+            part,
             generated_blocks: Vec::new(),
             table: Vec::new(),
         };
@@ -331,6 +347,26 @@ impl Engine {
         Ok(())
     }
 
+    /// Loses everything: sequences, blocks, the pass under way, what was not told yet. Deltas begin
+    /// again at 0; counters of [`Stats`] run on.
+    pub fn restart(&mut self) {
+        self.pool = BlockPool::new(self.pool.total());
+        self.sequences = Slab::default();
+        self.by_id.clear();
+        self.running.clear();
+        self.waiting = Waiting::new(self.policy);
+        self.waiting_prefill = Sums::default();
+        self.waiting_decode = Sums::default();
+        self.stuck = None;
+        self.handovers = Handovers::default();
+        self.pass = None;
+        self.ops.clear();
+        if let Some(stored) = &mut self.stored_blocks {
+            stored.clear();
+        }
+        self.kv_sequence = 0;
+    }
+
     /// Times that a request was preempted so far; `None` if the engine does not know it (any more).
     pub fn preemptions_of(&self, id: RequestId) -> Option<u32> {
         let &slot = self.by_id.get(&id)?;
@@ -354,6 +390,8 @@ impl Engine {
             } else {
                 self.running.remove(at);
             }
+        } else if self.sequences[slot].part.is_on_its_way() {
+            self.leave_handovers(slot);
         } else {
             self.leave_waiting(slot);
         }
@@ -388,6 +426,10 @@ impl Engine {
             }
             if !plan.load.is_empty() {
                 break plan;
+            }
+            if !plan.preempted && self.hands_over() {
+                // Blocks are held for others, or wait to be filled: nothing can run before.
+                return None;
             }
             // By priority the first running sequence may have been its own victim. vLLM runs an
             // empty step then and schedules again; that takes no time here.
@@ -496,12 +538,23 @@ impl Engine {
     }
 
     fn admit_waiting(&mut self, now: SimTime, plan: &mut Plan) {
+        self.admit_loaded(now, plan);
         while plan.budget > 0 && (self.running.len() as u32) < self.max_num_seqs {
             let Some(slot) = self.waiting.first() else {
                 break;
             };
             if self.is_stuck(slot) {
                 break;
+            }
+            match self.sequences[slot].part {
+                Part::Answer => {
+                    if self.reserve(slot) {
+                        continue;
+                    }
+                    break;
+                }
+                Part::Whole | Part::Prompt => {}
+                Part::Loading { .. } | Part::Loaded => unreachable!("it is in no queue"),
             }
             let (computed, next_block) = self.find_hits(slot);
             let len = self.sequences[slot].tokens();
@@ -621,6 +674,11 @@ impl Engine {
         let table = &mut sequence.table;
         let missing = target.div_ceil(self.block_size) as usize - table.len();
         self.pool.allocate_many(missing, table, &mut self.ops);
+        self.cache_full(slot, computed, target);
+    }
+
+    /// Caches the blocks that are full with `target` tokens and were not with `computed` ones.
+    fn cache_full(&mut self, slot: u32, computed: u32, target: u32) {
         if !self.caching {
             return;
         }
@@ -628,6 +686,7 @@ impl Engine {
         if full.is_empty() {
             return;
         }
+        let sequence = &self.sequences[slot];
         let prompt_blocks = sequence.request.prompt.blocks().iter().copied();
         let ahead = prompt_blocks.skip(full.start as usize).take(full.len());
         self.pool.foresee(ahead);
@@ -749,10 +808,8 @@ impl Engine {
         }
         self.take_kv(&mut out.kv);
         self.report(&pass, &mut out.fpm);
-        assert_eq!(
-            self.running.len() + self.waiting.len() as usize,
-            self.by_id.len()
-        );
+        let queued = self.running.len() + self.waiting.len() as usize;
+        assert_eq!(queued + self.handovers.loading as usize, self.by_id.len());
     }
 
     fn finish(&mut self, at: usize, reason: FinishReason, out: &mut PassOutput) {
@@ -769,6 +826,10 @@ impl Engine {
                 preemptions: sequence.preemptions,
             },
         });
+        if sequence.part == Part::Prompt {
+            let table = std::mem::take(&mut self.sequences[r.slot].table);
+            self.handovers.held.insert(r.id, table);
+        }
         self.remove(r.slot);
     }
 
@@ -800,7 +861,7 @@ impl Engine {
     /// The engine's state in numbers; O(1).
     pub fn stats(&self) -> Stats {
         Stats {
-            running: self.by_id.len() as u32 - self.waiting.len(),
+            running: self.by_id.len() as u32 - self.waiting.len() - self.handovers.loading,
             waiting: self.waiting.len(),
             used_blocks: self.pool.used(),
             free_blocks: self.pool.free(),
@@ -896,10 +957,14 @@ impl Engine {
         for (slot, sequence) in self.sequences.iter() {
             assert_eq!(self.by_id.get(&sequence.request.id), Some(&slot));
             running += u32::from(sequence.running);
-            assert!(sequence.running || sequence.table.is_empty());
+            let holds = sequence.running || sequence.part.is_on_its_way();
+            assert!(holds || sequence.table.is_empty());
             for &block in &sequence.table {
                 *held.entry(block).or_insert(0) += 1;
             }
+        }
+        for &block in self.handovers.held.values().flatten() {
+            *held.entry(block).or_insert(0) += 1;
         }
         self.pool.audit(&held);
         let stats = self.stats();

@@ -25,6 +25,6 @@ pub mod timing;
 mod waiting;
 
 pub use answer::{OutputModel, natural_len, output_token};
-pub use engine::{DecodeRun, Engine};
+pub use engine::{DecodeRun, Engine, Reserved};
 pub use error::{EngineError, Refusal};
 pub use output::{Finished, FirstToken, PassOutput, Stats, Usage};

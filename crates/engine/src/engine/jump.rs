@@ -173,6 +173,9 @@ impl Engine {
         if running > self.max_num_batched_tokens {
             return false; // not all of them are in a pass
         }
+        if !self.handovers.loaded.is_empty() && running < self.max_num_seqs {
+            return false;
+        }
         match self.waiting.first() {
             None => true,
             Some(head) => {

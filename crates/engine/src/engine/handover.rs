@@ -1,0 +1,206 @@
+//! A sequence on two engines: one computes the prompt, the other generates.
+
+use slipstream_base::{EngineRequest, RequestId, SimTime};
+
+use super::{Engine, Plan, Running, Stuck};
+use crate::error::Refusal;
+use crate::pool::BlockId;
+
+/// What of a sequence an engine does, and how far it is with that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Part {
+    /// All of it.
+    #[default]
+    Whole,
+    /// The prompt; its blocks are held when it ends.
+    Prompt,
+    /// The answer; it waits for blocks into which the prompt's keys and values can come.
+    Answer,
+    /// The answer; it has its blocks and is in no queue until they are filled.
+    Loading {
+        /// Of them, found in this engine's own cache.
+        cached_tokens: u32,
+    },
+    /// The answer; its prompt is there, less the last token, which is computed here.
+    Loaded,
+}
+
+impl Part {
+    /// Holds blocks and is in no queue of the engine's own.
+    pub(super) fn is_on_its_way(self) -> bool {
+        matches!(self, Part::Loading { .. } | Part::Loaded)
+    }
+}
+
+/// A sequence whose prompt comes from elsewhere has its blocks; fill them, and tell
+/// [`Engine::receive`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reserved {
+    /// Whose.
+    pub id: RequestId,
+    /// Leading tokens of the prompt that this engine had cached and that need not come.
+    pub cached_tokens: u32,
+}
+
+/// Sequences that are handed over, apart from their places in queues.
+#[derive(Default)]
+pub(super) struct Handovers {
+    /// Blocks of prompts that were computed here, until somebody has fetched them.
+    pub(super) held: std::collections::BTreeMap<RequestId, Vec<BlockId>>,
+    /// Sequences that are [`Part::Loading`] or [`Part::Loaded`].
+    pub(super) loading: u32,
+    /// Slots of those that are [`Part::Loaded`], in the order in which their prompts came. They go
+    /// before all who wait: they hold blocks, which the head of the queue may be waiting for.
+    pub(super) loaded: std::collections::VecDeque<u32>,
+    /// Not taken yet.
+    reserved: Vec<Reserved>,
+}
+
+impl Engine {
+    /// As [`add`](Engine::add), for an engine that computes the prompt alone: the sequence ends with
+    /// its first token, and its blocks stay held until [`release_held`](Engine::release_held).
+    ///
+    /// Source: vLLM, `NixlConnectorScheduler.request_finished`, which delays the freeing of blocks
+    /// until the other engine has read them.
+    ///
+    /// # Errors
+    /// As [`add`](Engine::add).
+    pub fn add_prompt(&mut self, now: SimTime, mut request: EngineRequest) -> Result<(), Refusal> {
+        request.params.max_tokens = request.params.max_tokens.min(1);
+        self.add_part(now, request, Part::Prompt)
+    }
+
+    /// As [`add`](Engine::add), for an engine that gets the prompt's keys and values from another one.
+    /// When its turn in the waiting queue comes, and there are blocks for the whole prompt, it gets
+    /// them and leaves the queue: see [`take_reserved`](Engine::take_reserved).
+    ///
+    /// Source: vLLM, `Scheduler.schedule` (`WAITING_FOR_REMOTE_KVS`).
+    ///
+    /// # Errors
+    /// As [`add`](Engine::add).
+    pub fn add_answer(&mut self, now: SimTime, request: EngineRequest) -> Result<(), Refusal> {
+        self.add_part(now, request, Part::Answer)
+    }
+
+    /// Moves the sequences that got their blocks since the last call to the end of `out`. To be called
+    /// after each [`begin_pass`](Engine::begin_pass), also after one that began none.
+    pub fn take_reserved(&mut self, out: &mut Vec<Reserved>) {
+        out.append(&mut self.handovers.reserved);
+    }
+
+    /// The prompt's keys and values have come: its full blocks can be hit, and the next pass may
+    /// compute its last token, and with it the first of the answer. False, with nothing changed, if
+    /// the engine has no such sequence (any more) that waits for them.
+    ///
+    /// Source: vLLM, `Scheduler._update_waiting_for_remote_kv`: what came is cached, the last token
+    /// is computed again, and the request goes before those in the waiting queue.
+    pub fn receive(&mut self, id: RequestId) -> bool {
+        let Some(&slot) = self.by_id.get(&id) else {
+            return false;
+        };
+        let Part::Loading { cached_tokens } = self.sequences[slot].part else {
+            return false;
+        };
+        let sequence = &mut self.sequences[slot];
+        sequence.part = Part::Loaded;
+        let len = sequence.tokens();
+        self.cache_full(slot, cached_tokens, len - 1);
+        self.handovers.loaded.push_back(slot);
+        true
+    }
+
+    /// Frees the blocks of a prompt that was computed here. False if there are none of that name.
+    pub fn release_held(&mut self, id: RequestId) -> bool {
+        let Some(table) = self.handovers.held.remove(&id) else {
+            return false;
+        };
+        self.release(table);
+        true
+    }
+
+    /// Blocks that are held for others to fetch, and sequences that wait for theirs to be filled.
+    /// With any of them an engine may have sequences and yet begin no pass.
+    pub fn hands_over(&self) -> bool {
+        !self.handovers.held.is_empty() || self.handovers.loading > 0
+    }
+
+    /// Gives the waiting sequence `slot` blocks for its whole prompt; false if there are too few.
+    pub(super) fn reserve(&mut self, slot: u32) -> bool {
+        let (cached_tokens, next_block) = self.find_hits(slot);
+        let len = self.sequences[slot].tokens();
+        let missing = len.div_ceil(self.block_size) - self.hits.len() as u32;
+        let unheld = self.hits.iter().filter(|&&b| self.pool.is_free(b)).count() as u32;
+        if missing + unheld > self.pool.free() {
+            self.stuck = Some(Stuck {
+                slot,
+                releases: self.pool.releases(),
+                next_block,
+            });
+            return false;
+        }
+        self.leave_waiting(slot);
+        for i in 0..self.hits.len() {
+            self.pool.touch(self.hits[i]);
+        }
+        let mut table = self.spare_tables.pop().unwrap_or_default();
+        table.extend_from_slice(&self.hits);
+        self.pool
+            .allocate_many(missing as usize, &mut table, &mut self.ops);
+        let sequence = &mut self.sequences[slot];
+        sequence.table = table;
+        sequence.part = Part::Loading { cached_tokens };
+        sequence.cached_tokens = cached_tokens;
+        let id = sequence.request.id;
+        self.handovers.loading += 1;
+        let reserved = Reserved { id, cached_tokens };
+        self.handovers.reserved.push(reserved);
+        true
+    }
+
+    /// Moves sequences whose prompts have come to the running queue.
+    pub(super) fn admit_loaded(&mut self, now: SimTime, plan: &mut Plan) {
+        while plan.budget > 0
+            && (self.running.len() as u32) < self.max_num_seqs
+            && let Some(slot) = self.handovers.loaded.pop_front()
+        {
+            self.handovers.loading -= 1;
+            self.run_loaded(now, slot, plan);
+        }
+    }
+
+    /// Forgets that a sequence, which is aborted, was on its way.
+    pub(super) fn leave_handovers(&mut self, slot: u32) {
+        self.handovers.loading -= 1;
+        self.handovers.loaded.retain(|&s| s != slot);
+    }
+
+    fn run_loaded(&mut self, now: SimTime, slot: u32, plan: &mut Plan) {
+        let sequence = &mut self.sequences[slot];
+        // Once preempted, it is computed here like any other.
+        sequence.part = Part::Whole;
+        sequence.running = true;
+        sequence.admitted.get_or_insert(now);
+        let (prompt_len, len) = (sequence.request.prompt.len(), sequence.tokens());
+        let r = Running {
+            id: sequence.request.id,
+            seed: sequence.request.seed,
+            slot,
+            prompt_len,
+            computed: len - 1,
+            len,
+            end_len: prompt_len + sequence.end_outputs,
+            capacity: len.next_multiple_of(self.block_size),
+            scheduled: 1,
+            // One token with all of its context: for the GPU it is a decode.
+            decoding: true,
+            natural_end: sequence.natural_end,
+            stops: !sequence.request.params.stop_token_ids.is_empty(),
+            gone: false,
+        };
+        self.cache_full(slot, len - 1, len);
+        self.running.push(r);
+        plan.load.add_decode(len);
+        plan.contexts.add(len);
+        plan.budget -= 1;
+    }
+}

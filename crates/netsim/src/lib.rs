@@ -23,6 +23,7 @@ pub mod deadlock;
 mod error;
 mod event;
 mod fabric;
+pub mod flows;
 mod layout;
 mod net;
 pub mod output;

@@ -169,6 +169,14 @@ impl Fleet {
     /// # Errors
     /// [`FleetError`] if there are none, or the pools' block sizes differ.
     pub fn from_cluster(cluster: &Cluster) -> Result<Fleet, FleetError> {
+        Fleet::of_roles(cluster, &[PoolRole::Both, PoolRole::Prefill])
+    }
+
+    /// The ranks of `cluster` in pools with one of `roles`, as workers are numbered over all pools.
+    ///
+    /// # Errors
+    /// As [`from_cluster`](Self::from_cluster).
+    pub fn of_roles(cluster: &Cluster, roles: &[PoolRole]) -> Result<Fleet, FleetError> {
         let mut targets = Vec::new();
         let mut first: Option<(&str, u32)> = None;
         let mut worker = 0;
@@ -184,7 +192,7 @@ impl Fleet {
                 });
             }
             for id in worker..worker + pool.workers {
-                if pool.role == PoolRole::Decode {
+                if !roles.contains(&pool.role) {
                     continue;
                 }
                 for dp_rank in 0..pool.engine.data_parallel_size {
@@ -395,13 +403,12 @@ impl Fleet {
         }
     }
 
-    /// Whether `target` is above a busy threshold.
-    pub(crate) fn is_busy(&self, target: usize) -> bool {
-        let load = &self.loads[target];
+    /// Whether `target`, with so many active blocks and tokens to prefill, is above a threshold.
+    pub(crate) fn is_busy(&self, target: usize, active_blocks: u64, prefill_tokens: u64) -> bool {
         let prefill_max = self.config.busy_prefill_tokens;
         self.blocks_max(target)
-            .is_some_and(|max| load.active_blocks.load(Ordering::Relaxed) as f64 > max)
-            || prefill_max > 0 && load.prefill_tokens.load(Ordering::Relaxed) > prefill_max
+            .is_some_and(|max| active_blocks as f64 > max)
+            || prefill_max > 0 && prefill_tokens > prefill_max
     }
 
     /// Active blocks above which `target` is busy; `None` if it never is.
@@ -413,6 +420,11 @@ impl Fleet {
     /// Whether any busy threshold is set.
     pub(crate) fn has_thresholds(&self) -> bool {
         self.config.busy_kv_share < 1.0 || self.config.busy_prefill_tokens > 0
+    }
+
+    /// Prompt tokens that `target` has still to compute, after reuse.
+    pub fn prefill_tokens(&self, target: usize) -> u64 {
+        self.loads[target].prefill_tokens.load(Ordering::Relaxed)
     }
 
     /// The load of every target, by dense index. Each number is right by itself; they are not read

@@ -22,6 +22,7 @@ pub mod fleet;
 pub mod policy;
 pub mod router;
 mod session;
+mod view;
 
 pub use active::ActiveSequence;
 pub use fleet::{Counters, Fleet, FleetError, Load, TargetConfig};

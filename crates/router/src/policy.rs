@@ -8,6 +8,7 @@ use slipstream_base::mix::{below, draw, unit};
 
 use crate::fleet::Fleet;
 use crate::router::RouteRequest;
+use crate::view::{ViewedLoad, Views};
 
 /// A candidate as a policy sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +36,8 @@ pub struct Candidates<'a> {
     pub(crate) targets: &'a [u32],
     /// Hits by dense target index; empty unless they were asked for.
     pub(crate) hits: &'a [u32],
+    /// What the router believes of loads, by dense target index, if it does not look each time.
+    pub(crate) views: Option<&'a Views>,
 }
 
 impl Candidates<'_> {
@@ -51,14 +54,21 @@ impl Candidates<'_> {
     /// The candidate at `place`, which is below [`Candidates::len`].
     pub fn view(&self, place: usize) -> WorkerView {
         let target = self.targets[place] as usize;
-        let load = &self.fleet.loads[target];
+        let (rank, hit_blocks) = (
+            self.fleet.targets()[target].rank,
+            self.hits.get(target).copied().unwrap_or(0),
+        );
+        let load = match self.views {
+            Some(views) => views.loads[target],
+            None => ViewedLoad::of(self.fleet, target),
+        };
         WorkerView {
-            rank: self.fleet.targets()[target].rank,
-            hit_blocks: self.hits.get(target).copied().unwrap_or(0),
-            requests: load.requests.load(Ordering::Relaxed),
-            prefill_tokens: load.prefill_tokens.load(Ordering::Relaxed),
-            decode_tokens: load.decode_tokens.load(Ordering::Relaxed),
-            active_blocks: load.active_blocks.load(Ordering::Relaxed),
+            rank,
+            hit_blocks,
+            requests: load.requests,
+            prefill_tokens: load.prefill_tokens,
+            decode_tokens: load.decode_tokens,
+            active_blocks: load.active_blocks,
         }
     }
 
@@ -398,6 +408,7 @@ mod tests {
             fleet: &fleet,
             targets: &targets,
             hits: &hits,
+            views: None,
         };
         let mut draws = Draws::new(7);
         (0..times)
@@ -550,6 +561,7 @@ mod tests {
             fleet: &fleet,
             targets: &[],
             hits: &[],
+            views: None,
         };
         let prompt = Prompt::from_tokens(&[1], 16, BlockHash(0)).unwrap();
         let request = RouteRequest {

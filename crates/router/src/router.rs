@@ -10,6 +10,7 @@ use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
 use crate::active::ActiveSequence;
 use crate::fleet::Fleet;
 use crate::policy::{self, Candidates, Draws, RoutePolicy};
+use crate::view::{ViewedLoad, Views};
 
 /// A request as the router sees it.
 #[derive(Clone, Copy, Debug)]
@@ -136,6 +137,8 @@ pub struct Router {
     open: Vec<u32>,
     /// Hits of the request at hand, by target.
     hits: Vec<u32>,
+    /// What it believes of loads; `None` if it looks each time.
+    views: Option<Views>,
     drain: DrainRate,
 }
 
@@ -156,9 +159,17 @@ impl Router {
             ready_generation: 0,
             open: Vec::new(),
             hits: vec![0; fleet.targets().len()],
+            views: (fleet.config().view_interval_ms > 0.0)
+                .then(|| Views::new((fleet.config().view_interval_ms * 1e6).round() as u64)),
             drain: DrainRate::default(),
             fleet,
         }
+    }
+
+    /// Whether a request that is routed at `now` makes the router look at what workers did. If not, it
+    /// goes by what it saw when it looked last (`router.view_interval_ms`) and what it routed since.
+    pub fn looks(&self, now: SimTime) -> bool {
+        self.views.as_ref().is_none_or(|views| views.is_old(now))
     }
 
     /// The fleet that it routes to.
@@ -186,6 +197,11 @@ impl Router {
             });
         }
         self.drain.observe(now);
+        if let Some(views) = &mut self.views
+            && views.is_old(now)
+        {
+            views.look(now, &fleet);
+        }
         self.refresh_ready();
         self.find_open(now, request)?;
 
@@ -200,6 +216,7 @@ impl Router {
             fleet: &fleet,
             targets: &self.open,
             hits: if walked { &self.hits } else { &[] },
+            views: self.views.as_ref(),
         };
         if let Some(scores) = scores {
             scores.extend(candidates.iter().map(|view| Score {
@@ -228,6 +245,9 @@ impl Router {
             fleet.overlap_of(now, target, blocks)
         };
         fleet.on_routed(now, target, request.prompt.blocks());
+        if let Some(views) = &mut self.views {
+            views.on_routed(target, request.prompt, hit_blocks);
+        }
         if let (Some(sessions), Some(session)) = (&fleet.sessions, request.session) {
             sessions.on_routed(now, session, target as u32);
         }
@@ -296,7 +316,8 @@ impl Router {
         if fleet.has_thresholds() {
             let before = self.open.len();
             let retry_after_s = {
-                let all_busy = self.open.iter().all(|&t| fleet.is_busy(t as usize));
+                let busy = |&t: &u32| is_busy(fleet, self.views.as_ref(), t as usize);
+                let all_busy = self.open.iter().all(busy);
                 all_busy.then(|| self.drain.retry_after_s(now, fleet, &self.open))
             };
             if let Some(retry_after_s) = retry_after_s {
@@ -306,7 +327,9 @@ impl Router {
                     retry_after_s,
                 });
             }
-            self.open.retain(|&target| !fleet.is_busy(target as usize));
+            let views = self.views.as_ref();
+            self.open
+                .retain(|&target| !is_busy(fleet, views, target as usize));
         }
         Ok(())
     }
@@ -322,6 +345,15 @@ impl Router {
             .fetch_add(1, Ordering::Relaxed);
         Some(target)
     }
+}
+
+/// Whether `target` is above a busy threshold, as far as the router knows.
+fn is_busy(fleet: &Fleet, views: Option<&Views>, target: usize) -> bool {
+    let load = match views {
+        Some(views) => views.loads[target],
+        None => ViewedLoad::of(fleet, target),
+    };
+    fleet.is_busy(target, load.active_blocks, load.prefill_tokens)
 }
 
 /// Blocks of a prompt that can be reused: an engine computes at least the last token.

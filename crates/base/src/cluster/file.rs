@@ -19,8 +19,9 @@ use std::io;
 use std::path::Path;
 
 use super::{
-    Cluster, Dtype, EngineConfig, EventBus, EventsConfig, LiveConfig, ModelConfig, OutputLen,
-    PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, Event, EventBus, EventsConfig, HandOver, Happening, HostConfig,
+    HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
+    PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
@@ -55,13 +56,20 @@ const BUSES: &[(&str, EventBus)] = &[
     ("zmq", EventBus::Zmq),
     ("nats", EventBus::Nats),
 ];
+const NETWORKS: &[(&str, NetworkMode)] =
+    &[("none", NetworkMode::None), ("flows", NetworkMode::Flows)];
+const HOSTS: &[(&str, HostMode)] = &[("none", HostMode::None), ("ideal", HostMode::Ideal)];
+const HAND_OVERS: &[(&str, HandOver)] = &[("pull", HandOver::Pull), ("push", HandOver::Push)];
 const DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
 
 /// Sections of the design that this version does not have.
-const LATER: &[&str] = &["network", "host", "kv", "event", "prices"];
+const LATER: &[&str] = &["prices"];
 
 /// Workers of all pools together; `WorkerId`s are dense and per-worker state is an array.
 const WORKERS_MAX: u32 = 65_536;
+
+/// A year, s: longer is a slip of units, and products with 1e9 ns must fit.
+const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 
 /// Reads `doc` as a cluster. `load` reads the files that it names (`model.config`,
 /// `engine.timing.path`); nothing else is opened.
@@ -100,6 +108,7 @@ pub fn read(
                 format!("the pools have {workers} workers, but must have at most {WORKERS_MAX}");
             root.mistake("pool", message, "lower `workers`");
         }
+        check_roles(root, &pools);
         let block_size = pools[0].engine.block_size;
         if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
             let message = format!(
@@ -113,9 +122,157 @@ pub fn read(
             model,
             pools,
             router: root.table("router", read_router),
+            network: root.table("network", read_network),
+            host: root.table("host", read_host),
+            kv: root.table("kv", |t| KvConfig {
+                hand_over: t.choice("hand_over", HAND_OVERS).or(HandOver::Pull),
+            }),
+            events: read_happenings(root, workers),
             live: root.table("live", read_live),
         }
     })
+}
+
+/// Prompts must be computed by somebody, and so must answers.
+fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
+    let has = |role| pools.iter().any(|pool| pool.role == role);
+    let mistake = |message: &str, hint| root.mistake("pool", message, hint);
+    if has(PoolRole::Prefill) && !has(PoolRole::Decode) && !has(PoolRole::Both) {
+        mistake(
+            "every pool's `role` is \"prefill\": nobody would generate answers",
+            "add a pool with `role = \"decode\"`",
+        );
+    }
+    if has(PoolRole::Decode) && !has(PoolRole::Prefill) {
+        mistake(
+            "a pool's `role` is \"decode\", but no pool's is \"prefill\": nobody would compute its prompts",
+            "add a pool with `role = \"prefill\"`, or write \"both\"",
+        );
+    }
+}
+
+/// `[[event]]`, sorted by time.
+fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Kind {
+        Crash,
+        Drain,
+        Slow,
+        Link,
+    }
+    const KINDS: &[(&str, Kind)] = &[
+        ("crash", Kind::Crash),
+        ("drain", Kind::Drain),
+        ("slow", Kind::Slow),
+        ("link", Kind::Link),
+    ];
+    let mut events = root.array("event", |_, t| {
+        let kind = t
+            .choice("kind", KINDS)
+            .required("say what happens: crash, drain, slow or link", Kind::Crash);
+        let at_s = t
+            .get("at_s")
+            .within(0.0..=TIME_S_MAX)
+            .required("say when, in seconds from the start", 0.0);
+        let until_s: Option<f64> = t.get("until_s").within(0.0..=TIME_S_MAX).optional();
+        if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
+            t.mistake(
+                "until_s",
+                format!("`until_s` is {until_s}, but it begins at {at_s}"),
+                "give a later time, or remove it: then it never ends",
+            );
+        }
+        let worker: u32 = t
+            .get("worker")
+            .check(
+                |&worker: &u32| u64::from(worker) < workers,
+                &format!("the number of a worker, 0 to {}", workers.saturating_sub(1)),
+            )
+            .required("say to which worker, by its number over all pools", 0);
+        if kind != Kind::Slow {
+            t.unused("factor", "kind", "only \"slow\" has one");
+        }
+        if kind != Kind::Link {
+            t.unused("share", "kind", "only \"link\" has one");
+        }
+        let what = match kind {
+            Kind::Crash => Happening::Crash,
+            Kind::Drain => Happening::Drain,
+            Kind::Slow => Happening::Slow {
+                factor: t
+                    .get("factor")
+                    .within(0.001..=1e6)
+                    .required("say how many times as long passes take", 1.0),
+            },
+            Kind::Link => Happening::Link {
+                share: t
+                    .get("share")
+                    .within(0.0..=1.0)
+                    .required("say what share of its rate is left; 0: it is down", 1.0),
+            },
+        };
+        Event {
+            at_s,
+            until_s,
+            worker,
+            what,
+        }
+    });
+    events.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
+    events
+}
+
+fn read_network(t: &Table<'_>) -> NetworkConfig {
+    let default = NetworkConfig::default();
+    // A terabyte a millisecond, at most; a bit a millisecond, at least.
+    const RATE: std::ops::RangeInclusive<f64> = 1e3..=1e16;
+    NetworkConfig {
+        mode: t.choice("mode", NETWORKS).or(default.mode),
+        nic_bits_per_s: t
+            .get("nic_bits_per_s")
+            .within(RATE)
+            .or(default.nic_bits_per_s),
+        frontend_bits_per_s: t
+            .get("frontend_bits_per_s")
+            .within(RATE)
+            .or(default.frontend_bits_per_s),
+        hop_latency_us: t
+            .get("hop_latency_us")
+            .within(0.0..=1e6)
+            .or(default.hop_latency_us),
+        workers_per_leaf: t.get("workers_per_leaf").or(default.workers_per_leaf),
+        uplink_bits_per_s: t
+            .get("uplink_bits_per_s")
+            .check(
+                |rate: &f64| *rate == 0.0 || RATE.contains(rate),
+                "1e3 to 1e16, or 0 for no limit",
+            )
+            .or(default.uplink_bits_per_s),
+        messages: t.get("messages").or(default.messages),
+        request_token_bytes: t
+            .get("request_token_bytes")
+            .within(0..=4096)
+            .or(default.request_token_bytes),
+        answer_token_bytes: t
+            .get("answer_token_bytes")
+            .within(0..=65_536)
+            .or(default.answer_token_bytes),
+    }
+}
+
+fn read_host(t: &Table<'_>) -> HostConfig {
+    let default = HostConfig::default();
+    let us = |key, default| t.get(key).within(0.0..=1e9).or(default);
+    HostConfig {
+        mode: t.choice("mode", HOSTS).or(default.mode),
+        cpus: t.get("cpus").within(1..=4096).or(default.cpus),
+        parse_us: us("parse_us", default.parse_us),
+        tokenize_token_ns: us("tokenize_token_ns", default.tokenize_token_ns),
+        route_us: us("route_us", default.route_us),
+        dispatch_us: us("dispatch_us", default.dispatch_us),
+        frame_us: us("frame_us", default.frame_us),
+        token_ns: us("token_ns", default.token_ns),
+    }
 }
 
 fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>) -> ModelConfig {
@@ -191,17 +348,9 @@ fn read_pool(
             "use up to 64 letters, digits, `-` and `_`: it becomes a label of metrics",
         );
     }
-    let role = t.choice("role", ROLES).or(PoolRole::Both);
-    if role != PoolRole::Both {
-        t.mistake(
-            "role",
-            "`role`: pools that only prefill or only decode are not supported by this version",
-            "remove it, or write \"both\"",
-        );
-    }
     PoolConfig {
         name: name.to_owned(),
-        role,
+        role: t.choice("role", ROLES).or(PoolRole::Both),
         workers: t.get("workers").within(1..=WORKERS_MAX).or(1),
         engine: t.table_over("engine", base, |engine| {
             read_engine(engine, &model.shape, load)
@@ -561,8 +710,7 @@ fn read_timing(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>
 
 fn read_router(t: &Table<'_>) -> RouterConfig {
     let default = RouterConfig::default();
-    // A day, a year: longer is a slip of units, and products with 1e9 ns must fit.
-    const TTL_S_MAX: f64 = 86_400.0 * 366.0;
+    const TTL_S_MAX: f64 = TIME_S_MAX;
     RouterConfig {
         policy: t.choice("policy", POLICIES).or(default.policy),
         prefill_weight: t
@@ -587,6 +735,17 @@ fn read_router(t: &Table<'_>) -> RouterConfig {
             .within(0.01..=1e6)
             .or(default.busy_kv_share),
         busy_prefill_tokens: t.get("busy_prefill_tokens").or(default.busy_prefill_tokens),
+        view_interval_ms: t
+            .get("view_interval_ms")
+            .within(0.0..=3.6e6)
+            .or(default.view_interval_ms),
+        kv_lag_ms: t.get("kv_lag_ms").within(0.0..=3.6e6).or(default.kv_lag_ms),
+        remote_prefill_tokens_min: t
+            .get("remote_prefill_tokens_min")
+            .or(default.remote_prefill_tokens_min),
+        remote_prefill_queue_max: t
+            .get("remote_prefill_queue_max")
+            .or(default.remote_prefill_queue_max),
         seed: t.get("seed").or(default.seed),
     }
 }
@@ -778,15 +937,50 @@ mod tests {
     #[test]
     fn sections_to_come_are_not_called_unknown() {
         check_refused(
-            "[network]\nmode = \"flows\"\n[host]\n[kv]\n[[event]]\nat_s = 1\n[prices]\n[live.tls]\n",
+            "[prices]\n[live.tls]\n",
             &[
-                "c.toml:1:2: `network` is not supported by this version",
-                "`host` is not",
-                "`kv` is not",
-                "`event` is not",
-                "`prices` is not",
+                "c.toml:1:2: `prices` is not supported by this version",
                 "`live.tls` is not",
             ],
+        );
+    }
+
+    #[test]
+    fn events_and_roles_that_cannot_be_are_refused() {
+        check_refused(
+            "[pool.main]\nworkers = 3\n[[event]]\nkind = \"crash\"\nat_s = 1\nworker = 3\n\
+             [[event]]\nkind = \"slow\"\nat_s = 2\nuntil_s = 2\nworker = 0\nfactor = 2\nshare = 0.5\n\
+             [[event]]\nkind = \"fire\"\nat_s = -1\n",
+            &[
+                "c.toml:6:10: `event[0].worker` is 3, but must be the number of a worker, 0 to 2",
+                "`until_s` is 2, but it begins at 2",
+                "`event[1].share` is not used: only \"link\" has one",
+                "`event[2].kind` is a string (\"fire\"), but must be one of",
+                "`event[2].at_s` is -1",
+                "`event[2].worker` is missing",
+            ],
+        );
+        check_refused(
+            "[pool.a]\nrole = \"prefill\"\n",
+            &["nobody would generate answers"],
+        );
+        check_refused(
+            "[pool.a]\nrole = \"decode\"\n[pool.b]\n",
+            &["nobody would compute its prompts"],
+        );
+        let (cluster, _) = parse(
+            "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n\
+             [[event]]\nkind = \"link\"\nat_s = 9\nworker = 1\nshare = 0\n\
+             [[event]]\nkind = \"drain\"\nat_s = 2\nuntil_s = 3\nworker = 0\n",
+        )
+        .unwrap();
+        let kinds: Vec<_> = cluster.events.iter().map(|e| (e.at_s, e.what)).collect();
+        assert_eq!(
+            kinds,
+            [
+                (2.0, Happening::Drain),
+                (9.0, Happening::Link { share: 0.0 })
+            ]
         );
     }
 
@@ -834,10 +1028,6 @@ mod tests {
         check_refused(
             "[engine]\nmax_model_len = 50_000\n",
             &["`engine.max_model_len` is 50000, but must be 1 to 40960"],
-        );
-        check_refused(
-            "[pool.a]\nrole = \"prefill\"\n",
-            &["not supported by this version"],
         );
         check_refused(
             "[pool.a]\n[pool.b.engine]\nblock_size = 32\n",
@@ -1009,6 +1199,14 @@ mod tests {
             (&fp8("l40s"), &fp8("h200-sxm"))
         );
         assert_eq!(small.engine.max_num_seqs, long.engine.max_num_seqs);
+
+        let cluster = read_example("cluster-prefill-decode.toml");
+        let roles: Vec<_> = cluster.pools.iter().map(|p| (p.role, p.workers)).collect();
+        assert_eq!(roles, [(PoolRole::Prefill, 4), (PoolRole::Decode, 4)]);
+        assert_eq!(cluster.network.mode, NetworkMode::Flows);
+        let cluster = read_example("cluster-faults.toml");
+        assert_eq!(cluster.events.len(), 3);
+        assert_eq!(cluster.pools[0].engine.startup_s, 20.0);
     }
 
     #[test]

@@ -22,6 +22,14 @@ pub struct Cluster {
     pub pools: Vec<PoolConfig>,
     /// `[router]`
     pub router: RouterConfig,
+    /// `[network]`: used by `simulate` alone; a live cluster has its own.
+    pub network: NetworkConfig,
+    /// `[host]`: used by `simulate` alone; a live cluster has its own.
+    pub host: HostConfig,
+    /// `[kv]`
+    pub kv: KvConfig,
+    /// `[[event]]`, in order of time: used by `simulate` alone.
+    pub events: Vec<Event>,
     /// `[live]`: used by `serve` alone.
     pub live: LiveConfig,
 }
@@ -297,6 +305,18 @@ pub struct RouterConfig {
     pub busy_kv_share: f64,
     /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
     pub busy_prefill_tokens: u64,
+    /// How old the router's view of loads and caches may be, ms: between two looks it knows what it
+    /// routed itself, and nothing of what workers did. 0: it always knows. Default 0.
+    pub view_interval_ms: f64,
+    /// `simulate` alone: time from a pass's end until the router's index knows of its blocks, ms.
+    /// Default 0.
+    pub kv_lag_ms: f64,
+    /// With prefill pools: a prompt with fewer tokens to compute than this is computed where it is
+    /// decoded. Default 0: none is.
+    pub remote_prefill_tokens_min: u32,
+    /// With prefill pools: where the prefill rank chosen has more prompt tokens than this to compute
+    /// already, the prompt is computed where it is decoded; 0: never. Default 0.
+    pub remote_prefill_queue_max: u64,
     /// Seed of the policies that draw. Default 0.
     pub seed: u64,
 }
@@ -312,9 +332,159 @@ impl Default for RouterConfig {
             affinity_ttl_s: 0.0,
             busy_kv_share: 1.0,
             busy_prefill_tokens: 0,
+            view_interval_ms: 0.0,
+            kv_lag_ms: 0.0,
+            remote_prefill_tokens_min: 0,
+            remote_prefill_queue_max: 0,
             seed: 0,
         }
     }
+}
+
+/// How the network between frontend and workers is modelled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NetworkMode {
+    /// Whatever is sent is there at once.
+    #[default]
+    None,
+    /// Transfers are flows that share links fairly.
+    Flows,
+}
+
+/// `[network]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NetworkConfig {
+    /// How it is modelled. Default: not at all.
+    pub mode: NetworkMode,
+    /// Network interface of each GPU of a worker, in each direction, bits/s. Default 400e9, as of a
+    /// DGX H100 (NVIDIA's data sheet: eight ConnectX-7 for eight GPUs).
+    pub nic_bits_per_s: f64,
+    /// The frontend's interface in each direction, bits/s. Default 100e9.
+    pub frontend_bits_per_s: f64,
+    /// Latency of each link, us. Default 1.
+    pub hop_latency_us: f64,
+    /// Workers under one leaf switch; 0: all of them. Default 0.
+    pub workers_per_leaf: u32,
+    /// A leaf switch's links to the spine together, in each direction, bits/s; 0: no limit. Default 0.
+    pub uplink_bits_per_s: f64,
+    /// Requests and answers cross the network too. Default false.
+    pub messages: bool,
+    /// Bytes of a prompt token in a request, where `messages`. Default 4.
+    pub request_token_bytes: u32,
+    /// Bytes of an answer token in a worker's frame, where `messages`. Default 8.
+    pub answer_token_bytes: u32,
+}
+
+impl Default for NetworkConfig {
+    fn default() -> Self {
+        NetworkConfig {
+            mode: NetworkMode::None,
+            nic_bits_per_s: 400e9,
+            frontend_bits_per_s: 100e9,
+            hop_latency_us: 1.0,
+            workers_per_leaf: 0,
+            uplink_bits_per_s: 0.0,
+            messages: false,
+            request_token_bytes: 4,
+            answer_token_bytes: 8,
+        }
+    }
+}
+
+/// How the frontend's processors are modelled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostMode {
+    /// Work takes no time.
+    #[default]
+    None,
+    /// Work waits for the first free core, and keeps it until it is done.
+    Ideal,
+}
+
+/// `[host]`: what the frontend's work costs. The defaults are what our own frontend was measured
+/// to take (`docs/benchmarks.md`, and the table of `docs/twin.md`).
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostConfig {
+    /// How it is modelled. Default: not at all.
+    pub mode: HostMode,
+    /// Cores that the frontend may use. Default 4.
+    pub cpus: u32,
+    /// Read and check a request, us. Default 26.
+    pub parse_us: f64,
+    /// Tokenize and hash a prompt token, ns. Default 115.
+    pub tokenize_token_ns: f64,
+    /// Choose a worker, us. Default 17.
+    pub route_us: f64,
+    /// Hand a request to a worker, us. Default 3.
+    pub dispatch_us: f64,
+    /// Take and write out a frame of tokens (a pass of a worker), us. Default 6.
+    pub frame_us: f64,
+    /// Render a token, ns. Default 190.
+    pub token_ns: f64,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        HostConfig {
+            mode: HostMode::None,
+            cpus: 4,
+            parse_us: 26.0,
+            tokenize_token_ns: 115.0,
+            route_us: 17.0,
+            dispatch_us: 3.0,
+            frame_us: 6.0,
+            token_ns: 190.0,
+        }
+    }
+}
+
+/// Who moves a prompt's keys and values from the engine that computed them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HandOver {
+    /// The decode worker fetches them when the prompt has been computed, and it has room.
+    #[default]
+    Pull,
+    /// The prefill worker sends them when it has computed them; the decode worker made room before.
+    Push,
+}
+
+/// `[kv]`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct KvConfig {
+    /// With prefill pools: who moves a prompt's keys and values. Default pull.
+    pub hand_over: HandOver,
+}
+
+/// What happens to a worker.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Happening {
+    /// It vanishes, with all that it holds; at the end it starts again.
+    Crash,
+    /// It takes no more requests, and ends those that it has; at the end it takes requests again.
+    Drain,
+    /// Its passes take `factor` times as long.
+    Slow {
+        /// Above 0.
+        factor: f64,
+    },
+    /// Its network interface has this share of its rate; 0: it is down.
+    Link {
+        /// 0 to 1.
+        share: f64,
+    },
+}
+
+/// An `[[event]]`: something happens to a worker at a time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// When, s.
+    pub at_s: f64,
+    /// When it ends, s; `None`: never.
+    pub until_s: Option<f64>,
+    /// Number of the worker, over all pools in file order.
+    pub worker: u32,
+    /// What.
+    pub what: Happening,
 }
 
 /// `[live]`: what concerns `serve` alone.

@@ -255,10 +255,11 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "pool.NAME.role",
+        "\"both\", \"prefill\" or \"decode\"",
         "\"both\"",
-        "\"both\"",
-        "What its engines do. \"prefill\" and \"decode\" are known, but not supported by this version.",
-        "",
+        "What its engines do: whole requests; prompts alone, whose keys and values are handed over; answers \
+         to such prompts. A decode worker computes a prompt itself where `router.remote_prefill_…` says so.",
+        "A cluster with prefill and decode pools can be simulated, not served.",
     ),
     key(
         "pool.NAME.workers",
@@ -334,10 +335,194 @@ pub const KEYS: &[Key] = &[
         "Low: one long prompt makes a worker busy.",
     ),
     key(
+        "router.view_interval_ms",
+        "ms, 0 to 3,600,000",
+        "0.0",
+        "How old the router's view of loads may be: between two looks it knows what it routed itself, and not what workers did. 0: it always knows.",
+        "High: requests go to workers that were idle a while ago. 0 is better than a cluster of several routers does.",
+    ),
+    key(
+        "router.kv_lag_ms",
+        "ms, 0 to 3,600,000",
+        "0.0",
+        "Simulation alone: time from the end of a pass until the router knows of its blocks.",
+        "Low: hits are found that a live router would not know of yet.",
+    ),
+    key(
+        "router.remote_prefill_tokens_min",
+        "tokens",
+        "0",
+        "With prefill pools: a prompt with fewer tokens to compute, after reuse, is computed by the worker that decodes it.",
+        "High: long prompts hold up decodes. Low: short ones pay for a hand-over.",
+    ),
+    key(
+        "router.remote_prefill_queue_max",
+        "tokens",
+        "0",
+        "With prefill pools: where the prefill rank that would be chosen has more prompt tokens to compute, the prompt is computed by the worker that decodes it. 0: never.",
+        "Low: prefill pools idle while decodes are held up.",
+    ),
+    key(
         "router.seed",
         "integer, 0 to 2^63 - 1",
         "0",
         "Seed of the policies that draw.",
+        "",
+    ),
+    key(
+        "network.mode",
+        "\"none\" or \"flows\"",
+        "\"none\"",
+        "`flows`: what is sent between workers shares links fairly (`docs/twin.md`). Simulation alone.",
+        "\"none\": hand-overs take no time.",
+    ),
+    key(
+        "network.nic_bits_per_s",
+        "bits/s, 1e3 to 1e16",
+        "400000000000.0",
+        "Interface of each GPU of a worker, in each direction. The default is a DGX H100's.",
+        "",
+    ),
+    key(
+        "network.frontend_bits_per_s",
+        "bits/s, 1e3 to 1e16",
+        "100000000000.0",
+        "The frontend's interface in each direction.",
+        "",
+    ),
+    key(
+        "network.hop_latency_us",
+        "us, 0 to 1,000,000",
+        "1.0",
+        "Latency of each link that is crossed; two to a worker under the same switch, four to others.",
+        "",
+    ),
+    key(
+        "network.workers_per_leaf",
+        "workers",
+        "0",
+        "Workers under one leaf switch; 0: all of them.",
+        "",
+    ),
+    key(
+        "network.uplink_bits_per_s",
+        "bits/s, 1e3 to 1e16, or 0",
+        "0.0",
+        "A leaf switch's links to the spine together, in each direction; 0: no limit.",
+        "Low: hand-overs between leaves wait for each other.",
+    ),
+    key(
+        "network.messages",
+        "true or false",
+        "false",
+        "Requests and answers cross the network too, from and to the frontend.",
+        "true: every pass is an event, so the simulation takes longer.",
+    ),
+    key(
+        "network.request_token_bytes",
+        "bytes, 0 to 4,096",
+        "4",
+        "Bytes of a prompt token in a request.",
+        "",
+    ),
+    key(
+        "network.answer_token_bytes",
+        "bytes, 0 to 65,536",
+        "8",
+        "Bytes of an answer token in a worker's frame.",
+        "",
+    ),
+    key(
+        "host.mode",
+        "\"none\" or \"ideal\"",
+        "\"none\"",
+        "`ideal`: the frontend's work waits for a free core and takes the time below. Simulation alone.",
+        "\"none\": TTFT lacks what the frontend takes.",
+    ),
+    key(
+        "host.cpus",
+        "cores, 1 to 4,096",
+        "4",
+        "Cores that the frontend may use.",
+        "Low: requests and tokens wait for each other.",
+    ),
+    key(
+        "host.parse_us",
+        "us",
+        "26.0",
+        "Read and check a request. The defaults of this table are what our own frontend was measured to take.",
+        "",
+    ),
+    key(
+        "host.tokenize_token_ns",
+        "ns",
+        "115.0",
+        "Tokenize and hash a prompt token.",
+        "",
+    ),
+    key("host.route_us", "us", "17.0", "Choose a worker.", ""),
+    key(
+        "host.dispatch_us",
+        "us",
+        "3.0",
+        "Hand a request to its worker.",
+        "",
+    ),
+    key(
+        "host.frame_us",
+        "us",
+        "6.0",
+        "Take a worker's frame of tokens (one a pass) and write it to clients.",
+        "",
+    ),
+    key("host.token_ns", "ns", "190.0", "Render a token.", ""),
+    key(
+        "kv.hand_over",
+        "\"pull\" or \"push\"",
+        "\"pull\"",
+        "With prefill pools: the decode worker fetches a prompt's keys and values once they are computed and it has room; or it makes room first, and the prefill worker sends them.",
+        "pull: the prefill worker's blocks are held while the decode worker has no room. push: the decode worker's are held while the prompt waits.",
+    ),
+    key(
+        "event.kind",
+        "\"crash\", \"drain\", \"slow\" or \"link\"; needed",
+        "(none)",
+        "`[[event]]`: what happens to a worker. It vanishes; it takes no new requests; its passes take `factor` times as long; its interface has `share` of its rate. Simulation alone.",
+        "",
+    ),
+    key(
+        "event.at_s",
+        "s, 0 to 31,622,400; needed",
+        "(none)",
+        "When.",
+        "",
+    ),
+    key(
+        "event.until_s",
+        "s, above `at_s`",
+        "(none: it never ends)",
+        "When it ends. A worker that crashed starts then, and is ready `startup_s` later.",
+        "",
+    ),
+    key(
+        "event.worker",
+        "number; needed",
+        "(none)",
+        "Which worker, counted over all pools in file order from 0.",
+        "",
+    ),
+    key(
+        "event.factor",
+        "0.001 to 1,000,000; needed for \"slow\"",
+        "(none)",
+        "How many times as long its passes take.",
+        "",
+    ),
+    key(
+        "event.share",
+        "0 to 1; needed for \"link\"",
+        "(none)",
+        "What is left of its interface's rate; 0: it is down.",
         "",
     ),
     key(
@@ -590,8 +775,8 @@ working directory.
 **`--print-config`** prints every effective value as TOML with a comment that says where it came
 from; the output is a cluster file of the same cluster.
 
-`[network]`, `[host]`, `[kv]`, `[[event]]` and `[prices]` are not supported by this version, and
-are refused rather than ignored.
+`[network]`, `[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[prices]` is
+not supported by this version, and is refused rather than ignored.
 ";
 
 const CLOSING: &str = "
@@ -624,11 +809,16 @@ mod tests {
         let linear = "\n[engine.timing]\nkind = \"linear\"\nbase_ns = 1\n";
         let constant = "[engine.timing]\nkind = \"constant\"\nstep_ns = 1\n[engine.output_len]\nkind = \"constant\"\ntokens = 1";
         let mut keys = BTreeMap::new();
-        for text in ["", table, linear, constant] {
+        let event = "[[event]]\nkind = \"slow\"\nat_s = 1\nworker = 0\nfactor = 2\n\
+                     [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
+        for text in ["", table, linear, constant, event] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
             for setting in &settings {
                 let path = setting.path.replace("pool.main.engine", "engine");
+                let path = path
+                    .replace("event[0]", "event")
+                    .replace("event[1]", "event");
                 let default = setting
                     .value
                     .clone()

@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         args.speedup
     );
     // Mistakes in the files are told before anything is started.
-    if args.cluster.resolve(&[])?.is_none() {
+    if args.cluster.resolve_live(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
     args.what.workload(&args.workload_set)?;

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .map(|listen| format!("live.listen={listen:?}"))
         .into_iter()
         .collect();
-    let Some(cluster) = args.cluster.resolve(&sets)? else {
+    let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let (frontend, heartbeat) = start(args, &cluster)?;

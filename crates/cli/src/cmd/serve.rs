@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(speedup) = args.speedup {
         sets.push(format!("live.speedup={speedup:?}"));
     }
-    let Some(cluster) = args.cluster.resolve(&sets)? else {
+    let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let live = Live::start(&cluster, args.switches)?;

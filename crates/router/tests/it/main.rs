@@ -2,6 +2,7 @@
 
 mod busy;
 mod lifecycle;
+mod views;
 
 use std::sync::Arc;
 

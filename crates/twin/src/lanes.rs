@@ -27,7 +27,7 @@ use slipstream_router::{RouteRequest, Router};
 use slipstream_workload::prompt::answer_name;
 use slipstream_workload::{Request, Schedule, SourceError};
 
-use crate::node::{Flight, Flights, Node, Phase};
+use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::sim::{
     Options, Outcome, Progress, RequestRecord, Sim, Sink, Tally, TwinError, request_seed,
 };
@@ -61,7 +61,6 @@ pub(crate) fn are_independent(
 /// An engine and its requests.
 struct Lane {
     node: Node,
-    rank: RankId,
     flights: Flights,
     /// When the pass under way ends, or the run of passes that was jumped over.
     end: Option<SimTime>,
@@ -79,6 +78,7 @@ struct Ended {
     request: Request,
     rank: Option<RankId>,
     admitted: SimTime,
+    hops: Hops,
     first_pass_start: SimTime,
     first: SimTime,
     last: SimTime,
@@ -94,6 +94,7 @@ impl Ended {
         Ended {
             rank: None,
             admitted: at,
+            hops: Hops::at(at),
             first_pass_start: at,
             first: at,
             last: at,
@@ -110,6 +111,8 @@ impl Ended {
         RequestRecord {
             request: &self.request,
             rank: self.rank,
+            prefill_rank: None,
+            hops: self.hops,
             admitted: self.admitted,
             first_pass_start: self.first_pass_start,
             first: self.first,
@@ -118,6 +121,7 @@ impl Ended {
             cached_tokens: self.cached_tokens,
             output_tokens: self.output_tokens,
             preemptions: self.preemptions,
+            retries: 0,
             error: self.error.as_deref(),
         }
     }
@@ -237,20 +241,22 @@ impl Lane {
         let Worker {
             tally, ended, out, ..
         } = worker;
+        self.node.finish(out);
         self.node
-            .finish(now, out, &mut self.flights, &mut tally.totals.itl);
+            .tell(now, out, &mut self.flights, &mut tally.totals.itl);
         tally.passes += 1;
         for first in &out.first {
-            self.flights.get_mut(first.id).on_first(first, now);
+            self.flights.get_mut(first.id).on_first(first, now, now);
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
-            let record = flight.record(self.rank, &done.usage, now);
+            let record = flight.record(self.node.rank, None, &done.usage, now);
             tally.note(&record, flight.gap_max, &rules.options.slo);
             if rules.records {
                 ended.push(Ended {
                     rank: record.rank,
                     admitted: record.admitted,
+                    hops: record.hops,
                     first_pass_start: record.first_pass_start,
                     first: record.first,
                     last: record.last,
@@ -367,7 +373,9 @@ struct Shared<'a> {
     answered: AtomicU64,
     stop: AtomicBool,
     windows: AtomicU64,
-    ended: Mutex<Vec<Ended>>,
+    /// What ended in the window that runs, and in the one before, in turn: a thread may be in the
+    /// next window before those of the last one have been told.
+    ended: [Mutex<Vec<Ended>>; 2],
 }
 
 struct Control {
@@ -411,7 +419,7 @@ impl Shared<'_> {
             self.answered.fetch_add(answered, Ordering::AcqRel);
         }
         if !worker.ended.is_empty() {
-            lock(&self.ended).append(&mut worker.ended);
+            lock(&self.ended[parity]).append(&mut worker.ended);
         }
     }
 
@@ -445,9 +453,9 @@ impl Shared<'_> {
         lock(&self.control).over
     }
 
-    /// Hands over what has ended, in the order of its end.
-    fn tell(&self, tally: &mut Tally, sink: &mut dyn Sink) {
-        let mut ended = std::mem::take(&mut *lock(&self.ended));
+    /// Hands over what ended in window number `window`, in the order of its end.
+    fn tell(&self, window: u64, tally: &mut Tally, sink: &mut dyn Sink) {
+        let mut ended = std::mem::take(&mut *lock(&self.ended[(window % 2) as usize]));
         ended.sort_unstable_by_key(|e| (e.last, e.request.id()));
         for e in &ended {
             let record = e.record();
@@ -474,16 +482,14 @@ impl Shared<'_> {
 
 /// Runs `sim`, whose requests [are independent](are_independent), on `options.threads` threads.
 pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
-    let parts = sim.into_parts();
+    let parts = sim.into_apart();
     let options = parts.options;
     let lanes: Vec<_> = parts
         .nodes
         .into_iter()
-        .zip(parts.ranks)
-        .map(|(node, rank)| {
+        .map(|node| {
             Mutex::new(Lane {
                 node,
-                rank,
                 flights: Flights::default(),
                 end: None,
                 arrivals: Vec::new(),
@@ -529,7 +535,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         answered: AtomicU64::new(0),
         stop: AtomicBool::new(false),
         windows: AtomicU64::new(0),
-        ended: Mutex::default(),
+        ended: Default::default(),
     };
 
     let mut worker = Worker::default();
@@ -549,10 +555,12 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
             })
             .collect();
         let _guard = PanicEndsAll;
+        let mut window = 0;
         while !shared.is_over() {
             shared.work(&mut worker);
             shared.barrier.meet(|| shared.turn());
-            shared.tell(&mut tally, sink);
+            shared.tell(window, &mut tally, sink);
+            window += 1;
         }
         spawned
             .into_iter()
@@ -564,8 +572,8 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
             .collect::<Vec<Tally>>()
     });
     let mut refused = std::mem::take(&mut lock(&shared.arrivals).refused);
-    lock(&shared.ended).append(&mut refused);
-    shared.tell(&mut tally, sink);
+    lock(&shared.ended[0]).append(&mut refused);
+    shared.tell(0, &mut tally, sink);
     for other in others.iter().chain([&worker.tally]) {
         tally.add(other);
     }

@@ -1,22 +1,33 @@
 //! A cluster in virtual time: what `slipstream serve` would do under a workload, without waiting.
 //!
 //! ```text
-//!   Schedule ─► route (Router) ─► add (Engine) ─► passes … ─► first token, last token
-//!      ▲                             │  KV deltas ─► the router's index
-//!      └──────────── on_done ◄───────┘
+//!   Schedule ─► host ─► route (Router) ─► wire ─► add (Engine) ─► passes … ─► wire ─► host ─► tokens
+//!      ▲                    │               ▲          │  KV deltas ─► the router's index
+//!      │                    └► prefill engine ─────────┘
+//!      └──────────────────────────── on_done ◄──────────────────────────────────────────────┘
 //! ```
 //!
-//! Engines, router and workload are those of the live cluster; this crate only says what time it is.
-//! One event queue holds the ends of passes; at equal times passes end first (in the order in which
-//! they began), then requests arrive, then passes begin. A run is a function of cluster, workload and
+//! Engines, routers and workload are those of the live cluster; this crate only says what time it is.
+//! At equal times passes end first (in the order in which they began), then what was planned
+//! happens, then requests arrive, then passes begin. A run is a function of cluster, workload and
 //! seed: [`Outcome::digest`] is the same on every machine.
 //!
-//! What is not modelled yet stands in `docs/twin.md`.
+//! Modules: `sim` is the queue of events; `parts` builds what the cluster file says, `node` is an
+//! engine and what is on it; `hand_over`, `wire`, `host` and `faults` are what lies between and what
+//! goes wrong; `lanes` runs engines that have nothing to do with each other on several threads.
+//!
+//! What is modelled how, and what is not, stands in `docs/twin.md`.
 #![forbid(unsafe_code)]
 
+mod faults;
+mod hand_over;
+mod host;
 mod lanes;
 mod node;
+mod parts;
 mod sim;
 pub mod sweep;
+mod wire;
 
-pub use sim::{Options, Outcome, Progress, RequestRecord, Sink, TwinError, simulate};
+pub use node::Hops;
+pub use sim::{HandOvers, Options, Outcome, Progress, RequestRecord, Sink, TwinError, simulate};

@@ -1,27 +1,93 @@
 //! One engine of the cluster, and the times of the sequences on it.
 
-use slipstream_base::{RankId, RequestId, SimTime};
+use std::sync::Arc;
+
+use slipstream_base::{RankId, RequestId, SimTime, WorkerId};
 use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
+use slipstream_netsim::flows::TransferId;
 use slipstream_report::Latency;
 use slipstream_router::ActiveSequence;
 use slipstream_workload::Request;
 
+use crate::parts::Pace;
 use crate::sim::RequestRecord;
 
-/// A request on an engine.
+/// When a request passed from hand to hand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hops {
+    /// Read and checked by the frontend.
+    pub parsed: SimTime,
+    /// Its prompt tokenized and hashed.
+    pub tokenized: SimTime,
+    /// Its worker chosen.
+    pub routed: SimTime,
+    /// Handed to the network.
+    pub dispatched: SimTime,
+    /// With a worker: the first that computes anything for it.
+    pub received: SimTime,
+    /// The pass with its first token ended.
+    pub first_pass_end: SimTime,
+    /// That pass's frame reached the frontend.
+    pub frame: SimTime,
+}
+
+impl Hops {
+    /// All at once, at `now`.
+    pub(crate) fn at(now: SimTime) -> Hops {
+        Hops {
+            parsed: now,
+            tokenized: now,
+            routed: now,
+            dispatched: now,
+            received: now,
+            first_pass_end: now,
+            frame: now,
+        }
+    }
+}
+
+/// A prompt that one worker computes for another.
+pub(crate) struct Remote {
+    /// The node that computes it.
+    pub(crate) node: u32,
+    /// Its router's charge; dropped when the node has nothing of it any more.
+    pub(crate) active: ActiveSequence,
+    /// Tokens that the node that decodes has already, and that need not come.
+    pub(crate) cached_tokens: u32,
+    /// It has been computed, and its blocks are held.
+    pub(crate) computed: bool,
+    /// When it began to cross the network, and under which name.
+    pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
+}
+
+/// A request under way.
 pub(crate) struct Flight {
     pub(crate) request: Request,
+    /// Told apart from what used this slot before, and from earlier tries.
+    pub(crate) ticket: u64,
     /// The router's charge, if it looks at any; dropped when the sequence ends.
     pub(crate) active: Option<ActiveSequence>,
+    /// The node that generates its answer; meaningful once it has been routed.
     pub(crate) target: u32,
+    /// Its prompt is computed elsewhere and has not come yet.
+    pub(crate) remote: Option<Box<Remote>>,
+    /// The node that computed its prompt, if another one did.
+    pub(crate) prefill: Option<u32>,
+    /// Workers that it was on when they vanished.
+    pub(crate) lost_on: Vec<WorkerId>,
+    /// Times that its client sent it again.
+    pub(crate) retries: u32,
+    /// Its first token has left its worker.
+    pub(crate) begun: bool,
     /// When its last token came; 0 before the first.
     pub(crate) last: SimTime,
     pub(crate) first: Option<SimTime>,
-    pub(crate) admitted: SimTime,
+    pub(crate) admitted: Option<SimTime>,
     pub(crate) first_pass_start: SimTime,
     pub(crate) cached_tokens: u32,
     /// Longest gap between two tokens so far, ns; kept only where every token is looked at.
     pub(crate) gap_max: u64,
+    pub(crate) hops: Hops,
 }
 
 impl Flight {
@@ -33,41 +99,65 @@ impl Flight {
     ) -> Flight {
         Flight {
             request,
+            ticket: 0,
             active,
             target,
+            remote: None,
+            prefill: None,
+            lost_on: Vec::new(),
+            retries: 0,
+            begun: false,
             last: SimTime::ZERO,
             first: None,
-            admitted: now,
+            admitted: None,
             first_pass_start: now,
             cached_tokens: 0,
             gap_max: 0,
+            hops: Hops::at(now),
         }
     }
 
-    pub(crate) fn on_first(&mut self, first: &FirstToken, now: SimTime) {
+    /// Its first token came at `now`, from a pass that ended at `pass_end`.
+    pub(crate) fn on_first(&mut self, first: &FirstToken, pass_end: SimTime, now: SimTime) {
         self.first = Some(now);
         self.last = now;
-        self.admitted = first.admitted;
+        self.hops.first_pass_end = pass_end;
+        self.admitted.get_or_insert(first.admitted);
         self.first_pass_start = first.first_pass_start;
-        self.cached_tokens = first.cached_tokens;
+        if self.prefill.is_none() {
+            self.cached_tokens = first.cached_tokens;
+        }
         if let Some(active) = &mut self.active {
             active.on_first_token();
         }
     }
 
     /// The record of a request that ended on `rank` at `now`.
-    pub(crate) fn record(&self, rank: RankId, usage: &Usage, now: SimTime) -> RequestRecord<'_> {
+    pub(crate) fn record(
+        &self,
+        rank: RankId,
+        prefill_rank: Option<RankId>,
+        usage: &Usage,
+        now: SimTime,
+    ) -> RequestRecord<'_> {
+        let cached_tokens = match self.prefill {
+            None => usage.cached_tokens,
+            Some(_) => self.cached_tokens,
+        };
         RequestRecord {
             request: &self.request,
             rank: Some(rank),
-            admitted: self.admitted,
+            prefill_rank,
+            hops: self.hops,
+            admitted: self.admitted.unwrap_or(now),
             first_pass_start: self.first_pass_start,
             first: self.first.unwrap_or(now),
             last: now,
             input_tokens: usage.prompt_tokens,
-            cached_tokens: usage.cached_tokens,
+            cached_tokens,
             output_tokens: usage.output_tokens,
             preemptions: usage.preemptions,
+            retries: self.retries + self.lost_on.len() as u32,
             error: None,
         }
     }
@@ -100,6 +190,18 @@ impl Flights {
             .expect("an engine knows only requests that are under way")
     }
 
+    /// The request in `slot`, if it is still the one that got `ticket`.
+    pub(crate) fn find(&mut self, slot: u32, ticket: u64) -> Option<&mut Flight> {
+        let flight = self.slots.get_mut(slot as usize)?.as_mut()?;
+        (flight.ticket == ticket).then_some(flight)
+    }
+
+    /// Every request under way with its slot.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &Flight)> {
+        let slots = (0u64..).zip(&self.slots);
+        slots.filter_map(|(slot, flight)| Some((RequestId(slot), flight.as_ref()?)))
+    }
+
     pub(crate) fn remove(&mut self, id: RequestId) -> Flight {
         self.len -= 1;
         self.free.push(id.0 as u32);
@@ -126,9 +228,26 @@ pub(crate) enum Phase {
     Jumped,
 }
 
+/// What a node does of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// All of it, or its answer.
+    Serve,
+    /// Its prompt.
+    Prefill,
+}
+
 pub(crate) struct Node {
     pub(crate) engine: Engine,
+    pub(crate) rank: RankId,
+    pub(crate) role: Role,
     pub(crate) phase: Phase,
+    /// Times that its worker vanished.
+    pub(crate) life: u32,
+    /// Slows its passes down, if anything may.
+    pub(crate) pace: Option<Arc<Pace>>,
+    /// When the last of its frames was, or will be, with the clients: they come in order.
+    pub(crate) told: SimTime,
     gaps: Gaps,
     preemptions: u64,
     /// Length of the last pass, ns.
@@ -168,20 +287,37 @@ struct Gaps {
     always: bool,
 }
 
+impl Gaps {
+    fn new(always: bool) -> Gaps {
+        Gaps {
+            last_end: SimTime::ZERO,
+            live: 0,
+            started: 0,
+            broken: false,
+            broke_at: SimTime::ZERO,
+            always,
+        }
+    }
+}
+
 impl Node {
-    pub(crate) fn new(mut engine: Engine, each_token: bool) -> Node {
+    pub(crate) fn new(
+        mut engine: Engine,
+        rank: RankId,
+        role: Role,
+        pace: Option<Arc<Pace>>,
+        each_token: bool,
+    ) -> Node {
         engine.list_tokens(each_token);
         Node {
             engine,
+            rank,
+            role,
             phase: Phase::Idle,
-            gaps: Gaps {
-                last_end: SimTime::ZERO,
-                live: 0,
-                started: 0,
-                broken: false,
-                broke_at: SimTime::ZERO,
-                always: each_token,
-            },
+            life: 0,
+            pace,
+            told: SimTime::ZERO,
+            gaps: Gaps::new(each_token),
             preemptions: 0,
             pass_ns: 0,
             watch: None,
@@ -250,17 +386,30 @@ impl Node {
         Some(before)
     }
 
-    /// Ends the pass that ends at `now`, and counts the gaps between its tokens and those before.
+    /// Its worker vanishes, with everything on it.
+    pub(crate) fn crash(&mut self) {
+        self.engine.restart();
+        self.engine.list_tokens(self.gaps.always);
+        self.life += 1;
+        self.phase = Phase::Idle;
+        self.gaps = Gaps::new(self.gaps.always);
+    }
+
+    /// Ends the pass that ends now. What it gave is to be [told](Self::tell).
+    pub(crate) fn finish(&mut self, out: &mut PassOutput) {
+        self.engine.finish_pass(out);
+        self.phase = Phase::Awake;
+    }
+
+    /// The tokens of a pass come to their clients: counts the gaps between them and those before.
     /// First tokens and ends are the caller's to note, after this.
-    pub(crate) fn finish(
+    pub(crate) fn tell(
         &mut self,
         now: SimTime,
-        out: &mut PassOutput,
+        out: &PassOutput,
         flights: &mut Flights,
         itl: &mut Latency,
     ) {
-        self.engine.finish_pass(out);
-        self.phase = Phase::Awake;
         let gaps = &mut self.gaps;
         if let Some(watch) = &mut self.watch {
             watch.gaps.clear();

@@ -4,22 +4,27 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 
-use slipstream_base::cluster::Cluster;
+use slipstream_base::cluster::{Cluster, HandOver, HostMode};
 use slipstream_base::mix::mix64;
 use slipstream_base::workload_file::Workload;
-use slipstream_base::{BlockHash, EngineRequest, GenerationParams, RankId, SimTime, WorkerId};
-use slipstream_engine::timing::{StepLoad, StepTime, TimingError};
-use slipstream_engine::{DecodeRun, Engine, EngineError, OutputModel, PassOutput};
+use slipstream_base::{
+    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
+};
+use slipstream_engine::timing::TimingError;
+use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved};
 use slipstream_report::run::EngineCounts;
-use slipstream_report::{Answered, Failed, Objectives, PassRecord, Timeline, Totals};
-use slipstream_router::{Fleet, FleetError, RouteError, RouteRequest, Router};
+use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
+use slipstream_router::{FleetError, RouteError, RouteRequest, Router};
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
+use crate::faults::Faults;
+use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
-use crate::node::{Flight, Flights, Node, Phase};
+use crate::node::{Flight, Flights, Hops, Node, Phase, Role};
+use crate::parts::{Parts, Side};
+use crate::wire::{Frame, Frames, Wire};
 
 /// How to run.
 #[derive(Clone, Debug)]
@@ -44,6 +49,9 @@ pub struct Options {
     /// One queue for the events of all engines, even if they have nothing to do with each other.
     /// The result is the same, slower.
     pub one_queue: bool,
+    /// Times that a client sends a request again that was refused because no worker could take it,
+    /// after the time that the refusal names.
+    pub retries: u32,
 }
 
 impl Default for Options {
@@ -57,6 +65,7 @@ impl Default for Options {
             in_flight_max: 1 << 20,
             threads: 1,
             one_queue: false,
+            retries: 0,
         }
     }
 }
@@ -93,8 +102,12 @@ pub enum TwinError {
 pub struct RequestRecord<'a> {
     /// What was asked.
     pub request: &'a Request,
-    /// Where it ran; `None` if it was refused.
+    /// Where its answer was generated; `None` if it ended elsewhere than there.
     pub rank: Option<RankId>,
+    /// Where its prompt was computed, if that was elsewhere.
+    pub prefill_rank: Option<RankId>,
+    /// When it passed from hand to hand; all at once where that is not modelled.
+    pub hops: Hops,
     /// When it left the waiting queue for the first time.
     pub admitted: SimTime,
     /// When the pass that computed its first token began.
@@ -111,7 +124,9 @@ pub struct RequestRecord<'a> {
     pub output_tokens: u32,
     /// Times that it was preempted.
     pub preemptions: u32,
-    /// Why it was refused, if it was.
+    /// Times that it was sent again: by its client, or because its worker vanished.
+    pub retries: u32,
+    /// Why it failed, if it did.
     pub error: Option<&'a str>,
 }
 
@@ -176,10 +191,22 @@ pub struct Outcome {
     pub passes: u64,
     /// Passes that were jumped over.
     pub jumped: u64,
+    /// Prompts that one worker computed for another.
+    pub hand_overs: HandOvers,
     /// Every request's times, place and hits: equal if two runs were.
     pub digest: u64,
     /// Why the run ended before the workload did, if it did.
     pub cut: Option<String>,
+}
+
+/// Prompts computed by one worker for another.
+#[derive(Clone, Debug, Default)]
+pub struct HandOvers {
+    /// Bytes of keys and values that crossed the network.
+    pub bytes: u64,
+    /// From the moment at which a prompt's keys and values began to be sent until all had come; as
+    /// many as there were.
+    pub times: Latency,
 }
 
 /// Runs `workload` on `cluster`. `read` reads the files that the cluster names.
@@ -201,9 +228,10 @@ pub fn simulate(
         }
     }
     let policy = cluster.router.policy;
+    let plain = sim.prefill.is_none() && !sim.tells_later && cluster.events.is_empty();
     // Whoever watches passes gets them from one queue, in the order of their time.
     let apart = !options.one_queue && !sink.wants_passes();
-    if apart && lanes::are_independent(sim.reads_cache, policy, workload) {
+    if apart && plain && lanes::are_independent(sim.serve.reads_cache, policy, workload) {
         lanes::run(sim, sink)
     } else {
         sim.run(sink)
@@ -213,136 +241,158 @@ pub fn simulate(
 /// Calls of [`Sink::on_progress`]: one in so many events.
 const PROGRESS_EVENTS: u64 = 1 << 14;
 
-/// A pass ends. At equal times in the order in which the passes began.
-type PassEnd = Reverse<(SimTime, u64, u32)>;
+/// A pass ends. At equal times in the order in which the passes began; of the life that its node had.
+type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
+
+/// What happens at a time that is known, apart from ends of passes and arrivals. Requests are named
+/// by slot and ticket: who is gone by then is not found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum What {
+    /// A request has been read, or is sent again: its worker is chosen.
+    Route { slot: u32, ticket: u64 },
+    /// A request is sent to a node.
+    Send { slot: u32, ticket: u64, to: To },
+    /// A request reaches a node.
+    Deliver { slot: u32, ticket: u64, to: To },
+    /// Keys and values begin to cross the network.
+    Fetch { slot: u32, ticket: u64 },
+    /// They have come.
+    Received { slot: u32, ticket: u64 },
+    /// The tokens of a pass are with their clients.
+    Tell { frame: u32 },
+    /// An event of the cluster file begins.
+    Begin { event: u32 },
+    /// It ends.
+    End { event: u32 },
+    /// A worker has started again, unless it vanished meanwhile.
+    Ready { worker: u32, start: u32 },
+}
+
+/// One of the two nodes of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum To {
+    /// That which generates its answer.
+    Serve,
+    /// That which computes its prompt for the other.
+    Prefill,
+}
 
 pub(crate) struct Sim<'a> {
-    options: &'a Options,
-    schedule: Schedule,
-    router: Router,
-    fleet: Arc<Fleet>,
-    nodes: Vec<Node>,
-    /// By target of the fleet: its node. They are the same list.
-    ranks: Vec<RankId>,
-    flights: Flights,
+    pub(crate) options: &'a Options,
+    pub(crate) cluster: &'a Cluster,
+    pub(crate) schedule: Schedule,
+    /// Takes whole requests, and answers to prompts computed elsewhere.
+    pub(crate) serve: Side,
+    /// Takes prompts, if there are pools for it.
+    pub(crate) prefill: Option<Side>,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) flights: Flights,
+    tickets: u64,
+    /// Ends of passes on nodes that serve: nobody else hears of them, unless requests follow on ends.
     ends: BinaryHeap<PassEnd>,
+    /// Ends of passes on nodes that compute prompts for others.
+    prefill_ends: BinaryHeap<PassEnd>,
+    queue: BinaryHeap<Reverse<(SimTime, u64, What)>>,
     sequence: u64,
+    pub(crate) wire: Wire,
+    pub(crate) host: Option<(Box<dyn Host>, Costs)>,
+    /// Tokens reach clients later than their passes end.
+    tells_later: bool,
+    pub(crate) frames: Frames,
+    pub(crate) faults: Faults,
     /// Requests under way whose session goes on after them.
     continuing: usize,
-    /// The router looks at what is cached.
-    reads_cache: bool,
     /// The sink wants to know of passes.
     watches: bool,
     /// Nodes that begin a pass at the present moment.
     awake: Vec<u32>,
+    reserved: Vec<Reserved>,
     root: BlockHash,
     seed: u64,
-    now: SimTime,
-    out: PassOutput,
+    pub(crate) now: SimTime,
+    pub(crate) out: PassOutput,
     run: DecodeRun,
-    tally: Tally,
+    pub(crate) tally: Tally,
 }
 
 /// What engines that have nothing to do with each other are run from.
-pub(crate) struct Parts<'a> {
+pub(crate) struct Apart<'a> {
     pub(crate) options: &'a Options,
     pub(crate) schedule: Schedule,
     pub(crate) router: Router,
     pub(crate) nodes: Vec<Node>,
-    pub(crate) ranks: Vec<RankId>,
     pub(crate) root: BlockHash,
     pub(crate) seed: u64,
 }
 
 impl<'a> Sim<'a> {
-    pub(crate) fn into_parts(self) -> Parts<'a> {
-        Parts {
+    pub(crate) fn into_apart(self) -> Apart<'a> {
+        Apart {
             options: self.options,
             schedule: self.schedule,
-            router: self.router,
+            router: self.serve.router,
             nodes: self.nodes,
-            ranks: self.ranks,
             root: self.root,
             seed: self.seed,
         }
     }
 
     fn new(
-        cluster: &Cluster,
+        cluster: &'a Cluster,
         workload: &Workload,
         options: &'a Options,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Sim<'a>, TwinError> {
-        let fleet = Arc::new(Fleet::from_cluster(cluster)?);
-        let mut nodes = Vec::new();
-        let mut ranks = Vec::new();
-        let mut worker = 0;
-        for pool in &cluster.pools {
-            for _ in 0..pool.workers {
-                for dp_rank in 0..pool.engine.data_parallel_size {
-                    let rank = RankId {
-                        worker: WorkerId(worker),
-                        dp_rank: dp_rank as u16,
-                    };
-                    let timing = slipstream_engine::timing::build(
-                        &pool.engine,
-                        &cluster.model.shape,
-                        |path| read(path),
-                    )
-                    .map_err(|source| TwinError::Timing {
-                        pool: pool.name.clone(),
-                        source,
-                    })?;
-                    let timing: Box<dyn StepTime> = if options.speedup == 1.0 {
-                        timing
-                    } else {
-                        Box::new(Faster {
-                            timing,
-                            speedup: options.speedup,
-                        })
-                    };
-                    // What answers say is nobody's business here: blocks are named, not spelled.
-                    let output = OutputModel {
-                        vocab: [0].into(),
-                        first_vocab: None,
-                        eos: 1,
-                        lengths: pool.engine.output_len.clone(),
-                    };
-                    let engine =
-                        Engine::new(rank, &pool.engine, timing, output).map_err(|source| {
-                            TwinError::Engine {
-                                pool: pool.name.clone(),
-                                source,
-                            }
-                        })?;
-                    nodes.push(Node::new(engine, options.each_token));
-                    ranks.push(rank);
-                }
-                fleet.set_ready(WorkerId(worker), true);
-                worker += 1;
-            }
-        }
-        Ok(Sim {
+        let host: Option<(Box<dyn Host>, Costs)> = match cluster.host.mode {
+            HostMode::None => None,
+            HostMode::Ideal => Some((
+                Box::new(Ideal::new(cluster.host.cpus)),
+                Costs::new(&cluster.host),
+            )),
+        };
+        let wire = Wire::new(cluster);
+        let tells_later = host.is_some() || wire.carries_messages();
+        let parts = Parts::new(cluster, options, tells_later, read)?;
+        let mut sim = Sim {
             options,
+            cluster,
             continuing: 0,
-            reads_cache: fleet.reads_cache(),
             watches: false,
             schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
-            router: Router::new(fleet.clone(), 0),
-            fleet,
-            nodes,
-            ranks,
+            serve: parts.serve,
+            prefill: parts.prefill,
+            nodes: parts.nodes,
             flights: Flights::default(),
+            tickets: 0,
             ends: BinaryHeap::new(),
+            prefill_ends: BinaryHeap::new(),
+            queue: BinaryHeap::new(),
             sequence: 0,
+            wire,
+            host,
+            tells_later,
+            frames: Frames::default(),
+            faults: Faults::new(cluster),
             awake: Vec::new(),
+            reserved: Vec::new(),
             root: BlockHash::root(&cluster.model.name, "", ""),
             seed: mix64(workload.seed ^ cluster.router.seed),
             now: SimTime::ZERO,
             out: PassOutput::default(),
             run: DecodeRun::default(),
             tally: Tally::default(),
-        })
+        };
+        for (index, event) in (0u32..).zip(&cluster.events) {
+            let at = SimTime::from_secs_f64(event.at_s);
+            sim.later(at, What::Begin { event: index });
+        }
+        Ok(sim)
+    }
+
+    /// `what` happens at `at`.
+    pub(crate) fn later(&mut self, at: SimTime, what: What) {
+        self.queue.push(Reverse((at, self.sequence, what)));
+        self.sequence += 1;
     }
 
     fn run(mut self, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
@@ -360,6 +410,7 @@ impl<'a> Sim<'a> {
             }
             self.now = next;
             self.end_passes(sink);
+            self.happen(sink);
             self.take_arrivals(sink)?;
             self.begin_passes(sink)?;
             if self.flights.len() > self.options.in_flight_max {
@@ -376,6 +427,13 @@ impl<'a> Sim<'a> {
                 break;
             }
         }
+        if cut.is_none() && self.flights.len() > 0 {
+            cut = Some(format!(
+                "stuck: {} requests are under way at {}, and nothing will ever end them",
+                self.flights.len(),
+                self.now
+            ));
+        }
         sink.on_progress(self.progress());
         Ok(self.finish(cut))
     }
@@ -388,19 +446,45 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// When something happens next; `None` if nothing ever will.
+    /// When something happens next; `None` if nothing ever will, or nobody would notice.
     fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
         let due = self.schedule.next_due(self.now)?;
         let end = self.ends.peek().map(|Reverse((end, ..))| *end);
-        Ok(due.into_iter().chain(end).min())
+        let next = due.into_iter().chain(end).min();
+        if self.is_plain() {
+            return Ok(next);
+        }
+        if due.is_none() && self.flights.len() == 0 {
+            return Ok(None);
+        }
+        Ok(next.into_iter().chain(self.next_other()).min())
+    }
+
+    /// Nothing but arrivals and ends of passes can happen.
+    fn is_plain(&self) -> bool {
+        self.queue.is_empty() && self.prefill_ends.is_empty() && self.wire.is_idle()
+    }
+
+    /// When the next thing happens that is neither an arrival nor the end of a pass of a node that
+    /// serves.
+    fn next_other(&mut self) -> Option<SimTime> {
+        let end = self.prefill_ends.peek().map(|Reverse((end, ..))| *end);
+        let other = self.queue.peek().map(|Reverse((at, ..))| *at);
+        end.into_iter()
+            .chain(other)
+            .chain(self.wire.next_time())
+            .min()
     }
 
     /// Ends the passes that end now.
     fn end_passes(&mut self, sink: &mut dyn Sink) {
-        while let Some(&Reverse((end, _, node))) = self.ends.peek()
+        while let Some(&Reverse((end, _, node, life))) = self.ends.peek()
             && end <= self.now
         {
             self.ends.pop();
+            if self.nodes[node as usize].life != life {
+                continue; // it vanished meanwhile
+            }
             if self.nodes[node as usize].phase == Phase::Jumped {
                 self.nodes[node as usize].phase = Phase::Awake;
             } else {
@@ -408,19 +492,40 @@ impl<'a> Sim<'a> {
             }
             self.awake.push(node);
         }
+        while let Some(&Reverse((end, _, node, life))) = self.prefill_ends.peek()
+            && end <= self.now
+        {
+            self.prefill_ends.pop();
+            if self.nodes[node as usize].life == life {
+                self.end_prefill(node, sink);
+                self.awake.push(node);
+            }
+        }
     }
 
     fn end_pass(&mut self, node: u32, sink: &mut dyn Sink) {
-        let now = self.now;
         let mut out = std::mem::take(&mut self.out);
-        self.nodes[node as usize].finish(
-            now,
-            &mut out,
-            &mut self.flights,
-            &mut self.tally.totals.itl,
-        );
+        let n = &mut self.nodes[node as usize];
+        n.finish(&mut out);
         self.tally.passes += 1;
-        if let Some(watch) = &self.nodes[node as usize].watch {
+        self.serve.on_kv(self.now, node, n.life, &out.kv);
+        if self.tells_later {
+            for first in &out.first {
+                self.flights.get_mut(first.id).begun = true;
+            }
+            self.send_frame(node, out);
+            return;
+        }
+        self.tell(node, &out, sink);
+        self.out = out;
+    }
+
+    /// What a pass gave reaches the clients.
+    fn tell(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
+        let now = self.now;
+        let n = &mut self.nodes[node as usize];
+        n.tell(now, out, &mut self.flights, &mut self.tally.totals.itl);
+        if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {
                 engine: node,
                 start: out.start,
@@ -433,75 +538,177 @@ impl<'a> Sim<'a> {
             });
         }
         for first in &out.first {
-            self.flights.get_mut(first.id).on_first(first, now);
-        }
-        if self.reads_cache && !out.kv.ops.is_empty() {
-            self.fleet.on_kv(&out.kv);
+            let flight = self.flights.get_mut(first.id);
+            flight.begun = true;
+            flight.on_first(first, out.end, now);
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             self.continuing -= usize::from(flight.request.has_next());
-            let rank = self.ranks[flight.target as usize];
-            let record = flight.record(rank, &done.usage, now);
+            let rank = self.nodes[flight.target as usize].rank;
+            let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
+            let record = flight.record(rank, prefill_rank, &done.usage, now);
             let slo = &self.options.slo;
             self.tally.note(&record, flight.gap_max, slo);
             sink.on_request(&record);
             self.schedule
                 .on_done(&flight.request, done.usage.output_tokens, now);
         }
-        self.out = out;
     }
 
-    /// Routes what is due now.
+    /// Does what is due now, in the order in which it was planned.
+    fn happen(&mut self, sink: &mut dyn Sink) {
+        loop {
+            self.take_from_wire();
+            let Some(&Reverse((at, _, what))) = self.queue.peek() else {
+                break;
+            };
+            if at > self.now {
+                break;
+            }
+            self.queue.pop();
+            match what {
+                What::Route { slot, ticket } => {
+                    if self.flights.find(slot, ticket).is_some() {
+                        self.route(slot, sink);
+                    }
+                }
+                What::Send { slot, ticket, to } => self.send(slot, ticket, to),
+                What::Deliver { slot, ticket, to } => {
+                    if self.flights.find(slot, ticket).is_some() {
+                        self.deliver(slot, to, None, sink);
+                    }
+                }
+                What::Fetch { slot, ticket } => self.fetch(slot, ticket),
+                What::Received { slot, ticket } => self.received(slot, ticket),
+                What::Tell { frame } => {
+                    if let Some(Frame { node, life, out }) = self.frames.take(frame) {
+                        // What was on its way from a worker that vanished never comes.
+                        if self.nodes[node as usize].life == life {
+                            self.tell(node, &out, sink);
+                        }
+                        self.out = out; // its memory
+                    }
+                }
+                What::Begin { event } => self.begin_event(event, sink),
+                What::End { event } => self.end_event(event),
+                What::Ready { worker, start } => self.worker_ready(worker, start),
+            }
+        }
+    }
+
+    /// Takes what is due now.
     fn take_arrivals(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         while let Some(request) = self.schedule.pop(self.now)? {
-            if let Err((request, error)) = self.take(request) {
-                let record = RequestRecord {
-                    request: &request,
-                    rank: None,
-                    admitted: self.now,
-                    first_pass_start: self.now,
-                    first: self.now,
-                    last: self.now,
-                    input_tokens: request.prompt.tokens(),
-                    cached_tokens: 0,
-                    output_tokens: 0,
-                    preemptions: 0,
-                    error: Some(&error),
-                };
-                self.tally.note(&record, 0, &self.options.slo);
-                sink.on_request(&record);
-                self.schedule.on_failed(&request);
-            }
+            self.arrive(request, sink);
         }
         Ok(())
     }
 
-    /// Routes a request and adds it to its engine, or gives it back with why not.
-    fn take(&mut self, request: Request) -> Result<(), (Request, String)> {
-        let id = answer_name(request.id());
-        let block_size = self.fleet.block_size();
-        let prompt = match request.prompt.to_blocks(block_size, self.root, id) {
+    fn arrive(&mut self, request: Request, sink: &mut dyn Sink) {
+        let isl = request.prompt.tokens();
+        self.continuing += usize::from(request.has_next());
+        let mut flight = Flight::new(request, None, 0, self.now);
+        flight.ticket = self.tickets;
+        self.tickets += 1;
+        let ticket = flight.ticket;
+        if let Some((host, costs)) = &mut self.host {
+            let (ns, after_parsing, after_tokenizing) = costs.request(isl);
+            let done = host.run(self.now, ns);
+            flight.hops.parsed = SimTime(done.0 - after_parsing);
+            flight.hops.tokenized = SimTime(done.0 - after_tokenizing);
+            let slot = self.flights.insert(flight).0 as u32;
+            self.later(done, What::Route { slot, ticket });
+        } else {
+            let slot = self.flights.insert(flight).0 as u32;
+            self.route(slot, sink);
+        }
+    }
+
+    /// Chooses where a request goes, and sends it there.
+    pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
+        let flight = self.flights.get_mut(RequestId(slot.into()));
+        let block_size = self.serve.fleet.block_size();
+        let prompt = match prompt_of(&flight.request, block_size, self.root) {
             Ok(prompt) => prompt,
-            Err(error) => return Err((request, error.to_string())),
+            Err(error) => return self.fail(slot, "refused", &error, sink),
         };
         let route = RouteRequest {
             prompt: &prompt,
-            max_tokens: request.output_len,
-            session: Some(request.session),
+            max_tokens: flight.request.output_len,
+            session: Some(flight.request.session),
             direct: None,
-            exclude: &[],
+            exclude: &flight.lost_on,
         };
-        let routed = match self.router.route(self.now, &route, None) {
+        self.serve.hear(self.now, &self.nodes);
+        let routed = match self.serve.router.route(self.now, &route, None) {
             Ok(routed) => routed,
-            Err(error) => return Err((request, route_error(&error))),
+            Err(error) => return self.refuse(slot, &error, sink),
         };
-        let target = self
-            .fleet
-            .target_of(routed.target)
-            .expect("the router chose one of its targets");
+        let target = self.serve.node_of(routed.target);
+        let mut active = routed.active;
+        let mut to = To::Serve;
+        if let Some(prefill) = &mut self.prefill {
+            let uncached = prompt.len() - routed.hit_blocks * block_size;
+            if let Some(remote) = prefill.take_prompt(self.now, &route, uncached, &self.nodes) {
+                // Nothing is left to compute where it is decoded, but for one token.
+                active.on_first_token();
+                flight.remote = Some(Box::new(remote));
+                if self.cluster.kv.hand_over == HandOver::Pull {
+                    to = To::Prefill;
+                }
+            }
+        }
+        flight.active = Some(active);
+        flight.target = target;
+        flight.hops.routed = self.now;
+        let ticket = flight.ticket;
+        if let Some((host, costs)) = &mut self.host {
+            let done = host.run(self.now, costs.dispatch());
+            self.later(done, What::Send { slot, ticket, to });
+        } else if self.wire.carries_messages() {
+            self.send(slot, ticket, to);
+        } else {
+            self.deliver(slot, to, Some(prompt), sink);
+        }
+    }
+
+    /// Hands a request to the network.
+    fn send(&mut self, slot: u32, ticket: u64, to: To) {
+        let Some(flight) = self.flights.find(slot, ticket) else {
+            return;
+        };
+        if flight.hops.dispatched < flight.hops.routed {
+            flight.hops.dispatched = self.now;
+        }
+        let deliver = What::Deliver { slot, ticket, to };
+        if self.wire.carries_messages() {
+            let node = flight.node(to);
+            let worker = self.nodes[node as usize].rank.worker;
+            let tokens = flight.request.prompt.tokens();
+            self.wire.send_request(self.now, worker, tokens, deliver);
+        } else {
+            self.later(self.now, deliver);
+        }
+    }
+
+    /// A request reaches an engine.
+    fn deliver(&mut self, slot: u32, to: To, prompt: Option<Prompt>, sink: &mut dyn Sink) {
+        let id = RequestId(slot.into());
+        let prompt = if let Some(prompt) = prompt {
+            prompt
+        } else {
+            let block_size = self.serve.fleet.block_size();
+            match prompt_of(&self.flights.get_mut(id).request, block_size, self.root) {
+                Ok(prompt) => prompt,
+                Err(error) => return self.fail(slot, "refused", &error, sink),
+            }
+        };
+        let flight = self.flights.get_mut(id);
+        let (node, remote) = (flight.node(to), flight.remote.is_some());
+        let request = &flight.request;
         let engine_request = EngineRequest {
-            id: slipstream_base::RequestId::default(), // its slot, below
+            id,
             prompt,
             params: GenerationParams {
                 max_tokens: request.output_len,
@@ -509,41 +716,137 @@ impl<'a> Sim<'a> {
                 ..GenerationParams::default()
             },
             priority: request.priority,
-            seed: request_seed(self.seed, &request),
+            seed: request_seed(self.seed, request),
         };
-        let flight = Flight::new(request, Some(routed.active), target as u32, self.now);
-        let id = self.flights.insert(flight);
-        let node = &mut self.nodes[target];
-        let added = node.engine.add(
-            self.now,
-            EngineRequest {
-                id,
-                ..engine_request
-            },
-        );
-        if let Err(refusal) = added {
-            return Err((self.flights.remove(id).request, refusal.to_string()));
+        if flight.hops.received <= flight.hops.routed {
+            flight.hops.dispatched = flight.hops.dispatched.max(flight.hops.routed);
+            flight.hops.received = self.now;
         }
-        self.continuing += usize::from(self.flights.get_mut(id).request.has_next());
-        if node.phase == Phase::Idle {
-            node.phase = Phase::Awake;
-            self.awake.push(target as u32);
+        let engine = &mut self.nodes[node as usize].engine;
+        let added = match (to, remote) {
+            (To::Prefill, _) => engine.add_prompt(self.now, engine_request),
+            (To::Serve, true) => engine.add_answer(self.now, engine_request),
+            (To::Serve, false) => engine.add(self.now, engine_request),
+        };
+        match added {
+            Ok(()) => self.wake(node),
+            Err(refusal) => self.fail(slot, "refused", &refusal.to_string(), sink),
         }
-        Ok(())
+    }
+
+    /// An engine has something to do, or room for what waits.
+    pub(crate) fn wake(&mut self, node: u32) {
+        let n = &mut self.nodes[node as usize];
+        if n.phase == Phase::Idle && !n.engine.is_idle() {
+            n.phase = Phase::Awake;
+            self.awake.push(node);
+        }
+    }
+
+    /// No worker takes a request: its client tries again later, or gives up.
+    fn refuse(&mut self, slot: u32, error: &RouteError, sink: &mut dyn Sink) {
+        let flight = self.flights.get_mut(RequestId(slot.into()));
+        if error.retry_may_help() && flight.retries < self.options.retries {
+            flight.retries += 1;
+            flight.lost_on.clear();
+            // As the frontend answers: with a time where the router names one, else a second.
+            let wait_s = match error {
+                RouteError::Busy { retry_after_s, .. } => *retry_after_s,
+                _ => 1,
+            };
+            let ticket = flight.ticket;
+            self.tally.totals.requests.retries += 1;
+            let at = self.now + u64::from(wait_s) * 1_000_000_000;
+            self.later(at, What::Route { slot, ticket });
+        } else {
+            self.fail(slot, "refused", &error.to_string(), sink);
+        }
+    }
+
+    /// A request ends without an answer, or without the rest of it.
+    pub(crate) fn fail(&mut self, slot: u32, kind: &str, error: &str, sink: &mut dyn Sink) {
+        self.detach(slot);
+        let flight = self.flights.remove(RequestId(slot.into()));
+        self.continuing -= usize::from(flight.request.has_next());
+        let record = RequestRecord {
+            request: &flight.request,
+            rank: None,
+            prefill_rank: None,
+            hops: flight.hops,
+            admitted: self.now,
+            first_pass_start: self.now,
+            first: self.now,
+            last: self.now,
+            input_tokens: flight.request.prompt.tokens(),
+            cached_tokens: 0,
+            output_tokens: 0,
+            preemptions: 0,
+            retries: flight.retries + flight.lost_on.len() as u32,
+            error: Some(error),
+        };
+        self.tally.note_failed(&record, kind, &self.options.slo);
+        sink.on_request(&record);
+        self.schedule.on_failed(&flight.request);
+    }
+
+    /// Takes a request off every engine and link that it is on.
+    pub(crate) fn detach(&mut self, slot: u32) {
+        let id = RequestId(slot.into());
+        let flight = self.flights.get_mut(id);
+        let routed = flight.active.take().is_some();
+        let target = flight.target;
+        let remote = flight.remote.take();
+        flight.prefill = None;
+        flight.ticket = self.tickets;
+        self.tickets += 1;
+        if !routed {
+            return;
+        }
+        if self.nodes[target as usize].engine.abort(id) {
+            self.wake(target);
+        }
+        if let Some(remote) = remote {
+            if let Some((_, Some(transfer))) = remote.sent {
+                self.wire.cancel(self.now, transfer);
+            }
+            let engine = &mut self.nodes[remote.node as usize].engine;
+            if engine.abort(id) || engine.release_held(id) {
+                self.wake(remote.node);
+            }
+        }
     }
 
     /// Begins a pass on each engine whose last one has ended, or that got something to do.
     fn begin_passes(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
-        let until = self.jump_until(awake.len())?;
+        if self.prefill.is_some() {
+            // First those whose ends others may not jump over.
+            awake.sort_by_key(|&node| self.nodes[node as usize].role == Role::Serve);
+        }
+        let mut until = None;
+        let mut left = awake.len();
         for node in awake.drain(..) {
-            let end = self.jump(node, until, sink).or_else(|| {
-                let end = self.nodes[node as usize].begin(self.now);
-                self.publish_idle(node);
-                end
-            });
+            if self.nodes[node as usize].phase != Phase::Awake {
+                continue; // it vanished at this very moment
+            }
+            if self.nodes[node as usize].role == Role::Prefill {
+                left -= 1;
+                if let Some(end) = self.begin(node) {
+                    let life = self.nodes[node as usize].life;
+                    self.prefill_ends
+                        .push(Reverse((end, self.sequence, node, life)));
+                    self.sequence += 1;
+                }
+                continue;
+            }
+            let until = match until {
+                Some(until) => until,
+                None => *until.insert(self.jump_until(left)?),
+            };
+            let end = self.jump(node, until, sink).or_else(|| self.begin(node));
             if let Some(end) = end {
-                self.ends.push(Reverse((end, self.sequence, node)));
+                let life = self.nodes[node as usize].life;
+                self.ends.push(Reverse((end, self.sequence, node, life)));
                 self.sequence += 1;
             }
         }
@@ -551,27 +854,45 @@ impl<'a> Sim<'a> {
         Ok(())
     }
 
+    fn begin(&mut self, node: u32) -> Option<SimTime> {
+        let end = self.nodes[node as usize].begin(self.now);
+        self.publish_idle(node);
+        if self.prefill.is_some() {
+            let mut reserved = std::mem::take(&mut self.reserved);
+            self.nodes[node as usize]
+                .engine
+                .take_reserved(&mut reserved);
+            for reserved in reserved.drain(..) {
+                self.on_reserved(node, reserved);
+            }
+            self.reserved = reserved;
+        }
+        end
+    }
+
     /// How far the `awake` engines that begin a pass now may jump: a request must find the engine
     /// that it goes to, and the router's index, as they would be.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
-        if !self.options.jump || awake == 0 {
+        if !self.options.jump || self.tells_later || awake == 0 {
             return Ok(SimTime::ZERO);
+        }
+        let mut until = SimTime::MAX;
+        if !self.is_plain() {
+            until = self.next_other().unwrap_or(SimTime::MAX);
         }
         // Requests come at times that are known, unless one that ends brings the next.
         if self.continuing == 0 && !self.schedule.is_closed() {
-            return Ok(self.schedule.next_due(self.now)?.unwrap_or(SimTime::MAX));
+            if self.prefill.is_some() && awake > 1 {
+                // One may make room for a prompt, and so wake who computes the next one.
+                return Ok(SimTime::ZERO);
+            }
+            let due = self.schedule.next_due(self.now)?;
+            return Ok(due.map_or(until, |due| due.min(until)));
         }
         if awake > 1 {
             return Ok(SimTime::ZERO);
         }
-        Ok(self.next_time()?.unwrap_or(SimTime::MAX))
-    }
-
-    /// The cache of an engine changed.
-    fn on_kv(&mut self) {
-        if self.reads_cache {
-            self.fleet.on_kv(&self.out.kv);
-        }
+        Ok(self.next_time()?.map_or(until, |next| next.min(until)))
     }
 
     /// Jumps over passes that end before `until`; gives the end of the last.
@@ -589,20 +910,21 @@ impl<'a> Sim<'a> {
         let passes = self.run.ends.len() as u64;
         self.tally.passes += passes;
         self.tally.jumped += passes;
-        if self.reads_cache && !self.run.kv_ops.is_empty() {
+        if self.serve.reads_cache && !self.run.kv_ops.is_empty() {
             // Deltas of all the passes now: nobody reads the index before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
             let mut sequence = self.run.kv_sequence;
-            for pass in 0..self.run.ends.len() {
+            let n = &self.nodes[node as usize];
+            for (pass, &at) in self.run.ends.iter().enumerate() {
                 let ops = self.run.kv_of(pass);
                 if ops.is_empty() {
                     continue;
                 }
-                self.out.kv.rank = self.ranks[node as usize];
+                self.out.kv.rank = n.rank;
                 self.out.kv.sequence = sequence;
                 self.out.kv.ops.clear();
                 self.out.kv.ops.extend_from_slice(ops);
-                self.on_kv();
+                self.serve.on_kv(at, node, n.life, &self.out.kv);
                 sequence += 1;
             }
         }
@@ -634,9 +956,13 @@ impl<'a> Sim<'a> {
 
     /// What left the cache when no pass began: an engine that fell idle has told everything.
     fn publish_idle(&mut self, node: u32) {
-        let node = &mut self.nodes[node as usize];
-        if node.phase == Phase::Idle && node.engine.take_kv(&mut self.out.kv) {
-            self.on_kv();
+        let n = &mut self.nodes[node as usize];
+        if n.phase == Phase::Idle && n.engine.take_kv(&mut self.out.kv) {
+            let side = match (n.role, &mut self.prefill) {
+                (Role::Prefill, Some(side)) => side,
+                _ => &mut self.serve,
+            };
+            side.on_kv(self.now, node, n.life, &self.out.kv);
         }
     }
 
@@ -647,6 +973,13 @@ impl<'a> Sim<'a> {
         self.tally
             .into_outcome(nodes, under_way, &self.schedule, cut)
     }
+}
+
+/// The prompt of a request in blocks; its answer is named after it, so that a later turn finds it.
+fn prompt_of(request: &Request, block_size: u32, root: BlockHash) -> Result<Prompt, String> {
+    let name = answer_name(request.id());
+    let prompt = request.prompt.to_blocks(block_size, root, name);
+    prompt.map_err(|error| error.to_string())
 }
 
 /// Decides what the answer to `request` is, in a run with this `seed`.
@@ -660,13 +993,23 @@ pub(crate) struct Tally {
     pub(crate) totals: Totals,
     pub(crate) passes: u64,
     pub(crate) jumped: u64,
+    pub(crate) hand_overs: HandOvers,
     digest: u64,
     pub(crate) ended_at: SimTime,
 }
 
 impl Tally {
-    /// Counts a request that has ended.
+    /// Counts a request that failed; `kind` is one of a few.
+    pub(crate) fn note_failed(&mut self, record: &RequestRecord<'_>, kind: &str, slo: &Objectives) {
+        self.note_as(record, 0, slo, kind);
+    }
+
+    /// Counts a request that was answered, or refused.
     pub(crate) fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: &Objectives) {
+        self.note_as(record, gap_max, slo, "refused");
+    }
+
+    fn note_as(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: &Objectives, kind: &str) {
         let mut timeline = Timeline::new(record.request.due.0);
         (timeline.first, timeline.last) = (record.first.0, record.last.0);
         timeline.gap_max = gap_max;
@@ -689,7 +1032,7 @@ impl Tally {
         match record.error {
             Some(error) => {
                 let failed = Failed {
-                    kind: "refused",
+                    kind,
                     example: error,
                     class,
                 };
@@ -715,6 +1058,8 @@ impl Tally {
         self.totals.add(&other.totals);
         self.passes += other.passes;
         self.jumped += other.jumped;
+        self.hand_overs.bytes += other.hand_overs.bytes;
+        self.hand_overs.times.add(&other.hand_overs.times);
         self.digest = self.digest.wrapping_add(other.digest);
         self.ended_at = self.ended_at.max(other.ended_at);
     }
@@ -745,24 +1090,9 @@ impl Tally {
             ended_at: self.ended_at,
             passes: self.passes,
             jumped: self.jumped,
+            hand_overs: self.hand_overs,
             digest: self.digest,
             cut,
         }
     }
-}
-
-/// Passes that take less than they would.
-struct Faster {
-    timing: Box<dyn StepTime>,
-    speedup: f64,
-}
-
-impl StepTime for Faster {
-    fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        (self.timing.step_ns(load) as f64 / self.speedup).round() as u64
-    }
-}
-
-fn route_error(error: &RouteError) -> String {
-    error.to_string()
 }

@@ -50,6 +50,14 @@ pub(crate) struct Args {
     /// Threads for engines that have nothing to do with each other (docs/twin.md) [default: cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to run it")]
     threads: Option<u32>,
+    /// Times that a client sends a request again that no worker took
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        help_heading = "How to run it"
+    )]
+    retries: u32,
     /// Run every pass on its own instead of jumping over those in which nothing happens; the
     /// result is the same
     #[arg(long, help_heading = "How to run it")]
@@ -95,6 +103,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }),
         jump: !args.no_jump,
         threads: args.threads.unwrap_or_else(cores),
+        retries: args.retries,
         ..Options::default()
     };
     let shows = std::io::stderr().is_terminal() && !args.quiet;
@@ -129,6 +138,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         number(100.0 * outcome.jumped as f64 / outcome.passes.max(1) as f64),
         number(report.requests.succeeded as f64 / cpu_s),
     );
+    let speed = match hand_overs(&outcome) {
+        Some(told) => format!("{told}\n{speed}"),
+        None => speed,
+    };
     if let Some(path) = &args.watch.html {
         let page = RunPage {
             title: "Simulated run",
@@ -214,6 +227,18 @@ fn report(
         server: None,
         engine: Some(outcome.engine),
     }
+}
+
+/// Prompts that one worker computed for another, in a line.
+fn hand_overs(outcome: &Outcome) -> Option<String> {
+    let times = outcome.hand_overs.times.percentiles()?;
+    Some(format!(
+        "{} prompts handed over, {} GB, {} ms at p50, {} at p99",
+        grouped(times.count),
+        number(outcome.hand_overs.bytes as f64 / 1e9),
+        number(times.p50),
+        number(times.p99),
+    ))
 }
 
 fn cores() -> u32 {

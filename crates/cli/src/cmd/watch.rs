@@ -251,7 +251,7 @@ fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
         isl: Some(record.input_tokens),
         osl: Some(record.output_tokens),
         preemptions: Some(record.preemptions),
-        retries: Some(0),
+        retries: Some(record.retries),
         status: if record.error.is_some() {
             "refused"
         } else {
@@ -263,31 +263,25 @@ fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
     drag.times.note(Stage::Due, ORIGIN_NS + request.due.0);
     if record.error.is_none() {
         // Hand-overs that are not modelled take no time.
-        for stage in [
-            Stage::Accept,
-            Stage::Parsed,
-            Stage::Tokenized,
-            Stage::Routed,
-            Stage::Dispatched,
-            Stage::WorkerRecv,
+        let hops = &record.hops;
+        for (stage, at) in [
+            (Stage::Accept, request.due),
+            (Stage::Parsed, hops.parsed),
+            (Stage::Tokenized, hops.tokenized),
+            (Stage::Routed, hops.routed),
+            (Stage::Dispatched, hops.dispatched),
+            (Stage::WorkerRecv, hops.received),
+            (Stage::Admitted, record.admitted),
+            (Stage::FirstPassStart, record.first_pass_start),
+            (Stage::FirstPassEnd, hops.first_pass_end),
+            (Stage::FrameRecv, hops.frame.max(hops.first_pass_end)),
+            (Stage::Rendered, record.first),
+            (Stage::Written, record.first),
+            (Stage::ClientRecv, record.first),
+            (Stage::LastClientRecv, record.last),
         ] {
-            drag.times.note(stage, ORIGIN_NS + request.due.0);
+            drag.times.note(stage, ORIGIN_NS + at.0);
         }
-        drag.times
-            .note(Stage::Admitted, ORIGIN_NS + record.admitted.0);
-        drag.times
-            .note(Stage::FirstPassStart, ORIGIN_NS + record.first_pass_start.0);
-        for stage in [
-            Stage::FirstPassEnd,
-            Stage::FrameRecv,
-            Stage::Rendered,
-            Stage::Written,
-            Stage::ClientRecv,
-        ] {
-            drag.times.note(stage, ORIGIN_NS + record.first.0);
-        }
-        drag.times
-            .note(Stage::LastClientRecv, ORIGIN_NS + record.last.0);
     }
     drag
 }

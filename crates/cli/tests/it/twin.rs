@@ -227,3 +227,55 @@ fn a_trace_is_told_and_simulated_in_any_form() {
     assert_eq!(code, Some(0));
     assert!(err.contains("1 lines were skipped"), "{err}");
 }
+
+#[test]
+fn prefill_and_decode_pools_are_simulated_and_refused_live() {
+    let example = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../examples/cluster-prefill-decode.toml"
+    );
+    let simulated = run(&[
+        "simulate",
+        example,
+        "--rate=20",
+        "--isl=1024",
+        "--osl=20",
+        "--requests=100",
+        "--quiet",
+    ]);
+    assert_eq!(simulated.0, Some(0), "{simulated:?}");
+    assert!(
+        simulated.1.contains("100 prompts handed over"),
+        "{simulated:?}"
+    );
+    let live = run(&["serve", example]);
+    assert_eq!(live.0, Some(2), "{live:?}");
+    assert!(
+        live.2.contains("`pool.prefill.role` is \"prefill\"") && live.2.contains("hint: "),
+        "{live:?}"
+    );
+}
+
+#[test]
+fn faults_lose_requests_and_retries_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("c.toml");
+    let text = "[[event]]\nkind = \"crash\"\nat_s = 1\nuntil_s = 2\nworker = 0\n";
+    std::fs::write(&file, text).unwrap();
+    let run = run(&[
+        "simulate",
+        file.to_str().unwrap(),
+        "--rate=20",
+        "--isl=128",
+        "--osl=20",
+        "--requests=100",
+        "--retries=3",
+        "--json",
+        "--quiet",
+    ]);
+    assert_eq!(run.0, Some(1), "requests failed: {run:?}");
+    let report: Value = serde_json::from_str(&run.1).unwrap();
+    assert!(report["errors"]["worker lost"]["count"].as_u64() > Some(0));
+    assert!(report["requests"]["retries"].as_u64() > Some(0));
+    assert!(report["requests"]["succeeded"].as_u64() > Some(90));
+}

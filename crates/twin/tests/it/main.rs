@@ -1,5 +1,7 @@
 //! Known answers, and runs that must agree.
 
+mod model;
+
 use std::path::Path;
 
 use proptest::prelude::*;

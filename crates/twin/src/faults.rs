@@ -1,0 +1,153 @@
+//! Workers that vanish and return, drain, or are slow; links that are slow or down.
+
+use slipstream_base::cluster::{Cluster, Event, Happening};
+use slipstream_base::{RequestId, SimTime, WorkerId};
+
+use crate::parts::ns;
+use crate::sim::{Sim, Sink, What};
+
+/// What is the matter with each worker.
+pub(crate) struct Faults {
+    /// By event of the cluster file: it has begun and not ended.
+    active: Vec<bool>,
+    /// By worker: it is not there.
+    down: Vec<bool>,
+    /// By worker: times that it has begun to start, so that a start that was overtaken is known.
+    starts: Vec<u32>,
+    /// By worker: from its start until it takes requests, ns.
+    startup_ns: Vec<u64>,
+}
+
+impl Faults {
+    pub(crate) fn new(cluster: &Cluster) -> Faults {
+        let each = cluster.pools.iter().flat_map(|pool| {
+            let startup_ns = ns(pool.engine.startup_s * 1e9);
+            (0..pool.workers).map(move |_| startup_ns)
+        });
+        let startup_ns: Vec<u64> = each.collect();
+        Faults {
+            active: vec![false; cluster.events.len()],
+            down: vec![false; startup_ns.len()],
+            starts: vec![0; startup_ns.len()],
+            startup_ns,
+        }
+    }
+}
+
+impl Sim<'_> {
+    pub(crate) fn begin_event(&mut self, index: u32, sink: &mut dyn Sink) {
+        let event = self.cluster.events[index as usize].clone();
+        self.faults.active[index as usize] = true;
+        if let Some(until_s) = event.until_s {
+            let at = SimTime::from_secs_f64(until_s);
+            self.later(at, What::End { event: index });
+        }
+        let worker = WorkerId(event.worker);
+        if event.what == Happening::Crash && !self.faults.down[worker.index()] {
+            self.crash(worker, sink);
+        }
+        self.refresh(worker);
+    }
+
+    pub(crate) fn end_event(&mut self, index: u32) {
+        self.faults.active[index as usize] = false;
+        let event = &self.cluster.events[index as usize];
+        let worker = WorkerId(event.worker);
+        let crashes = |e: &Event| e.what == Happening::Crash;
+        if crashes(event) && !self.active(worker).any(crashes) {
+            let starts = &mut self.faults.starts[worker.index()];
+            *starts += 1;
+            let start = *starts;
+            let at = self.now + self.faults.startup_ns[worker.index()];
+            let worker = worker.0;
+            self.later(at, What::Ready { worker, start });
+        }
+        self.refresh(worker);
+    }
+
+    /// A worker has started, unless another start began since.
+    pub(crate) fn worker_ready(&mut self, worker: u32, start: u32) {
+        let worker = WorkerId(worker);
+        if self.faults.starts[worker.index()] == start {
+            self.faults.down[worker.index()] = false;
+            self.refresh(worker);
+        }
+    }
+
+    fn active(&self, worker: WorkerId) -> impl Iterator<Item = &Event> {
+        let events = self.cluster.events.iter().zip(&self.faults.active);
+        events
+            .filter(move |(event, active)| **active && event.worker == worker.0)
+            .map(|(event, _)| event)
+    }
+
+    /// Brings a worker's readiness, pace and link in line with what is the matter with it.
+    fn refresh(&mut self, worker: WorkerId) {
+        let (mut ready, mut pace, mut share) = (!self.faults.down[worker.index()], 1.0, 1.0);
+        for event in self.active(worker) {
+            match event.what {
+                Happening::Crash | Happening::Drain => ready = false,
+                Happening::Slow { factor } => pace *= factor,
+                Happening::Link { share: left } => share *= left,
+            }
+        }
+        for side in [Some(&self.serve), self.prefill.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            side.fleet.set_ready(worker, ready);
+        }
+        for node in self.nodes.iter().filter(|n| n.rank.worker == worker) {
+            if let Some(of_node) = &node.pace {
+                of_node.set(pace);
+            }
+        }
+        self.wire.set_share(self.now, worker, share);
+    }
+
+    /// A worker vanishes. Requests that had a token from it are lost; the others are sent elsewhere,
+    /// once.
+    fn crash(&mut self, worker: WorkerId, sink: &mut dyn Sink) {
+        self.faults.down[worker.index()] = true;
+        self.faults.starts[worker.index()] += 1;
+        for side in [Some(&self.serve), self.prefill.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            side.fleet.on_worker_lost(worker);
+        }
+        let is_there =
+            |nodes: &[crate::node::Node], node: u32| nodes[node as usize].rank.worker == worker;
+        let mut hit: Vec<(u32, bool)> = Vec::new();
+        for (id, flight) in self.flights.iter() {
+            if flight.active.is_none() {
+                continue; // not routed yet
+            }
+            let answers = is_there(&self.nodes, flight.target);
+            let prompts = flight
+                .remote
+                .as_ref()
+                .is_some_and(|remote| is_there(&self.nodes, remote.node));
+            if answers || prompts {
+                hit.push((id.0 as u32, answers && flight.begun));
+            }
+        }
+        for node in &mut self.nodes {
+            if node.rank.worker == worker {
+                node.crash();
+            }
+        }
+        for (slot, begun) in hit {
+            let id = RequestId(slot.into());
+            let lost_before = !self.flights.get_mut(id).lost_on.is_empty();
+            if begun || lost_before {
+                let error = format!("worker {worker} vanished under the request");
+                self.fail(slot, "worker lost", &error, sink);
+                continue;
+            }
+            self.detach(slot);
+            self.flights.get_mut(id).lost_on.push(worker);
+            self.route(slot, sink);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The frontend's processors.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use slipstream_base::SimTime;
+use slipstream_base::cluster::HostConfig;
+
+/// Something that works on what the frontend has to do.
+pub(crate) trait Host: Send {
+    /// Work of `ns` is there at `now`, which never runs back. Returns when it is done.
+    fn run(&mut self, now: SimTime, ns: u64) -> SimTime;
+}
+
+/// Equal cores and one queue: work waits for the first that is free, in the order of its coming,
+/// and keeps it until it is done.
+pub(crate) struct Ideal {
+    free_at: BinaryHeap<Reverse<SimTime>>,
+}
+
+impl Ideal {
+    pub(crate) fn new(cpus: u32) -> Ideal {
+        Ideal {
+            free_at: (0..cpus).map(|_| Reverse(SimTime::ZERO)).collect(),
+        }
+    }
+}
+
+impl Host for Ideal {
+    fn run(&mut self, now: SimTime, ns: u64) -> SimTime {
+        if ns == 0 {
+            return now; // no work, no wait
+        }
+        let mut first = self.free_at.peek_mut().expect("at least one core");
+        let done = first.0.max(now) + ns;
+        *first = Reverse(done);
+        done
+    }
+}
+
+/// What the frontend's work takes, ns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Costs {
+    parse: f64,
+    tokenize: f64,
+    route: f64,
+    dispatch: f64,
+    frame: f64,
+    token: f64,
+}
+
+impl Costs {
+    pub(crate) fn new(host: &HostConfig) -> Costs {
+        Costs {
+            parse: host.parse_us * 1e3,
+            tokenize: host.tokenize_token_ns,
+            route: host.route_us * 1e3,
+            dispatch: host.dispatch_us * 1e3,
+            frame: host.frame_us * 1e3,
+            token: host.token_ns,
+        }
+    }
+
+    /// To read a prompt of `tokens`, tokenize it, and choose its worker: one piece of work.
+    /// Also how long before its end the prompt was read, and tokenized.
+    pub(crate) fn request(&self, tokens: u32) -> (u64, u64, u64) {
+        let tokenize = self.tokenize * f64::from(tokens);
+        let whole = self.parse + tokenize + self.route;
+        (
+            whole.round() as u64,
+            (tokenize + self.route).round() as u64,
+            self.route.round() as u64,
+        )
+    }
+
+    pub(crate) fn dispatch(&self) -> u64 {
+        self.dispatch.round() as u64
+    }
+
+    /// To take a frame of `tokens` and write it to clients.
+    pub(crate) fn frame(&self, tokens: u32) -> u64 {
+        (self.frame + self.token * f64::from(tokens)).round() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_takes_the_first_core_that_is_free() {
+        let mut host = Ideal::new(2);
+        let mut run = |now, ns| host.run(SimTime(now), ns).0;
+        assert_eq!(run(0, 10), 10);
+        assert_eq!(run(0, 4), 4);
+        assert_eq!(run(1, 3), 7, "behind the one of 4");
+        assert_eq!(run(8, 1), 9);
+        assert_eq!(run(8, 5), 14, "at 9");
+    }
+}

@@ -1,0 +1,285 @@
+//! What a cluster file says, built: engines, the routers before them, what lies between.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slipstream_base::cluster::{
+    Cluster, Dtype, Happening, NetworkMode, PoolConfig, PoolRole, TimingConfig,
+};
+use slipstream_base::{KvDelta, RankId, SimTime, WorkerId};
+use slipstream_engine::timing::{StepLoad, StepTime};
+use slipstream_engine::{Engine, OutputModel};
+use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig};
+use slipstream_router::{Fleet, Router};
+
+use crate::node::{Node, Role};
+use crate::sim::{Options, TwinError};
+
+/// A router, and the nodes that it chooses among.
+pub(crate) struct Side {
+    pub(crate) router: Router,
+    pub(crate) fleet: Arc<Fleet>,
+    /// The node of each target.
+    pub(crate) nodes: Vec<u32>,
+    /// The router looks at what is cached.
+    pub(crate) reads_cache: bool,
+    /// Changes of caches that the router has not heard of yet, by when it does.
+    late: BTreeMap<(SimTime, u64), Late>,
+    lag_ns: u64,
+    /// The router does not hear of a change when it happens.
+    is_late: bool,
+    sequence: u64,
+}
+
+struct Late {
+    delta: KvDelta,
+    node: u32,
+    life: u32,
+}
+
+impl Side {
+    fn new(cluster: &Cluster, roles: &[PoolRole]) -> Result<Side, TwinError> {
+        let fleet = Arc::new(Fleet::of_roles(cluster, roles)?);
+        Ok(Side {
+            reads_cache: fleet.reads_cache(),
+            router: Router::new(fleet.clone(), 0),
+            fleet,
+            nodes: Vec::new(),
+            late: BTreeMap::new(),
+            lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
+            is_late: cluster.router.kv_lag_ms > 0.0 || cluster.router.view_interval_ms > 0.0,
+            sequence: 0,
+        })
+    }
+
+    /// The cache of `node` changed at `at`, and nobody looks at the index before `at`.
+    pub(crate) fn on_kv(&mut self, at: SimTime, node: u32, life: u32, delta: &KvDelta) {
+        if !self.reads_cache || delta.ops.is_empty() {
+            return;
+        }
+        if !self.is_late {
+            self.fleet.on_kv(delta);
+            return;
+        }
+        let late = Late {
+            delta: delta.clone(),
+            node,
+            life,
+        };
+        self.late.insert((at + self.lag_ns, self.sequence), late);
+        self.sequence += 1;
+    }
+
+    /// The router is about to choose: tells it what it has heard of by `now`, unless it goes by what
+    /// it knew before.
+    pub(crate) fn hear(&mut self, now: SimTime, nodes: &[Node]) {
+        if !self.is_late || !self.router.looks(now) {
+            return;
+        }
+        while let Some(entry) = self.late.first_entry()
+            && entry.key().0 <= now
+        {
+            let Late { delta, node, life } = entry.remove();
+            // What a worker said before it vanished is of no use.
+            if nodes[node as usize].life == life {
+                self.fleet.on_kv(&delta);
+            }
+        }
+    }
+}
+
+/// Everything but requests and time.
+pub(crate) struct Parts {
+    /// Takes whole requests, and answers to prompts computed elsewhere.
+    pub(crate) serve: Side,
+    /// Takes prompts, if there are pools for it.
+    pub(crate) prefill: Option<Side>,
+    pub(crate) nodes: Vec<Node>,
+}
+
+impl Parts {
+    pub(crate) fn new(
+        cluster: &Cluster,
+        options: &Options,
+        tells_later: bool,
+        read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+    ) -> Result<Parts, TwinError> {
+        let mut serve = Side::new(cluster, &[PoolRole::Both, PoolRole::Decode])?;
+        let apart = cluster.pools.iter().any(|p| p.role == PoolRole::Prefill);
+        let mut prefill = if apart {
+            Some(Side::new(cluster, &[PoolRole::Prefill])?)
+        } else {
+            None
+        };
+        // Passes whose tokens are still on their way may overlap with later ones.
+        let each_token = options.each_token || tells_later;
+        let mut nodes = Vec::new();
+        for (worker, pool) in workers(cluster) {
+            let role = match pool.role {
+                PoolRole::Prefill => Role::Prefill,
+                PoolRole::Both | PoolRole::Decode => Role::Serve,
+            };
+            for dp_rank in 0..pool.engine.data_parallel_size {
+                let rank = RankId {
+                    worker,
+                    dp_rank: dp_rank as u16,
+                };
+                let (engine, pace) = engine(cluster, pool, rank, options, read)?;
+                let side = match (role, &mut prefill) {
+                    (Role::Prefill, Some(side)) => side,
+                    _ => &mut serve,
+                };
+                side.nodes.push(nodes.len() as u32);
+                side.fleet.set_ready(worker, true);
+                nodes.push(Node::new(engine, rank, role, pace, each_token));
+            }
+        }
+        Ok(Parts {
+            serve,
+            prefill,
+            nodes,
+        })
+    }
+}
+
+/// Every worker with its pool, in the order of their numbers.
+fn workers(cluster: &Cluster) -> impl Iterator<Item = (WorkerId, &PoolConfig)> {
+    let pools = cluster.pools.iter();
+    let each = pools.flat_map(|pool| (0..pool.workers).map(move |_| pool));
+    (0..).map(WorkerId).zip(each)
+}
+
+fn engine(
+    cluster: &Cluster,
+    pool: &PoolConfig,
+    rank: RankId,
+    options: &Options,
+    read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> Result<(Engine, Option<Arc<Pace>>), TwinError> {
+    let timing =
+        slipstream_engine::timing::build(&pool.engine, &cluster.model.shape, |path| read(path))
+            .map_err(|source| TwinError::Timing {
+                pool: pool.name.clone(),
+                source,
+            })?;
+    let slows = cluster
+        .events
+        .iter()
+        .any(|event| event.worker == rank.worker.0 && matches!(event.what, Happening::Slow { .. }));
+    let (timing, pace): (Box<dyn StepTime>, _) = if slows || options.speedup != 1.0 {
+        let pace = Arc::new(Pace::new(1.0));
+        let paced = Paced {
+            timing,
+            speedup: options.speedup,
+            pace: pace.clone(),
+        };
+        (Box::new(paced), Some(pace))
+    } else {
+        (timing, None)
+    };
+    // What answers say is nobody's business here: blocks are named, not spelled.
+    let output = OutputModel {
+        vocab: [0].into(),
+        first_vocab: None,
+        eos: 1,
+        lengths: pool.engine.output_len.clone(),
+    };
+    let engine =
+        Engine::new(rank, &pool.engine, timing, output).map_err(|source| TwinError::Engine {
+            pool: pool.name.clone(),
+            source,
+        })?;
+    Ok((engine, pace))
+}
+
+/// How many times as long as it should a pass takes: 1, unless something slows an engine down.
+pub(crate) struct Pace(AtomicU64);
+
+impl Pace {
+    fn new(factor: f64) -> Pace {
+        Pace(AtomicU64::new(factor.to_bits()))
+    }
+
+    /// From the next pass on.
+    pub(crate) fn set(&self, factor: f64) {
+        self.0.store(factor.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// Passes that take less than they would, or more.
+struct Paced {
+    timing: Box<dyn StepTime>,
+    speedup: f64,
+    pace: Arc<Pace>,
+}
+
+impl StepTime for Paced {
+    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
+        (self.timing.step_ns(load) as f64 * factor / self.speedup).round() as u64
+    }
+}
+
+/// The network of a cluster: an endpoint a worker, and behind them the frontend's. `None` if it is
+/// not modelled.
+pub(crate) fn fabric(cluster: &Cluster) -> Option<Fabric> {
+    let network = &cluster.network;
+    if network.mode == NetworkMode::None {
+        return None;
+    }
+    let mut rates: Vec<f64> = workers(cluster)
+        .map(|(_, pool)| {
+            let engine = &pool.engine;
+            let gpus = engine.tensor_parallel_size * engine.data_parallel_size;
+            network.nic_bits_per_s * f64::from(gpus)
+        })
+        .collect();
+    let per_leaf = network.workers_per_leaf;
+    let mut leaf: Vec<u32> = (0..rates.len() as u32)
+        .map(|worker| worker.checked_div(per_leaf).unwrap_or(0))
+        .collect();
+    rates.push(network.frontend_bits_per_s);
+    // Under a leaf of its own, where there are several.
+    leaf.push(match per_leaf {
+        0 => 0,
+        _ => leaf.last().map_or(0, |last| last + 1),
+    });
+    Some(Fabric::new(FabricConfig {
+        endpoint_bits_per_s: rates,
+        leaf,
+        uplink_bits_per_s: Some(network.uplink_bits_per_s).filter(|&rate| rate > 0.0),
+        hop_latency_ns: ns(network.hop_latency_us * 1e3),
+    }))
+}
+
+/// Where a worker is in the network.
+pub(crate) fn endpoint(worker: WorkerId) -> Endpoint {
+    Endpoint(worker.0)
+}
+
+/// Where the frontend is in the network.
+pub(crate) fn frontend(cluster: &Cluster) -> Endpoint {
+    Endpoint(cluster.pools.iter().map(|pool| pool.workers).sum())
+}
+
+/// Bytes of a token's keys and values, by worker that computes them. Without a number format in the
+/// file: 2 bytes a number.
+pub(crate) fn kv_bytes_per_token(cluster: &Cluster) -> Vec<u64> {
+    workers(cluster)
+        .map(|(_, pool)| {
+            let dtype = match pool.engine.timing {
+                TimingConfig::Roofline { dtype, .. } => dtype,
+                _ => Dtype::Bf16,
+            };
+            // On one GPU, which has every head once: those that several GPUs hold are sent once.
+            cluster.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
+        })
+        .collect()
+}
+
+pub(crate) fn ns(ns: f64) -> u64 {
+    ns.round() as u64
+}

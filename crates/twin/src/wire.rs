@@ -1,0 +1,239 @@
+//! What lies between frontend and workers: transfers, and what is to be done when they arrive.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use slipstream_base::cluster::Cluster;
+use slipstream_base::{RequestId, SimTime, WorkerId};
+use slipstream_engine::PassOutput;
+use slipstream_netsim::flows::{Endpoint, Network, TransferId};
+
+use crate::parts::{endpoint, fabric, frontend, kv_bytes_per_token};
+use crate::sim::{Sim, What};
+
+/// The network, if one is modelled; without, everything is there at once.
+pub(crate) struct Wire {
+    network: Option<Box<dyn Network>>,
+    /// Requests and answers cross it too.
+    messages: bool,
+    frontend: Endpoint,
+    /// Bytes of a token in a request, in a frame, and of keys and values (by worker).
+    request_token_bytes: u64,
+    answer_token_bytes: u64,
+    kv_token_bytes: Vec<u64>,
+    carried: HashMap<TransferId, Carried>,
+    arrived: Vec<TransferId>,
+}
+
+enum Carried {
+    Then(What),
+    Frame(u32),
+}
+
+impl Wire {
+    pub(crate) fn new(cluster: &Cluster) -> Wire {
+        let network = fabric(cluster).map(|fabric| Box::new(fabric) as Box<dyn Network>);
+        Wire {
+            messages: network.is_some() && cluster.network.messages,
+            network,
+            frontend: frontend(cluster),
+            request_token_bytes: cluster.network.request_token_bytes.into(),
+            answer_token_bytes: cluster.network.answer_token_bytes.into(),
+            kv_token_bytes: kv_bytes_per_token(cluster),
+            carried: HashMap::new(),
+            arrived: Vec::new(),
+        }
+    }
+
+    pub(crate) fn carries_messages(&self) -> bool {
+        self.messages
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.carried.is_empty()
+    }
+
+    pub(crate) fn next_time(&mut self) -> Option<SimTime> {
+        self.network.as_mut()?.next_time()
+    }
+
+    /// What a message of no bytes takes between two workers, by way of the frontend or not, ns.
+    pub(crate) fn latency_ns(&self, from: WorkerId, to: WorkerId, by_frontend: bool) -> u64 {
+        let Some(network) = &self.network else {
+            return 0;
+        };
+        let (from, to) = (endpoint(from), endpoint(to));
+        if by_frontend {
+            network.latency_ns(from, self.frontend) + network.latency_ns(self.frontend, to)
+        } else {
+            network.latency_ns(from, to)
+        }
+    }
+
+    pub(crate) fn send_request(&mut self, now: SimTime, to: WorkerId, tokens: u32, then: What) {
+        let bytes = u64::from(tokens) * self.request_token_bytes;
+        let from = self.frontend;
+        self.send(now, from, endpoint(to), bytes, Carried::Then(then));
+    }
+
+    fn send_frame(&mut self, now: SimTime, from: WorkerId, tokens: u32, frame: u32) {
+        let bytes = u64::from(tokens) * self.answer_token_bytes;
+        let to = self.frontend;
+        self.send(now, endpoint(from), to, bytes, Carried::Frame(frame));
+    }
+
+    /// Sends the keys and values of `tokens`; how many bytes they are, and the name of the transfer
+    /// unless all is there at once.
+    pub(crate) fn send_kv(
+        &mut self,
+        now: SimTime,
+        from: WorkerId,
+        to: WorkerId,
+        tokens: u32,
+        then: What,
+    ) -> (u64, Option<TransferId>) {
+        let bytes = u64::from(tokens) * self.kv_token_bytes[from.index()];
+        let (from, to) = (endpoint(from), endpoint(to));
+        (bytes, self.send(now, from, to, bytes, Carried::Then(then)))
+    }
+
+    fn send(
+        &mut self,
+        now: SimTime,
+        from: Endpoint,
+        to: Endpoint,
+        bytes: u64,
+        what: Carried,
+    ) -> Option<TransferId> {
+        let id = self.network.as_mut()?.send(now, from, to, bytes);
+        self.carried.insert(id, what);
+        Some(id)
+    }
+
+    pub(crate) fn cancel(&mut self, now: SimTime, transfer: TransferId) {
+        if let Some(network) = &mut self.network
+            && self.carried.remove(&transfer).is_some()
+        {
+            network.cancel(now, transfer);
+        }
+    }
+
+    pub(crate) fn set_share(&mut self, now: SimTime, worker: WorkerId, share: f64) {
+        if let Some(network) = &mut self.network {
+            network.set_share(now, endpoint(worker), share);
+        }
+    }
+}
+
+/// Tokens of a pass on their way to the clients.
+pub(crate) struct Frame {
+    pub(crate) node: u32,
+    /// Of the node, when it sent them.
+    pub(crate) life: u32,
+    pub(crate) out: PassOutput,
+}
+
+/// Frames under way.
+#[derive(Default)]
+pub(crate) struct Frames {
+    slots: Vec<Option<Frame>>,
+    free: Vec<u32>,
+    /// Those that a node has sent, and whether they have come: they are taken in order, as over one
+    /// connection.
+    sent: BTreeMap<u32, VecDeque<(u32, bool)>>,
+}
+
+impl Frames {
+    fn insert(&mut self, frame: Frame) -> u32 {
+        if let Some(slot) = self.free.pop() {
+            self.slots[slot as usize] = Some(frame);
+            slot
+        } else {
+            self.slots.push(Some(frame));
+            self.slots.len() as u32 - 1
+        }
+    }
+
+    pub(crate) fn take(&mut self, frame: u32) -> Option<Frame> {
+        let taken = self.slots[frame as usize].take()?;
+        self.free.push(frame);
+        Some(taken)
+    }
+}
+
+impl Sim<'_> {
+    /// Sends the tokens of a pass to the frontend.
+    pub(crate) fn send_frame(&mut self, node: u32, out: PassOutput) {
+        let (worker, life) = {
+            let n = &self.nodes[node as usize];
+            (n.rank.worker, n.life)
+        };
+        let tokens = out.token_count;
+        let frame = self.frames.insert(Frame { node, life, out });
+        if self.wire.messages {
+            let sent = self.frames.sent.entry(node).or_default();
+            sent.push_back((frame, false));
+            self.wire.send_frame(self.now, worker, tokens, frame);
+        } else {
+            self.frame_received(frame);
+        }
+    }
+
+    /// Takes what the network has brought by now.
+    pub(crate) fn take_from_wire(&mut self) {
+        let Some(network) = &mut self.wire.network else {
+            return;
+        };
+        if self.wire.carried.is_empty() {
+            return;
+        }
+        let mut arrived = std::mem::take(&mut self.wire.arrived);
+        network.advance(self.now, &mut arrived);
+        for id in arrived.drain(..) {
+            match self.wire.carried.remove(&id) {
+                Some(Carried::Then(what)) => self.later(self.now, what),
+                Some(Carried::Frame(frame)) => self.frame_came(frame),
+                None => {}
+            }
+        }
+        self.wire.arrived = arrived;
+    }
+
+    /// A frame came, perhaps before one that was sent earlier.
+    fn frame_came(&mut self, frame: u32) {
+        let of = self.frames.slots[frame as usize].as_ref();
+        let node = of.expect("it is under way").node;
+        let sent = self.frames.sent.entry(node).or_default();
+        if let Some(mine) = sent.iter_mut().find(|(f, _)| *f == frame) {
+            mine.1 = true;
+        }
+        let mut ready = Vec::new();
+        while let Some((frame, true)) = sent.front() {
+            ready.push(*frame);
+            sent.pop_front();
+        }
+        for frame in ready {
+            self.frame_received(frame);
+        }
+    }
+
+    /// The frontend has a frame, and works on it.
+    fn frame_received(&mut self, frame: u32) {
+        let Some(Frame { node, life, out }) = &self.frames.slots[frame as usize] else {
+            return;
+        };
+        let n = &mut self.nodes[*node as usize];
+        if n.life == *life {
+            for first in &out.first {
+                let id: RequestId = first.id;
+                self.flights.get_mut(id).hops.frame = self.now;
+            }
+        }
+        let done = match &mut self.host {
+            Some((host, costs)) => host.run(self.now, costs.frame(out.token_count)),
+            None => self.now,
+        };
+        n.told = n.told.max(done);
+        let at = n.told;
+        self.later(at, What::Tell { frame });
+    }
+}

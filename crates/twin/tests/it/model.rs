@@ -1,0 +1,588 @@
+//! Pools for prompts and answers, the network, the host, late news, faults: worked out by hand, and
+//! properties over random clusters.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use slipstream_base::SimTime;
+use slipstream_base::cluster::Cluster;
+use slipstream_twin::{Hops, Options, Outcome, RequestRecord, Sink};
+
+use super::{cluster, run, workload};
+
+const MS: u64 = 1_000_000;
+/// Keys and values of a token of Qwen3 8B: 2 x 36 layers x 8 heads x 128 x 2 bytes.
+const KV_BYTES: u64 = 147_456;
+
+/// A pass takes 10 ms whatever is in it. `pools` and `more` are the file's.
+fn ten_ms(pools: &str, more: &str) -> Cluster {
+    cluster(&format!(
+        "[model]\npreset = \"qwen3-8b\"\n{pools}\n[engine]\nnum_gpu_blocks = 4096\n\
+         max_model_len = 16384\n[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n{more}\n"
+    ))
+}
+
+const APART: &str = "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n";
+
+/// `count` requests at `rate` a second.
+fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_base::workload_file::Workload {
+    workload(&format!(
+        "requests = {count}\n[arrival]\nkind = \"constant\"\nrate_per_s = {rate}\n\
+         [[class]]\nisl = {isl}\nosl = {osl}\n"
+    ))
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Ended {
+    id: u64,
+    due: u64,
+    first: u64,
+    last: u64,
+    workers: (Option<u32>, Option<u32>),
+    tokens: u32,
+    retries: u32,
+    hops: Hops,
+    error: Option<String>,
+}
+
+#[derive(Default)]
+struct Records(Vec<Ended>);
+
+impl Sink for Records {
+    fn on_request(&mut self, r: &RequestRecord<'_>) {
+        let worker = |rank: Option<slipstream_base::RankId>| rank.map(|rank| rank.worker.0);
+        self.0.push(Ended {
+            id: r.request.id().0,
+            due: r.request.due.0,
+            first: r.first.0,
+            last: r.last.0,
+            workers: (worker(r.prefill_rank), worker(r.rank)),
+            tokens: r.output_tokens,
+            retries: r.retries,
+            hops: r.hops,
+            error: r.error.map(str::to_owned),
+        });
+    }
+}
+
+fn simulate(
+    cluster: &Cluster,
+    load: &slipstream_base::workload_file::Workload,
+    options: &Options,
+) -> (Outcome, Vec<Ended>) {
+    let mut records = Records::default();
+    let outcome = run(cluster, load, options, &mut records);
+    (outcome, records.0)
+}
+
+/// First and last token of one request of 100 tokens in and 7 out.
+#[track_caller]
+fn check_one(pools: &str, more: &str, first: u64, last: u64) -> Ended {
+    let (outcome, ended) = simulate(
+        &ten_ms(pools, more),
+        &load(1, 1, 100, 7),
+        &Options::default(),
+    );
+    assert_eq!(outcome.cut, None);
+    let one = ended.into_iter().next().unwrap();
+    assert_eq!(one.error, None);
+    assert_eq!((one.first, one.last), (first, last));
+    assert_eq!(one.tokens, 7);
+    one
+}
+
+#[test]
+fn a_prompt_handed_over_costs_a_pass_and_its_bytes() {
+    // Computed in a pass; its last token once more in the first pass of the answer.
+    let one = check_one(APART, "", 20 * MS, 80 * MS);
+    assert_eq!(one.workers, (Some(0), Some(1)));
+    // 400 Gbit/s are 50 bytes a ns; each of two links takes 1 us. Pull: the answer to the frontend,
+    // the request to the other worker, its question, and what it asked for.
+    let flows = "[network]\nmode = \"flows\"\n";
+    let bytes_ns = 100 * KV_BYTES / 50;
+    let pull = 20 * MS + 2_000 + 2_000 + 2_000 + bytes_ns + 2_000;
+    check_one(APART, flows, pull, pull + 60 * MS);
+    // Push: room is made first; then the prompt, then what it left behind.
+    let push = 20 * MS + 2_000 + bytes_ns + 2_000;
+    let more = format!("{flows}[kv]\nhand_over = \"push\"\n");
+    check_one(APART, &more, push, push + 60 * MS);
+    // Two switches between them: four links each way that does not end at the frontend.
+    let far = pull + 2 * 2_000 + 2 * 2_000;
+    let more = format!("{flows}workers_per_leaf = 1\n");
+    check_one(APART, &more, far, far + 60 * MS);
+    // An uplink of a quarter of the interface.
+    let more = format!("{flows}workers_per_leaf = 1\nuplink_bits_per_s = 100e9\n");
+    let narrow = far + 3 * bytes_ns;
+    check_one(APART, &more, narrow, narrow + 60 * MS);
+}
+
+#[test]
+fn short_prompts_and_busy_pools_are_not_handed_over() {
+    let min = "[router]\nremote_prefill_tokens_min = ";
+    assert_eq!(
+        check_one(APART, &format!("{min}101\n"), 10 * MS, 70 * MS).workers,
+        (None, Some(1))
+    );
+    assert_eq!(
+        check_one(APART, &format!("{min}100\n"), 20 * MS, 80 * MS).workers,
+        (Some(0), Some(1))
+    );
+    // Four at once: the first two may queue 100 and 200 tokens, the third finds 200 before it.
+    let cluster = ten_ms(APART, "[router]\nremote_prefill_queue_max = 150\n");
+    let at_once = workload(
+        "requests = 4\n[arrival]\nkind = \"closed\"\nconcurrency = 4\n[[class]]\nisl = 100\nosl = 2\n",
+    );
+    let (outcome, mut ended) = simulate(&cluster, &at_once, &Options::default());
+    ended.sort_by_key(|e| e.id);
+    let by: Vec<_> = ended.iter().map(|e| e.workers.0).collect();
+    assert_eq!(by, [Some(0), Some(0), None, None]);
+    assert_eq!(outcome.hand_overs.times.count(), 2);
+    assert_eq!(outcome.hand_overs.bytes, 200 * KV_BYTES);
+}
+
+#[test]
+fn blocks_are_held_until_there_is_room_for_them() {
+    // The decode worker has 10 blocks of 16; each prompt takes 7, and an answer ends in an eighth.
+    let pools = "[pool.p]\nrole = \"prefill\"\n[pool.p.engine]\nnum_gpu_blocks = 14\nmax_model_len = 160\n\
+                 [pool.d]\nrole = \"decode\"\n[pool.d.engine]\nnum_gpu_blocks = 10\nmax_model_len = 160\n";
+    let load = workload(
+        "requests = 3\n[arrival]\nkind = \"closed\"\nconcurrency = 3\n[[class]]\nisl = 100\nosl = 5\n",
+    );
+    let cluster = ten_ms(pools, "");
+    let (_, mut ended) = simulate(&cluster, &load, &Options::default());
+    ended.sort_by_key(|e| e.id);
+    // Two prompts are computed at once and held; the first answers from 10 to 60 ms. Then the second
+    // has room, its blocks are let go, and the third is computed from 60 to 70 ms.
+    let times: Vec<_> = ended.iter().map(|e| (e.first / MS, e.last / MS)).collect();
+    assert_eq!(times, [(20, 60), (70, 110), (120, 160)]);
+    // Pushed, room comes first: the second prompt is not computed before there is any.
+    let push = ten_ms(pools, "[kv]\nhand_over = \"push\"\n");
+    let (_, mut ended) = simulate(&push, &load, &Options::default());
+    ended.sort_by_key(|e| e.id);
+    let times: Vec<_> = ended.iter().map(|e| (e.first / MS, e.last / MS)).collect();
+    assert_eq!(times, [(20, 60), (80, 120), (140, 180)]);
+}
+
+#[test]
+fn what_the_decode_worker_has_is_not_sent() {
+    let cluster = ten_ms(APART, "[router]\nremote_prefill_tokens_min = 20\n");
+    // Turn 0: 100 in, 60 out, all sent. Turn 1: 100 + 60 + 100 tokens, of which 9 blocks are there.
+    let load = workload(
+        "requests = 2\n[arrival]\nkind = \"constant\"\nrate_per_s = 1\n\
+         [[class]]\nisl = 100\nosl = 60\n[class.session]\nturns = 2\nuser_tokens = 100\nthink_time_s = 0.5\n",
+    );
+    let (outcome, ended) = simulate(&cluster, &load, &Options::default());
+    assert_eq!(ended.len(), 2);
+    assert_eq!(outcome.hand_overs.bytes, (100 + 260 - 144) * KV_BYTES);
+}
+
+#[test]
+fn the_frontends_work_waits_for_its_cores() {
+    let host = "[host]\nmode = \"ideal\"\ncpus = 1\nparse_us = 100\ntokenize_token_ns = 1000\nroute_us = 50\n\
+                dispatch_us = 20\nframe_us = 30\ntoken_ns = 10_000\n";
+    // 100 + 100 + 50, then 20; a pass; 30 + 10 for each frame of one token.
+    let one = check_one("", host, 10_310_000, 70_310_000);
+    let hops = one.hops;
+    assert_eq!(hops.parsed.0, 100_000);
+    assert_eq!(hops.tokenized.0, 200_000);
+    assert_eq!(hops.routed.0, 250_000);
+    assert_eq!((hops.dispatched.0, hops.received.0), (270_000, 270_000));
+    assert_eq!(
+        (hops.first_pass_end.0, hops.frame.0),
+        (10_270_000, 10_270_000)
+    );
+
+    let two_at_once = workload(
+        "requests = 2\n[arrival]\nkind = \"closed\"\nconcurrency = 2\n[[class]]\nisl = 100\nosl = 1\n",
+    );
+    for (cpus, expected) in [(1, [250, 500]), (2, [250, 250])] {
+        let host = host.replace("cpus = 1", &format!("cpus = {cpus}"));
+        let (_, mut ended) = simulate(&ten_ms("", &host), &two_at_once, &Options::default());
+        ended.sort_by_key(|e| e.id);
+        let routed: Vec<_> = ended.iter().map(|e| e.hops.routed.0 / 1000).collect();
+        assert_eq!(routed, expected, "{cpus} cores");
+    }
+}
+
+/// One core, one kind of work: the frontend is a queue of its own. With Poisson arrivals and work of a
+/// fixed length the mean wait is that of M/D/1; a pass takes no time.
+#[test]
+fn the_frontend_alone_is_an_m_d_1_queue() {
+    let cluster = cluster(
+        "[pool.main]\nworkers = 1\n[engine]\nnum_gpu_blocks = 4096\n[engine.timing]\nkind = \"constant\"\nstep_ns = 0\n\
+         [host]\nmode = \"ideal\"\ncpus = 1\nparse_us = 1000\ntokenize_token_ns = 0\nroute_us = 0\ndispatch_us = 0\n\
+         frame_us = 0\ntoken_ns = 0\n",
+    );
+    let rho = 0.6;
+    let load = workload(&format!(
+        "requests = 60_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = {}\n[[class]]\nisl = 20\nosl = 1\n",
+        rho * 1000.0
+    ));
+    let outcome = run(&cluster, &load, &Options::default(), &mut ());
+    let mean = outcome.totals.latencies().ttft_ms.unwrap().mean;
+    let expected = 1.0 + rho / (2.0 * (1.0 - rho));
+    assert!(
+        (mean - expected).abs() / expected < 0.02,
+        "{mean} for {expected}"
+    );
+}
+
+/// One sequence at a time, whose length is geometric: with passes of 1 ms, service times of mean 20
+/// that are nearly exponential, so the mean wait is nearly that of M/M/1, rho s / (1 - rho). Exactly:
+/// Pollaczek and Khinchine with the variance of the geometric distribution.
+#[test]
+fn a_long_tailed_server_waits_as_an_m_g_1_queue() {
+    let cluster = cluster(
+        "[pool.main]\nworkers = 1\n[engine]\nnum_gpu_blocks = 4096\nmax_num_seqs = 1\n\
+         [engine.timing]\nkind = \"constant\"\nstep_ns = 1_000_000\n",
+    );
+    let (rho, mean_ms) = (0.5, 20.0);
+    let load = workload(&format!(
+        "requests = 120_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = {}\n\
+         [[class]]\nisl = 20\nosl = {{ kind = \"lognormal\", mean = {mean_ms}, cv = 1.0 }}\n",
+        rho / mean_ms * 1e3
+    ));
+    let (_, ended) = simulate(&cluster, &load, &Options::default());
+    let n = ended.len() as f64;
+    let tokens = |f: &dyn Fn(f64) -> f64| ended.iter().map(|e| f(e.tokens.into())).sum::<f64>() / n;
+    let (s1, s2) = (tokens(&|t| t), tokens(&|t| t * t));
+    let span_ms = ended.iter().map(|e| e.due).max().unwrap() as f64 / 1e6;
+    let lambda = n / span_ms;
+    // Its coefficient of variation is 1, as that of the exponential: the wait is that of M/M/1.
+    let expected = lambda * s2 / (2.0 * (1.0 - lambda * s1));
+    let wait = ended
+        .iter()
+        .map(|e| (e.first - e.due) as f64 / 1e6 - 1.0)
+        .sum::<f64>()
+        / n;
+    assert!(
+        (wait - expected).abs() / expected < 0.06,
+        "{wait} for {expected}"
+    );
+    let m_m_1 = rho * mean_ms / (1.0 - rho);
+    assert!(
+        (wait - m_m_1).abs() / m_m_1 < 0.12,
+        "{wait} for M/M/1's {m_m_1}"
+    );
+}
+
+#[test]
+fn messages_cross_the_network_and_tokens_stay_in_order() {
+    let more = "[network]\nmode = \"flows\"\nmessages = true\nfrontend_bits_per_s = 8e6\nnic_bits_per_s = 8e9\n\
+                request_token_bytes = 10\nanswer_token_bytes = 1000\n";
+    // A byte a us at the frontend: 1,000 bytes there and 2 us, a pass, 1,000 back and 2 us.
+    let first = 1_002_000 + 10 * MS + 1_002_000;
+    check_one("", more, first, first + 60 * MS);
+    // A frame takes 1 ms while the next pass ends after 10: no gap is longer than the passes.
+    let slow = more.replace("answer_token_bytes = 1000", "answer_token_bytes = 20000");
+    let (outcome, _) = simulate(&ten_ms("", &slow), &load(1, 1, 100, 7), &Options::default());
+    let itl = outcome.totals.latencies().itl_ms.unwrap();
+    // 20 ms of sending for each 10 ms of computing: frames queue, and come every 20 ms or so.
+    assert!(itl.max > 10.0 && itl.count == 6, "{itl:?}");
+}
+
+#[test]
+fn news_of_blocks_is_late() {
+    // The first request still runs where its blocks are when the second comes, 100 ms after it. The
+    // second goes there if the router knows of the blocks, which a pass that ended at 10 ms stored.
+    let load = workload(
+        "requests = 2\n[arrival]\nkind = \"constant\"\nrate_per_s = 10\n\
+         [[class]]\nisl = 400\nosl = 50\n[[class.prefix]]\nbranches = 1\ntokens = 320\n",
+    );
+    for (lag_ms, second) in [(0, 0), (90, 0), (91, 1)] {
+        let more =
+            format!("[router]\npolicy = \"kv\"\nprefill_weight = 10\nkv_lag_ms = {lag_ms}\n");
+        let cluster = ten_ms("[pool.main]\nworkers = 2\n", &more);
+        let (_, mut ended) = simulate(&cluster, &load, &Options::default());
+        ended.sort_by_key(|e| e.id);
+        let workers: Vec<_> = ended.iter().map(|e| e.workers.1).collect();
+        assert_eq!(workers, [Some(0), Some(second)], "{lag_ms} ms late");
+    }
+}
+
+/// What became of each request, by id.
+fn fates(ended: &[Ended]) -> BTreeMap<u64, (&Option<String>, u32)> {
+    ended
+        .iter()
+        .map(|e| (e.id, (&e.error, e.retries)))
+        .collect()
+}
+
+#[test]
+fn a_crash_loses_what_had_begun_there_and_nothing_else() {
+    // Requests every 5 ms, in turn on two workers, 10 ms a pass, 10 tokens each. Worker 1 vanishes at
+    // 1 s and is back at 1.2 s, and takes requests 0.1 s later.
+    let two = |more: &str| {
+        cluster(&format!(
+            "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 2\n\
+             [engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n\
+             [engine]\nnum_gpu_blocks = 4096\nstartup_s = 0.1\n\
+             [router]\npolicy = \"round_robin\"\n{more}"
+        ))
+    };
+    let faulty = two("[[event]]\nkind = \"crash\"\nat_s = 1.0021\nuntil_s = 1.2\nworker = 1\n");
+    let (outcome, ended) = simulate(&faulty, &load(400, 200, 50, 10), &Options::default());
+    assert_eq!(outcome.cut, None);
+    assert_eq!(ended.len(), 400, "every request ends once");
+    let crash = 1_002_100_000;
+    let (_, before) = simulate(&two(""), &load(400, 200, 50, 10), &Options::default());
+    // Without the crash these would have been on worker 1 at that moment, with and without a token.
+    let there = |e: &&Ended| e.workers.1 == Some(1) && e.due <= crash && e.last > crash;
+    let begun: BTreeSet<u64> = before
+        .iter()
+        .filter(there)
+        .filter(|e| e.first <= crash)
+        .map(|e| e.id)
+        .collect();
+    let waiting: BTreeSet<u64> = before
+        .iter()
+        .filter(there)
+        .filter(|e| e.first > crash)
+        .map(|e| e.id)
+        .collect();
+    assert!(!begun.is_empty() && !waiting.is_empty());
+    for (id, (error, retries)) in fates(&ended) {
+        assert_eq!(
+            error.is_some(),
+            begun.contains(&id),
+            "request {id}: {error:?}"
+        );
+        assert_eq!(retries, u32::from(waiting.contains(&id)), "request {id}");
+    }
+    let lost = &outcome.totals.errors["worker lost"];
+    assert_eq!(lost.count, begun.len() as u64);
+    assert!(lost.example.contains("w1"), "{}", lost.example);
+    // Nobody is sent to it before it is ready.
+    for e in ended.iter().filter(|e| e.workers.1 == Some(1)) {
+        assert!(e.last <= crash || e.due >= 1_300 * MS, "{e:?}");
+    }
+    assert!(
+        ended
+            .iter()
+            .any(|e| e.workers.1 == Some(1) && e.due >= 1_300 * MS)
+    );
+}
+
+#[test]
+fn a_prompt_survives_the_worker_that_computed_it() {
+    let pools = "[pool.p]\nrole = \"prefill\"\nworkers = 2\n[pool.d]\nrole = \"decode\"\n";
+    for (at_s, expected) in [
+        // While it is computed: again, elsewhere, from the start.
+        (0.005, (Some(1), 5 * MS + 20 * MS, 1)),
+        // Handed over: nothing is lost.
+        (0.015, (Some(0), 20 * MS, 0)),
+    ] {
+        let more = format!("[[event]]\nkind = \"crash\"\nat_s = {at_s}\nworker = 0\n");
+        let (outcome, ended) = simulate(
+            &ten_ms(pools, &more),
+            &load(1, 1, 100, 7),
+            &Options::default(),
+        );
+        assert_eq!(outcome.totals.requests.failed, 0);
+        let one = &ended[0];
+        assert_eq!(
+            (one.workers.0, one.first, one.retries),
+            expected,
+            "crash at {at_s}"
+        );
+    }
+    // The network takes its time; the source vanishes meanwhile.
+    let more = "[network]\nmode = \"flows\"\nnic_bits_per_s = 1e9\n[[event]]\nkind = \"crash\"\nat_s = 0.05\nworker = 0\n";
+    let (outcome, ended) = simulate(
+        &ten_ms(pools, more),
+        &load(1, 1, 100, 7),
+        &Options::default(),
+    );
+    assert_eq!((outcome.totals.requests.failed, ended[0].retries), (0, 1));
+    assert_eq!(ended[0].workers, (Some(1), Some(2)));
+    assert_eq!(outcome.hand_overs.times.count(), 1, "one came");
+}
+
+#[test]
+fn a_straggler_is_slow_while_it_lasts() {
+    let more =
+        "[[event]]\nkind = \"slow\"\nat_s = 0.025\nuntil_s = 0.055\nworker = 0\nfactor = 2.5\n";
+    // Passes of 10 ms end at 10, 20 and 30; then of 25 at 55 (the event is over) and of 10 to the end.
+    check_one("", more, 10 * MS, (30 + 25 + 10 * 3) * MS);
+}
+
+#[test]
+fn a_link_that_is_down_holds_hand_overs_up() {
+    let down = "[network]\nmode = \"flows\"\nhop_latency_us = 0\n\
+                [[event]]\nkind = \"link\"\nat_s = 0.001\nuntil_s = 0.5\nworker = 1\nshare = 0\n";
+    let bytes_ns = 100 * KV_BYTES / 50;
+    check_one(
+        APART,
+        down,
+        500 * MS + bytes_ns + 10 * MS,
+        570 * MS + bytes_ns,
+    );
+    // For ever: the run says so.
+    let stuck = down.replace("until_s = 0.5\n", "");
+    let (outcome, _) = simulate(
+        &ten_ms(APART, &stuck),
+        &load(1, 1, 100, 7),
+        &Options::default(),
+    );
+    assert!(outcome.cut.unwrap().contains("stuck: 1 requests"));
+}
+
+#[test]
+fn a_draining_worker_ends_what_it_has() {
+    let more = "[router]\npolicy = \"round_robin\"\n\
+                [[event]]\nkind = \"drain\"\nat_s = 0.5\nuntil_s = 1.0\nworker = 0\n";
+    let cluster = ten_ms("[pool.main]\nworkers = 2\n", more);
+    let (outcome, ended) = simulate(&cluster, &load(300, 200, 50, 10), &Options::default());
+    assert_eq!(outcome.totals.requests.failed, 0);
+    for e in &ended {
+        let drains = e.due >= 500 * MS && e.due < 1_000 * MS;
+        assert!(!drains || e.workers.1 == Some(1));
+    }
+    assert!(
+        ended
+            .iter()
+            .any(|e| e.workers.1 == Some(0) && e.due < 500 * MS && e.last > 500 * MS)
+    );
+}
+
+#[test]
+fn clients_try_again_when_nobody_is_there() {
+    let more = "[[event]]\nkind = \"crash\"\nat_s = 0\nuntil_s = 2.5\nworker = 0\n";
+    for (retries, answered) in [(0, false), (2, false), (3, true)] {
+        let options = Options {
+            retries,
+            ..Options::default()
+        };
+        let (outcome, ended) = simulate(&ten_ms("", more), &load(1, 1, 100, 7), &options);
+        let requests = outcome.totals.requests;
+        assert_eq!(
+            (requests.succeeded == 1, requests.retries),
+            (answered, retries.into())
+        );
+        // A second between tries: the fourth, at 3 s, finds it there. Its wait counts.
+        if answered {
+            assert_eq!(ended[0].first, 3_010 * MS);
+        } else {
+            assert!(
+                ended[0]
+                    .error
+                    .as_deref()
+                    .unwrap()
+                    .contains("no worker is ready")
+            );
+        }
+    }
+}
+
+/// A cluster with everything in it, and a load.
+fn scenario() -> impl Strategy<Value = (Cluster, slipstream_base::workload_file::Workload)> {
+    let policies = vec![
+        "kv",
+        "round_robin",
+        "least_requests",
+        "power_of_two",
+        "least_tokens",
+    ];
+    let events = prop::collection::vec((0u8..4, 1u32..1500, 1u32..800, 0u32..5, 0u8..4), 0..5);
+    (
+        (0u32..3, 1u32..3, 40u32..300, 1u32..16, prop::sample::select(policies)),
+        (any::<bool>(), 0u8..4, 0u8..3, 0u32..60, 0u32..40),
+        events,
+        (5u32..300, any::<bool>(), 1u32..300, 1u32..80, 1u32..3, any::<u32>()),
+    )
+        .prop_map(|((prefill, workers, blocks, seqs, policy), (push, network, host, lag_ms, view_ms), events, load)| {
+            let (rate, closed, isl, osl, turns, seed) = load;
+            let total = prefill + workers;
+            let pools = match prefill {
+                0 => format!("[pool.main]\nworkers = {workers}\n"),
+                n => format!("[pool.p]\nrole = \"prefill\"\nworkers = {n}\n[pool.d]\nrole = \"decode\"\nworkers = {workers}\n"),
+            };
+            let mode = if network == 0 { "none" } else { "flows" };
+            let mut text = format!(
+                "[model]\npreset = \"qwen3-8b\"\n{pools}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
+                 max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n\
+                 [engine.timing]\nkind = \"roofline\"\ngpu = \"h100-sxm\"\n\
+                 [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\n\
+                 [network]\nmode = \"{mode}\"\nnic_bits_per_s = 1e10\nmessages = {}\n\
+                 [host]\nmode = \"{}\"\ncpus = 2\n[kv]\nhand_over = \"{}\"\n",
+                network == 2,
+                if host == 1 { "ideal" } else { "none" },
+                if push { "push" } else { "pull" },
+            );
+            for (kind, at, length, worker, share) in events {
+                let (at, until) = (f64::from(at) / 1e3, f64::from(at + length) / 1e3);
+                let kind = match kind {
+                    0 => "kind = \"crash\"".to_owned(),
+                    1 => "kind = \"drain\"".to_owned(),
+                    2 => format!("kind = \"slow\"\nfactor = {}", 1 + share),
+                    _ => format!("kind = \"link\"\nshare = {}", f64::from(share) / 4.0),
+                };
+                let worker = worker % total;
+                text.extend([
+                    "[[event]]\n",
+                    &kind,
+                    &format!("\nat_s = {at}\nuntil_s = {until}\nworker = {worker}\n"),
+                ]);
+            }
+            let arrival = if closed {
+                format!("kind = \"closed\"\nconcurrency = {}", 1 + rate / 10)
+            } else {
+                format!("kind = \"poisson\"\nrate_per_s = {rate}")
+            };
+            let workload = workload(&format!(
+                "seed = {seed}\nrequests = 80\n[arrival]\n{arrival}\n\
+                 [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
+                 osl = {{ kind = \"uniform\", min = 1, max = {osl} }}\n\
+                 [class.session]\nturns = {turns}\nthink_time_s = 0.05\n"
+            ));
+            (cluster(&text), workload)
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    /// With pools, network, host, late news and faults: jumps and looking at each token change nothing,
+    /// a run repeats, every request ends once, and every token has its gap.
+    #[test]
+    fn jumps_change_nothing_whatever_is_modelled((cluster, workload) in scenario()) {
+        let with = |jump: bool, each_token: bool| {
+            let options = Options { jump, each_token, retries: 2, time_max: SimTime(600_000 * MS), ..Options::default() };
+            simulate(&cluster, &workload, &options)
+        };
+        let ((jumped, ended), (single, one_by_one), (each, _)) = (with(true, false), with(false, false), with(true, true));
+        prop_assert_eq!(single.jumped, 0);
+        for other in [&single, &each] {
+            prop_assert_eq!(jumped.digest, other.digest);
+            prop_assert_eq!(jumped.passes, other.passes);
+            prop_assert_eq!(jumped.ended_at, other.ended_at);
+            prop_assert_eq!(jumped.engine, other.engine);
+            prop_assert_eq!(&jumped.cut, &other.cut);
+            prop_assert_eq!(jumped.totals.requests, other.totals.requests);
+            prop_assert_eq!(jumped.totals.latencies(), other.totals.latencies());
+            prop_assert_eq!(jumped.hand_overs.bytes, other.hand_overs.bytes);
+        }
+        let key = |e: &Ended| (e.id, e.first, e.last);
+        let sorted = |mut all: Vec<Ended>| { all.sort_by_key(key); all };
+        let ended = sorted(ended);
+        prop_assert_eq!(&ended, &sorted(one_by_one));
+        prop_assert_eq!(&jumped.cut, &None);
+        let ids: BTreeSet<u64> = ended.iter().map(|e| e.id).collect();
+        prop_assert_eq!(ids.len(), ended.len(), "once each");
+        let requests = jumped.totals.requests;
+        prop_assert_eq!(requests.sent, ended.len() as u64);
+        prop_assert_eq!(requests.sent, requests.succeeded + requests.failed);
+        let answered: Vec<_> = ended.iter().filter(|e| e.error.is_none()).collect();
+        let tokens: u64 = answered.iter().map(|e| u64::from(e.tokens)).sum();
+        prop_assert_eq!(tokens, jumped.totals.tokens().output);
+        for e in &answered {
+            let h = &e.hops;
+            let in_order = [e.due, h.parsed.0, h.tokenized.0, h.routed.0, h.dispatched.0, h.received.0, h.first_pass_end.0, e.first, e.last];
+            prop_assert!(in_order.is_sorted(), "{:?}", e);
+        }
+        if cluster.events.is_empty() {
+            let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
+            prop_assert_eq!(gaps, tokens - requests.succeeded);
+        }
+    }
+}

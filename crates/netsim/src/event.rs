@@ -56,6 +56,11 @@ pub(crate) const ECT: u32 = 1 << 29;
 /// Sent before.
 pub(crate) const RETX: u32 = 1 << 30;
 
+/// A queue may cut the packet down to its header. Shares its bit with ECT: trimming ports do not mark.
+pub(crate) const TRIMMABLE: u32 = ECT;
+/// Only the header is left.
+pub(crate) const TRIMMED: u32 = 1 << 31;
+
 const HOP: u32 = 1 << 16;
 /// Longest path, in ports.
 pub(crate) const HOPS_MAX: usize = 250;
@@ -127,6 +132,12 @@ impl Event {
     #[inline]
     pub(crate) fn next_hop(&mut self) {
         self.meta += HOP;
+    }
+
+    /// Cuts a packet down to a header of `bytes`.
+    #[inline]
+    pub(crate) fn trim(&mut self, bytes: u32) {
+        self.meta = self.meta & !0xffff | bytes | TRIMMED;
     }
 
     #[inline]

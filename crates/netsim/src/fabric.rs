@@ -14,6 +14,7 @@ use crate::event::{CE, ECT, Event, Kind};
 use crate::net::{Net, Place, Step};
 use crate::scheduled::Scheduled;
 use crate::topology::PortId;
+use crate::trim::TrimPort;
 
 /// No limit on waiting packets.
 pub(crate) const UNLIMITED: u32 = u32::MAX;
@@ -182,6 +183,8 @@ pub(crate) struct Fabric {
     pub(crate) port_ids: Vec<PortId>,
     pub(crate) scheduled: Vec<Scheduled>,
     pub(crate) scheduled_ids: Vec<PortId>,
+    pub(crate) trim_ports: Vec<TrimPort>,
+    pub(crate) trim_ids: Vec<PortId>,
     /// Switch memories and incoming links; empty without shared buffers and PFC.
     pub(crate) memories: Vec<Memory>,
     pub(crate) ingresses: Vec<Ingress>,
@@ -212,6 +215,7 @@ impl Fabric {
         match net.steps[at].place() {
             Place::Fifo => self.enter_fifo(net, now, event, at),
             Place::Scheduled => self.enter_scheduled(net, now, event, at),
+            Place::Trim => self.enter_trim(net, now, event, at),
             // A path without ports: hosts on one switch whose links are not modeled. The builder
             // refuses such flows.
             place => unreachable!("a path begins with a port, not {place:?}"),

@@ -21,9 +21,11 @@ use crate::sim::{Execution, Simulation};
 use crate::topology::{End, PortId, Tier};
 use crate::transport::Paced;
 use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
+use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
 use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
+use crate::trim::TrimPort;
 
 /// Events that a window must hold per shard on average before shards pay; below, one shard's
 /// single queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event
@@ -61,20 +63,23 @@ impl Builder {
             })
             .collect();
         let largest = |f: &Flow| f.packet_bytes + f.header_bytes;
+        let trimmed = scenario.queue.trim.map(|t| t.header_bytes);
         let size_max = scenario
             .flows
             .iter()
             .map(|f| largest(f).max(f.ack_bytes))
             .max()
             .unwrap_or(0)
-            .max(64);
+            .max(64)
+            .max(trimmed.unwrap_or(0));
         let size_min = scenario
             .flows
             .iter()
             .map(|f| (f.header_bytes + 1).min(f.ack_bytes))
             .min()
             .unwrap_or(64)
-            .min(PAUSE_BYTES as u32);
+            .min(PAUSE_BYTES as u32)
+            .min(trimmed.unwrap_or(u32::MAX));
         let ack_min = scenario.flows.iter().map(|f| f.ack_bytes).min();
         let hop = |l: &LinkClass, bytes: u32| {
             l.delay_ns + serialization_ns(u64::from(bytes), l.bits_per_s)
@@ -103,6 +108,7 @@ impl Builder {
         let queue = &scenario.queue;
         let whole_switches = queue.shared.is_some() || queue.pfc.is_some();
         let mut net = Net::new(1, size_max, classes, discipline);
+        net.trim = queue.trim.unwrap_or_default();
         net.rules = rules(&scenario, &net.classes, size_max);
         let roce = |f: &Flow| matches!(f.transport, Transport::Roce(_));
         let host_turns = queue.pfc.is_some() || scenario.flows.iter().any(roce);
@@ -114,6 +120,8 @@ impl Builder {
                 port_ids: Vec::new(),
                 scheduled: Vec::new(),
                 scheduled_ids: Vec::new(),
+                trim_ports: Vec::new(),
+                trim_ids: Vec::new(),
                 memories: Vec::new(),
                 ingresses: Vec::new(),
                 rings: Rings::default(),
@@ -166,6 +174,7 @@ impl Builder {
             let (sends, receives) = match flow.transport {
                 Transport::Tcp(_) => (Place::TcpSender, Place::TcpReceiver),
                 Transport::Roce(_) => (Place::QpSender, Place::QpReceiver),
+                Transport::Ndp(_) => (Place::NdpSender, Place::NdpReceiver),
                 Transport::Packets => (Place::RawSender, Place::RawReceiver),
             };
             let (s, r) = (
@@ -187,6 +196,9 @@ impl Builder {
                 tcp_receivers: Vec::new(),
                 qp_senders: Vec::new(),
                 qp_receivers: Vec::new(),
+                ndp_senders: Vec::new(),
+                ndp_receivers: Vec::new(),
+                pacers: Vec::new(),
                 raw_senders: Vec::new(),
                 raw_receivers: Vec::new(),
                 successors: HashMap::new(),
@@ -195,18 +207,14 @@ impl Builder {
                 events: 0,
             });
         }
+        let mut maker = EndpointMaker {
+            scenario: &self.scenario,
+            net: &self.net,
+            pacer_of: HashMap::new(),
+        };
         for (i, flow) in flows.iter().enumerate() {
             let (sender, receiver) = endpoints[i];
-            let [data, ack] = rows[i];
-            add_endpoints(
-                &mut shards,
-                &self.scenario,
-                i as u32,
-                flow,
-                (sender, receiver),
-                data,
-                ack,
-            );
+            maker.add(&mut shards, i as u32, flow, (sender, receiver), rows[i]);
             let shard = &mut shards[sender.shard()];
             if flow.after.is_empty() {
                 shard
@@ -276,14 +284,16 @@ impl Builder {
                             self.scenario.seed ^ mix::mix64(flow.id),
                             u64::from(src) << 32 | u64::from(dst),
                         );
-                        rows.count = match routing {
-                            Routing::Spray => self.scenario.spray_paths,
-                            _ => 1,
-                        };
-                        for index in 0..rows.count {
-                            router
+                        rows.count = 1;
+                        let mut index = 0;
+                        while index < rows.count {
+                            let ways = router
                                 .path(src, dst, *routing, hash, index, &mut path)
                                 .ok_or_else(|| disconnected(flow))?;
+                            if *routing == Routing::Spray {
+                                rows.count = ways.min(self.scenario.spray_paths);
+                            }
+                            index += 1;
                             ports.extend_from_slice(&path);
                             ends.push(ports.len() as u32);
                             longest = longest.max(path.len());
@@ -466,8 +476,11 @@ impl Builder {
                 _ => NO_SWITCH,
             },
         };
+        let trim = self.scenario.queue.trim;
         let fabric = &mut self.fabrics[shard as usize];
-        let index = if scheduled {
+        let index = if trim.is_some() {
+            fabric.trim_ports.len()
+        } else if scheduled {
             fabric.scheduled.len()
         } else {
             fabric.ports.len()
@@ -478,7 +491,11 @@ impl Builder {
                  use a smaller topology or fewer flows"
             )));
         }
-        let place = if scheduled {
+        let place = if let Some(rule) = trim {
+            fabric.trim_ports.push(TrimPort::new(spec, rule, from_host));
+            fabric.trim_ids.push(port);
+            Place::Trim
+        } else if scheduled {
             let classes = self.scenario.queue.discipline.classes();
             fabric.scheduled.push(Scheduled::new(classes, spec, room));
             fabric.scheduled_ids.push(port);
@@ -521,105 +538,149 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
     }
 }
 
-/// Makes a flow's sender and receiver.
-fn add_endpoints(
-    shards: &mut [Shard],
-    scenario: &Scenario,
-    index: u32,
-    flow: &Flow,
-    (sender, receiver): (Step, Step),
-    data: Rows,
-    ack: Rows,
-) {
-    let seed = mix::draw(scenario.seed, flow.id);
-    let total = flow.demand.bytes().unwrap_or(u64::MAX);
-    match flow.transport {
-        Transport::Tcp(tcp) => {
-            let app = match flow.demand {
-                Demand::Bytes(_) => None,
-                Demand::Paced(a) => Some(Paced::new(a, seed)),
-            };
-            let control = match tcp.congestion {
-                Congestion::NewReno => Control::NewReno(NewReno::default()),
-                Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
-                Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
-            };
-            let setup = TcpSetup {
-                flow: index,
-                me: sender,
-                row: data.first,
-                rows: data.count,
-                mss: flow.packet_bytes,
-                header: flow.header_bytes,
-                ecn: tcp.ecn,
-                initial_window: tcp.initial_window,
-                ssthresh: tcp.ssthresh,
-                rto_min_ns: tcp.rto_ns_min,
-                control,
-                bytes: flow.demand.bytes(),
-                app,
-            };
-            shards[sender.shard()]
-                .tcp_senders
-                .push(TcpSender::new(setup));
-            shards[receiver.shard()]
-                .tcp_receivers
-                .push(TcpReceiver::new(
-                    index,
-                    ack.first,
-                    ack.count,
-                    flow.header_bytes,
-                    flow.ack_bytes,
-                    total,
-                ));
-        }
-        Transport::Roce(roce) => {
-            let links = &scenario.links;
-            let first = links.host.unwrap_or(links.edge);
-            shards[sender.shard()]
-                .qp_senders
-                .push(QpSender::new(QpSetup {
+/// Makes the senders and receivers of flows.
+struct EndpointMaker<'a> {
+    scenario: &'a Scenario,
+    net: &'a Net,
+    /// The pacer of a host's pulls, by host.
+    pacer_of: HashMap<u32, usize>,
+}
+
+impl EndpointMaker<'_> {
+    fn add(
+        &mut self,
+        shards: &mut [Shard],
+        index: u32,
+        flow: &Flow,
+        (sender, receiver): (Step, Step),
+        [data, ack]: [Rows; 2],
+    ) {
+        let scenario = self.scenario;
+        let seed = mix::draw(scenario.seed, flow.id);
+        let total = flow.demand.bytes().unwrap_or(u64::MAX);
+        match flow.transport {
+            Transport::Tcp(tcp) => {
+                let app = match flow.demand {
+                    Demand::Bytes(_) => None,
+                    Demand::Paced(a) => Some(Paced::new(a, seed)),
+                };
+                let control = match tcp.congestion {
+                    Congestion::NewReno => Control::NewReno(NewReno::default()),
+                    Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
+                    Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
+                };
+                let setup = TcpSetup {
                     flow: index,
                     me: sender,
                     row: data.first,
                     rows: data.count,
+                    mss: flow.packet_bytes,
+                    header: flow.header_bytes,
+                    ecn: tcp.ecn,
+                    initial_window: tcp.initial_window,
+                    ssthresh: tcp.ssthresh,
+                    rto_min_ns: tcp.rto_ns_min,
+                    control,
+                    bytes: flow.demand.bytes(),
+                    app,
+                };
+                shards[sender.shard()]
+                    .tcp_senders
+                    .push(TcpSender::new(setup));
+                shards[receiver.shard()]
+                    .tcp_receivers
+                    .push(TcpReceiver::new(
+                        index,
+                        ack.first,
+                        ack.count,
+                        flow.header_bytes,
+                        flow.ack_bytes,
+                        total,
+                    ));
+            }
+            Transport::Roce(roce) => {
+                let links = &scenario.links;
+                let first = links.host.unwrap_or(links.edge);
+                shards[sender.shard()]
+                    .qp_senders
+                    .push(QpSender::new(QpSetup {
+                        flow: index,
+                        me: sender,
+                        row: data.first,
+                        rows: data.count,
+                        header: flow.header_bytes,
+                        mtu: flow.packet_bytes,
+                        total,
+                        has_port: links.host.is_some(),
+                        line_bits_per_s: first.bits_per_s,
+                        roce,
+                    }));
+                shards[receiver.shard()].qp_receivers.push(QpReceiver::new(
+                    index,
+                    (ack.first, ack.count),
+                    flow.header_bytes,
+                    flow.ack_bytes,
+                    total,
+                    roce,
+                ));
+            }
+            Transport::Ndp(ndp) => {
+                let setup = NdpSetup {
+                    flow: index,
+                    me: sender,
+                    row: data.first,
+                    rows: data.count,
+                    seed,
                     header: flow.header_bytes,
                     mtu: flow.packet_bytes,
+                    control_bytes: flow.ack_bytes,
                     total,
-                    has_port: links.host.is_some(),
-                    line_bits_per_s: first.bits_per_s,
-                    roce,
-                }));
-            shards[receiver.shard()].qp_receivers.push(QpReceiver::new(
-                index,
-                (ack.first, ack.count),
-                flow.header_bytes,
-                flow.ack_bytes,
-                total,
-                roce,
-            ));
-        }
-        Transport::Packets => {
-            let arrivals = match flow.demand {
-                Demand::Paced(a) => a,
-                Demand::Bytes(bytes) => Arrivals {
-                    size: Dist::Constant(bytes as f64),
-                    gap_s: Dist::Constant(0.0),
-                    duration_ns: None,
-                    bytes: Some(bytes),
-                },
-            };
-            shards[sender.shard()].raw_senders.push(RawSender::new(
-                index,
-                sender,
-                (data.first, data.count),
-                flow.header_bytes,
-                flow.packet_bytes,
-                Paced::new(arrivals, seed),
-            ));
-            shards[receiver.shard()]
-                .raw_receivers
-                .push(RawReceiver::new(index, flow.header_bytes, total));
+                    ndp,
+                };
+                shards[sender.shard()]
+                    .ndp_senders
+                    .push(NdpSender::new(setup));
+                let setup = NdpSetup {
+                    me: receiver,
+                    row: ack.first,
+                    rows: ack.count,
+                    seed: mix::mix64(seed),
+                    ..setup
+                };
+                let pacers = &mut shards[receiver.shard()].pacers;
+                let net = self.net;
+                let pacer = *self.pacer_of.entry(flow.dst).or_insert_with(|| {
+                    let me = Step::new(receiver.shard() as u32, Place::Host, pacers.len());
+                    let packet = flow.packet_bytes + flow.header_bytes;
+                    pacers.push(Pacer::new(me, net.serialization(0, packet)));
+                    pacers.len() - 1
+                });
+                shards[receiver.shard()]
+                    .ndp_receivers
+                    .push(NdpReceiver::new(setup, pacer as u32));
+            }
+            Transport::Packets => {
+                let arrivals = match flow.demand {
+                    Demand::Paced(a) => a,
+                    Demand::Bytes(bytes) => Arrivals {
+                        size: Dist::Constant(bytes as f64),
+                        gap_s: Dist::Constant(0.0),
+                        duration_ns: None,
+                        bytes: Some(bytes),
+                    },
+                };
+                shards[sender.shard()].raw_senders.push(RawSender::new(
+                    index,
+                    sender,
+                    (data.first, data.count),
+                    flow.header_bytes,
+                    flow.packet_bytes,
+                    Paced::new(arrivals, seed),
+                ));
+                shards[receiver.shard()]
+                    .raw_receivers
+                    .push(RawReceiver::new(index, flow.header_bytes, total));
+            }
         }
     }
 }

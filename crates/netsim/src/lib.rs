@@ -35,6 +35,7 @@ mod shard;
 pub mod sim;
 pub mod topology;
 mod transport;
+pub mod trim;
 
 pub use error::Error;
 pub use result::RunResult;

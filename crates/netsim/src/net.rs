@@ -2,6 +2,7 @@
 
 use crate::buffer::{NO_INGRESS, Rules};
 use crate::scheduled::Discipline;
+use crate::trim::Trim;
 
 /// Where a packet is handled next: a port or an endpoint of a shard, in 32 bits.
 ///
@@ -24,6 +25,7 @@ pub(crate) enum Place {
     RawReceiver,
     Host,
     None,
+    Trim,
 }
 
 const PLACES: [Place; 16] = [
@@ -39,7 +41,7 @@ const PLACES: [Place; 16] = [
     Place::RawReceiver,
     Place::Host,
     Place::None,
-    Place::None,
+    Place::Trim,
     Place::None,
     Place::None,
     Place::None,
@@ -99,6 +101,8 @@ pub(crate) struct Net {
     pub(crate) row_class: Vec<u8>,
     /// What scheduled ports do.
     pub(crate) discipline: Discipline,
+    /// What trimming ports do.
+    pub(crate) trim: Trim,
     /// Shared buffers and PFC.
     pub(crate) rules: Rules,
     /// The ingress that a packet came through to the port at the same place of `steps`; empty
@@ -126,6 +130,7 @@ impl Net {
             classes,
             row_class: Vec::new(),
             discipline,
+            trim: Trim::default(),
             rules: Rules::default(),
             ingress: Vec::new(),
         }

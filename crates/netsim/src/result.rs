@@ -73,7 +73,7 @@ pub struct PortResult {
     pub bytes: u64,
     /// Packets dropped.
     pub drops: u64,
-    /// Packets marked.
+    /// Packets marked; at a trimming port, packets trimmed.
     pub marks: u64,
     /// Longest wait of an accepted packet, ns.
     pub wait_ns_max: u64,
@@ -314,6 +314,22 @@ impl Fabric {
                         waiting_bytes_max: p.waiting_bytes_max,
                         pauses: p.pauses,
                         paused_ns: p.paused_ns,
+                    }),
+            )
+            .chain(
+                self.trim_ports
+                    .iter()
+                    .zip(&self.trim_ids)
+                    .map(|(p, &port)| PortResult {
+                        port,
+                        packets: p.packets,
+                        bytes: p.bytes,
+                        drops: u64::from(p.drops),
+                        marks: u64::from(p.trims),
+                        wait_ns_max: u64::from(p.wait_ns_max),
+                        waiting_bytes_max: p.waiting_bytes_max,
+                        pauses: 0,
+                        paused_ns: 0,
                     }),
             )
             .collect()

@@ -129,7 +129,8 @@ impl<'a> Router<'a> {
         Ok(())
     }
 
-    /// Path number `index` of a flow whose hash is `hash`, as ports; `None` if cut off.
+    /// Path number `index` of a flow whose hash is `hash`, as ports, and for sprayed flows how many
+    /// equal ways there are; `None` if cut off.
     pub(crate) fn path(
         &mut self,
         src: Host,
@@ -138,7 +139,7 @@ impl<'a> Router<'a> {
         hash: u64,
         index: u32,
         out: &mut Vec<PortId>,
-    ) -> Option<()> {
+    ) -> Option<u32> {
         let key = mix::draw(hash, u64::from(index));
         let mut choice = 0;
         let mut by_hash = |n: u32| {
@@ -146,13 +147,24 @@ impl<'a> Router<'a> {
             mix::below(mix::draw(key, choice), u64::from(n)) as u32
         };
         let mut first = |_: u32| 0;
+        // Sprayed packets take the ways in turn: the index, digit by digit, each digit turned by the
+        // flow's hash so that flows begin in different places.
+        let (mut ways, mut level) = (1u32, 0);
+        let mut in_turn = |n: u32| {
+            level += 1;
+            let turn = mix::below(mix::draw(hash, level), u64::from(n)) as u32;
+            let digit = index / ways % n;
+            ways = ways.saturating_mul(n);
+            (digit + turn) % n
+        };
         let nodes = match routing {
             Routing::ShortestPath => self.nodes(src, dst, &mut first)?,
-            Routing::Ecmp | Routing::Spray => self.nodes(src, dst, &mut by_hash)?,
+            Routing::Ecmp => self.nodes(src, dst, &mut by_hash)?,
+            Routing::Spray => self.nodes(src, dst, &mut in_turn)?,
         };
         self.ports(src, dst, &nodes, out)
             .expect("neighbors are linked");
-        Some(())
+        Some(ways)
     }
 }
 

@@ -6,6 +6,7 @@ use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
 pub use crate::transport::dcqcn::Dcqcn;
+use crate::trim::Trim;
 
 /// Rate and delay of the links of one tier.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,6 +45,8 @@ pub struct Queue {
     pub shared: Option<SharedBuffer>,
     /// Lossless classes.
     pub pfc: Option<Pfc>,
+    /// Ports trim instead of dropping; discipline and capacity have no effect then.
+    pub trim: Option<Trim>,
 }
 
 /// A distribution, drawn from by number, so that draws do not depend on the order of events.
@@ -205,6 +208,27 @@ impl Default for Roce {
     }
 }
 
+/// A receiver-driven flow in the manner of NDP.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ndp {
+    /// Packets sent without being asked for.
+    pub window_packets: u32,
+    /// Without an answer for so long lost packets go again, ns.
+    pub retry_ns: u64,
+}
+
+impl Default for Ndp {
+    fn default() -> Self {
+        Ndp {
+            // Handley et al. 2017, section 3.2: about a bandwidth-delay product; 30 packets in its
+            // section 6.
+            window_packets: 30,
+            // Its section 3.2.3: headers are hardly ever lost, so 1 ms is safe.
+            retry_ns: 1_000_000,
+        }
+    }
+}
+
 /// How a flow's packets are sent and answered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Transport {
@@ -212,6 +236,8 @@ pub enum Transport {
     Tcp(Tcp),
     /// A RoCE queue pair.
     Roce(Roce),
+    /// Receiver-driven, in the manner of NDP.
+    Ndp(Ndp),
     /// Packets that nothing answers.
     Packets,
 }

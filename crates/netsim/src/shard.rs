@@ -6,6 +6,7 @@ use crate::event::{Event, Kind};
 use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step};
 use crate::scenario::Finished;
+use crate::transport::ndp::{NdpReceiver, NdpSender, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender};
@@ -22,6 +23,9 @@ pub(crate) struct Shard {
     pub(crate) tcp_receivers: Vec<TcpReceiver>,
     pub(crate) qp_senders: Vec<QpSender>,
     pub(crate) qp_receivers: Vec<QpReceiver>,
+    pub(crate) ndp_senders: Vec<NdpSender>,
+    pub(crate) ndp_receivers: Vec<NdpReceiver>,
+    pub(crate) pacers: Vec<Pacer>,
     pub(crate) raw_senders: Vec<RawSender>,
     pub(crate) raw_receivers: Vec<RawReceiver>,
     /// By flow and what of it is waited for; empty in runs without dependencies.
@@ -72,6 +76,9 @@ impl Shard {
         for step in &steps[..upcoming.len()] {
             touched ^= match step.place() {
                 Place::Fifo => self.fabric.ports[step.index()].busy,
+                Place::Trim => self.fabric.trim_ports[step.index()].busy,
+                Place::NdpSender => self.ndp_senders[step.index()].touch(),
+                Place::NdpReceiver => self.ndp_receivers[step.index()].touch(),
                 Place::TcpSender => self.tcp_senders[step.index()].touch(),
                 Place::TcpReceiver => self.tcp_receivers[step.index()].touch(),
                 _ => 0,
@@ -95,6 +102,24 @@ impl Shard {
         match step.place() {
             Place::Fifo => self.fabric.enter_fifo(net, now, event, at),
             Place::Scheduled => self.fabric.enter_scheduled(net, now, event, at),
+            Place::Trim => self.fabric.enter_trim(net, now, event, at),
+            Place::NdpReceiver => {
+                self.fabric.tally.delivered += 1;
+                let receiver = &mut self.ndp_receivers[step.index()];
+                let pacer = &mut self.pacers[receiver.host()];
+                if receiver.on_data(now, event, &mut self.fabric, net, pacer) {
+                    let flow = receiver.flow;
+                    self.on_finished(now, flow, Finished::Delivered);
+                }
+            }
+            Place::NdpSender => {
+                self.fabric.tally.delivered += 1;
+                let sender = &mut self.ndp_senders[step.index()];
+                if sender.on_packet(now, event, &mut self.fabric, net) {
+                    let flow = sender.flow;
+                    self.on_finished(now, flow, Finished::Acknowledged);
+                }
+            }
             Place::TcpReceiver => {
                 self.fabric.tally.delivered += 1;
                 let receiver = &mut self.tcp_receivers[step.index()];
@@ -162,6 +187,25 @@ impl Shard {
             (Place::Scheduled, _) => {
                 fabric.serve(net, now, step, false);
                 None
+            }
+            (Place::Trim, _) => {
+                fabric.serve_trim(net, now, step);
+                None
+            }
+            (Place::Host, _) => {
+                let pacer = &mut self.pacers[step.index()];
+                pacer.on_due(now, &mut self.ndp_receivers, fabric, net);
+                None
+            }
+            (Place::NdpSender, kind) => {
+                let sender = &mut self.ndp_senders[step.index()];
+                let done = if kind == Kind::Start {
+                    sender.on_start(now, fabric, net)
+                } else {
+                    sender.on_timer(now, fabric, net);
+                    false
+                };
+                done.then_some(sender.flow)
             }
             (Place::QpSender, kind) => {
                 let sender = &mut self.qp_senders[step.index()];

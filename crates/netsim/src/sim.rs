@@ -335,6 +335,7 @@ impl Simulation {
             Place::Scheduled => {
                 Some(self.shards[step.shard()].fabric.scheduled[step.index()].link_class())
             }
+            Place::Trim => Some(self.shards[step.shard()].fabric.trim_ports[step.index()].class()),
             _ => None,
         }
     }
@@ -394,6 +395,30 @@ impl Simulation {
                 result.packets_received = r.packets;
                 result.bytes_received = r.bytes;
                 result.bytes_in_order = r.next;
+                result.first_ns = r.first;
+                result.last_ns = r.last;
+                if r.packets > 0 && r.packets == s.count.packets {
+                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
+                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
+                }
+            }
+            Place::NdpSender => {
+                let s = &self.shards[sender.shard()].ndp_senders[sender.index()];
+                let r = &self.shards[receiver.shard()].ndp_receivers[receiver.index()];
+                result.start_ns = s.start;
+                result.acked_ns = s.is_done().then_some(s.end);
+                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
+                result.bytes = s.total;
+                result.bytes_acked = s.acked_bytes();
+                result.packets_sent = s.count.packets;
+                result.bytes_sent = s.count.bytes;
+                result.retransmitted = s.count.retransmitted;
+                result.acks = s.count.acks;
+                result.timeouts = s.count.timeouts;
+                result.nacks = s.nacks;
+                result.packets_received = r.packets;
+                result.bytes_received = r.bytes;
+                result.bytes_in_order = r.distinct_bytes();
                 result.first_ns = r.first;
                 result.last_ns = r.last;
                 if r.packets > 0 && r.packets == s.count.packets {

@@ -11,8 +11,8 @@ use super::{note, ns};
 use crate::collective::{Collective, Kind};
 use crate::route::Routing;
 use crate::scenario::{
-    After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Paths, Roce,
-    Tcp, Transport,
+    After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths,
+    Roce, Tcp, Transport,
 };
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
@@ -31,6 +31,7 @@ pub(super) struct Reader<'a> {
 enum FlowType {
     Tcp,
     Roce,
+    Ndp,
     Packets,
 }
 
@@ -38,6 +39,7 @@ const FLOW_TYPES: &[(&str, FlowType)] = &[
     ("TCP", FlowType::Tcp),
     ("RoCE", FlowType::Roce),
     ("DCQCN", FlowType::Roce),
+    ("NDP", FlowType::Ndp),
     ("PacketDistribution", FlowType::Packets),
 ];
 
@@ -46,12 +48,18 @@ enum Pairing {
     Random,
     SwitchOffsetHalf,
     SameSwitchNext,
+    Permutation,
+    Incast,
+    AllToAll,
 }
 
 const PAIRINGS: &[(&str, Pairing)] = &[
     ("Random", Pairing::Random),
     ("SwitchOffsetHalf", Pairing::SwitchOffsetHalf),
     ("SameSwitchNext", Pairing::SameSwitchNext),
+    ("Permutation", Pairing::Permutation),
+    ("Incast", Pairing::Incast),
+    ("AllToAll", Pairing::AllToAll),
 ];
 
 const ALGORITHMS: &[(&str, Algorithm)] = &[
@@ -249,13 +257,30 @@ impl<'a> Reader<'a> {
 
     fn read_set(&self, t: &Table<'_>) -> Vec<Flow> {
         let first: u64 = t.get("first_flow_id").or(0);
-        let count: u32 = t
-            .get("flow_count")
-            .within(1..=10_000_000)
-            .required("give the number of flows", 1);
-        let template = self.read_template(t);
         let pairing = t.choice("pairing", PAIRINGS).or(Pairing::Random);
         let hosts = self.network.topology.host_count();
+        // As many as the pattern has, if it has a number.
+        let usual = match pairing {
+            Pairing::Permutation => Some(u64::from(hosts)),
+            Pairing::Incast => Some(u64::from(hosts) - 1),
+            Pairing::AllToAll => Some(u64::from(hosts) * (u64::from(hosts) - 1)),
+            _ => None,
+        };
+        let count = t.get::<u64>("flow_count").within(1..=10_000_000);
+        let count = match usual {
+            Some(usual) if !t.has("flow_count") => usual,
+            _ => count.required("give the number of flows", 1),
+        };
+        if count > 10_000_000 {
+            t.mistake(
+                "pairing",
+                format!("the pattern has {count} flows"),
+                "use at most 10000000: fewer hosts, or give `flow_count`",
+            );
+            return Vec::new();
+        }
+        let count = count as u32;
+        let template = self.read_template(t);
         let set = self.sets.replace(self.sets.get() + 1);
         if hosts < 2 {
             t.mistake(
@@ -267,7 +292,8 @@ impl<'a> Reader<'a> {
         }
         let paths = Paths::By(template.routing.unwrap_or(self.network.routing));
         let per_edge = self.network.topology.hosts_per_edge();
-        if pairing != Pairing::Random && per_edge.is_none() {
+        let by_switch = matches!(pairing, Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext);
+        if by_switch && per_edge.is_none() {
             t.mistake(
                 "pairing",
                 "`pairing` by switch needs equally many hosts on every switch",
@@ -276,10 +302,29 @@ impl<'a> Reader<'a> {
         }
         let per_edge = per_edge.unwrap_or(1);
         let stream = mix::draw(self.seed ^ 0x7061_6972, set);
+        let partners = match pairing {
+            Pairing::Permutation => permutation(stream, hosts),
+            _ => Vec::new(),
+        };
+        let sink = t.get::<u32>("sink").optional();
+        let sink = sink
+            .map_or(Some(0), |sink| self.host(t, "sink", sink))
+            .unwrap_or(0);
         (0..count)
             .map(|i| {
                 let src = i % hosts;
                 let (src, dst) = match pairing {
+                    Pairing::Permutation => (src, partners[src as usize]),
+                    // Senders in order of their numbers, the sink left out.
+                    Pairing::Incast => {
+                        let src = i % (hosts - 1);
+                        (src + u32::from(src >= sink), sink)
+                    }
+                    // Sender after sender, each to all others.
+                    Pairing::AllToAll => {
+                        let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
+                        (src, (src + 1 + to) % hosts)
+                    }
                     Pairing::Random => random_pair(stream, u64::from(i), hosts),
                     Pairing::SwitchOffsetHalf => {
                         let switches = hosts / per_edge;
@@ -307,6 +352,11 @@ impl<'a> Reader<'a> {
             .within(0..=255u32)
             .or(u32::from(class)) as u8;
         let duration_s = self.duration_s;
+        // NDP sprays unless told otherwise.
+        let routing = match kind {
+            FlowType::Ndp => routing.or(Some(Routing::Spray)),
+            _ => routing,
+        };
         t.table("traffic", |t| {
             let start_ns = seconds(t, "initial_delay").unwrap_or(0);
             let bytes: Option<u64> = t.get("size").optional();
@@ -329,12 +379,13 @@ impl<'a> Reader<'a> {
             let transport = match kind {
                 FlowType::Tcp => Transport::Tcp(t.table("tcp", read_tcp)),
                 FlowType::Roce => Transport::Roce(t.table("roce", read_roce)),
+                FlowType::Ndp => Transport::Ndp(t.table("ndp", read_ndp)),
                 FlowType::Packets => Transport::Packets,
             };
-            if matches!(kind, FlowType::Roce) && bytes.is_none() {
+            if matches!(kind, FlowType::Roce | FlowType::Ndp) && bytes.is_none() {
                 t.mistake(
                     "size",
-                    "a queue pair sends messages of a known size",
+                    "RoCE and NDP flows are messages of a known size",
                     "give `size` in bytes",
                 );
             }
@@ -575,6 +626,16 @@ fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
     (src, (src + 1 + step) % hosts)
 }
 
+/// A random cycle through all hosts (Sattolo 1986): everybody sends to one other, nobody to itself.
+fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
+    let mut to: Vec<u32> = (0..hosts).collect();
+    for i in (1..hosts as usize).rev() {
+        let j = mix::below(mix::draw(stream, i as u64), i as u64) as usize;
+        to.swap(i, j);
+    }
+    to
+}
+
 /// `PathFromConfig` means that `path` or `paths` says it.
 fn read_routing(t: &Table<'_>) -> Option<Routing> {
     let mut words: Vec<(&str, Option<Routing>)> =
@@ -736,5 +797,16 @@ fn read_dcqcn(t: &Table<'_>) -> Dcqcn {
         hyper_bits_per_s: rate("rate_hai", usual.hyper_bits_per_s),
         cnp_interval_ns: time("cnp_interval", usual.cnp_interval_ns),
         rate_bits_per_s_min: rate("rate_min", usual.rate_bits_per_s_min),
+    }
+}
+
+fn read_ndp(t: &Table<'_>) -> Ndp {
+    let usual = Ndp::default();
+    Ndp {
+        window_packets: t
+            .get("window")
+            .within(1..=100_000u32)
+            .or(usual.window_packets),
+        retry_ns: seconds(t, "rto").unwrap_or(usual.retry_ns).max(1_000),
     }
 }

@@ -10,6 +10,7 @@ use crate::route::Routing;
 use crate::scenario::{Link, Links, Queue};
 use crate::scheduled::Discipline;
 use crate::topology::{FatTree, Graph, LeafSpine, Tier, Topology};
+use crate::trim::Trim;
 
 /// The network part of a file.
 pub(super) struct Network {
@@ -205,6 +206,7 @@ enum Drop {
     RedEcn,
     Threshold,
     Ramp,
+    Trim,
 }
 
 const DROPS: &[(&str, Drop)] = &[
@@ -216,6 +218,7 @@ const DROPS: &[(&str, Drop)] = &[
     ("ECNThreshold", Drop::Threshold),
     ("ECN_RAMP", Drop::Ramp),
     ("EcnRamp", Drop::Ramp),
+    ("Trim", Drop::Trim),
 ];
 
 fn read_switch(t: &Table<'_>) -> (u64, Queue) {
@@ -231,8 +234,10 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
     });
     let capacity = t.get("capacity").within(0..=1_000_000u32).or(0);
     let discipline = read_discipline(t);
-    let aqm = match t.choice("drop", DROPS).or(Drop::Tail) {
-        Drop::Tail => Aqm::TailDrop,
+    let drop = t.choice("drop", DROPS).or(Drop::Tail);
+    let trim = (drop == Drop::Trim).then(|| t.table("trim", read_trim));
+    let aqm = match drop {
+        Drop::Tail | Drop::Trim => Aqm::TailDrop,
         Drop::Red => read_red(t, false),
         Drop::RedEcn => read_red(t, true),
         Drop::Threshold => Aqm::EcnThreshold {
@@ -260,6 +265,14 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
     let pfc = t
         .has("pfc")
         .then(|| t.table("pfc", |t| read_pfc(t, shared.is_some())));
+    if trim.is_some() && (shared.is_some() || pfc.is_some() || discipline != Discipline::Fifo) {
+        t.mistake(
+            "drop",
+            "ports that trim have two queues of their own, so `discipline`, `shared` and `pfc` have \
+             no place",
+            "remove those keys, or choose another `drop`",
+        );
+    }
     (
         rate,
         Queue {
@@ -270,8 +283,31 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
             loss,
             shared,
             pfc,
+            trim,
         },
     )
+}
+
+fn read_trim(t: &Table<'_>) -> Trim {
+    let usual = Trim::default();
+    Trim {
+        data_packets: t
+            .get("data")
+            .within(1..=1_000_000u32)
+            .or(usual.data_packets),
+        header_packets: t
+            .get("headers")
+            .within(1..=1_000_000u32)
+            .or(usual.header_packets),
+        header_bytes: t
+            .get("header_bytes")
+            .within(1..=9_000u32)
+            .or(usual.header_bytes),
+        headers_per_data: t
+            .get("headers_per_data")
+            .within(1..=1_000_000u32)
+            .or(usual.headers_per_data),
+    }
 }
 
 fn read_shared(t: &Table<'_>) -> SharedBuffer {

@@ -173,6 +173,7 @@ fn transport_name(transport: &Transport) -> &'static str {
         },
         Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
         Transport::Roce(_) => "RoCE",
+        Transport::Ndp(_) => "NDP",
         Transport::Packets => "packets",
     }
 }

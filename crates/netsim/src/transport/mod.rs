@@ -2,6 +2,7 @@
 
 pub(crate) mod control;
 pub(crate) mod dcqcn;
+pub(crate) mod ndp;
 pub(crate) mod raw;
 pub(crate) mod roce;
 pub(crate) mod tcp;

@@ -4,4 +4,5 @@ mod common;
 mod conservation;
 mod known;
 mod lossless;
+mod ndp;
 mod published;

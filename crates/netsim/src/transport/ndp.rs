@@ -1,0 +1,553 @@
+//! A receiver-driven transport in the manner of NDP (Handley et al., "Re-architecting datacenter
+//! networks and stacks for low latency and high performance", SIGCOMM 2017).
+//!
+//! A sender pushes a first window at line rate and then sends one packet for each pull. Every
+//! packet, or what is left of it after trimming, is answered at once by an ACK or a NACK; the
+//! receiving host paces the pulls of all its flows at the rate of its link (section 3.2). Packets
+//! take all paths, in an order drawn anew for each round (section 3.1.1).
+
+use std::collections::VecDeque;
+
+use slipstream_base::mix;
+
+use crate::event::{Event, Kind, RETX, TRIMMABLE, TRIMMED};
+use crate::fabric::Fabric;
+use crate::net::{Net, Step};
+use crate::scenario::Ndp;
+use crate::transport::tcp::SendCount;
+
+/// The paths of one direction of a flow, taken in a new order each round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spray {
+    row: u32,
+    rows: u32,
+    seed: u64,
+    at: u32,
+    round: u32,
+    /// This round's order: position p takes path (p · stride + offset) mod rows.
+    stride: u32,
+    offset: u32,
+}
+
+impl Spray {
+    pub(crate) fn new(row: u32, rows: u32, seed: u64) -> Self {
+        let mut spray = Spray {
+            row,
+            rows,
+            seed,
+            at: 0,
+            round: 0,
+            stride: 1,
+            offset: 0,
+        };
+        spray.shuffle();
+        spray
+    }
+
+    fn shuffle(&mut self) {
+        let draw = mix::draw(self.seed, u64::from(self.round));
+        self.offset = mix::below(draw, u64::from(self.rows)) as u32;
+        // Any stride that has no factor in common with the number of paths visits each once.
+        let mut stride = (draw as u32 | 1) % self.rows.max(1);
+        while gcd(stride, self.rows) != 1 {
+            stride = (stride + 1) % self.rows.max(2);
+        }
+        self.stride = stride;
+    }
+
+    /// The row of the next packet.
+    #[inline]
+    pub(crate) fn take(&mut self) -> u32 {
+        if self.rows == 1 {
+            return self.row;
+        }
+        let row = self.row + self.offset;
+        self.offset += self.stride;
+        if self.offset >= self.rows {
+            self.offset -= self.rows;
+        }
+        self.at += 1;
+        if self.at == self.rows {
+            self.at = 0;
+            self.round = self.round.wrapping_add(1);
+            self.shuffle();
+        }
+        row
+    }
+}
+
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// A set of packet numbers.
+#[derive(Clone, Debug)]
+struct Bits {
+    words: Vec<u64>,
+    count: u32,
+}
+
+impl Bits {
+    fn new(n: u32) -> Self {
+        Bits {
+            words: vec![0; n.div_ceil(64) as usize],
+            count: 0,
+        }
+    }
+
+    fn has(&self, i: u32) -> bool {
+        self.words[(i / 64) as usize] >> (i % 64) & 1 == 1
+    }
+
+    /// True if it is new.
+    fn add(&mut self, i: u32) -> bool {
+        let (at, bit) = ((i / 64) as usize, 1u64 << (i % 64));
+        let word = self.words[at];
+        if word & bit != 0 {
+            return false;
+        }
+        self.words[at] = word | bit;
+        self.count += 1;
+        true
+    }
+
+    fn first_missing(&self) -> u32 {
+        let full = self.words.iter().take_while(|&&w| w == u64::MAX).count();
+        let rest = self.words.get(full).map_or(0, |w| w.trailing_ones());
+        full as u32 * 64 + rest
+    }
+}
+
+/// How a flow is made, at either end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NdpSetup {
+    pub(crate) flow: u32,
+    pub(crate) me: Step,
+    pub(crate) row: u32,
+    pub(crate) rows: u32,
+    pub(crate) seed: u64,
+    pub(crate) header: u32,
+    pub(crate) mtu: u32,
+    pub(crate) control_bytes: u32,
+    pub(crate) total: u64,
+    pub(crate) ndp: Ndp,
+}
+
+impl NdpSetup {
+    fn packets(&self) -> u32 {
+        self.total.div_ceil(u64::from(self.mtu)) as u32
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NdpSender {
+    pub(crate) flow: u32,
+    me: Step,
+    pub(crate) spray: Spray,
+    header: u32,
+    mtu: u32,
+    pub(crate) total: u64,
+    packets: u32,
+    next: u32,
+    window: u32,
+    acked: Bits,
+    again: VecDeque<u32>,
+    /// Pulls heard of, and pulls that found nothing to send yet.
+    pulled: u32,
+    credit: u32,
+    retry_ns: u64,
+    deadline: u64,
+    retry_at: u64,
+    started: bool,
+    pub(crate) count: SendCount,
+    pub(crate) nacks: u64,
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+}
+
+impl NdpSender {
+    pub(crate) fn new(s: NdpSetup) -> Self {
+        NdpSender {
+            flow: s.flow,
+            me: s.me,
+            spray: Spray::new(s.row, s.rows, s.seed),
+            header: s.header,
+            mtu: s.mtu,
+            total: s.total,
+            packets: s.packets(),
+            next: 0,
+            window: s.ndp.window_packets,
+            acked: Bits::new(s.packets()),
+            again: VecDeque::new(),
+            pulled: 0,
+            credit: 0,
+            retry_ns: s.ndp.retry_ns,
+            deadline: u64::MAX,
+            retry_at: 0,
+            started: false,
+            count: SendCount::default(),
+            nacks: 0,
+            start: 0,
+            end: 0,
+        }
+    }
+
+    /// Reads a word of each cache line that a pull needs.
+    #[inline]
+    pub(crate) fn touch(&self) -> u64 {
+        u64::from(self.next) ^ self.deadline ^ self.count.packets
+    }
+
+    /// Starts the flow. True if it is complete at once (no bytes).
+    pub(crate) fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool {
+        self.started = true;
+        self.start = now;
+        let first = self.window.min(self.packets);
+        while self.next < first {
+            self.send(now, self.next, false, fabric, net);
+            self.next += 1;
+        }
+        if self.packets > 0 {
+            self.deadline = now + self.retry_ns;
+            self.arm(fabric);
+        }
+        self.check_end(now)
+    }
+
+    /// An ACK, a NACK or a pull. True if it completes the flow.
+    #[inline]
+    pub(crate) fn on_packet(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+    ) -> bool {
+        match event.kind() {
+            Kind::Ack => {
+                self.count.acks += 1;
+                self.acked.add(event.seq);
+                self.deadline = now + self.retry_ns;
+                return self.check_end(now);
+            }
+            Kind::Nack => {
+                self.nacks += 1;
+                self.deadline = now + self.retry_ns;
+                if !self.acked.has(event.seq) {
+                    self.again.push_back(event.seq);
+                }
+            }
+            _ => {
+                // Pulls are numbered, so one that arrives stands for those lost before it.
+                let new = event.seq.wrapping_sub(self.pulled) as i32;
+                if new > 0 {
+                    self.pulled = event.seq;
+                    self.credit += new as u32;
+                }
+            }
+        }
+        while self.credit > 0 {
+            // What was trimmed goes first (section 3.2).
+            let seq = loop {
+                match self.again.pop_front() {
+                    Some(seq) if self.acked.has(seq) => {}
+                    Some(seq) => break Some(seq),
+                    None => break None,
+                }
+            };
+            let (seq, again) = match seq {
+                Some(seq) => (seq, true),
+                None if self.next < self.packets => {
+                    self.next += 1;
+                    (self.next - 1, false)
+                }
+                None => break,
+            };
+            self.credit -= 1;
+            self.send(now, seq, again, fabric, net);
+        }
+        false
+    }
+
+    /// Nothing was heard for long: what may be lost goes again, a first window of it unasked.
+    pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        if now != self.retry_at {
+            return;
+        }
+        self.retry_at = 0;
+        if self.end != 0 {
+            return;
+        }
+        if self.deadline <= now {
+            self.count.timeouts += 1;
+            self.again.clear();
+            let lost = (self.acked.first_missing()..self.next).filter(|&i| !self.acked.has(i));
+            self.again.extend(lost);
+            for _ in 0..self.window {
+                // With the pulls lost, what was never sent is due too.
+                let (seq, again) = match self.again.pop_front() {
+                    Some(seq) => (seq, true),
+                    None if self.next < self.packets => {
+                        self.next += 1;
+                        (self.next - 1, false)
+                    }
+                    None => break,
+                };
+                self.send(now, seq, again, fabric, net);
+            }
+            self.deadline = now + self.retry_ns;
+        }
+        self.arm(fabric);
+    }
+
+    #[inline]
+    fn send(&mut self, now: u64, seq: u32, again: bool, fabric: &mut Fabric, net: &Net) {
+        let from = u64::from(seq) * u64::from(self.mtu);
+        let size = u64::from(self.mtu).min(self.total - from);
+        self.count.packets += 1;
+        self.count.bytes += size;
+        self.count.retransmitted += u64::from(again);
+        self.count.time_sum = self.count.time_sum.wrapping_add(now);
+        let flags = TRIMMABLE | if again { RETX } else { 0 };
+        let wire = size as u32 + self.header;
+        let event = Event::packet(Kind::Data, self.spray.take(), seq, wire, flags);
+        fabric.emit(net, now, event);
+    }
+
+    fn arm(&mut self, fabric: &mut Fabric) {
+        if self.retry_at == 0 {
+            self.retry_at = self.deadline;
+            fabric.schedule(self.deadline, Kind::Timer, self.me.0, 0);
+        }
+    }
+
+    fn check_end(&mut self, now: u64) -> bool {
+        let done = self.started && self.acked.count == self.packets && self.end == 0;
+        if done {
+            self.end = now;
+        }
+        done
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.end != 0
+    }
+
+    /// Bytes acknowledged so far.
+    pub(crate) fn acked_bytes(&self) -> u64 {
+        (u64::from(self.acked.count) * u64::from(self.mtu)).min(self.total)
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NdpReceiver {
+    pub(crate) flow: u32,
+    me: Step,
+    /// The host's pacer of pulls.
+    host: u32,
+    spray: Spray,
+    header: u32,
+    mtu: u32,
+    control_bytes: u32,
+    total: u64,
+    expected: u32,
+    /// Packets that the sender may send without a pull.
+    window: u32,
+    got: Bits,
+    trimmed: u32,
+    /// Pulls asked of the host, and sent.
+    asked: u32,
+    pulls: u32,
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    pub(crate) time_sum: u64,
+    pub(crate) done_at: u64,
+}
+
+impl NdpReceiver {
+    pub(crate) fn new(s: NdpSetup, host: u32) -> Self {
+        NdpReceiver {
+            flow: s.flow,
+            me: s.me,
+            host,
+            spray: Spray::new(s.row, s.rows, s.seed),
+            header: s.header,
+            mtu: s.mtu,
+            control_bytes: s.control_bytes,
+            total: s.total,
+            expected: s.packets(),
+            window: s.ndp.window_packets,
+            got: Bits::new(s.packets()),
+            trimmed: 0,
+            asked: 0,
+            pulls: 0,
+            packets: 0,
+            bytes: 0,
+            first: 0,
+            last: 0,
+            time_sum: 0,
+            done_at: 0,
+        }
+    }
+
+    /// Reads a word of each cache line that a packet needs.
+    #[inline]
+    pub(crate) fn touch(&self) -> u64 {
+        u64::from(self.asked) ^ self.packets ^ self.done_at
+    }
+
+    /// Takes a packet or its header and answers it. True if it completes the flow.
+    #[inline]
+    pub(crate) fn on_data(
+        &mut self,
+        now: u64,
+        event: Event,
+        fabric: &mut Fabric,
+        net: &Net,
+        pacer: &mut Pacer,
+    ) -> bool {
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+        let mut done = false;
+        let kind = if event.has(TRIMMED) {
+            self.trimmed += 1;
+            Kind::Nack
+        } else {
+            self.bytes += u64::from(event.size() - self.header);
+            if self.got.add(event.seq) && self.got.count == self.expected {
+                self.done_at = now;
+                done = true;
+            }
+            Kind::Ack
+        };
+        let row = self.spray.take();
+        let answer = Event::packet(kind, row, event.seq, self.control_bytes, 0);
+        fabric.emit(net, now, answer);
+        // The sender needs leave for each packet beyond its first window, trimmed ones twice.
+        if self.window + self.asked < self.expected + self.trimmed && self.done_at == 0 {
+            self.asked += 1;
+            if pacer.queue.is_empty() && pacer.next <= now {
+                pacer.next = now + pacer.gap_ns;
+                self.pull(now, fabric, net);
+            } else {
+                if self.asked - self.pulls == 1 {
+                    pacer.queue.push_back(self.me.index() as u32);
+                }
+                if !pacer.waiting {
+                    pacer.waiting = true;
+                    fabric.schedule(pacer.next, Kind::Timer, pacer.me.0, 0);
+                }
+            }
+        }
+        done
+    }
+
+    /// Sends a pull.
+    fn pull(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        self.pulls += 1;
+        let row = self.spray.take();
+        let event = Event::packet(Kind::Pull, row, self.pulls, self.control_bytes, 0);
+        fabric.emit(net, now, event);
+    }
+
+    /// Index of the host's pacer.
+    pub(crate) fn host(&self) -> usize {
+        self.host as usize
+    }
+
+    /// Bytes received, each counted once.
+    pub(crate) fn distinct_bytes(&self) -> u64 {
+        (u64::from(self.got.count) * u64::from(self.mtu)).min(self.total)
+    }
+}
+
+/// A host's pacer: pulls of all its flows in turn, at the rate of its link.
+#[derive(Clone, Debug)]
+pub(crate) struct Pacer {
+    me: Step,
+    /// Time of a full packet on the host's link, ns.
+    gap_ns: u64,
+    next: u64,
+    waiting: bool,
+    /// Receivers that have pulls to send, in turn.
+    queue: VecDeque<u32>,
+}
+
+impl Pacer {
+    pub(crate) fn new(me: Step, gap_ns: u64) -> Self {
+        Pacer {
+            me,
+            gap_ns,
+            next: 0,
+            waiting: false,
+            queue: VecDeque::new(),
+        }
+    }
+
+    /// The next pull is due.
+    pub(crate) fn on_due(
+        &mut self,
+        now: u64,
+        receivers: &mut [NdpReceiver],
+        fabric: &mut Fabric,
+        net: &Net,
+    ) {
+        self.waiting = false;
+        while let Some(index) = self.queue.pop_front() {
+            let receiver = &mut receivers[index as usize];
+            if receiver.done_at != 0 {
+                // Section 3.2: a flow that is complete needs no more pulls.
+                continue;
+            }
+            receiver.pull(now, fabric, net);
+            if receiver.asked > receiver.pulls {
+                self.queue.push_back(index);
+            }
+            self.next = now + self.gap_ns;
+            break;
+        }
+        if !self.queue.is_empty() {
+            self.waiting = true;
+            fabric.schedule(self.next, Kind::Timer, self.me.0, 0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_round_of_spraying_takes_each_path_once() {
+        for rows in [1, 2, 3, 6, 16, 64, 100] {
+            let mut spray = Spray::new(10, rows, 7);
+            let mut orders = std::collections::BTreeSet::new();
+            for _ in 0..20 {
+                let mut round: Vec<u32> = (0..rows).map(|_| spray.take()).collect();
+                orders.insert(round.clone());
+                round.sort_unstable();
+                assert_eq!(round, (10..10 + rows).collect::<Vec<_>>());
+            }
+            assert!(rows < 16 || orders.len() > 15, "{rows}: {}", orders.len());
+        }
+    }
+
+    #[test]
+    fn the_first_gap_of_a_set_is_found() {
+        let mut bits = Bits::new(130);
+        for i in 0..128 {
+            assert!(bits.add(i));
+        }
+        assert!(!bits.add(5));
+        assert_eq!((bits.first_missing(), bits.count), (128, 128));
+        bits.add(128);
+        bits.add(129);
+        assert_eq!(bits.first_missing(), 130);
+    }
+}

@@ -1,0 +1,221 @@
+//! Ports that trim packets to their headers instead of dropping them, as NDP's switches do (Handley
+//! et al., "Re-architecting datacenter networks and stacks for low latency and high performance",
+//! SIGCOMM 2017).
+//!
+//! A short queue holds data, a second one headers and control packets, which go first. A busy port
+//! costs one event more for each packet that waited.
+
+use std::collections::VecDeque;
+
+use slipstream_base::mix;
+
+use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
+use crate::fabric::{Fabric, PortSpec};
+use crate::net::{Net, Place, Step};
+
+/// Trimming at every switch port.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Trim {
+    /// Data packets that may wait. Section 3.1: eight.
+    pub data_packets: u32,
+    /// Headers and control packets that may wait. Section 3.1 gives them as much memory as data:
+    /// 1,125 headers of 64 bytes for eight packets of 9,000.
+    pub header_packets: u32,
+    /// A trimmed packet on the wire, bytes. Section 3.1: 64.
+    pub header_bytes: u32,
+    /// Headers sent for each waiting data packet, so that headers alone cannot fill a link. Section
+    /// 3.1: ten to one.
+    pub headers_per_data: u32,
+}
+
+impl Default for Trim {
+    fn default() -> Self {
+        Trim {
+            data_packets: 8,
+            header_packets: 1_125,
+            header_bytes: 64,
+            headers_per_data: 10,
+        }
+    }
+}
+
+/// A trimming port. What waits keeps its time of arrival in `Event::t`.
+#[derive(Clone, Debug)]
+pub(crate) struct TrimPort {
+    pub(crate) busy: u64,
+    pub(crate) bytes: u64,
+    pub(crate) packets: u64,
+    delay_ns: u32,
+    class: u8,
+    waking: bool,
+    /// Headers sent since the last data packet.
+    run: u32,
+    data_max: u32,
+    headers_max: u32,
+    pub(crate) drops: u32,
+    pub(crate) trims: u32,
+    pub(crate) wait_ns_max: u32,
+    pub(crate) waiting_bytes: u64,
+    pub(crate) waiting_bytes_max: u64,
+    data: VecDeque<Event>,
+    headers: VecDeque<Event>,
+}
+
+impl TrimPort {
+    pub(crate) fn new(spec: PortSpec, rule: Trim, from_host: bool) -> Self {
+        // A host's own queue is its memory: it never trims.
+        let limit = |n: u32| if from_host { u32::MAX } else { n };
+        TrimPort {
+            busy: 0,
+            bytes: 0,
+            packets: 0,
+            delay_ns: spec.delay_ns,
+            class: spec.class,
+            waking: false,
+            run: 0,
+            data_max: limit(rule.data_packets),
+            headers_max: limit(rule.header_packets),
+            drops: 0,
+            trims: 0,
+            wait_ns_max: 0,
+            waiting_bytes: 0,
+            waiting_bytes_max: 0,
+            data: VecDeque::new(),
+            headers: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn class(&self) -> u8 {
+        self.class
+    }
+
+    /// Packets that wait.
+    pub(crate) fn waiting(&self) -> usize {
+        self.data.len() + self.headers.len()
+    }
+}
+
+impl Fabric {
+    /// A packet arrives at the trimming port at `steps[at]`.
+    #[inline]
+    pub(crate) fn enter_trim(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
+        let step = net.steps[at];
+        if self.loss > 0.0 && self.is_lost(step, now, event) {
+            return;
+        }
+        let port = &mut self.trim_ports[step.index()];
+        if port.busy <= now && !port.waking {
+            self.pass(net, now, event, at, step);
+            return;
+        }
+        event.t = now as u32;
+        if event.kind() == Kind::Data && !event.has(TRIMMED) {
+            if (port.data.len() as u32) < port.data_max {
+                port.waiting_bytes += u64::from(event.size());
+                port.data.push_back(event);
+            } else {
+                if !event.has(TRIMMABLE) {
+                    port.drops += 1;
+                    self.count_drop(event);
+                    return;
+                }
+                // Section 3.1: this packet or the last one in the queue, by a coin, so that flows in
+                // step with each other do not keep losing the same way.
+                let key = self.seed ^ u64::from(self.trim_ids[step.index()]);
+                let draw = mix::draw(key, port.packets + u64::from(port.trims));
+                if draw & 1 == 1
+                    && let Some(last) = port.data.back_mut()
+                    && last.has(TRIMMABLE)
+                {
+                    port.waiting_bytes -= u64::from(last.size());
+                    port.waiting_bytes += u64::from(event.size());
+                    std::mem::swap(last, &mut event);
+                }
+                event.trim(net.trim.header_bytes);
+                port.trims += 1;
+                self.tally.trims += 1;
+                if !self.queue_header(step, event) {
+                    return;
+                }
+            }
+        } else if !self.queue_header(step, event) {
+            return;
+        }
+        let port = &mut self.trim_ports[step.index()];
+        port.waiting_bytes_max = port.waiting_bytes_max.max(port.waiting_bytes);
+        if !port.waking {
+            port.waking = true;
+            let busy = port.busy;
+            self.schedule(busy, Kind::Wake, step.0, 0);
+        }
+    }
+
+    fn queue_header(&mut self, step: Step, event: Event) -> bool {
+        let port = &mut self.trim_ports[step.index()];
+        if port.headers.len() as u32 >= port.headers_max {
+            port.drops += 1;
+            self.count_drop(event);
+            return false;
+        }
+        port.waiting_bytes += u64::from(event.size());
+        port.headers.push_back(event);
+        true
+    }
+
+    /// The port is free: serves the next packet, and wakes again if more wait.
+    pub(crate) fn serve_trim(&mut self, net: &Net, now: u64, step: Step) {
+        debug_assert_eq!(step.place(), Place::Trim);
+        let port = &mut self.trim_ports[step.index()];
+        let data_turn = port.run >= net.trim.headers_per_data && !port.data.is_empty();
+        let next = if port.headers.is_empty() || data_turn {
+            port.run = 0;
+            port.data.pop_front()
+        } else {
+            port.run += 1;
+            port.headers.pop_front()
+        };
+        let event = next.expect("a port wakes only for a packet");
+        port.waiting_bytes -= u64::from(event.size());
+        let waited = (now as u32).wrapping_sub(event.t);
+        port.wait_ns_max = port.wait_ns_max.max(waited);
+        port.waking = port.waiting() > 0;
+        let more = port.waking;
+        let at = event.what as usize * net.stride + event.hop();
+        self.pass(net, now, event, at, step);
+        if more {
+            let busy = self.trim_ports[step.index()].busy;
+            self.schedule(busy, Kind::Wake, step.0, 0);
+        }
+    }
+
+    /// Puts a packet on the wire.
+    #[inline]
+    fn pass(&mut self, net: &Net, now: u64, event: Event, at: usize, step: Step) {
+        let port = &mut self.trim_ports[step.index()];
+        let size = event.size();
+        port.busy = now + net.serialization(u16::from(port.class), size);
+        port.bytes += u64::from(size);
+        port.packets += 1;
+        let arrival = port.busy + u64::from(port.delay_ns);
+        self.tally.hops += 1;
+        self.send_on(net, arrival, event, at);
+    }
+
+    /// Loss injection at a trimming port.
+    #[cold]
+    fn is_lost(&mut self, step: Step, _now: u64, event: Event) -> bool {
+        let port = &mut self.trim_ports[step.index()];
+        if port.headers_max == u32::MAX {
+            return false;
+        }
+        let key = self.seed ^ mix::mix64(u64::from(self.trim_ids[step.index()]));
+        let arrivals = port.packets + port.waiting() as u64 + u64::from(port.drops);
+        if mix::unit(mix::draw(key, arrivals)) >= self.loss {
+            return false;
+        }
+        port.drops += 1;
+        self.tally.fault_drops += 1;
+        self.count_drop(event);
+        true
+    }
+}

@@ -16,13 +16,11 @@ class Options:
     host_bytes: int = 4 << 30
     """Host memory for blocks, per rank, bytes. 0: nothing is saved on this host."""
     disk_dir: str = ""
-    """Folder for blocks that fall out of host memory, one below it per rank. Empty: none."""
+    """Folder where blocks are kept as well, and outlive the engine. Empty: none."""
     disk_bytes: int = 64 << 30
     """Disk for blocks, per rank, bytes."""
     ttl_s: float = 0.0
     """Blocks older than this are not served, seconds. 0: any age."""
-    checksum: bool = True
-    """Checks a block's checksum whenever it is read."""
     save: bool = True
     """Saves blocks that the engine fills."""
     saving_bytes_max: int = 1 << 30

@@ -6,6 +6,7 @@ vLLM offers no listener for its `BlockPool`, but every key it adds goes through
 pool it is given. This module does not import vLLM: any object with these methods will do.
 """
 
+import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -22,9 +23,18 @@ RESYNC_STEPS = 256
 step that stays near 0.1 % of the time for 16,000 keys, and readers are at most 2 s behind."""
 
 Log = list[bytes | int | None]
+"""Changes in their order: a key and the id of the block that holds it now, or that id's complement
+(`~id`) where it no longer does; `None` where all keys were dropped."""
 
 Step = tuple[bytes | None, list[bytes], list[int]]
 """The message for who follows the keys, if any; new keys, and the blocks that hold them."""
+
+
+PARAMETERS = {
+    "_insert_block_hash": ("block_hash_with_group_id", "block", "num_tokens"),
+    "_remove_cached_block_hashes": ("block",),
+}
+"""What the hooked methods take, by name: callers may use the names."""
 
 
 class HookError(Exception):
@@ -45,21 +55,28 @@ def install_hooks(pool: Any, log: Log) -> None:
         reset = pool.reset_prefix_cache
     except AttributeError as error:
         raise HookError(str(error)) from error
+    for name, method in (("_insert_block_hash", insert), ("_remove_cached_block_hashes", remove)):
+        if tuple(inspect.signature(method).parameters) != PARAMETERS[name]:
+            raise HookError(f"`{name}{inspect.signature(method)}` takes other arguments than known")
     append = log.append
 
-    # Called once per block on the engine's critical path: one append each for key and block.
-    def insert_and_log(key: bytes, block: Any, *args: Any, **kwargs: Any) -> None:
-        insert(key, block, *args, **kwargs)
-        append(key)
+    # Called once per block on the engine's critical path: two appends, and no object that the
+    # garbage collector follows.
+    def insert_and_log(
+        block_hash_with_group_id: bytes, block: Any, num_tokens: int | None = None
+    ) -> None:
+        insert(block_hash_with_group_id, block, num_tokens)
+        append(block_hash_with_group_id)
         append(block.block_id)
 
-    def remove_and_log(block: Any, *args: Any, **kwargs: Any) -> list[bytes]:
-        removed: list[bytes] = remove(block, *args, **kwargs)
+    def remove_and_log(block: Any) -> list[bytes]:
+        removed: list[bytes] = remove(block)
         if removed:
-            gone = ~block.block_id
+            # The list itself is not kept: so many more objects would make the garbage collector
+            # run more often.
             for key in removed:
                 append(key)
-                append(gone)
+                append(~block.block_id)
         return removed
 
     def reset_and_log(*args: Any, **kwargs: Any) -> bool:

@@ -3,19 +3,12 @@
 This module does not import vLLM.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-
-class Loaded(NamedTuple):
-    """How a load ended. Each load ends exactly once, at its deadline at the latest."""
-
-    job: int
-    """The number that `Store.load` was given."""
-    failed: tuple[int, ...]
-    """Places in `keys` whose bytes did not come, or not as they were stored."""
-    reason: str
-    """Why, in a word or two: a label of the metrics. Empty if all came."""
+Loaded = tuple[int, list[int], str]
+"""How a load ended: its number; the places in its keys of the blocks that did not come, or not as
+they were stored; and why, as a label of the metrics. Each load ends exactly once, at its deadline
+at the latest."""
 
 
 class Store(Protocol):
@@ -24,7 +17,7 @@ class Store(Protocol):
     All methods but `wait` return at once.
     """
 
-    def put(self, keys: Sequence[bytes], data: memoryview) -> int:
+    def put(self, keys: list[bytes], data: memoryview) -> int:
         """Take the blocks that it has not, from `data`, one block after the other.
 
         `data` may be written again when this returns. Returns how many blocks it has now.
@@ -33,8 +26,8 @@ class Store(Protocol):
     def load(
         self,
         job: int,
-        keys: Sequence[bytes],
-        sources: Sequence[str],
+        keys: list[bytes],
+        sources: list[str],
         into: memoryview,
         deadline_s: float,
     ) -> None:
@@ -44,10 +37,10 @@ class Store(Protocol):
         Nothing is written after the load's end was reported.
         """
 
-    def wait(self, timeout_s: float) -> Sequence[Loaded]:
+    def wait(self, timeout_s: float) -> list[Loaded]:
         """Wait for loads to end, without the interpreter's lock; none at the timeout."""
 
-    def take_message(self, keys_max: int) -> bytes | None:
+    def take_message(self) -> bytes | None:
         """Return what changed in the set of keys held here, as `KeyMirror.apply` takes it."""
 
     def request_snapshot(self) -> None:

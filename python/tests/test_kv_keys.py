@@ -37,7 +37,10 @@ class Pool:
 
     def free_blocks(self, blocks: list[Block]) -> None: ...
 
-    def _insert_block_hash(self, key: bytes, block: Block, num_tokens: int | None) -> None:
+    def _insert_block_hash(
+        self, block_hash_with_group_id: bytes, block: Block, num_tokens: int | None
+    ) -> None:
+        key = block_hash_with_group_id
         held = self.cached_block_hash_to_block._cache
         block.key = key
         old = held.get(key)
@@ -68,6 +71,13 @@ class Pool:
         for block in self.blocks:
             block.key = None
         return True
+
+
+class OtherPool(Pool):
+    """A pool whose method takes other arguments."""
+
+    def _remove_cached_block_hashes(self, block: Block, why: str = "") -> list[bytes]:
+        return super()._remove_cached_block_hashes(block)
 
 
 class DeafPool(Pool):
@@ -112,12 +122,13 @@ def test_set_and_mirror_follow_the_pool(seed: int) -> None:
     assert feed.resyncs_total == 1, "the first look at the pool is the only whole one"
 
 
-def test_a_pool_that_the_hooks_do_not_see_is_found_at_the_start(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("kind", "reason"), [(DeafPool, "self-test"), (OtherPool, "arguments")])
+def test_a_pool_that_the_hooks_do_not_fit_is_found_at_the_start(
+    kind: type[Pool], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = make(DeafPool)
+    pool = make(kind)
     feed = PoolFeed(pool)
-    assert feed.mode == RESYNC and "self-test" in feed.reason and "DEGRADED" in caplog.text
+    assert feed.mode == RESYNC and reason in feed.reason and "DEGRADED" in caplog.text
     pool._insert_block_hash(key(1), pool.blocks[0], 16)
     for _ in range(RESYNC_STEPS):
         feed.step()
@@ -134,10 +145,21 @@ def test_a_key_of_another_length_starts_over() -> None:
 
 def test_a_log_that_makes_no_sense_is_refused() -> None:
     keys = KeySet()
-    for log in ([key(1)], [key(1), "block"], [1, key(1)], [key(1), 1 << 40], [key(1), 1.5]):
+    wrong = ([key(1)], [key(1), "block"], [1, key(1)], [key(1), 1 << 40], [[1], 1], [key(1), "1"])
+    for log in wrong:
         with pytest.raises((TypeError, ValueError)):
             keys.apply(log)
     assert len(keys) == 0
+
+
+def test_new_keys_are_told_with_the_block_that_holds_them_in_the_end() -> None:
+    keys = KeySet()
+    keys.apply([key(1), 1])
+    log = [key(1), 2, key(2), 3, key(3), 4, key(2), ~3, key(1), ~1, key(4), 3, key(2), 9]
+    log += [key(8), ~1, key(5), 5, key(5), 6, key(5), ~6]
+    assert keys.step_with_new(log, 8) == (None, [key(3), key(4), key(2), key(5)], [4, 3, 9, 5])
+    assert log == []
+    assert keys.step_with_new([key(6), 1, None, key(7), 2], 8) == (None, [key(7)], [2])
 
 
 def test_messages_out_of_order_or_broken_are_not_believed() -> None:

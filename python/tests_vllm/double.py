@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 
 from slipstream import KeySet
 from slipstream.store import Loaded
@@ -17,13 +16,13 @@ class DoubleStore:
         self.keys = KeySet()
         self.keys.set_consumed(True)
         self.hold_back = False
-        self.held_back: list[tuple[int, Sequence[bytes], memoryview]] = []
+        self.held_back: list[tuple[int, list[bytes], memoryview]] = []
         self.put_calls = 0
         self._ended: deque[Loaded] = deque()
         self._changed = threading.Condition()
         self.closed = False
 
-    def put(self, keys: Sequence[bytes], data: memoryview) -> int:
+    def put(self, keys: list[bytes], data: memoryview) -> int:
         assert len(data.cast("B")) == len(keys) * self.block_bytes
         data = data.cast("B")
         with self._changed:
@@ -37,8 +36,8 @@ class DoubleStore:
     def load(
         self,
         job: int,
-        keys: Sequence[bytes],
-        sources: Sequence[str],
+        keys: list[bytes],
+        sources: list[str],
         into: memoryview,
         deadline_s: float,
     ) -> None:
@@ -63,10 +62,10 @@ class DoubleStore:
     def end(self, job: int, failed: tuple[int, ...] = (), reason: str = "") -> None:
         """Say that a load has ended."""
         with self._changed:
-            self._ended.append(Loaded(job, failed, reason))
+            self._ended.append((job, list(failed), reason))
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> Sequence[Loaded]:
+    def wait(self, timeout_s: float) -> list[Loaded]:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self.closed, timeout_s)
             ended, self._ended = list(self._ended), deque()
@@ -78,9 +77,9 @@ class DoubleStore:
             del self.blocks[key]
             self.keys.apply([key, ~0])
 
-    def take_message(self, keys_max: int) -> bytes | None:
+    def take_message(self) -> bytes | None:
         with self._changed:
-            return self.keys.take_message(keys_max)
+            return self.keys.take_message(2048)
 
     def request_snapshot(self) -> None:
         with self._changed:

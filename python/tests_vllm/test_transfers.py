@@ -314,7 +314,7 @@ def test_a_store_that_cannot_take_blocks_stops_nothing(store: DoubleStore) -> No
 def test_a_lost_message_is_asked_for_again(store: DoubleStore) -> None:
     rig, _ = filled(store)
     store.lose(next(iter(store.blocks)))
-    assert store.take_message(100), "lost on its way"
+    assert store.take_message(), "lost on its way"
     store.lose(next(iter(store.blocks)))
     rig.step()
     assert not rig.connector.scheduler.stored[0].is_trusted

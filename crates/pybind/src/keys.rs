@@ -1,20 +1,20 @@
 //! Sets of cached keys, as [`slipstream_kvindex`] has them.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyList};
-use slipstream_kvindex::{Change, KeyError, KeyMessage, Knowledge};
+use slipstream_kvindex::{Change, KeyError, KeyMessage, Knowledge, digest};
 
 fn to_python(error: KeyError) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
 /// A number that is larger in each later life of a cache.
-fn life() -> u64 {
+pub(crate) fn life() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(1, |since| since.as_nanos() as u64)
 }
@@ -23,47 +23,76 @@ fn life() -> u64 {
 #[pyclass(module = "slipstream._native")]
 pub(crate) struct KeySet(slipstream_kvindex::KeySet);
 
-/// One entry of a log of changes.
-enum Logged<'py> {
-    Cleared,
-    Changed(Bound<'py, PyBytes>, Change),
-}
+/// A log of changes as [`KeySet::apply`] takes it.
+///
+/// Entries come in twos: a key and the id of the block that holds it now, or that id's complement
+/// (`~id`) where it no longer does. `None` alone says that all keys were dropped.
+struct Log<'a, 'py>(&'a Bound<'py, PyList>);
 
-/// Reads a log entry by entry: a key, then the block that holds it, or that block's complement
-/// (`~block`) where it no longer does; `None` where all keys were dropped.
-fn read_log<'py>(log: &Bound<'py, PyList>) -> impl Iterator<Item = PyResult<Logged<'py>>> {
-    let mut entries = log.iter();
-    let mut next = move || -> PyResult<Option<Logged<'py>>> {
-        let Some(entry) = entries.next() else {
-            return Ok(None);
-        };
-        if entry.is_none() {
-            return Ok(Some(Logged::Cleared));
+/// One change of a log; `None` where all keys were dropped.
+type Logged<'py> = Option<(Bound<'py, PyBytes>, Change)>;
+
+impl<'py> Log<'_, 'py> {
+    fn read(&self) -> PyResult<Vec<Logged<'py>>> {
+        let mut changes = Vec::with_capacity(self.0.len() / 2);
+        let mut at = 0;
+        while at < self.0.len() {
+            let entry = self.0.get_item(at)?;
+            at += 1;
+            if entry.is_none() {
+                changes.push(None);
+                continue;
+            }
+            if at == self.0.len() {
+                return Err(PyTypeError::new_err(
+                    "the log ends with a key that has no block",
+                ));
+            }
+            let key = entry.cast_into::<PyBytes>()?;
+            let block: i64 = self.0.get_item(at)?.cast::<PyInt>()?.extract()?;
+            at += 1;
+            let (id, gone) = if block < 0 {
+                (!block, true)
+            } else {
+                (block, false)
+            };
+            let id = u32::try_from(id).map_err(|_| {
+                PyValueError::new_err(format!("block id {id} does not fit into 32 bits"))
+            })?;
+            changes.push(Some((
+                key,
+                if gone {
+                    Change::Remove(id)
+                } else {
+                    Change::Add(id)
+                },
+            )));
         }
-        let key = entry.cast_into::<PyBytes>()?;
-        let Some(block) = entries.next() else {
-            return Err(PyTypeError::new_err(
-                "the log ends with a key that has no block",
-            ));
-        };
-        let block: i64 = block.cast::<PyInt>()?.extract()?;
-        let id = |b: i64| {
-            u32::try_from(b).map_err(|_| {
-                PyValueError::new_err(format!("block id {b} does not fit into 32 bits"))
-            })
-        };
-        let change = if block < 0 {
-            Change::Remove(id(!block)?)
-        } else {
-            Change::Add(id(block)?)
-        };
-        Ok(Some(Logged::Changed(key, change)))
-    };
-    std::iter::from_fn(move || next().transpose())
+        Ok(changes)
+    }
+
+    fn clear(&self) -> PyResult<()> {
+        self.0
+            .set_slice(0, self.0.len(), &PyList::empty(self.0.py()))
+    }
 }
 
-fn empty(log: &Bound<'_, PyList>) -> PyResult<()> {
-    log.set_slice(0, log.len(), &PyList::empty(log.py()))
+/// Hashes what is a hash already.
+#[derive(Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("digests are hashed as one number");
+    }
+
+    fn write_u64(&mut self, digest: u64) {
+        self.0 = digest;
+    }
 }
 
 /// What a step brought: the message for who follows, and the new keys with their blocks.
@@ -72,6 +101,39 @@ type Step<'py> = (
     Vec<Bound<'py, PyBytes>>,
     Vec<u32>,
 );
+
+/// Changes that are looked up together: as many as a core's misses in flight, about.
+const TOGETHER: usize = 32;
+
+impl KeySet {
+    /// Takes changes in their order. `note` hears of each before it is taken, with the key's
+    /// digest and whether the key is held.
+    fn take<'py>(
+        &mut self,
+        changes: &[Logged<'py>],
+        mut note: impl FnMut(&Logged<'py>, u64, bool),
+    ) -> PyResult<()> {
+        for changes in changes.chunks(TOGETHER) {
+            // The look-ups do not depend on each other, so their cache misses overlap; what is
+            // changed afterwards is in the cache then.
+            for (key, _) in changes.iter().flatten() {
+                std::hint::black_box(self.0.contains(key.as_bytes()));
+            }
+            for change in changes {
+                let Some((key, what)) = change else {
+                    note(change, 0, false);
+                    self.0.clear();
+                    continue;
+                };
+                let key = key.as_bytes();
+                let held = matches!(what, Change::Add(_)) && self.0.contains(key);
+                note(change, digest(key).0, held);
+                self.0.change(key, *what).map_err(to_python)?;
+            }
+        }
+        Ok(())
+    }
+}
 
 #[pymethods]
 impl KeySet {
@@ -84,15 +146,9 @@ impl KeySet {
 
     /// Takes a log of changes and empties it. Up to an entry that is refused, changes are taken.
     fn apply(&mut self, log: &Bound<'_, PyList>) -> PyResult<()> {
-        for entry in read_log(log) {
-            match entry? {
-                Logged::Cleared => self.0.clear(),
-                Logged::Changed(key, change) => {
-                    self.0.change(key.as_bytes(), change).map_err(to_python)?;
-                }
-            }
-        }
-        empty(log)
+        let log = Log(log);
+        self.take(&log.read()?, |_, _, _| {})?;
+        log.clear()
     }
 
     /// [`KeySet::apply`] and [`KeySet::take_message`] in one call.
@@ -113,41 +169,38 @@ impl KeySet {
         log: &Bound<'py, PyList>,
         keys_max: usize,
     ) -> PyResult<Step<'py>> {
-        // `None`: new, but in no block that is known for certain.
-        let mut new: HashMap<&[u8], Option<u32>> = HashMap::new();
-        let entries = read_log(log).collect::<PyResult<Vec<_>>>()?;
-        for entry in &entries {
-            let Logged::Changed(key, change) = entry else {
-                self.0.clear();
-                new.clear();
-                continue;
-            };
-            let key = key.as_bytes();
-            if let Change::Add(block) = *change {
-                if !self.0.contains(key) {
-                    new.insert(key, Some(block));
-                }
-            } else if let (Change::Remove(gone), Entry::Occupied(mut at)) =
-                (*change, new.entry(key))
-                && *at.get() == Some(gone)
-            {
-                at.insert(None);
-            }
-            self.0.change(key, *change).map_err(to_python)?;
-        }
+        let (log, py) = (Log(log), log.py());
+        let changes = log.read()?;
         let (mut keys, mut blocks) = (Vec::new(), Vec::new());
-        // By the log, so that the order is that of the prompts.
-        for entry in &entries {
-            if let Logged::Changed(key, Change::Add(block)) = entry
-                && new.get(key.as_bytes()) == Some(&Some(*block))
-            {
-                new.remove(key.as_bytes());
-                keys.push(key.clone());
+        // By digest: where in `keys` a new key is.
+        let mut new: HashMap<u64, usize, BuildHasherDefault<AsItIs>> = HashMap::default();
+        self.take(&changes, |change, digest, held| match change {
+            None => {
+                new.clear();
+                keys.clear();
+                blocks.clear();
+            }
+            Some((key, Change::Add(block))) if !held => {
+                new.insert(digest, keys.len());
+                keys.push(Some(key.clone()));
                 blocks.push(*block);
             }
-        }
-        empty(log)?;
-        Ok((self.take_message(log.py(), keys_max), keys, blocks))
+            Some((_, Change::Remove(block))) => {
+                if let Some(&at) = new.get(&digest)
+                    && blocks[at] == *block
+                {
+                    keys[at] = None;
+                }
+            }
+            Some((_, Change::Add(_))) => {}
+        })?;
+        log.clear()?;
+        let (keys, blocks) = keys
+            .into_iter()
+            .zip(blocks)
+            .filter_map(|(key, block)| Some((key?, block)))
+            .unzip();
+        Ok((self.take_message(py, keys_max), keys, blocks))
     }
 
     fn take_message<'py>(
@@ -246,15 +299,18 @@ impl KeyMirror {
         Ok(end.saturating_sub(start))
     }
 
-    /// Places of the keys that are not held.
-    fn missing(&self, keys: &Bound<'_, PyList>) -> PyResult<Vec<usize>> {
+    /// Places of the keys that are not held; `None` if no key is.
+    fn missing(&self, keys: &Bound<'_, PyList>) -> PyResult<Option<Vec<usize>>> {
         let mut missing = Vec::new();
+        if self.0.keys().is_empty() {
+            return Ok(None);
+        }
         for (at, key) in keys.iter().enumerate() {
             if !self.0.keys().contains(key.cast::<PyBytes>()?.as_bytes()) {
                 missing.push(at);
             }
         }
-        Ok(missing)
+        Ok((missing.len() < keys.len()).then_some(missing))
     }
 
     /// All keys; costs O(keys), for tests.

@@ -4,14 +4,18 @@
 //! one ([`keys::KeySet::step`]), never once per block.
 //!
 //! Panics become Python exceptions by pyo3; what comes from Python is checked where it comes in.
-#![forbid(unsafe_code)]
 
 mod keys;
+mod store;
+mod warnings;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    warnings::collect();
+    module.add_function(wrap_pyfunction!(warnings::take_warnings, module)?)?;
     module.add_class::<keys::KeySet>()?;
-    module.add_class::<keys::KeyMirror>()
+    module.add_class::<keys::KeyMirror>()?;
+    module.add_class::<store::Store>()
 }

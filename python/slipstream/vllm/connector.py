@@ -177,7 +177,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = Blocks(kv_caches, self._kv_cache_config.num_blocks)
         rank = self._parallel.rank
         self.identity = identity_of(self._vllm_config, blocks, self.options.model_id)
-        store = open_store(self.options, self.identity, blocks.block_bytes, rank)
+        store = open_store(self.options, self.identity, blocks.block_bytes)
         if store is None:
             return
         self._worker = WorkerHalf(
@@ -260,7 +260,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> SlipstreamWorkerMetadata | None:
         """Tell what the store holds now and did not before."""
-        return self._worker.worker_meta(self.options.keys_max) if self._worker is not None else None
+        return self._worker.worker_meta() if self._worker is not None else None
 
     # Both.
 

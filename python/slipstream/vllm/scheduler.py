@@ -161,9 +161,12 @@ class SchedulerHalf:
 
     def _not_stored(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
         """Leave out what every rank's store has."""
-        missing = {at for mirror in self.stored for at in mirror.missing(keys)}
-        if len(missing) == len(keys):
-            return keys, blocks
+        missing: set[int] = set()
+        for mirror in self.stored:
+            places = mirror.missing(keys)
+            if places is None:
+                return keys, blocks
+            missing.update(places)
         return [keys[i] for i in sorted(missing)], [blocks[i] for i in sorted(missing)]
 
     def heard(self, meta: Any) -> None:

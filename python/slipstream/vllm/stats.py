@@ -25,6 +25,8 @@ METRICS = {
     "evicted_blocks": ("Blocks that a tier gave up for others.", "tier"),
     "expired_blocks": ("Blocks that a tier gave up because of their age.", "tier"),
     "corrupt_blocks": ("Blocks whose checksum or size was wrong, by tier; never served.", "tier"),
+    "store_failed_blocks": ("Blocks that a tier could not take.", "tier"),
+    "disk_dropped_blocks": ("Blocks not written to disk because it was too slow.", None),
     "load_failed_blocks": ("Blocks that were to be loaded and are recomputed.", "reason"),
     "load_unexpected_ends": ("Loads that a store ended twice, or too late.", None),
     "peer_refused": ("Peers refused because they do not match.", None),

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from slipstream._native import take_warnings
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.store import Loaded, Store
+    from slipstream.store import Store
     from slipstream.vllm.blocks import Blocks
 
 logger = logging.getLogger("slipstream.vllm")
@@ -85,9 +86,10 @@ class WorkerHalf:
         self._deadlines: deque[tuple[float, int]] = deque()
         self._ended: deque[Ended] = deque()
         self._failed_blocks: set[int] = set()
-        self._saves: queue.SimpleQueue[tuple[list[bytes], torch.Tensor, Any] | None] = (
+        self._saves: queue.SimpleQueue[tuple[list[bytes], torch.Tensor, Any, int] | None] = (
             queue.SimpleQueue()
         )
+        self._putting = threading.Lock()
         self.saving_bytes = 0
         self.loading = 0
         self._lock = threading.Lock()
@@ -114,7 +116,9 @@ class WorkerHalf:
                 self._resets += 1
                 for ended in self._ended:
                     ended.whole = True
-            self.store.reset()
+            # Waits for the blocks that are being stored just now; resets are rare.
+            with self._putting:
+                self.store.reset()
         if meta.resend:
             self.store.request_snapshot()
 
@@ -141,7 +145,7 @@ class WorkerHalf:
             return
         with self._lock:
             self.saving_bytes += size
-        self._saves.put((keys, *self.blocks.gather(blocks)))
+        self._saves.put((keys, *self.blocks.gather(blocks), self._resets))
 
     def results(self) -> KVConnectorTransferResults:
         """Tell which loads have ended since the last call. A poll: waits for nobody."""
@@ -162,9 +166,9 @@ class WorkerHalf:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def worker_meta(self, keys_max: int) -> SlipstreamWorkerMetadata | None:
+    def worker_meta(self) -> SlipstreamWorkerMetadata | None:
         """Tell what the store holds now and did not before."""
-        message = self.store.take_message(keys_max)
+        message = self.store.take_message()
         return None if message is None else SlipstreamWorkerMetadata({self.rank: [message]})
 
     def counts(self) -> dict[str, int] | None:
@@ -217,11 +221,15 @@ class WorkerHalf:
 
     def _save_all(self) -> None:
         while (item := self._saves.get()) is not None:
-            keys, gathered, ready = item
+            keys, gathered, ready, resets = item
             size = gathered.numel()
             try:
                 host = self.blocks.fetch(gathered, ready)
-                stored = self.store.put(keys, memoryview(host.numpy()))
+                stored = 0
+                with self._putting:
+                    # Blocks from before a reset are of another model, for all one knows.
+                    if resets == self._resets:
+                        stored = self.store.put(keys, memoryview(host.numpy()))
                 self._count("saved_blocks", stored)
                 self._count("saved_bytes", stored * self.blocks.block_bytes)
             # A save that fails, for whatever reason, must not end all others.
@@ -237,21 +245,22 @@ class WorkerHalf:
 
     def _load_all(self) -> None:
         while not (self._closing and not self.under_way):
-            for loaded in self.store.wait(WAIT_S):
-                self._end(loaded)
+            for job, failed, reason in self.store.wait(WAIT_S):
+                self._end(job, set(failed), reason or "unnamed")
+            for text in take_warnings():
+                logger.warning("slipstream: %s", text)
             if self._closing:
                 # The store was closed, and has failed what was under way.
                 self.under_way.clear()
 
-    def _end(self, loaded: Loaded) -> None:
-        under_way = self.under_way.pop(loaded.job, None)
+    def _end(self, job: int, failed: set[int], reason: str) -> None:
+        under_way = self.under_way.pop(job, None)
         if under_way is None:
             with self._lock:
                 self._counts["load_unexpected_ends"] += 1
                 self.moved.notify_all()
             return
-        load, failed = under_way.load, set(loaded.failed)
-        reason = loaded.reason or "unnamed"
+        load = under_way.load
         good = [i for i in range(len(load.blocks)) if i not in failed]
         if good and under_way.resets == self._resets:
             try:

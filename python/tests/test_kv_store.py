@@ -1,0 +1,259 @@
+"""The store of one rank, without vLLM."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream import KeyMirror
+from slipstream._native import Store, take_warnings
+from slipstream.options import OptionError, Options, read_options
+
+BLOCK = 4096
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(4, "little") * 9
+
+
+def block(n: int) -> bytes:
+    return random.Random(n).randbytes(BLOCK)
+
+
+class Opened:
+    """A store, and what it told of its keys so far."""
+
+    def __init__(self, **options: Any) -> None:
+        self.store = Store(block_bytes=BLOCK, **{"host_bytes": 64 * BLOCK, **options})
+        self.mirror = KeyMirror()
+        self.jobs = 0
+
+    def put(self, *numbers: int) -> int:
+        data = memoryview(b"".join(block(n) for n in numbers))
+        return self.store.put([key(n) for n in numbers], data)
+
+    def load(self, *numbers: int, deadline_s: float = 10.0) -> tuple[bytearray, list[int], str]:
+        self.jobs += 1
+        into = bytearray(BLOCK * len(numbers))
+        self.store.load(
+            self.jobs, [key(n) for n in numbers], [""] * len(numbers), memoryview(into), deadline_s
+        )
+        ended = self.wait()
+        assert ended[0] == self.jobs
+        return into, sorted(ended[1]), ended[2]
+
+    def wait(self) -> tuple[int, list[int], str]:
+        (ended,) = self.store.wait(30.0)
+        return ended
+
+    def follow_until(self, held: set[int]) -> None:
+        """Follow the store's messages until they say that it holds these."""
+        wanted = {key(n) for n in held}
+        end = time.monotonic() + 30
+        while set(self.mirror.keys()) != wanted or not self.mirror.is_trusted:
+            if message := self.store.take_message():
+                self.mirror.apply(message)
+            assert time.monotonic() < end, f"holds {len(self.mirror)} keys"
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    opened = Opened()
+    yield opened
+    opened.store.close()
+
+
+def check(loaded: tuple[bytearray, list[int], str], *numbers: int | None) -> None:
+    """What came is right, and what has no number failed."""
+    into, failed, reason = loaded
+    assert failed == [i for i, n in enumerate(numbers) if n is None]
+    assert bool(reason) == bool(failed)
+    for i, n in enumerate(numbers):
+        if n is not None:
+            assert into[i * BLOCK : (i + 1) * BLOCK] == block(n)
+
+
+def test_what_was_put_is_loaded_and_told_of(opened: Opened) -> None:
+    assert opened.put(1, 2, 3) == 3
+    assert opened.put(2, 4) == 2
+    opened.follow_until({1, 2, 3, 4})
+    check(opened.load(3, 1, 4), 3, 1, 4)
+    check(opened.load(3, 9, 4), 3, None, 4)
+
+
+def test_the_oldest_go_first_and_that_is_told(opened: Opened) -> None:
+    opened.put(*range(60))
+    check(opened.load(0, 1), 0, 1)
+    opened.put(*range(60, 70))
+    opened.follow_until({0, 1} | set(range(8, 70)))
+    assert opened.store.counters()["evicted_blocks.host"] == 6
+    check(opened.load(1, 2, 69), 1, None, 69)
+
+
+def test_reset_forgets_everything(opened: Opened) -> None:
+    opened.put(1, 2)
+    opened.follow_until({1, 2})
+    opened.store.reset()
+    opened.follow_until(set())
+    check(opened.load(1), None)
+    opened.put(3)
+    opened.follow_until({3})
+
+
+def test_a_follower_that_asks_gets_everything_again(opened: Opened) -> None:
+    opened.put(1, 2)
+    opened.follow_until({1, 2})
+    opened.mirror = KeyMirror()
+    opened.store.request_snapshot()
+    opened.follow_until({1, 2})
+
+
+def test_old_blocks_are_not_served() -> None:
+    opened = Opened(ttl_s=1e-6)
+    opened.put(1)
+    opened.follow_until(set())
+    check(opened.load(1), None)
+    opened.store.close()
+
+
+def test_a_load_without_time_fails_whole(opened: Opened) -> None:
+    opened.put(1)
+    assert opened.load(1, deadline_s=0.0)[1:] == ([0], "deadline")
+
+
+def test_loads_of_a_closed_store_end(opened: Opened) -> None:
+    opened.store.close()
+    assert opened.load(1)[1:] == ([0], "closed")
+
+
+def test_disk_serves_what_memory_has_lost(tmp_path: Path) -> None:
+    opened = Opened(host_bytes=4 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    for n in range(12):
+        opened.put(n)
+        wait_for_files(tmp_path, n + 1)
+    opened.follow_until(set(range(12)))
+    check(opened.load(*range(12)), *range(12))
+    opened.store.close()
+    again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    again.follow_until(set(range(12)))
+    check(again.load(7), 7)
+    assert again.store.counters()["hit_blocks.disk"] == 1
+    check(again.load(7), 7)
+    assert again.store.counters()["hit_blocks.host"] == 1, "what was read from disk is in memory"
+    again.store.reset()
+    check(again.load(7), None)
+    assert not list(tmp_path.glob("*.kv"))
+    again.store.close()
+
+
+def wait_for_files(folder: Path, count: int) -> None:
+    end = time.monotonic() + 30
+    while len(list(folder.glob("*.kv"))) < count:
+        assert time.monotonic() < end
+
+
+def test_a_damaged_file_is_a_miss_and_says_so(tmp_path: Path) -> None:
+    opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    opened.put(1)
+    wait_for_files(tmp_path, 1)
+    opened.store.close()
+    (file,) = tmp_path.glob("*.kv")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    take_warnings()
+    again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    check(again.load(1), None)
+    assert again.store.counters()["corrupt_blocks.disk"] == 1
+    assert any("computed again" in text for text in take_warnings())
+    again.store.close()
+
+
+CHILD = """
+import sys
+from slipstream._native import Store
+store = Store(block_bytes=4096, host_bytes=1 << 22, disk_dir=sys.argv[1], disk_bytes=1 << 24)
+n = int(sys.argv[2])
+print("up", flush=True)
+while True:
+    n += 1
+    key, part = n.to_bytes(4, "little") * 9, n.to_bytes(4, "little") * 1024
+    store.put([key], memoryview(part))
+"""
+
+
+@pytest.mark.parametrize("round_", range(4))
+def test_a_killed_process_leaves_whole_blocks_only(tmp_path: Path, round_: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), "0"], stdout=subprocess.PIPE
+    )
+    assert child.stdout and child.stdout.readline() == b"up\n"
+    wait_for_files(tmp_path, 3 + 17 * round_)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 24)
+    files = len(list(tmp_path.glob("*.kv")))
+    assert files >= 3 and not list(tmp_path.glob("*.part"))
+    numbers = [n for n in range(1, 5000) if (tmp_path / f"{key(n).hex()}.kv").exists()]
+    if not numbers:
+        numbers = list(range(1, files + 1))
+    into, failed, _ = opened.load(*numbers[:200])
+    for i, n in enumerate(numbers[:200]):
+        if i not in failed:
+            assert into[i * BLOCK : (i + 1) * BLOCK] == n.to_bytes(4, "little") * 1024
+    assert len(failed) == 0
+    opened.store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"host_bytes": 100}, "block"),
+        ({"disk_dir": "/proc/nowhere", "disk_bytes": 1}, "/proc/nowhere"),
+    ],
+)
+def test_a_store_that_cannot_be_says_why(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(OSError, match=text):
+        Opened(**options)
+
+
+def test_two_stores_do_not_share_a_folder(tmp_path: Path) -> None:
+    opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    with pytest.raises(OSError, match="another process; give each engine a folder of its own"):
+        Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    opened.store.close()
+
+
+def test_buffers_of_other_sizes_are_refused(opened: Opened) -> None:
+    with pytest.raises(ValueError, match="has 5000 bytes where 1 blocks of 4096 have 4096"):
+        opened.store.put([key(1)], memoryview(bytes(5000)))
+    with pytest.raises(ValueError, match="cannot be written to"):
+        opened.store.load(1, [key(1)], [""], memoryview(bytes(BLOCK)), 1.0)
+    with pytest.raises(ValueError, match="one source a key"):
+        opened.store.load(1, [key(1)], [], memoryview(bytearray(BLOCK)), 1.0)
+    with pytest.raises(ValueError, match="side by side"):
+        opened.store.put([key(1)], memoryview(bytes(2 * BLOCK))[::2])
+
+
+def test_options_are_checked_together() -> None:
+    assert read_options({}) == Options()
+    assert read_options({"ttl_s": 60}).ttl_s == 60.0
+    with pytest.raises(OptionError) as caught:
+        read_options(
+            {"hosts": 1, "ttl_s": True, "keys_max": 0, "peers": "a", "host_bytes": -1, "save": 1}
+        )
+    for text in (
+        "`hosts` is unknown",
+        "`ttl_s` is True, but takes float",
+        "`keys_max` is 0",
+        "`peers` is 'a', but takes list",
+        "`host_bytes` is -1",
+        "`save` is 1, but takes",
+    ):
+        assert text in str(caught.value)

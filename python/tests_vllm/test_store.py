@@ -1,0 +1,93 @@
+"""The connector with the store that it ships with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import BLOCK, Rig
+from slipstream.vllm import SlipstreamConnector
+from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+
+def engine(**extra: Any) -> Rig:
+    return Rig(num_blocks=64, extra={"host_bytes": 1 << 22, "model_id": "m"} | extra, **OURS)
+
+
+def step_until_stored(rig: Rig, count: int) -> None:
+    """Step until the scheduler has heard of so many stored blocks."""
+    for _ in range(100_000):
+        if len(rig.connector.scheduler.stored[0]) >= count:
+            return
+        rig.step()
+    raise AssertionError(f"heard of {len(rig.connector.scheduler.stored[0])} stored blocks")
+
+
+def run(rig: Rig, prompt: list[int]) -> int:
+    """Answer a prompt; returns how many blocks had to be computed."""
+    before = rig.worker.computed_blocks
+    rig.add(prompt, max_tokens=3)
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    return rig.worker.computed_blocks - before
+
+
+def test_host_memory_gives_back_what_the_device_forgot() -> None:
+    rig = engine()
+    prompt = rig.tokens(BLOCK * 20 + 3)
+    assert run(rig, prompt) == 20
+    wait_saved(rig)
+    step_until_stored(rig, 20)
+    assert rig.scheduler.reset_prefix_cache()
+    assert run(rig, prompt) == 0
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert run(rig, prompt) == 20
+    rig.close()
+
+
+def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:
+    first = engine(disk_dir=str(tmp_path))
+    prompt = first.tokens(BLOCK * 20 + 3)
+    assert run(first, prompt) == 20
+    wait_saved(first)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    while len(list(folder.glob("*.kv"))) < 20:
+        settle(first)
+    first.close()
+    second = engine(disk_dir=str(tmp_path))
+    step_until_stored(second, 20)
+    assert run(second, prompt) == 0
+    second.close()
+    other = engine(disk_dir=str(tmp_path), model_id="another")
+    assert run(other, prompt) == 20, "the same tokens are other blocks of another model"
+    other.close()
+
+
+def test_a_cache_smaller_than_the_load_is_only_slower() -> None:
+    rig = engine(host_bytes=BLOCK_BYTES * 8)
+    prompts = [rig.tokens(BLOCK * 12 + 3) for _ in range(3)]
+    for i in range(12):
+        run(rig, prompts[i % 3])
+        wait_saved(rig)
+        rig.step()
+        rig.scheduler.reset_prefix_cache()
+    counts = rig.worker.connector.worker.store.counters()
+    assert counts["evicted_blocks.host"] > 0
+    rig.close()
+
+
+def test_vllm_sees_a_connector_for_its_hybrid_allocator() -> None:
+    assert supports_hma(SlipstreamConnector)
+
+
+def test_without_prefix_caching_it_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = engine()
+    rig.config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ValueError, match="--no-enable-prefix-caching"):
+        type(rig.connector)(rig.config, rig.connector.role, rig.kv_cache_config)
+    rig.config.cache_config.enable_prefix_caching = True
+    monkeypatch.setattr(rig.kv_cache_config, "kv_cache_groups", [None, None])
+    with pytest.raises(ValueError, match="one group, but this model has 2"):
+        type(rig.connector)(rig.config, rig.connector.role, rig.kv_cache_config)
+    rig.close()

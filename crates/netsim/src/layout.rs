@@ -10,6 +10,7 @@ use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, R
 use crate::error::Error;
 use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
 use crate::fabric::{Fabric, Port, PortSpec, Rings, Tally, UNLIMITED};
+use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
 use crate::route::{Router, Routing};
 use crate::scenario::{
@@ -20,6 +21,7 @@ use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
 use crate::topology::{End, PortId, Tier};
 use crate::transport::Paced;
+use crate::transport::bbr::Bbr;
 use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
 use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
@@ -188,7 +190,7 @@ impl Builder {
             }
             endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
         }
-        let rows = self.lay_paths(&flows, &endpoints)?;
+        let Laid { rows, reroutes } = self.lay_paths(&flows, &endpoints)?;
         for fabric in std::mem::take(&mut self.fabrics) {
             shards.push(Shard {
                 fabric,
@@ -242,6 +244,8 @@ impl Builder {
             rows: rows.iter().map(|pair| pair[0].first).collect(),
             lookahead_ns: self.lookahead_ns,
             windows: 0,
+            reroutes,
+            rerouted: 0,
             deadlock: None,
         })
     }
@@ -254,110 +258,47 @@ impl Builder {
         }
     }
 
-    /// Finds the paths of every flow, makes the ports on them, and fills the path table.
-    fn lay_paths(
-        &mut self,
-        flows: &[Flow],
-        endpoints: &[(Step, Step)],
-    ) -> Result<Vec<[Rows; 2]>, Error> {
+    /// Finds the paths of every flow, makes the ports on them, and fills the path table. Flows whose
+    /// paths a failure changes have further rows, with the times from which they hold.
+    fn lay_paths(&mut self, flows: &[Flow], endpoints: &[(Step, Step)]) -> Result<Laid, Error> {
         let topology = self.scenario.topology.clone();
+        let host_links = self.scenario.links.host.is_some();
         let none = BTreeSet::new();
-        let mut router = Router::new(&topology, &none, self.scenario.links.host.is_some());
-        // Ports of all rows, one after the other, until the longest path is known.
-        let mut ports: Vec<PortId> = Vec::with_capacity(flows.len() * 12);
-        let mut ends: Vec<u32> = Vec::with_capacity(flows.len() * 2);
-        let mut path = Vec::new();
+        let mut router = Router::new(&topology, &none, host_links);
+        let mut found = Found::new(flows.len());
         let mut rows = Vec::with_capacity(flows.len());
-        let mut longest = 0;
         for flow in flows {
             let mut pair = [Rows::default(); 2];
             for (direction, rows) in pair.iter_mut().enumerate() {
-                let (src, dst) = if direction == 0 {
-                    (flow.src, flow.dst)
-                } else {
-                    (flow.dst, flow.src)
-                };
-                rows.first = ends.len() as u32;
-                match &flow.paths {
-                    Paths::By(routing) => {
-                        let hash = mix::draw(
-                            self.scenario.seed ^ mix::mix64(flow.id),
-                            u64::from(src) << 32 | u64::from(dst),
-                        );
-                        rows.count = 1;
-                        let mut index = 0;
-                        while index < rows.count {
-                            let ways = router
-                                .path(src, dst, *routing, hash, index, &mut path)
-                                .ok_or_else(|| disconnected(flow))?;
-                            if *routing == Routing::Spray {
-                                rows.count = ways.min(self.scenario.spray_paths);
-                            }
-                            index += 1;
-                            ports.extend_from_slice(&path);
-                            ends.push(ports.len() as u32);
-                            longest = longest.max(path.len());
-                        }
-                    }
-                    Paths::Explicit(nodes) => {
-                        rows.count = 1;
-                        let nodes = explicit(flow, nodes, direction == 1, &topology)?;
-                        router
-                            .ports(src, dst, &nodes, &mut path)
-                            .map_err(|(a, b)| Error::Flow {
-                                flow: flow.id,
-                                what: format!(
-                                    "its path goes from node {a} to node {b}, which no link joins; \
-                                     add the edge or correct the path"
-                                ),
-                            })?;
-                        ports.extend_from_slice(&path);
-                        ends.push(ports.len() as u32);
-                        longest = longest.max(path.len());
-                    }
-                }
-                if path.is_empty() {
-                    return Err(Error::Flow {
-                        flow: flow.id,
-                        what: format!(
-                            "hosts {src} and {dst} share a switch and host links are not modeled, \
-                             so its packets would cross no link; model host links"
-                        ),
-                    });
-                }
-                if longest > HOPS_MAX {
-                    return Err(Error::Flow {
-                        flow: flow.id,
-                        what: format!(
-                            "its path has {longest} links; at most {HOPS_MAX} are supported"
-                        ),
-                    });
-                }
+                *rows = found
+                    .find(&self.scenario, &mut router, flow, direction)?
+                    .ok_or_else(|| disconnected(flow))?;
             }
             rows.push(pair);
         }
-        self.net.stride = longest + 1;
-        self.check_memory(flows.len(), ends.len())?;
-        self.net.steps = Vec::with_capacity(ends.len() * self.net.stride);
+        let reroutes = self.find_reroutes(flows, &rows, &mut found)?;
+        self.net.stride = found.longest + 1;
+        self.check_memory(flows.len(), found.ends.len())?;
+        self.net.steps = Vec::with_capacity(found.ends.len() * self.net.stride);
+        let first = rows.iter().enumerate().map(|(i, pair)| (i, *pair));
+        let later = reroutes.iter().map(|r| (r.flow as usize, r.rows));
         let mut steps = Vec::with_capacity(self.net.stride);
-        let mut from = 0usize;
-        for ((pair, &(sender, receiver)), flow) in rows.iter().zip(endpoints).zip(flows) {
+        for (i, pair) in first.chain(later) {
+            let (sender, receiver) = endpoints[i];
             for (direction, rows) in pair.iter().enumerate() {
                 let class = if direction == 0 {
-                    flow.class
+                    flows[i].class
                 } else {
-                    flow.answer_class
+                    flows[i].answer_class
                 };
                 for row in rows.first..rows.first + rows.count {
-                    let to = ends[row as usize] as usize;
+                    let path = found.path(row);
                     steps.clear();
-                    let path = &ports[from..to];
                     for &port in path {
                         let step = self.port_step(port)?;
                         steps.push(step);
                     }
                     steps.push(if direction == 0 { receiver } else { sender });
-                    from = to;
                     self.net.row_class.push(class);
                     let made = self.net.add_row(&steps);
                     debug_assert_eq!(made, row);
@@ -367,7 +308,76 @@ impl Builder {
                 }
             }
         }
-        Ok(rows)
+        self.note_outages()?;
+        Ok(Laid { rows, reroutes })
+    }
+
+    /// The paths that flows take after each failure and repair, where they differ. A flow that is
+    /// cut off keeps its path, and its packets are lost there.
+    fn find_reroutes(
+        &self,
+        flows: &[Flow],
+        rows: &[[Rows; 2]],
+        found: &mut Found,
+    ) -> Result<Vec<Reroute>, Error> {
+        let scenario = &self.scenario;
+        let mut reroutes = Vec::new();
+        let mut current = rows.to_vec();
+        for (at_ns, down) in epochs(&scenario.failures, scenario.notice_ns, &scenario.topology)? {
+            let host_links = scenario.links.host.is_some();
+            let mut router = Router::new(&scenario.topology, &down, host_links);
+            for (i, flow) in flows.iter().enumerate() {
+                if matches!(flow.paths, Paths::Explicit(_)) {
+                    continue;
+                }
+                let mark = (found.ports.len(), found.ends.len());
+                let mut pair = current[i];
+                let mut changed = false;
+                for (direction, rows) in pair.iter_mut().enumerate() {
+                    let Some(new) = found.find(scenario, &mut router, flow, direction)? else {
+                        changed = false;
+                        break;
+                    };
+                    changed |= !found.same(*rows, new);
+                    *rows = new;
+                }
+                if changed {
+                    current[i] = pair;
+                    reroutes.push(Reroute {
+                        at_ns,
+                        flow: i as u32,
+                        rows: pair,
+                    });
+                } else {
+                    found.ports.truncate(mark.0);
+                    found.ends.truncate(mark.1);
+                }
+            }
+        }
+        Ok(reroutes)
+    }
+
+    /// Tells the links in use when they are down.
+    fn note_outages(&mut self) -> Result<(), Error> {
+        let topology = &self.scenario.topology;
+        for failure in &self.scenario.failures {
+            let span = (failure.at_ns, failure.repair_ns.unwrap_or(u64::MAX));
+            for port in failure.ports(topology)? {
+                let step = self.port_steps[port as usize];
+                if step != 0 {
+                    self.net
+                        .outages
+                        .entry(step - 1)
+                        .or_insert_with(|| Outages {
+                            class: tier_class(topology.tier(port)),
+                            spans: Vec::new(),
+                        })
+                        .spans
+                        .push(span);
+                }
+            }
+        }
+        Ok(())
     }
 
     fn check_memory(&self, flows: usize, rows: usize) -> Result<(), Error> {
@@ -568,6 +578,7 @@ impl EndpointMaker<'_> {
                     Congestion::NewReno => Control::NewReno(NewReno::default()),
                     Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
                     Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
+                    Congestion::Bbr => Control::Bbr(Box::new(Bbr::new(seed))),
                 };
                 let setup = TcpSetup {
                     flow: index,
@@ -687,9 +698,129 @@ impl EndpointMaker<'_> {
 
 /// The rows of a flow in one direction.
 #[derive(Clone, Copy, Debug, Default)]
-struct Rows {
-    first: u32,
-    count: u32,
+pub(crate) struct Rows {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+}
+
+/// A flow takes other paths.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reroute {
+    pub(crate) at_ns: u64,
+    pub(crate) flow: u32,
+    /// There and back.
+    pub(crate) rows: [Rows; 2],
+}
+
+/// Paths as laid: of each flow, and what changes later, by time.
+struct Laid {
+    rows: Vec<[Rows; 2]>,
+    reroutes: Vec<Reroute>,
+}
+
+/// Ports of all rows, one after the other, until the longest path is known.
+struct Found {
+    ports: Vec<PortId>,
+    ends: Vec<u32>,
+    longest: usize,
+    path: Vec<PortId>,
+}
+
+impl Found {
+    fn new(flows: usize) -> Self {
+        Found {
+            ports: Vec::with_capacity(flows * 12),
+            ends: Vec::with_capacity(flows * 2),
+            longest: 0,
+            path: Vec::new(),
+        }
+    }
+
+    fn path(&self, row: u32) -> &[PortId] {
+        let from = row.checked_sub(1).map_or(0, |r| self.ends[r as usize]);
+        &self.ports[from as usize..self.ends[row as usize] as usize]
+    }
+
+    fn same(&self, a: Rows, b: Rows) -> bool {
+        a.count == b.count && (0..a.count).all(|i| self.path(a.first + i) == self.path(b.first + i))
+    }
+
+    /// Finds the paths of a flow in a direction and keeps their ports; `None` if it is cut off.
+    fn find(
+        &mut self,
+        scenario: &Scenario,
+        router: &mut Router<'_>,
+        flow: &Flow,
+        direction: usize,
+    ) -> Result<Option<Rows>, Error> {
+        let (src, dst) = if direction == 0 {
+            (flow.src, flow.dst)
+        } else {
+            (flow.dst, flow.src)
+        };
+        let mut rows = Rows {
+            first: self.ends.len() as u32,
+            count: 1,
+        };
+        match &flow.paths {
+            Paths::By(routing) => {
+                let hash = mix::draw(
+                    scenario.seed ^ mix::mix64(flow.id),
+                    u64::from(src) << 32 | u64::from(dst),
+                );
+                let mut index = 0;
+                while index < rows.count {
+                    let Some(ways) = router.path(src, dst, *routing, hash, index, &mut self.path)
+                    else {
+                        return Ok(None);
+                    };
+                    if *routing == Routing::Spray {
+                        rows.count = ways.min(scenario.spray_paths);
+                    }
+                    index += 1;
+                    self.keep();
+                }
+            }
+            Paths::Explicit(nodes) => {
+                let nodes = explicit(flow, nodes, direction == 1, &scenario.topology)?;
+                router
+                    .ports(src, dst, &nodes, &mut self.path)
+                    .map_err(|(a, b)| Error::Flow {
+                        flow: flow.id,
+                        what: format!(
+                            "its path goes from node {a} to node {b}, which no link joins; \
+                             add the edge or correct the path"
+                        ),
+                    })?;
+                self.keep();
+            }
+        }
+        if self.path.is_empty() {
+            return Err(Error::Flow {
+                flow: flow.id,
+                what: format!(
+                    "hosts {src} and {dst} share a switch and host links are not modeled, \
+                     so its packets would cross no link; model host links"
+                ),
+            });
+        }
+        if self.longest > HOPS_MAX {
+            return Err(Error::Flow {
+                flow: flow.id,
+                what: format!(
+                    "its path has {} links; at most {HOPS_MAX} are supported",
+                    self.longest
+                ),
+            });
+        }
+        Ok(Some(rows))
+    }
+
+    fn keep(&mut self) {
+        self.ports.extend_from_slice(&self.path);
+        self.ends.push(self.ports.len() as u32);
+        self.longest = self.longest.max(self.path.len());
+    }
 }
 
 fn disconnected(flow: &Flow) -> Error {

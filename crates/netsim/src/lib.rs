@@ -23,6 +23,7 @@ pub mod deadlock;
 mod error;
 mod event;
 mod fabric;
+pub mod failure;
 pub mod flows;
 mod layout;
 mod net;

@@ -1,6 +1,7 @@
 //! What all shards read and none changes while it runs: the path table and the links' arithmetic.
 
 use crate::buffer::{NO_INGRESS, Rules};
+use crate::failure::OutageMap;
 use crate::scheduled::Discipline;
 use crate::trim::Trim;
 
@@ -101,6 +102,8 @@ pub(crate) struct Net {
     pub(crate) row_class: Vec<u8>,
     /// What scheduled ports do.
     pub(crate) discipline: Discipline,
+    /// Links that fail; empty in most runs.
+    pub(crate) outages: OutageMap,
     /// What trimming ports do.
     pub(crate) trim: Trim,
     /// Shared buffers and PFC.
@@ -130,6 +133,7 @@ impl Net {
             classes,
             row_class: Vec::new(),
             discipline,
+            outages: OutageMap::new(),
             trim: Trim::default(),
             rules: Rules::default(),
             ingress: Vec::new(),

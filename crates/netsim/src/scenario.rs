@@ -2,6 +2,7 @@
 
 use crate::aqm::Aqm;
 use crate::buffer::{Pfc, SharedBuffer};
+use crate::failure::Failure;
 use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
@@ -153,6 +154,8 @@ pub enum Congestion {
         /// Gain of the estimate; RFC 8257 suggests 1/16.
         gain: f64,
     },
+    /// Version 1, draft-cardwell-iccrg-bbr-congestion-control-00.
+    Bbr,
 }
 
 /// TCP of a flow.
@@ -321,4 +324,8 @@ pub struct Scenario {
     pub flows: Vec<Flow>,
     /// Paths of a sprayed flow, per direction, at most.
     pub spray_paths: u32,
+    /// Links and switches that fail.
+    pub failures: Vec<Failure>,
+    /// Time from a failure or repair until flows take other paths, ns.
+    pub notice_ns: u64,
 }

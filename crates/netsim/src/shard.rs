@@ -99,6 +99,11 @@ impl Shard {
     fn on_packet(&mut self, net: &Net, now: u64, event: Event) {
         let at = event.what as usize * net.stride + event.hop();
         let step = net.steps[at];
+        if !net.outages.is_empty() && event.hop() > 0 && net.is_lost_before(at, now, event.size()) {
+            self.fabric.tally.fault_drops += 1;
+            self.fabric.count_drop(event);
+            return;
+        }
         match step.place() {
             Place::Fifo => self.fabric.enter_fifo(net, now, event, at),
             Place::Scheduled => self.fabric.enter_scheduled(net, now, event, at),
@@ -174,7 +179,7 @@ impl Shard {
                     Kind::Start => sender.on_start(now, fabric, net),
                     Kind::Tick => sender.on_tick(now, fabric, net),
                     _ => {
-                        sender.on_timer(now, fabric, net);
+                        sender.on_timer(now, event, fabric, net);
                         false
                     }
                 };

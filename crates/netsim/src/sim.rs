@@ -9,7 +9,7 @@ use crate::deadlock::{self, Deadlock};
 use crate::error::Error;
 use crate::event::Event;
 use crate::fabric::Tally;
-use crate::layout::Builder;
+use crate::layout::{Builder, Reroute};
 use crate::net::{Net, Place, Step, serialization_ns};
 use crate::result::{Collected, FlowResult, PortResult, RunResult};
 use crate::scenario::Scenario;
@@ -51,6 +51,9 @@ pub struct Simulation {
     /// Least time that an event in one shard takes to cause one in another, ns.
     pub(crate) lookahead_ns: u64,
     pub(crate) windows: u64,
+    /// By time, and how many have been done.
+    pub(crate) reroutes: Vec<Reroute>,
+    pub(crate) rerouted: usize,
     pub(crate) deadlock: Option<Deadlock>,
 }
 
@@ -119,17 +122,49 @@ impl Simulation {
     /// The next time at which something looks at, or changes, the whole network; `next` is that of
     /// the next event.
     fn next_stop(&self, next: u64) -> u64 {
-        if self.scenario.queue.pfc.is_some() {
+        let deadlock = if self.scenario.queue.pfc.is_some() {
             (next / DEADLOCK_NS + 1) * DEADLOCK_NS
         } else {
             u64::MAX
-        }
+        };
+        let reroute = self.reroutes.get(self.rerouted);
+        deadlock.min(reroute.map_or(u64::MAX, |r| r.at_ns))
     }
 
     /// All events before `now` have run.
     fn at_stop(&mut self, now: u64) {
         if now.is_multiple_of(DEADLOCK_NS) {
             self.look_for_deadlock(now);
+        }
+        while let Some(reroute) = self.reroutes.get(self.rerouted)
+            && reroute.at_ns <= now
+        {
+            let reroute = *reroute;
+            self.rerouted += 1;
+            self.reroute(&reroute);
+        }
+    }
+
+    /// A flow's packets take other paths from now on; those under way stay on theirs.
+    fn reroute(&mut self, reroute: &Reroute) {
+        let (sender, receiver) = self.endpoints[reroute.flow as usize];
+        let [data, answers] = reroute.rows;
+        let (s, r) = (sender.index(), receiver.index());
+        let from = &mut self.shards[sender.shard()];
+        match sender.place() {
+            Place::TcpSender => from.tcp_senders[s].reroute(data),
+            Place::QpSender => from.qp_senders[s].reroute(data),
+            Place::NdpSender => from.ndp_senders[s].spray.reroute(data),
+            Place::RawSender => from.raw_senders[s].reroute(data),
+            place => unreachable!("{place:?} sends no flow"),
+        }
+        let to = &mut self.shards[receiver.shard()];
+        match receiver.place() {
+            Place::TcpReceiver => to.tcp_receivers[r].reroute(answers),
+            Place::QpReceiver => to.qp_receivers[r].reroute(answers),
+            Place::NdpReceiver => to.ndp_receivers[r].spray.reroute(answers),
+            // Nothing goes back.
+            _ => {}
         }
     }
 

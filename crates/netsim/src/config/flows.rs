@@ -69,6 +69,8 @@ const ALGORITHMS: &[(&str, Algorithm)] = &[
     ("TCPCubic", Algorithm::Cubic),
     ("CUBIC", Algorithm::Cubic),
     ("DCTCP", Algorithm::Dctcp),
+    ("BBR", Algorithm::Bbr),
+    ("TCPBBR", Algorithm::Bbr),
 ];
 
 #[derive(Clone, Copy, PartialEq)]
@@ -76,6 +78,7 @@ enum Algorithm {
     Reno,
     Cubic,
     Dctcp,
+    Bbr,
 }
 
 const KINDS: &[(&str, Kind)] = &[
@@ -746,6 +749,7 @@ fn read_tcp(t: &Table<'_>) -> Tcp {
         Algorithm::Reno => (Congestion::NewReno, 2),
         // Days starts CUBIC with one segment.
         Algorithm::Cubic => (Congestion::Cubic(cubic), 1),
+        Algorithm::Bbr => (Congestion::Bbr, 10),
         Algorithm::Dctcp => (
             Congestion::Dctcp {
                 gain: t.get("gain").within(1e-6..=1.0).or(1.0 / 16.0),

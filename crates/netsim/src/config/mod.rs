@@ -96,6 +96,8 @@ pub fn read(doc: Doc) -> Result<Config, Mistakes> {
                 links: network.links,
                 queue: network.queue,
                 spray_paths: network.spray_paths,
+                failures: network.failures,
+                notice_ns: network.notice_ns,
                 flows,
             },
         }

@@ -6,6 +6,7 @@ use super::{note, ns};
 use crate::Error;
 use crate::aqm::Aqm;
 use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
+use crate::failure::{Failure, Target};
 use crate::route::Routing;
 use crate::scenario::{Link, Links, Queue};
 use crate::scheduled::Discipline;
@@ -19,6 +20,8 @@ pub(super) struct Network {
     pub(super) queue: Queue,
     pub(super) routing: Routing,
     pub(super) spray_paths: u32,
+    pub(super) failures: Vec<Failure>,
+    pub(super) notice_ns: u64,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -52,18 +55,22 @@ pub(super) fn read(root: &Table<'_>) -> Network {
         root.has("link") || root.has("routing") || matches!(topology.1, Some(hosts) if hosts > 1);
     let (rate, queue) = root.table("switch", read_switch);
     let links = root.table("link", |t| read_links(t, rate, newer || topology.2));
-    let (routing, spray_paths) = root.table("routing", |t| {
+    let (routing, spray_paths, notice_ns) = root.table("routing", |t| {
         (
             t.choice("policy", ROUTINGS).or(Routing::ShortestPath),
             t.get("spray_paths").within(1..=4096u32).or(64),
+            seconds(t, "convergence").unwrap_or(0),
         )
     });
+    let failures = root.array("failure", |_, t| read_failure(t, &topology.0));
     Network {
         topology: topology.0,
         links,
         queue,
         routing,
         spray_paths,
+        failures: failures.into_iter().flatten().collect(),
+        notice_ns,
     }
 }
 
@@ -160,6 +167,42 @@ fn read_topology(root: &Table<'_>) -> (Topology, Option<u32>, bool) {
             }
         }
     })
+}
+
+/// `[[failure]]`: what, when, and when it is repaired.
+fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
+    let link: Option<Vec<u32>> = t.get("link").optional();
+    let switch: Option<u32> = t.get("switch").optional();
+    let host: Option<u32> = t.get("host").optional();
+    let at = t.get::<f64>("at").within(0.0..=1e9);
+    let failure = Failure {
+        at_ns: ns(at.required("say when, in s: at = 0.001", 0.0)),
+        repair_ns: seconds(t, "repair"),
+        target: match (link.as_deref(), switch, host) {
+            (Some(&[a, b]), None, None) => Target::Link(a, b),
+            (None, Some(node), None) => Target::Switch(node),
+            (None, None, Some(host)) => match host_of(topology, host) {
+                Ok(host) => Target::Host(host),
+                Err(error) => {
+                    note(t, "host", &error);
+                    return None;
+                }
+            },
+            _ => {
+                t.mistake(
+                    "link",
+                    "a failure is of one link, one switch, or one host's link",
+                    "give link = [switch, switch], switch = n or host = n",
+                );
+                return None;
+            }
+        },
+    };
+    if let Err(error) = failure.ports(topology) {
+        note(t, "at", &error);
+        return None;
+    }
+    Some(failure)
 }
 
 /// A rate in bit/s: at least 1 Mb/s, and a whole number after rounding.

@@ -170,6 +170,7 @@ fn transport_name(transport: &Transport) -> &'static str {
             Congestion::NewReno => "TCP NewReno",
             Congestion::Cubic(_) => "TCP CUBIC",
             Congestion::Dctcp { .. } => "TCP DCTCP",
+            Congestion::Bbr => "TCP BBR",
         },
         Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
         Transport::Roce(_) => "RoCE",

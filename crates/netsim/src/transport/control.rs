@@ -1,6 +1,7 @@
 //! Congestion control: how a TCP window answers ACKs, losses and marks.
 
 use crate::scenario::CubicParams;
+use crate::transport::bbr::Bbr;
 
 /// A window and its threshold, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +33,7 @@ pub(crate) enum Control {
     NewReno(NewReno),
     Cubic(Box<Cubic>),
     Dctcp(Box<Dctcp>),
+    Bbr(Box<Bbr>),
 }
 
 impl Control {
@@ -42,6 +44,8 @@ impl Control {
             Control::NewReno(c) => c.on_ack(w, ack),
             Control::Cubic(c) => c.on_ack(w, ack),
             Control::Dctcp(c) => c.on_ack(w, ack),
+            // Hears of every ACK, in recovery too: see the sender.
+            Control::Bbr(_) => {}
         }
     }
 
@@ -51,6 +55,8 @@ impl Control {
             // RFC 8257 section 3.5: DCTCP answers losses as standard TCP does.
             Control::NewReno(_) | Control::Dctcp(_) => halve(w, flight),
             Control::Cubic(c) => c.reduce(w, flight),
+            // Losses say nothing about the model; the window is the same after recovery.
+            Control::Bbr(_) => w.ssthresh = w.cwnd,
         }
     }
 
@@ -61,6 +67,7 @@ impl Control {
             Control::NewReno(c) => c.acked = 0,
             Control::Cubic(c) => c.epoch = None,
             Control::Dctcp(c) => c.growth.acked = 0,
+            Control::Bbr(c) => c.on_timeout(),
         }
     }
 
@@ -73,6 +80,8 @@ impl Control {
                 w.cwnd = w.ssthresh;
             }
             Control::Dctcp(c) => c.on_mark(w),
+            // Version 1 does not use marks.
+            Control::Bbr(_) => {}
         }
     }
 }

@@ -12,6 +12,7 @@ use slipstream_base::mix;
 
 use crate::event::{Event, Kind, RETX, TRIMMABLE, TRIMMED};
 use crate::fabric::Fabric;
+use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::scenario::Ndp;
 use crate::transport::tcp::SendCount;
@@ -42,6 +43,11 @@ impl Spray {
         };
         spray.shuffle();
         spray
+    }
+
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        *self = Spray::new(rows.first, rows.count, self.seed);
     }
 
     fn shuffle(&mut self) {
@@ -345,7 +351,7 @@ pub(crate) struct NdpReceiver {
     me: Step,
     /// The host's pacer of pulls.
     host: u32,
-    spray: Spray,
+    pub(crate) spray: Spray,
     header: u32,
     mtu: u32,
     control_bytes: u32,

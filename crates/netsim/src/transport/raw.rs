@@ -2,6 +2,7 @@
 
 use crate::event::{ECT, Event, Kind};
 use crate::fabric::Fabric;
+use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::transport::Paced;
 use crate::transport::tcp::SendCount;
@@ -23,6 +24,11 @@ pub(crate) struct RawSender {
 }
 
 impl RawSender {
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
     pub(crate) fn new(
         flow: u32,
         me: Step,

@@ -6,6 +6,7 @@
 
 use crate::event::{CE, ECT, Event, Kind, RETX, widen};
 use crate::fabric::Fabric;
+use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::scenario::Roce;
 use crate::transport::dcqcn::ReactionPoint;
@@ -64,6 +65,11 @@ pub(crate) struct QpSetup {
 }
 
 impl QpSender {
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
     pub(crate) fn new(s: QpSetup) -> Self {
         let line = s.line_bits_per_s as f64;
         QpSender {
@@ -262,6 +268,11 @@ pub(crate) struct QpReceiver {
 }
 
 impl QpReceiver {
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
     pub(crate) fn new(
         flow: u32,
         (row, rows): (u32, u32),

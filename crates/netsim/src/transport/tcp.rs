@@ -2,6 +2,7 @@
 
 use crate::event::{CE, ECT, Event, Kind, RETX, widen};
 use crate::fabric::Fabric;
+use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::transport::Paced;
 use crate::transport::control::{AckInfo, Control, Window};
@@ -12,6 +13,8 @@ const DUPLICATES: u32 = 3;
 const RTO_NS_MAX: u64 = 60_000_000_000;
 /// Clock granularity G of RFC 6298 section 2.3: 1 ms.
 const GRANULARITY_NS: u64 = 1_000_000;
+/// `seq` of a timer event that lets the next paced packet go.
+const PACE: u32 = 1;
 /// RFC 6298 section 2.1: before any measurement.
 const RTO_NS_INITIAL: u64 = 1_000_000_000;
 
@@ -45,6 +48,9 @@ pub(crate) struct TcpSender {
     duplicates: u32,
     recovering: bool,
     started: bool,
+    /// BBR: packets are paced, and when the next pacing event fires (0: none is scheduled).
+    paced: bool,
+    pace_at: u64,
     /// RFC 6582's `recover`, plus one; 0 before the first loss.
     recover: u64,
     /// End of the segment being timed (0: none), and when it was sent.
@@ -89,6 +95,11 @@ pub(crate) struct TcpSetup {
 }
 
 impl TcpSender {
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
     pub(crate) fn new(s: TcpSetup) -> Self {
         let mss = u64::from(s.mss);
         TcpSender {
@@ -113,6 +124,8 @@ impl TcpSender {
             duplicates: 0,
             recovering: false,
             started: false,
+            paced: matches!(s.control, Control::Bbr(_)),
+            pace_at: 0,
             recover: 0,
             timed: 0,
             timed_at: 0,
@@ -180,6 +193,10 @@ impl TcpSender {
         // After a timeout an ACK may cover what was sent before it.
         self.nxt = self.nxt.max(ack);
         self.duplicates = 0;
+        if let Control::Bbr(bbr) = &mut self.control {
+            let counts = (acked, ack, self.nxt - ack);
+            bbr.on_ack(now, counts, &mut self.w, self.recovering);
+        }
         if self.recovering {
             if ack < self.recover - 1 {
                 // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted, the
@@ -218,6 +235,9 @@ impl TcpSender {
 
     fn on_duplicate(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         self.duplicates += 1;
+        if let Control::Bbr(bbr) = &mut self.control {
+            bbr.on_duplicate(now, self.w.mss);
+        }
         if self.recovering {
             self.w.cwnd += self.w.mss;
         } else if self.duplicates == DUPLICATES && self.una >= self.recover {
@@ -233,7 +253,12 @@ impl TcpSender {
     }
 
     /// The event of the timer: late ones are put off, for ACKs move the deadline only.
-    pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+    pub(crate) fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) {
+        if event.seq == PACE {
+            self.pace_at = 0;
+            self.send(now, fabric, net);
+            return;
+        }
         if now != self.timer_at {
             return;
         }
@@ -280,7 +305,7 @@ impl TcpSender {
             let flight = self.nxt - self.una;
             let room = self.w.cwnd.saturating_sub(flight);
             let size = self.w.mss.min(room).min(self.limit - self.nxt);
-            if size == 0 {
+            if size == 0 || self.paced && self.must_wait(now, fabric) {
                 break;
             }
             self.emit(now, self.nxt, size as u32, fabric, net);
@@ -301,6 +326,20 @@ impl TcpSender {
             self.tick_at = app.next;
             fabric.schedule(app.next, Kind::Tick, self.me.0, 0);
         }
+    }
+
+    /// Pacing: true if the next packet is not due yet; an event will come when it is.
+    #[cold]
+    fn must_wait(&mut self, now: u64, fabric: &mut Fabric) -> bool {
+        let Control::Bbr(bbr) = &self.control else {
+            return false;
+        };
+        let due = bbr.next_send;
+        if due > now && self.pace_at == 0 {
+            self.pace_at = due;
+            fabric.schedule(due, Kind::Timer, self.me.0, PACE);
+        }
+        due > now
     }
 
     #[cold]
@@ -330,6 +369,11 @@ impl TcpSender {
         } else {
             self.row
         };
+        if let Control::Bbr(bbr) = &mut self.control {
+            let wire = size + self.header;
+            let flight = self.nxt - self.una;
+            bbr.on_sent(now, at + u64::from(size), u64::from(wire), flight, &self.w);
+        }
         let flags = self.flags | if again { RETX } else { 0 };
         let event = Event::packet(Kind::Data, row, at as u32, size + self.header, flags);
         fabric.emit(net, now, event);
@@ -416,6 +460,11 @@ pub(crate) struct TcpReceiver {
 }
 
 impl TcpReceiver {
+    /// Packets take other paths from now on.
+    pub(crate) fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
     pub(crate) fn new(
         flow: u32,
         row: u32,

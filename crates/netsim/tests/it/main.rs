@@ -1,5 +1,6 @@
 //! Whole runs against known answers.
 
+mod changes;
 mod common;
 mod conservation;
 mod known;

@@ -1,0 +1,139 @@
+//! Links and switches that fail and are repaired at given times.
+//!
+//! Failures are known when a run is laid out, so links carry their outages as plain data: a packet
+//! is lost if its link is down at any moment between the start of its transmission and its arrival.
+//! Flows move to other paths when the network has noticed, and back after the repair.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::error::Error;
+use crate::net::{LinkClass, Net, serialization_ns};
+use crate::topology::{End, Host, Node, PortId, Topology};
+
+/// What fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// The link between two switches, in both directions.
+    Link(Node, Node),
+    /// A switch with all its links.
+    Switch(Node),
+    /// A host's link, in both directions.
+    Host(Host),
+}
+
+/// A failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What.
+    pub target: Target,
+    /// When, ns.
+    pub at_ns: u64,
+    /// When it works again; `None`: never.
+    pub repair_ns: Option<u64>,
+}
+
+impl Failure {
+    fn is_down(&self, now: u64) -> bool {
+        self.at_ns <= now && self.repair_ns.is_none_or(|end| now < end)
+    }
+
+    /// The ports that it stops.
+    ///
+    /// # Errors
+    /// If there is no such link, switch or host, or it would be repaired before it fails.
+    pub(crate) fn ports(&self, topology: &Topology) -> Result<Vec<PortId>, Error> {
+        if self.repair_ns.is_some_and(|end| end <= self.at_ns) {
+            return Err(Error::Value(format!(
+                "a failure at {} ns is repaired at or before that; give a later `repair`",
+                self.at_ns
+            )));
+        }
+        match self.target {
+            Target::Link(a, b) => {
+                let there = topology.port_between(a, b);
+                there
+                    .zip(topology.port_between(b, a))
+                    .map(|(there, back)| vec![there, back])
+                    .ok_or_else(|| {
+                        Error::Value(format!(
+                            "a failure names the link from switch {a} to switch {b}, which does not \
+                             exist"
+                        ))
+                    })
+            }
+            Target::Host(host) if host < topology.host_count() => {
+                Ok(vec![topology.host_up(host), topology.host_down(host)])
+            }
+            Target::Switch(node) if node < topology.node_count() => Ok((0..topology.port_count())
+                .filter(|&p| {
+                    let (from, to) = topology.port_ends(p);
+                    from == End::Node(node) || to == End::Node(node)
+                })
+                .collect()),
+            Target::Host(n) | Target::Switch(n) => Err(Error::Value(format!(
+                "a failure names host or switch {n}, but there are {} hosts and {} switches",
+                topology.host_count(),
+                topology.node_count()
+            ))),
+        }
+    }
+}
+
+/// When the network takes other paths, and which ports it avoids from then on.
+pub(crate) fn epochs(
+    failures: &[Failure],
+    notice_ns: u64,
+    topology: &Topology,
+) -> Result<Vec<(u64, BTreeSet<PortId>)>, Error> {
+    let ports: Vec<Vec<PortId>> = failures
+        .iter()
+        .map(|f| f.ports(topology))
+        .collect::<Result<_, _>>()?;
+    let times: BTreeSet<u64> = failures
+        .iter()
+        .flat_map(|f| [Some(f.at_ns), f.repair_ns])
+        .flatten()
+        .collect();
+    Ok(times
+        .into_iter()
+        .map(|time| {
+            let down = failures.iter().zip(&ports);
+            let down = down
+                .filter(|(f, _)| f.is_down(time))
+                .flat_map(|(_, ports)| ports)
+                .copied()
+                .collect();
+            (time.saturating_add(notice_ns), down)
+        })
+        .collect())
+}
+
+/// A link's class and when it is down: from, to.
+#[derive(Clone, Debug)]
+pub(crate) struct Outages {
+    pub(crate) class: u8,
+    pub(crate) spans: Vec<(u64, u64)>,
+}
+
+/// By port, as a [`crate::net::Step`].
+pub(crate) type OutageMap = HashMap<u32, Outages>;
+
+impl Net {
+    /// Whether a packet of `size` that arrives at `now` over the link before `steps[at]` was on it
+    /// while it was down.
+    #[cold]
+    pub(crate) fn is_lost_before(&self, at: usize, now: u64, size: u32) -> bool {
+        let Some(outages) = self.outages.get(&self.steps[at - 1].0) else {
+            return false;
+        };
+        let LinkClass {
+            bits_per_s,
+            delay_ns,
+        } = self.classes[outages.class as usize];
+        let sent = now.saturating_sub(delay_ns + serialization_ns(u64::from(size), bits_per_s));
+        outages
+            .spans
+            .iter()
+            .any(|&(from, to)| from < now && to > sent)
+    }
+}

@@ -1,0 +1,383 @@
+//! BBR, version 1: a model of the path (bottleneck rate and least round-trip time) sets pacing and
+//! window (Cardwell et al., "BBR: congestion-based congestion control", ACM Queue 2016;
+//! draft-cardwell-iccrg-bbr-congestion-control-00, called "the draft" below).
+//!
+//! Losses do not change the model. Delivery rates are measured as in
+//! draft-cheng-iccrg-delivery-rate-estimation-00; a duplicate ACK counts as one segment delivered.
+
+use std::collections::VecDeque;
+
+use slipstream_base::mix;
+
+use crate::transport::control::Window;
+
+/// 2/ln 2, the least gain that doubles the rate each round (the draft, section 4.3.1.1).
+const HIGH_GAIN: f64 = 2.885_39;
+/// Gains of a cycle of probing (section 4.3.3: one up, one down, six level).
+const CYCLE: [f64; 8] = [1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0];
+/// Window over the bandwidth-delay product while probing for bandwidth (section 4.2.3.2).
+const CWND_GAIN: f64 = 2.0;
+/// Rounds that the bandwidth filter looks back (section 4.1.1.3: BtlBwFilterLen).
+const FILTER_ROUNDS: u64 = 10;
+/// Life of the least round-trip time, ns (section 4.1.2: RTpropFilterLen, 10 s).
+const RTT_LIFE_NS: u64 = 10_000_000_000;
+/// Shortest time with a small window to measure it anew, ns (section 4.3.4: 200 ms).
+const PROBE_RTT_NS: u64 = 200_000_000;
+/// Least window, segments (section 4.2.3.1: BBRMinPipeCwnd).
+const WINDOW_MIN: u64 = 4;
+/// The pipe is full when this many rounds brought less than a quarter more (section 4.3.2.1).
+const FULL_ROUNDS: u32 = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Startup,
+    Drain,
+    ProbeBandwidth,
+    ProbeRtt,
+}
+
+/// A packet under way, for the delivery rate.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    end: u64,
+    at: u64,
+    /// Send time of the first packet of this flight.
+    first_at: u64,
+    delivered: u64,
+    delivered_at: u64,
+}
+
+/// The model and its state.
+#[derive(Clone, Debug)]
+pub(crate) struct Bbr {
+    state: State,
+    sent: VecDeque<Sent>,
+    first_at: u64,
+    delivered: u64,
+    delivered_at: u64,
+    /// Delivered by duplicate ACKs, not yet acknowledged.
+    credited: u64,
+    /// Most recent maxima of (round, bits/s), falling.
+    rates: VecDeque<(u64, f64)>,
+    round: u64,
+    round_end: u64,
+    round_start: bool,
+    /// Least round-trip time, ns; 0: none yet. And when it was measured.
+    rtt_min: u64,
+    rtt_at: u64,
+    full_rate: f64,
+    full_rounds: u32,
+    filled: bool,
+    pacing_gain: f64,
+    cycle: usize,
+    cycle_at: u64,
+    probe_rtt_end: u64,
+    probe_rtt_round: bool,
+    window_before: u64,
+    seed: u64,
+    /// When the next packet may be sent.
+    pub(crate) next_send: u64,
+    /// Bits/s.
+    pub(crate) pacing_rate: f64,
+}
+
+impl Bbr {
+    pub(crate) fn new(seed: u64) -> Self {
+        Bbr {
+            state: State::Startup,
+            sent: VecDeque::new(),
+            first_at: 0,
+            delivered: 0,
+            delivered_at: 0,
+            credited: 0,
+            rates: VecDeque::new(),
+            round: 0,
+            round_end: 0,
+            round_start: false,
+            rtt_min: 0,
+            rtt_at: 0,
+            full_rate: 0.0,
+            full_rounds: 0,
+            filled: false,
+            pacing_gain: HIGH_GAIN,
+            cycle: 2,
+            cycle_at: 0,
+            probe_rtt_end: 0,
+            probe_rtt_round: false,
+            window_before: 0,
+            seed,
+            next_send: 0,
+            pacing_rate: 0.0,
+        }
+    }
+
+    /// Bottleneck rate, bits/s.
+    pub(crate) fn rate(&self) -> f64 {
+        self.rates.front().map_or(0.0, |r| r.1)
+    }
+
+    /// `gain` times the bandwidth-delay product, bytes; `None` before the first measurement.
+    fn product(&self, gain: f64) -> Option<f64> {
+        (self.rtt_min > 0 && self.rate() > 0.0)
+            .then(|| gain * self.rate() * self.rtt_min as f64 / 8e9)
+    }
+
+    /// A packet up to `end` leaves; `wire` bytes of it, `flight` were under way before.
+    pub(crate) fn on_sent(&mut self, now: u64, end: u64, wire: u64, flight: u64, w: &Window) {
+        if flight == 0 {
+            self.first_at = now;
+            self.delivered_at = now;
+        }
+        if self.sent.back().is_none_or(|s| s.end < end) {
+            self.sent.push_back(Sent {
+                end,
+                at: now,
+                first_at: self.first_at,
+                delivered: self.delivered,
+                delivered_at: self.delivered_at,
+            });
+        }
+        if self.pacing_rate == 0.0 {
+            // The draft, section 4.2.1: before a sample as if the round trip took 1 ms.
+            self.pacing_rate = HIGH_GAIN * w.cwnd as f64 * 8.0 / 1e-3;
+        }
+        let gap = (wire as f64 * 8e9 / self.pacing_rate).ceil() as u64;
+        self.next_send = self.next_send.max(now) + gap;
+    }
+
+    /// A duplicate ACK: some packet has been delivered.
+    pub(crate) fn on_duplicate(&mut self, now: u64, mss: u64) {
+        self.delivered += mss;
+        self.credited += mss;
+        self.delivered_at = now;
+    }
+
+    /// What was in flight is taken for lost.
+    pub(crate) fn on_timeout(&mut self) {
+        self.sent.clear();
+        self.credited = 0;
+    }
+
+    /// An ACK of `acked` new bytes up to `una`, with `flight` left; sets rate and window.
+    pub(crate) fn on_ack(
+        &mut self,
+        now: u64,
+        (acked, una, flight): (u64, u64, u64),
+        w: &mut Window,
+        recovering: bool,
+    ) {
+        let known = self.credited.min(acked);
+        self.credited -= known;
+        self.delivered += acked - known;
+        self.delivered_at = now;
+        let mut newest = None;
+        while let Some(sent) = self.sent.front()
+            && sent.end <= una
+        {
+            newest = self.sent.pop_front();
+        }
+        if let Some(sent) = newest {
+            self.first_at = sent.at;
+            self.measure(now, sent);
+        }
+        self.move_on(now, flight, w);
+        self.set_pacing();
+        if !recovering {
+            self.set_window(acked, w);
+        }
+    }
+
+    /// Section 4.1: the round, the rate and the round-trip time that a packet tells of.
+    fn measure(&mut self, now: u64, sent: Sent) {
+        self.round_start = sent.delivered >= self.round_end;
+        if self.round_start {
+            self.round_end = self.delivered;
+            self.round += 1;
+        }
+        let interval = (now - sent.delivered_at).max(sent.at - sent.first_at);
+        let bytes = self.delivered - sent.delivered;
+        if interval > 0 && bytes > 0 {
+            let rate = bytes as f64 * 8e9 / interval as f64;
+            while self.rates.back().is_some_and(|r| r.1 <= rate) {
+                self.rates.pop_back();
+            }
+            self.rates.push_back((self.round, rate));
+            while self.rates[0].0 + FILTER_ROUNDS <= self.round {
+                self.rates.pop_front();
+            }
+        }
+        let rtt = now - sent.at;
+        let stale = now > self.rtt_at + RTT_LIFE_NS;
+        if self.rtt_min == 0 || rtt <= self.rtt_min || stale {
+            if stale && self.rtt_min > 0 && rtt > self.rtt_min && self.state != State::ProbeRtt {
+                // Section 4.3.4: nothing as short for long, so the queue must be drained to see.
+                self.state = State::ProbeRtt;
+                self.pacing_gain = 1.0;
+                self.probe_rtt_end = 0;
+            }
+            self.rtt_min = rtt.max(1);
+            self.rtt_at = now;
+        }
+    }
+
+    /// Section 4.3: the state machine.
+    fn move_on(&mut self, now: u64, flight: u64, w: &mut Window) {
+        if self.state == State::Startup && self.round_start {
+            self.round_start = false;
+            let rate = self.rate();
+            if rate >= self.full_rate * 1.25 {
+                self.full_rate = rate;
+                self.full_rounds = 0;
+            } else {
+                self.full_rounds += 1;
+                self.filled = self.full_rounds >= FULL_ROUNDS;
+            }
+            if self.filled {
+                self.state = State::Drain;
+                self.pacing_gain = 1.0 / HIGH_GAIN;
+            }
+        }
+        let flight_now = flight as f64;
+        match self.state {
+            State::Drain if self.product(1.0).is_some_and(|p| flight_now <= p) => {
+                self.probe_bandwidth(now);
+            }
+            State::ProbeBandwidth => {
+                let gain = CYCLE[self.cycle];
+                let long = now - self.cycle_at > self.rtt_min;
+                let next = if gain > 1.0 {
+                    long && self.product(gain).is_some_and(|p| flight_now >= p)
+                        || now - self.cycle_at > 4 * self.rtt_min
+                } else if gain < 1.0 {
+                    long || self.product(1.0).is_some_and(|p| flight_now <= p)
+                } else {
+                    long
+                };
+                if next {
+                    self.cycle = (self.cycle + 1) % CYCLE.len();
+                    self.cycle_at = now;
+                    self.pacing_gain = CYCLE[self.cycle];
+                }
+            }
+            State::ProbeRtt => {
+                let least = WINDOW_MIN * w.mss;
+                if self.probe_rtt_end == 0 {
+                    if self.window_before == 0 {
+                        self.window_before = w.cwnd;
+                    }
+                    w.cwnd = w.cwnd.min(least);
+                    if flight <= least {
+                        self.probe_rtt_end = now + PROBE_RTT_NS;
+                        self.probe_rtt_round = false;
+                        self.round_end = self.delivered;
+                        self.round_start = false;
+                    }
+                } else {
+                    self.probe_rtt_round |= self.round_start;
+                    if self.probe_rtt_round && now >= self.probe_rtt_end {
+                        self.rtt_at = now;
+                        w.cwnd = w.cwnd.max(self.window_before);
+                        self.window_before = 0;
+                        if self.filled {
+                            self.probe_bandwidth(now);
+                        } else {
+                            self.state = State::Startup;
+                            self.pacing_gain = HIGH_GAIN;
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Section 4.3.3.1: a cycle begins at any phase but the one that drains.
+    fn probe_bandwidth(&mut self, now: u64) {
+        self.state = State::ProbeBandwidth;
+        let phase = 1 + mix::below(mix::draw(self.seed, self.round), 7) as usize;
+        self.cycle = if phase == 1 { 0 } else { phase };
+        self.cycle_at = now;
+        self.pacing_gain = CYCLE[self.cycle];
+    }
+
+    fn set_pacing(&mut self) {
+        let rate = self.pacing_gain * self.rate();
+        // Section 4.2.1: in start-up an early low sample must not slow the flow down.
+        if rate > 0.0 && (self.filled || rate > self.pacing_rate) {
+            self.pacing_rate = rate;
+        }
+    }
+
+    /// Section 4.2.3: towards the gain times the product, and three quanta for what is aggregated.
+    fn set_window(&mut self, acked: u64, w: &mut Window) {
+        if self.state == State::ProbeRtt {
+            w.cwnd = w.cwnd.min(WINDOW_MIN * w.mss);
+            return;
+        }
+        let gain = if self.filled { CWND_GAIN } else { HIGH_GAIN };
+        let target = self.product(gain).map(|p| p as u64 + 3 * self.quantum(w));
+        w.cwnd = match target {
+            Some(target) if self.filled => (w.cwnd + acked).min(target),
+            Some(target) if w.cwnd >= target => w.cwnd,
+            _ => w.cwnd + acked,
+        }
+        .max(WINDOW_MIN * w.mss);
+    }
+
+    /// Section 4.2.2: what is handed over at once.
+    fn quantum(&self, w: &Window) -> u64 {
+        if self.pacing_rate < 1.2e6 {
+            w.mss
+        } else if self.pacing_rate < 24e6 {
+            2 * w.mss
+        } else {
+            ((self.pacing_rate * 1e-3 / 8.0) as u64).min(65_536)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A lone flow on a pipe of 1 segment a ms and a round trip of 20 ms, ACK by ACK.
+    #[test]
+    fn it_finds_rate_and_round_trip_time() {
+        const MSS: u64 = 1_000;
+        let mut w = Window {
+            cwnd: 10 * MSS,
+            ssthresh: u64::MAX,
+            mss: MSS,
+        };
+        let mut b = Bbr::new(1);
+        let (mut nxt, mut una, mut free_at) = (0, 0, 0u64);
+        let mut acks: VecDeque<(u64, u64)> = VecDeque::new();
+        let mut now = 0;
+        while now < 3_000_000_000 {
+            // The next thing: an ACK arrives, or pacing lets a packet go.
+            let can_send = nxt - una < w.cwnd;
+            let ack_at = acks.front().map_or(u64::MAX, |a| a.0);
+            if can_send && b.next_send.max(now) <= ack_at {
+                now = b.next_send.max(now);
+                b.on_sent(now, nxt + MSS, MSS, nxt - una, &w);
+                nxt += MSS;
+                free_at = free_at.max(now) + 1_000_000;
+                acks.push_back((free_at + 19_000_000, nxt));
+            } else {
+                let (at, upto) = acks.pop_front().expect("something is in flight");
+                now = at;
+                let acked = upto - una;
+                una = upto;
+                b.on_ack(now, (acked, una, nxt - una), &mut w, false);
+            }
+        }
+        // 1,000 bytes a ms: 8 Mb/s; one segment and 19 ms.
+        assert!((b.rate() - 8e6).abs() < 0.1e6, "{}", b.rate());
+        assert_eq!(b.rtt_min, 20_000_000);
+        assert_eq!(b.state, State::ProbeBandwidth);
+        // Twice the product of 20 segments, and three quanta of two segments.
+        assert!((44..=48).contains(&(w.cwnd / MSS)), "{}", w.cwnd);
+        // Nearly everything that the pipe could carry.
+        assert!(una > 2_900 * MSS, "{una}");
+    }
+}

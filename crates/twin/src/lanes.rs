@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::cluster::RouterPolicy;
-use slipstream_base::workload_file::{Content, Dist, Workload};
+use slipstream_base::workload_file::Workload;
 use slipstream_base::{BlockHash, EngineRequest, GenerationParams, Prompt, RankId, SimTime, Tail};
 use slipstream_des::{Spin, WindowBarrier};
 use slipstream_engine::{DecodeRun, PassOutput};
@@ -38,24 +38,19 @@ const ARRIVALS_PER_LANE: usize = 512;
 /// Arrivals a window holds at most, some 250 bytes each, two windows at a time.
 const ARRIVALS_MAX: usize = 1 << 15;
 
-/// Whether no request's way or time hangs on another's.
+/// Whether no request's way or time hangs on another's; `follow_ups` says that some follow from answers.
 pub(crate) fn are_independent(
     reads_cache: bool,
     policy: RouterPolicy,
     workload: &Workload,
+    follow_ups: bool,
 ) -> bool {
     let load_blind = !reads_cache && policy != RouterPolicy::Direct;
     let open = !matches!(
         workload.arrival,
         slipstream_base::workload_file::Arrival::Closed { .. }
     );
-    let single_turns = match &workload.content {
-        Content::Generated(classes) => classes
-            .iter()
-            .all(|class| class.session.turns == Dist::Exact(1.0)),
-        Content::Trace(_) => true,
-    };
-    load_blind && open && single_turns
+    load_blind && open && !follow_ups
 }
 
 /// An engine and its requests.

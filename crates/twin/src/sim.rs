@@ -231,7 +231,9 @@ pub fn simulate(
     let plain = sim.prefill.is_none() && !sim.tells_later && cluster.events.is_empty();
     // Whoever watches passes gets them from one queue, in the order of their time.
     let apart = !options.one_queue && !sink.wants_passes();
-    if apart && plain && lanes::are_independent(sim.serve.reads_cache, policy, workload) {
+    let follow_ups = sim.schedule.may_follow_up()?;
+    if apart && plain && lanes::are_independent(sim.serve.reads_cache, policy, workload, follow_ups)
+    {
         lanes::run(sim, sink)
     } else {
         sim.run(sink)

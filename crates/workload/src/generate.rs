@@ -1,7 +1,7 @@
 //! Requests drawn from a workload's classes.
 
 use slipstream_base::mix::mix64;
-use slipstream_base::workload_file::{Arrival, Class, Workload};
+use slipstream_base::workload_file::{Arrival, Class, Dist, Workload};
 use slipstream_base::{RequestId, SimTime};
 
 use crate::draw::{Stream, Table};
@@ -247,6 +247,14 @@ impl Generator {
         turns
     }
 
+    /// Whether sessions may have more than one turn.
+    pub(crate) fn may_follow_up(&self) -> bool {
+        let turns = |class: &Class| class.session.turns.clone();
+        self.classes
+            .iter()
+            .any(|class| turns(class) != Dist::Exact(1.0))
+    }
+
     pub(crate) fn follow_up(
         &self,
         request: &Request,
@@ -328,7 +336,7 @@ pub fn request_id(session: u64, turn: u32) -> RequestId {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::workload_file::{self, Dist, PrefixLevel, SessionShape};
+    use slipstream_base::workload_file::{self, PrefixLevel, SessionShape};
     use std::collections::HashSet;
 
     fn workload(arrival: Arrival, requests: u64, class: Class) -> Workload {

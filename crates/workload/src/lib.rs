@@ -13,6 +13,7 @@
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
 //!   follow; so bench and twin agree on what is shared without passing text around.
 //! - [`generate`] and [`trace`]: where requests come from, one in memory at a time.
+//! - [`own`] and [`mooncake`]: the forms in which traces are written.
 //! - [`stats`]: what a stream of requests is like.
 //! - [`schedule`]: when they are due; follow-up turns; closed loops. No clock: the driver says `now`.
 #![forbid(unsafe_code)]
@@ -20,6 +21,8 @@
 pub mod draw;
 mod empirical;
 pub mod generate;
+pub mod mooncake;
+pub mod own;
 pub mod prompt;
 pub mod schedule;
 pub mod source;

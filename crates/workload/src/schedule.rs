@@ -133,6 +133,7 @@ impl Schedule {
     pub fn on_failed(&mut self, request: &Request) {
         self.in_flight -= 1;
         self.abandoned += u64::from(request.turns - request.turn - 1);
+        self.source.forget(request.session);
         self.end_session();
     }
 
@@ -156,6 +157,16 @@ impl Schedule {
     /// Whether sessions begin as others end.
     pub fn is_closed(&self) -> bool {
         self.slots.is_some()
+    }
+
+    /// Whether requests may follow from the answers to others.
+    ///
+    /// # Errors
+    /// [`SourceError`] if the trace breaks at its first line.
+    pub fn may_follow_up(&mut self) -> Result<bool, SourceError> {
+        // A trace is known by its first line.
+        self.peek_session(SimTime::ZERO)?;
+        Ok(self.source.may_follow_up())
     }
 
     /// Requests taken and not yet ended.
@@ -196,6 +207,8 @@ impl Schedule {
                     if request.session % u64::from(self.shard.count) == u64::from(self.shard.index)
                     {
                         self.next_session = Some(request);
+                    } else {
+                        self.source.forget(request.session);
                     }
                 }
             }

@@ -144,7 +144,22 @@ impl Source {
     ) -> Option<Request> {
         match &self.kind {
             Kind::Generated(generator) => generator.follow_up(request, answer_tokens, now),
-            Kind::Trace(_) => None,
+            Kind::Trace(trace) => trace.follow_up(request, answer_tokens, now),
+        }
+    }
+
+    /// The session goes no further: a request of it failed, or another driver runs it.
+    pub fn forget(&self, session: u64) {
+        if let Kind::Trace(trace) = &self.kind {
+            trace.forget(session);
+        }
+    }
+
+    /// Whether requests may follow from answers. Of a trace this is known from its first line on.
+    pub fn may_follow_up(&self) -> bool {
+        match &self.kind {
+            Kind::Generated(generator) => generator.may_follow_up(),
+            Kind::Trace(trace) => trace.has_sessions(),
         }
     }
 

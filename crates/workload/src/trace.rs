@@ -2,26 +2,35 @@
 //!
 //! | form | told by | a line |
 //! | --- | --- | --- |
-//! | Mooncake's, and our own | the file begins with `{` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `priority` |
+//! | Mooncake's | the file begins with `{` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
+//! | our own ([`own`](crate::own)) | the first object has `turns` | a JSON object: a session |
 //! | Azure's | header with `ContextTokens`, `GeneratedTokens` | `TIMESTAMP` as `2023-11-16 18:15:46.680590`, tokens |
 //! | BurstGPT's | header with `Request tokens`, `Response tokens` | `Timestamp` in s, tokens |
+//!
+//! Lines of Mooncake's form that name a session are its turns: the first has a `timestamp`, the others
+//! a `delay` after the answer before (or a `timestamp` that they do not come before). If the first
+//! line names one, the whole file is read at once, since turns may stand anywhere.
 //!
 //! Each of `hash_ids` stands for 512 tokens, the last one for what is left of `input_length`; equal ids
 //! are equal texts. Where there are none, prompts share nothing. Sources: the traces published with
 //! "Mooncake: Trading More Storage for Less Computation", FAST 2025; Azure's LLM inference traces of
 //! 2023 ("Splitwise", ISCA 2024); "BurstGPT", 2024.
 
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 
 use serde::Deserialize;
+use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
-use slipstream_base::workload_file::{OnBadLine, TraceFile, Workload};
+use slipstream_base::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
 
 use crate::draw::Stream;
 use crate::generate::Arrivals;
+use crate::own::SessionLine;
 use crate::prompt::{Content, PromptSource, Role, Segment};
-use crate::source::{Request, SourceError};
+use crate::source::{Request, SourceError, TURNS_MAX};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
 const LINE_BYTES_MAX: u64 = 4 << 20;
@@ -42,11 +51,42 @@ pub struct Trace<R = BufReader<File>> {
     left: u64,
     skipped: u64,
     failed: bool,
+    /// First turns that were read ahead, where lines name sessions.
+    ready: VecDeque<(Option<f64>, Turn)>,
+    /// Turns to come of sessions that have begun (or were read ahead), by session.
+    later: RefCell<HashMap<u64, VecDeque<Turn>>>,
+    time_scale: f64,
+    /// Requests are due when the trace says.
+    follows_times: bool,
+}
+
+/// A turn of a session.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn {
+    pub(crate) prompt: TurnPrompt,
+    pub(crate) output_len: u32,
+    /// After the answer before it, ms.
+    pub(crate) delay_ms: Option<f64>,
+    /// It is not due before, ms since the trace's start.
+    pub(crate) not_before_ms: Option<f64>,
+    pub(crate) priority: i32,
+    pub(crate) ignore_eos: bool,
+}
+
+/// What a turn asks.
+#[derive(Clone, Debug)]
+pub(crate) enum TurnPrompt {
+    /// This.
+    Whole(Vec<Segment>),
+    /// The prompt before, its answer, and this.
+    Add(Vec<Segment>),
 }
 
 #[derive(Clone, Debug)]
 enum Form {
     Json,
+    /// Our own: a session a line.
+    Sessions,
     Csv(Csv),
 }
 
@@ -64,7 +104,8 @@ struct Csv {
 
 #[derive(Deserialize)]
 struct Line {
-    timestamp: f64,
+    #[serde(default)]
+    timestamp: Option<f64>,
     input_length: u32,
     output_length: u32,
     /// `None`: the prompt shares nothing with any other.
@@ -72,6 +113,26 @@ struct Line {
     hash_ids: Option<Vec<u64>>,
     #[serde(default)]
     priority: i32,
+    #[serde(default)]
+    session_id: Option<SessionId>,
+    /// After the answer before it, ms.
+    #[serde(default)]
+    delay: Option<f64>,
+}
+
+/// A session's name, whatever its type.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Hash)]
+#[serde(untagged)]
+enum SessionId {
+    Number(i64),
+    Text(String),
+}
+
+/// What a line gives.
+enum Parsed {
+    Header,
+    Line(Line),
+    Session(SessionLine),
 }
 
 impl Csv {
@@ -129,11 +190,13 @@ impl Csv {
         // Traces begin at their first request, whatever the clock said then.
         let first = *self.first_ms.get_or_insert(ms);
         Ok(Line {
-            timestamp: ms - first,
+            timestamp: Some(ms - first),
             input_length,
             output_length,
             hash_ids: None,
             priority: 0,
+            session_id: None,
+            delay: None,
         })
     }
 }
@@ -200,6 +263,10 @@ impl<R: BufRead> Trace<R> {
             left: workload.requests.unwrap_or(u64::MAX),
             skipped: 0,
             failed: false,
+            ready: VecDeque::new(),
+            later: RefCell::default(),
+            time_scale: workload.time_scale,
+            follows_times: workload.arrival == Arrival::Trace,
         }
     }
 
@@ -232,20 +299,21 @@ impl<R: BufRead> Trace<R> {
         Ok(read > 0)
     }
 
-    /// The buffer's line as a request's parts, or what is wrong with it; `None` for a header.
-    fn parse(&mut self) -> Result<Option<Line>, String> {
+    /// The buffer's line, or what is wrong with it.
+    fn parse(&mut self) -> Result<Parsed, String> {
         if self.buffer.starts_with(b"\0") {
             return Err(format!("longer than {LINE_BYTES_MAX} bytes"));
         }
+        if self.form.is_none() && self.buffer.trim_ascii_start().starts_with(b"{") {
+            let own = memchr::memmem::find(&self.buffer, b"\"turns\"").is_some();
+            self.form = Some(if own { Form::Sessions } else { Form::Json });
+        }
         let line = match &mut self.form {
+            Some(Form::Sessions) => return Ok(Parsed::Session(parse_json(&self.buffer)?)),
             Some(Form::Json) => parse_json(&self.buffer)?,
             Some(Form::Csv(csv)) => {
                 let text = std::str::from_utf8(&self.buffer).map_err(|e| e.to_string())?;
                 csv.parse(text.trim_end())?
-            }
-            None if self.buffer.trim_ascii_start().starts_with(b"{") => {
-                self.form = Some(Form::Json);
-                parse_json(&self.buffer)?
             }
             None => {
                 let text = String::from_utf8_lossy(&self.buffer);
@@ -254,7 +322,7 @@ impl<R: BufRead> Trace<R> {
                      GeneratedTokens` or `Timestamp,Model,Request tokens,Response tokens,…`)",
                 )?;
                 self.form = Some(Form::Csv(csv));
-                return Ok(None);
+                return Ok(Parsed::Header);
             }
         };
         if line.input_length == 0 {
@@ -274,50 +342,273 @@ impl<R: BufRead> Trace<R> {
         if line.output_length == 0 {
             return Err("`output_length` is 0; an answer has at least one token".into());
         }
-        if !line.timestamp.is_finite() || line.timestamp < self.last_ms {
-            return Err(format!(
-                "`timestamp` {} is before the line above it ({}); sort the trace by time",
-                line.timestamp, self.last_ms
-            ));
+        if line.delay.is_some_and(|d| !(d.is_finite() && d >= 0.0)) {
+            return Err("`delay` is negative".into());
         }
-        Ok(Some(line))
+        Ok(Parsed::Line(line))
     }
 
-    fn request(&mut self, line: &Line) -> Option<Request> {
-        self.last_ms = line.timestamp;
-        let due = self.arrivals.next(Some(line.timestamp))?;
-        let session = self.session;
-        self.session += 1;
-        self.left -= 1;
+    /// Checks when a session begins against those before it.
+    fn check_time(&mut self, timestamp: Option<f64>) -> Result<(), String> {
+        let Some(timestamp) = timestamp else {
+            return if self.follows_times {
+                Err(
+                    "`timestamp` is missing; add it, or say when requests come (`arrival.kind`, `--rate`, `--concurrency`)"
+                        .into(),
+                )
+            } else {
+                Ok(())
+            };
+        };
+        if !timestamp.is_finite() || timestamp < self.last_ms {
+            return Err(format!(
+                "`timestamp` {timestamp} is before the line above it ({}); sort the trace by time",
+                self.last_ms
+            ));
+        }
+        self.last_ms = timestamp;
+        Ok(())
+    }
+
+    /// What a line asks. `text` names its text where it has no ids.
+    fn turn(&self, line: &Line, text: u64) -> Turn {
         let per_id = self.file.tokens_per_id;
-        let text = |name: u64, tokens: u32| Segment {
+        let segment = |name: u64, tokens: u32| Segment {
             content: Content::Text(name),
             tokens,
             role: Role::User,
         };
-        let prompt = match &line.hash_ids {
-            Some(ids) => PromptSource::new(ids.iter().zip(0u32..).map(|(id, i)| {
-                let tokens = per_id.min(line.input_length - per_id * i);
-                text(draw(self.texts.bits(0), *id), tokens)
-            })),
-            // A text of its own.
-            None => PromptSource::new([text(draw(self.texts.bits(1), session), line.input_length)]),
+        let segments = match &line.hash_ids {
+            Some(ids) => ids
+                .iter()
+                .zip(0u32..)
+                .map(|(id, i)| {
+                    let tokens = per_id.min(line.input_length - per_id * i);
+                    segment(draw(self.texts.bits(0), *id), tokens)
+                })
+                .collect(),
+            None => vec![segment(draw(self.texts.bits(1), text), line.input_length)],
         };
+        Turn {
+            prompt: TurnPrompt::Whole(segments),
+            output_len: line.output_length,
+            delay_ms: line.delay,
+            not_before_ms: if line.delay.is_some() {
+                None
+            } else {
+                line.timestamp
+            },
+            priority: line.priority,
+            ignore_eos: true,
+        }
+    }
+
+    /// Begins the next session with these turns.
+    fn begin(
+        &mut self,
+        timestamp: Option<f64>,
+        first: Turn,
+        later: VecDeque<Turn>,
+    ) -> Option<Request> {
+        let due = self
+            .arrivals
+            .next(Some(timestamp.unwrap_or(self.last_ms)))?;
+        let session = self.session;
+        self.session += 1;
+        let turns = (1 + later.len() as u64).min(self.left) as u32;
+        self.left -= u64::from(turns);
+        if turns > 1 {
+            self.later.borrow_mut().insert(session, later);
+        }
+        let (TurnPrompt::Whole(segments) | TurnPrompt::Add(segments)) = first.prompt;
         Some(Request {
             session,
             turn: 0,
-            turns: 1,
+            turns,
             due,
-            prompt,
-            output_len: line.output_length,
-            ignore_eos: true,
-            priority: line.priority,
+            prompt: PromptSource::new(segments),
+            output_len: first.output_len,
+            ignore_eos: first.ignore_eos,
+            priority: first.priority,
             class: 0,
         })
     }
+
+    /// The turn after `request`; see [`Source::follow_up`](crate::Source::follow_up).
+    pub(crate) fn follow_up(
+        &self,
+        request: &Request,
+        answer_tokens: u32,
+        now: SimTime,
+    ) -> Option<Request> {
+        if !request.has_next() {
+            self.forget(request.session);
+            return None;
+        }
+        let turn = {
+            let mut later = self.later.borrow_mut();
+            later.get_mut(&request.session)?.pop_front()?
+        };
+        let scaled = |ms: f64| SimTime::from_secs_f64(ms / 1e3 / self.time_scale);
+        let due = now + turn.delay_ms.map_or(0, |ms| scaled(ms).0);
+        let due = turn.not_before_ms.map_or(due, |ms| due.max(scaled(ms)));
+        let prompt = match turn.prompt {
+            TurnPrompt::Whole(segments) => PromptSource::new(segments),
+            TurnPrompt::Add(segments) => {
+                let answer = Segment {
+                    content: Content::Answer(request.id()),
+                    tokens: answer_tokens,
+                    role: Role::Assistant,
+                };
+                let before = request.prompt.segments().iter().copied();
+                PromptSource::new(before.chain([answer]).chain(segments))
+            }
+        };
+        Some(Request {
+            turn: request.turn + 1,
+            due,
+            prompt,
+            output_len: turn.output_len,
+            ignore_eos: turn.ignore_eos,
+            priority: turn.priority,
+            ..*request
+        })
+    }
+
+    /// The session goes no further.
+    pub(crate) fn forget(&self, session: u64) {
+        self.later.borrow_mut().remove(&session);
+    }
+
+    /// Whether sessions may have more than one turn, as far as has been read.
+    pub(crate) fn has_sessions(&self) -> bool {
+        matches!(self.form, Some(Form::Sessions)) || !self.later.borrow().is_empty()
+    }
+
+    /// Reads the next line that holds something, header lines and bad ones (if they are to be
+    /// skipped) apart.
+    fn next_line(&mut self) -> Result<Option<Parsed>, SourceError> {
+        loop {
+            let more = self.read_line().map_err(|source| SourceError::Io {
+                path: self.file.path.clone(),
+                source,
+            })?;
+            if !more {
+                return Ok(None);
+            }
+            if self.buffer.trim_ascii().is_empty() {
+                continue;
+            }
+            match self.parse() {
+                Ok(Parsed::Header) => {}
+                Ok(parsed) => return Ok(Some(parsed)),
+                Err(what) => self.on_bad_line(what)?,
+            }
+        }
+    }
+
+    /// Counts a bad line, or ends with it.
+    fn on_bad_line(&mut self, what: String) -> Result<(), SourceError> {
+        if self.file.on_bad_line == OnBadLine::Skip {
+            self.skipped += 1;
+            return Ok(());
+        }
+        Err(SourceError::BadLine {
+            path: self.file.path.clone(),
+            line: self.line,
+            what,
+        })
+    }
+
+    /// Reads the rest of a file whose lines name sessions, and puts turns together.
+    fn read_sessions(&mut self, first: Line) -> Result<(), SourceError> {
+        /// A session's first line and the turns after it.
+        type Session = (Option<f64>, Turn, VecDeque<Turn>);
+        let mut sessions: Vec<Session> = Vec::new();
+        let mut known: HashMap<SessionId, usize> = HashMap::new();
+        let mut next = Some(Parsed::Line(first));
+        while let Some(parsed) = next {
+            if let Parsed::Line(line) = parsed {
+                let at = line
+                    .session_id
+                    .as_ref()
+                    .and_then(|id| known.get(id))
+                    .copied();
+                let turn = self.turn(&line, at.unwrap_or(sessions.len()) as u64);
+                let checked = match at {
+                    Some(at) if sessions[at].2.len() + 1 >= TURNS_MAX as usize => {
+                        Err(format!("a session has at most {TURNS_MAX} turns"))
+                    }
+                    Some(at) => {
+                        sessions[at].2.push_back(turn);
+                        Ok(())
+                    }
+                    None => self.check_time(line.timestamp).map(|()| {
+                        if let Some(id) = line.session_id {
+                            known.insert(id, sessions.len());
+                        }
+                        sessions.push((line.timestamp, turn, VecDeque::new()));
+                    }),
+                };
+                if let Err(what) = checked {
+                    self.on_bad_line(what)?;
+                }
+            }
+            next = self.next_line()?;
+        }
+        let mut later = self.later.borrow_mut();
+        for (index, (timestamp, first, turns)) in sessions.into_iter().enumerate() {
+            self.ready.push_back((timestamp, first));
+            if !turns.is_empty() {
+                later.insert(index as u64, turns);
+            }
+        }
+        Ok(())
+    }
+
+    /// The next session, read ahead or from the file.
+    fn next_session(&mut self) -> Result<Option<Request>, SourceError> {
+        loop {
+            if let Some((timestamp, first)) = self.ready.pop_front() {
+                let later = self.later.borrow_mut().remove(&self.session);
+                return Ok(self.begin(timestamp, first, later.unwrap_or_default()));
+            }
+            let Some(parsed) = self.next_line()? else {
+                return Ok(None);
+            };
+            let checked = match parsed {
+                Parsed::Header => Ok(None),
+                Parsed::Line(line) if line.session_id.is_some() && self.session == 0 => {
+                    self.read_sessions(line)?;
+                    continue;
+                }
+                Parsed::Line(line) if line.session_id.is_some() => Err(
+                    "`session_id` in a file whose first request has none; give every line one, or none"
+                        .to_owned(),
+                ),
+                Parsed::Line(line) => self.check_time(line.timestamp).map(|()| {
+                    let turn = self.turn(&line, self.session);
+                    Some((line.timestamp, turn, VecDeque::new()))
+                }),
+                Parsed::Session(line) => line.turns().and_then(|turns| {
+                    self.check_time(line.timestamp)?;
+                    let mut turns = VecDeque::from(turns);
+                    let first = turns.pop_front().expect("`turns()` gives at least one");
+                    Ok(Some((line.timestamp, first, turns)))
+                }),
+            };
+            match checked {
+                Ok(Some((timestamp, first, later))) => {
+                    return Ok(self.begin(timestamp, first, later));
+                }
+                Ok(None) => {}
+                Err(what) => self.on_bad_line(what)?,
+            }
+        }
+    }
 }
 
-fn parse_json(bytes: &[u8]) -> Result<Line, String> {
+fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     serde_json::from_slice(bytes).map_err(|e| {
         // serde says "line 1" of the one line that it sees; only the column helps.
         let text = e.to_string();
@@ -330,36 +621,16 @@ impl<R: BufRead> Iterator for Trace<R> {
     type Item = Result<Request, SourceError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        while self.left > 0 && !self.failed {
-            match self.read_line() {
-                Ok(true) => {}
-                Ok(false) => return None,
-                Err(source) => {
-                    self.failed = true;
-                    return Some(Err(SourceError::Io {
-                        path: self.file.path.clone(),
-                        source,
-                    }));
-                }
-            }
-            if self.buffer.trim_ascii().is_empty() {
-                continue;
-            }
-            match self.parse() {
-                Ok(None) => {}
-                Ok(Some(line)) => return self.request(&line).map(Ok),
-                Err(_) if self.file.on_bad_line == OnBadLine::Skip => self.skipped += 1,
-                Err(what) => {
-                    self.failed = true;
-                    return Some(Err(SourceError::BadLine {
-                        path: self.file.path.clone(),
-                        line: self.line,
-                        what,
-                    }));
-                }
+        if self.left == 0 || self.failed {
+            return None;
+        }
+        match self.next_session() {
+            Ok(request) => request.map(Ok),
+            Err(error) => {
+                self.failed = true;
+                Some(Err(error))
             }
         }
-        None
     }
 }
 
@@ -445,6 +716,237 @@ mod tests {
         assert_eq!(requests[0].priority, -3);
         assert_eq!(requests[0].prompt.tokens(), 40);
         assert_ne!(requests[0].prompt, requests[1].prompt);
+    }
+
+    const SESSIONS: &str = r#"
+{"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+{"session_id": "b", "timestamp": 100, "input_length": 40, "output_length": 6}
+{"session_id": "a", "delay": 2000, "input_length": 900, "output_length": 7, "hash_ids": [1, 3], "priority": 4}
+{"session_id": 7, "timestamp": 300, "input_length": 50, "output_length": 8}
+{"session_id": "b", "timestamp": 5000, "input_length": 90, "output_length": 9}
+"#;
+
+    /// Every request, its answer taking `service_ms`: name, due (ms of the trace), prompt and answer.
+    fn drive(text: &str, service_ms: f64) -> Vec<(String, f64, PromptSource, u32)> {
+        let file = TraceFile {
+            path: "t.jsonl".into(),
+            on_bad_line: OnBadLine::Stop,
+            tokens_per_id: 512,
+        };
+        let workload = Workload {
+            requests: None,
+            time_scale: 10.0,
+            arrival: Arrival::Trace,
+            content: workload_file::Content::Trace(file.clone()),
+            ..Workload::default()
+        };
+        let mut trace = Trace::new(text.as_bytes(), &workload, &file, 0);
+        let mut requests = Vec::new();
+        while let Some(first) = trace.next() {
+            let mut next = Some(first.unwrap());
+            while let Some(r) = next {
+                let due_ms = r.due.as_secs_f64() * 1e4;
+                requests.push((r.name(), due_ms, r.prompt.clone(), r.output_len));
+                let done = r.due + SimTime::from_secs_f64(service_ms / 1e4).0;
+                next = trace.follow_up(&r, r.output_len, done);
+            }
+        }
+        assert!(
+            trace.later.borrow().is_empty(),
+            "what has ended is forgotten"
+        );
+        requests
+    }
+
+    #[test]
+    fn lines_that_name_sessions_are_turns() {
+        let requests = drive(SESSIONS, 1_000.0);
+        let seen: Vec<_> = requests
+            .iter()
+            .map(|(name, due, prompt, output)| (&**name, due.round(), prompt.tokens(), *output))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("0.0", 0.0, 600, 5),
+                ("0.1", 3_000.0, 900, 7), // 2 s after the answer
+                ("1.0", 100.0, 40, 6),
+                ("1.1", 5_000.0, 90, 9), // not before its time
+                ("2.0", 300.0, 50, 8),
+            ]
+        );
+        // An answer that takes longer than until the next turn's time moves it.
+        assert_eq!(drive(SESSIONS, 9_000.0)[3].1.round(), 9_100.0);
+        // Without ids, a session's prompts begin alike.
+        assert_eq!(
+            requests[2].2.segments()[0].content,
+            requests[3].2.segments()[0].content
+        );
+        assert_eq!(requests[0].2.segments()[0], requests[1].2.segments()[0]);
+    }
+
+    #[test]
+    fn sessions_that_cannot_be_are_named() {
+        let two = |a: &str, b: &str| {
+            format!(
+                "{{\"input_length\": 4, \"output_length\": 5, {a}}}\n{{\"input_length\": 4, \"output_length\": 5, {b}}}"
+            )
+        };
+        for (text, says) in [
+            (
+                two("\"timestamp\": 1", "\"timestamp\": 2, \"session_id\": 3"),
+                "first request has none",
+            ),
+            (
+                two("\"timestamp\": 1", "\"delay\": 5"),
+                "`timestamp` is missing",
+            ),
+            (
+                two(
+                    "\"timestamp\": 1, \"session_id\": 3",
+                    "\"session_id\": 3, \"delay\": -5",
+                ),
+                "`delay` is negative",
+            ),
+            (
+                two(
+                    "\"timestamp\": 9, \"session_id\": 3",
+                    "\"session_id\": 4, \"timestamp\": 5",
+                ),
+                "sort the trace",
+            ),
+        ] {
+            let (requests, _) = check(&text, OnBadLine::Stop);
+            let error = requests.iter().find_map(|r| r.as_ref().err()).expect(says);
+            assert!(error.contains(says) && error.contains("line 2"), "{error}");
+            let (requests, skipped) = check(&text, OnBadLine::Skip);
+            assert_eq!((requests.len(), skipped), (1, 1), "{requests:?}");
+        }
+    }
+
+    #[test]
+    fn sessions_of_our_own_form_that_cannot_be_are_named() {
+        let good = r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 2}]}"#;
+        for (bad, says) in [
+            (r#"{"timestamp": 0, "turns": []}"#, "0 turns"),
+            (
+                r#"{"timestamp": 0, "turns": [{"output_length": 2}]}"#,
+                "turn 0: give one of",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "prompt": [[1, 5]], "output_length": 2}]}"#,
+                "turn 0: give one of",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [], "output_length": 2}]}"#,
+                "has 1 to",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1, 4294967295], [2, 9]], "output_length": 2}]}"#,
+                "has 1 to",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 0}]}"#,
+                "`output_length` is 0",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 2, "delay": -1}]}"#,
+                "`delay` is negative",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"ad": [[1, 5]], "output_length": 2}]}"#,
+                "unknown field `ad`",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1]], "output_length": 2}]}"#,
+                "column",
+            ),
+            (
+                r#"{"turns": [{"add": [[1, 5]], "output_length": 2}]}"#,
+                "`timestamp` is missing",
+            ),
+        ] {
+            let text = format!("{good}\n{bad}\n{good}\n");
+            let (requests, _) = check(&text, OnBadLine::Stop);
+            let error = requests[1].as_ref().expect_err(says);
+            assert!(error.contains("line 2") && error.contains(says), "{error}");
+            let (requests, skipped) = check(&text, OnBadLine::Skip);
+            assert_eq!((requests.len(), skipped), (2, 1));
+        }
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(32))]
+
+        /// A workload written in our own form and read back makes the same requests, turn by turn.
+        #[test]
+        fn a_workload_written_and_read_back_is_the_same(
+            seed in 0u64..1_000,
+            turns in 1u32..5,
+            branches in 1u32..4,
+            priority in -3i32..3,
+        ) {
+            use slipstream_base::workload_file::{Class, Dist, PrefixLevel, SessionShape};
+            let class = Class {
+                isl: Dist::Uniform { min: 70.0, max: 200.0 },
+                osl: Dist::Uniform { min: 1.0, max: 30.0 },
+                priority,
+                prefix: vec![PrefixLevel { branches, tokens: Dist::Exact(64.0), skew: 0.0 }],
+                session: SessionShape {
+                    turns: Dist::Exact(f64::from(turns)),
+                    think_time_s: Dist::Exact(1.5),
+                    ..SessionShape::default()
+                },
+                ..Class::default()
+            };
+            let workload = Workload {
+                seed,
+                requests: Some(20),
+                time_scale: 2.0,
+                arrival: Arrival::Constant { rate_per_s: 4.0 },
+                content: workload_file::Content::Generated(vec![class]),
+                ..Workload::default()
+            };
+            let open = || crate::Source::open(&workload, 0).unwrap();
+            let follow = |source: &crate::Source, trace: Option<&Trace<&[u8]>>, first: Request| {
+                let mut all = vec![first];
+                loop {
+                    let last = all.last().unwrap();
+                    let (tokens, done) = (last.output_len, last.due + 7_000);
+                    let next = match trace {
+                        Some(trace) => trace.follow_up(last, tokens, done),
+                        None => source.follow_up(last, tokens, done),
+                    };
+                    match next {
+                        Some(next) => all.push(next),
+                        None => return all,
+                    }
+                }
+            };
+            let mut text = Vec::new();
+            let mut source = open();
+            while let Some(first) = source.next() {
+                crate::own::write_session(&mut text, &source, first.unwrap(), 2.0).unwrap();
+            }
+            let file = TraceFile {
+                path: "own.jsonl".into(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: 512,
+            };
+            let replay = Workload { requests: None, arrival: Arrival::Trace, ..workload.clone() };
+            let mut trace = Trace::new(&text[..], &replay, &file, 0);
+            let mut source = open();
+            let mut requests = 0;
+            while let Some(first) = source.next() {
+                let meant = follow(&source, None, first.unwrap());
+                let first = trace.next().unwrap().unwrap();
+                let read = follow(&source, Some(&trace), first);
+                requests += read.len();
+                proptest::prop_assert_eq!(meant, read);
+            }
+            proptest::prop_assert!(trace.next().is_none());
+            proptest::prop_assert_eq!(requests, 20);
+        }
     }
 
     #[test]

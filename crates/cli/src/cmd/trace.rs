@@ -1,16 +1,22 @@
-//! `slipstream trace`: what a trace is like.
+//! `slipstream trace`: what a trace is like, and the same in another form.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Subcommand;
+use anyhow::Context;
+use clap::{Subcommand, ValueEnum};
+use slipstream_base::SimTime;
 use slipstream_base::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
 use slipstream_report::table::{Table, grouped, number};
-use slipstream_workload::Source;
+use slipstream_workload::mooncake::MooncakeWriter;
+use slipstream_workload::schedule::Shard;
 use slipstream_workload::stats::Stats;
+use slipstream_workload::{Schedule, Source, own};
 
-use crate::cmd::workload_args::{BadLineArg, time};
+use crate::cmd::workload_args::{self, BadLineArg, time};
 use crate::out;
 
 /// Rows of the table over time at most; longer traces get longer windows.
@@ -27,7 +33,7 @@ pub(crate) struct Args {
 enum Action {
     /// Rates, lengths, ideal prefix hits and working set of a trace
     Stats {
-        /// Mooncake's JSONL, Azure's or BurstGPT's CSV
+        /// Mooncake's JSONL or our own, Azure's or BurstGPT's CSV
         file: PathBuf,
         /// Tokens per block
         #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -45,9 +51,44 @@ enum Action {
         #[arg(long, value_name = "WHAT", default_value = "stop")]
         on_bad_line: BadLineArg,
     },
+    /// Write a trace (or a workload file's requests) in another form
+    Convert(Convert),
 }
 
-/// Prints.
+/// Flags of `slipstream trace convert`.
+#[derive(clap::Args)]
+struct Convert {
+    /// A trace in any form that is read, or a workload file (.toml)
+    input: PathBuf,
+    /// File to write [default: to stdout]
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Form to write
+    #[arg(long, value_name = "FORM", default_value = "slipstream")]
+    to: Form,
+    /// Tokens that one of `hash_ids` stands for, read and written
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens_per_id: u32,
+    /// Requests in all, later turns counted [default: all]
+    #[arg(long, value_name = "N")]
+    requests: Option<u64>,
+    /// Seed of what the input leaves open
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// What to do with a line that is not a request
+    #[arg(long, value_name = "WHAT")]
+    on_bad_line: Option<BadLineArg>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Form {
+    /// Our own: a session a line, texts by name
+    Slipstream,
+    /// Mooncake's: a request a line, with `hash_ids`
+    Mooncake,
+}
+
+/// Prints, or converts.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Action::Stats {
         file,
@@ -56,26 +97,33 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         window,
         requests,
         on_bad_line,
-    } = &args.action;
+    } = &args.action
+    else {
+        let Action::Convert(args) = &args.action else {
+            unreachable!("there are two")
+        };
+        return convert(args);
+    };
     let workload = Workload {
         requests: *requests,
         arrival: Arrival::Trace,
         content: Content::Trace(TraceFile {
             path: file.clone(),
-            on_bad_line: match on_bad_line {
-                BadLineArg::Stop => OnBadLine::Stop,
-                BadLineArg::Skip => OnBadLine::Skip,
-            },
+            on_bad_line: (*on_bad_line).into(),
             tokens_per_id: *tokens_per_id,
         }),
         ..Workload::default()
     };
     let minute = Duration::from_secs(60).as_nanos() as u64;
     let window_ns = window.map_or(minute, |w| w.as_nanos() as u64).max(1);
-    let mut source = Source::open(&workload, 0)?;
+    // Answers take no time here: later turns come their delay after the turn before.
+    let mut schedule = Schedule::open(&workload, 0, Shard::WHOLE)?;
     let mut stats = Stats::new(*block_size, window_ns);
-    for request in source.by_ref() {
-        stats.add(&request?);
+    while let Some(due) = schedule.next_due(SimTime::ZERO)? {
+        while let Some(request) = schedule.pop(due)? {
+            stats.add(&request);
+            schedule.on_done(&request, request.output_len, request.due);
+        }
     }
     out::print(&render(
         &mut stats,
@@ -83,14 +131,78 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         window_ns,
         window.is_none(),
     ))?;
-    if source.skipped_lines() > 0 {
+    if schedule.skipped_lines() > 0 {
         eprintln!(
             "note: {} lines were skipped",
-            grouped(source.skipped_lines())
+            grouped(schedule.skipped_lines())
         );
     }
     Ok(if stats.requests() == 0 {
         eprintln!("note: the trace holds no request");
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
+    let mut workload = if args.input.extension().is_some_and(|e| e == "toml") {
+        workload_args::read(&args.input, &[])?.0
+    } else {
+        Workload {
+            arrival: Arrival::Trace,
+            content: Content::Trace(TraceFile {
+                path: args.input.clone(),
+                on_bad_line: OnBadLine::Stop,
+                tokens_per_id: args.tokens_per_id,
+            }),
+            ..Workload::default()
+        }
+    };
+    workload.requests = args.requests.or(workload.requests);
+    workload.seed = args.seed.unwrap_or(workload.seed);
+    if let (Some(what), Content::Trace(file)) = (args.on_bad_line, &mut workload.content) {
+        file.on_bad_line = what.into();
+    }
+    anyhow::ensure!(
+        !matches!(workload.arrival, Arrival::Closed { .. }),
+        "{}: a closed loop has no arrival times to write; set another `arrival.kind`",
+        args.input.display()
+    );
+    // An empty trace, and whether lines name sessions, is known before the file is made.
+    let follow_ups = Schedule::open(&workload, 0, Shard::WHOLE)?.may_follow_up()?;
+    let mut source = Source::open(&workload, 0)?;
+    let named = || match &args.out {
+        Some(path) => path.display().to_string(),
+        None => "stdout".to_owned(),
+    };
+    let mut out: Box<dyn Write> = match &args.out {
+        Some(path) => Box::new(BufWriter::new(File::create(path).with_context(named)?)),
+        None => Box::new(BufWriter::new(std::io::stdout().lock())),
+    };
+    let mut mooncake = MooncakeWriter::new(args.tokens_per_id, follow_ups);
+    let (mut sessions, mut requests) = (0u64, 0);
+    while let Some(first) = source.next() {
+        let scale = workload.time_scale;
+        let written = match args.to {
+            Form::Slipstream => own::write_session(&mut out, &source, first?, scale),
+            Form::Mooncake => mooncake.write_session(&mut out, &source, first?, scale),
+        };
+        requests += written.with_context(|| format!("{} after {sessions} sessions", named()))?;
+        sessions += 1;
+    }
+    out.flush()
+        .with_context(|| format!("{} after {sessions} sessions", named()))?;
+    let skipped = match source.skipped_lines() {
+        0 => String::new(),
+        lines => format!(", {} lines skipped", grouped(lines)),
+    };
+    eprintln!(
+        "{} requests in {} sessions written{skipped}",
+        grouped(requests),
+        grouped(sessions)
+    );
+    Ok(if requests == 0 {
         ExitCode::FAILURE
     } else {
         ExitCode::SUCCESS

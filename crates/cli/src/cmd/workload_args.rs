@@ -18,6 +18,15 @@ pub(crate) enum BadLineArg {
     Skip,
 }
 
+impl From<BadLineArg> for OnBadLine {
+    fn from(arg: BadLineArg) -> OnBadLine {
+        match arg {
+            BadLineArg::Stop => OnBadLine::Stop,
+            BadLineArg::Skip => OnBadLine::Skip,
+        }
+    }
+}
+
 /// A workload: a file, a trace, or a plain load made of flags.
 #[derive(clap::Args)]
 pub(crate) struct WorkloadArgs {
@@ -125,10 +134,7 @@ impl WorkloadArgs {
             workload.time_scale = scale;
         }
         if let (Some(what), Content::Trace(file)) = (self.on_bad_line, &mut workload.content) {
-            file.on_bad_line = match what {
-                BadLineArg::Stop => OnBadLine::Stop,
-                BadLineArg::Skip => OnBadLine::Skip,
-            };
+            file.on_bad_line = what.into();
         }
         if let Some(rate) = self.rate
             && !(rate.is_finite() && rate > 0.0)

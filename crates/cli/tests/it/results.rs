@@ -145,6 +145,50 @@ fn a_page_loads_nothing_and_says_what_the_report_says() {
     assert!(!page.contains("NaN"));
 }
 
+/// The same requests, block for block, whether a workload file makes them or a trace made of it; and
+/// Mooncake's form asks for the same hits.
+#[test]
+fn a_converted_workload_runs_as_the_workload_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| dir.path().join(name).display().to_string();
+    let (workload, own, mooncake) = (file("w.toml"), file("own.jsonl"), file("mooncake.jsonl"));
+    std::fs::write(
+        &workload,
+        "requests = 90\nisl = 700\nosl = 30\n[arrival]\nkind = \"poisson\"\nrate_per_s = 20\n\
+         [[prefix]]\nbranches = 3\ntokens = 512\n[session]\nturns = 3\nthink_time_s = 0.5\n",
+    )
+    .unwrap();
+    for (form, to) in [("slipstream", &own), ("mooncake", &mooncake)] {
+        let (code, _, err) = run(&["trace", "convert", &workload, "--to", form, "--out", to]);
+        assert_eq!(code, Some(0), "{err}");
+        assert!(err.contains("90 requests in 30 sessions"), "{err}");
+    }
+    let digest = |input: [&str; 2]| {
+        let mut args = vec!["simulate", "--quiet", "--set=pool.main.workers=2"];
+        args.extend(input);
+        let (code, out, err) = run(&args);
+        assert_eq!(code, Some(0), "{err}");
+        out.split("digest ").nth(1).unwrap().to_owned()
+    };
+    assert_eq!(digest(["--workload", &workload]), digest(["--trace", &own]));
+    // Converting again changes nothing.
+    let again = file("again.jsonl");
+    run(&["trace", "convert", &own, "--out", &again]);
+    assert_eq!(std::fs::read(&own).unwrap(), std::fs::read(&again).unwrap());
+    let stats = |trace: &str| {
+        let (code, out, err) = run(&["trace", "stats", trace, "--block-size=512"]);
+        assert_eq!(code, Some(0), "{err}");
+        out.lines().next().unwrap().to_owned()
+    };
+    assert_eq!(stats(&own), stats(&mooncake));
+    let (code, _, err) = run(&["trace", "convert", &own, "--out", "/dev/full"]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("/dev/full after") && err.contains("No space"),
+        "{err}"
+    );
+}
+
 /// The page's script runs in a browser without an error. Skipped where there is no Chromium.
 #[test]
 fn a_page_works_in_a_browser() {

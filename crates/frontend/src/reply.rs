@@ -38,9 +38,23 @@ use crate::text::{Detokenizer, StopMatcher, TextModel};
 
 /// Rendered bytes that may wait for one client. Beyond that its tokens are kept as numbers, a
 /// fiftieth of the size, until the client has read: 1,024 streams that nobody reads then hold
-/// 16 MiB of text and not 200. One write of 16 KiB carries about 85 tokens, so a larger bound
-/// would save no system calls worth naming.
-const RENDERED_BYTES_MAX: usize = 16 << 10;
+/// 8 MiB of text and not 200. One write of 8 KiB carries about 42 tokens; at twice that a token
+/// cost no less, and 1,024 streams 10 MiB more (`docs/benchmarks.md`). Less by an event, so that
+/// the last one does not double the buffer.
+const RENDERED_BYTES_MAX: usize = (8 << 10) - EVENT_BYTES;
+
+/// Room for nearly any event.
+const EVENT_BYTES: usize = 512;
+
+/// Makes room for an event. A buffer that grows by itself ends at odd sizes, up to twice the bound.
+#[inline]
+fn make_room(out: &mut BytesMut) {
+    let len = out.len();
+    if out.capacity() - len < EVENT_BYTES {
+        let size = (len + EVENT_BYTES).next_power_of_two().max(2 << 10);
+        out.reserve(size - len);
+    }
+}
 
 /// What the stream table holds for a stream: which sequence of which reply it feeds.
 pub(crate) struct Feed {
@@ -408,6 +422,7 @@ impl ReplyState {
         } else if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
             for &token in tokens {
                 sequence.generated += 1;
+                make_room(&mut self.out);
                 stopped = sequence.take_streamed(token, text, &mut self.out);
                 if stopped {
                     break;
@@ -602,6 +617,7 @@ impl ReplyState {
                 let Some(token) = sequence.held.pop_front() else {
                     break;
                 };
+                make_room(&mut self.out);
                 if sequence.take_streamed(token, text, &mut self.out) {
                     // What was generated past the stop string does not count.
                     sequence.generated = sequence.position as u32;

@@ -181,11 +181,13 @@ impl<A: Word> Table<A> {
         PROBES_MAX.min(self.shard_buckets as usize)
     }
 
-    /// Reads the first word of the bucket where `hash` belongs, and nothing waits for the answer.
+    /// Reads a word of each of the first two cache lines of the bucket where `hash` belongs, and
+    /// nothing waits for the answer.
     #[inline]
     pub(crate) fn touch(&self, hash: BlockHash) -> u64 {
         let home = self.home(hash);
-        self.word(self.base(home.shard, home.bucket)).load_acquire()
+        let base = self.base(home.shard, home.bucket);
+        self.word(base).load_acquire() ^ self.word(base + LINE_WORDS / 2).load_acquire()
     }
 
     /// The slot that holds `hash`.

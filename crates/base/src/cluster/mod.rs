@@ -503,7 +503,7 @@ pub struct LiveConfig {
     pub api_keys_file: Option<PathBuf>,
     /// Largest request body, bytes. Default 8 MiB.
     pub body_bytes_max: u64,
-    /// Largest request head, bytes. Default 32 KiB.
+    /// Largest request head, bytes; as much of an answer may wait in a connection. Default 16 KiB.
     pub header_bytes_max: u32,
     /// Time in which a request's head must arrive, and its body after that, s. Default 10.
     pub read_timeout_s: f64,
@@ -528,7 +528,7 @@ impl Default for LiveConfig {
             engine_threads: 0,
             api_keys_file: None,
             body_bytes_max: 8 << 20,
-            header_bytes_max: 32 << 10,
+            header_bytes_max: 16 << 10,
             read_timeout_s: 10.0,
             streams_max: 65_536,
             stream_buffer_bytes_max: 4 << 20,

@@ -570,9 +570,9 @@ pub const KEYS: &[Key] = &[
     key(
         "live.header_bytes_max",
         "bytes, 1,024 to 1,048,576",
-        "32768",
-        "Largest request head.",
-        "Low: clients behind proxies that add headers get 431.",
+        "16384",
+        "Largest request head; as much of an answer may wait in a connection.",
+        "Low: clients behind proxies that add headers get 431. High: streams take more memory.",
     ),
     key(
         "live.read_timeout_s",

@@ -33,12 +33,13 @@ class Options:
     """How long after its arrival a request may wait for a peer whose keys are not known yet."""
     model_id: str = ""
     """What peers know the model by. Empty: what `vllm serve` was given, which may be a path."""
-    listen: str = ""
-    """`host:port` where this engine's ranks serve their blocks (port + rank). Empty: nowhere."""
+    listen: list[str] = field(default_factory=list)
+    """Where this engine serves its blocks: `tcp://IP:PORT`, or `unix:///PATH` to peers on the host,
+    which read its memory in place. Rank `r` adds `r` to the port or `.r` to the path."""
     peers: list[str] = field(default_factory=list)
-    """`host:port` of the engines whose blocks may be taken (port + rank)."""
-    discovery: str = ""
-    """Folder where engines on one file system find each other; instead of `peers`."""
+    """The engines whose blocks may be taken, as they are told to listen; likewise by rank."""
+    peer_keys_max: int = 1 << 20
+    """Keys of all peers together that look-ups know; 62 bytes each."""
     follow: bool = False
     """Tells the workers which keys the device caches (`SlipstreamConnector.mirror`)."""
     hooks: bool = True
@@ -49,7 +50,7 @@ class Options:
     """How often counts are given to vLLM's metrics, seconds."""
 
 
-POSITIVE = ("load_blocks_min", "load_deadline_s", "keys_max")
+POSITIVE = ("peer_keys_max", "load_blocks_min", "load_deadline_s", "keys_max")
 """Options that make no sense at 0."""
 
 
@@ -86,3 +87,24 @@ def read_options(given: Mapping[str, Any]) -> Options:
             f"kv_connector_extra_config: {'; '.join(wrong)}; known are {', '.join(known)}"
         )
     return Options(**values)
+
+
+def of_rank(addresses: list[str], rank: int) -> list[str]:
+    """Return where rank `rank` of an engine at these addresses is.
+
+    Raises
+    ------
+    OptionError
+        If an address is neither `tcp://IP:PORT` nor `unix:///PATH`.
+    """
+    found = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if address.startswith("unix:///"):
+            found.append(f"{address}.{rank}" if rank else address)
+        elif address.startswith("tcp://") and port.isdecimal():
+            # Port 0 is whichever is free.
+            found.append(f"{host}:{int(port) + rank if int(port) else 0}")
+        else:
+            raise OptionError(f"`{address}` is no address; write tcp://IP:PORT or unix:///PATH")
+    return found

@@ -246,7 +246,8 @@ def test_options_are_checked_together() -> None:
     assert read_options({"ttl_s": 60}).ttl_s == 60.0
     with pytest.raises(OptionError) as caught:
         read_options(
-            {"hosts": 1, "ttl_s": True, "keys_max": 0, "peers": "a", "host_bytes": -1, "save": 1}
+            {"hosts": 1, "ttl_s": True, "keys_max": 0, "host_bytes": -1, "save": 1}
+            | {"peers": "a", "listen": [1]}
         )
     for text in (
         "`hosts` is unknown",

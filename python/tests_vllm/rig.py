@@ -130,6 +130,10 @@ class Rig:
             log_stats=log_stats,
         )
         self.worker = Worker(self) if worker else None
+        if self.worker is not None:
+            # As EngineCore does at its start.
+            told = self.worker.connector.get_handshake_metadata()
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
     @property
     def pool(self) -> Any:

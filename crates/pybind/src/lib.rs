@@ -6,10 +6,18 @@
 //! Panics become Python exceptions by pyo3; what comes from Python is checked where it comes in.
 
 mod keys;
+mod peers;
 mod store;
 mod warnings;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use pyo3::prelude::*;
+
+/// Takes a lock whose data is right whatever the last holder did.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -17,5 +25,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(warnings::take_warnings, module)?)?;
     module.add_class::<keys::KeySet>()?;
     module.add_class::<keys::KeyMirror>()?;
-    module.add_class::<store::Store>()
+    module.add_class::<store::Store>()?;
+    module.add_class::<peers::Peers>()
 }

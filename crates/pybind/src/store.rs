@@ -7,15 +7,19 @@
 //!   housekeeper: what has expired, what changed in the tiers ──► messages ──► take_message
 //! ```
 //!
+//! Blocks of peers are fetched into the caller's buffer by kvstore's transport; one more thread polls
+//! for the end of fetches and keeps the connections up.
+//!
 //! The engine's thread calls `load`, `take_message`, `counters` and `request_snapshot`, which take
 //! locks that are held for some hundred instructions only. `put` and `wait` are for threads that
 //! may wait.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use pyo3::buffer::PyBuffer;
@@ -24,15 +28,21 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use slipstream_kvindex::{Change, KeySet};
 use slipstream_kvstore::{
-    DiskOptions, DiskTier, MemoryOptions, MemoryTier, Tier, TierChange, TierError, clock,
+    Completion, DiskOptions, DiskTier, Fetch, MemoryOptions, MemoryTier, Region, Tier, TierChange,
+    TierError, TransferId, Transport, clock,
 };
 
 use crate::keys::life;
+use crate::lock;
+use crate::peers::{Links, profile};
 
 /// Threads that read for loads. Two, so that one slow disk read does not hold up host memory.
 const READERS: usize = 2;
 /// How often the housekeeper looks for blocks whose time has come, and for changes.
 const HOUSEKEEPING: Duration = Duration::from_millis(20);
+/// How often the end of a fetch is looked for, and how often where none is under way.
+const POLL: Duration = Duration::from_micros(50);
+const POLL_IDLE: Duration = Duration::from_millis(2);
 /// Blocks that may wait for the disk; those beyond are in host memory only, and counted.
 const WRITES_MAX: usize = 4_096;
 /// Messages about keys that may wait for the scheduler; then it gets a snapshot instead.
@@ -42,10 +52,6 @@ const EXPIRE_MAX: usize = 1_024;
 /// Holders of a key, to its key set.
 const HOST: u32 = 0;
 const DISK: u32 = 1;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Memory of a Python object that lets others at its bytes.
 pub(crate) struct Buffer {
@@ -87,14 +93,11 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.base.add(at), len) }
     }
 
-    /// # Safety
-    ///
-    /// Nobody else reads or writes these bytes meanwhile.
-    #[allow(clippy::mut_from_ref)]
-    unsafe fn bytes_mut(&self, at: usize, len: usize) -> &mut [u8] {
-        assert!(at + len <= self.len, "inside the buffer");
-        // SAFETY: as in `bytes`.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(at), len) }
+    fn into_region(self) -> Arc<Region> {
+        let base = NonNull::new(self.base).unwrap_or(NonNull::dangling());
+        // SAFETY: the buffer is the region's owner, and stays valid and initialized while it
+        // lives; `slipstream.store.Store`: the caller touches it after the end of its load only.
+        unsafe { Region::from_raw(base, self.len, Box::new(self)) }
     }
 }
 
@@ -102,8 +105,26 @@ impl Buffer {
 struct Load {
     job: u64,
     keys: Vec<Box<[u8]>>,
-    into: Buffer,
+    /// For each key, the peer that is said to hold it; empty: this store.
+    sources: Vec<String>,
+    into: Arc<Region>,
     deadline: Instant,
+}
+
+/// A load that waits for peers.
+struct Pending {
+    /// Fetches that have not ended.
+    fetches: usize,
+    failed: Vec<u32>,
+    reason: &'static str,
+    into: Arc<Region>,
+}
+
+/// Loads that wait for peers by their numbers, and which fetch is of which, with its places.
+#[derive(Default)]
+struct Fetching {
+    loads: HashMap<u64, Pending>,
+    fetches: HashMap<TransferId, (u64, Vec<u32>)>,
 }
 
 /// How a load ended.
@@ -111,11 +132,15 @@ struct Ended {
     job: u64,
     failed: Vec<u32>,
     reason: &'static str,
+    /// Dropped by a thread of Python's, as dropping a Python object waits for the interpreter.
+    _into: Arc<Region>,
 }
 
 /// What is held, told, and not told yet.
 struct Books {
     keys: KeySet,
+    /// What peers are told: host memory, which they can read.
+    served: KeySet,
     changes: Vec<TierChange>,
     messages: VecDeque<Vec<u8>>,
 }
@@ -126,6 +151,9 @@ struct Shared {
     host: Arc<MemoryTier>,
     /// Taken when the store is closed, so that another may open the folder.
     disk: Mutex<Option<Arc<DiskTier>>>,
+    /// Taken when the store is closed.
+    links: Mutex<Option<Arc<Links>>>,
+    fetching: Mutex<Fetching>,
     books: Mutex<Books>,
     resend: AtomicBool,
     loads: Mutex<VecDeque<Load>>,
@@ -136,6 +164,10 @@ struct Shared {
     ended_came: Condvar,
     /// Held for reading while a block is stored, and for writing while all are dropped.
     storing: RwLock<()>,
+    /// Fetches are under way.
+    poll_soon: AtomicBool,
+    /// The thread that polls for their end.
+    poller: OnceLock<Thread>,
     stop: AtomicBool,
     writes_dropped: AtomicU64,
     put_failed: AtomicU64,
@@ -160,33 +192,129 @@ impl Shared {
         }
     }
 
-    fn end(&self, job: u64, failed: Vec<u32>, reason: &'static str) {
+    fn links(&self) -> Option<Arc<Links>> {
+        lock(&self.links).clone()
+    }
+
+    fn end(&self, job: u64, failed: Vec<u32>, reason: &'static str, into: Arc<Region>) {
         lock(&self.ended).push_back(Ended {
             job,
             failed,
             reason,
+            _into: into,
         });
         self.ended_came.notify_one();
     }
 
     fn read(&self) {
         while let Some(load) = self.next(&self.loads, &self.loads_came) {
-            let (mut failed, mut reason) = (Vec::new(), "");
-            for (at, key) in load.keys.iter().enumerate() {
-                // SAFETY: the caller does not touch its buffer from the submission to the end of
-                // the load, and this thread alone has taken it.
-                let out = unsafe { load.into.bytes_mut(at * self.block_bytes, self.block_bytes) };
-                let why = if Instant::now() >= load.deadline || self.stop.load(Ordering::Relaxed) {
-                    "deadline"
-                } else if self.read_one(key, out) {
-                    continue;
-                } else {
-                    "absent"
-                };
-                reason = why;
+            self.read_load(load);
+        }
+    }
+
+    fn read_load(&self, load: Load) {
+        let (mut failed, mut reason) = (Vec::new(), "");
+        let mut away: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for (at, key) in load.keys.iter().enumerate() {
+            if Instant::now() >= load.deadline || self.stop.load(Ordering::Relaxed) {
                 failed.push(at as u32);
+                reason = "deadline";
+                continue;
             }
-            self.end(load.job, failed, reason);
+            let lease = load.into.lease(at * self.block_bytes, self.block_bytes);
+            // It may have come here since the peer was found.
+            if lease.is_ok_and(|mut out| self.read_one(key, out.bytes_mut())) {
+                continue;
+            }
+            match &load.sources[at][..] {
+                "" => {
+                    failed.push(at as u32);
+                    reason = "absent";
+                }
+                peer => away.entry(peer).or_default().push(at as u32),
+            }
+        }
+        let links = if away.is_empty() { None } else { self.links() };
+        let mut fetching = lock(&self.fetching);
+        let mut fetches = 0;
+        for (peer, places) in away {
+            let submitted = links.as_ref().and_then(|links| {
+                let blocks: Vec<Fetch<'_>> = places
+                    .iter()
+                    .map(|&at| Fetch {
+                        key: &load.keys[at as usize],
+                        at: at as usize * self.block_bytes,
+                        len: self.block_bytes,
+                    })
+                    .collect();
+                let left = load.deadline.saturating_duration_since(Instant::now());
+                links
+                    .endpoint
+                    .fetch(links.peer(peer)?, &load.into, &blocks, left)
+                    .ok()
+            });
+            if let Some(transfer) = submitted {
+                fetching.fetches.insert(transfer, (load.job, places));
+                fetches += 1;
+            } else {
+                reason = "lost";
+                failed.extend(places);
+            }
+        }
+        if fetches == 0 {
+            drop(fetching);
+            self.end(load.job, failed, reason, load.into);
+            return;
+        }
+        let pending = Pending {
+            fetches,
+            failed,
+            reason,
+            into: load.into,
+        };
+        fetching.loads.insert(load.job, pending);
+        drop(fetching);
+        self.poll_soon.store(true, Ordering::Release);
+        if let Some(poller) = self.poller.get() {
+            poller.unpark();
+        }
+    }
+
+    /// Keeps the connections up, and ends loads whose last fetch has ended.
+    fn poll_peers(&self) {
+        let _ = self.poller.set(std::thread::current());
+        while !self.stop.load(Ordering::Acquire) {
+            let Some(links) = self.links() else { return };
+            let busy = links.poll(|done| self.fetched(&done));
+            drop(links);
+            let waiting = self.poll_soon.load(Ordering::Acquire);
+            if waiting && lock(&self.fetching).loads.is_empty() {
+                self.poll_soon.store(false, Ordering::Release);
+            }
+            if !busy {
+                std::thread::park_timeout(if waiting { POLL } else { POLL_IDLE });
+            }
+        }
+    }
+
+    fn fetched(&self, done: &Completion) {
+        let mut fetching = lock(&self.fetching);
+        let Some((job, places)) = fetching.fetches.remove(&done.transfer) else {
+            return;
+        };
+        let Some(pending) = fetching.loads.get_mut(&job) else {
+            return;
+        };
+        for &(at, error) in &done.failed {
+            pending.reason = error.name();
+            pending.failed.push(places[at as usize]);
+        }
+        pending.fetches -= 1;
+        if pending.fetches == 0
+            && let Some(pending) = fetching.loads.remove(&job)
+        {
+            drop(fetching);
+            self.end(job, pending.failed, pending.reason, pending.into);
         }
     }
 
@@ -246,6 +374,7 @@ impl Shared {
         let mut books = lock(&self.books);
         let Books {
             keys,
+            served,
             changes,
             messages,
         } = &mut *books;
@@ -260,6 +389,9 @@ impl Shared {
                 changes.clear();
                 let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
                 let _ = keys.apply(held.iter().map(|key| (&key[..], Change::Remove(holder))));
+                if holder == HOST {
+                    served.clear();
+                }
                 changes.extend(tier.keys().into_iter().map(TierChange::Stored));
             }
             for change in changes.drain(..) {
@@ -269,7 +401,21 @@ impl Shared {
                 };
                 // A disk may hold keys of another length, of another hash function.
                 let _ = keys.change(key, change);
+                if holder == HOST {
+                    let _ = served.change(key, change);
+                }
             }
+        }
+        if let Some(links) = self.links() {
+            if links.endpoint.take_snapshot_wanted() {
+                served.set_consumed(true);
+                served.request_snapshot();
+            }
+            // One that the transport cannot take makes it want a snapshot.
+            while served
+                .message(self.keys_max)
+                .is_some_and(|m| links.endpoint.publish(m))
+            {}
         }
         if self.resend.swap(false, Ordering::AcqRel) {
             messages.clear();
@@ -308,7 +454,11 @@ impl Store {
     /// `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk.
     #[new]
     #[allow(clippy::similar_names)]
-    #[pyo3(signature = (*, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048))]
+    #[pyo3(signature = (
+        *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048,
+        identity=None, name="", listen=Vec::new(), peers=Vec::new()
+    ))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         block_bytes: usize,
         host_bytes: usize,
@@ -316,6 +466,10 @@ impl Store {
         disk_bytes: u64,
         ttl_s: f64,
         keys_max: usize,
+        identity: Option<&Bound<'_, PyDict>>,
+        name: &str,
+        listen: Vec<String>,
+        peers: Vec<String>,
     ) -> PyResult<Store> {
         let ttl_ns = Some((ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
         let options = MemoryOptions {
@@ -336,13 +490,26 @@ impl Store {
         let disk = disk.transpose().map_err(to_python)?;
         let mut keys = KeySet::new(host_bytes / block_bytes, life());
         keys.set_consumed(true);
+        let links = match identity {
+            Some(identity) if !listen.is_empty() || !peers.is_empty() => {
+                let serves = Some(Arc::clone(&host));
+                let (links, _) =
+                    Links::start(profile(identity)?, name, listen, peers, serves, None)?;
+                Some(Arc::new(links))
+            }
+            _ => None,
+        };
+        let has_links = links.is_some();
         let shared = Arc::new(Shared {
             block_bytes,
             keys_max,
             host,
             disk: Mutex::new(disk),
+            links: Mutex::new(links),
+            fetching: Mutex::default(),
             books: Mutex::new(Books {
                 keys,
+                served: KeySet::new(host_bytes / block_bytes, life()),
                 changes: Vec::new(),
                 messages: VecDeque::new(),
             }),
@@ -354,6 +521,8 @@ impl Store {
             ended: Mutex::default(),
             ended_came: Condvar::new(),
             storing: RwLock::new(()),
+            poll_soon: AtomicBool::new(false),
+            poller: OnceLock::new(),
             stop: AtomicBool::new(false),
             writes_dropped: AtomicU64::new(0),
             put_failed: AtomicU64::new(0),
@@ -368,6 +537,9 @@ impl Store {
         }
         store.spawn("kv-write", Shared::write)?;
         store.spawn("kv-house", Shared::keep_house)?;
+        if has_links {
+            store.spawn("kv-poll", Shared::poll_peers)?;
+        }
         Ok(store)
     }
 
@@ -431,12 +603,17 @@ impl Store {
         let load = Load {
             job,
             keys: keys.iter().map(|key| key.as_bytes().into()).collect(),
-            into: self.buffer(into, keys.len(), true)?,
+            sources,
+            into: self.buffer(into, keys.len(), true)?.into_region(),
             deadline: Instant::now() + Duration::from_secs_f64(deadline_s.clamp(0.0, 1e6)),
         };
         if self.shared.stop.load(Ordering::Acquire) {
-            self.shared
-                .end(job, (0..load.keys.len() as u32).collect(), "closed");
+            self.shared.end(
+                job,
+                (0..load.keys.len() as u32).collect(),
+                "closed",
+                load.into,
+            );
             return Ok(());
         }
         lock(&self.shared.loads).push_back(load);
@@ -501,6 +678,9 @@ impl Store {
         }
         let dropped = shared.writes_dropped.load(Ordering::Relaxed);
         counts.set_item("disk_dropped_blocks", dropped)?;
+        if let Some(links) = shared.links() {
+            links.count(&counts)?;
+        }
         Ok(counts)
     }
 
@@ -522,9 +702,10 @@ impl Store {
     }
 
     /// Where peers reach this store.
-    #[allow(clippy::unused_self)]
     fn address(&self) -> String {
-        String::new()
+        let address =
+            |links: Arc<Links>| links.endpoint.addresses().first().map(ToString::to_string);
+        self.shared.links().and_then(address).unwrap_or_default()
     }
 
     /// Ends all threads; loads that have not begun fail.
@@ -534,7 +715,12 @@ impl Store {
         py.detach(|| {
             // Under their locks, so that no thread misses it between its look and its wait.
             for load in lock(&shared.loads).drain(..) {
-                shared.end(load.job, (0..load.keys.len() as u32).collect(), "closed");
+                shared.end(
+                    load.job,
+                    (0..load.keys.len() as u32).collect(),
+                    "closed",
+                    load.into,
+                );
             }
             shared.loads_came.notify_all();
             drop(lock(&shared.writes));
@@ -544,6 +730,14 @@ impl Store {
                 let _ = thread.join();
             }
             *lock(&shared.disk) = None;
+            // Ends the transport's thread; nothing is written to any buffer from here on.
+            drop(lock(&shared.links).take());
+            let pending: Vec<_> = lock(&shared.fetching).loads.drain().collect();
+            for (job, pending) in pending {
+                // Which of its fetches had ended well is not worth knowing any more.
+                let blocks = pending.into.len() / shared.block_bytes.max(1);
+                shared.end(job, (0..blocks as u32).collect(), "closed", pending.into);
+            }
             drop(lock(&shared.ended));
             shared.ended_came.notify_all();
         });

@@ -85,7 +85,6 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             block_size=vllm_config.cache_config.block_size,
             ranks=self._parallel.world_size,
             events=events is not None and events.enable_kv_cache_events,
-            peers=open_peers(self.options),
         )
 
     # Scheduler half.
@@ -108,6 +107,18 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Begin to follow the pool."""
         self.scheduler.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Follow the peers, now that the workers have said what blocks are like."""
+        first = metadata.get(0)
+        if isinstance(first, SlipstreamHandshake):
+            self.scheduler.follow(open_peers(self.options, first.identity))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """As `set_xfer_handshake_metadata`, where layers are shared as well."""
+        self.set_xfer_handshake_metadata(
+            {tp_rank: told for (pp_rank, tp_rank), told in metadata.items() if pp_rank == 0}
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -133,7 +144,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers told."""
-        self.scheduler.heard(connector_output.kv_connector_worker_meta)
+        self.scheduler.heard(
+            connector_output.kv_connector_worker_meta, connector_output.failed_recving
+        )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -177,7 +190,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = Blocks(kv_caches, self._kv_cache_config.num_blocks)
         rank = self._parallel.rank
         self.identity = identity_of(self._vllm_config, blocks, self.options.model_id)
-        store = open_store(self.options, self.identity, blocks.block_bytes)
+        store = open_store(self.options, self.identity, blocks.block_bytes, rank)
         if store is None:
             return
         self._worker = WorkerHalf(

@@ -1,4 +1,4 @@
-"""What an engine tells a peer of itself; see `slipstream.identity`."""
+"""What an engine tells a peer of itself; which has to be the same on both sides."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import uuid
 from typing import TYPE_CHECKING
 
-from slipstream.identity import FORMAT_VERSION
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from slipstream.vllm.blocks import Blocks
+
+
+FORMAT_VERSION = "1"
+"""Of the bytes of a block in a store: layers one after the other, each as it lies in its cache."""
 
 
 def hash_seed(algorithm: str) -> str:
@@ -39,6 +41,7 @@ def identity_of(vllm_config: VllmConfig, blocks: Blocks, model_id: str) -> dict[
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": hash_seed(str(cache.prefix_caching_hash_algo)),
         "layout": blocks.layout,
+        "block_bytes": str(blocks.block_bytes),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "rank": str(parallel.rank),

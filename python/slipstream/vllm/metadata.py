@@ -70,4 +70,4 @@ class SlipstreamHandshake(KVConnectorHandshakeMetadata):
     address: str
     """Where the rank's store listens for peers; empty if it does not."""
     identity: dict[str, str]
-    """What a peer must have in common; see `slipstream.identity`."""
+    """What a peer must have in common; see `slipstream.vllm.identity`."""

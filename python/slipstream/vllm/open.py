@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream._native import Peers as NativePeers
 from slipstream._native import Store as NativeStore
+from slipstream.options import of_rank
 
 if TYPE_CHECKING:
     from slipstream.options import Options
@@ -15,7 +19,9 @@ if TYPE_CHECKING:
     from slipstream.vllm.scheduler import Peers
 
 
-def open_store(options: Options, identity: dict[str, str], block_bytes: int) -> Store | None:
+def open_store(
+    options: Options, identity: dict[str, str], block_bytes: int, rank: int
+) -> Store | None:
     """Open the store of one rank; `None` if the options ask for none."""
     if options.host_bytes == 0:
         return None
@@ -26,7 +32,16 @@ def open_store(options: Options, identity: dict[str, str], block_bytes: int) -> 
         disk_bytes=options.disk_bytes,
         ttl_s=options.ttl_s,
         keys_max=options.keys_max,
+        identity=identity,
+        name=own_name(rank),
+        listen=of_rank(options.listen, rank),
+        peers=of_rank(options.peers, rank),
     )
+
+
+def own_name(rank: int) -> str:
+    """Return what peers call this rank in their logs."""
+    return f"{socket.gethostname()}, process {os.getpid()}, rank {rank}"
 
 
 def disk_folder(disk_dir: str, identity: dict[str, str]) -> Path:
@@ -42,6 +57,17 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> Path:
     return folder
 
 
-def open_peers(options: Options) -> Peers | None:
-    """Begin to follow the peers that the options name; `None` if they name none."""
-    return None
+def open_peers(options: Options, identity: dict[str, str]) -> Peers | None:
+    """Begin to follow the peers that the options name; `None` if they name none.
+
+    Rank 0 of a peer stands for all its ranks: a block that another rank of it does not have fails
+    to load, and is computed.
+    """
+    if not options.peers:
+        return None
+    return NativePeers(
+        identity=identity,
+        name=f"scheduler of {own_name(0)}",
+        peers=of_rank(options.peers, 0),
+        keys_max=options.peer_keys_max,
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from slipstream._native import KeyMirror
+from slipstream._native import KeyMirror, take_warnings
 from slipstream.pool import PoolFeed
 from slipstream.vllm.metadata import (
     NOTHING,
@@ -52,11 +52,9 @@ class Peers(Protocol):
 class SchedulerHalf:
     """The decisions of one engine."""
 
-    def __init__(
-        self, options: Options, *, block_size: int, ranks: int, events: bool, peers: Peers | None
-    ) -> None:
+    def __init__(self, options: Options, *, block_size: int, ranks: int, events: bool) -> None:
         self.feed: PoolFeed | None = None
-        self.peers = peers
+        self.peers: Peers | None = None
         self.stored = [KeyMirror() for _ in range(ranks)]
         """What each rank's store holds; a block can be loaded if all of them have it."""
         self.counts: Counter[str] = Counter()
@@ -69,6 +67,8 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
         self._reset = False
+        # Requests of which nothing came: they compute, rather than wait for another deadline.
+        self._failed: set[str] = set()
         # Ranks whose keys are not known: what they tell counts from their next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
@@ -83,6 +83,11 @@ class SchedulerHalf:
         self.feed = PoolFeed(pool, hooks=options.hooks, keys_max=options.keys_max, wants_new=saves)
         self.feed.keys.set_consumed(options.follow)
 
+    def follow(self, peers: Peers | None) -> None:
+        """Look blocks up at these peers, and no longer at others."""
+        self.close()
+        self.peers = peers
+
     # Look-ups.
 
     def lookup(self, request: Any, computed_tokens: int) -> int | None:
@@ -90,6 +95,8 @@ class SchedulerHalf:
 
         Changes nothing but a count, so it may be asked any number of times.
         """
+        if request.request_id in self._failed:
+            return 0
         start = computed_tokens // self._block_size
         # The last token is computed in any case, for its output.
         end = (request.num_tokens - 1) // self._block_size
@@ -142,6 +149,7 @@ class SchedulerHalf:
 
     def finished(self, request: Any) -> None:
         """Forget the request."""
+        self._failed.discard(request.request_id)
         self._sources.pop(request.request_id, None)
 
     # Once a step.
@@ -169,8 +177,9 @@ class SchedulerHalf:
             missing.update(places)
         return [keys[i] for i in sorted(missing)], [blocks[i] for i in sorted(missing)]
 
-    def heard(self, meta: Any) -> None:
-        """Take what the workers told."""
+    def heard(self, meta: Any, failed: set[str]) -> None:
+        """Take what the workers told: of their stores, and which requests got nothing."""
+        self._failed |= failed
         if not isinstance(meta, SlipstreamWorkerMetadata):
             return
         for rank, messages in meta.stored.items():
@@ -222,6 +231,8 @@ class SchedulerHalf:
         if now < self._counts_due:
             return None
         self._counts_due = now + self._options.stats_interval_s
+        for text in take_warnings():
+            logger.warning("slipstream: %s", text)
         totals = dict(self.counts)
         if self.peers is not None:
             totals.update(self.peers.counters())
@@ -239,6 +250,7 @@ class SchedulerHalf:
         """End what the look-ups of peers run on."""
         if self.peers is not None:
             self.peers.close()
+            self.peers = None
 
 
 def external(key: bytes) -> Any:

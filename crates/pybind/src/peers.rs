@@ -1,0 +1,322 @@
+//! Connections to other engines, kept up; and what those engines hold.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use slipstream_kvindex::{PeerIndex, digest};
+use slipstream_kvstore::{
+    Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, PeerId, Profile, Transport,
+    clock,
+};
+
+use crate::lock;
+
+/// A peer that could not be reached is tried again after this.
+const RETRY: Duration = Duration::from_millis(500);
+/// One whose blocks mean something else: somebody has to change a setting first.
+const RETRY_REFUSED: Duration = Duration::from_secs(30);
+/// Events taken from the transport in one go.
+const EVENTS_MAX: usize = 256;
+/// How often the index is fed and connections are looked at.
+const PAUSE: Duration = Duration::from_millis(5);
+/// Keys of forgotten peers that are swept from the index in one go.
+const SWEEP_MAX: usize = 8_192;
+/// Connections beside those that this side makes.
+const OTHERS_MAX: usize = 256;
+
+/// Connections to the peers of a list, made again when they end.
+pub(crate) struct Links {
+    pub(crate) endpoint: Endpoint,
+    links: Mutex<Vec<Link>>,
+}
+
+struct Link {
+    name: String,
+    address: Address,
+    peer: Option<PeerId>,
+    state: State,
+    retry_at: Instant,
+    /// What was last said of it, so that it is said once.
+    said: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Not tried yet, or under way for the first time since it stood.
+    Hoped,
+    Up,
+    Down,
+}
+
+/// Reads the `slipstream.identity` of this side.
+pub(crate) fn profile(given: &Bound<'_, PyDict>) -> PyResult<Profile> {
+    let text = |name: &str| -> PyResult<String> {
+        let value = given.get_item(name)?;
+        value.map_or(Ok(String::new()), |value| value.extract())
+    };
+    let number = |name: &str| -> PyResult<u32> {
+        let value = text(name)?;
+        value.parse().map_err(|_| {
+            PyValueError::new_err(format!(
+                "`{name}` of the identity is `{value}`, not a number"
+            ))
+        })
+    };
+    let (tp, pp, rank) = (
+        number("tensor_parallel")?,
+        number("pipeline_parallel")?,
+        number("rank")?,
+    );
+    Ok(Profile {
+        model: text("model")?,
+        hash_algo: text("hash_algorithm")?,
+        hash_seed: text("hash_seed")?,
+        block_size: number("block_size")?,
+        block_bytes: number("block_bytes")?.into(),
+        layout: format!("{} (format {})", text("layout")?, text("format")?),
+        dtype: format!("{}, cache {}", text("dtype")?, text("kv_cache_dtype")?),
+        tp: (tp, rank % tp.max(1)),
+        pp: (pp, rank / tp.max(1)),
+    })
+}
+
+fn parse(addresses: Vec<String>) -> PyResult<Vec<(String, Address)>> {
+    let parse = |text: String| match text.parse() {
+        Ok(address) => Ok((text, address)),
+        Err(error) => Err(PyValueError::new_err(format!("{error}"))),
+    };
+    addresses.into_iter().map(parse).collect()
+}
+
+impl Links {
+    pub(crate) fn start(
+        profile: Profile,
+        name: &str,
+        listen: Vec<String>,
+        peers: Vec<String>,
+        serves: Option<Arc<MemoryTier>>,
+        index_keys: Option<usize>,
+    ) -> PyResult<(Links, Option<Arc<PeerIndex>>)> {
+        let mut options = EndpointOptions::new(name, profile);
+        options.listen = parse(listen)?
+            .into_iter()
+            .map(|(_, address)| address)
+            .collect();
+        options.serves = serves;
+        options.peers_max = peers.len() + OTHERS_MAX;
+        let silence_ns = options.silence_max.as_nanos() as u64;
+        let index = index_keys
+            .map(|keys| Arc::new(PeerIndex::new(options.peers_max, keys, 2 * silence_ns)));
+        options.index.clone_from(&index);
+        let now = Instant::now();
+        let links = parse(peers)?.into_iter().map(|(name, address)| Link {
+            name,
+            address,
+            peer: None,
+            state: State::Hoped,
+            retry_at: now,
+            said: String::new(),
+        });
+        let links = Mutex::new(links.collect());
+        let endpoint =
+            Endpoint::start(options).map_err(|error| PyOSError::new_err(error.to_string()))?;
+        Ok((Links { endpoint, links }, index))
+    }
+
+    /// Takes what happened, and connects to who is not connected. Returns whether anything did.
+    pub(crate) fn poll(&self, mut on_done: impl FnMut(Completion)) -> bool {
+        let mut events = Vec::new();
+        self.endpoint.poll(EVENTS_MAX, &mut events);
+        let busy = !events.is_empty();
+        let now = Instant::now();
+        for event in events {
+            let (peer, up) = match event {
+                Event::Done(done) => {
+                    on_done(done);
+                    continue;
+                }
+                Event::Up { peer, name } => (peer, Ok(name)),
+                Event::Down { peer, why, refused } => (peer, Err((why, refused))),
+            };
+            let mut links = lock(&self.links);
+            // Connections that the other side made are not in the list.
+            let Some(link) = links.iter_mut().find(|link| link.peer == Some(peer)) else {
+                continue;
+            };
+            match up {
+                Ok(name) => {
+                    link.state = State::Up;
+                    link.said.clear();
+                    tracing::info!("peer {} is {name}", link.name);
+                }
+                Err((why, refused)) => {
+                    link.state = State::Down;
+                    link.peer = None;
+                    link.retry_at = now + if refused { RETRY_REFUSED } else { RETRY };
+                    if link.said != why {
+                        tracing::warn!("no blocks of peer {}: {why}", link.name);
+                        link.said = why;
+                    }
+                }
+            }
+        }
+        for link in lock(&self.links).iter_mut() {
+            if link.peer.is_none() && now >= link.retry_at {
+                link.retry_at = now + RETRY;
+                link.peer = self.endpoint.connect(&link.address).ok();
+            }
+        }
+        busy
+    }
+
+    /// The connection to the peer of that name, if it stands.
+    pub(crate) fn peer(&self, name: &str) -> Option<PeerId> {
+        let links = lock(&self.links);
+        let link = links.iter().find(|link| link.name == name)?;
+        link.peer.filter(|_| link.state == State::Up)
+    }
+
+    /// The name of the peer in that slot, if its connection stands.
+    fn name(&self, slot: usize) -> Option<String> {
+        let links = lock(&self.links);
+        let link = links.iter().find(|link| {
+            link.state == State::Up && link.peer.is_some_and(|peer| peer.slot as usize == slot)
+        })?;
+        Some(link.name.clone())
+    }
+
+    fn is_settled(&self) -> bool {
+        lock(&self.links)
+            .iter()
+            .all(|link| link.state != State::Hoped)
+    }
+
+    pub(crate) fn count(&self, counts: &Bound<'_, PyDict>) -> PyResult<()> {
+        let stats = self.endpoint.stats();
+        for (metric, count) in [
+            ("hit_blocks.peer", stats.fetched_blocks_total),
+            ("fetched_bytes", stats.fetched_bytes_total),
+            ("served_blocks", stats.served_blocks_total),
+            ("served_bytes", stats.served_bytes_total),
+            ("peer_refused", stats.refused_total),
+            ("peer_malformed", stats.malformed_total),
+            ("peer_message_errors", stats.key_errors_total),
+        ] {
+            counts.set_item(metric, count)?;
+        }
+        Ok(())
+    }
+}
+
+struct Followed {
+    links: Links,
+    index: Arc<PeerIndex>,
+    stop: AtomicBool,
+}
+
+/// What other engines hold; see `slipstream.vllm.scheduler.Peers`.
+#[pyclass(module = "slipstream._native")]
+pub(crate) struct Peers {
+    followed: Arc<Followed>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[pymethods]
+impl Peers {
+    /// Follows the engines at these addresses, `keys_max` keys of all of them together.
+    #[new]
+    #[pyo3(signature = (*, identity, name, peers, keys_max))]
+    fn new(
+        identity: &Bound<'_, PyDict>,
+        name: &str,
+        peers: Vec<String>,
+        keys_max: usize,
+    ) -> PyResult<Peers> {
+        let profile = profile(identity)?;
+        let (links, index) = Links::start(profile, name, Vec::new(), peers, None, Some(keys_max))?;
+        let index = index.expect("an index was asked for");
+        let followed = Arc::new(Followed {
+            links,
+            index,
+            stop: AtomicBool::new(false),
+        });
+        let mine = Arc::clone(&followed);
+        let thread = std::thread::Builder::new()
+            .name("kv-peers".into())
+            .spawn(move || {
+                while !mine.stop.load(Ordering::Acquire) {
+                    mine.links.poll(|_| {});
+                    while mine.index.tick(clock::now(), SWEEP_MAX) {}
+                    std::thread::park_timeout(PAUSE);
+                }
+            })?;
+        Ok(Peers {
+            followed,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Who holds most of `hashes[start:end]`, each with `suffix`, without a break, and how many.
+    fn prefix(
+        &self,
+        hashes: &Bound<'_, PyList>,
+        start: usize,
+        end: usize,
+        suffix: &[u8],
+    ) -> PyResult<(String, u32)> {
+        let (mut digests, mut key) = (Vec::new(), Vec::new());
+        for at in start..end.min(hashes.len()) {
+            let hash = hashes.get_item(at)?;
+            key.clear();
+            key.extend_from_slice(hash.cast::<PyBytes>()?.as_bytes());
+            key.extend_from_slice(suffix);
+            digests.push(digest(&key));
+        }
+        let index = &self.followed.index;
+        let mut overlaps = vec![0; index.peers()];
+        index.overlap(&digests, &mut overlaps);
+        let best = (0..overlaps.len())
+            .max_by_key(|&slot| overlaps[slot])
+            .unwrap_or(0);
+        let name = self
+            .followed
+            .links
+            .name(best)
+            .filter(|_| overlaps[best] > 0);
+        Ok(name.map_or((String::new(), 0), |name| (name, overlaps[best])))
+    }
+
+    /// Whether each peer's keys are known, or it cannot be reached.
+    fn is_settled(&self) -> bool {
+        self.followed.links.is_settled() && !self.followed.index.awaits_snapshot()
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counts = PyDict::new(py);
+        let stats = self.followed.links.endpoint.stats();
+        counts.set_item("peer_refused", stats.refused_total)?;
+        counts.set_item("peer_message_errors", stats.key_errors_total)?;
+        Ok(counts)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        self.followed.stop.store(true, Ordering::Release);
+        py.detach(|| {
+            if let Some(thread) = lock(&self.thread).take() {
+                thread.thread().unpark();
+                let _ = thread.join();
+            }
+        });
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        Python::attach(|py| self.close(py));
+    }
+}

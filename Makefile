@@ -16,7 +16,7 @@ test-rust:
 test-python:
 	./scripts/pytest.sh
 
-# SHORT=1: a few seconds. TRACE=FILE: replay a trace in Mooncake's form. SPEEDUP=N: time-compression.
+# SHORT=1: half a minute. TRACE=FILE: replay a trace in Mooncake's form. SPEEDUP=N: time-compression.
 demo: build
 	./scripts/demo.sh
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One workload against the same eight modelled workers twice: KV-aware routing, then round robin.
-#   SHORT=1      a few seconds of it
+#   SHORT=1      half a minute
 #   TRACE=FILE   the first 1,000 requests of a trace in Mooncake's JSONL form instead
 #   SPEEDUP=N    modelled seconds per second (default 10, with TRACE 6)
 set -euo pipefail

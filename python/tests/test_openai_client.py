@@ -202,7 +202,7 @@ def test_a_stream_can_be_left(client, model):
         ({"temperature": -1}, "temperature", "0 or more"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"max_tokens": -3}, "max_tokens", "is -3"),
-        ({"max_tokens": 10**9}, "messages", "maximum context length"),
+        ({"max_tokens": 10**9}, "max_tokens", "maximum context length"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"stop": [""]}, "stop", "empty string"),

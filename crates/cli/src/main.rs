@@ -3,6 +3,7 @@
 mod cmd;
 mod out;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -76,7 +77,7 @@ fn main() -> ExitCode {
             if out::is_broken_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", out::chain(&error));
             ExitCode::from(2)
         }
     }
@@ -90,5 +91,10 @@ fn log_to_stderr() {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_target(false)
+        // Not into a file, and not where NO_COLOR asks for none (https://no-color.org).
+        .with_ansi(
+            std::io::stderr().is_terminal()
+                && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+        )
         .init();
 }

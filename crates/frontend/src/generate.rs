@@ -190,6 +190,22 @@ pub(crate) fn dispatch(
     let service = &shard.service;
     let params = &request.params;
     let count = prompts.len() * params.n as usize;
+    let most = service.limits.streams_max;
+    if count > most as usize {
+        let (field, asked) = match prompts.len() {
+            1 => ("n", String::new()),
+            prompts => (
+                "prompt",
+                format!(" ({prompts} prompts of {} choices)", params.n),
+            ),
+        };
+        return Err(ApiError::invalid(
+            field,
+            format!(
+                "asks for {count} streams{asked}, and the server opens at most {most} (`live.streams_max`)"
+            ),
+        ));
+    }
     if !shard.open_streams(count) {
         shard.metrics.on_rejected(Rejection::StreamsMax);
         return Err(ApiError::overloaded(
@@ -239,11 +255,11 @@ pub(crate) fn dispatch(
                 exclude: &[],
             };
             let routed = route_one(shard, &route, trace.as_mut().filter(|_| specs.is_empty()))?;
-            // Choices differ; the first is the one a request with n = 1 would get.
-            let seed = if choice == 0 {
-                seed
-            } else {
-                mix::draw(seed, u64::from(choice))
+            // Choices differ, also those of different prompts: else the sequences of a batch would
+            // all be of one length. The first is the one a request of its own would get.
+            let seed = match specs.len() as u64 {
+                0 => seed,
+                index => mix::draw(seed, index),
             };
             requests.push((
                 routed.target,

@@ -9,7 +9,8 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::header::{
-    AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER,
+    AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName,
+    HeaderValue, RETRY_AFTER,
 };
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::{Stage, StageTimes, WorkerId};
@@ -124,6 +125,10 @@ async fn route(
 ) -> Result<Response<HttpBody>, ApiError> {
     let service = &shard.service;
     let path = request.uri().path();
+    let limit = service.limits.header_bytes_max;
+    if head_bytes(&request) > limit as usize {
+        return Err(ApiError::head_too_large(limit));
+    }
     let open = matches!(
         path,
         "/health" | "/live" | "/ready" | "/version" | "/metrics" | "/openapi.json" | "/ping"
@@ -206,12 +211,27 @@ async fn route(
         _ => {
             if let Some(model) = path.strip_prefix("/v1/models/") {
                 allow(&request, &[Method::GET, Method::HEAD])?;
-                generate::check_model(service, Some(model))?;
+                let model = percent_decode(model);
+                generate::check_model(service, Some(&model))?;
                 return Ok(json(200, model_json(&card)));
             }
             Err(ApiError::route_not_found(request.method().as_str(), path))
         }
     }
+}
+
+/// Length of a request's head as HTTP/1.1 writes it, as far as can be told: of its target and of
+/// each header's name and value.
+fn head_bytes(request: &Request<Incoming>) -> usize {
+    let target = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |t| t.as_str().len());
+    let headers = request.headers().iter();
+    // ": " and the line's end.
+    headers.fold(target, |sum, (name, value)| {
+        sum + name.as_str().len() + value.len() + 4
+    })
 }
 
 fn allow(request: &Request<Incoming>, methods: &[Method]) -> Result<(), ApiError> {
@@ -240,6 +260,12 @@ async fn receive(
         if !essence.eq_ignore_ascii_case("application/json") {
             return Err(ApiError::media_type(kind));
         }
+    }
+    if let Some(coding) = parts.headers.get(CONTENT_ENCODING)
+        && coding != "identity"
+    {
+        let coding = coding.to_str().unwrap_or("(not text)");
+        return Err(ApiError::content_coding(coding));
     }
     let head = head_of(&parts.headers, id)?;
     let limits = &shard.service.limits;
@@ -325,6 +351,23 @@ fn request_id(shard: &Shard, headers: &HeaderMap) -> String {
     }
 }
 
+/// A path's text: clients write `meta/llama` as `meta%2Fllama`. What is no escape stays as it is.
+fn percent_decode(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let hex = |at: usize| (*tail.get(at)? as char).to_digit(16);
+        if let (b'%', Some(high), Some(low)) = (first, hex(0), hex(1)) {
+            bytes.push((high * 16 + low) as u8);
+            rest = &tail[2..];
+        } else {
+            bytes.push(first);
+            rest = tail;
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 fn hash_session(id: &[u8]) -> u64 {
     // Any good hash does; FNV-1a is short (Fowler, Noll, Vo; draft-eastlake-fnv).
     id.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
@@ -339,11 +382,12 @@ fn worker_header(headers: &HeaderMap) -> Result<Option<WorkerId>, ApiError> {
     let number = value
         .to_str()
         .ok()
-        .and_then(|text| text.trim().parse().ok());
+        .map(str::trim)
+        .and_then(|text| text.strip_prefix('w').unwrap_or(text).parse().ok());
     match number {
         Some(worker) => Ok(Some(WorkerId(worker))),
         None => Err(ApiError::bad_body(
-            "header `x-slipstream-worker` must be a worker's number, as in `GET /health`",
+            "header `x-slipstream-worker` must name a worker, such as `w3` or `3`; `GET /health` lists them",
         )),
     }
 }

@@ -160,6 +160,7 @@ pub(crate) struct ShardMetrics {
     pub(crate) streams_cut_slow: Count,
     pub(crate) streams_cut_full: Count,
     pub(crate) streams_cut_deadline: Count,
+    pub(crate) streams_cut_stop: Count,
     pub(crate) disconnects: Count,
     pub(crate) engine_refusals: Count,
     pub(crate) stale_entries: Count,
@@ -214,6 +215,7 @@ impl ShardMetrics {
             streams_cut_slow: Count::default(),
             streams_cut_full: Count::default(),
             streams_cut_deadline: Count::default(),
+            streams_cut_stop: Count::default(),
             disconnects: Count::default(),
             engine_refusals: Count::default(),
             stale_entries: Count::default(),
@@ -493,6 +495,7 @@ impl Collector for FrontendCollector {
                 ("slow_reader", self.sum(|s| &s.streams_cut_slow)),
                 ("buffer_full", self.sum(|s| &s.streams_cut_full)),
                 ("deadline", self.sum(|s| &s.streams_cut_deadline)),
+                ("stopping", self.sum(|s| &s.streams_cut_stop)),
             ];
             for (reason, value) in cuts {
                 family

@@ -109,6 +109,8 @@ pub(crate) struct Remote {
     /// Who runs a worker, by worker.
     peers: RefCell<Vec<Option<Rc<Peer>>>>,
     greetings: Cell<usize>,
+    /// Why a process was turned away last.
+    said: RefCell<String>,
 }
 
 /// A connected worker process.
@@ -149,6 +151,7 @@ impl Remote {
             listener: Cell::new(Some(plane.listener)),
             peers: RefCell::new(vec![None; workers]),
             greetings: Cell::new(0),
+            said: RefCell::default(),
         }
     }
 
@@ -228,8 +231,17 @@ impl Remote {
         self.greetings.set(self.greetings.get() - 1);
         let (link, peer) = match greeted {
             Ok(Ok(greeted)) => greeted,
+            Ok(Err(GreetError::Rejected(reject))) => {
+                // It dials again and again; what for is said once.
+                let said = reject.to_string();
+                if *self.said.borrow() != said {
+                    tracing::warn!("a worker process at {address} was turned away: {said}");
+                    self.said.replace(said);
+                }
+                return;
+            }
             Ok(Err(error)) => {
-                tracing::warn!("no worker process at {address}: {error}");
+                tracing::warn!("{address} is no worker process: {error}");
                 return;
             }
             Err(_) => {

@@ -77,6 +77,8 @@ pub(crate) struct ReplyState {
     complete: bool,
     /// The reply failed; for whole answers, what to answer instead.
     error: Option<ApiError>,
+    /// The client's side has taken all of it.
+    delivered: bool,
     /// A pause has been counted since the client last caught up.
     paused: bool,
     unread_bytes_max: usize,
@@ -194,6 +196,8 @@ struct Sequence {
     ended: Option<Ending>,
     /// Turns that are answered, and whose events are not rendered: their tokens wait for the client.
     turns: VecDeque<(u32, FinishReason)>,
+    /// No engine took it.
+    refused: bool,
     /// Counted as ended in [`ReplyState::open`].
     over: bool,
     /// The event with the reason is rendered.
@@ -244,6 +248,7 @@ impl ReplyState {
                 last_token: 0,
                 ended: None,
                 turns: VecDeque::new(),
+                refused: false,
                 over: false,
                 closed: false,
                 spec,
@@ -256,6 +261,7 @@ impl ReplyState {
             out: BytesMut::new(),
             complete: false,
             error: None,
+            delivered: false,
             paused: false,
             unread_bytes_max,
             waker: None,
@@ -466,11 +472,6 @@ impl ReplyState {
         let sequence = &mut self.sequences[index as usize];
         sequence.cached = end.usage.cached_tokens;
         sequence.preemptions = end.usage.preemptions;
-        metrics.on_finished(
-            end.reason,
-            end.usage.prompt_tokens,
-            end.usage.completion_tokens,
-        );
         metrics
             .cached_tokens
             .add(u64::from(end.usage.cached_tokens));
@@ -543,7 +544,9 @@ impl ReplyState {
         if self.sequences[index as usize].ended.is_some() {
             return; // all of it is here; only its client may be behind
         }
-        self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
+        let sequence = &mut self.sequences[index as usize];
+        sequence.ended = Some(Ending::Engine(FinishReason::Abort));
+        sequence.refused = sequence.generated == 0;
         self.fail(error);
     }
 
@@ -933,6 +936,7 @@ impl ReplyHandle {
             sequence.text = text;
         }
         state.render_whole(&mut out)?;
+        state.delivered = true;
         let now = monotonic_ns();
         state.times.note(Stage::Rendered, now);
         state.times.note(Stage::Written, now);
@@ -970,6 +974,17 @@ impl Drop for ReplyHandle {
             self.shard.metrics.e2e.observe(now.saturating_sub(accept));
         }
         self.shard.metrics.on_stages(&state.times);
+        for sequence in state.sequences.iter().filter(|s| !s.refused) {
+            // What nobody took to its end was not a success, though the engine was done.
+            let reason = match &sequence.ended {
+                Some(Ending::Engine(reason)) if state.delivered => *reason,
+                Some(Ending::StopString(_)) if state.delivered => FinishReason::Stop,
+                _ => FinishReason::Abort,
+            };
+            let prompt = sequence.spec.prompt_tokens;
+            let metrics = &self.shard.metrics;
+            metrics.on_finished(reason, prompt, sequence.generated);
+        }
         drop(state);
         self.end_streams();
         let mut state = self.reply.state.borrow_mut();
@@ -1008,6 +1023,7 @@ impl Body for ReplyBody {
                 shard.metrics.flushes.add(1);
                 Poll::Ready(Some(Ok(Frame::data(state.out.split().freeze()))))
             } else if state.complete {
+                state.delivered = true;
                 Poll::Ready(None)
             } else {
                 // The client has everything there is.

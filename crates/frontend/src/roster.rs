@@ -172,8 +172,8 @@ impl Roster {
                     return reject(
                         RejectReason::WorkerTaken,
                         format!(
-                            "{worker} is run by {holder} already; stop one of the two, or give \
-                             them different --index"
+                            "{worker} is run by {holder} already; this process may have it when \
+                             that one ends; to share the work, give them different --index"
                         ),
                     );
                 }

@@ -253,6 +253,9 @@ fn hand_over(stream: TcpStream, doors: &[ShardDoor]) {
     }
 }
 
+/// Time that clients have to take the error with which their streams are cut at shutdown.
+const FAREWELL: Duration = Duration::from_secs(1);
+
 async fn run_shard(
     shard: Rc<Shard>,
     mut handed: mpsc::Receiver<StdStream>,
@@ -281,6 +284,14 @@ async fn run_shard(
     let deadline = tokio::time::Instant::now() + shard.service.limits.drain;
     while open.load(Relaxed) > 0 && tokio::time::Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let cut = shard.end_all();
+    if cut > 0 {
+        tracing::warn!("{cut} streams were cut: they took longer than `live.drain_timeout_s`");
+        let farewell = tokio::time::Instant::now() + FAREWELL;
+        while open.load(Relaxed) > 0 && tokio::time::Instant::now() < farewell {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
     drain.abort();
 }

@@ -73,10 +73,13 @@ pub struct Limits {
 pub struct ApiKeys(Vec<String>);
 
 impl ApiKeys {
-    /// The keys that are accepted; blank ones are dropped.
+    /// The keys that are accepted; blank ones, and comments (`# …`), are dropped.
     pub fn new(keys: impl IntoIterator<Item = String>) -> ApiKeys {
         let keys = keys.into_iter().map(|key| key.trim().to_owned());
-        ApiKeys(keys.filter(|key| !key.is_empty()).collect())
+        ApiKeys(
+            keys.filter(|key| !key.is_empty() && !key.starts_with('#'))
+                .collect(),
+        )
     }
 
     /// Whether a request with this `Authorization` header may pass.
@@ -100,12 +103,14 @@ mod tests {
 
     #[test]
     fn keys_admit_only_bearers_of_one() {
-        let keys = ApiKeys::new(["alpha".to_owned(), " beta \n".to_owned(), String::new()]);
+        let keys = [" beta \n", "", "# gamma", "alpha"].map(str::to_owned);
+        let keys = ApiKeys::new(keys);
         assert!(keys.admit(Some(b"Bearer alpha")));
         assert!(keys.admit(Some(b"Bearer beta")));
         for wrong in [
             None,
             Some(&b"Bearer "[..]),
+            Some(b"Bearer # gamma"),
             Some(b"Bearer alph"),
             Some(b"Basic alpha"),
         ] {

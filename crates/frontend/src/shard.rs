@@ -287,6 +287,20 @@ impl Shard {
         }
     }
 
+    /// The server stops: what is under way ends with an error. Returns the number of streams.
+    pub(crate) fn end_all(&self) -> u64 {
+        let mut cut = 0;
+        self.table.for_each(|_, feed| {
+            let mut state = feed.reply.state.borrow_mut();
+            if !state.has_ended(feed.sequence) {
+                cut += 1;
+                state.fail(&ApiError::stopping());
+            }
+        });
+        self.metrics.streams_cut_stop.add(cut);
+        cut
+    }
+
     fn retry(&self, reply: &Rc<Reply>, index: u32, again: Again) {
         if let Err(error) = self.relaunch(reply, index, again) {
             self.metrics.streams_lost.add(1);

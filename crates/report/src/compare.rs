@@ -112,7 +112,9 @@ pub fn render(runs: &[RunReport], color: bool) -> String {
 
 fn ratio(good: Good, first: Option<f64>, value: Option<f64>) -> (String, Tone) {
     match (first, value) {
-        (Some(first), Some(value)) if first == value => ("1.00×".to_owned(), Tone::Plain),
+        (Some(first), Some(value)) if first == value && first != 0.0 => {
+            ("1.00×".to_owned(), Tone::Plain)
+        }
         (Some(first), Some(value)) if first != 0.0 => {
             let ratio = value / first;
             let tone = match good {
@@ -149,6 +151,6 @@ mod tests {
         assert_eq!(ratio(Good::More, Some(2.0), Some(1.0)).1, Tone::Worse);
         assert_eq!(ratio(Good::More, Some(2.0), Some(2.01)).1, Tone::Plain);
         assert_eq!(ratio(Good::Less, Some(0.0), Some(2.0)).0, "-");
-        assert_eq!(ratio(Good::Less, Some(0.0), Some(0.0)).0, "1.00×");
+        assert_eq!(ratio(Good::Less, Some(0.0), Some(0.0)).0, "-");
     }
 }

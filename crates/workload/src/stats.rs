@@ -17,7 +17,8 @@ pub struct Stats {
     /// Prompt and answer lengths, tokens.
     lengths: [Vec<u32>; 2],
     hit_tokens: u64,
-    windows: Vec<Window>,
+    /// Those with requests, by number.
+    windows: Vec<(u64, Window)>,
     last: SimTime,
 }
 
@@ -59,11 +60,12 @@ impl Stats {
 
     /// Counts a request. Requests come in the order of their due times.
     pub fn add(&mut self, request: &Request) {
-        let at = (request.due.0 / self.window_ns) as usize;
-        if self.windows.len() <= at {
-            self.windows.resize(at + 1, Window::default());
+        let number = request.due.0 / self.window_ns;
+        if self.windows.last().is_none_or(|&(last, _)| last < number) {
+            self.windows.push((number, Window::default()));
         }
-        let begins = SimTime(at as u64 * self.window_ns);
+        let (_, window) = self.windows.last_mut().expect("one was pushed");
+        let begins = SimTime(number * self.window_ns);
         let root = BlockHash::default();
         let id = answer_name(request.id());
         let mut hits = 0;
@@ -74,12 +76,11 @@ impl Stats {
                 let before = self.seen.insert(block, request.due);
                 leading &= before.is_some();
                 hits += u64::from(leading);
-                self.windows[at].blocks += u64::from(before.is_none_or(|at| at < begins));
+                window.blocks += u64::from(before.is_none_or(|at| at < begins));
             }
         }
         let hit_tokens = hits * u64::from(self.block_size);
         let tokens = request.prompt.tokens();
-        let window = &mut self.windows[at];
         window.requests += 1;
         window.input_tokens += u64::from(tokens);
         window.hit_tokens += hit_tokens;
@@ -117,8 +118,9 @@ impl Stats {
         self.seen.len() as u64
     }
 
-    /// Windows from the start of the stream on.
-    pub fn windows(&self) -> &[Window] {
+    /// Windows in which requests are due, each with its number: window *n* begins after *n* times
+    /// its length.
+    pub fn windows(&self) -> &[(u64, Window)] {
         &self.windows
     }
 
@@ -176,13 +178,20 @@ mod tests {
         assert_eq!(stats.ideal_hit_tokens(), 512 + 1024);
         assert_eq!(stats.blocks(), 10);
         assert_eq!(stats.tokens(), [4 * 1024, 1 + 2 + 3 + 4]);
-        let blocks: Vec<u64> = stats.windows().iter().map(|w| w.blocks).collect();
+        let blocks: Vec<u64> = stats.windows().iter().map(|(_, w)| w.blocks).collect();
         assert_eq!(blocks, [6, 8]);
-        let requests: Vec<u64> = stats.windows().iter().map(|w| w.requests).collect();
+        let requests: Vec<u64> = stats.windows().iter().map(|(_, w)| w.requests).collect();
         assert_eq!(requests, [2, 2]);
+        // Time in which nothing happens takes no memory.
+        stats.add(&request(4, 4_000_000_000, &[7]));
+        assert_eq!(stats.windows().len(), 3);
+        assert_eq!(stats.windows()[2].0, 4_000_000_000 / 60);
         let [input, output] = stats.lengths();
-        assert_eq!((input.mean, input.at), (1024.0, [1024; 5]));
-        assert_eq!((output.mean, output.at), (2.5, [1, 2, 4, 4, 4]));
+        assert_eq!(
+            (input.mean, input.at),
+            (921.6, [512, 1024, 1024, 1024, 1024])
+        );
+        assert_eq!((output.mean, output.at), (3.0, [1, 3, 5, 5, 5]));
     }
 
     #[test]

@@ -553,10 +553,12 @@ impl Memory<'_> {
                 gigabytes(budget),
                 self.utilization,
             );
-            // Half of the budget for the KV cache is a start that works.
+            // The least that holds one sequence of the model's full length.
             let enough = (1..=64).find(|&tp| {
+                let rest = budget.saturating_sub(self.shape.weight_bytes_per_gpu(tp, self.dtype));
+                let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.dtype);
                 self.shape.divides_into(tp)
-                    && self.shape.weight_bytes_per_gpu(tp, self.dtype) < budget / 2
+                    && rest >= per_token * u64::from(self.shape.max_positions)
             });
             let hint = match enough {
                 Some(tp) => format!("set `tensor_parallel_size = {tp}`, or take a larger GPU"),
@@ -801,6 +803,10 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .get("request_timeout_s")
             .within(0.0..=TIMEOUT_S_MAX)
             .or(default.request_timeout_s),
+        drain_timeout_s: t
+            .get("drain_timeout_s")
+            .within(0.0..=TIMEOUT_S_MAX)
+            .or(default.drain_timeout_s),
         events: t.table("events", read_events),
     }
 }

@@ -515,6 +515,8 @@ pub struct LiveConfig {
     pub write_timeout_s: f64,
     /// A request may take so long in all, s; 0: no limit. Default 0.
     pub request_timeout_s: f64,
+    /// Time that open requests have to finish after SIGINT or SIGTERM, s. Default 30.
+    pub drain_timeout_s: f64,
     /// `[live.events]`: where forward-pass metrics and KV events go.
     pub events: EventsConfig,
 }
@@ -534,6 +536,7 @@ impl Default for LiveConfig {
             stream_buffer_bytes_max: 4 << 20,
             write_timeout_s: 60.0,
             request_timeout_s: 0.0,
+            drain_timeout_s: 30.0,
             events: EventsConfig::default(),
         }
     }

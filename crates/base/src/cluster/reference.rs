@@ -610,6 +610,13 @@ pub const KEYS: &[Key] = &[
         "Low: long answers are cut.",
     ),
     key(
+        "live.drain_timeout_s",
+        "s, 0 to 86,400",
+        "30.0",
+        "Open requests may take so long to finish after SIGINT or SIGTERM; then they end with an error.",
+        "Low: long answers are cut at each restart. High: a restart takes as long.",
+    ),
+    key(
         "live.events.bus",
         "\"none\", \"in-process\", \"zmq\", \"nats\"",
         "\"none\"",

@@ -51,8 +51,9 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
             workload.content = Content::Generated(read_classes(root));
         }
         workload.arrival = read_arrival(root, has_trace);
-        let ends = workload.requests.is_some()
-            || workload.duration_s.is_some()
+        // A key that is there and wrong is a mistake of its own.
+        let ends = root.has("requests")
+            || root.has("duration_s")
             || matches!(workload.content, Content::Trace(_))
             || matches!(workload.arrival, Arrival::Timestamps { .. });
         if !ends {

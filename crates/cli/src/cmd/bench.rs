@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
@@ -197,7 +197,15 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         out::print(&workload_args::read(path, &args.set)?.1.to_toml())?;
         return Ok(ExitCode::SUCCESS);
     }
-    let (workload, name) = args.what.workload(&args.set)?;
+    let (mut workload, mut name) = args.what.workload(&args.set)?;
+    let what = &args.what;
+    if what.workload.is_none() && what.trace.is_none() && what.seed.is_none() {
+        // Texts that a server has not seen: with those of the last run it would answer from its
+        // cache.
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        workload.seed = u64::from(since.unwrap_or_default().subsec_nanos());
+        name = format!("{name} seed {}", workload.seed);
+    }
     let url = args.url.as_deref().unwrap_or_default();
     let objectives = Objectives::of(&workload, args.slo.clone());
     let config = Config {

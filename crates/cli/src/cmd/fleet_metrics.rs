@@ -11,17 +11,21 @@ use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Fleet, fleet::Load};
 
 /// Encodes what a frontend knows of worker processes.
-pub(crate) struct RosterCollector(pub(crate) Arc<Roster>);
+pub(crate) struct RosterCollector {
+    pub(crate) roster: Arc<Roster>,
+    /// The served model, as vLLM's metrics name it.
+    pub(crate) model: String,
+}
 
 impl fmt::Debug for RosterCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RosterCollector({:?})", self.0.totals())
+        write!(f, "RosterCollector({:?})", self.roster.totals())
     }
 }
 
 impl Collector for RosterCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let totals = self.0.totals();
+        let totals = self.roster.totals();
         for (name, help, value) in [
             (
                 "slipstream_plane_connections_open",
@@ -59,36 +63,46 @@ impl Collector for RosterCollector {
                 .encode_descriptor(name, help, None, MetricType::Counter)?
                 .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
         }
-        type Of = fn(&RankLoad) -> u32;
-        let gauges: [(&str, &str, Of); 4] = [
+        type Of = fn(&RankLoad) -> f64;
+        // Names and meanings of the first three: vLLM, `vllm/v1/metrics/loggers.py`.
+        let gauges: [(&str, &str, Of); 5] = [
             (
-                "slipstream_worker_running",
+                "vllm:num_requests_running",
                 "Sequences running, as the worker last said, over all frontends",
-                |l| l.running,
+                |l| f64::from(l.running),
             ),
             (
-                "slipstream_worker_waiting",
+                "vllm:num_requests_waiting",
                 "Sequences waiting, likewise",
-                |l| l.waiting,
+                |l| f64::from(l.waiting),
+            ),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the KV cache held by sequences, 0 to 1, likewise",
+                |l| f64::from(l.used_blocks) / f64::from(l.total_blocks.max(1)),
             ),
             (
                 "slipstream_worker_used_blocks",
                 "Blocks held by sequences, likewise",
-                |l| l.used_blocks,
+                |l| f64::from(l.used_blocks),
             ),
             ("slipstream_worker_total_blocks", "Blocks in all", |l| {
-                l.total_blocks
+                f64::from(l.total_blocks)
             }),
         ];
-        let loads = self.0.loads();
+        let loads = self.roster.loads();
         for (name, help, of) in gauges {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             for load in &loads {
                 let worker = load.rank.worker.to_string();
                 let engine = load.rank.dp_rank.to_string();
                 family
-                    .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
-                    .encode_gauge(&f64::from(of(load)))?;
+                    .encode_family(&[
+                        ("model_name", self.model.as_str()),
+                        ("worker", worker.as_str()),
+                        ("engine", engine.as_str()),
+                    ])?
+                    .encode_gauge(&of(load))?;
             }
         }
         Ok(())

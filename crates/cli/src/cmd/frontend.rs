@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // On stdout, as data: a script reads the address that port 0 became.
     out::print(&format!("listening on http://{}\n", frontend.address()))?;
     serve::wait_for_signal()?;
-    eprintln!("finishing open requests; interrupt again to end at once");
+    serve::say_draining(&cluster);
     drop(heartbeat);
     frontend.shutdown();
     Ok(ExitCode::SUCCESS)
@@ -112,9 +112,10 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
     registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
         fleet.clone(),
     )));
-    registry.register_collector(Box::new(super::fleet_metrics::RosterCollector(
-        roster.clone(),
-    )));
+    registry.register_collector(Box::new(super::fleet_metrics::RosterCollector {
+        roster: roster.clone(),
+        model: cluster.model.name.clone(),
+    }));
     let mut service = serve::service(cluster, text, fleet.clone())?;
     service.locked_table = args.switches.bench_locked_table;
     let planes = sockets

@@ -3,6 +3,7 @@
 mod cluster_args;
 mod fleet_metrics;
 mod fleet_sink;
+mod memory;
 mod plane_args;
 mod switches;
 mod watch;
@@ -20,5 +21,4 @@ pub(crate) mod simulate;
 pub(crate) mod sweep;
 pub(crate) mod tokenizer;
 pub(crate) mod trace;
-
 pub(crate) mod worker;

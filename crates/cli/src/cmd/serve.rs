@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         live.frontend.address()
     ))?;
     wait_for_signal()?;
-    eprintln!("finishing open requests; interrupt again to end at once");
+    say_draining(&cluster);
     live.shutdown()?;
     Ok(ExitCode::SUCCESS)
 }
@@ -88,6 +88,7 @@ impl Live {
         let live = &cluster.live;
         // First of all, as this is what fails most: another server on the port.
         let bound = Bound::bind(&live.listen)?;
+        super::memory::check(cluster)?;
         let text = Arc::new(text_model(cluster)?);
         let fleet = Arc::new(Fleet::from_cluster(cluster)?);
         let specs = worker_specs(cluster, &text, |_| true)?;
@@ -276,7 +277,7 @@ pub(super) fn service(
                 .then(|| seconds(live.request_timeout_s)),
             streams_max: live.streams_max,
             stream_buffer_bytes_max: live.stream_buffer_bytes_max,
-            drain: Duration::from_secs(10),
+            drain: seconds(live.drain_timeout_s),
         },
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
@@ -306,6 +307,14 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
         keys.extend(listed.split(',').map(str::to_owned));
     }
     Ok(ApiKeys::new(keys))
+}
+
+/// What a signal began.
+pub(super) fn say_draining(cluster: &Cluster) {
+    eprintln!(
+        "finishing open requests for up to {} s (live.drain_timeout_s); interrupt again to end at once",
+        cluster.live.drain_timeout_s
+    );
 }
 
 /// Returns at SIGINT or SIGTERM. A second one then ends the process as if unhandled.

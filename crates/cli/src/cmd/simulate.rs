@@ -110,6 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut watcher = Watcher::new(&args.watch, &cluster, shows, interrupted()?)?;
     let cpu_before = slipstream_bench::process::own_cpu_ns();
     let read = |path: &std::path::Path| std::fs::read(path);
+    super::memory::check(&cluster)?;
     let outcome = slipstream_twin::simulate(&cluster, &workload, &options, read, &mut watcher)?;
     let cpu_s = (slipstream_bench::process::own_cpu_ns() - cpu_before) as f64 / 1e9;
     let wall_s = watcher.began.elapsed().as_secs_f64();

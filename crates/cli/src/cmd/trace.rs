@@ -19,8 +19,12 @@ use slipstream_workload::{Schedule, Source, own};
 use crate::cmd::workload_args::{self, BadLineArg, time};
 use crate::out;
 
-/// Rows of the table over time at most; longer traces get longer windows.
+/// Rows of the table over time at most, unless --window asks for more; longer traces get longer
+/// windows.
 const WINDOWS_MAX: u64 = 40;
+
+/// Rows that --window may ask for.
+const ROWS_MAX: u64 = 100_000;
 
 /// Flags of `slipstream trace`.
 #[derive(clap::Args)]
@@ -115,7 +119,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ..Workload::default()
     };
     let minute = Duration::from_secs(60).as_nanos() as u64;
-    let window_ns = window.map_or(minute, |w| w.as_nanos() as u64).max(1);
+    let window_ns = window.map_or(minute, |w| w.as_nanos() as u64);
+    anyhow::ensure!(window_ns > 0, "--window is 0; give a length, such as 60s");
     // Answers take no time here: later turns come their delay after the turn before.
     let mut schedule = Schedule::open(&workload, 0, Shard::WHOLE)?;
     let mut stats = Stats::new(*block_size, window_ns);
@@ -125,6 +130,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             schedule.on_done(&request, request.output_len, request.due);
         }
     }
+    let rows = stats.duration().0 / window_ns + 1;
+    anyhow::ensure!(
+        window.is_none() || rows <= ROWS_MAX,
+        "--window makes {} rows of the trace's {} s, and at most {} are shown; give a longer one",
+        grouped(rows),
+        number(stats.duration().as_secs_f64()),
+        grouped(ROWS_MAX)
+    );
     out::print(&render(
         &mut stats,
         *block_size,
@@ -235,13 +248,15 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     text.push_str(&lengths.render(false));
     text.push('\n');
     let windows = stats.windows();
+    let length_ns = stats.duration().0 + 1;
     // Sums of several windows; a working set is not a sum, so the largest of them is shown.
     let joined = if may_join {
-        (windows.len() as u64).div_ceil(WINDOWS_MAX).max(1)
+        length_ns.div_ceil(window_ns).div_ceil(WINDOWS_MAX)
     } else {
         1
     };
     let width_s = window_ns as f64 / 1e9;
+    let row_ns = window_ns.saturating_mul(joined);
     let mut over_time = Table::new([
         "from, s",
         "requests/s",
@@ -249,17 +264,24 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
         "hits %",
         "working set, blocks",
     ]);
-    for (at, group) in windows.chunks(joined as usize).enumerate() {
+    let mut rest = windows;
+    for row in 0..length_ns.div_ceil(row_ns) {
+        let end = (row + 1).saturating_mul(joined);
+        let (group, after) = rest.split_at(rest.partition_point(|(number, _)| *number < end));
+        rest = after;
         let sum = |get: fn(&slipstream_workload::stats::Window) -> u64| {
-            group.iter().map(get).sum::<u64>()
+            group.iter().map(|(_, w)| get(w)).sum::<u64>()
         };
-        let length = width_s * group.len() as f64;
+        let begin_ns = row * row_ns;
+        // The last row ends with the trace.
+        let length_s = row_ns.min(length_ns - begin_ns) as f64 / 1e9;
+        let per_s = |count: u64| number(count as f64 / length_s);
         over_time.row([
-            number(at as f64 * width_s * joined as f64),
-            number(sum(|w| w.requests) as f64 / length),
-            number(sum(|w| w.input_tokens) as f64 / length),
+            number(begin_ns as f64 / 1e9),
+            per_s(sum(|w| w.requests)),
+            per_s(sum(|w| w.input_tokens)),
             share(sum(|w| w.hit_tokens), sum(|w| w.input_tokens)),
-            grouped(group.iter().map(|w| w.blocks).max().unwrap_or(0)),
+            grouped(group.iter().map(|(_, w)| w.blocks).max().unwrap_or(0)),
         ]);
     }
     text.push_str(&over_time.render(false));

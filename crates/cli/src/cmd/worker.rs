@@ -19,9 +19,6 @@ use crate::cmd::serve;
 use crate::cmd::switches::Switches;
 use crate::out;
 
-/// Time that streams under way have to end after a signal.
-const DRAIN: Duration = Duration::from_secs(10);
-
 /// Flags of `slipstream worker`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -32,9 +29,9 @@ pub(crate) struct Args {
     /// Run workers of this pool only [default: all pools]
     #[arg(long, value_name = "NAME")]
     pool: Option<String>,
-    /// Which workers of the pool, from 0: one (2), a range (0..4) or several, with commas
+    /// Which workers of the pool (the only one, or --pool), from 0: one (2), a range (0..4) or several, with commas
     /// [default: all]
-    #[arg(long, value_name = "I", requires = "pool", value_delimiter = ',')]
+    #[arg(long, value_name = "I", value_delimiter = ',')]
     index: Vec<String>,
     /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
@@ -62,11 +59,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // On stdout, as data: a script waits for it.
     out::print(&format!("running {}\n", names.join(" ")))?;
     serve::wait_for_signal()?;
-    eprintln!("finishing open requests; interrupt again to end at once");
+    serve::say_draining(&cluster);
     home.leave();
     let threads: Vec<Arc<ThreadStats>> = set.thread_stats().collect();
     let began = Instant::now();
-    while threads.iter().any(|thread| thread.streams.get() > 0) && began.elapsed() < DRAIN {
+    let drain = Duration::try_from_secs_f64(cluster.live.drain_timeout_s).unwrap_or(Duration::MAX);
+    while threads.iter().any(|thread| thread.streams.get() > 0) && began.elapsed() < drain {
         std::thread::sleep(Duration::from_millis(10));
     }
     let ended = set.shutdown();
@@ -143,6 +141,11 @@ fn choose(
     pool: Option<&str>,
     indexes: &[String],
 ) -> anyhow::Result<Vec<WorkerId>> {
+    anyhow::ensure!(
+        indexes.is_empty() || pool.is_some() || cluster.pools.len() == 1,
+        "--index counts within a pool, and the cluster file has {}; name one by --pool",
+        cluster.pools.len()
+    );
     let mut first = 0;
     let mut chosen = Vec::new();
     for candidate in &cluster.pools {

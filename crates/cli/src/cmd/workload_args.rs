@@ -53,7 +53,8 @@ pub(crate) struct WorkloadArgs {
     /// Tokens of each answer [default without a file: 128]
     #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
     pub(crate) osl: Option<u32>,
-    /// Requests in all [default without a file: 100, or the whole trace]
+    /// Requests in all [default without a file: 100, or 10 times --concurrency if that is more;
+    /// or the whole trace]
     #[arg(long, value_name = "N", help_heading = "What to send")]
     pub(crate) requests: Option<u64>,
     /// Begin no session later than this, such as 60s (time of the workload)
@@ -181,9 +182,11 @@ impl WorkloadArgs {
             Arrival::Closed { concurrency } => format!("c={concurrency}"),
             _ => format!("{}/s", self.rate.unwrap_or_default()),
         };
+        // Less than a few waves of a closed loop would show little but its beginning.
+        let waves = 10 * u64::from(self.concurrency.unwrap_or(1));
         let workload = Workload {
             // A duration alone bounds the run as well.
-            requests: self.duration.is_none().then_some(100),
+            requests: self.duration.is_none().then_some(waves.max(100)),
             arrival,
             content: Content::Generated(vec![Class {
                 isl: Dist::Exact(f64::from(isl)),

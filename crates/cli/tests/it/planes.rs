@@ -254,16 +254,16 @@ fn a_client_or_a_frontend_that_goes_away_frees_its_blocks() {
     let body = completion(LONG_PROMPT, 100, true);
     let mut client = begin(&one, &body);
     assert_eq!(client.head().status, 200);
-    other.await_metric("slipstream_worker_running", |running| running == 1.0);
+    other.await_metric("vllm:num_requests_running", |running| running == 1.0);
     drop(client);
     // The pass under way takes an hour.
-    other.await_metric("slipstream_worker_running", |running| running == 0.0);
+    other.await_metric("vllm:num_requests_running", |running| running == 0.0);
     other.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     let mut client = begin(&one, &body);
     assert_eq!(client.head().status, 200);
-    other.await_metric("slipstream_worker_waiting", |waiting| waiting == 1.0);
+    other.await_metric("vllm:num_requests_waiting", |waiting| waiting == 1.0);
     one.kill();
-    other.await_metric("slipstream_worker_waiting", |waiting| waiting == 0.0);
+    other.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
     await_ready(&other, 1);
     drop(worker);
 }
@@ -290,7 +290,7 @@ fn a_worker_that_is_stopped_is_given_up_and_taken_back() {
     let answer = server.post("/v1/completions", &completion("a", 3, false));
     assert_eq!(answer.status, 200, "{}", answer.text());
     // What it was doing before is over, as nobody wants it.
-    server.await_metric("slipstream_worker_running", |running| running == 0.0);
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
 }
 
 #[test]

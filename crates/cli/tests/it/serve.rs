@@ -139,8 +139,16 @@ fn the_next_turn_hits_the_answer_of_the_last_one_where_the_template_trims() {
 #[test]
 fn a_batch_of_prompts_gets_its_choices_in_order() {
     let server = Server::start(&[FAST]);
-    let body = r#"{"prompt":["a b c",[300,301,302]],"max_tokens":4,"n":2,"ignore_eos":true}"#;
+    let body = r#"{"prompt":["a b c",[300,301,302]],"max_tokens":8,"n":2,"ignore_eos":true}"#;
     let json = server.post("/v1/completions", body).json();
+    let texts: std::collections::BTreeSet<_> = (0..4)
+        .map(|n| json["choices"][n]["text"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        texts.len(),
+        4,
+        "a batch is not one answer many times: {texts:?}"
+    );
     let indices: Vec<_> = json["choices"]
         .as_array()
         .unwrap()
@@ -148,7 +156,7 @@ fn a_batch_of_prompts_gets_its_choices_in_order() {
         .map(|c| c["index"].as_u64().unwrap())
         .collect();
     assert_eq!(indices, [0, 1, 2, 3]);
-    assert_eq!(json["usage"]["completion_tokens"], 16);
+    assert_eq!(json["usage"]["completion_tokens"], 32);
 }
 
 #[test]
@@ -394,6 +402,8 @@ fn a_client_that_goes_away_frees_its_blocks() {
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
     server.await_metric("vllm:kv_cache_usage_perc", |used| used == 0.0);
     assert_eq!(server.metric("slipstream_client_disconnects_total"), 1.0);
+    let aborted = r#"vllm:request_success_total{finished_reason="abort"}"#;
+    server.await_metric(aborted, |aborted| aborted == 1.0);
     // A whole answer is waited for in another way.
     let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true}"#;
     let mut client = server.connect();
@@ -481,6 +491,10 @@ fn streams_beyond_the_limit_are_asked_to_come_back() {
     let refused = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":9}"#);
     assert_eq!(refused.status, 503);
     assert!(refused.header("retry-after").is_some());
+    // More than it would ever open is the client's mistake, and no retry helps.
+    let never = server.post("/v1/completions", r#"{"prompt":["a","b","c"]}"#);
+    assert_eq!(never.status, 400, "{}", never.text());
+    assert!(never.error().contains("3 streams"), "{}", never.error());
     drop(client);
     server.await_metric("slipstream_streams_open", |open| open == 0.0);
 }
@@ -641,6 +655,27 @@ fn http2_clients_are_served_on_the_same_port() {
 }
 
 #[test]
+fn what_takes_longer_than_the_drain_ends_with_an_error() {
+    let server = Server::start(&[FROZEN, &["--set=live.drain_timeout_s=0.2"]]);
+    let ask = |stream: bool| {
+        let body = format!(r#"{{"prompt":"a","max_tokens":30,"stream":{stream}}}"#);
+        let mut client = server.connect();
+        client.write_head("POST", "/v1/completions", &[], body.len());
+        client.write(body.as_bytes());
+        client
+    };
+    let (mut stream, mut whole) = (ask(true), ask(false));
+    server.await_metric("slipstream_streams_open", |open| open == 2.0);
+    assert!(server.terminate().success());
+    let text = stream.answer().text();
+    assert!(text.contains(r#""code":"stopping""#), "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+    let whole = whole.answer();
+    assert_eq!(whole.status, 503, "{}", whole.text());
+    assert!(whole.error().contains("live.drain_timeout_s"));
+}
+
+#[test]
 fn terminating_lets_open_requests_finish() {
     let server = Server::start(&[
         &[
@@ -668,4 +703,28 @@ fn terminating_lets_open_requests_finish() {
     }
     assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
     assert!(!rest.contains("error"), "{rest}");
+}
+
+#[test]
+fn names_with_slashes_compressed_bodies_and_long_heads_are_told_apart() {
+    let server = Server::start(&[FAST, &["--set=model.name=meta/llama"]]);
+    for path in ["/v1/models/meta/llama", "/v1/models/meta%2Fllama"] {
+        assert_eq!(server.get(path).status, 200, "{path}");
+    }
+    assert_eq!(server.get("/v1/models/meta%2").status, 404);
+    let send = |header: &str| {
+        let body = r#"{"prompt":"a","max_tokens":1}"#;
+        let mut client = server.connect();
+        client.write_head("POST", "/v1/completions", &[header], body.len());
+        client.write(body.as_bytes());
+        client.answer()
+    };
+    let packed = send("Content-Encoding: gzip");
+    assert_eq!(packed.status, 415);
+    assert!(packed.error().contains("gzip"), "{}", packed.error());
+    assert_eq!(send("Content-Encoding: identity").status, 200);
+    assert_eq!(send(&format!("x-long: {}", "y".repeat(30_000))).status, 200);
+    let long = send(&format!("x-long: {}", "y".repeat(33_000)));
+    assert_eq!(long.status, 431);
+    assert!(long.error().contains("32768"), "{}", long.error());
 }

@@ -95,7 +95,7 @@ impl Server {
         self.send("GET", path, b"")
     }
 
-    /// Value of a metric without labels, or the sum over its labels.
+    /// Value of a series, if `name` has labels; else of the metric, summed over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let value = self.try_metric(name);
         value.unwrap_or_else(|| panic!("no metric {name}"))
@@ -106,8 +106,8 @@ impl Server {
         let text = self.get("/metrics").text();
         let values = text.lines().filter_map(|line| {
             let (series, value) = line.rsplit_once(' ')?;
-            let series = series.split('{').next()?;
-            (series == name).then(|| value.parse::<f64>().expect("a number"))
+            let plain = series.split('{').next()?;
+            (series == name || plain == name).then(|| value.parse::<f64>().expect("a number"))
         });
         let values: Vec<f64> = values.collect();
         (!values.is_empty()).then(|| values.iter().sum())

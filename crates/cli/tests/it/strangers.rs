@@ -627,8 +627,8 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     }
     drop(peer);
     // Its streams are gone, and the other frontend never noticed.
-    server.await_metric("slipstream_worker_running", |running| running == 0.0);
-    server.await_metric("slipstream_worker_waiting", |waiting| waiting == 0.0);
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
+    server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
     server.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     assert_eq!(server.metric("slipstream_plane_connections_total"), 1.0);
     server.assert_alive();
@@ -644,9 +644,9 @@ fn a_frontend_that_is_stopped_is_given_up_its_blocks_freed_and_taken_back() {
     await_ready(&one, 1);
     await_ready(&other, 1);
     let client = begin(&one, &completion("a b c", 100, true));
-    other.await_metric("slipstream_worker_running", |running| running == 1.0);
+    other.await_metric("vllm:num_requests_running", |running| running == 1.0);
     one.signal("-STOP");
-    other.await_metric("slipstream_worker_running", |running| running == 0.0);
+    other.await_metric("vllm:num_requests_running", |running| running == 0.0);
     other.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     await_ready(&other, 1);
     one.signal("-CONT");

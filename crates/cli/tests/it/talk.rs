@@ -110,7 +110,7 @@ fn a_client_sends_while_it_receives_and_each_turn_goes_on_from_the_last() {
     await_ready(&apart, 2);
     assert_eq!(converse(&apart), turns);
     apart.await_metric("slipstream_streams_open", |open| open == 0.0);
-    apart.await_metric("slipstream_worker_running", |running| running == 0.0);
+    apart.await_metric("vllm:num_requests_running", |running| running == 0.0);
     drop(worker);
 }
 
@@ -127,7 +127,7 @@ fn what_cannot_be_a_talk_is_refused_and_a_bad_turn_ends_it() {
     };
     let good = first_line("a", 5);
     check_refused("{\"prompt\":\"a\",\"max_tokens\":5}\n", "stream");
-    check_refused(&good.replace("5,", "5000,"), "prompt");
+    check_refused(&good.replace("5,", "5000,"), "max_tokens");
     check_refused(&good.replace("\"seed\":7", "\"n\":2"), "n");
     check_refused(&good.replace("\"seed\":7", "\"stop\":\"x\""), "stop");
     check_refused(&good.replace("\"a\"", "[\"a\",\"b\"]"), "prompt");
@@ -178,11 +178,11 @@ fn a_talk_whose_client_or_worker_goes_leaves_nothing() {
         server.await_metric(state, |sequences| sequences == 1.0);
         client
     };
-    drop(begin("slipstream_worker_running"));
-    server.await_metric("slipstream_worker_running", |running| running == 0.0);
+    drop(begin("vllm:num_requests_running"));
+    server.await_metric("vllm:num_requests_running", |running| running == 0.0);
     server.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     server.await_metric("slipstream_streams_open", |open| open == 0.0);
-    let mut client = begin("slipstream_worker_waiting");
+    let mut client = begin("vllm:num_requests_waiting");
     worker.kill();
     let rest = rest(&mut client, String::new());
     assert!(
@@ -191,6 +191,6 @@ fn a_talk_whose_client_or_worker_goes_leaves_nothing() {
     );
     let worker = start(dir.path());
     await_ready(&server, 1);
-    drop(begin("slipstream_worker_running"));
+    drop(begin("vllm:num_requests_running"));
     drop(worker);
 }

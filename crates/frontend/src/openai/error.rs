@@ -77,6 +77,8 @@ impl ApiError {
             ),
         };
         let param = match kind {
+            // The prompt alone would fit.
+            _ if max_tokens.is_some() && prompt_tokens < max_model_len => "max_tokens",
             super::Kind::Chat => "messages",
             super::Kind::Completion => "prompt",
         };
@@ -182,6 +184,19 @@ impl ApiError {
         )
     }
 
+    /// 415: the body is compressed.
+    pub fn content_coding(coding: &str) -> Self {
+        ApiError::new(
+            415,
+            "invalid_request_error",
+            Some("unsupported_content_encoding"),
+            format!(
+                "the body's `Content-Encoding` is `{}`; send it as it is, without that header",
+                clip(coding)
+            ),
+        )
+    }
+
     /// 431: the head of the request is longer than the server takes.
     pub fn head_too_large(limit_bytes: u32) -> Self {
         ApiError::new(
@@ -217,6 +232,21 @@ impl ApiError {
         ApiError {
             retry_after_s: Some(retry_after_s),
             ..ApiError::new(503, "server_error", Some("overloaded"), what.into())
+        }
+    }
+
+    /// 503: the server stops before the answer is complete.
+    pub fn stopping() -> Self {
+        ApiError {
+            retry_after_s: Some(1),
+            ..ApiError::new(
+                503,
+                "server_error",
+                Some("stopping"),
+                "the server is stopping, and the answer was not complete in \
+                 `live.drain_timeout_s`; try again"
+                    .into(),
+            )
         }
     }
 

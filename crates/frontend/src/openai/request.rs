@@ -268,7 +268,7 @@ impl<'a> Raw<'a> {
             "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
             "priority" => params.priority = priority(name, &value)?,
             "user" => params.user = Some(name_text(name, value)?),
-            "request_id" => params.request_id = Some(name_text(name, value)?),
+            "request_id" => params.request_id = Some(printable(name, name_text(name, value)?)?),
             "cache_salt" => params.cache_salt = Some(name_text(name, value)?),
             "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
             // Samplers are not modelled: their settings change nothing, but must make sense.
@@ -504,6 +504,17 @@ fn name_text(path: &str, value: Json<'_>) -> Result<String, ApiError> {
     Ok(name.into_owned())
 }
 
+/// A name that stands in logs and headers: no line breaks.
+fn printable(path: &str, name: String) -> Result<String, ApiError> {
+    match name.chars().find(|c| c.is_control()) {
+        None => Ok(name),
+        Some(control) => Err(ApiError::invalid(
+            path,
+            format!("`{path}` holds the control character {control:?}; leave it out"),
+        )),
+    }
+}
+
 fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<u32, ApiError> {
     let outside = |shown: &dyn fmt::Display| {
         ApiError::invalid(
@@ -544,7 +555,11 @@ fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
     match value {
         Json::Unsigned(n) => Ok(*n),
         Json::Negative(n) => Ok(*n as u64),
-        other => Err(wrong_type(path, "a whole number of 64 bits", other)),
+        Json::Real(_) => Err(ApiError::invalid(
+            path,
+            format!("`{path}` must be a whole number from -2^63 to 2^64 - 1"),
+        )),
+        other => Err(wrong_type(path, "a whole number", other)),
     }
 }
 

@@ -192,8 +192,14 @@ fn the_small_answers() {
 #[test]
 fn errors_say_what_where_and_how_to_mend_it() {
     let error = ApiError::context_length(Kind::Chat, 1000, Some(100), 1024);
-    assert_eq!(error.param.as_deref(), Some("messages"));
+    assert_eq!(
+        error.param.as_deref(),
+        Some("max_tokens"),
+        "the prompt fits"
+    );
     assert_eq!(error.code, Some("context_length_exceeded"));
+    let long = ApiError::context_length(Kind::Chat, 1024, Some(100), 1024);
+    assert_eq!(long.param.as_deref(), Some("messages"));
     assert!(
         error
             .message

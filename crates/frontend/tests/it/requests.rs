@@ -230,7 +230,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "stop_token_ids",
                 "an array of token ids",
             ),
-            (json!({"seed": 1.5}), "seed", "a whole number of 64 bits"),
+            (json!({"seed": 1.5}), "seed", "2^64 - 1"),
             (
                 json!({"stream_options": {"include_usage": true}}),
                 "stream_options",

@@ -48,6 +48,8 @@ enum Command {
     Presets(cmd::presets::Args),
     /// Print what engines publish: forward-pass metrics and KV events
     Events(cmd::events::Args),
+    /// What sharing blocks of KV cache costs on this host
+    Kv(cmd::kv::Args),
     /// Simulate a packet network
     Net(cmd::net::Args),
 }
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
         Command::Events(args) => cmd::events::run(&args),
+        Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),
     };
     match result {

@@ -7,7 +7,7 @@
 //! Callers never wait here: what takes time is submitted, and its end is polled.
 //!
 //! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
-//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`].
+//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
 //! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory and TCP and
 //!   carries messages about keys; [`handshake`]: whether two stores' blocks mean the same.
 
@@ -15,6 +15,7 @@ pub mod arena;
 pub mod clock;
 pub mod handshake;
 mod ledger;
+pub mod measure;
 pub mod region;
 pub mod tier;
 pub mod transport;

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
 /// Some of a region is being written or read by a transfer, or does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
@@ -49,12 +51,16 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// New memory, zero.
+    /// New memory, zero, in large pages where the system has some.
+    ///
+    /// # Panics
+    ///
+    /// If there is no memory, as allocations do.
     pub fn new(bytes: usize) -> Arc<Region> {
-        let owner = SendBox(Box::into_raw(vec![0u8; bytes].into_boxed_slice()));
-        let base = NonNull::new(owner.0.cast()).expect("a box is somewhere");
-        // SAFETY: the memory is freed with its owner, and is not touched but through the region.
-        unsafe { Region::from_raw(base, bytes, Box::new(owner)) }
+        let owner = Mapping::new(bytes.max(1)).expect("memory for a region");
+        // SAFETY: the memory is unmapped with its owner, is zero at first, and is not touched but
+        // through the region.
+        unsafe { Region::from_raw(owner.base, bytes, Box::new(owner)) }
     }
 
     /// Memory of the caller, such as a tensor's.
@@ -136,18 +142,36 @@ impl Region {
     }
 }
 
-/// Frees the memory of [`Region::new`]; a box would claim to be alone with it all the while.
-struct SendBox(*mut [u8]);
+/// The memory of [`Region::new`].
+struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+}
 
-// SAFETY: it does nothing with the pointer but to free it at its end.
-unsafe impl Send for SendBox {}
+// SAFETY: it does nothing with the memory but to unmap it at its end.
+unsafe impl Send for Mapping {}
 // SAFETY: as above.
-unsafe impl Sync for SendBox {}
+unsafe impl Sync for Mapping {}
 
-impl Drop for SendBox {
+impl Mapping {
+    fn new(bytes: usize) -> rustix::io::Result<Mapping> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let anywhere = std::ptr::null_mut();
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+        let base = unsafe { mmap_anonymous(anywhere, bytes, prot, MapFlags::PRIVATE) }?;
+        // SAFETY: of the mapping just made. It is advice: a refusal changes nothing.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
+        let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
+        Ok(Mapping { base, bytes })
+    }
+}
+
+impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: from `Box::into_raw`, once; the region is at its end, and so are its leases.
-        drop(unsafe { Box::from_raw(self.0) });
+        // SAFETY: mapped by `new` with this length, once; the region is at its end, and so are its
+        // leases.
+        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
     }
 }
 

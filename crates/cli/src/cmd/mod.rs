@@ -13,6 +13,7 @@ pub(crate) mod bench;
 pub(crate) mod drag;
 pub(crate) mod events;
 pub(crate) mod frontend;
+pub(crate) mod kv;
 pub(crate) mod net;
 pub(crate) mod presets;
 pub(crate) mod sched;

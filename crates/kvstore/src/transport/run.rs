@@ -732,11 +732,12 @@ impl Run {
                 self.copies.push_back(copy); // the others have a turn
                 return;
             }
+            // The caller first: telling the peer takes a system call.
+            self.finish_if_settled(request);
             self.with_conn(copy.peer, |_, conn| {
                 conn.push(Piece::Bytes(frame(Kind::Release, &request.to_le_bytes())));
                 Ok(())
             });
-            self.finish_if_settled(request);
         }
     }
 

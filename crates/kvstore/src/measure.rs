@@ -1,0 +1,695 @@
+//! What the store costs on this host: the cases of `slipstream kv bench`.
+//!
+//! Transfers are measured between two processes; [`serve`] is the other one's part. Every case
+//! compares some of what came with what was stored.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use slipstream_base::mix::draw;
+use slipstream_base::{BlockHash, SimTime};
+use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
+
+use crate::{
+    Address, DiskOptions, DiskTier, Endpoint, EndpointOptions, Event, Fetch, MemoryOptions,
+    MemoryTier, PeerId, Profile, Region, Tier, TierError, Transport, TransportError, checksum,
+    clock,
+};
+
+const DEADLINE: Duration = Duration::from_secs(30);
+const SIZES: [usize; 3] = [4 << 10, 32 << 10, 1 << 20];
+/// Keys of a snapshot in one message.
+const CHUNK: usize = 2_048;
+
+/// How much to do.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Multiplies how often each case is repeated.
+    pub scale: f64,
+    /// How long both transports' threads look for more before they sleep.
+    pub spin: Duration,
+}
+
+impl Options {
+    /// Bytes of blocks that the serving side holds for each size: more than the private caches,
+    /// unless little is to be done.
+    fn served_bytes(&self) -> usize {
+        ((self.scale * 1e9) as usize).clamp(8 << 20, 128 << 20) & !((1 << 20) - 1)
+    }
+}
+
+/// One number.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// Part of the store.
+    pub part: &'static str,
+    /// What was measured.
+    pub what: String,
+    /// The number: a median where it is a time.
+    pub value: f64,
+    /// What 99 of 100 stay below, where it is a time.
+    pub p99: Option<f64>,
+    /// Of both.
+    pub unit: &'static str,
+    /// What is to be reached: at least so much per second, or at most so long.
+    pub mark: Option<f64>,
+}
+
+impl Row {
+    fn new(part: &'static str, what: impl Into<String>, value: f64, unit: &'static str) -> Row {
+        Row {
+            part,
+            what: what.into(),
+            value,
+            p99: None,
+            unit,
+            mark: None,
+        }
+    }
+
+    fn time(part: &'static str, what: impl Into<String>, times_us: &mut [f64]) -> Row {
+        times_us.sort_by(f64::total_cmp);
+        Row {
+            p99: Some(at(times_us, 0.99)),
+            ..Row::new(part, what, at(times_us, 0.5), "us")
+        }
+    }
+
+    fn mark(self, mark: f64) -> Row {
+        Row {
+            mark: Some(mark),
+            ..self
+        }
+    }
+
+    /// Whether the mark is met; `None` without one.
+    pub fn is_met(&self) -> Option<bool> {
+        let mark = self.mark?;
+        Some(if self.unit == "us" {
+            self.value <= mark
+        } else {
+            self.value >= mark
+        })
+    }
+}
+
+/// Why there is no number.
+#[derive(Debug, thiserror::Error)]
+pub enum MeasureError {
+    /// No memory or disk.
+    #[error(transparent)]
+    Tier(#[from] TierError),
+    /// No transport.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// Pipes or files.
+    #[error("the bench cannot go on")]
+    Io(#[from] std::io::Error),
+    /// A transfer failed, or brought something else.
+    #[error("{0}")]
+    Wrong(String),
+}
+
+fn at(sorted: &[f64], part: f64) -> f64 {
+    sorted[((sorted.len() - 1) as f64 * part) as usize]
+}
+
+fn profile() -> Profile {
+    Profile {
+        model: "bench".into(),
+        ..Profile::default()
+    }
+}
+
+fn key(size: usize, n: u64) -> [u8; 36] {
+    let mut key = [0; 36];
+    for (word, bytes) in key.chunks_mut(8).enumerate() {
+        let drawn = draw(size as u64, n * 8 + word as u64);
+        bytes.copy_from_slice(&drawn.to_le_bytes()[..bytes.len()]);
+    }
+    key
+}
+
+fn fill(out: &mut [u8], n: u64) {
+    for (word, bytes) in out.chunks_mut(8).enumerate() {
+        bytes.copy_from_slice(&draw(n, word as u64).to_le_bytes()[..bytes.len()]);
+    }
+}
+
+/// Holds blocks of every size and gives them away, at `folder`'s socket and at a port of its own;
+/// says the addresses to `out`, and ends when `until` does.
+///
+/// # Errors
+///
+/// [`MeasureError`].
+pub fn serve(
+    options: &Options,
+    folder: &Path,
+    mut until: impl Read,
+    mut out: impl Write,
+) -> Result<(), MeasureError> {
+    let mut endpoints = Vec::new();
+    let (served_bytes, spin) = (options.served_bytes(), options.spin);
+    for size in SIZES {
+        let tier = MemoryTier::new(MemoryOptions {
+            bytes: served_bytes,
+            block_bytes: size,
+            ttl_ns: None,
+        })?;
+        let mut block = vec![0; size];
+        for n in 0..(served_bytes / size) as u64 {
+            fill(&mut block, n);
+            tier.put(clock::now(), &key(size, n), &block)?;
+        }
+        let endpoint = Endpoint::start(EndpointOptions {
+            listen: vec![
+                Address::Unix(folder.join(size.to_string())),
+                Address::Tcp(([127, 0, 0, 1], 0).into()),
+            ],
+            serves: Some(tier),
+            spin,
+            ..EndpointOptions::new("bench-server", profile())
+        })?;
+        for address in endpoint.addresses() {
+            writeln!(out, "{size} {address}")?;
+        }
+        endpoints.push(endpoint);
+    }
+    writeln!(out, "ready")?;
+    out.flush()?;
+    std::io::copy(&mut until, &mut std::io::sink())?;
+    Ok(())
+}
+
+/// A connection to the other process.
+struct Client {
+    endpoint: Endpoint,
+    peer: PeerId,
+    size: usize,
+    /// Blocks that the other process holds.
+    blocks: u64,
+    events: Vec<Event>,
+}
+
+impl Client {
+    fn connect(
+        size: usize,
+        address: &Address,
+        verify: bool,
+        options: &Options,
+    ) -> Result<Client, MeasureError> {
+        let spin = options.spin;
+        let endpoint = Endpoint::start(EndpointOptions {
+            verify,
+            spin,
+            ..EndpointOptions::new("bench-client", profile())
+        })?;
+        let peer = endpoint
+            .connect(address)
+            .map_err(|error| MeasureError::Wrong(error.to_string()))?;
+        let mut client = Client {
+            endpoint,
+            peer,
+            size,
+            blocks: (options.served_bytes() / size) as u64,
+            events: Vec::new(),
+        };
+        match client.next(true) {
+            Event::Up { .. } => Ok(client),
+            other => Err(MeasureError::Wrong(format!("no connection: {other:?}"))),
+        }
+    }
+
+    /// The next event. Polls for it: now and then, as an engine's worker does between two steps, or
+    /// all the time.
+    fn next(&mut self, now_and_then: bool) -> Event {
+        loop {
+            if let Some(event) = self.events.pop() {
+                return event;
+            }
+            if self.endpoint.poll(1, &mut self.events) > 0 {
+                continue;
+            }
+            if now_and_then {
+                std::thread::sleep(Duration::from_micros(100));
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn submit(
+        &self,
+        region: &Arc<Region>,
+        first: u64,
+        count: u64,
+        at: usize,
+    ) -> Result<(), MeasureError> {
+        let blocks = self.blocks;
+        let keys: Vec<_> = (first..first + count)
+            .map(|n| key(self.size, n % blocks))
+            .collect();
+        let fetches: Vec<_> = keys
+            .iter()
+            .enumerate()
+            .map(|(n, key)| Fetch {
+                key,
+                at: at + n * self.size,
+                len: self.size,
+            })
+            .collect();
+        let submitted = self.endpoint.fetch(self.peer, region, &fetches, DEADLINE);
+        submitted.map_err(|error| MeasureError::Wrong(error.to_string()))?;
+        Ok(())
+    }
+
+    fn finish(&mut self, now_and_then: bool) -> Result<u64, MeasureError> {
+        match self.next(now_and_then) {
+            Event::Done(done) if done.failed.is_empty() => Ok(done.bytes),
+            other => Err(MeasureError::Wrong(format!("a transfer failed: {other:?}"))),
+        }
+    }
+
+    /// Bytes per second, and per second of this process's CPU time, with `depth` transfers of
+    /// `batch` blocks under way.
+    fn throughput(
+        &mut self,
+        batch: u64,
+        depth: usize,
+        bytes: u64,
+    ) -> Result<[f64; 2], MeasureError> {
+        let span = batch as usize * self.size;
+        let region = Region::new(span * depth);
+        let mut next = 0;
+        let mut under_way = VecDeque::new();
+        for place in 0..depth {
+            self.submit(&region, next, batch, place * span)?;
+            under_way.push_back((next, place));
+            next += batch;
+        }
+        let mut came = 0;
+        let mut rounds = 0;
+        let now = || [wall_s(), process_cpu_s()];
+        let mut start = now();
+        let mut end = start;
+        while came < bytes {
+            came += self.finish(true)?;
+            rounds += 1;
+            end = now();
+            let (first, place) = under_way.pop_front().expect("as many as there are");
+            // One round touches every page, and wakes everybody up.
+            if rounds == 2 * depth {
+                self.compare(&region, first, place * span)?;
+                (came, start) = (0, now());
+            }
+            self.submit(&region, next, batch, place * span)?;
+            under_way.push_back((next, place));
+            next += batch;
+        }
+        for _ in 0..depth {
+            self.finish(true)?;
+        }
+        for (first, place) in under_way {
+            self.compare(&region, first, place * span)?;
+        }
+        Ok(std::array::from_fn(|clock| {
+            came as f64 / (end[clock] - start[clock])
+        }))
+    }
+
+    fn compare(&self, region: &Arc<Region>, n: u64, at: usize) -> Result<(), MeasureError> {
+        let blocks = self.blocks;
+        let (mut right, mut came) = (vec![0; self.size], vec![0; self.size]);
+        fill(&mut right, n % blocks);
+        let read = region.read(at, &mut came);
+        if read.is_err() || right != came {
+            return Err(MeasureError::Wrong(format!(
+                "block {n} is not what was stored"
+            )));
+        }
+        Ok(())
+    }
+
+    /// From a submission to its completion, us, one at a time.
+    fn latencies(&mut self, batch: u64, rounds: usize) -> Result<Vec<f64>, MeasureError> {
+        let region = Region::new(batch as usize * self.size);
+        let mut times = Vec::with_capacity(rounds);
+        for round in 0..rounds + rounds / 10 {
+            let first = round as u64 * batch;
+            let start = Instant::now();
+            self.submit(&region, first, batch, 0)?;
+            self.finish(false)?;
+            if round >= rounds / 10 {
+                times.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        let last = (rounds + rounds / 10 - 1) as u64 * batch;
+        self.compare(&region, last, 0)?;
+        Ok(times)
+    }
+
+    /// One poll of a busy transport, us.
+    fn polls(&mut self, rounds: usize) -> Result<Vec<f64>, MeasureError> {
+        let region = Region::new(8 * self.size);
+        let mut times = Vec::with_capacity(rounds);
+        for place in 0..8 {
+            self.submit(&region, place, 1, place as usize * self.size)?;
+        }
+        let mut free: VecDeque<usize> = VecDeque::new();
+        let mut order: VecDeque<usize> = (0..8).collect();
+        let mut events = Vec::new();
+        while times.len() < rounds {
+            let start = Instant::now();
+            self.endpoint.poll(64, &mut events);
+            times.push(start.elapsed().as_secs_f64() * 1e6);
+            for _ in events.drain(..) {
+                free.extend(order.pop_front());
+            }
+            while let Some(place) = free.pop_front() {
+                self.submit(&region, times.len() as u64, 1, place * self.size)?;
+                order.push_back(place);
+            }
+            // Some 20 us of the engine's own work.
+            let until = Instant::now() + Duration::from_micros(20);
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+        }
+        for _ in order {
+            self.finish(false)?;
+        }
+        Ok(times)
+    }
+}
+
+/// Transfers from the process at `addresses`, as [`serve`] said them.
+///
+/// # Errors
+///
+/// [`MeasureError`].
+pub fn transfers(
+    options: &Options,
+    addresses: &[(usize, Address)],
+) -> Result<Vec<Row>, MeasureError> {
+    let address = |size: usize, unix: bool| {
+        addresses
+            .iter()
+            .find(|(of, address)| *of == size && matches!(address, Address::Unix(_)) == unix)
+            .map(|(_, address)| address)
+            .ok_or_else(|| MeasureError::Wrong("the other process said no address".into()))
+    };
+    let times = |n: f64| ((n * options.scale) as usize).max(20);
+    let bytes = |n: u64| (n as f64 * options.scale) as u64;
+    let mut rows = Vec::new();
+    let [small, middle, large] = SIZES;
+    for (name, unix) in [("shared memory", true), ("TCP", false)] {
+        for verify in [false, true] {
+            let at = address(large, unix)?;
+            let mut client = Client::connect(large, at, verify, options)?;
+            let [rate, per_cpu] = client.throughput(4, 4, bytes(8 << 30))?;
+            let how = if verify {
+                "with checksum"
+            } else {
+                "no checksum"
+            };
+            let what = format!("{name}, 1 MiB blocks, {how}");
+            let mark = match (unix, verify) {
+                (true, false) => 8.0,
+                (true, true) => 4.0,
+                (false, _) => 3.0,
+            };
+            rows.push(Row::new("transfer", what, rate / 1e9, "GB/s").mark(mark));
+            let what = "  same, per CPU second of the receiver";
+            rows.push(Row::new("transfer", what, per_cpu / 1e9, "GB/s"));
+        }
+        let mut client = Client::connect(small, address(small, unix)?, true, options)?;
+        let mut latencies = client.latencies(1, times(20_000.0))?;
+        let row = Row::time(
+            "transfer",
+            format!("{name}, one block of 4 KiB"),
+            &mut latencies,
+        );
+        rows.push(if unix { row.mark(20.0) } else { row });
+        let mut client = Client::connect(large, address(large, unix)?, true, options)?;
+        let mut latencies = client.latencies(1, times(2_000.0))?;
+        rows.push(Row::time(
+            "transfer",
+            format!("{name}, one block of 1 MiB"),
+            &mut latencies,
+        ));
+        let mut client = Client::connect(middle, address(middle, unix)?, true, options)?;
+        let mut latencies = client.latencies(256, times(300.0))?;
+        let what = format!("{name}, 256 blocks of 32 KiB");
+        rows.push(Row::time("transfer", what, &mut latencies));
+        let mut polls = client.polls(times(20_000.0))?;
+        let what = format!("{name}, a poll while blocks come");
+        rows.push(Row::time("transfer", what, &mut polls).mark(5.0));
+    }
+    Ok(rows)
+}
+
+/// Memory and disk, with a folder for files.
+///
+/// # Errors
+///
+/// [`MeasureError`].
+pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
+    let size = 1 << 20;
+    let count = 64;
+    let mut block = vec![0; size];
+    let mut rows = Vec::new();
+    let memory = MemoryTier::new(MemoryOptions {
+        bytes: count * size,
+        block_bytes: size,
+        ttl_ns: None,
+    })?;
+    let disk = |name: &str, sync| {
+        let disk = DiskOptions {
+            path: folder.join(name),
+            bytes: (count * (size + 4096)) as u64,
+            ttl_ns: None,
+            sync,
+        };
+        DiskTier::open(clock::now(), clock::unix_ns(), disk)
+    };
+    let cases: [(&str, Arc<dyn Tier>, f64); 3] = [
+        ("host memory", memory, 20.0),
+        ("disk, synced", disk("synced", true)?, 1.0),
+        ("disk, not synced", disk("plain", false)?, 2.0),
+    ];
+    for (name, tier, turns) in cases {
+        let (mut put, mut got) = (Duration::ZERO, Duration::ZERO);
+        let turns = ((turns * options.scale) as u64).max(1);
+        for turn in 0..turns {
+            for n in 0..count as u64 {
+                let n = turn * count as u64 + n;
+                block[..8].copy_from_slice(&n.to_le_bytes());
+                let start = Instant::now();
+                tier.put(clock::now(), &key(size, n), &block)?;
+                put += start.elapsed();
+            }
+            for n in 0..count as u64 {
+                let n = turn * count as u64 + n;
+                let start = Instant::now();
+                let hit = tier.get(clock::now(), &key(size, n), &mut block)?;
+                got += start.elapsed();
+                if !hit || block[..8] != n.to_le_bytes() {
+                    return Err(MeasureError::Wrong(format!("{name}: block {n} is gone")));
+                }
+            }
+        }
+        let bytes = (turns as usize * count * size) as f64;
+        for (what, time) in [("put", put), ("get", got)] {
+            let rate = bytes / time.as_secs_f64() / 1e9;
+            rows.push(Row::new(
+                "tier",
+                format!("{name}, {what} 1 MiB, with checksum"),
+                rate,
+                "GB/s",
+            ));
+        }
+    }
+    let start = Instant::now();
+    let turns = 200;
+    let sum = (0..turns).fold(0, |sum, _| sum ^ checksum(std::hint::black_box(&block)));
+    std::hint::black_box(sum);
+    let rate = (turns * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
+    rows.push(Row::new("tier", "checksum of 1 MiB", rate, "GB/s"));
+    Ok(rows)
+}
+
+fn cpu_us() -> f64 {
+    seconds(ClockId::ThreadCPUTime) * 1e6
+}
+
+fn process_cpu_s() -> f64 {
+    seconds(ClockId::ProcessCPUTime)
+}
+
+fn wall_s() -> f64 {
+    seconds(ClockId::Monotonic)
+}
+
+fn seconds(clock: ClockId) -> f64 {
+    let now = clock_gettime(clock);
+    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
+}
+
+/// Sets of keys and the index of peers, in CPU time.
+///
+/// # Errors
+///
+/// [`MeasureError`] if a message is refused, which would be a mistake here.
+pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
+    let wrong = |error: slipstream_kvindex::KeyError| MeasureError::Wrong(error.to_string());
+    let mut rows = Vec::new();
+    let steps = ((400.0 * options.scale) as u64).max(20);
+    let mut line = Vec::new();
+    for held in [2_048u64, 1 << 14, 1 << 16, 1 << 18] {
+        let mut set = KeySet::new(held as usize + 1_024, 1);
+        let key = |n: u64| key(7, n);
+        for n in 0..held {
+            set.change(&key(n), Change::Add(n as u32)).map_err(wrong)?;
+        }
+        set.set_consumed(true);
+        let mut message = Vec::new();
+        while set.message_into(CHUNK, &mut message) {
+            message.clear();
+        }
+        // The oldest out, others in, as in a full pool.
+        let mut churn = Vec::new();
+        let mut decode = Vec::new();
+        let (mut first, mut end) = (0, held);
+        for _ in 0..steps {
+            for (count, times) in [(512, &mut churn), (2, &mut decode)] {
+                let out: Vec<_> = (first..first + count).map(key).collect();
+                let into: Vec<_> = (end..end + count).map(key).collect();
+                let start = cpu_us();
+                for (at, (out, into)) in out.iter().zip(&into).enumerate() {
+                    let block = ((first + at as u64) % held) as u32;
+                    set.change(out, Change::Remove(block)).map_err(wrong)?;
+                    set.change(into, Change::Add(block)).map_err(wrong)?;
+                }
+                message.clear();
+                set.message_into(CHUNK, &mut message);
+                times.push(cpu_us() - start);
+                (first, end) = (first + count, end + count);
+            }
+        }
+        let churn = Row::time("keys", "", &mut churn).value;
+        let row = Row::new(
+            "keys",
+            format!("512 in, 512 out, {held} held"),
+            1024.0 / churn,
+            "M/s",
+        );
+        rows.push(row.mark(5.0));
+        let what = format!("a step of 2 in, 2 out, {held} held");
+        let row = Row::time("keys", what, &mut decode).mark(6.0);
+        line.push((held as f64 / 1e3, row.value));
+        rows.push(row);
+    }
+    let slope = Row::new(
+        "keys",
+        "slope of that per 1,000 keys held",
+        slope(&line),
+        "us",
+    );
+    rows.push(slope.mark(0.05));
+    rows.append(&mut look_ups(steps).map_err(wrong)?);
+    rows.append(&mut resyncs(steps / 10).map_err(wrong)?);
+    Ok(rows)
+}
+
+/// Least squares.
+fn slope(points: &[(f64, f64)]) -> f64 {
+    let n = points.len() as f64;
+    let mean = |f: fn(&(f64, f64)) -> f64| points.iter().map(f).sum::<f64>() / n;
+    let (x, y) = (mean(|p| p.0), mean(|p| p.1));
+    let over: f64 = points.iter().map(|p| (p.0 - x) * (p.1 - y)).sum();
+    let under: f64 = points.iter().map(|p| (p.0 - x).powi(2)).sum();
+    over / under
+}
+
+fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
+    const PEERS: usize = 64;
+    const HELD: u64 = 1 << 13;
+    let index = PeerIndex::new(PEERS, PEERS * HELD as usize, u64::MAX);
+    // Half of what a peer holds is held by all.
+    let common: Vec<_> = (0..HELD / 2).map(|n| key(7, n)).collect();
+    for peer in 0..PEERS {
+        let mut set = KeySet::new(HELD as usize, 1);
+        set.set_consumed(true);
+        let own: Vec<_> = (0..HELD / 2).map(|n| key(100 + peer, n)).collect();
+        for key in common.iter().chain(&own) {
+            set.change(key, Change::Add(0))?;
+        }
+        while let Some(message) = set.message(CHUNK) {
+            index.apply(SimTime(0), peer, &message)?;
+        }
+    }
+    let mut times = Vec::new();
+    let mut out = vec![0; PEERS];
+    let mut digests: Vec<BlockHash> = Vec::new();
+    for step in 0..20 * steps {
+        let chain = &common[(step * 256 % (HELD / 2)) as usize..][..256];
+        let start = cpu_us();
+        digests.clear();
+        digests.extend(chain.iter().map(|key| digest(key)));
+        index.overlap(&digests, &mut out);
+        times.push(cpu_us() - start);
+        assert!(out.iter().all(|&hit| hit == 256), "all hold all of it");
+    }
+    Ok(vec![
+        Row::time("keys", "look-up of 256 blocks among 64 peers", &mut times).mark(5.0),
+    ])
+}
+
+fn resyncs(times: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
+    const HELD: u64 = 1 << 16;
+    let mut set = KeySet::new(HELD as usize, 1);
+    for n in 0..HELD {
+        set.change(&key(7, n), Change::Add(n as u32))?;
+    }
+    set.set_consumed(true);
+    let index = PeerIndex::new(64, 64 << 14, u64::MAX);
+    index.connect(SimTime(0), 0);
+    let mut message = Vec::with_capacity(1 << 20);
+    let mut slowest = [Vec::new(), Vec::new()];
+    for _ in 0..times.max(10) {
+        set.request_snapshot();
+        let mut steps = [0.0f64; 2];
+        loop {
+            message.clear();
+            let start = cpu_us();
+            let more = set.message_into(CHUNK, &mut message);
+            steps[0] = steps[0].max(cpu_us() - start);
+            if !more {
+                break;
+            }
+            let start = cpu_us();
+            index.apply(SimTime(0), 0, &message)?;
+            steps[1] = steps[1].max(cpu_us() - start);
+        }
+        while index.tick(SimTime(0), CHUNK) {}
+        assert!(index.is_known(0), "all of it has come");
+        for (all, step) in slowest.iter_mut().zip(steps) {
+            all.push(step);
+        }
+    }
+    let rows = slowest
+        .iter_mut()
+        .zip(["sender", "receiver"])
+        .map(|(steps, side)| {
+            let what = format!("resync of 65,536 keys, slowest step of the {side}");
+            let row = Row::time("keys", what, steps);
+            // The mark is for every step, so for the slowest of all.
+            let max = *steps.last().expect("ten at least");
+            Row { value: max, ..row }.mark(1_000.0)
+        });
+    Ok(rows.collect())
+}

@@ -5,7 +5,15 @@ use std::process::Command;
 #[test]
 fn kv_bench_measures_transfers_between_two_processes() {
     let output = Command::new(env!("CARGO_BIN_EXE_slipstream"))
-        .args(["kv", "bench", "--part", "transfers,tiers", "--scale", "0.001", "--json"])
+        .args([
+            "kv",
+            "bench",
+            "--part",
+            "transfers,tiers",
+            "--scale",
+            "0.001",
+            "--json",
+        ])
         .output()
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -15,9 +23,20 @@ fn kv_bench_measures_transfers_between_two_processes() {
     let rows = json["rows"].as_array().unwrap();
     let missed = rows.iter().filter(|row| row["met"] == false).count();
     assert_eq!(json["marks_missed"], missed);
-    assert_eq!(code, Some(i32::from(missed > 0)), "the code says whether a mark was missed");
-    for what in ["shared memory, 1 MiB", "TCP, 1 MiB", "one block of 4 KiB", "disk, synced"] {
-        let found = rows.iter().find(|row| row["what"].as_str().unwrap().contains(what));
+    assert_eq!(
+        code,
+        Some(i32::from(missed > 0)),
+        "the code says whether a mark was missed"
+    );
+    for what in [
+        "shared memory, 1 MiB",
+        "TCP, 1 MiB",
+        "one block of 4 KiB",
+        "disk, synced",
+    ] {
+        let found = rows
+            .iter()
+            .find(|row| row["what"].as_str().unwrap().contains(what));
         let value = found.unwrap_or_else(|| panic!("{what} in {json:#}"))["value"].as_f64();
         assert!(value.unwrap() > 0.0, "{what}");
     }
@@ -31,5 +50,8 @@ fn a_scale_that_is_none_is_refused() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("--scale is 0; give a number above 0"), "{text}");
+    assert!(
+        text.contains("--scale is 0; give a number above 0"),
+        "{text}"
+    );
 }

@@ -101,7 +101,7 @@ pub struct Progress {
 }
 
 /// What came out.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Outcome {
     /// The measures.
     pub report: RunReport,
@@ -109,6 +109,8 @@ pub struct Outcome {
     pub distributions: Distributions,
     /// The run over time, if it was kept.
     pub series: Option<Box<Series>>,
+    /// Why the drag records are incomplete, if they are.
+    pub drag_failure: Option<DragError>,
     /// Whether the run was cut short by an interrupt.
     pub interrupted: bool,
     /// What a reader of the report should know.
@@ -186,6 +188,8 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) template: Template,
     pub(crate) drag: Option<DragSink>,
+    /// Why no more drag records are written, if that is so.
+    pub(crate) drag_failure: Mutex<Option<DragError>>,
     pub(crate) stop: watch::Receiver<bool>,
     pub(crate) progress: Vec<ThreadProgress>,
     gate: Barrier,
@@ -247,6 +251,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
     let shared = Arc::new(Shared {
         template,
         drag,
+        drag_failure: Mutex::default(),
         stop,
         progress: (0..threads).map(|_| ThreadProgress::default()).collect(),
         gate: Barrier::new(threads as usize),
@@ -294,7 +299,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
         return Err(error);
     }
     let interrupted = *stopper.borrow();
-    shared.finish(&totals, model, interrupted, notes)
+    Ok(shared.finish(&totals, model, interrupted, notes))
 }
 
 impl Shared {
@@ -373,7 +378,7 @@ impl Shared {
         model: String,
         interrupted: bool,
         mut notes: Vec<String>,
-    ) -> Result<Outcome, BenchError> {
+    ) -> Outcome {
         let own_cpu_ns = process::own_cpu_ns();
         let baseline = self
             .start
@@ -381,12 +386,9 @@ impl Shared {
             .expect(UNPOISONED)
             .take()
             .unwrap_or_default();
-        if let (Some(drag), Some(path)) = (&self.drag, &self.config.drag) {
-            let finished = drag.lock().expect(UNPOISONED).finish();
-            finished.map_err(|source| BenchError::Drag {
-                path: path.clone(),
-                source,
-            })?;
+        let mut drag_failure = self.drag_failure.lock().expect(UNPOISONED).take();
+        if let (Some(drag), None) = (&self.drag, &drag_failure) {
+            drag_failure = drag.lock().expect(UNPOISONED).finish().err();
         }
         let cost = |cpu_s: f64, rss| ProcessCost {
             cpu_s,
@@ -424,17 +426,19 @@ impl Shared {
             goodput: totals.goodput(&c.slo),
             classes: totals.class_reports(&c.slo),
             gpu: None,
+            transfers: None,
             client: Some(cost(own_cpu_s, own_rss)),
             server,
             engine,
         };
-        Ok(Outcome {
+        Outcome {
             report,
             distributions: totals.distributions(),
             series: totals.series.clone(),
+            drag_failure,
             interrupted,
             notes,
-        })
+        }
     }
 }
 

@@ -10,14 +10,32 @@ use std::path::Path;
 #[allow(dead_code)] // used by the subcommands that print data
 pub(crate) fn print(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    stdout.flush()
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
 /// Writes `text` to a file of its own; what went wrong, in words, if it could not be written.
 pub(crate) fn save(path: &Path, text: &str) -> Option<String> {
-    let error = std::fs::write(path, text).err()?;
-    Some(format!("{}: {error}", path.display()))
+    let error = slipstream_report::record::save_text(path, text).err()?;
+    Some(incomplete(path, &error.into()))
+}
+
+/// That a file could not be written to its end, and where what was written is.
+pub(crate) fn incomplete(path: &Path, error: &anyhow::Error) -> String {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = Path::new(&partial);
+    let kept = if partial.exists() {
+        format!("; {} holds what could be written", partial.display())
+    } else {
+        String::new()
+    };
+    format!(
+        "{}: {error:#}{kept}; the figures are complete",
+        path.display()
+    )
 }
 
 /// Tells of files that could not be written.

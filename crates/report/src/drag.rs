@@ -43,7 +43,7 @@ pub struct DragRecord {
 #[derive(Debug, thiserror::Error)]
 pub enum DragError {
     /// The file or pipe failed, or is not of the format that its name promises.
-    #[error("drag records: {0}")]
+    #[error(transparent)]
     File(#[from] RecordError),
     /// A column that is always there is missing: not a drag file.
     #[error(

@@ -9,6 +9,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use crate::pass::PassRecord;
+use crate::record::Partial;
 use crate::series::EngineInfo;
 
 /// A request, ns of the run's clock.
@@ -22,6 +23,8 @@ pub struct RequestSpan<'a> {
     pub id: u64,
     /// When it was due.
     pub due: u64,
+    /// Its prompt's keys and values, if another engine computed them.
+    pub kv: Option<KvSpan>,
     /// When it left the waiting queue for the first time.
     pub admitted: u64,
     /// When its first token came.
@@ -36,21 +39,42 @@ pub struct RequestSpan<'a> {
     pub output_tokens: u32,
 }
 
+/// Keys and values on their way from one engine to another.
+#[derive(Clone, Copy, Debug)]
+pub struct KvSpan {
+    /// Which engine computed them.
+    pub from: u32,
+    /// When that engine's worker had the request.
+    pub received: u64,
+    /// When they began to be sent.
+    pub sent: u64,
+    /// When all had come.
+    pub came: u64,
+}
+
 /// Writes a trace, one event at a time.
 pub struct PerfettoWriter<W: Write> {
     sink: W,
     /// What the counters of each engine showed last: running, waiting, blocks.
     last: Vec<[u32; 3]>,
+    /// Names of the engines.
+    names: Vec<String>,
     events: u64,
+    partial: Option<Partial>,
 }
 
 impl PerfettoWriter<BufWriter<File>> {
-    /// Creates (or empties) the file.
+    /// Creates the file. It is called `NAME.partial` until [`finish`](Self::finish).
     ///
     /// # Errors
     /// If it cannot be created or written.
     pub fn create(path: &Path, engines: &[EngineInfo]) -> io::Result<Self> {
-        PerfettoWriter::new(BufWriter::new(File::create(path)?), engines)
+        let (file, partial) = Partial::create(path)?;
+        let writer = PerfettoWriter::new(BufWriter::new(file), engines)?;
+        Ok(PerfettoWriter {
+            partial: Some(partial),
+            ..writer
+        })
     }
 }
 
@@ -73,7 +97,9 @@ impl<W: Write> PerfettoWriter<W> {
         let mut writer = PerfettoWriter {
             sink,
             last: vec![[u32::MAX; 3]; engines.len()],
+            names: engines.iter().map(|engine| engine.name.clone()).collect(),
             events: 0,
+            partial: None,
         };
         writer.sink.write_all(b"[")?;
         for (index, engine) in engines.iter().enumerate() {
@@ -89,6 +115,10 @@ impl<W: Write> PerfettoWriter<W> {
                 "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{pid},\"tid\":1,\"args\":{{\"name\":\"passes\"}}}}"
             ))?;
         }
+        let network = pid(engines.len() as u32);
+        writer.event(format_args!(
+            "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{network},\"args\":{{\"name\":\"network\"}}}}"
+        ))?;
         Ok(writer)
     }
 
@@ -163,8 +193,10 @@ impl<W: Write> PerfettoWriter<W> {
             }
             Ok::<(), io::Error>(())
         };
-        if r.admitted > r.due {
-            span("waiting", &name, r.due, r.admitted, "")?;
+        // A prompt that another engine computed waits and is computed there.
+        let here = r.kv.map_or(r.due, |kv| kv.came);
+        if r.admitted > here {
+            span("waiting", &name, here, r.admitted, "")?;
         }
         let args = format!(
             ",\"args\":{{\"input_tokens\":{},\"cached_tokens\":{},\"output_tokens\":{}}}",
@@ -175,6 +207,33 @@ impl<W: Write> PerfettoWriter<W> {
         if r.last > r.first {
             span("request", &"\"decode\"", r.first, r.last, "")?;
         }
+        if let Some(kv) = r.kv {
+            self.hand_over(r, &kv)?;
+        }
+        Ok(())
+    }
+
+    /// A prompt on the engine that computed it, and its keys and values on the way between two.
+    fn hand_over(&mut self, r: &RequestSpan<'_>, kv: &KvSpan) -> io::Result<()> {
+        let name = serde_json::Value::from(r.name);
+        let name_of = |engine: u32| self.names.get(engine as usize).map_or("?", String::as_str);
+        let path = format!("{} to {}", name_of(kv.from), name_of(r.engine));
+        let path = serde_json::Value::from(path);
+        // The network comes after the engines.
+        let network = pid(self.names.len() as u32);
+        let (from, id) = (pid(kv.from), r.id);
+        for (ph, prompt, sent) in [("b", kv.received, kv.sent), ("e", kv.sent, kv.came)] {
+            self.event(format_args!(
+                "{{\"ph\":\"{ph}\",\"cat\":\"prompt\",\"name\":{name},\"id\":\"{id:x}\",\"pid\":{from},\
+                 \"tid\":1,\"ts\":{}}}",
+                us(prompt)
+            ))?;
+            self.event(format_args!(
+                "{{\"ph\":\"{ph}\",\"cat\":\"KV transfer\",\"name\":{path},\"id\":\"{id:x}\",\"pid\":{network},\
+                 \"tid\":1,\"ts\":{}}}",
+                us(sent)
+            ))?;
+        }
         Ok(())
     }
 
@@ -184,7 +243,8 @@ impl<W: Write> PerfettoWriter<W> {
     /// If the sink fails.
     pub fn finish(&mut self) -> io::Result<()> {
         self.sink.write_all(b"\n]\n")?;
-        self.sink.flush()
+        self.sink.flush()?;
+        self.partial.as_mut().map_or(Ok(()), Partial::complete)
     }
 }
 
@@ -236,12 +296,34 @@ mod tests {
                 name: "0.0",
                 id: 17,
                 due: 0,
+                kv: None,
                 admitted: 1_500,
                 first: 3_001_500,
                 last: 6_001_500,
                 input_tokens: 5,
                 cached_tokens: 0,
                 output_tokens: 2,
+            })
+            .unwrap();
+        let kv = KvSpan {
+            from: 0,
+            received: 10,
+            sent: 20,
+            came: 1_000,
+        };
+        writer
+            .request(&RequestSpan {
+                engine: 0,
+                name: "1.0",
+                id: 18,
+                due: 0,
+                kv: Some(kv),
+                admitted: 1_000,
+                first: 3_001_500,
+                last: 3_001_500,
+                input_tokens: 5,
+                cached_tokens: 0,
+                output_tokens: 1,
             })
             .unwrap();
         writer.finish().unwrap();
@@ -264,7 +346,8 @@ mod tests {
                 _ => {}
             }
         }
-        assert_eq!(open.len(), 4); // waiting, request, prefill, decode
+        // Of the first: waiting, request, prefill, decode; of the second: request, prompt, transfer.
+        assert_eq!(open.len(), 7);
         assert!(open.values().all(|n| *n == 0), "{open:?}");
     }
 }

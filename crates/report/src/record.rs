@@ -5,8 +5,8 @@
 
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 #[cfg(feature = "parquet")]
 mod parquet;
@@ -76,14 +76,14 @@ impl From<Option<f64>> for Cell<'_> {
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// The file or pipe failed. What a CSV file held before stands; a Parquet file is unreadable.
-    #[error("{0}")]
+    #[error(transparent)]
     Csv(#[from] csv::Error),
     /// As [`RecordError::Csv`].
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] std::io::Error),
     /// The file could not be written or read as Parquet.
     #[cfg(feature = "parquet")]
-    #[error("{0}")]
+    #[error(transparent)]
     Parquet(#[from] ::parquet::errors::ParquetError),
     /// This binary has no Parquet.
     #[error(
@@ -99,10 +99,60 @@ pub fn is_parquet(path: &Path) -> bool {
         .is_some_and(|ending| ending.eq_ignore_ascii_case("parquet"))
 }
 
+/// A file that has its name only once it is complete: `NAME.partial` before, so that what a full disk
+/// or a killed process leaves behind is known for what it is. What is no plain file (a pipe, a
+/// device) is written as it is.
+#[derive(Debug)]
+pub struct Partial {
+    /// What is written, and what it will be called; `None` if it is written under its own name.
+    rename: Option<(PathBuf, PathBuf)>,
+}
+
+impl Partial {
+    /// Creates the file that is to become `path`.
+    ///
+    /// # Errors
+    /// If it cannot be created.
+    pub fn create(path: &Path) -> io::Result<(File, Partial)> {
+        let special = std::fs::metadata(path).is_ok_and(|meta| !meta.is_file());
+        if special {
+            return Ok((File::create(path)?, Partial { rename: None }));
+        }
+        let mut name = path.as_os_str().to_owned();
+        name.push(".partial");
+        let partial = PathBuf::from(name);
+        let file = File::create(&partial)?;
+        let rename = Some((partial, path.to_owned()));
+        Ok((file, Partial { rename }))
+    }
+
+    /// Gives the complete file its name.
+    ///
+    /// # Errors
+    /// If it cannot be renamed.
+    pub fn complete(&mut self) -> io::Result<()> {
+        match self.rename.take() {
+            Some((from, to)) => std::fs::rename(from, to),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Writes `text` to the file `path`, which has its name only once all of it is there.
+///
+/// # Errors
+/// If it cannot be written; `path.partial` holds what could be.
+pub fn save_text(path: &Path, text: &str) -> io::Result<()> {
+    let (mut file, mut partial) = Partial::create(path)?;
+    file.write_all(text.as_bytes())?;
+    partial.complete()
+}
+
 /// Writes records, one at a time.
 pub struct RecordWriter<W: Write + Send> {
     kinds: Vec<ColumnType>,
     format: Format<W>,
+    partial: Option<Partial>,
 }
 
 enum Format<W: Write + Send> {
@@ -116,22 +166,30 @@ enum Format<W: Write + Send> {
 }
 
 impl RecordWriter<BufWriter<File>> {
-    /// Creates (or empties) the file; Parquet if its name ends in `.parquet`, else CSV.
+    /// Creates the file; Parquet if its name ends in `.parquet`, else CSV. It is called
+    /// `NAME.partial` until [`finish`](Self::finish).
     ///
     /// # Errors
     /// [`RecordError`] if the file cannot be created or is to be Parquet in a build without.
     pub fn create(path: &Path, columns: &[Column]) -> Result<Self, RecordError> {
-        if !is_parquet(path) {
-            return RecordWriter::csv(BufWriter::new(File::create(path)?), columns);
-        }
-        #[cfg(feature = "parquet")]
-        {
-            RecordWriter::parquet(BufWriter::new(File::create(path)?), columns)
-        }
         #[cfg(not(feature = "parquet"))]
-        {
-            Err(RecordError::NoParquet)
+        if is_parquet(path) {
+            return Err(RecordError::NoParquet);
         }
+        let (file, partial) = Partial::create(path)?;
+        let sink = BufWriter::new(file);
+        #[cfg(feature = "parquet")]
+        let writer = if is_parquet(path) {
+            RecordWriter::parquet(sink, columns)
+        } else {
+            RecordWriter::csv(sink, columns)
+        };
+        #[cfg(not(feature = "parquet"))]
+        let writer = RecordWriter::csv(sink, columns);
+        Ok(RecordWriter {
+            partial: Some(partial),
+            ..writer?
+        })
     }
 }
 
@@ -150,6 +208,7 @@ impl<W: Write + Send> RecordWriter<W> {
                 row: csv::StringRecord::new(),
                 field: String::new(),
             },
+            partial: None,
         })
     }
 
@@ -162,6 +221,7 @@ impl<W: Write + Send> RecordWriter<W> {
         Ok(RecordWriter {
             kinds: columns.iter().map(|column| column.kind).collect(),
             format: Format::Parquet(parquet::Writer::new(sink, columns)?),
+            partial: None,
         })
     }
 
@@ -219,6 +279,9 @@ impl<W: Write + Send> RecordWriter<W> {
             #[cfg(feature = "parquet")]
             Format::Parquet(writer) => writer.finish()?,
         }
+        if let Some(partial) = &mut self.partial {
+            partial.complete()?;
+        }
         Ok(())
     }
 }
@@ -234,4 +297,40 @@ pub(crate) enum Value {
     U64(u64),
     F64(f64),
     Text(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_its_name_once_it_is_complete() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, partial) = (dir.path().join("r.csv"), dir.path().join("r.csv.partial"));
+        std::fs::write(&path, "of an earlier run").unwrap();
+        let columns = [Column::new("n", ColumnType::U64)];
+        let mut file = RecordWriter::create(&path, &columns).unwrap();
+        file.write(&[Cell::U64(5)]).unwrap();
+        assert!(partial.exists());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "of an earlier run");
+        file.finish().unwrap();
+        assert!(!partial.exists());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "n\n5\n");
+        save_text(&path, "a page").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "a page");
+        assert!(!partial.exists());
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error() {
+        let full = Path::new("/dev/full");
+        if !full.exists() {
+            eprintln!("skipped: there is no /dev/full");
+            return;
+        }
+        let mut file = RecordWriter::create(full, &[Column::new("n", ColumnType::U64)]).unwrap();
+        file.write(&[Cell::U64(5)]).unwrap(); // into the buffer
+        assert!(file.finish().unwrap_err().to_string().contains("No space"));
+        assert!(save_text(full, "x").is_err());
+    }
 }

@@ -56,6 +56,9 @@ pub struct RunReport {
     /// The server's cost, summed over the processes watched.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server: Option<ProcessCost>,
+    /// Keys and values that went from one worker to another, if any did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfers: Option<Transfers>,
     /// What the server counted over the run, warm-up included if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineCounts>,
@@ -185,6 +188,18 @@ pub struct GpuCost {
     pub hours: f64,
 }
 
+/// Keys and values of prompts that one worker computed for another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Transfers {
+    /// Prompts handed over.
+    pub count: u64,
+    /// Bytes sent.
+    pub bytes: u64,
+    /// Begun to all come, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ms: Option<Percentiles>,
+}
+
 /// What a process cost over the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProcessCost {
@@ -211,6 +226,9 @@ pub struct EngineCounts {
     /// Those found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_hit_tokens: Option<f64>,
+    /// Those found, in blocks; absent if the size of a block is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_hit_blocks: Option<f64>,
 }
 
 impl RunReport {
@@ -297,6 +315,10 @@ impl RunReport {
             write!(tokens, ", prefix hits {} %", number(share * 100.0))
                 .expect("a String takes every write");
         }
+        if let Some(blocks) = self.engine.and_then(|e| e.prefix_hit_blocks) {
+            write!(tokens, " ({} blocks)", grouped(blocks.round() as u64))
+                .expect("a String takes every write");
+        }
         say(tokens);
         if let Some(preemptions) = self.engine.and_then(|e| e.preemptions) {
             say(format!(
@@ -310,6 +332,16 @@ impl RunReport {
                 number(goodput.requests_per_s),
                 number(goodput.share * 100.0),
                 goodput.slo
+            ));
+        }
+        if let Some(t) = &self.transfers {
+            let (p50, p99) = t.ms.map_or((0.0, 0.0), |p| (p.p50, p.p99));
+            say(format!(
+                "transfers  {} prompts handed over, {} GB, {} ms at p50, {} at p99",
+                grouped(t.count),
+                number(t.bytes as f64 / 1e9),
+                number(p50),
+                number(p99)
             ));
         }
         if let Some(gpu) = &self.gpu {
@@ -483,6 +515,7 @@ pub(crate) mod tests {
             }),
             classes: Vec::new(),
             gpu: None,
+            transfers: None,
             client: Some(ProcessCost {
                 cpu_s: 0.2,
                 cpu_us_per_request: 200.4,

@@ -182,6 +182,7 @@ impl Sim<'_> {
         let target = flight.target;
         drop(active);
         let (began, _) = sent.expect("it was sent");
+        flight.hops.kv = Some((began, self.now));
         self.tally.hand_overs.times.record(self.now.since(began));
         let id = RequestId(slot.into());
         let took = self.nodes[target as usize].engine.receive(id);

@@ -1088,6 +1088,7 @@ impl Tally {
                 preemptions: Some(preemptions as f64),
                 prefix_query_tokens: Some(query_tokens as f64),
                 prefix_hit_tokens: Some(hit_tokens as f64),
+                prefix_hit_blocks: None,
             },
             ended_at: self.ended_at,
             passes: self.passes,

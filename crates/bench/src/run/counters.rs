@@ -6,10 +6,12 @@ use slipstream_report::run::EngineCounts;
 ///
 /// Names: vLLM V1, `vllm/v1/metrics/loggers.py`.
 pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
+    let hits = sum(page, "vllm:prefix_cache_hits_total");
     let counts = EngineCounts {
         preemptions: sum(page, "vllm:num_preemptions_total"),
         prefix_query_tokens: sum(page, "vllm:prefix_cache_queries_total"),
-        prefix_hit_tokens: sum(page, "vllm:prefix_cache_hits_total"),
+        prefix_hit_tokens: hits,
+        prefix_hit_blocks: hits.zip(block_size(page)).map(|(hits, size)| hits / size),
     };
     (counts != EngineCounts::default()).then_some(counts)
 }
@@ -22,7 +24,19 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
         preemptions: minus(end.preemptions, begin.preemptions),
         prefix_query_tokens: minus(end.prefix_query_tokens, begin.prefix_query_tokens),
         prefix_hit_tokens: minus(end.prefix_hit_tokens, begin.prefix_hit_tokens),
+        prefix_hit_blocks: minus(end.prefix_hit_blocks, begin.prefix_hit_blocks),
     }
+}
+
+/// Tokens of a block, where the server tells its configuration: a label of
+/// `vllm:cache_config_info`.
+fn block_size(page: &str) -> Option<f64> {
+    let line = page
+        .lines()
+        .find(|line| line.starts_with("vllm:cache_config_info{"))?;
+    let (_, rest) = line.split_once("block_size=\"")?;
+    let size: f64 = rest.split('"').next()?.parse().ok()?;
+    (size > 0.0).then_some(size)
 }
 
 /// Sum over the lines `NAME{labels} VALUE` or `NAME VALUE`.
@@ -50,12 +64,14 @@ mod tests {
             vllm:num_preemptions_total{engine=\"0\",model_name=\"a} b\"} 3.0\n\
             vllm:num_preemptions_total{engine=\"1\"} 4 1700000000\n\
             vllm:num_preemptions_total_created 9\n\
-            vllm:prefix_cache_hits_total 1e3\n";
+            vllm:cache_config_info{block_size=\"16\",engine=\"0\"} 1.0\n\
+            vllm:prefix_cache_hits_total 1.6e3\n";
         let counts = engine_counts(page).unwrap();
         assert_eq!(
             (counts.preemptions, counts.prefix_hit_tokens),
-            (Some(7.0), Some(1_000.0))
+            (Some(7.0), Some(1_600.0))
         );
+        assert_eq!(counts.prefix_hit_blocks, Some(100.0));
         assert_eq!(counts.prefix_query_tokens, None);
         assert_eq!(engine_counts("up 1\n"), None);
         let begin = EngineCounts {

@@ -112,8 +112,6 @@ struct Worker {
     answers: RefCell<HashMap<u64, Vec<String>>>,
     /// A request ended: the loop looks again.
     ended: Notify,
-    /// Set by a request that could not write its drag record.
-    failure: Cell<Option<BenchError>>,
 }
 
 /// How a request ended.
@@ -160,7 +158,6 @@ impl Worker {
             totals: RefCell::new(totals),
             answers: RefCell::default(),
             ended: Notify::new(),
-            failure: Cell::new(None),
         }
     }
 
@@ -185,9 +182,6 @@ impl Worker {
             if *stop.borrow_and_update() {
                 self.schedule.borrow_mut().stop();
                 return Ok(());
-            }
-            if let Some(error) = self.failure.take() {
-                return Err(error);
             }
             let next = self.begin_due()?;
             if self.schedule.borrow().is_over() {
@@ -463,12 +457,10 @@ impl Worker {
         progress.in_flight.store(schedule.in_flight(), Relaxed);
         if let Some(drag) = &self.shared.drag {
             let record = drag_record(request, timeline, &end, &answer, &head, tries);
-            let written = drag.lock().expect(super::UNPOISONED).write(&record);
-            if let (Err(source), Some(path)) = (written, &self.shared.config.drag) {
-                self.failure.set(Some(BenchError::Drag {
-                    path: path.clone(),
-                    source,
-                }));
+            // A disk that is full ends the records, not the run. Locks in this order everywhere.
+            let mut failure = self.shared.drag_failure.lock().expect(super::UNPOISONED);
+            if failure.is_none() {
+                *failure = drag.lock().expect(super::UNPOISONED).write(&record).err();
             }
         }
         self.ended.notify_one();

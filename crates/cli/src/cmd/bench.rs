@@ -253,7 +253,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     if shows {
         eprint!("\r\x1b[K");
     }
-    let outcome = outcome?;
+    let mut outcome = outcome?;
     for note in &outcome.notes {
         eprintln!("note: {note}");
     }
@@ -262,13 +262,16 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     }
     let report = &outcome.report;
     let mut failures = Vec::new();
+    if let (Some(error), Some(path)) = (outcome.drag_failure.take(), &args.drag) {
+        failures.push(out::incomplete(path, &error.into()));
+    }
     if let Some(path) = &args.out {
         failures.extend(out::save(path, &report.to_json()));
     }
     if let (Some(path), Some(series)) = (&args.series, &outcome.series)
         && let Err(error) = series.save(path)
     {
-        failures.push(format!("{}: {error}", path.display()));
+        failures.push(out::incomplete(path, &error.into()));
     }
     if let Some(path) = &args.html {
         let page = page(args, &outcome)?;

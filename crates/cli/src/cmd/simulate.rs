@@ -10,7 +10,7 @@ use std::time::Duration;
 use slipstream_base::SimTime;
 use slipstream_base::cluster::Cluster;
 use slipstream_report::html::run::RunPage;
-use slipstream_report::run::{GpuCost, ProcessCost, SCHEMA};
+use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Transfers};
 use slipstream_report::table::{grouped, number};
 use slipstream_report::{Objectives, RunReport, Slo};
 use slipstream_twin::{Options, Outcome};
@@ -107,7 +107,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ..Options::default()
     };
     let shows = std::io::stderr().is_terminal() && !args.quiet;
-    let mut watcher = Watcher::new(&args.watch, &cluster, shows, interrupted()?)?;
+    let mut watcher = Watcher::new(&args.watch, &cluster, &workload, shows, interrupted()?)?;
     let cpu_before = slipstream_bench::process::own_cpu_ns();
     let read = |path: &std::path::Path| std::fs::read(path);
     super::memory::check(&cluster)?;
@@ -139,10 +139,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         number(100.0 * outcome.jumped as f64 / outcome.passes.max(1) as f64),
         number(report.requests.succeeded as f64 / cpu_s),
     );
-    let speed = match hand_overs(&outcome) {
-        Some(told) => format!("{told}\n{speed}"),
-        None => speed,
-    };
     if let Some(path) = &args.watch.html {
         let page = RunPage {
             title: "Simulated run",
@@ -226,20 +222,20 @@ fn report(
                 .map(|usage| usage.rss_peak_bytes),
         }),
         server: None,
-        engine: Some(outcome.engine),
+        transfers: outcome.hand_overs.times.percentiles().map(|ms| Transfers {
+            count: ms.count,
+            bytes: outcome.hand_overs.bytes,
+            ms: Some(ms),
+        }),
+        engine: Some(EngineCounts {
+            // All pools have blocks of one size; the router would not take them otherwise.
+            prefix_hit_blocks: outcome
+                .engine
+                .prefix_hit_tokens
+                .map(|tokens| tokens / f64::from(cluster.pools[0].engine.block_size)),
+            ..outcome.engine
+        }),
     }
-}
-
-/// Prompts that one worker computed for another, in a line.
-fn hand_overs(outcome: &Outcome) -> Option<String> {
-    let times = outcome.hand_overs.times.percentiles()?;
-    Some(format!(
-        "{} prompts handed over, {} GB, {} ms at p50, {} at p99",
-        grouped(times.count),
-        number(outcome.hand_overs.bytes as f64 / 1e9),
-        number(times.p50),
-        number(times.p99),
-    ))
 }
 
 fn cores() -> u32 {

@@ -141,7 +141,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.out
         && let Err(error) = save(path, &args.vary, &rows)
     {
-        failures.push(format!("{}: {error:#}", path.display()));
+        failures.push(out::incomplete(path, &error));
     }
     let cut = rows.iter().filter(|row| row.outcome.cut.is_some()).count();
     let note = format!("{cut} runs were cut (`cut` in --out says why); they count what had ended");

@@ -1,6 +1,5 @@
 //! `slipstream trace`: what a trace is like, and the same in another form.
 
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,6 +9,7 @@ use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::SimTime;
 use slipstream_base::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
+use slipstream_report::record::Partial;
 use slipstream_report::table::{Table, grouped, number};
 use slipstream_workload::mooncake::MooncakeWriter;
 use slipstream_workload::schedule::Shard;
@@ -189,9 +189,12 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         Some(path) => path.display().to_string(),
         None => "stdout".to_owned(),
     };
-    let mut out: Box<dyn Write> = match &args.out {
-        Some(path) => Box::new(BufWriter::new(File::create(path).with_context(named)?)),
-        None => Box::new(BufWriter::new(std::io::stdout().lock())),
+    let (mut out, mut partial): (Box<dyn Write>, _) = match &args.out {
+        Some(path) => {
+            let (file, partial) = Partial::create(path).with_context(named)?;
+            (Box::new(BufWriter::new(file)), Some(partial))
+        }
+        None => (Box::new(BufWriter::new(std::io::stdout().lock())), None),
     };
     let mut mooncake = MooncakeWriter::new(args.tokens_per_id, follow_ups);
     let (mut sessions, mut requests) = (0u64, 0);
@@ -205,6 +208,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         sessions += 1;
     }
     out.flush()
+        .and_then(|()| partial.as_mut().map_or(Ok(()), Partial::complete))
         .with_context(|| format!("{} after {sessions} sessions", named()))?;
     let skipped = match source.skipped_lines() {
         0 => String::new(),

@@ -10,14 +10,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use slipstream_base::cluster::Cluster;
+use slipstream_base::workload_file::Workload;
 use slipstream_base::{RankId, Stage};
 use slipstream_report::drag::DragWriter;
 use slipstream_report::pass::PassWriter;
-use slipstream_report::perfetto::{PerfettoWriter, RequestSpan};
+use slipstream_report::perfetto::{KvSpan, PerfettoWriter, RequestSpan};
 use slipstream_report::series::{Ended, EngineInfo};
 use slipstream_report::table::{grouped, number};
 use slipstream_report::{DragRecord, PassRecord, Series};
 use slipstream_twin::{Progress, RequestRecord, Sink};
+
+use crate::out;
 
 /// Files that a simulated run can write.
 #[derive(clap::Args)]
@@ -73,11 +76,64 @@ impl<W> Output<W> {
 
     /// What went wrong, in words.
     fn failure(self) -> Option<String> {
-        let (path, error) = (self.path.display(), self.failure?);
-        Some(format!(
-            "{path}: {error:#}; what it holds is incomplete, the figures are not"
-        ))
+        Some(out::incomplete(&self.path, &self.failure?))
     }
+}
+
+/// How long a run will be, as far as its workload says.
+#[derive(Clone, Copy, Debug, Default)]
+struct Whole {
+    requests: Option<u64>,
+    /// Simulated time until which sessions begin, s.
+    arrivals_s: Option<f64>,
+}
+
+impl Whole {
+    fn of(workload: &Workload) -> Whole {
+        Whole {
+            requests: workload.requests,
+            arrivals_s: workload.duration_s.map(|s| s / workload.time_scale),
+        }
+    }
+
+    /// How much of the run is over, 0 to 1; `None` if nobody knows.
+    fn share(self, progress: &Progress) -> Option<f64> {
+        let of_requests = self
+            .requests
+            .map(|all| progress.ended as f64 / all.max(1) as f64);
+        let of_time = self
+            .arrivals_s
+            .map(|all| progress.now.as_secs_f64() / all.max(1e-9));
+        // Whichever ends it first.
+        let shares = of_requests.into_iter().chain(of_time);
+        shares.reduce(f64::max).map(|share| share.clamp(0.0, 1.0))
+    }
+}
+
+/// The line that shows how far a run is.
+fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
+    const WIDTH: usize = 20;
+    let simulated = progress.now.as_secs_f64();
+    let mut line = String::new();
+    let mut left = String::new();
+    if let Some(share) = whole.share(progress) {
+        let full = (share * WIDTH as f64) as usize;
+        line.push('[');
+        line.extend((0..WIDTH).map(|at| if at < full { '#' } else { '-' }));
+        line = line + "] " + &number(share * 100.0) + " %, ";
+        // Too early, it would say anything.
+        if share > 0.02 {
+            let seconds = wall_s * (1.0 - share) / share;
+            left = format!(", {} s to go", number(seconds));
+        }
+    }
+    line + &format!(
+        "{} s simulated ({}×), {} requests ended, {} under way{left}",
+        number(simulated),
+        number(simulated / wall_s.max(1e-9)),
+        grouped(progress.ended),
+        grouped(progress.in_flight as u64),
+    )
 }
 
 /// Takes what a run tells, and shows how far it is.
@@ -88,6 +144,9 @@ pub(crate) struct Watcher {
     pub(crate) series: Option<Series>,
     series_path: Option<PathBuf>,
     engine_of: HashMap<RankId, u32>,
+    block_size: u32,
+    /// How long the workload is, if it says.
+    whole: Whole,
     pub(crate) began: Instant,
     last: Instant,
     shows: bool,
@@ -99,6 +158,7 @@ impl Watcher {
     pub(crate) fn new(
         args: &WatchArgs,
         cluster: &Cluster,
+        workload: &Workload,
         shows: bool,
         interrupted: Arc<AtomicBool>,
     ) -> anyhow::Result<Watcher> {
@@ -125,6 +185,8 @@ impl Watcher {
             series: over_time.then(|| Series::new(0, engines)),
             series_path: args.series.clone(),
             engine_of,
+            block_size: cluster.pools[0].engine.block_size,
+            whole: Whole::of(workload),
             began: Instant::now(),
             last: Instant::now(),
             shows,
@@ -157,7 +219,7 @@ impl Watcher {
         if let (Some(series), Some(path)) = (&self.series, &self.series_path)
             && let Err(error) = series.save(path)
         {
-            failures.push(format!("{}: {error}", path.display()));
+            failures.push(out::incomplete(path, &error.into()));
         }
         failures
     }
@@ -170,7 +232,8 @@ impl Sink for Watcher {
 
     fn on_request(&mut self, record: &RequestRecord<'_>) {
         if let Some(drag) = &mut self.drag {
-            drag.with(|drag| drag.write(&drag_record(record)));
+            let record = drag_record(record, self.block_size);
+            drag.with(|drag| drag.write(&record));
         }
         if let Some(series) = &mut self.series {
             series.on_request(&Ended {
@@ -187,12 +250,24 @@ impl Sink for Watcher {
             && let Some(&engine) = self.engine_of.get(&rank)
         {
             let name = record.request.name();
+            let from = record
+                .prefill_rank
+                .and_then(|rank| self.engine_of.get(&rank));
+            let kv = from
+                .zip(record.hops.kv)
+                .map(|(&from, (sent, came))| KvSpan {
+                    from,
+                    received: record.hops.received.0,
+                    sent: sent.0,
+                    came: came.0,
+                });
             perfetto.with(|perfetto| {
                 perfetto.request(&RequestSpan {
                     engine,
                     name: &name,
                     id: record.request.id().0,
                     due: record.request.due.0,
+                    kv,
                     admitted: record.admitted.0,
                     first: record.first.0,
                     last: record.last.0,
@@ -223,17 +298,10 @@ impl Sink for Watcher {
     fn on_progress(&mut self, progress: Progress) -> bool {
         if self.shows && self.last.elapsed() > Duration::from_millis(100) {
             self.last = Instant::now();
-            let simulated = progress.now.as_secs_f64();
+            let line = progress_line(&progress, self.whole, self.began.elapsed().as_secs_f64());
             let mut stderr = std::io::stderr().lock();
             // A terminal that went away is no reason to end the run.
-            let _ = write!(
-                stderr,
-                "\r\x1b[K{} s simulated ({}×), {} requests ended, {} under way",
-                number(simulated),
-                number(simulated / self.began.elapsed().as_secs_f64()),
-                grouped(progress.ended),
-                grouped(progress.in_flight as u64),
-            );
+            let _ = write!(stderr, "\r\x1b[K{line}");
             let _ = stderr.flush();
         }
         !self.interrupted.load(Ordering::Relaxed)
@@ -243,11 +311,12 @@ impl Sink for Watcher {
 /// The moment at which a simulated run begins, in its records: a time of 0 would count as absent.
 const ORIGIN_NS: u64 = 1_000_000_000;
 
-fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
+fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
     let request = record.request;
     let mut drag = DragRecord {
         id: request.name(),
         worker: record.rank.map(|rank| rank.worker.0),
+        hit_blocks: [Some(record.cached_tokens / block_size), None, None, None],
         isl: Some(record.input_tokens),
         osl: Some(record.output_tokens),
         preemptions: Some(record.preemptions),
@@ -284,4 +353,34 @@ fn drag_record(record: &RequestRecord<'_>) -> DragRecord {
         }
     }
     drag
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::SimTime;
+
+    #[test]
+    fn the_line_says_how_far_a_run_is_if_anybody_knows() {
+        let progress = Progress {
+            now: SimTime::from_secs_f64(30.0),
+            ended: 250,
+            in_flight: 12,
+        };
+        let line = |requests, arrivals_s| {
+            let whole = Whole {
+                requests,
+                arrivals_s,
+            };
+            progress_line(&progress, whole, 2.0)
+        };
+        assert_eq!(
+            line(Some(1_000), None),
+            "[#####---------------] 25.0 %, 30.0 s simulated (15.0×), 250 requests ended, \
+             12 under way, 6.00 s to go"
+        );
+        // The time is over before the requests are.
+        assert!(line(Some(1_000), Some(40.0)).contains("] 75.0 %,"));
+        assert!(line(None, None).starts_with("30.0 s simulated (15.0×)"));
+    }
 }

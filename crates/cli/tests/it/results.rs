@@ -90,7 +90,7 @@ fn a_perfetto_trace_parses_and_holds_every_pass_and_request() {
     simulate(&[&format!("--perfetto={}", file.display())]);
     let events: Vec<Value> = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     let named = |name: &str| events.iter().filter(|e| e["name"] == name).count();
-    assert_eq!(named("process_name"), 2);
+    assert_eq!(named("process_name"), 3); // two engines and the network
     // Each request begins and ends once.
     for request in 0..150 {
         let name = format!("{request}.0");
@@ -143,6 +143,63 @@ fn a_page_loads_nothing_and_says_what_the_report_says() {
         page.matches("<svg ").count()
     );
     assert!(!page.contains("NaN"));
+}
+
+/// A disk that fills up takes the file, not the figures; what was written keeps another name.
+#[test]
+fn a_full_disk_is_told_and_the_figures_are_kept() {
+    if !Path::new("/dev/full").exists() {
+        eprintln!("skipped: there is no /dev/full");
+        return;
+    }
+    for flag in ["drag", "passes", "series", "perfetto", "html", "out"] {
+        let (code, out, err) = run(&[
+            "simulate",
+            "--rate=30",
+            "--requests=400",
+            "--osl=40",
+            "--quiet",
+            &format!("--{flag}=/dev/full"),
+        ]);
+        assert_eq!(code, Some(1), "{flag}: {err}");
+        assert!(
+            err.contains("error: /dev/full: ") && err.contains("No space"),
+            "{flag}: {err}"
+        );
+        assert!(
+            out.contains("400 of 400 requests answered"),
+            "{flag}: {out}"
+        );
+    }
+    let (code, _, err) = run(&["simulate", "--requests=5", "--drag=/nowhere/d.csv"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("/nowhere/d.csv: No such file"), "{err}");
+}
+
+/// What a killed run leaves behind is called partial.
+#[test]
+fn a_killed_run_leaves_a_partial_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, partial) = (dir.path().join("d.csv"), dir.path().join("d.csv.partial"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_slipstream"))
+        .args([
+            "simulate",
+            "--concurrency=4",
+            "--requests=100000000",
+            "--quiet",
+            "--drag",
+        ])
+        .arg(&file)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    while std::fs::metadata(&partial).map_or(0, |meta| meta.len()) == 0 {
+        assert!(child.try_wait().unwrap().is_none(), "it runs for long");
+        std::thread::yield_now();
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(partial.exists() && !file.exists());
 }
 
 /// The same requests, block for block, whether a workload file makes them or a trace made of it; and

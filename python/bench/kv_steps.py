@@ -4,7 +4,9 @@
 
 Sweeps the number of cached blocks with 32 decoding requests of fixed length, times `schedule()`,
 `update_from_output()` and `build_connector_meta()` for several connectors, fits the slope of the
-last one over cache size, and draws it. Times are wall and thread CPU, p50 over the steps.
+last one over cache size, and draws it. All set-ups stand side by side, and each size is measured
+in rounds that go from one to the next, so that a busy machine hits them alike. Times are p50 over
+the steps of all rounds, wall and thread CPU.
 """
 
 import argparse
@@ -20,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests_vllm"))
 
 from rig import BLOCK, Rig
 from slipstream.pool import cached
+from slipstream.vllm.metadata import Load, SlipstreamMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -83,6 +86,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "none": {},
     "no-op": {"connector": "NoOp", "module": "kv_steps"},
     "slipstream": {**OURS},
+    "slipstream, no saves": {**OURS, "extra": {"save": False}},
     "slipstream, followed": {**OURS, "extra": {"follow": True}},
     "NixlConnector": {"connector": "NixlConnector"},
     "MooncakeConnector": {"connector": "MooncakeConnector"},
@@ -108,6 +112,16 @@ class Clock:
 
         return timed
 
+    def add(self, other: "Clock") -> None:
+        self.wall += other.wall
+        self.cpu += other.cpu
+
+    def p99(self) -> float:
+        return statistics.quantiles(self.wall, n=100)[98]
+
+    def p99_cpu(self) -> float:
+        return statistics.quantiles(self.cpu, n=100)[98]
+
     def p50(self) -> float:
         return statistics.median(self.wall) if self.wall else 0.0
 
@@ -132,8 +146,8 @@ def make(setup: dict[str, Any], num_blocks: int) -> Rig:
 def measure(rig: Rig, steps: int) -> dict[str, Clock]:
     """Time decode steps of the same 32 requests, made new for each size."""
     for _ in range(REQUESTS):
-        rig.add(rig.tokens(BLOCK * 8), max_tokens=steps + 80)
-    for _ in range(40):
+        rig.add(rig.tokens(BLOCK * 8), max_tokens=steps + 30)
+    for _ in range(10):
         rig.step()
     clocks = {name: Clock() for name in ("schedule", "update", "meta")}
     scheduler, connector = rig.scheduler, rig.connector
@@ -142,7 +156,6 @@ def measure(rig: Rig, steps: int) -> dict[str, Clock]:
         connector.build_connector_meta = clocks["meta"].wrap(plain)
     schedule = clocks["schedule"].wrap(scheduler.schedule)
     update = clocks["update"].wrap(scheduler.update_from_output)
-    gc.collect()
     for _ in range(steps):
         plan = schedule()
         assert len(plan.num_scheduled_tokens) == REQUESTS, "all requests decode in every step"
@@ -162,70 +175,150 @@ def slope(points: list[tuple[int, float]]) -> float:
     return statistics.linear_regression([n / 1000 for n, _ in points], [t for _, t in points])[0]
 
 
-def churn(name: str, setup: dict[str, Any], steps: int, blocks: int) -> None:
+def churn(chosen: dict[str, dict[str, Any]], steps: int, rounds: int, blocks: int) -> None:
     """Prefill 8,176 unseen tokens a step with a full pool: 511 keys in, 511 out."""
-    rig = make(setup, blocks)
-    fill(rig, blocks - 100)
-    clock, meta = Clock(), Clock()
-    schedule = clock.wrap(rig.scheduler.schedule)
-    if rig.connector is not None:
-        rig.connector.build_connector_meta = meta.wrap(rig.connector.build_connector_meta)
-    for i in range(steps + 5):
-        rig.add(rig.tokens(BLOCK * 511), max_tokens=1)
-        plan = schedule()
-        rig.scheduler.update_from_output(plan, rig.output(plan))
-        if i == 4:
-            clock.wall.clear(), clock.cpu.clear(), meta.wall.clear(), meta.cpu.clear()
-    print(f"| {name} | {clock.p50():.0f} | {clock.p50_cpu():.0f} | {meta.p50():.1f} |", flush=True)
+    rigs = {name: make(setup, blocks) for name, setup in chosen.items()}
+    clocks = {name: (Clock(), Clock()) for name in rigs}
+    for rig in rigs.values():
+        fill(rig, blocks - 100)
+    gc.collect()
+    gc.freeze()
+    for round_ in range(rounds):
+        for name, rig in rigs.items():
+            clock, meta = Clock(), Clock()
+            schedule = clock.wrap(rig.scheduler.schedule)
+            if rig.connector is not None:
+                plain = type(rig.connector).build_connector_meta.__get__(rig.connector)
+                rig.connector.build_connector_meta = meta.wrap(plain)
+            for _ in range(steps):
+                rig.add(rig.tokens(BLOCK * 511), max_tokens=1)
+                plan = schedule()
+                rig.scheduler.update_from_output(plan, rig.output(plan))
+            if round_ > 0:
+                clocks[name][0].add(clock)
+                clocks[name][1].add(meta)
+    base, base_cpu = clocks["none"][0].p50(), clocks["none"][0].p50_cpu()
+    for name, (clock, meta) in clocks.items():
+        over, over_cpu = clock.p50() / base - 1, clock.p50_cpu() / base_cpu - 1
+        print(
+            f"| {name} | {clock.p50():.0f} | {clock.p50_cpu():.0f} "
+            f"| {over * 100:+.0f} / {over_cpu * 100:+.0f} "
+            f"| {meta.p50():.1f} |",
+            flush=True,
+        )
 
 
 def poll(polls: int) -> None:
-    """Time the worker half's whole step with nothing to do: metadata, load, results."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-
-    rig = Rig(num_blocks=64, **OURS)
-    worker = KVConnectorFactory.create_connector(
-        rig.config, KVConnectorRole.WORKER, rig.kv_cache_config
-    )
-    meta = rig.step().kv_connector_metadata
-    worker.bind_connector_metadata(meta)
+    """Time the worker half's calls with nothing to do, and with loads that end all the time."""
+    extra = {"host_bytes": 64 << 20, "stats_interval_s": 1e9}
+    rig = Rig(num_blocks=600, worker=True, extra=extra, **OURS)
+    worker = rig.worker.connector
+    half = worker.worker
+    keys = [i.to_bytes(36, "big") for i in range(512)]
+    data = half.blocks.empty(len(keys))
+    half.store.put(keys, memoryview(data.numpy()))
+    # Idle, as on a step that has nothing to say.
+    worker.bind_connector_metadata(rig.scheduler.schedule().kv_connector_metadata)
     for name, call in {
-        "start_load_kv": lambda: worker.start_load_kv(None),
-        "get_transfer_results": lambda: worker.get_transfer_results(set()),
+        "start_load_kv, idle": lambda: worker.start_load_kv(None),
+        "wait_for_save, idle": worker.wait_for_save,
+        "get_transfer_results, idle": lambda: worker.get_transfer_results(set()),
     }.items():
         clock = Clock()
         timed = clock.wrap(call)
         for _ in range(polls):
             timed()
-        p99 = statistics.quantiles(clock.wall, n=100)[98]
-        print(f"| {name} | {clock.p50():.2f} | {p99:.2f} |", flush=True)
+        say_poll(name, clock)
+    # Busy: up to four loads of 16 blocks under way, a poll every 250 µs with 50 µs of work between.
+    poll_clock, load_clock = Clock(), Clock()
+    results = poll_clock.wrap(lambda: worker.get_transfer_results(set()))
+    start = load_clock.wrap(lambda: worker.start_load_kv(None))
+    ended = begun = 0
+    while len(poll_clock.wall) < polls // 4:
+        if half.loading < 4:
+            first = (begun * 16) % 496
+            load = Load(
+                f"r{begun}", keys[first : first + 16], list(range(first, first + 16)), [""] * 16
+            )
+            worker.bind_connector_metadata(SlipstreamMetadata(loads=[load]))
+            start()
+            begun += 1
+        ended += len(results().finished_recving)
+        until = time.perf_counter_ns() + 50_000
+        while time.perf_counter_ns() < until:
+            pass
+        time.sleep(200e-6)
+    say_poll("start_load_kv, a load of 16 blocks", load_clock)
+    say_poll(f"get_transfer_results, busy ({ended} loads ended)", poll_clock)
+    rig.close()
 
 
-def draw(results: dict[str, list[tuple[int, float]]], path: Path) -> None:
-    """Draw `build_connector_meta` over cache size, both axes logarithmic."""
+def say_poll(name: str, clock: Clock) -> None:
+    """Print one row."""
+    print(
+        f"| {name} | {clock.p50():.2f} | {clock.p99():.2f} "
+        f"| {clock.p50_cpu():.2f} | {clock.p99_cpu():.2f} |",
+        flush=True,
+    )
+
+
+def resync(keys: int) -> None:
+    """Time the steps of a snapshot of so many keys."""
+    from slipstream import KeyMirror, KeySet
+
+    held, mirror = KeySet(keys), KeyMirror()
+    held.apply([x for i in range(keys) for x in (i.to_bytes(36, "big"), i)])
+    held.set_consumed(True)
+    clock = Clock()
+    take = clock.wrap(lambda: held.step([], 2048))
+    while message := take():
+        mirror.apply(message)
+    assert len(mirror) == keys
+    print(f"\nA snapshot of {keys} keys takes {len(clock.wall) - 1} steps, of at most ", end="")
+    print(f"{max(clock.wall):.0f} µs wall, {max(clock.cpu):.0f} µs CPU each.")
+
+
+def draw(
+    results: dict[str, list[tuple[int, float]]],
+    steps: dict[str, list[tuple[int, float]]],
+    path: Path,
+) -> None:
+    """Draw `build_connector_meta` over cache size, and each bin's step time against none."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
     for name, points in results.items():
-        axes.plot([n for n, _ in points], [t for _, t in points], marker="o", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.axhline(6, color="gray", linestyle=":", label="mark: 6 µs")
-    axes.set_xlabel("cached blocks")
-    axes.set_ylabel("build_connector_meta, µs (wall, p50)")
-    axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+        left.plot([n for n, _ in points], [t for _, t in points], marker="o", label=name)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.axhline(6, color="gray", linestyle=":", label="mark: 6 µs")
+    left.set_xlabel("cached blocks")
+    left.set_ylabel("build_connector_meta, µs (wall, p50)")
+    left.grid(visible=True, which="major", alpha=0.3)
+    left.legend(fontsize=8)
+    shown = [name for name in steps if name not in ("none", "walk, gated off")]
+    width = 0.8 / max(1, len(shown))
+    for k, name in enumerate(shown):
+        over = [t - base for (_, t), (_, base) in zip(steps[name], steps["none"], strict=True)]
+        right.bar([i + k * width for i in range(len(over))], over, width, label=name)
+    right.set_yscale("symlog", linthresh=10)
+    right.set_xticks([i + 0.4 for i in range(len(steps["none"]))])
+    right.set_xticklabels([f"{n // 1000}k" for n, _ in steps["none"]])
+    right.set_xlabel("cached blocks")
+    right.set_ylabel("schedule() + update_from_output() over no connector, µs")
+    right.grid(visible=True, axis="y", alpha=0.3)
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Run what the arguments ask for and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="timed steps per size")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps per round and size")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-blocks", type=int, default=SIZES[-1])
     parser.add_argument("--setups", default=";".join(SETUPS), help="names, separated by semicolons")
     parser.add_argument("--only", choices=["sweep", "churn", "poll"])
@@ -235,49 +328,72 @@ def main() -> None:
     wanted = args.setups.split(";")
     if unknown := set(wanted) - set(SETUPS):
         parser.error(f"no such set-up: {', '.join(unknown)}; known: {'; '.join(SETUPS)}")
-    chosen = {name: SETUPS[name] for name in wanted}
-    results: dict[str, list[tuple[int, float]]] = {}
     if args.only in (None, "sweep"):
-        print("µs, p50; wall / thread CPU\n")
-        print("| scheduler with | cached blocks | schedule() | update, wall | meta |")
+        sweep({name: SETUPS[name] for name in wanted}, sizes, args)
+    if args.only in (None, "churn"):
+        print("\n| churn, full pool of 20,000 | schedule() wall | CPU | over none, % | meta wall |")
         print("|---|---|---|---|---|")
-    for name, setup in chosen.items() if args.only in (None, "sweep") else ():
+        names = (
+            "none",
+            "no-op",
+            "slipstream, no saves",
+            "slipstream",
+            "slipstream, followed",
+            "walk",
+        )
+        churn({name: SETUPS[name] for name in names}, 15, args.rounds + 1, 20_000)
+    if args.only in (None, "poll"):
+        print("\n| worker half, µs | p50 | p99 | CPU p50 | CPU p99 |\n|---|---|---|---|---|")
+        poll(20_000)
+        resync(64_000)
+
+
+def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> None:
+    """Measure decode steps at all sizes; print and draw."""
+    rigs: dict[str, Rig] = {}
+    for name, setup in chosen.items():
         try:
-            rig = make(setup, sizes[-1] + 4000)
+            rigs[name] = make(setup, sizes[-1] + 6000)
         except (ImportError, RuntimeError, AssertionError, ValueError, AttributeError) as error:
-            print(f"| {name} | left out: {type(error).__name__}: {str(error)[:80]} | | | |")
-            continue
-        for size in sizes:
+            print(f"{name} is left out: {type(error).__name__}: {str(error)[:80]}")
+    print("µs, p50; wall / thread CPU; in brackets, schedule() and update_from_output() together ")
+    print("over the no-op connector, %, by CPU time\n")
+    print("| scheduler with | cached blocks | schedule() | update_from_output() | meta |")
+    print("|---|---|---|---|---|")
+    results: dict[str, list[tuple[int, float]]] = {}
+    steps: dict[str, list[tuple[int, float]]] = {}
+    for size in sizes:
+        clocks = {name: {k: Clock() for k in ("schedule", "update", "meta")} for name in rigs}
+        for rig in rigs.values():
             fill(rig, size)
-            clocks = measure(rig, args.steps)
-            s, u, m = clocks["schedule"], clocks["update"], clocks["meta"]
+        gc.collect()
+        gc.freeze()
+        for _ in range(args.rounds):
+            for name, rig in rigs.items():
+                for part, clock in measure(rig, args.steps).items():
+                    clocks[name][part].add(clock)
+        base = clocks.get("no-op", next(iter(clocks.values())))
+        whole = base["schedule"].p50_cpu() + base["update"].p50_cpu()
+        for name, rig in rigs.items():
+            s, u, m = (clocks[name][part] for part in ("schedule", "update", "meta"))
             blocks = len(cached(rig.pool))
+            steps.setdefault(name, []).append((blocks, s.p50() + u.p50()))
             if rig.connector is not None:
                 results.setdefault(name, []).append((blocks, m.p50()))
+            over = ((s.p50_cpu() + u.p50_cpu()) / whole - 1) * 100
             print(
-                f"| {name} | {blocks} | {s.p50():.0f} / {s.p50_cpu():.0f} | {u.p50():.0f} "
-                f"| {m.p50():.2f} / {m.p50_cpu():.2f} |",
+                f"| {name} | {blocks} | {s.p50():.0f} / {s.p50_cpu():.0f} | {u.p50():.0f} / "
+                f"{u.p50_cpu():.0f} ({over:+.1f}) | {m.p50():.2f} / {m.p50_cpu():.2f} |",
                 flush=True,
             )
-        del rig
-        gc.collect()
-    if results:
-        print("\n| connector | slope, µs per 1,000 blocks | at 13k blocks, % of a 7 ms step |")
-        print("|---|---|---|")
-        for name, points in results.items():
-            near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
-            at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
-            print(f"| {name} | {slope(points):.4f} | {at / (STEP_MS * 1e3) * 100:.2f} |")
-        if args.plot:
-            draw(results, args.plot)
-    if args.only in (None, "churn"):
-        print("\n| churn, full pool of 20,000 | schedule() wall | CPU | meta wall |")
-        print("|---|---|---|---|")
-        for name in ("none", "no-op", "slipstream", "slipstream, followed", "walk"):
-            churn(name, SETUPS[name], 60, 20_000)
-    if args.only in (None, "poll"):
-        print("\n| worker half, idle, µs | p50 | p99 |\n|---|---|---|")
-        poll(20_000)
+    print("\n| connector | slope, µs per 1,000 blocks | at 13k blocks | of a 7 ms step, % |")
+    print("|---|---|---|---|")
+    for name, points in results.items():
+        near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
+        at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
+        print(f"| {name} | {slope(points):.4f} | {at:.1f} | {at / (STEP_MS * 1e3) * 100:.2f} |")
+    if args.plot:
+        draw(results, steps, args.plot)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class Rig:
 
     def tokens(self, count: int) -> list[int]:
         """Tokens that no other request has."""
-        return [self.rng.randrange(1, 32000) for _ in range(count)]
+        return self.rng.choices(range(1, 32000), k=count)
 
     def abort(self, name: str) -> None:
         """Abort a request, as a client that hangs up does."""

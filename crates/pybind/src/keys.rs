@@ -2,12 +2,18 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, TryRecvError};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyList};
 use slipstream_kvindex::{Change, KeyError, KeyMessage, Knowledge, digest};
+
+use crate::lock;
 
 fn to_python(error: KeyError) -> PyErr {
     PyValueError::new_err(error.to_string())
@@ -20,61 +26,122 @@ pub(crate) fn life() -> u64 {
 }
 
 /// Keys that are cached now; see [`slipstream_kvindex::KeySet`].
+///
+/// A step that changed much (a prefill of 8,192 tokens adds and removes 1,000 keys) is taken by a
+/// thread of the set's own, so that the scheduler pays for the copy alone. Calls for tests and
+/// diagnosis wait for it; those of a step do not, and find the message in a later one.
 #[pyclass(module = "slipstream._native")]
-pub(crate) struct KeySet(slipstream_kvindex::KeySet);
+pub(crate) struct KeySet {
+    inner: Arc<Inner>,
+    thread: Option<(Sender<Batch>, JoinHandle<()>)>,
+}
 
-/// A log of changes as [`KeySet::apply`] takes it.
+struct Inner {
+    set: Mutex<slipstream_kvindex::KeySet>,
+    /// Batches that the thread has not taken yet.
+    waiting: Mutex<usize>,
+    taken: Condvar,
+    error: Mutex<Option<KeyError>>,
+    /// The thread has to be woken.
+    asleep: AtomicBool,
+}
+
+/// Changes in their order, away from Python's objects.
+#[derive(Default)]
+struct Batch {
+    /// The keys, one after the other.
+    bytes: Vec<u8>,
+    /// Bytes of each key and what happened to it; `None` where all keys were dropped.
+    changes: Vec<(usize, Option<Change>)>,
+}
+
+/// Changes that a step takes itself: what handing them over costs, about 5 µs.
+const INLINE_MAX: usize = 64;
+/// How often the thread looks for changes while there have been some lately. It is not woken for
+/// them: on a busy machine it would take the core of the thread that wakes it.
+const LOOK: Duration = Duration::from_millis(1);
+/// After so many looks in vain it sleeps.
+const IDLE_MAX: u32 = 1_000;
+/// Changes that are looked up together: as many as a core's misses in flight, about.
+const TOGETHER: usize = 32;
+
+impl Batch {
+    fn apply(&self, set: &mut slipstream_kvindex::KeySet) -> Result<(), KeyError> {
+        let mut rest = &self.bytes[..];
+        for changes in self.changes.chunks(TOGETHER) {
+            // The look-ups do not depend on each other, so their cache misses overlap; what is
+            // changed afterwards is in the cache then.
+            let mut ahead = rest;
+            for &(bytes, _) in changes {
+                let (key, after) = ahead.split_at(bytes);
+                std::hint::black_box(set.contains(key));
+                ahead = after;
+            }
+            for &(bytes, change) in changes {
+                let (key, after) = rest.split_at(bytes);
+                rest = after;
+                match change {
+                    None => set.clear(),
+                    Some(change) => set.change(key, change)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads a log as [`KeySet::apply`] takes it, and tells `note` of each change.
 ///
 /// Entries come in twos: a key and the id of the block that holds it now, or that id's complement
 /// (`~id`) where it no longer does. `None` alone says that all keys were dropped.
-struct Log<'a, 'py>(&'a Bound<'py, PyList>);
-
-/// One change of a log; `None` where all keys were dropped.
-type Logged<'py> = Option<(Bound<'py, PyBytes>, Change)>;
-
-impl<'py> Log<'_, 'py> {
-    fn read(&self) -> PyResult<Vec<Logged<'py>>> {
-        let mut changes = Vec::with_capacity(self.0.len() / 2);
-        let mut at = 0;
-        while at < self.0.len() {
-            let entry = self.0.get_item(at)?;
-            at += 1;
-            if entry.is_none() {
-                changes.push(None);
-                continue;
-            }
-            if at == self.0.len() {
-                return Err(PyTypeError::new_err(
-                    "the log ends with a key that has no block",
-                ));
-            }
-            let key = entry.cast_into::<PyBytes>()?;
-            let block: i64 = self.0.get_item(at)?.cast::<PyInt>()?.extract()?;
-            at += 1;
-            let (id, gone) = if block < 0 {
-                (!block, true)
-            } else {
-                (block, false)
-            };
-            let id = u32::try_from(id).map_err(|_| {
-                PyValueError::new_err(format!("block id {id} does not fit into 32 bits"))
-            })?;
-            changes.push(Some((
-                key,
-                if gone {
-                    Change::Remove(id)
-                } else {
-                    Change::Add(id)
-                },
-            )));
+fn read<'py>(
+    log: &Bound<'py, PyList>,
+    mut note: impl FnMut(Option<(&Bound<'py, PyBytes>, Change)>),
+) -> PyResult<Batch> {
+    let len = log.len();
+    let mut batch = Batch {
+        bytes: Vec::with_capacity(18 * len),
+        changes: Vec::with_capacity(len / 2),
+    };
+    let mut at = 0;
+    while at < len {
+        let entry = log.get_item(at)?;
+        at += 1;
+        if entry.is_none() {
+            batch.changes.push((0, None));
+            note(None);
+            continue;
         }
-        Ok(changes)
+        if at == len {
+            return Err(PyTypeError::new_err(
+                "the log ends with a key that has no block",
+            ));
+        }
+        let key = entry.cast_into::<PyBytes>()?;
+        let block: i64 = log.get_item(at)?.cast::<PyInt>()?.extract()?;
+        at += 1;
+        let (id, gone) = if block < 0 {
+            (!block, true)
+        } else {
+            (block, false)
+        };
+        let id = u32::try_from(id).map_err(|_| {
+            PyValueError::new_err(format!("block id {id} does not fit into 32 bits"))
+        })?;
+        let change = if gone {
+            Change::Remove(id)
+        } else {
+            Change::Add(id)
+        };
+        note(Some((&key, change)));
+        batch.bytes.extend_from_slice(key.as_bytes());
+        batch.changes.push((key.as_bytes().len(), Some(change)));
     }
+    Ok(batch)
+}
 
-    fn clear(&self) -> PyResult<()> {
-        self.0
-            .set_slice(0, self.0.len(), &PyList::empty(self.0.py()))
-    }
+fn empty(log: &Bound<'_, PyList>) -> PyResult<()> {
+    log.set_slice(0, log.len(), &PyList::empty(log.py()))
 }
 
 /// Hashes what is a hash already.
@@ -102,36 +169,88 @@ type Step<'py> = (
     Vec<u32>,
 );
 
-/// Changes that are looked up together: as many as a core's misses in flight, about.
-const TOGETHER: usize = 32;
-
 impl KeySet {
-    /// Takes changes in their order. `note` hears of each before it is taken, with the key's
-    /// digest and whether the key is held.
-    fn take<'py>(
-        &mut self,
-        changes: &[Logged<'py>],
-        mut note: impl FnMut(&Logged<'py>, u64, bool),
-    ) -> PyResult<()> {
-        for changes in changes.chunks(TOGETHER) {
-            // The look-ups do not depend on each other, so their cache misses overlap; what is
-            // changed afterwards is in the cache then.
-            for (key, _) in changes.iter().flatten() {
-                std::hint::black_box(self.0.contains(key.as_bytes()));
-            }
-            for change in changes {
-                let Some((key, what)) = change else {
-                    note(change, 0, false);
-                    self.0.clear();
-                    continue;
-                };
-                let key = key.as_bytes();
-                let held = matches!(what, Change::Add(_)) && self.0.contains(key);
-                note(change, digest(key).0, held);
-                self.0.change(key, *what).map_err(to_python)?;
-            }
+    /// Takes the changes, here or in the thread.
+    fn take(&mut self, batch: Batch) -> PyResult<()> {
+        let inner = &self.inner;
+        if let Some(error) = lock(&inner.error).take() {
+            return Err(to_python(error));
         }
+        let mut waiting = lock(&inner.waiting);
+        if batch.changes.len() <= INLINE_MAX && *waiting == 0 {
+            drop(waiting);
+            return batch.apply(&mut lock(&inner.set)).map_err(to_python);
+        }
+        *waiting += 1;
+        drop(waiting);
+        if self.thread.is_none() {
+            let (sender, batches) = std::sync::mpsc::channel::<Batch>();
+            let inner = Arc::clone(inner);
+            let work = move || {
+                let mut idle = 0;
+                loop {
+                    match batches.try_recv() {
+                        Ok(batch) => {
+                            if let Err(error) = batch.apply(&mut lock(&inner.set)) {
+                                *lock(&inner.error) = Some(error);
+                            }
+                            *lock(&inner.waiting) -= 1;
+                            inner.taken.notify_all();
+                            idle = 0;
+                        }
+                        Err(TryRecvError::Empty) if idle < IDLE_MAX => {
+                            idle += 1;
+                            std::thread::park_timeout(LOOK);
+                        }
+                        Err(TryRecvError::Empty) => {
+                            inner.asleep.store(true, Ordering::SeqCst);
+                            if inner.asleep.load(Ordering::SeqCst) && *lock(&inner.waiting) == 0 {
+                                std::thread::park();
+                            }
+                            inner.asleep.store(false, Ordering::SeqCst);
+                            idle = 0;
+                        }
+                        Err(TryRecvError::Disconnected) => return,
+                    }
+                }
+            };
+            let thread = std::thread::Builder::new()
+                .name("kv-keys".into())
+                .spawn(work)?;
+            self.thread = Some((sender, thread));
+        }
+        let (sender, _) = self.thread.as_ref().expect("it was made above");
+        sender
+            .send(batch)
+            .expect("the thread lives as long as its sender");
         Ok(())
+    }
+
+    /// Waits until the thread has taken everything.
+    fn settled<T: Send>(
+        &self,
+        py: Python<'_>,
+        then: impl FnOnce(&mut slipstream_kvindex::KeySet) -> T + Send,
+    ) -> T {
+        let inner = &self.inner;
+        if let Some((_, thread)) = &self.thread {
+            thread.thread().unpark();
+        }
+        py.detach(|| {
+            let waiting = lock(&inner.waiting);
+            drop(inner.taken.wait_while(waiting, |waiting| *waiting > 0));
+            then(&mut lock(&inner.set))
+        })
+    }
+}
+
+impl Drop for KeySet {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.thread.take() {
+            drop(sender);
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
     }
 }
 
@@ -141,14 +260,25 @@ impl KeySet {
     #[new]
     #[pyo3(signature = (keys=0))]
     fn new(keys: usize) -> Self {
-        KeySet(slipstream_kvindex::KeySet::new(keys, life()))
+        let inner = Inner {
+            set: Mutex::new(slipstream_kvindex::KeySet::new(keys, life())),
+            waiting: Mutex::new(0),
+            taken: Condvar::new(),
+            error: Mutex::new(None),
+            asleep: AtomicBool::new(false),
+        };
+        KeySet {
+            inner: Arc::new(inner),
+            thread: None,
+        }
     }
 
-    /// Takes a log of changes and empties it. Up to an entry that is refused, changes are taken.
+    /// Takes a log of changes and empties it. An error may be of an earlier log; changes up to the
+    /// one that is refused are taken.
     fn apply(&mut self, log: &Bound<'_, PyList>) -> PyResult<()> {
-        let log = Log(log);
-        self.take(&log.read()?, |_, _, _| {})?;
-        log.clear()
+        let batch = read(log, |_| {})?;
+        empty(log)?;
+        self.take(batch)
     }
 
     /// [`KeySet::apply`] and [`KeySet::take_message`] in one call.
@@ -162,76 +292,86 @@ impl KeySet {
     }
 
     /// [`KeySet::step`], and which keys the log added and where they are at its end. A key that
-    /// was there before is not new in another block; one whose block changed within the log may
-    /// be left out.
+    /// is held by another block may be among them, and one that changed its block may be missing.
     fn step_with_new<'py>(
         &mut self,
         log: &Bound<'py, PyList>,
         keys_max: usize,
     ) -> PyResult<Step<'py>> {
-        let (log, py) = (Log(log), log.py());
-        let changes = log.read()?;
-        let (mut keys, mut blocks) = (Vec::new(), Vec::new());
+        let (mut keys, mut blocks): (Vec<Option<Bound<'_, PyBytes>>>, Vec<u32>) = (
+            Vec::with_capacity(log.len() / 2),
+            Vec::with_capacity(log.len() / 2),
+        );
         // By digest: where in `keys` a new key is.
-        let mut new: HashMap<u64, usize, BuildHasherDefault<AsItIs>> = HashMap::default();
-        self.take(&changes, |change, digest, held| match change {
-            None => {
+        let mut new: HashMap<u64, usize, BuildHasherDefault<AsItIs>> =
+            HashMap::with_capacity_and_hasher(log.len() / 2, BuildHasherDefault::default());
+        let small = log.len() <= 2 * INLINE_MAX && *lock(&self.inner.waiting) == 0;
+        let held = small.then(|| lock(&self.inner.set));
+        let batch = read(log, |change| {
+            let Some((key, change)) = change else {
                 new.clear();
                 keys.clear();
                 blocks.clear();
-            }
-            Some((key, Change::Add(block))) if !held => {
-                new.insert(digest, keys.len());
-                keys.push(Some(key.clone()));
-                blocks.push(*block);
-            }
-            Some((_, Change::Remove(block))) => {
-                if let Some(&at) = new.get(&digest)
-                    && blocks[at] == *block
-                {
-                    keys[at] = None;
+                return;
+            };
+            let digest = digest(key.as_bytes()).0;
+            match (change, new.get(&digest).copied()) {
+                (Change::Add(_), Some(at)) if keys[at].is_some() => {}
+                (Change::Add(block), _) => {
+                    if !held
+                        .as_ref()
+                        .is_some_and(|held| held.contains(key.as_bytes()))
+                    {
+                        new.insert(digest, keys.len());
+                        keys.push(Some(key.clone()));
+                        blocks.push(block);
+                    }
                 }
+                (Change::Remove(block), Some(at)) if blocks[at] == block => keys[at] = None,
+                (Change::Remove(_), _) => {}
             }
-            Some((_, Change::Add(_))) => {}
         })?;
-        log.clear()?;
-        let (keys, blocks) = keys
+        drop(held);
+        empty(log)?;
+        self.take(batch)?;
+        let new = keys
             .into_iter()
             .zip(blocks)
-            .filter_map(|(key, block)| Some((key?, block)))
-            .unzip();
-        Ok((self.take_message(py, keys_max), keys, blocks))
+            .filter_map(|(key, block)| Some((key?, block)));
+        let (keys, blocks) = new.unzip();
+        Ok((self.take_message(log.py(), keys_max), keys, blocks))
     }
 
+    /// The next message for who follows. While the thread works there will be one later.
     fn take_message<'py>(
         &mut self,
         py: Python<'py>,
         keys_max: usize,
     ) -> Option<Bound<'py, PyBytes>> {
-        self.0
-            .message(keys_max)
-            .map(|message| PyBytes::new(py, &message))
+        let message = self.inner.set.try_lock().ok()?.message(keys_max)?;
+        Some(PyBytes::new(py, &message))
     }
 
-    fn set_consumed(&mut self, consumed: bool) {
-        self.0.set_consumed(consumed);
+    fn set_consumed(&self, py: Python<'_>, consumed: bool) {
+        self.settled(py, |set| set.set_consumed(consumed));
     }
 
-    fn request_snapshot(&mut self) {
-        self.0.request_snapshot();
+    fn request_snapshot(&self, py: Python<'_>) {
+        self.settled(py, slipstream_kvindex::KeySet::request_snapshot);
     }
 
     /// All keys; costs O(keys), for tests.
     fn keys<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
-        self.0.iter().map(|key| PyBytes::new(py, key)).collect()
+        let keys = self.settled(py, |set| set.iter().map(<[u8]>::to_vec).collect::<Vec<_>>());
+        keys.iter().map(|key| PyBytes::new(py, key)).collect()
     }
 
-    fn __len__(&self) -> usize {
-        self.0.len()
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.settled(py, |set| set.len())
     }
 
-    fn __contains__(&self, key: &[u8]) -> bool {
-        self.0.contains(key)
+    fn __contains__(&self, py: Python<'_>, key: &[u8]) -> bool {
+        self.settled(py, |set| set.contains(key))
     }
 }
 

@@ -27,4 +27,5 @@ mod view;
 pub use active::ActiveSequence;
 pub use fleet::{Counters, Fleet, FleetError, Load, TargetConfig};
 pub use policy::{Candidates, Draws, RoutePolicy, WorkerView};
-pub use router::{RouteError, RouteRequest, Routed, Router, Score};
+pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
+pub use view::ViewTurn;

@@ -10,7 +10,7 @@ use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
 use crate::active::ActiveSequence;
 use crate::fleet::Fleet;
 use crate::policy::{self, Candidates, Draws, RoutePolicy};
-use crate::view::{ViewedLoad, Views};
+use crate::view::{ViewTurn, ViewedLoad, Views};
 
 /// A request as the router sees it.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +37,24 @@ pub struct Routed {
     pub hit_blocks: u32,
     /// The sequence's charge; keep it until the sequence ends.
     pub active: ActiveSequence,
+}
+
+/// Where a request is to go, before it is charged.
+#[derive(Clone, Copy, Debug)]
+pub struct Chosen {
+    /// The rank.
+    pub target: RankId,
+    /// Its place among the targets of the fleet.
+    pub index: u32,
+    /// Leading blocks of the prompt that it is expected to reuse.
+    pub hit_blocks: u32,
+}
+
+impl Chosen {
+    /// Charges `prompt`, for which it was chosen, to its target in `fleet`.
+    pub fn charge(&self, fleet: &Arc<Fleet>, prompt: &Prompt) -> ActiveSequence {
+        ActiveSequence::charge(fleet, self.index as usize, prompt, self.hit_blocks)
+    }
 }
 
 /// One candidate of a traced request.
@@ -159,17 +177,42 @@ impl Router {
             ready_generation: 0,
             open: Vec::new(),
             hits: vec![0; fleet.targets().len()],
-            views: (fleet.config().view_interval_ms > 0.0)
+            views: (fleet.config().view_interval_ms > 0.0 && fleet.reads_cache())
                 .then(|| Views::new((fleet.config().view_interval_ms * 1e6).round() as u64)),
             drain: DrainRate::default(),
             fleet,
         }
     }
 
-    /// Whether a request that is routed at `now` makes the router look at what workers did. If not, it
-    /// goes by what it saw when it looked last (`router.view_interval_ms`) and what it routed since.
-    pub fn looks(&self, now: SimTime) -> bool {
-        self.views.as_ref().is_none_or(|views| views.is_old(now))
+    /// What a request that is routed at `now` is decided by, where `router.view_interval_ms` is set;
+    /// without it [`ViewTurn::Fresh`].
+    pub fn view_turn(&self, now: SimTime) -> ViewTurn {
+        let views = self.views.as_ref();
+        views.map_or(ViewTurn::Fresh, |views| views.turn(now))
+    }
+
+    /// From now on the router looks at loads only when it is told to, by [`see`](Self::see): for a
+    /// driver that routes ahead of what workers do. A turn that is [`ViewTurn::Fresh`] looks all the
+    /// same.
+    pub fn look_by_hand(&mut self) {
+        if let Some(views) = &mut self.views {
+            views.by_hand = true;
+        }
+    }
+
+    /// A request comes at `now`, but is not routed yet: see [`view_turn`](Self::view_turn).
+    pub fn advance_view(&mut self, now: SimTime) {
+        if let Some(views) = &mut self.views {
+            views.advance(now, &self.fleet);
+        }
+    }
+
+    /// Looks at loads as they are now, for the decisions of the next interval; nothing if it has
+    /// looked in this one.
+    pub fn see(&mut self) {
+        if let Some(views) = &mut self.views {
+            views.see(&self.fleet);
+        }
     }
 
     /// The fleet that it routes to.
@@ -189,6 +232,25 @@ impl Router {
         request: &RouteRequest<'_>,
         scores: Option<&mut Vec<Score>>,
     ) -> Result<Routed, RouteError> {
+        let chosen = self.choose(now, request, scores)?;
+        Ok(Routed {
+            target: chosen.target,
+            hit_blocks: chosen.hit_blocks,
+            active: chosen.charge(&self.fleet, request.prompt),
+        })
+    }
+
+    /// As [`route`](Self::route), but charges nothing yet: for a driver that routes ahead of time, and
+    /// charges when that has come.
+    ///
+    /// # Errors
+    /// [`RouteError`].
+    pub fn choose(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        scores: Option<&mut Vec<Score>>,
+    ) -> Result<Chosen, RouteError> {
         let fleet = Arc::clone(&self.fleet);
         if request.prompt.block_size() != fleet.block_size() {
             return Err(RouteError::BlockSize {
@@ -197,10 +259,8 @@ impl Router {
             });
         }
         self.drain.observe(now);
-        if let Some(views) = &mut self.views
-            && views.is_old(now)
-        {
-            views.look(now, &fleet);
+        if let Some(views) = &mut self.views {
+            views.advance(now, &fleet);
         }
         self.refresh_ready();
         self.find_open(now, request)?;
@@ -251,10 +311,10 @@ impl Router {
         if let (Some(sessions), Some(session)) = (&fleet.sessions, request.session) {
             sessions.on_routed(now, session, target as u32);
         }
-        Ok(Routed {
+        Ok(Chosen {
             target: fleet.targets()[target].rank,
+            index: target as u32,
             hit_blocks,
-            active: ActiveSequence::charge(&fleet, target, request.prompt, hit_blocks),
         })
     }
 

@@ -12,24 +12,32 @@
 //!   thread 2   engine 1 │ engine 4 │ …                    ┘
 //! ```
 //!
-//! Windows are cut by counting arrivals, never by threads or by a clock, so a run gives the same
-//! figures on any number of threads, and the same as the one queue of [`sim`](crate::sim).
+//! The same goes for a router that looks now and then (`router.view_interval_ms`): windows are then
+//! its intervals, and what decides in window k+1 is what it saw when window k began. What engines
+//! tell of their caches in window k goes into the index when window k+1 has been routed. Only where
+//! nobody came for more than an interval, window k+1 is routed when all have met.
+//!
+//! Windows are cut by counting arrivals or by their times, never by threads or by a clock, so a run
+//! gives the same figures on any number of threads, and the same as the one queue of
+//! [`sim`](crate::sim).
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use slipstream_base::cluster::RouterPolicy;
+use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::workload_file::Workload;
-use slipstream_base::{BlockHash, EngineRequest, GenerationParams, Prompt, RankId, SimTime, Tail};
+use slipstream_base::{
+    BlockHash, EngineRequest, GenerationParams, KvDelta, Prompt, RankId, SimTime, Tail,
+};
 use slipstream_des::{Spin, WindowBarrier};
 use slipstream_engine::{DecodeRun, PassOutput};
-use slipstream_router::{RouteRequest, Router};
-use slipstream_workload::prompt::answer_name;
+use slipstream_router::{Chosen, Fleet, RouteRequest, Router, ViewTurn};
 use slipstream_workload::{Request, Schedule, SourceError};
 
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::sim::{
-    Options, Outcome, Progress, RequestRecord, Sim, Sink, Tally, TwinError, request_seed,
+    Options, Outcome, Progress, RequestRecord, Sim, Sink, Tally, TwinError, prompt_of, request_seed,
 };
 
 /// Arrivals a window holds for each engine: enough for the block pool of one to be worth loading
@@ -41,16 +49,19 @@ const ARRIVALS_MAX: usize = 1 << 15;
 /// Whether no request's way or time hangs on another's; `follow_ups` says that some follow from answers.
 pub(crate) fn are_independent(
     reads_cache: bool,
-    policy: RouterPolicy,
+    router: &RouterConfig,
     workload: &Workload,
     follow_ups: bool,
 ) -> bool {
-    let load_blind = !reads_cache && policy != RouterPolicy::Direct;
+    // A refusal names when to come again, which follows from loads as they are.
+    let refuses = router.busy_kv_share < 1.0 || router.busy_prefill_tokens > 0;
+    let ahead = !reads_cache || router.view_interval_ms > 0.0 && !refuses;
+    let routes_ahead = ahead && router.policy != RouterPolicy::Direct;
     let open = !matches!(
         workload.arrival,
         slipstream_base::workload_file::Arrival::Closed { .. }
     );
-    load_blind && open && !follow_ups
+    routes_ahead && open && !follow_ups
 }
 
 /// An engine and its requests.
@@ -61,11 +72,15 @@ struct Lane {
     end: Option<SimTime>,
     /// Arrivals of the window, kept for their capacity.
     arrivals: Vec<Arrival>,
+    /// Changes of the cache that the router has not heard of, and when they happened.
+    late: VecDeque<(SimTime, KvDelta)>,
 }
 
 struct Arrival {
     at: SimTime,
     request: Request,
+    /// What to charge for it, under a router that looks at loads.
+    chosen: Option<(Chosen, Prompt)>,
 }
 
 /// A request that has ended, kept until the window has.
@@ -139,6 +154,12 @@ struct Rules<'a> {
     seed: u64,
     /// The sink wants a record of each request.
     records: bool,
+    /// Where requests are charged, and changes of caches told, by a router that looks at them.
+    fleet: Arc<Fleet>,
+    /// Changes of caches are told.
+    tells_cache: bool,
+    /// And after this time, ns.
+    lag_ns: u64,
 }
 
 impl Lane {
@@ -172,7 +193,7 @@ impl Lane {
                 let next = coming.peek().map_or(until, |a| a.at.min(until));
                 self.end = self
                     .jump(now, next, rules, worker)
-                    .or_else(|| self.node.begin(now));
+                    .or_else(|| self.begin(now, rules, worker));
             }
         }
         drop(coming);
@@ -180,15 +201,22 @@ impl Lane {
     }
 
     fn take(&mut self, arrival: Arrival, rules: &Rules<'_>) -> Result<(), Box<Ended>> {
-        let Arrival { at, request } = arrival;
-        let name = answer_name(request.id());
-        let prompt = match request.prompt.to_blocks(rules.block_size, rules.root, name) {
+        let Arrival {
+            at,
+            request,
+            chosen,
+        } = arrival;
+        let (active, prompt) = match chosen {
+            Some((chosen, prompt)) => (Some(chosen.charge(&rules.fleet, &prompt)), Ok(prompt)),
+            None => (None, prompt_of(&request, rules.block_size, rules.root)),
+        };
+        let prompt = match prompt {
             Ok(prompt) => prompt,
-            Err(error) => return Err(Box::new(Ended::refused(request, at, error.to_string()))),
+            Err(error) => return Err(Box::new(Ended::refused(request, at, error))),
         };
         let (max_tokens, ignore_eos) = (request.output_len, request.ignore_eos);
         let (priority, seed) = (request.priority, request_seed(rules.seed, &request));
-        let id = self.flights.insert(Flight::new(request, None, 0, at));
+        let id = self.flights.insert(Flight::new(request, active, 0, at));
         let added = self.node.engine.add(
             at,
             EngineRequest {
@@ -229,7 +257,48 @@ impl Lane {
         let passes = worker.run.ends.len() as u64;
         worker.tally.passes += passes;
         worker.tally.jumped += passes;
+        if rules.tells_cache && !worker.run.kv_ops.is_empty() {
+            let mut sequence = worker.run.kv_sequence;
+            for (pass, &at) in worker.run.ends.iter().enumerate() {
+                let ops = worker.run.kv_of(pass);
+                if !ops.is_empty() {
+                    let delta = KvDelta {
+                        rank: self.node.rank,
+                        sequence,
+                        ops: ops.to_vec(),
+                    };
+                    self.late.push_back((at, delta));
+                    sequence += 1;
+                }
+            }
+        }
         Some(end)
+    }
+
+    fn begin(&mut self, now: SimTime, rules: &Rules<'_>, worker: &mut Worker) -> Option<SimTime> {
+        let end = self.node.begin(now);
+        // An engine that fell idle has told everything.
+        if end.is_none() && self.node.engine.take_kv(&mut worker.out.kv) {
+            self.on_kv(now, &worker.out.kv, rules);
+        }
+        end
+    }
+
+    /// The cache changed at `at`.
+    fn on_kv(&mut self, at: SimTime, delta: &KvDelta, rules: &Rules<'_>) {
+        if rules.tells_cache && !delta.ops.is_empty() {
+            self.late.push_back((at, delta.clone()));
+        }
+    }
+
+    /// Tells the router what it hears of before `limit`.
+    fn tell_cache(&mut self, limit: SimTime, rules: &Rules<'_>) {
+        while let Some((at, delta)) = self.late.front()
+            && *at + rules.lag_ns < limit
+        {
+            rules.fleet.on_kv(delta);
+            self.late.pop_front();
+        }
     }
 
     fn end_pass(&mut self, now: SimTime, rules: &Rules<'_>, worker: &mut Worker) {
@@ -237,6 +306,9 @@ impl Lane {
             tally, ended, out, ..
         } = worker;
         self.node.finish(out);
+        if rules.tells_cache && !out.kv.ops.is_empty() {
+            self.late.push_back((now, out.kv.clone()));
+        }
         self.node
             .tell(now, out, &mut self.flights, &mut tally.totals.itl);
         tally.passes += 1;
@@ -271,8 +343,9 @@ impl Lane {
 struct Arrivals {
     schedule: Schedule,
     router: Router,
-    /// Stands for every prompt: who looks at no load looks at no prompt.
-    any_prompt: Prompt,
+    /// Stands for every prompt under a router that looks at none, as it looks at no load.
+    any_prompt: Option<Prompt>,
+    root: BlockHash,
     now: SimTime,
     time_max: SimTime,
     window_max: usize,
@@ -290,8 +363,24 @@ struct Window {
 }
 
 impl Arrivals {
-    /// Puts the arrivals of the next window into `inboxes`.
-    fn fill(&mut self, inboxes: &[Mutex<Vec<Arrival>>]) -> Result<Window, SourceError> {
+    /// Puts the arrivals of the next window into `inboxes`. `None`, and nothing done, if the router must
+    /// look at loads first, and they are not `current`.
+    fn fill(
+        &mut self,
+        inboxes: &[Mutex<Vec<Arrival>>],
+        current: bool,
+    ) -> Result<Option<Window>, SourceError> {
+        if !current
+            && self.any_prompt.is_none()
+            && let Some(due) = self.schedule.next_due(self.now)?
+            && self.router.view_turn(due) == ViewTurn::Fresh
+        {
+            return Ok(None);
+        }
+        self.fill_now(inboxes).map(Some)
+    }
+
+    fn fill_now(&mut self, inboxes: &[Mutex<Vec<Arrival>>]) -> Result<Window, SourceError> {
         let end = self.time_max + 1;
         let (mut count, mut until) = (0, None);
         loop {
@@ -307,8 +396,12 @@ impl Arrivals {
                     last: true,
                 });
             }
+            let is_over = match self.any_prompt {
+                Some(_) => count >= self.window_max,
+                None => self.router.view_turn(due) != ViewTurn::Same,
+            };
             // Those of one moment stay together.
-            if count >= self.window_max && until.is_some_and(|last| due > last) {
+            if is_over && until.is_some_and(|last| due > last) {
                 return Ok(Window {
                     until: due,
                     last: false,
@@ -329,20 +422,33 @@ impl Arrivals {
     }
 
     fn route(&mut self, request: Request, inboxes: &[Mutex<Vec<Arrival>>]) {
+        let block_size = self.router.fleet().block_size();
+        let prompt = match self.any_prompt {
+            Some(_) => None,
+            None => match prompt_of(&request, block_size, self.root) {
+                Ok(prompt) => Some(prompt),
+                Err(error) => {
+                    self.refused.push(Ended::refused(request, self.now, error));
+                    return;
+                }
+            },
+        };
         let route = RouteRequest {
-            prompt: &self.any_prompt,
+            prompt: prompt
+                .as_ref()
+                .or(self.any_prompt.as_ref())
+                .expect("one of the two"),
             max_tokens: request.output_len,
             session: Some(request.session),
             direct: None,
             exclude: &[],
         };
-        match self.router.route(self.now, &route, None) {
-            Ok(routed) => {
-                let target = self.router.fleet().target_of(routed.target);
-                let target = target.expect("the router chose one of its targets");
-                lock(&inboxes[target]).push(Arrival {
+        match self.router.choose(self.now, &route, None) {
+            Ok(chosen) => {
+                lock(&inboxes[chosen.index as usize]).push(Arrival {
                     at: self.now,
                     request,
+                    chosen: prompt.map(|prompt| (chosen, prompt)),
                 });
             }
             Err(error) => {
@@ -361,8 +467,14 @@ struct Shared<'a> {
     /// Those of the window that runs, and of the next one, in turn.
     inboxes: [Vec<Mutex<Vec<Arrival>>>; 2],
     barrier: WindowBarrier,
-    /// The next piece of work of this window: routing, then the lanes.
+    /// The next piece of work of this window: routing, then some lanes, and so on.
     next: AtomicUsize,
+    /// Lanes of a piece.
+    piece: usize,
+    /// The next window has been routed, as far as it can be.
+    routed: AtomicBool,
+    /// The next piece of what caches have to tell.
+    next_told: AtomicUsize,
     control: Mutex<Control>,
     in_flight: AtomicUsize,
     answered: AtomicU64,
@@ -375,7 +487,7 @@ struct Shared<'a> {
 
 struct Control {
     window: Window,
-    following: Option<Result<Window, SourceError>>,
+    following: Option<Result<Option<Window>, SourceError>>,
     cut: Option<String>,
     error: Option<SourceError>,
     over: bool,
@@ -386,35 +498,61 @@ impl Shared<'_> {
     fn work(&self, worker: &mut Worker) {
         let window = lock(&self.control).window;
         let parity = (self.windows.load(Ordering::Acquire) % 2) as usize;
+        let (mut in_flight, sent) = (0usize, worker.tally.totals.requests.sent);
         loop {
             let piece = self.next.fetch_add(1, Ordering::AcqRel);
             if piece == 0 {
                 if !window.last {
-                    let filled = lock(&self.arrivals).fill(&self.inboxes[1 - parity]);
+                    let filled = lock(&self.arrivals).fill(&self.inboxes[1 - parity], false);
                     lock(&self.control).following = Some(filled);
                 }
+                self.routed.store(true, Ordering::Release);
                 continue;
             }
-            let Some(lane) = self.lanes.get(piece - 1) else {
+            let lanes = self.lanes_of(piece - 1);
+            if lanes.is_empty() {
                 break;
-            };
-            let mut lane = lock(lane);
-            std::mem::swap(
-                &mut lane.arrivals,
-                &mut lock(&self.inboxes[parity][piece - 1]),
-            );
-            let before = lane.flights.len();
-            let sent = worker.tally.totals.requests.sent;
-            lane.advance(window.until, &self.rules, worker);
-            let after = lane.flights.len();
-            // A difference below 0 wraps, and so does the sum.
-            self.in_flight
-                .fetch_add(after.wrapping_sub(before), Ordering::AcqRel);
-            let answered = worker.tally.totals.requests.sent - sent;
-            self.answered.fetch_add(answered, Ordering::AcqRel);
+            }
+            for index in lanes {
+                let mut lane = lock(&self.lanes[index]);
+                std::mem::swap(&mut lane.arrivals, &mut lock(&self.inboxes[parity][index]));
+                let before = lane.flights.len();
+                lane.advance(window.until, &self.rules, worker);
+                // A difference below 0 wraps, and so does the sum.
+                in_flight = in_flight.wrapping_add(lane.flights.len().wrapping_sub(before));
+            }
+        }
+        self.in_flight.fetch_add(in_flight, Ordering::AcqRel);
+        let answered = worker.tally.totals.requests.sent - sent;
+        self.answered.fetch_add(answered, Ordering::AcqRel);
+        if self.rules.tells_cache {
+            self.tell_caches(window);
         }
         if !worker.ended.is_empty() {
             lock(&self.ended[parity]).append(&mut worker.ended);
+        }
+    }
+
+    fn lanes_of(&self, piece: usize) -> std::ops::Range<usize> {
+        let begin = self.lanes.len().min(piece * self.piece);
+        begin..self.lanes.len().min(begin + self.piece)
+    }
+
+    /// Tells the router what it hears of in `window`, shared with the other threads. Until the next
+    /// window has been routed, it goes by what it knew before.
+    fn tell_caches(&self, window: Window) {
+        while !self.routed.load(Ordering::Acquire) {
+            std::thread::yield_now(); // some microseconds at most
+        }
+        loop {
+            let lanes = self.lanes_of(self.next_told.fetch_add(1, Ordering::AcqRel));
+            if lanes.is_empty() {
+                break;
+            }
+            for index in lanes {
+                // Who still advances it holds its lock.
+                lock(&self.lanes[index]).tell_cache(window.until, &self.rules);
+            }
         }
     }
 
@@ -433,14 +571,29 @@ impl Shared<'_> {
         } else if self.stop.load(Ordering::Acquire) {
             control.cut = Some(format!("interrupted at {until}"));
         } else {
-            match control.following.take() {
-                Some(Ok(window)) => control.window = window,
-                Some(Err(error)) => control.error = Some(error),
-                None => unreachable!("somebody routed the next window"),
+            let following = control.following.take();
+            let mut arrivals = lock(&self.arrivals);
+            let filled = match following.expect("somebody routed the next window") {
+                Ok(Some(window)) => {
+                    // All engines have come to where it begins.
+                    arrivals.router.see();
+                    Ok(window)
+                }
+                Ok(None) => {
+                    let next = 1 - (self.windows.load(Ordering::Acquire) % 2) as usize;
+                    arrivals.fill_now(&self.inboxes[next])
+                }
+                Err(error) => Err(error),
+            };
+            match filled {
+                Ok(window) => control.window = window,
+                Err(error) => control.error = Some(error),
             }
         }
         control.over |= control.cut.is_some() || control.error.is_some();
         self.windows.fetch_add(1, Ordering::AcqRel);
+        self.routed.store(false, Ordering::Release);
+        self.next_told.store(0, Ordering::Release);
         self.next.store(0, Ordering::Release);
     }
 
@@ -488,24 +641,36 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
                 flights: Flights::default(),
                 end: None,
                 arrivals: Vec::new(),
+                late: VecDeque::new(),
             })
         })
         .collect();
     let inboxes = || lanes.iter().map(|_| Mutex::default()).collect::<Vec<_>>();
     let inboxes = [inboxes(), inboxes()];
-    let block_size = parts.router.fleet().block_size();
+    let fleet = Arc::clone(parts.router.fleet());
+    let block_size = fleet.block_size();
+    let views = fleet.reads_cache();
+    let mut router = parts.router;
+    router.look_by_hand();
     let mut arrivals = Arrivals {
         schedule: parts.schedule,
-        any_prompt: one_token(block_size),
-        router: parts.router,
+        any_prompt: (!views).then(|| one_token(block_size)),
+        root: parts.root,
+        router,
         now: SimTime::ZERO,
         // One less than the end of time, so that a window can end after it.
         time_max: options.time_max.min(SimTime(u64::MAX - 1)),
         window_max: (ARRIVALS_PER_LANE * lanes.len()).min(ARRIVALS_MAX),
         refused: Vec::new(),
     };
-    let window = arrivals.fill(&inboxes[0])?;
+    let window = arrivals.fill_now(&inboxes[0])?;
     let threads = options.threads.clamp(1, lanes.len() as u32);
+    // Short windows: few pieces, so that taking one costs little beside it.
+    let piece = if views {
+        lanes.len().div_ceil(threads as usize * 4)
+    } else {
+        1
+    };
     let shared = Shared {
         rules: Rules {
             options,
@@ -513,12 +678,18 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
             root: parts.root,
             seed: parts.seed,
             records: sink.wants_requests(),
+            tells_cache: views && fleet.config().kv_events,
+            lag_ns: parts.lag_ns,
+            fleet,
         },
         lanes,
         arrivals: Mutex::new(arrivals),
         inboxes,
         barrier: WindowBarrier::new(threads, Spin::default()),
         next: AtomicUsize::new(0),
+        piece,
+        routed: AtomicBool::new(false),
+        next_told: AtomicUsize::new(0),
         control: Mutex::new(Control {
             window,
             following: None,

@@ -13,7 +13,7 @@ use slipstream_base::{KvDelta, RankId, SimTime, WorkerId};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig};
-use slipstream_router::{Fleet, Router};
+use slipstream_router::{Fleet, Router, ViewTurn};
 
 use crate::node::{Node, Role};
 use crate::sim::{Options, TwinError};
@@ -28,9 +28,13 @@ pub(crate) struct Side {
     pub(crate) reads_cache: bool,
     /// Changes of caches that the router has not heard of yet, by when it does.
     late: BTreeMap<(SimTime, u64), Late>,
-    lag_ns: u64,
+    pub(crate) lag_ns: u64,
     /// The router does not hear of a change when it happens.
     is_late: bool,
+    /// The router looks now and then.
+    views: bool,
+    /// When it did last.
+    looked: SimTime,
     sequence: u64,
 }
 
@@ -50,6 +54,8 @@ impl Side {
             nodes: Vec::new(),
             late: BTreeMap::new(),
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
+            views: cluster.router.view_interval_ms > 0.0,
+            looked: SimTime::ZERO,
             is_late: cluster.router.kv_lag_ms > 0.0 || cluster.router.view_interval_ms > 0.0,
             sequence: 0,
         })
@@ -73,14 +79,31 @@ impl Side {
         self.sequence += 1;
     }
 
-    /// The router is about to choose: tells it what it has heard of by `now`, unless it goes by what
-    /// it knew before.
+    /// The router is about to choose at `now`: tells it what it has heard of by then, or, if it looks
+    /// now and then, by its last look.
     pub(crate) fn hear(&mut self, now: SimTime, nodes: &[Node]) {
-        if !self.is_late || !self.router.looks(now) {
+        if !self.is_late {
             return;
         }
+        if !self.views {
+            return self.hear_before(now + 1, nodes);
+        }
+        match self.router.view_turn(now) {
+            ViewTurn::Same => {}
+            ViewTurn::Next => {
+                self.hear_before(self.looked, nodes);
+                self.looked = now;
+            }
+            ViewTurn::Fresh => {
+                self.hear_before(now, nodes);
+                self.looked = now;
+            }
+        }
+    }
+
+    fn hear_before(&mut self, limit: SimTime, nodes: &[Node]) {
         while let Some(entry) = self.late.first_entry()
-            && entry.key().0 <= now
+            && entry.key().0 < limit
         {
             let Late { delta, node, life } = entry.remove();
             // What a worker said before it vanished is of no use.

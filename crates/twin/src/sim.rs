@@ -227,17 +227,19 @@ pub fn simulate(
             node.watch = Some(Box::default());
         }
     }
-    let policy = cluster.router.policy;
     let plain = sim.prefill.is_none() && !sim.tells_later && cluster.events.is_empty();
-    // Whoever watches passes gets them from one queue, in the order of their time.
-    let apart = !options.one_queue && !sink.wants_passes();
     let follow_ups = sim.schedule.may_follow_up()?;
-    if apart && plain && lanes::are_independent(sim.serve.reads_cache, policy, workload, follow_ups)
-    {
-        lanes::run(sim, sink)
-    } else {
-        sim.run(sink)
+    let independent = plain
+        && lanes::are_independent(sim.serve.reads_cache, &cluster.router, workload, follow_ups);
+    // Whoever watches passes gets them from one queue, in the order of their time.
+    if independent && !options.one_queue && !sink.wants_passes() {
+        return lanes::run(sim, sink);
     }
+    if independent {
+        sim.looks_first = true;
+        sim.serve.router.look_by_hand();
+    }
+    sim.run(sink)
 }
 
 /// Calls of [`Sink::on_progress`]: one in so many events.
@@ -298,6 +300,9 @@ pub(crate) struct Sim<'a> {
     sequence: u64,
     pub(crate) wire: Wire,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
+    /// The router looks at loads before anything else happens at the time of an arrival, as where it
+    /// routes ahead (`lanes`).
+    looks_first: bool,
     /// Tokens reach clients later than their passes end.
     tells_later: bool,
     pub(crate) frames: Frames,
@@ -325,6 +330,8 @@ pub(crate) struct Apart<'a> {
     pub(crate) nodes: Vec<Node>,
     pub(crate) root: BlockHash,
     pub(crate) seed: u64,
+    /// From a change of a cache until the router may hear of it, ns.
+    pub(crate) lag_ns: u64,
 }
 
 impl<'a> Sim<'a> {
@@ -336,6 +343,7 @@ impl<'a> Sim<'a> {
             nodes: self.nodes,
             root: self.root,
             seed: self.seed,
+            lag_ns: self.serve.lag_ns,
         }
     }
 
@@ -372,6 +380,7 @@ impl<'a> Sim<'a> {
             sequence: 0,
             wire,
             host,
+            looks_first: false,
             tells_later,
             frames: Frames::default(),
             faults: Faults::new(cluster),
@@ -411,6 +420,11 @@ impl<'a> Sim<'a> {
                 break;
             }
             self.now = next;
+            if self.looks_first && self.schedule.next_due(next)? == Some(next) {
+                self.serve.hear(next, &self.nodes);
+                self.serve.router.advance_view(next);
+                self.serve.router.see();
+            }
             self.end_passes(sink);
             self.happen(sink);
             self.take_arrivals(sink)?;
@@ -978,7 +992,11 @@ impl<'a> Sim<'a> {
 }
 
 /// The prompt of a request in blocks; its answer is named after it, so that a later turn finds it.
-fn prompt_of(request: &Request, block_size: u32, root: BlockHash) -> Result<Prompt, String> {
+pub(crate) fn prompt_of(
+    request: &Request,
+    block_size: u32,
+    root: BlockHash,
+) -> Result<Prompt, String> {
     let name = answer_name(request.id());
     let prompt = request.prompt.to_blocks(block_size, root, name);
     prompt.map_err(|error| error.to_string())

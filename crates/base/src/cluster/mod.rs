@@ -305,8 +305,8 @@ pub struct RouterConfig {
     pub busy_kv_share: f64,
     /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
     pub busy_prefill_tokens: u64,
-    /// How old the router's view of loads and caches may be, ms: between two looks it knows what it
-    /// routed itself, and nothing of what workers did. 0: it always knows. Default 0.
+    /// The router looks at loads once in each such interval, ms, and goes by the look that it took in
+    /// the one before, and by what it has routed since; 0: it always knows. Default 0.
     pub view_interval_ms: f64,
     /// `simulate` alone: time from a pass's end until the router's index knows of its blocks, ms.
     /// Default 0.

@@ -338,8 +338,10 @@ pub const KEYS: &[Key] = &[
         "router.view_interval_ms",
         "ms, 0 to 3,600,000",
         "0.0",
-        "How old the router's view of loads may be: between two looks it knows what it routed itself, and not what workers did. 0: it always knows.",
-        "High: requests go to workers that were idle a while ago. 0 is better than a cluster of several routers does.",
+        "The router looks at loads once in each such interval, and goes by the look that it took in the one \
+         before and by what it has routed since: up to two intervals old, as where several routers tell each \
+         other. 0: it always knows.",
+        "High: requests go to workers that were idle a while ago.",
     ),
     key(
         "router.kv_lag_ms",

@@ -2,67 +2,110 @@
 
 use slipstream_base::SimTime;
 use slipstream_base::cluster::{RouterConfig, RouterPolicy};
+use slipstream_router::ViewTurn;
 
 use crate::{config, prompt, ready, request};
 
 const MS: u64 = 1_000_000;
 
-fn every_10_ms(policy: RouterPolicy) -> RouterConfig {
+fn every_5_ms(policy: RouterPolicy) -> RouterConfig {
     RouterConfig {
-        view_interval_ms: 10.0,
+        view_interval_ms: 5.0,
         ..config(policy)
     }
 }
 
 #[test]
 fn between_two_looks_it_knows_what_it_routed_and_not_what_ended() {
-    let (_fleet, mut router) = ready(2, every_10_ms(RouterPolicy::LeastRequests));
-    let prompts = [0, 1, 2, 3, 4].map(|seed| prompt(seed, 100));
+    let (_fleet, mut router) = ready(2, every_5_ms(RouterPolicy::LeastRequests));
+    let prompts = [0, 1, 2, 3, 4, 5, 6].map(|seed| prompt(seed, 100));
     let mut go = |at: u64, n: usize| {
         let routed = router.route(SimTime(at), &request(&prompts[n]), None);
         let routed = routed.unwrap();
         (routed.target.worker.0, routed.active)
     };
-    // It looks at 5 ms. What it routes itself counts at once.
+    // The first look is at 5 ms. What it routes itself counts at once.
     let (first, ended) = go(5 * MS, 0);
-    let (second, _running) = go(6 * MS, 1);
+    let (second, _second) = go(6 * MS, 1);
     assert_eq!((first, second), (0, 1));
-    // The first ends. Until 15 ms both seem to have one, so the lower number is taken; then one more.
+    // The first ends. Both still seem to have one, so the lower number is taken; then one more.
     drop(ended);
     let (third, _third) = go(7 * MS, 2);
-    let (fourth, _fourth) = go(15 * MS - 1, 3);
+    let (fourth, _fourth) = go(10 * MS - 1, 3);
     assert_eq!(
         (third, fourth),
         (0, 1),
         "2 and 1 believed, 1 and 1 in truth"
     );
-    // A look: worker 0 has one, worker 1 has two.
-    assert_eq!(go(15 * MS, 4).0, 0);
+    // From 10 to 15 ms it goes by the look of 5 ms, and what it routed since: 2 and 2.
+    let (fifth, _fifth) = go(10 * MS, 4);
+    assert_eq!(fifth, 0, "3 and 2 believed, 2 and 2 in truth");
+    // From 15 ms on by that of 10 ms, which saw 1 and 2, and the one routed since.
+    let (sixth, _sixth) = go(15 * MS, 5);
+    assert_eq!(sixth, 0, "2 and 2 believed, and in truth");
+    // After a pause it looks at once: 3 and 2.
+    assert_eq!(go(100 * MS, 6).0, 1);
 }
 
 #[test]
-fn another_routers_requests_are_seen_at_the_next_look() {
-    let (fleet, mut mine) = ready(2, every_10_ms(RouterPolicy::LeastTokens));
+fn another_routers_requests_are_seen_later() {
+    let (fleet, mut mine) = ready(2, every_5_ms(RouterPolicy::LeastTokens));
     let mut other = slipstream_router::Router::new(fleet.clone(), 1);
     let (long, short) = (prompt(1, 400), prompt(2, 16));
-    let start = mine.route(SimTime(0), &request(&short), None).unwrap();
-    assert_eq!(start.target.worker.0, 0);
-    let theirs = other.route(SimTime(1), &request(&long), None).unwrap();
-    assert_eq!(theirs.target.worker.0, 1, "they look for the first time");
-    // Worker 1 has 400 tokens and 0 has 16, but that is not known here yet.
-    let next = mine.route(SimTime(2), &request(&short), None).unwrap();
-    assert_eq!(next.target.worker.0, 1);
-    let later = SimTime(10 * MS);
-    assert!(mine.looks(later) && !mine.looks(SimTime(10 * MS - 1)));
-    let next = mine.route(later, &request(&short), None).unwrap();
-    assert_eq!(next.target.worker.0, 0);
+    let mut sequences = Vec::new();
+    let mut go = |router: &mut slipstream_router::Router, at: u64, prompt| {
+        let routed = router.route(SimTime(at), &request(prompt), None).unwrap();
+        sequences.push(routed.active);
+        routed.target.worker.0
+    };
+    assert_eq!(go(&mut mine, 0, &short), 0);
+    assert_eq!(go(&mut other, 1, &long), 1, "they look for the first time");
+    // Worker 1 has 400 tokens and 0 has 16, but that is not known here before 10 ms: the look of 0 ms
+    // saw nothing, that of 5 ms saw it.
+    assert_eq!(go(&mut mine, 2, &short), 1);
+    assert_eq!(go(&mut mine, 5 * MS, &short), 0);
+    assert_eq!(go(&mut mine, 5 * MS, &short), 1);
+    assert_eq!(mine.view_turn(SimTime(10 * MS - 1)), ViewTurn::Same);
+    assert_eq!(mine.view_turn(SimTime(10 * MS)), ViewTurn::Next);
+    assert_eq!(mine.view_turn(SimTime(15 * MS)), ViewTurn::Fresh);
+    assert_eq!(go(&mut mine, 10 * MS, &short), 0);
+    assert_eq!(go(&mut mine, 10 * MS, &short), 0);
+}
+
+/// A driver that routes ahead and looks by hand decides as one that routes as time goes on.
+#[test]
+fn looking_by_hand_decides_the_same() {
+    let prompts: Vec<_> = (0..60).map(|n| prompt(n % 7, 40 + 13 * n as u32)).collect();
+    let at = |n: usize| SimTime(n as u64 * 1_300_000);
+    let run = |by_hand: bool| {
+        let (fleet, mut router) = ready(3, every_5_ms(RouterPolicy::LeastTokens));
+        let mut chosen = Vec::new();
+        let mut live = std::collections::VecDeque::new();
+        if by_hand {
+            router.look_by_hand();
+        }
+        for (n, prompt) in prompts.iter().enumerate() {
+            let looks = router.view_turn(at(n)) != ViewTurn::Same;
+            let choice = router.choose(at(n), &request(prompt), None).unwrap();
+            if by_hand && looks {
+                router.see(); // late, after it was routed, but before it was charged
+            }
+            live.push_back(choice.charge(&fleet, prompt));
+            if live.len() > 9 {
+                live.pop_front();
+            }
+            chosen.push(choice.target);
+        }
+        chosen
+    };
+    assert_eq!(run(true), run(false));
 }
 
 #[test]
 fn thresholds_go_by_what_is_believed() {
     let config = RouterConfig {
         busy_prefill_tokens: 150,
-        ..every_10_ms(RouterPolicy::LeastRequests)
+        ..every_5_ms(RouterPolicy::LeastRequests)
     };
     let (_fleet, mut router) = ready(1, config);
     let p = prompt(1, 100);
@@ -72,5 +115,5 @@ fn thresholds_go_by_what_is_believed() {
     assert!(router.route(SimTime(MS), &request(&p), None).is_err());
     drop(charges); // all has ended, but it has not looked
     assert!(router.route(SimTime(9 * MS), &request(&p), None).is_err());
-    assert!(router.route(SimTime(10 * MS), &request(&p), None).is_ok());
+    assert!(router.route(SimTime(15 * MS), &request(&p), None).is_ok());
 }

@@ -349,16 +349,28 @@ proptest! {
         let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
         prop_assert_eq!(gaps, tokens.output - requests.succeeded);
     }
-    /// Engines that have nothing to do with each other give the same whether one queue orders all
-    /// their events or each goes through time by itself, on any number of threads.
+    /// Engines that have nothing to do with each other, or are looked at now and then, give the same
+    /// whether one queue orders all their events or each goes through time by itself, on any number
+    /// of threads.
     #[test]
     fn threads_and_queues_change_nothing(
         (mut cluster, mut workload) in scenario(),
-        random in any::<bool>(),
+        policy in prop::sample::select(vec![
+            RouterPolicy::Random,
+            RouterPolicy::RoundRobin,
+            RouterPolicy::Kv,
+            RouterPolicy::LeastTokens,
+            RouterPolicy::PowerOfTwo,
+        ]),
+        (view_ms, lag_ms, affinity) in (1u32..200, 0u32..40, any::<bool>()),
         rate in 5u32..400,
         time_max_ms in prop::option::of(1u64..2_000),
     ) {
-        cluster.router.policy = if random { RouterPolicy::Random } else { RouterPolicy::RoundRobin };
+        let router = &mut cluster.router;
+        router.policy = policy;
+        router.view_interval_ms = view_ms.into();
+        router.kv_lag_ms = lag_ms.into();
+        router.affinity_ttl_s = if affinity { 1.0 } else { 0.0 };
         workload.arrival = Arrival::Poisson { rate_per_s: rate.into() };
         let Content::Generated(classes) = &mut workload.content else { unreachable!() };
         classes[0].session.turns = Dist::Exact(1.0);

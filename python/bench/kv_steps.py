@@ -296,7 +296,7 @@ def draw(
     left.set_yscale("log")
     left.axhline(6, color="gray", linestyle=":", label="mark: 6 µs")
     left.set_xlabel("cached blocks")
-    left.set_ylabel("build_connector_meta, µs (wall, p50)")
+    left.set_ylabel("build_connector_meta, µs (thread CPU, p50)")
     left.grid(visible=True, which="major", alpha=0.3)
     left.legend(fontsize=8)
     shown = [name for name in steps if name not in ("none", "walk, gated off")]
@@ -308,7 +308,7 @@ def draw(
     right.set_xticks([i + 0.4 for i in range(len(steps["none"]))])
     right.set_xticklabels([f"{n // 1000}k" for n, _ in steps["none"]])
     right.set_xlabel("cached blocks")
-    right.set_ylabel("schedule() + update_from_output() over no connector, µs")
+    right.set_ylabel("schedule() + update_from_output() over no connector, µs (CPU)")
     right.grid(visible=True, axis="y", alpha=0.3)
     right.legend(fontsize=8)
     figure.savefig(path, dpi=110)
@@ -361,6 +361,7 @@ def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> Non
     print("| scheduler with | cached blocks | schedule() | update_from_output() | meta |")
     print("|---|---|---|---|---|")
     results: dict[str, list[tuple[int, float]]] = {}
+    walls: dict[str, list[tuple[int, float]]] = {}
     steps: dict[str, list[tuple[int, float]]] = {}
     for size in sizes:
         clocks = {name: {k: Clock() for k in ("schedule", "update", "meta")} for name in rigs}
@@ -377,21 +378,25 @@ def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> Non
         for name, rig in rigs.items():
             s, u, m = (clocks[name][part] for part in ("schedule", "update", "meta"))
             blocks = len(cached(rig.pool))
-            steps.setdefault(name, []).append((blocks, s.p50() + u.p50()))
+            steps.setdefault(name, []).append((blocks, s.p50_cpu() + u.p50_cpu()))
             if rig.connector is not None:
-                results.setdefault(name, []).append((blocks, m.p50()))
+                results.setdefault(name, []).append((blocks, m.p50_cpu()))
+                walls.setdefault(name, []).append((blocks, m.p50()))
             over = ((s.p50_cpu() + u.p50_cpu()) / whole - 1) * 100
             print(
                 f"| {name} | {blocks} | {s.p50():.0f} / {s.p50_cpu():.0f} | {u.p50():.0f} / "
                 f"{u.p50_cpu():.0f} ({over:+.1f}) | {m.p50():.2f} / {m.p50_cpu():.2f} |",
                 flush=True,
             )
-    print("\n| connector | slope, µs per 1,000 blocks | at 13k blocks | of a 7 ms step, % |")
+    print("\n| connector | slope, µs per 1,000 blocks, wall / CPU | at 13k, CPU | of 7 ms, % |")
     print("|---|---|---|---|")
     for name, points in results.items():
         near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
         at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
-        print(f"| {name} | {slope(points):.4f} | {at:.1f} | {at / (STEP_MS * 1e3) * 100:.2f} |")
+        wall = slope(walls[name])
+        print(
+            f"| {name} | {wall:.4f} / {slope(points):.4f} | {at:.1f} | {at / (STEP_MS * 1e3) * 100:.2f} |"
+        )
     if args.plot:
         draw(results, steps, args.plot)
 

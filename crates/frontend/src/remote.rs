@@ -33,6 +33,13 @@ const GREETINGS_MAX: usize = 256;
 /// Reads in one turn, of at least 16 KiB each; then the clients' sockets get theirs.
 const READS_PER_TURN: usize = 8;
 
+/// Changes of blocks that are looked at together: two cache lines each, of the 512 or more that a
+/// first-level cache holds.
+const DELTA_OPS: usize = 64;
+
+/// Deltas that are kept to be applied together.
+const DELTAS_MAX: usize = 64;
+
 /// Bytes beyond [`RemoteLimits::unsent_bytes_max`] at which a worker that reads too slowly is cut:
 /// the longest request, and controls of a million streams.
 const UNSENT_SLACK_BYTES: usize = wire::BODY_BYTES_MAX + (32 << 20);
@@ -258,7 +265,9 @@ impl Remote {
             peer,
             link,
             pass: PassFrame::new(),
-            delta: KvDelta::default(),
+            deltas: Vec::new(),
+            told: 0,
+            told_ops: 0,
             unsure: Vec::new(),
         };
         let error = poll_fn(|cx| connection.poll(cx)).await;
@@ -390,7 +399,10 @@ struct Connection {
     peer: Rc<Peer>,
     link: Link,
     pass: PassFrame,
-    delta: KvDelta,
+    /// The first `told` of them came and are not yet applied; the others lend their memory.
+    deltas: Vec<KvDelta>,
+    told: usize,
+    told_ops: usize,
     /// Ranks of which a snapshot was asked for and has not come.
     unsure: Vec<RankId>,
 }
@@ -445,26 +457,37 @@ impl Connection {
     }
 
     fn take_frames(&mut self) -> Result<(), WireError> {
-        let (shard, roster) = (&self.shard, &self.remote.roster);
+        let taken = self.take_each_frame();
+        self.apply_deltas();
+        taken
+    }
+
+    fn take_each_frame(&mut self) -> Result<(), WireError> {
         while let Some((kind, body)) = self.link.next_frame()? {
+            let (shard, roster) = (&self.shard, &self.remote.roster);
             match kind {
                 Kind::Pass => {
                     wire::decode_pass(body, &mut self.pass)?;
                     shard.on_frame(&self.pass, Some(&self.peer));
                 }
                 Kind::Kv | Kind::KvSnapshot => {
-                    let snapshot = wire::decode_kv(kind, body, &mut self.delta)?;
-                    let rank = self.delta.rank;
-                    self.peer.check(kind, rank.worker)?;
+                    if self.told == self.deltas.len() {
+                        self.deltas.push(KvDelta::default());
+                    }
+                    let delta = &mut self.deltas[self.told];
+                    let snapshot = wire::decode_kv(kind, body, delta)?;
+                    self.peer.check(kind, delta.rank.worker)?;
                     if snapshot {
-                        roster.fleet().resync(&self.delta);
-                        self.unsure.retain(|&unsure| unsure != rank);
-                    } else if !self.unsure.contains(&rank) && roster.fleet().on_kv(&self.delta).gap
-                    {
-                        tracing::warn!(%rank, "a KV delta is missing");
-                        self.unsure.push(rank);
-                        let resync = ToWorker::Resync { rank };
-                        wire::encode_to_worker(&resync, &mut self.peer.outbox.borrow_mut());
+                        let snapshot = std::mem::take(delta);
+                        self.apply_deltas();
+                        self.remote.roster.fleet().resync(&snapshot);
+                        self.unsure.retain(|&unsure| unsure != snapshot.rank);
+                        continue;
+                    }
+                    self.told += 1;
+                    self.told_ops += delta.ops.len();
+                    if self.told_ops >= DELTA_OPS || self.told == DELTAS_MAX {
+                        self.apply_deltas();
                     }
                 }
                 Kind::Ready => {
@@ -496,6 +519,29 @@ impl Connection {
             }
         }
         Ok(())
+    }
+
+    /// Applies the deltas that came, together: engines change a few blocks a pass, and each change
+    /// would wait for memory by itself.
+    fn apply_deltas(&mut self) {
+        let fleet = self.remote.roster.fleet();
+        let told = &self.deltas[..self.told];
+        if told.len() > 1 {
+            for delta in told {
+                fleet.expect_kv(delta);
+            }
+        }
+        for delta in told {
+            let rank = delta.rank;
+            if !self.unsure.contains(&rank) && fleet.on_kv(delta).gap {
+                tracing::warn!(%rank, "a KV delta is missing");
+                self.unsure.push(rank);
+                let resync = ToWorker::Resync { rank };
+                wire::encode_to_worker(&resync, &mut self.peer.outbox.borrow_mut());
+            }
+        }
+        self.told = 0;
+        self.told_ops = 0;
     }
 }
 

@@ -163,6 +163,16 @@ impl BlockIndex {
         }
     }
 
+    /// Brings the places of what `ops` change into this core's cache, waiting for all of them at
+    /// once. For several small deltas that will be applied next: each by itself would wait for its
+    /// own.
+    pub fn touch(&self, ops: &[KvOp]) {
+        self.owners.touch(ops.iter().filter_map(|op| match op {
+            KvOp::Stored { hash, .. } | KvOp::Removed { hash } => Some(*hash),
+            KvOp::Cleared => None,
+        }));
+    }
+
     /// Applies `ops` one by one; the caller holds the stream of `target`.
     fn change(&self, target: usize, ops: &[KvOp]) -> Applied {
         let mut applied = Applied::default();
@@ -170,11 +180,7 @@ impl BlockIndex {
             // The table is larger than the cache, and its lines are far apart. Locked changes wait
             // for their lines one by one; a look at many at a time lets the waits overlap.
             if at % TOUCHED == 0 {
-                let ahead = &ops[at..ops.len().min(at + TOUCHED)];
-                self.owners.touch(ahead.iter().filter_map(|op| match op {
-                    KvOp::Stored { hash, .. } | KvOp::Removed { hash } => Some(*hash),
-                    KvOp::Cleared => None,
-                }));
+                self.touch(&ops[at..ops.len().min(at + TOUCHED)]);
             }
             match *op {
                 KvOp::Stored { hash, .. } => match self.owners.insert(hash, target) {

@@ -350,6 +350,14 @@ impl Fleet {
         self.feed(delta, BlockIndex::apply)
     }
 
+    /// Says that `delta` will be told next: what it changes is brought into the cache. Small deltas
+    /// that came together are told faster so.
+    pub fn expect_kv(&self, delta: &KvDelta) {
+        if let Cached::Exact(index) = &self.cached {
+            index.touch(&delta.ops);
+        }
+    }
+
     /// Takes `snapshot` for all that its rank holds, whatever its sequence, which is that of the
     /// rank's next delta (a snapshot takes no number).
     pub fn resync(&self, snapshot: &KvDelta) -> Applied {

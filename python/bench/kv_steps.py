@@ -394,9 +394,8 @@ def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> Non
         near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
         at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
         wall = slope(walls[name])
-        print(
-            f"| {name} | {wall:.4f} / {slope(points):.4f} | {at:.1f} | {at / (STEP_MS * 1e3) * 100:.2f} |"
-        )
+        share = at / (STEP_MS * 1e3) * 100
+        print(f"| {name} | {wall:.4f} / {slope(points):.4f} | {at:.1f} | {share:.2f} |")
     if args.plot:
         draw(results, steps, args.plot)
 

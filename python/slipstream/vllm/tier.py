@@ -1,0 +1,277 @@
+"""`SlipstreamTier`: slipstream's store as a tier of vLLM's own offloading.
+
+vLLM's `OffloadingConnector` copies between the device and a pool in host memory by itself, for
+caches of any kind of layers; this tier is behind that pool. In `kv_connector_extra_config`:
+
+    {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": N, "secondary_tiers": [
+        {"type": "SlipstreamTier", "module_path": "slipstream.vllm.tier", "disk_dir": "..."}]}
+
+Source of the interface: vLLM 0.33, `vllm/v1/kv_offload/tiering/base.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from slipstream._native import KeyMirror, take_warnings
+from slipstream.options import read_options
+from slipstream.vllm.identity import FORMAT_VERSION, hash_seed
+from slipstream.vllm.open import open_peers, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slipstream.store import Store
+
+logger = logging.getLogger("slipstream.vllm")
+
+WAIT_S = 0.2
+"""How long the waiting thread waits before it looks whether it has to end."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A transfer of vLLM's that has not ended."""
+
+    job_id: int
+    keys: list[OffloadKey]
+    begun: float
+    unended: int
+    failed: set[int] = field(default_factory=set)
+
+
+class SlipstreamTier(SecondaryTierManager):
+    """Host memory, disk and other engines behind vLLM's pool in host memory.
+
+    Takes the options of `slipstream.options.Options` that a store has. vLLM's methods are called on
+    the engine's thread; none waits but `drain_jobs`.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._options = read_options({"host_bytes": 1 << 30} | options)
+        self._pool = primary_kv_view.cast("B")
+        identity = identity_of_spec(offloading_spec, self.block_size_bytes, self._options.model_id)
+        store = open_store(self._options, identity, self.block_size_bytes, 0)
+        if store is None:
+            raise ValueError("slipstream: a tier needs `host_bytes` above 0")
+        self.store: Store = store
+        self._peers = open_peers(self._options, identity)
+        self.held = KeyMirror()
+        """What the store holds, as of the last step."""
+        events = offloading_spec.kv_events_config
+        self._events: list[OffloadingEvent] | None = [] if events.enable_kv_cache_events else None
+        self._told: set[bytes] = set()
+        # Transfers of single chunks by the store's numbers: the job, and the key's place in it.
+        self._parts: dict[int, tuple[Job, int]] = {}
+        self._parts_made = 0
+        self._jobs: set[int] = set()
+        self._results: deque[JobResult] = deque()
+        self._stores: queue.SimpleQueue[tuple[Job, list[int]] | None] = queue.SimpleQueue()
+        self._ended = threading.Condition()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._store_all, name="slipstream-store", daemon=True),
+            threading.Thread(target=self._wait_all, name="slipstream-wait", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether the store or a peer has the chunk, as far as is known now."""
+        return LookupResult.MISS if self._source(key) is None else LookupResult.HIT
+
+    def _source(self, key: OffloadKey) -> str | None:
+        if key in self.held:
+            return ""
+        if self._peers is None:
+            return None
+        peer, count = self._peers.prefix([key], 0, 1, b"")
+        return peer if count else None
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store chunks of the pool, by and by."""
+        job, chunks = self._begin(job_metadata)
+        self._stores.put((job, chunks))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load chunks into the pool, by and by."""
+        job, chunks = self._begin(job_metadata)
+        size = self.block_size_bytes
+        for place, (key, chunk) in enumerate(zip(job.keys, chunks, strict=True)):
+            with self._ended:
+                self._parts_made += 1
+                part = self._parts_made
+                self._parts[part] = (job, place)
+            self.store.load(
+                part,
+                [key],
+                [self._source(key) or ""],
+                self._pool[chunk * size : (chunk + 1) * size],
+                self._options.load_deadline_s,
+            )
+
+    def _begin(self, submitted: TransferJob) -> tuple[Job, list[int]]:
+        keys = list(submitted.keys)
+        job = Job(submitted.job_id, keys, time.monotonic(), len(keys))
+        with self._ended:
+            self._jobs.add(job.job_id)
+        return job, [int(chunk) for chunk in submitted.chunk_ids]
+
+    def _end(self, job: Job) -> None:
+        good = [key for place, key in enumerate(job.keys) if place not in job.failed]
+        result = JobResult(
+            job.job_id,
+            not job.failed,
+            good if job.failed else None,
+            time.monotonic() - job.begun,
+            len(good) * self.block_size_bytes,
+        )
+        with self._ended:
+            self._jobs.discard(job.job_id)
+            self._results.append(result)
+            self._ended.notify_all()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the transfers that ended since the last call; a poll."""
+        self._learn()
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def has_pending_work(self) -> bool:
+        """Whether transfers are under way."""
+        return bool(self._jobs or self._results)
+
+    def _learn(self) -> None:
+        """Take what the store has told of its keys."""
+        while (message := self.store.take_message()) is not None:
+            try:
+                self.held.apply(message)
+                if self._events is not None:
+                    self._note_events(message)
+            except ValueError as error:
+                logger.warning("slipstream: the store has to tell its keys anew: %s", error)
+                self.store.request_snapshot()
+
+    def _note_events(self, message: bytes) -> None:
+        added, removed, begins = KeyMirror.read(message)
+        if begins:
+            again = set(added)
+            removed = [key for key in self._told if key not in again]
+        for keys, gone in (
+            ([key for key in added if key not in self._told], False),
+            ([key for key in removed if key in self._told], True),
+        ):
+            (self._told.difference_update if gone else self._told.update)(keys)
+            if keys and self._events is not None:
+                self._events.append(
+                    OffloadingEvent([OffloadKey(key) for key in keys], Medium.STORAGE, removed=gone)
+                )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return which chunks came and went."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for nothing special."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait until nothing touches vLLM's pool; loads end at their deadline."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._jobs)
+
+    def shutdown(self) -> None:
+        """End all threads."""
+        if self._closing:
+            return
+        self._closing = True
+        self._stores.put(None)
+        self._threads[0].join()
+        self.store.close()
+        self._threads[1].join()
+        if self._peers is not None:
+            self._peers.close()
+
+    # Threads.
+
+    def _store_all(self) -> None:
+        size = self.block_size_bytes
+        while (item := self._stores.get()) is not None:
+            job, chunks = item
+            for place, (key, chunk) in enumerate(zip(job.keys, chunks, strict=True)):
+                try:
+                    self.store.put([key], self._pool[chunk * size : (chunk + 1) * size])
+                except (OSError, ValueError) as error:
+                    logger.warning("slipstream: a chunk could not be stored: %s", error)
+                    job.failed.add(place)
+            self._end(job)
+
+    def _wait_all(self) -> None:
+        while True:
+            for part, failed, reason in self.store.wait(WAIT_S):
+                with self._ended:
+                    job, place = self._parts.pop(part, (None, 0))
+                if job is None:
+                    continue
+                if failed:
+                    job.failed.add(place)
+                    logger.warning("slipstream: a chunk was not loaded (%s); recomputed", reason)
+                job.unended -= 1
+                if job.unended == 0:
+                    self._end(job)
+            for text in take_warnings():
+                logger.warning("slipstream: %s", text)
+            if self._closing and not self._parts:
+                return
+
+
+def identity_of_spec(spec: Any, chunk_bytes: int, model_id: str) -> dict[str, str]:
+    """Return everything that decides what the bytes under a key are."""
+    config = spec.config
+    groups = [f"{group.tokens_per_block}x{len(group.layer_names)}" for group in config.groups]
+    return {
+        "format": f"tier {FORMAT_VERSION}",
+        "model": model_id or config.model.name,
+        "dtype": str(config.model.dtype),
+        "kv_cache_dtype": str(config.model.dtype),
+        "block_size": str(config.cache.tokens_per_hash),
+        "block_bytes": str(chunk_bytes),
+        # vLLM does not tell a tier the hash function; keys of another one are never asked for.
+        "hash_algorithm": "vLLM's",
+        "hash_seed": hash_seed("sha256"),
+        "layout": f"chunks of {spec.blocks_per_chunk} blocks, {' '.join(groups)}",
+        "tensor_parallel": str(config.parallel.tp_size),
+        "pipeline_parallel": str(config.parallel.pp_size),
+        "rank": "0",
+    }

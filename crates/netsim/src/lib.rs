@@ -34,6 +34,7 @@ pub mod scenario;
 pub mod scheduled;
 mod shard;
 pub mod sim;
+pub mod sizes;
 pub mod topology;
 mod transport;
 pub mod trim;

@@ -85,7 +85,8 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
     for set in &args.set {
         doc.set(set);
     }
-    let config = config::read(doc).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
+    let load = |path: &Path| std::fs::read_to_string(path).map_err(|error| error.to_string());
+    let config = config::read_with(doc, &load).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
     let execution = Execution {
         threads: args.threads,
         spin: Spin { looks: args.spin },

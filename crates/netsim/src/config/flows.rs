@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::path::Path;
 
 use slipstream_base::doc::{Table, Value};
 use slipstream_base::mix;
@@ -14,6 +15,7 @@ use crate::scenario::{
     After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths,
     Roce, Tcp, Transport,
 };
+use crate::sizes::Sizes;
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
 type Waits = Vec<(u64, u64)>;
@@ -25,6 +27,7 @@ pub(super) struct Reader<'a> {
     waits: RefCell<Waits>,
     sets: Cell<u64>,
     collectives: Cell<u32>,
+    load: &'a dyn Fn(&Path) -> Result<String, String>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -93,6 +96,9 @@ const KINDS: &[(&str, Kind)] = &[
     ("AllToAll", Kind::AllToAll),
 ];
 
+/// Flows of a set, at most.
+const FLOWS_MAX: u64 = 10_000_000;
+
 /// What all flows of a table have in common.
 #[derive(Clone)]
 struct Template {
@@ -105,6 +111,8 @@ struct Template {
     ack_bytes: u32,
     class: u8,
     answer_class: u8,
+    /// Sizes are drawn for each flow of a set.
+    sizes: Option<Sizes>,
 }
 
 impl Template {
@@ -129,7 +137,12 @@ impl Template {
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(network: &'a Network, seed: u64, duration_s: f64) -> Self {
+    pub(super) fn new(
+        network: &'a Network,
+        seed: u64,
+        duration_s: f64,
+        load: &'a dyn Fn(&Path) -> Result<String, String>,
+    ) -> Self {
         Reader {
             network,
             seed,
@@ -137,6 +150,7 @@ impl<'a> Reader<'a> {
             waits: RefCell::default(),
             sets: Cell::new(0),
             collectives: Cell::new(0),
+            load,
         }
     }
 
@@ -262,23 +276,37 @@ impl<'a> Reader<'a> {
         let first: u64 = t.get("first_flow_id").or(0);
         let pairing = t.choice("pairing", PAIRINGS).or(Pairing::Random);
         let hosts = self.network.topology.host_count();
+        let load: Option<f64> = t
+            .get("load")
+            .check(|&l| l > 0.0 && l <= 10.0, "above 0 and at most 10")
+            .optional();
+        let span_ns = seconds(t, "span");
+        if t.has("span") && load.is_none() {
+            t.mistake(
+                "span",
+                "`span` needs `load`",
+                "give `load`, or remove `span`",
+            );
+        }
         // As many as the pattern has, if it has a number.
         let usual = match pairing {
             Pairing::Permutation => Some(u64::from(hosts)),
-            Pairing::Incast => Some(u64::from(hosts) - 1),
-            Pairing::AllToAll => Some(u64::from(hosts) * (u64::from(hosts) - 1)),
+            Pairing::Incast => Some(u64::from(hosts).saturating_sub(1)),
+            Pairing::AllToAll => Some(u64::from(hosts) * u64::from(hosts).saturating_sub(1)),
             _ => None,
         };
-        let count = t.get::<u64>("flow_count").within(1..=10_000_000);
+        let count = t.get::<u64>("flow_count").within(1..=FLOWS_MAX);
         let count = match usual {
+            // As many as fit in the span, up to a bound.
+            _ if span_ns.is_some() && !t.has("flow_count") => FLOWS_MAX,
             Some(usual) if !t.has("flow_count") => usual,
-            _ => count.required("give the number of flows", 1),
+            _ => count.required("give the number of flows, or `load` and `span`", 1),
         };
-        if count > 10_000_000 {
+        if count > FLOWS_MAX {
             t.mistake(
                 "pairing",
                 format!("the pattern has {count} flows"),
-                "use at most 10000000: fewer hosts, or give `flow_count`",
+                format!("use at most {FLOWS_MAX}: fewer hosts, or give `flow_count`"),
             );
             return Vec::new();
         }
@@ -313,35 +341,125 @@ impl<'a> Reader<'a> {
         let sink = sink
             .map_or(Some(0), |sink| self.host(t, "sink", sink))
             .unwrap_or(0);
-        (0..count)
-            .map(|i| {
-                let src = i % hosts;
-                let (src, dst) = match pairing {
-                    Pairing::Permutation => (src, partners[src as usize]),
-                    // Senders in order of their numbers, the sink left out.
-                    Pairing::Incast => {
-                        let src = i % (hosts - 1);
-                        (src + u32::from(src >= sink), sink)
-                    }
-                    // Sender after sender, each to all others.
-                    Pairing::AllToAll => {
-                        let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
-                        (src, (src + 1 + to) % hosts)
-                    }
-                    Pairing::Random => random_pair(stream, u64::from(i), hosts),
-                    Pairing::SwitchOffsetHalf => {
-                        let switches = hosts / per_edge;
-                        let switch = (src / per_edge + switches / 2) % switches;
-                        (src, switch * per_edge + src % per_edge)
-                    }
-                    Pairing::SameSwitchNext => {
-                        let switch = src / per_edge;
-                        (src, switch * per_edge + (src % per_edge + 1) % per_edge)
-                    }
-                };
-                template.flow(first + u64::from(i), src, dst, paths.clone())
-            })
-            .collect()
+        let pair = |i: u32| {
+            let src = i % hosts;
+            match pairing {
+                Pairing::Permutation => (src, partners[src as usize]),
+                // Senders in order of their numbers, the sink left out.
+                Pairing::Incast => {
+                    let src = i % (hosts - 1);
+                    (src + u32::from(src >= sink), sink)
+                }
+                // Sender after sender, each to all others.
+                Pairing::AllToAll => {
+                    let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
+                    (src, (src + 1 + to) % hosts)
+                }
+                Pairing::Random => random_pair(stream, u64::from(i), hosts),
+                Pairing::SwitchOffsetHalf => {
+                    let switches = hosts / per_edge;
+                    let switch = (src / per_edge + switches / 2) % switches;
+                    (src, switch * per_edge + src % per_edge)
+                }
+                Pairing::SameSwitchNext => {
+                    let switch = src / per_edge;
+                    (src, switch * per_edge + (src % per_edge + 1) % per_edge)
+                }
+            }
+        };
+        let arrivals = load.map(|load| self.arrivals(load, pairing == Pairing::Incast, &template));
+        if let Some(Err(what)) = &arrivals {
+            t.mistake(
+                "load",
+                what.clone(),
+                "give `traffic.size` or `traffic.size_dist`",
+            );
+            return Vec::new();
+        }
+        let gap_ns = arrivals.and_then(Result::ok);
+        let (mut start, mut flows) = (0.0, Vec::new());
+        for i in 0..count {
+            let (src, dst) = pair(i);
+            let mut flow = template.flow(first + u64::from(i), src, dst, paths.clone());
+            if let Some(sizes) = &template.sizes {
+                flow.demand = Demand::Bytes(sizes.sample(stream ^ 0x73697a65, u64::from(i)));
+            }
+            if let Some(gap_ns) = gap_ns {
+                // A Poisson process: exponential gaps, by inverse transform.
+                let u = mix::unit(mix::draw(stream ^ 0x67617073, u64::from(i)));
+                start += -libm::log(1.0 - u) * gap_ns;
+                if span_ns.is_some_and(|span| start > span as f64) {
+                    break;
+                }
+                flow.start_ns = flow.start_ns.saturating_add(start as u64);
+            }
+            flows.push(flow);
+        }
+        flows
+    }
+
+    /// Mean gap between flows, ns, that loads hosts' links (an incast: the sink's link) to a share
+    /// of their rate.
+    fn arrivals(&self, load: f64, one_link: bool, template: &Template) -> Result<f64, String> {
+        let mean = match (&template.sizes, template.demand) {
+            (Some(sizes), _) => sizes.mean(),
+            (None, Demand::Bytes(bytes)) => bytes as f64,
+            (None, Demand::Paced(_)) => {
+                return Err("`load` needs flows of a known size".into());
+            }
+        };
+        let headers = 1.0 + f64::from(template.header_bytes) / f64::from(template.packet_bytes);
+        let links = &self.network.links;
+        let rate = links.host.unwrap_or(links.edge).bits_per_s as f64;
+        let senders = if one_link {
+            1
+        } else {
+            self.network.topology.host_count()
+        };
+        Ok(mean * headers * 8e9 / (load * rate * f64::from(senders)))
+    }
+
+    /// `size_dist`: a name, or points [bytes, cumulative probability]; `size_csv`: a file of them.
+    fn read_sizes(&self, t: &Table<'_>) -> Option<Sizes> {
+        if t.has("size_csv") {
+            let path = t.path("size_csv").optional()?;
+            let text = (self.load)(&path);
+            return match text.and_then(|text| Sizes::from_csv(&text)) {
+                Ok(sizes) => Some(sizes),
+                Err(what) => {
+                    let file = path.display();
+                    t.mistake("size_csv", format!("{file}: {what}"), "see docs/netsim.md");
+                    None
+                }
+            };
+        }
+        if !t.has("size_dist") {
+            return None;
+        }
+        struct Given(Result<Sizes, String>);
+        impl slipstream_base::doc::Scalar for Given {
+            const MUST: &'static str = "\"WebSearch\", \"Hadoop\", or points [bytes, probability]";
+            fn read(value: &Value<'_>) -> Option<Self> {
+                if let Some(name) = String::read(value) {
+                    return Sizes::named(&name).map(|s| Given(Ok(s)));
+                }
+                let points: Option<Vec<(f64, f64)>> = Vec::<Vec<f64>>::read(value)?
+                    .into_iter()
+                    .map(|p| (p.len() == 2).then(|| (p[0], p[1])))
+                    .collect();
+                Some(Given(Sizes::new(&points?)))
+            }
+            fn to_toml(&self) -> String {
+                self.0.as_ref().map_or(String::new(), Sizes::to_toml)
+            }
+        }
+        match t.get::<Given>("size_dist").optional()?.0 {
+            Ok(sizes) => Some(sizes),
+            Err(what) => {
+                t.mistake("size_dist", what, "list rising points up to 1");
+                None
+            }
+        }
     }
 
     fn read_template(&self, t: &Table<'_>) -> Template {
@@ -362,7 +480,17 @@ impl<'a> Reader<'a> {
         };
         t.table("traffic", |t| {
             let start_ns = seconds(t, "initial_delay").unwrap_or(0);
-            let bytes: Option<u64> = t.get("size").optional();
+            let sizes = self.read_sizes(t);
+            let size: Option<u64> = t.get("size").optional();
+            if sizes.is_some() && size.is_some() {
+                t.mistake(
+                    "size",
+                    "`size` and a distribution of sizes both say how much a flow sends",
+                    "remove one of them",
+                );
+            }
+            // A stand-in until each flow draws its own.
+            let bytes = size.or(sizes.is_some().then_some(1));
             let duration_ns = seconds(t, "duration");
             let gap = read_dist(t, "arr_dist");
             let size = read_dist(t, "pkt_size_dist");
@@ -426,6 +554,7 @@ impl<'a> Reader<'a> {
                 ack_bytes,
                 class,
                 answer_class,
+                sizes,
             }
         })
     }

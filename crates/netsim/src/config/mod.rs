@@ -6,7 +6,7 @@
 mod flows;
 mod network;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use slipstream_base::doc::{Doc, Mistakes, Table};
 
@@ -46,6 +46,19 @@ const EXECUTION: &[&str] = &[
 /// All mistakes together, each with its place. What only shows when paths are laid (hosts that are
 /// cut off, flows that wait in a circle) is found by [`crate::Simulation::new`].
 pub fn read(doc: Doc) -> Result<Config, Mistakes> {
+    read_with(doc, &|path| {
+        Err(format!("{} is not read here", path.display()))
+    })
+}
+
+/// Reads `doc`, and through `load` the files that it names (distributions of sizes).
+///
+/// # Errors
+/// As [`read`].
+pub fn read_with(
+    doc: Doc,
+    load: &dyn Fn(&Path) -> Result<String, String>,
+) -> Result<Config, Mistakes> {
     let (config, _) = doc.read(|root| {
         let mut notes = Vec::new();
         for key in EXECUTION {
@@ -77,7 +90,7 @@ pub fn read(doc: Doc) -> Result<Config, Mistakes> {
             .check(|&d| d > 0.0 && d < 1e9, "above 0 and below 1e9 s")
             .or(1500.0);
         let network = network::read(root);
-        let reader = flows::Reader::new(&network, seed, duration_s);
+        let reader = flows::Reader::new(&network, seed, duration_s, load);
         let flows = reader.read(root);
         let report_s: Option<f64> = root
             .get("report_interval")

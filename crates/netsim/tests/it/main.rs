@@ -3,6 +3,7 @@
 mod changes;
 mod common;
 mod conservation;
+mod generators;
 mod known;
 mod lossless;
 mod ndp;

@@ -53,6 +53,11 @@ bench:
 bench-net: build
 	./scripts/bench-net.sh ./target/release/slipstream
 
+# TCP NewReno against ns-3 (docs/netsim.md); takes a Python, g++ and the `ns3` wheel from PyPI.
+.PHONY: test-ns3
+test-ns3: build
+	./scripts/ns3/test.sh ./target/release/slipstream
+
 # The twin: requests per CPU second and memory (docs/benchmarks.md). TRACE=FILE adds a real trace.
 .PHONY: bench-twin
 bench-twin: build

@@ -17,6 +17,7 @@ use crate::scenario::{
     Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
 };
 use crate::scheduled::{Discipline, Room, Scheduled};
+use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
 use crate::topology::{End, PortId, Tier};
@@ -236,6 +237,10 @@ impl Builder {
             }
         }
         self.scenario.flows = flows;
+        let sampler = self
+            .scenario
+            .sample_ns
+            .map(|interval| Sampler::new(interval, &shards, &self.scenario.topology));
         Ok(Simulation {
             scenario: self.scenario,
             net: self.net,
@@ -246,6 +251,7 @@ impl Builder {
             windows: 0,
             reroutes,
             rerouted: 0,
+            sampler,
             deadlock: None,
         })
     }

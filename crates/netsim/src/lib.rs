@@ -32,6 +32,7 @@ pub mod result;
 pub mod route;
 pub mod scenario;
 pub mod scheduled;
+pub mod series;
 mod shard;
 pub mod sim;
 pub mod sizes;

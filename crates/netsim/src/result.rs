@@ -4,6 +4,7 @@ use slipstream_base::mix;
 
 use crate::deadlock::Deadlock;
 use crate::fabric::{Fabric, Tally};
+use crate::series::Series;
 use crate::topology::{Host, Node, PortId};
 
 /// What became of a flow. Times are ns of simulated time.
@@ -140,6 +141,8 @@ pub struct RunResult {
     pub memories: Vec<MemoryResult>,
     /// Links that PFC stopped for good; the run ended there.
     pub deadlock: Option<Deadlock>,
+    /// Samples over time, if asked for.
+    pub series: Option<Series>,
     /// By flow: the time it would take alone on its path, with all data sent at line rate, ns.
     pub ideal_ns: Vec<u64>,
     /// By flow: the time of a full packet over its idle path, ns.
@@ -157,6 +160,7 @@ pub(crate) struct Collected {
     pub(crate) ports: Vec<PortResult>,
     pub(crate) memories: Vec<MemoryResult>,
     pub(crate) deadlock: Option<Deadlock>,
+    pub(crate) series: Option<Series>,
     pub(crate) ideal_ns: Vec<u64>,
     pub(crate) path_ns: Vec<u64>,
 }
@@ -190,6 +194,7 @@ impl RunResult {
             ports,
             memories,
             deadlock: c.deadlock,
+            series: c.series,
             ideal_ns: c.ideal_ns,
             path_ns: c.path_ns,
             digest,

@@ -324,6 +324,8 @@ pub struct Scenario {
     pub flows: Vec<Flow>,
     /// Paths of a sprayed flow, per direction, at most.
     pub spray_paths: u32,
+    /// Time between samples of all ports, ns; `None`: no samples.
+    pub sample_ns: Option<u64>,
     /// Links and switches that fail.
     pub failures: Vec<Failure>,
     /// Time from a failure or repair until flows take other paths, ns.

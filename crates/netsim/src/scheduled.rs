@@ -155,6 +155,16 @@ impl Scheduled {
         self.class
     }
 
+    /// When the packet in service will have left.
+    pub(crate) fn busy(&self) -> u64 {
+        self.busy
+    }
+
+    /// Bytes that wait.
+    pub(crate) fn waiting_bytes(&self) -> u64 {
+        self.waiting_bytes
+    }
+
     /// The tag of a packet of `class` that arrives now.
     fn tag(&mut self, discipline: &Discipline, class: usize, now: u64, size: u64) -> u64 {
         let (clock, c) = (self.clock, &mut self.classes[class]);

@@ -13,6 +13,7 @@ use crate::layout::{Builder, Reroute};
 use crate::net::{Net, Place, Step, serialization_ns};
 use crate::result::{Collected, FlowResult, PortResult, RunResult};
 use crate::scenario::Scenario;
+use crate::series::Sampler;
 use crate::shard::Shard;
 
 /// How often a run with PFC looks for a deadlock, ns: rarely against events, soon for people.
@@ -54,6 +55,7 @@ pub struct Simulation {
     /// By time, and how many have been done.
     pub(crate) reroutes: Vec<Reroute>,
     pub(crate) rerouted: usize,
+    pub(crate) sampler: Option<Sampler>,
     pub(crate) deadlock: Option<Deadlock>,
 }
 
@@ -107,6 +109,9 @@ impl Simulation {
             let Some(next) = self.next_time() else {
                 break;
             };
+            if let Some(sampler) = &mut self.sampler {
+                sampler.skip_to(next, &self.shards);
+            }
             // The wheel knows the next event's bucket, which may begin before the last stop.
             stop = self.next_stop(next.max(stop)).min(end);
             self.run_until(stop, execution, &mut report);
@@ -114,6 +119,14 @@ impl Simulation {
             if stop == end {
                 break;
             }
+        }
+        // The last, shorter interval.
+        let now = self.now();
+        if let Some(sampler) = &mut self.sampler
+            && sampler.next_ns > now
+            && now > sampler.next_ns.saturating_sub(sampler.series.interval_ns)
+        {
+            sampler.take(now, &self.shards, &self.net);
         }
         // What is stuck without a timer leaves no event behind.
         self.look_for_deadlock(self.now());
@@ -128,13 +141,21 @@ impl Simulation {
             u64::MAX
         };
         let reroute = self.reroutes.get(self.rerouted);
-        deadlock.min(reroute.map_or(u64::MAX, |r| r.at_ns))
+        let sample = self.sampler.as_ref().map_or(u64::MAX, |s| s.next_ns);
+        deadlock
+            .min(sample)
+            .min(reroute.map_or(u64::MAX, |r| r.at_ns))
     }
 
     /// All events before `now` have run.
     fn at_stop(&mut self, now: u64) {
         if now.is_multiple_of(DEADLOCK_NS) {
             self.look_for_deadlock(now);
+        }
+        if let Some(sampler) = &mut self.sampler
+            && sampler.next_ns <= now
+        {
+            sampler.take(now, &self.shards, &self.net);
         }
         while let Some(reroute) = self.reroutes.get(self.rerouted)
             && reroute.at_ns <= now
@@ -336,6 +357,7 @@ impl Simulation {
             ports,
             memories,
             deadlock: self.deadlock.clone(),
+            series: self.sampler.as_ref().map(|s| s.series.clone()),
             ideal_ns,
             path_ns,
         })

@@ -12,6 +12,8 @@ use slipstream_des::Spin;
 use slipstream_netsim::config::{self, Config};
 use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};
+use slipstream_report::record::ColumnType::{F64, Text, U64};
+use slipstream_report::record::{Cell, Column, RecordError, RecordWriter};
 
 /// Simulate a packet network.
 #[derive(clap::Args)]
@@ -46,9 +48,19 @@ struct RunArgs {
     /// Looks at the window barrier before a waiting thread parks
     #[arg(long, default_value_t = Spin::default().looks)]
     spin: u32,
-    /// Write sources.csv, sinks.csv and switches.csv into this folder (over `log_path`)
+    /// Write sources.csv, sinks.csv, switches.csv and (with `report_interval`) series.csv into this
+    /// folder (over `log_path`)
     #[arg(long, value_name = "FOLDER")]
     csv: Option<PathBuf>,
+    /// Write a report with plots, one HTML file; set `report_interval` for queues over time
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write a trace that Perfetto and Chrome show
+    #[arg(long, value_name = "FILE")]
+    perfetto: Option<PathBuf>,
+    /// Write a record for each flow; Parquet if the name ends in .parquet, else CSV
+    #[arg(long, value_name = "FILE")]
+    flows: Option<PathBuf>,
     /// Show progress on stderr even if it is no terminal
     #[arg(long)]
     progress: bool,
@@ -130,6 +142,19 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
     let result = simulation.result();
     write_csv(&config, &result, args)?;
     let name = file.display().to_string();
+    let write = |path: &Path, text: String| {
+        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    };
+    if let Some(path) = &args.html {
+        write(path, output::html(&name, &config, &result, &cost))?;
+    }
+    if let Some(path) = &args.perfetto {
+        write(path, output::perfetto(&config, &result))?;
+    }
+    if let Some(path) = &args.flows {
+        write_flows(path, &config, &result)
+            .with_context(|| format!("writing {}", path.display()))?;
+    }
     let text = if args.json {
         let mut json = output::json(&name, &config, &result, &cost);
         if args.totals
@@ -155,15 +180,70 @@ fn write_csv(config: &Config, result: &RunResult, args: &RunArgs) -> anyhow::Res
         return Ok(());
     };
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let series = output::series_csv(config, result);
     for (name, text) in [
-        ("sources.csv", output::sources_csv(result)),
-        ("sinks.csv", output::sinks_csv(config, result)),
-        ("switches.csv", output::switches_csv(config, result)),
+        ("sources.csv", Some(output::sources_csv(result))),
+        ("sinks.csv", Some(output::sinks_csv(config, result))),
+        ("switches.csv", Some(output::switches_csv(config, result))),
+        ("series.csv", series),
     ] {
+        let Some(text) = text else { continue };
         let path = folder.join(name);
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(())
+}
+
+/// A record a flow, as CSV or Parquet.
+fn write_flows(path: &Path, config: &Config, result: &RunResult) -> Result<(), RecordError> {
+    let columns = [
+        ("id", U64),
+        ("src", U64),
+        ("dst", U64),
+        ("transport", Text),
+        ("start_ns", U64),
+        ("delivered_ns", U64),
+        ("acked_ns", U64),
+        ("ideal_ns", U64),
+        ("bytes", U64),
+        ("bytes_acked", U64),
+        ("packets_sent", U64),
+        ("retransmitted", U64),
+        ("fast_retransmits", U64),
+        ("timeouts", U64),
+        ("nacks", U64),
+        ("notifications", U64),
+        ("cwnd", U64),
+        ("rate_bits_per_s", F64),
+        ("one_way_delay_ns_mean", F64),
+    ];
+    let columns = columns.map(|(name, kind)| Column::new(name, kind));
+    let mut writer = RecordWriter::create(path, &columns)?;
+    let flows = result.flows.iter().zip(&config.scenario.flows);
+    for ((f, spec), &ideal) in flows.zip(&result.ideal_ns) {
+        writer.write(&[
+            Cell::U64(f.id),
+            Cell::U64(f.src.into()),
+            Cell::U64(f.dst.into()),
+            Cell::Text(output::transport_name(&spec.transport)),
+            Cell::U64(f.start_ns),
+            f.delivered_ns.into(),
+            f.acked_ns.into(),
+            Cell::U64(ideal),
+            Cell::U64(f.bytes),
+            Cell::U64(f.bytes_acked),
+            Cell::U64(f.packets_sent),
+            Cell::U64(f.retransmitted),
+            Cell::U64(f.fast_retransmits.into()),
+            Cell::U64(f.timeouts.into()),
+            Cell::U64(f.nacks),
+            Cell::U64(f.notifications),
+            Cell::U64(f.cwnd),
+            f.rate_bits_per_s.into(),
+            f.one_way_delay_ns_mean.into(),
+        ])?;
+    }
+    writer.finish()
 }
 
 /// CPU time of the process, all threads, s.

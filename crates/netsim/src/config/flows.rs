@@ -382,11 +382,11 @@ impl<'a> Reader<'a> {
             let (src, dst) = pair(i);
             let mut flow = template.flow(first + u64::from(i), src, dst, paths.clone());
             if let Some(sizes) = &template.sizes {
-                flow.demand = Demand::Bytes(sizes.sample(stream ^ 0x73697a65, u64::from(i)));
+                flow.demand = Demand::Bytes(sizes.sample(stream ^ 0x7369_7a65, u64::from(i)));
             }
             if let Some(gap_ns) = gap_ns {
                 // A Poisson process: exponential gaps, by inverse transform.
-                let u = mix::unit(mix::draw(stream ^ 0x67617073, u64::from(i)));
+                let u = mix::unit(mix::draw(stream ^ 0x6761_7073, u64::from(i)));
                 start += -libm::log(1.0 - u) * gap_ns;
                 if span_ns.is_some_and(|span| start > span as f64) {
                     break;

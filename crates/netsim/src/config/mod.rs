@@ -19,8 +19,6 @@ pub struct Config {
     pub scenario: Scenario,
     /// Folder for `sources.csv`, `sinks.csv` and `switches.csv`, if the file names one.
     pub log_path: Option<PathBuf>,
-    /// Time between samples of queues and links, ns; `None`: no series.
-    pub report_interval_ns: Option<u64>,
     /// What was accepted without effect, for people.
     pub notes: Vec<String>,
 }
@@ -100,7 +98,6 @@ pub fn read_with(
             log_path: root
                 .has("log_path")
                 .then(|| root.path("log_path").or("output".into())),
-            report_interval_ns: report_s.map(ns),
             notes,
             scenario: Scenario {
                 seed,
@@ -109,6 +106,7 @@ pub fn read_with(
                 links: network.links,
                 queue: network.queue,
                 spray_paths: network.spray_paths,
+                sample_ns: report_s.map(|s| ns(s).max(1)),
                 failures: network.failures,
                 notice_ns: network.notice_ns,
                 flows,

@@ -73,3 +73,28 @@ pub fn switches_csv(config: &Config, result: &RunResult) -> String {
     }
     out
 }
+
+/// One row a sample and port: what waited at that time, and the interval that ends there. Ports
+/// without traffic in an interval have no row.
+pub fn series_csv(config: &Config, result: &RunResult) -> Option<String> {
+    let series = result.series.as_ref()?;
+    let mut out = "time,from,to,backlog_bytes,utilization,drops,marks\n".to_owned();
+    for (i, &time) in series.times_ns.iter().enumerate() {
+        for (sample, &port) in series.at(i).iter().zip(&series.ports) {
+            if *sample == crate::series::PortSample::default() {
+                continue;
+            }
+            let (from, to) = config.scenario.topology.port_ends(port);
+            let _ = writeln!(
+                out,
+                "{},{from},{to},{},{},{},{}",
+                seconds(time),
+                sample.backlog_bytes,
+                sample.utilization,
+                sample.drops,
+                sample.marks
+            );
+        }
+    }
+    Some(out)
+}

@@ -88,6 +88,27 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             .collect();
         object!({"seen_ns": d.seen_ns, "cycle": cycle})
     });
+    let series = result.series.as_ref().map(|s| {
+        let tier = |i: usize| -> Vec<Value> {
+            s.tiers
+                .iter()
+                .map(|t| {
+                    object!({
+                        "backlog_bytes_max": t[i].backlog_bytes_max,
+                        "backlog_bytes": t[i].backlog_bytes,
+                        "utilization_mean": t[i].utilization_mean,
+                        "utilization_max": t[i].utilization_max,
+                        "drops": t[i].drops, "marks": t[i].marks,
+                    })
+                })
+                .collect()
+        };
+        object!({
+            "interval_ns": s.interval_ns, "times_ns": s.times_ns,
+            "ports_kept_for_samples": s.kept(),
+            "hosts": tier(0), "switches": tier(1), "cores": tier(2),
+        })
+    });
     object!({
         "name": name,
         "seed": scenario.seed,
@@ -106,6 +127,7 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
         "ports": ports,
         "switches": switches,
         "deadlock": deadlock,
+        "series": series,
         "notes": config.notes,
         "cost": {
             "setup_s": cost.setup_s, "setup_cpu_s": cost.setup_cpu_s,

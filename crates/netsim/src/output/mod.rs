@@ -1,11 +1,16 @@
 //! What people and programs read of a run.
 
 mod csv;
+mod html;
 mod json;
+mod perfetto;
+mod plot;
 mod text;
 
-pub use csv::{sinks_csv, sources_csv, switches_csv};
+pub use csv::{series_csv, sinks_csv, sources_csv, switches_csv};
+pub use html::html;
 pub use json::json;
+pub use perfetto::perfetto;
 pub use text::{deadlock_text, text};
 
 use crate::config::Config;
@@ -163,7 +168,7 @@ pub fn collectives(config: &Config, result: &RunResult) -> Vec<CollectiveTime> {
 }
 
 /// Word for a flow's transport.
-fn transport_name(transport: &Transport) -> &'static str {
+pub fn transport_name(transport: &Transport) -> &'static str {
     use crate::scenario::Congestion;
     match transport {
         Transport::Tcp(tcp) => match tcp.congestion {

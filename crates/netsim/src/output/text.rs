@@ -9,7 +9,7 @@ use crate::deadlock::Deadlock;
 use crate::result::RunResult;
 
 /// A time in the unit that suits it.
-fn time(ns: f64) -> String {
+pub(super) fn time(ns: f64) -> String {
     match ns {
         ns if ns < 1e3 => format!("{ns:.0} ns"),
         ns if ns < 1e6 => format!("{:.2} us", ns / 1e3),
@@ -19,7 +19,7 @@ fn time(ns: f64) -> String {
 }
 
 /// `12345678` as `12,345,678`.
-fn grouped(n: u64) -> String {
+pub(super) fn grouped(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, c) in digits.chars().enumerate() {

@@ -7,4 +7,5 @@ mod generators;
 mod known;
 mod lossless;
 mod ndp;
+mod outputs;
 mod published;

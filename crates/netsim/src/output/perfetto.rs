@@ -1,0 +1,105 @@
+//! A run as a trace that Perfetto (<https://ui.perfetto.dev>) and Chrome show: a process a host with
+//! a track for each flow that it sends, one for collectives, and counters of the tiers.
+//!
+//! Format: the JSON array form of "Trace Event Format", Google, 2016.
+
+use std::fmt::Write as _;
+
+use serde_json::json as object;
+
+use super::{collectives, transport_name};
+use crate::config::Config;
+use crate::result::RunResult;
+
+/// Process numbers of what is not a host; viewers hide number 0.
+const NETWORK: u32 = 1;
+const COLLECTIVES: u32 = 2;
+const HOSTS: u32 = 3;
+
+fn us(ns: u64) -> f64 {
+    ns as f64 / 1e3
+}
+
+/// The run as trace events.
+pub fn perfetto(config: &Config, result: &RunResult) -> String {
+    let mut out = String::from("[\n");
+    let mut add = |event: serde_json::Value| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{event},");
+    };
+    let name = |pid: u32, name: String| object!({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}});
+    add(name(NETWORK, "network".into()));
+    let mut named = std::collections::BTreeSet::new();
+    for (f, spec) in result.flows.iter().zip(&config.scenario.flows) {
+        let end = f
+            .acked_ns
+            .or(f.delivered_ns)
+            .unwrap_or(result.totals.last_event_ns);
+        if end < f.start_ns {
+            continue;
+        }
+        if named.insert(f.src) {
+            add(name(HOSTS + f.src, format!("host {}", f.src)));
+        }
+        let word = transport_name(&spec.transport);
+        add(object!({
+            "ph": "X", "name": format!("{word} {} to host {}", f.id, f.dst), "cat": "flow",
+            "pid": HOSTS + f.src, "tid": f.id, "ts": us(f.start_ns), "dur": us(end - f.start_ns),
+            "args": {
+                "bytes": f.bytes, "delivered_ns": f.delivered_ns, "packets": f.packets_sent,
+                "again": f.retransmitted, "timeouts": f.timeouts,
+            },
+        }));
+    }
+    let mut any = false;
+    for c in collectives(config, result) {
+        let flows = config.scenario.flows.iter().zip(&result.flows);
+        let start = flows
+            .filter(|(spec, _)| spec.collective == Some(c.index))
+            .map(|(_, f)| f.start_ns)
+            .min();
+        if let (Some(start), Some(time)) = (start, c.time_ns) {
+            any = true;
+            add(object!({
+                "ph": "X", "name": format!("collective {}", c.index), "cat": "collective",
+                "pid": COLLECTIVES, "tid": c.index, "ts": us(start), "dur": us(time),
+                "args": {"hosts": c.hosts, "flows": c.flows, "bus_bits_per_s": c.bus_bits_per_s},
+            }));
+        }
+    }
+    if any {
+        add(name(COLLECTIVES, "collectives".into()));
+    }
+    if let Some(series) = &result.series {
+        let tiers = ["hosts", "switches", "cores"];
+        for (&now, sample) in series.times_ns.iter().zip(&series.tiers) {
+            let used = |value: fn(&crate::series::TierSample) -> f64| {
+                let mut args = serde_json::Map::new();
+                for (i, tier) in tiers
+                    .iter()
+                    .enumerate()
+                    .filter(|(i, _)| sample[*i].ports > 0)
+                {
+                    args.insert((*tier).to_owned(), object!(value(&sample[i])));
+                }
+                args
+            };
+            // A sample tells of the interval that ends with it.
+            let from = now.saturating_sub(series.interval_ns);
+            for (name, args) in [
+                ("utilization", used(|s| s.utilization_mean)),
+                ("longest queue, bytes", used(|s| s.backlog_bytes_max as f64)),
+                ("drops", used(|s| s.drops as f64)),
+                ("marks", used(|s| s.marks as f64)),
+            ] {
+                add(object!({
+                    "ph": "C", "name": name, "pid": NETWORK, "ts": us(from), "args": args,
+                }));
+            }
+        }
+    }
+    // No comma after the last.
+    out.truncate(out.trim_end().trim_end_matches(',').len());
+    out.push_str("\n]\n");
+    out
+}

@@ -1,0 +1,228 @@
+//! Samples of every port at equal intervals: what waits, and what share of the link was used.
+
+use crate::net::{Net, Place, Step};
+use crate::shard::Shard;
+use crate::topology::{PortId, Tier, Topology};
+
+/// Samples of single ports that are kept; beyond it only the tiers' go on.
+const SAMPLES_MAX: usize = 4_000_000;
+
+/// Samples in time that are taken; a run that lasts longer has none of its end.
+const TIMES_MAX: usize = 200_000;
+
+/// A port at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PortSample {
+    /// Bytes accepted and not yet sent: those that wait and the rest of the packet in service.
+    pub backlog_bytes: u64,
+    /// Share of the link's time in the interval that ends here, 0 to 1.
+    pub utilization: f32,
+    /// Packets dropped in the interval.
+    pub drops: u32,
+    /// Packets marked or trimmed in the interval.
+    pub marks: u32,
+}
+
+/// The ports of a tier at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierSample {
+    /// Ports in use in the run.
+    pub ports: u32,
+    /// Largest backlog of a port, bytes.
+    pub backlog_bytes_max: u64,
+    /// Backlog of all of them, bytes.
+    pub backlog_bytes: u64,
+    /// Mean over the ports in use.
+    pub utilization_mean: f64,
+    /// Of the busiest.
+    pub utilization_max: f32,
+    /// Packets dropped in the interval.
+    pub drops: u64,
+    /// Packets marked or trimmed in the interval.
+    pub marks: u64,
+}
+
+/// Samples over time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Series {
+    /// Time between samples, ns.
+    pub interval_ns: u64,
+    /// When, ns: ends of the intervals.
+    pub times_ns: Vec<u64>,
+    /// By time: links of hosts, links between switches, links of cores.
+    pub tiers: Vec<[TierSample; 3]>,
+    /// The ports, ascending.
+    pub ports: Vec<PortId>,
+    /// By time, then by port. Shorter than `times_ns` asks for if the bound was reached.
+    pub samples: Vec<PortSample>,
+}
+
+impl Series {
+    /// The samples of single ports at time number `index`; empty beyond the bound.
+    pub fn at(&self, index: usize) -> &[PortSample] {
+        let n = self.ports.len();
+        self.samples.get(index * n..(index + 1) * n).unwrap_or(&[])
+    }
+
+    /// Times of which the ports' own samples were kept.
+    pub fn kept(&self) -> usize {
+        self.samples.len() / self.ports.len().max(1)
+    }
+}
+
+/// What a port has done by a time.
+#[derive(Clone, Copy, Debug, Default)]
+struct Count {
+    sent: u64,
+    drops: u64,
+    marks: u64,
+}
+
+/// Takes the samples.
+pub(crate) struct Sampler {
+    pub(crate) series: Series,
+    places: Vec<(Step, u8)>,
+    before: Vec<Count>,
+    before_ns: u64,
+    pub(crate) next_ns: u64,
+}
+
+impl Sampler {
+    pub(crate) fn new(interval_ns: u64, shards: &[Shard], topology: &Topology) -> Self {
+        let mut ports: Vec<(PortId, Step)> = Vec::new();
+        for (s, shard) in shards.iter().enumerate() {
+            let f = &shard.fabric;
+            for (place, ids) in [
+                (Place::Fifo, &f.port_ids),
+                (Place::Scheduled, &f.scheduled_ids),
+                (Place::Trim, &f.trim_ids),
+            ] {
+                let steps = ids.iter().enumerate();
+                ports.extend(steps.map(|(i, &id)| (id, Step::new(s as u32, place, i))));
+            }
+        }
+        ports.sort_unstable_by_key(|p| p.0);
+        let tier = |id| match topology.tier(id) {
+            Tier::Host => 0,
+            Tier::Edge => 1,
+            Tier::Core => 2,
+        };
+        Sampler {
+            places: ports.iter().map(|&(id, step)| (step, tier(id))).collect(),
+            before: vec![Count::default(); ports.len()],
+            before_ns: 0,
+            next_ns: interval_ns,
+            series: Series {
+                interval_ns,
+                ports: ports.iter().map(|p| p.0).collect(),
+                ..Series::default()
+            },
+        }
+    }
+
+    /// Leaves out the intervals before `next`, the next event, if nothing happens in them: their
+    /// samples would be zeros.
+    pub(crate) fn skip_to(&mut self, next: u64, shards: &[Shard]) {
+        let interval = self.series.interval_ns;
+        if next < self.next_ns.saturating_add(interval) || !self.is_idle(shards) {
+            return;
+        }
+        self.before_ns = next / interval * interval;
+        self.next_ns = self.before_ns + interval;
+    }
+
+    /// Whether every port was idle at the last sample. Only FIFO ports can be busy without an event
+    /// to come at their end, so what waits elsewhere needs no look.
+    fn is_idle(&self, shards: &[Shard]) -> bool {
+        self.places.iter().all(|&(step, _)| {
+            let f = &shards[step.shard()].fabric;
+            let busy = match step.place() {
+                Place::Fifo => f.ports[step.index()].busy,
+                Place::Scheduled => f.scheduled[step.index()].busy(),
+                _ => f.trim_ports[step.index()].busy,
+            };
+            busy <= self.before_ns
+        })
+    }
+
+    /// Samples all ports; every event before `now` has run.
+    pub(crate) fn take(&mut self, now: u64, shards: &[Shard], net: &Net) {
+        let span = (now - self.before_ns).max(1);
+        let mut tiers = [TierSample::default(); 3];
+        let keep = self.series.samples.len() + self.places.len() <= SAMPLES_MAX
+            && self.series.kept() == self.series.times_ns.len();
+        for (i, &(step, tier)) in self.places.iter().enumerate() {
+            let f = &shards[step.shard()].fabric;
+            let at = step.index();
+            // Bytes that were put on the link or are on it, when it is free, and what waits besides.
+            let (class, busy, bytes, waiting, drops, marks) = match step.place() {
+                Place::Fifo => {
+                    let p = &f.ports[at];
+                    (
+                        p.class(),
+                        p.busy,
+                        p.bytes,
+                        0,
+                        u64::from(p.drops),
+                        u64::from(p.marks),
+                    )
+                }
+                Place::Scheduled => {
+                    let p = &f.scheduled[at];
+                    (
+                        p.link_class(),
+                        p.busy(),
+                        p.bytes,
+                        p.waiting_bytes(),
+                        p.drops,
+                        p.marks,
+                    )
+                }
+                _ => {
+                    let p = &f.trim_ports[at];
+                    let (drops, marks) = (u64::from(p.drops), u64::from(p.trims));
+                    (p.class(), p.busy, p.bytes, p.waiting_bytes, drops, marks)
+                }
+            };
+            let rate = net.classes[class as usize].bits_per_s;
+            let left = u128::from(busy.saturating_sub(now)) * u128::from(rate);
+            // A FIFO port accepts bytes before it sends them; the others do when service starts.
+            let left = ((left / 8_000_000_000) as u64).min(bytes);
+            let count = Count {
+                sent: bytes - left,
+                drops,
+                marks,
+            };
+            let before = std::mem::replace(&mut self.before[i], count);
+            let sent = count.sent.saturating_sub(before.sent);
+            let sample = PortSample {
+                backlog_bytes: left + waiting,
+                utilization: (sent as f64 * 8e9 / (rate as f64 * span as f64)).min(1.0) as f32,
+                drops: (count.drops - before.drops) as u32,
+                marks: (count.marks - before.marks) as u32,
+            };
+            let t = &mut tiers[tier as usize];
+            t.ports += 1;
+            t.backlog_bytes += sample.backlog_bytes;
+            t.backlog_bytes_max = t.backlog_bytes_max.max(sample.backlog_bytes);
+            t.utilization_mean += f64::from(sample.utilization);
+            t.utilization_max = t.utilization_max.max(sample.utilization);
+            t.drops += u64::from(sample.drops);
+            t.marks += u64::from(sample.marks);
+            if keep {
+                self.series.samples.push(sample);
+            }
+        }
+        for tier in &mut tiers {
+            tier.utilization_mean /= f64::from(tier.ports.max(1));
+        }
+        self.series.times_ns.push(now);
+        self.series.tiers.push(tiers);
+        self.before_ns = now;
+        self.next_ns = if self.series.times_ns.len() < TIMES_MAX {
+            now + self.series.interval_ns
+        } else {
+            u64::MAX
+        };
+    }
+}

@@ -1,0 +1,190 @@
+// Runs TCP NewReno flows over given paths in ns-3 and prints when each was done, for comparison.
+//
+// Input, a line each: `mss BYTES`, `ssthresh BYTES`, `queue PACKETS`, `link A B BITS_PER_S DELAY_NS`,
+// `flow ID BYTES START_NS NODE NODE …` (its path, hosts at both ends). Output: `ID NS`, from the
+// first data packet to the arrival of the last byte.
+#include <cstdint>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "ns3/applications-module.h"
+#include "ns3/core-module.h"
+#include "ns3/internet-module.h"
+#include "ns3/network-module.h"
+#include "ns3/point-to-point-module.h"
+#include "ns3/traffic-control-module.h"
+
+using namespace ns3;
+
+namespace
+{
+struct Flow
+{
+    uint32_t id;
+    uint64_t bytes;
+    uint64_t startNs;
+    std::vector<uint32_t> path;
+    int64_t firstNs = -1;
+    int64_t doneNs = -1;
+    uint64_t received = 0;
+};
+
+std::vector<Flow> g_flows;
+
+void
+Sent(size_t flow, Ptr<const Packet>)
+{
+    if (g_flows[flow].firstNs < 0)
+    {
+        g_flows[flow].firstNs = Simulator::Now().GetNanoSeconds();
+    }
+}
+
+void
+Received(size_t flow, Ptr<const Packet> packet, const Address&)
+{
+    Flow& f = g_flows[flow];
+    f.received += packet->GetSize();
+    if (f.received >= f.bytes && f.doneNs < 0)
+    {
+        f.doneNs = Simulator::Now().GetNanoSeconds();
+    }
+}
+} // namespace
+
+int
+main(int argc, char* argv[])
+{
+    if (argc != 2)
+    {
+        std::cerr << "usage: reference FILE\n";
+        return 2;
+    }
+    struct Link
+    {
+        uint32_t a, b;
+        uint64_t rate, delayNs;
+    };
+    std::vector<Link> links;
+    uint32_t mss = 1448;
+    uint32_t ssthresh = 0xffffffff;
+    std::string queue = "100";
+    uint32_t nodeCount = 0;
+    std::ifstream file(argv[1]);
+    for (std::string line; std::getline(file, line);)
+    {
+        std::istringstream words(line);
+        std::string kind;
+        words >> kind;
+        if (kind == "mss")
+        {
+            words >> mss;
+        }
+        else if (kind == "ssthresh")
+        {
+            words >> ssthresh;
+        }
+        else if (kind == "queue")
+        {
+            words >> queue;
+        }
+        else if (kind == "link")
+        {
+            Link l;
+            words >> l.a >> l.b >> l.rate >> l.delayNs;
+            links.push_back(l);
+            nodeCount = std::max(nodeCount, std::max(l.a, l.b) + 1);
+        }
+        else if (kind == "flow")
+        {
+            Flow f;
+            words >> f.id >> f.bytes >> f.startNs;
+            for (uint32_t n; words >> n;)
+            {
+                f.path.push_back(n);
+            }
+            g_flows.push_back(f);
+        }
+    }
+
+    // What the compared model does: see docs/netsim.md.
+    Config::SetDefault("ns3::TcpL4Protocol::SocketType", TypeIdValue(TcpNewReno::GetTypeId()));
+    Config::SetDefault("ns3::TcpL4Protocol::RecoveryType",
+                       TypeIdValue(TcpClassicRecovery::GetTypeId()));
+    Config::SetDefault("ns3::TcpSocketBase::Sack", BooleanValue(false));
+    Config::SetDefault("ns3::TcpSocketBase::Timestamp", BooleanValue(false));
+    Config::SetDefault("ns3::TcpSocketBase::LimitedTransmit", BooleanValue(false));
+    Config::SetDefault("ns3::TcpSocket::DelAckCount", UintegerValue(1));
+    Config::SetDefault("ns3::TcpSocket::InitialCwnd", UintegerValue(2));
+    Config::SetDefault("ns3::TcpSocket::InitialSlowStartThreshold", UintegerValue(ssthresh));
+    Config::SetDefault("ns3::TcpSocket::SegmentSize", UintegerValue(mss));
+    Config::SetDefault("ns3::TcpSocket::SndBufSize", UintegerValue(1 << 26));
+    Config::SetDefault("ns3::TcpSocket::RcvBufSize", UintegerValue(1 << 26));
+
+    NodeContainer nodes;
+    nodes.Create(nodeCount);
+    InternetStackHelper stack;
+    Ipv4StaticRoutingHelper routing;
+    stack.SetRoutingHelper(routing);
+    stack.Install(nodes);
+    std::map<std::pair<uint32_t, uint32_t>, uint32_t> interfaceTo;
+    std::map<std::pair<uint32_t, uint32_t>, Ipv4Address> addressOn;
+    Ipv4AddressHelper addresses("10.0.0.0", "255.255.255.252");
+    TrafficControlHelper control;
+    for (const Link& l : links)
+    {
+        PointToPointHelper p2p;
+        p2p.SetDeviceAttribute("DataRate", DataRateValue(DataRate(l.rate)));
+        p2p.SetChannelAttribute("Delay", TimeValue(NanoSeconds(l.delayNs)));
+        p2p.SetQueue("ns3::DropTailQueue", "MaxSize", StringValue(queue + "p"));
+        NetDeviceContainer devices = p2p.Install(nodes.Get(l.a), nodes.Get(l.b));
+        Ipv4InterfaceContainer ends = addresses.Assign(devices);
+        control.Uninstall(devices);
+        addresses.NewNetwork();
+        interfaceTo[{l.a, l.b}] = ends.Get(0).second;
+        interfaceTo[{l.b, l.a}] = ends.Get(1).second;
+        addressOn[{l.a, l.b}] = ends.GetAddress(0);
+        addressOn[{l.b, l.a}] = ends.GetAddress(1);
+    }
+    auto route = [&](const std::vector<uint32_t>& path) {
+        Ipv4Address to = addressOn.at({path[path.size() - 1], path[path.size() - 2]});
+        for (size_t i = 0; i + 1 < path.size(); i++)
+        {
+            Ptr<Ipv4> ip = nodes.Get(path[i])->GetObject<Ipv4>();
+            routing.GetStaticRouting(ip)->AddHostRouteTo(
+                to, addressOn.at({path[i + 1], path[i]}), interfaceTo.at({path[i], path[i + 1]}));
+        }
+    };
+    for (size_t i = 0; i < g_flows.size(); i++)
+    {
+        Flow& f = g_flows[i];
+        route(f.path);
+        route({f.path.rbegin(), f.path.rend()});
+        Ptr<Node> from = nodes.Get(f.path.front());
+        Ptr<Node> to = nodes.Get(f.path.back());
+        uint16_t port = 5000 + i;
+        Ipv4Address address = addressOn.at({f.path.back(), f.path[f.path.size() - 2]});
+        PacketSinkHelper sink("ns3::TcpSocketFactory",
+                              InetSocketAddress(Ipv4Address::GetAny(), port));
+        ApplicationContainer sinks = sink.Install(to);
+        sinks.Start(Seconds(0));
+        sinks.Get(0)->TraceConnectWithoutContext("Rx", MakeBoundCallback(&Received, i));
+        BulkSendHelper bulk("ns3::TcpSocketFactory", InetSocketAddress(address, port));
+        bulk.SetAttribute("MaxBytes", UintegerValue(f.bytes));
+        ApplicationContainer sources = bulk.Install(from);
+        sources.Start(NanoSeconds(f.startNs));
+        sources.Get(0)->TraceConnectWithoutContext("Tx", MakeBoundCallback(&Sent, i));
+    }
+    Simulator::Stop(Seconds(1000));
+    Simulator::Run();
+    for (const Flow& f : g_flows)
+    {
+        std::cout << f.id << " " << (f.doneNs < 0 ? -1 : f.doneNs - f.firstNs) << "\n";
+    }
+    Simulator::Destroy();
+    return 0;
+}

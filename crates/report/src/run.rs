@@ -351,7 +351,12 @@ impl RunReport {
                 grouped(gpu.gpus)
             ));
         }
-        for (who, cost) in [("client", &self.client), ("server", &self.server)] {
+        // Nobody sends anything to a cluster that is simulated.
+        let client = match self.target.as_str() {
+            "simulated" => "simulator",
+            _ => "client",
+        };
+        for (who, cost) in [(client, &self.client), ("server", &self.server)] {
             if let Some(cost) = cost {
                 let rss = cost.rss_peak_bytes.map_or(String::new(), |b| {
                     format!(", peak RSS {} MiB", number(b as f64 / f64::from(1 << 20)))

@@ -66,7 +66,7 @@ pub enum SourceError {
         source: std::io::Error,
     },
     /// A line is not a request.
-    #[error("trace {}, line {line}: {what}; mend the line, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
+    #[error("trace {}, line {line}: {what}; mend it, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
     BadLine {
         /// The file.
         path: PathBuf,

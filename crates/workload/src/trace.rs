@@ -362,7 +362,7 @@ impl<R: BufRead> Trace<R> {
         };
         if !timestamp.is_finite() || timestamp < self.last_ms {
             return Err(format!(
-                "`timestamp` {timestamp} is before the line above it ({}); sort the trace by time",
+                "`timestamp` {timestamp} is before the line above it ({}), and a trace is sorted by time",
                 self.last_ms
             ));
         }
@@ -691,7 +691,7 @@ mod tests {
             (&GOOD.replace("600", "0"), "`input_length` is 0"),
             (&GOOD.replace("[7, 8]", "[7]"), "takes 2 ids"),
             (&GOOD.replace("5,", "0,"), "`output_length` is 0"),
-            (&GOOD.replace("1000", "10"), "sort the trace"),
+            (&GOOD.replace("1000", "10"), "sorted by time"),
             (
                 &GOOD.replace("output_length", "x"),
                 "missing field `output_length`",
@@ -813,7 +813,7 @@ mod tests {
                     "\"timestamp\": 9, \"session_id\": 3",
                     "\"session_id\": 4, \"timestamp\": 5",
                 ),
-                "sort the trace",
+                "sorted by time",
             ),
         ] {
             let (requests, _) = check(&text, OnBadLine::Stop);

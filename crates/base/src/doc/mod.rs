@@ -33,7 +33,7 @@
 //! let doc = Doc::parse("job.toml", b"[arrivals]\nrate = \"fast\"\nknid = \"poisson\"\n");
 //! assert_eq!(
 //!     format!("error: {}", read(doc).unwrap_err()),
-//!     "error: job.toml:2:8: `arrivals.rate` is a string (\"fast\"), but must be a number\n\
+//!     "error: job.toml:2:8: `arrivals.rate` is a string (\"fast\"), but must be a finite number\n\
 //!      error: job.toml:3:1: unknown key `arrivals.knid`\n\
 //!      hint: did you mean `kind`?",
 //! );

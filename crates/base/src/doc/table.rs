@@ -582,7 +582,7 @@ integer!(i64, "an integer of 64 bits");
 
 /// Finite numbers only: no key of ours has a use for `inf` and `nan`.
 impl Scalar for f64 {
-    const MUST: &'static str = "a number";
+    const MUST: &'static str = "a finite number";
     fn read(value: &Value<'_>) -> Option<Self> {
         match value {
             Value::Integer(number) => Some(*number as f64),

@@ -55,7 +55,7 @@ pub(crate) struct WorkloadArgs {
     pub(crate) osl: Option<u32>,
     /// Requests in all [default without a file: 100, or 10 times --concurrency if that is more;
     /// or the whole trace]
-    #[arg(long, value_name = "N", help_heading = "What to send")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "What to send")]
     pub(crate) requests: Option<u64>,
     /// Begin no session later than this, such as 60s (time of the workload)
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "What to send")]

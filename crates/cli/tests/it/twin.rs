@@ -220,7 +220,7 @@ fn a_trace_is_told_and_simulated_in_any_form() {
     let (code, _, err) = run(&["trace", "stats", path]);
     assert_eq!(code, Some(2));
     assert!(
-        err.contains("line 4") && err.contains("sort the trace"),
+        err.contains("line 4") && err.contains("sorted by time"),
         "{err}"
     );
     let (code, _, err) = run(&["trace", "stats", path, "--on-bad-line=skip"]);

@@ -43,7 +43,7 @@ class Options:
     follow: bool = False
     """Tells the workers which keys the device caches (`SlipstreamConnector.mirror`)."""
     hooks: bool = True
-    """False: compares all cached keys now and then instead of seeing each change."""
+    """False: reads KV events, or compares all cached keys now and then."""
     keys_max: int = 2048
     """Keys told in one message; bounds what a snapshot costs in one step."""
     stats_interval_s: float = 0.5

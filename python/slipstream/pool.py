@@ -16,7 +16,11 @@ from slipstream._native import KeySet
 logger = logging.getLogger("slipstream.vllm")
 
 HOOKS = "hooks"
+EVENTS = "events"
 RESYNC = "resync"
+
+CHECK_STEPS = 256
+"""How often the number of keys is compared with the pool's: one look at two numbers."""
 
 RESYNC_STEPS = 256
 """Without hooks, all keys are compared once in so many steps: at 0.1 ms per 1,000 keys and 7 ms a
@@ -109,8 +113,9 @@ def block_ids(value: Any) -> Iterable[int]:
 class PoolFeed:
     """Keeps a `KeySet` equal to the keys of a pool.
 
-    `mode` tells how: `hooks` (each change is seen) or `resync` (all keys are compared now and
-    then, because the hooks failed; `reason` says why). `keys_max` bounds what one message tells.
+    `mode` tells how: `hooks` (each change is seen), `events` (the pool's KV events are read, at 20
+    times the cost) or `resync` (all keys are compared now and then, and no key is told as new);
+    `reason` says why not a better one. `keys_max` bounds what one message tells.
     `wants_new` has `step` tell which keys are new and where, which only the hooks can.
     """
 
@@ -133,54 +138,121 @@ class PoolFeed:
             self_test(pool)
             install_hooks(pool, self._log)
         except HookError as error:
-            self.mode, self.reason = RESYNC, str(error)
+            self.mode, self.reason = EVENTS, str(error)
+        self._queue: list[Any] = []
+        self._queue_read = 0
+        if self.mode == EVENTS:
+            if getattr(pool, "enable_kv_cache_events", False):
+                # What came before is in the pool's map.
+                self._queue = pool.kv_event_queue
+                self._queue_read = len(self._queue)
+                logger.warning(
+                    "slipstream: DEGRADED: reads KV events, because the block pool cannot be "
+                    "hooked (%s); use a vLLM version that docs/connector.md lists",
+                    self.reason,
+                )
+            else:
+                self._compare_now_and_then(f"{self.reason}; KV events are off")
         self._map = pool.cached_block_hash_to_block
         self._resync()
         if self.mode == HOOKS:
             logger.info("slipstream: follows the block pool by hooks, %d keys", len(self.keys))
-        else:
-            logger.warning(
-                "slipstream: DEGRADED: compares all cached keys every %d steps, because the block "
-                "pool cannot be hooked (%s); use a vLLM version that docs/connector.md lists",
-                RESYNC_STEPS,
-                self.reason,
-            )
+
+    def _compare_now_and_then(self, reason: str) -> None:
+        self.mode, self.reason = RESYNC, reason
+        logger.warning(
+            "slipstream: DEGRADED: compares all cached keys every %d steps and saves no blocks, "
+            "because the block pool cannot be followed (%s); use a vLLM version that "
+            "docs/connector.md lists",
+            RESYNC_STEPS,
+            reason,
+        )
 
     def step(self) -> Step | None:
         """Take what changed since the last step. `None` if there is nothing to tell."""
-        log = self._log
+        self._steps += 1
+        new: tuple[list[bytes], list[int]] = ([], [])
         if self.mode == HOOKS:
             if self._map is not self._pool.cached_block_hash_to_block:
                 self._map = self._pool.cached_block_hash_to_block
-                if None not in log:
-                    logger.warning(
-                        "slipstream: the block pool was replaced unseen; resynchronizing"
-                    )
-                    self._resync()
-        else:
-            self._steps += 1
-            if self._steps % RESYNC_STEPS == 0:
-                self._resync()
-        if not log:
-            message = self.keys.take_message(self._keys_max)
-            return None if message is None else (message, [], [])
-        try:
-            if self.wants_new:
-                return self.keys.step_with_new(log, self._keys_max)
-            message = self.keys.step(log, self._keys_max)
-            return None if message is None else (message, [], [])
-        except (ValueError, TypeError) as error:
-            self.log_errors_total += 1
-            logger.warning("slipstream: %s; resynchronizing", error)
+                if None not in self._log:
+                    self._start_over("the block pool's map was replaced unseen")
+        elif self.mode == EVENTS:
+            new = self._read_events()
+        elif self._steps % RESYNC_STEPS == 0:
             self._resync()
+        log = self._log
+        try:
+            if not log:
+                message = self.keys.take_message(self._keys_max)
+            elif self.mode == HOOKS and self.wants_new:
+                return self.keys.step_with_new(log, self._keys_max)
+            else:
+                message = self.keys.step(log, self._keys_max)
+        except (ValueError, TypeError) as error:
+            self._start_over(str(error))
             return None
+        if self._steps % CHECK_STEPS == 0 and self.mode != RESYNC:
+            held, there = len(self.keys), len(cached(self._pool))
+            if held != there:
+                self._start_over(f"{held} keys are known of the {there} in the block pool")
+        return None if message is None and not new[0] else (message, *new)
 
     def flush(self) -> None:
         """Bring `keys` up to date without building a message."""
-        if self.mode == HOOKS:
-            self.keys.apply(self._log)
-        else:
+        if self.mode == EVENTS:
+            self._read_events()
+        if self.mode == RESYNC:
             self._resync()
+        else:
+            self.keys.apply(self._log)
+
+    def _start_over(self, why: str) -> None:
+        self.log_errors_total += 1
+        logger.warning("slipstream: %s; resynchronizing", why)
+        self._resync()
+
+    def _read_events(self) -> tuple[list[bytes], list[int]]:
+        """Read the pool's KV events from where the last step ended; return new keys and blocks.
+
+        vLLM takes the queue between steps by putting a new list in its place, so the rest of the
+        old one is read first. Whether a key that was removed is still held by another block, the
+        pool's map tells.
+        """
+        events = self._queue[self._queue_read :]
+        if self._pool.kv_event_queue is not self._queue:
+            self._queue = self._pool.kv_event_queue
+            events += self._queue
+        self._queue_read = len(self._queue)
+        keys: list[bytes] = []
+        blocks: list[int] = []
+        one_block = self._pool.cached_block_hash_to_block.get_one_block
+        for event in events:
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self._log.append(None)
+                keys, blocks = [], []
+                continue
+            # Connectors add events of their own, of other media, when the queue is taken.
+            if kind not in ("BlockStored", "BlockRemoved") or event.medium != self._pool.medium:
+                continue
+            group = (event.group_idx or 0).to_bytes(4, "big")
+            for block_hash in event.block_hashes:
+                if not isinstance(block_hash, bytes):
+                    self._compare_now_and_then(
+                        f"{self.reason}; KV events have 64 bits of each hash only, start vLLM with "
+                        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
+                    )
+                    self._resync()
+                    return [], []
+                key = block_hash + group
+                block = one_block(key)
+                # One holder stands for all: the event does not say which block it is of.
+                self._log += (key, 0 if block is not None else ~0)
+                if kind == "BlockStored" and block is not None and self.wants_new:
+                    keys.append(key)
+                    blocks.append(block.block_id)
+        return keys, blocks
 
     def _resync(self) -> None:
         """Take all keys of the pool anew. Costs O(keys); a consumer gets a new snapshot."""
@@ -188,8 +260,11 @@ class PoolFeed:
         self._log.clear()
         fresh: Log = [None]
         for key, value in cached(self._pool).items():
-            for block_id in block_ids(value):
-                fresh += (key, block_id)
+            if self.mode == HOOKS:
+                for block_id in block_ids(value):
+                    fresh += (key, block_id)
+            else:
+                fresh += (key, 0)
         self.keys.apply(fresh)
 
 

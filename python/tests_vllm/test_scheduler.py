@@ -4,7 +4,7 @@ import random
 
 import pytest
 from rig import BLOCK, Rig
-from slipstream.pool import HOOKS, RESYNC, RESYNC_STEPS, cached
+from slipstream.pool import CHECK_STEPS, EVENTS, HOOKS, RESYNC, RESYNC_STEPS, cached
 from slipstream.vllm import SlipstreamConnector
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -127,6 +127,68 @@ def test_without_hooks_it_says_so_and_compares_all_keys(caplog: pytest.LogCaptur
     for _ in range(RESYNC_STEPS):
         rig.step()
     assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool)) != set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_hooks_kv_events_do(
+    seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    rng = random.Random(seed)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(
+            num_blocks=120,
+            kv_events=True,
+            max_num_batched_tokens=512,
+            extra={"hooks": False},
+            seed=seed,
+            **OURS,
+        )
+    feed = rig.connector.feed
+    assert feed.mode == EVENTS and "DEGRADED: reads KV events" in caplog.text
+    prefixes = [rig.tokens(BLOCK * 8) for _ in range(3)]
+    saved: set[bytes] = set()
+    stored: set[bytes] = set()
+    for step in range(300):
+        if rng.randrange(3) == 0:
+            shared = rng.choice(prefixes)[: BLOCK * rng.randrange(9)]
+            rig.add(shared + rig.tokens(rng.randrange(1, 300)), max_tokens=rng.randrange(1, 60))
+        if step % 50 == 49:
+            for name in list(rig.scheduler.requests):
+                rig.abort(name)
+            rig.step()
+            assert rig.scheduler.reset_prefix_cache()
+        before = set(cached(rig.pool))
+        plan = rig.scheduler.schedule()
+        stored |= set(cached(rig.pool)) - before
+        saved.update(plan.kv_connector_metadata.save_keys)
+        assert set(feed.keys.keys()) == set(cached(rig.pool))
+        rig.scheduler.update_from_output(plan, rig.output(plan))
+    assert saved >= stored and len(stored) > 100 and feed.log_errors_total == 0
+
+
+def test_kv_events_with_short_hashes_are_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(num_blocks=64, kv_events=True, extra={"hooks": False}, **OURS)
+        rig.add(rig.tokens(BLOCK * 10), max_tokens=4)
+        rig.step()
+    assert rig.connector.feed.mode == RESYNC
+    assert "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0" in caplog.text
+    assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool)) != set()
+
+
+def test_keys_that_went_unseen_are_found_by_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(num_blocks=64, **OURS)
+    rig.add(rig.tokens(BLOCK * 10), max_tokens=4)
+    rig.step()
+    cached(rig.pool).popitem()
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        for _ in range(CHECK_STEPS):
+            rig.connector.feed.step()
+    assert "10 keys are known of the 9 in the block pool" in caplog.text
+    assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
 
 
 def test_a_replaced_map_is_noticed(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,6 +103,7 @@ impl Sim<'_> {
             }
         }
         self.wire.set_share(self.now, worker, share);
+        self.loads_fell = true;
     }
 
     /// A worker vanishes. Requests that had a token from it are lost; the others are sent elsewhere,

@@ -1,7 +1,7 @@
 //! The run: what happens next, until nothing does.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
 use std::io;
 use std::path::Path;
 
@@ -23,7 +23,7 @@ use crate::faults::Faults;
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase, Role};
-use crate::parts::{Parts, Side};
+use crate::parts::{Parts, Side, ns};
 use crate::wire::{Frame, Frames, Wire};
 
 /// How to run.
@@ -268,6 +268,8 @@ pub(crate) enum What {
     Begin { event: u32 },
     /// It ends.
     End { event: u32 },
+    /// The router looks anew, for those who wait in the frontend.
+    Look,
     /// A worker has started again, unless it vanished meanwhile.
     Ready { worker: u32, start: u32 },
 }
@@ -307,6 +309,12 @@ pub(crate) struct Sim<'a> {
     tells_later: bool,
     pub(crate) frames: Frames,
     pub(crate) faults: Faults,
+    /// Slots and tickets of requests that wait in the frontend, as every worker was busy.
+    waiting: VecDeque<(u32, u64)>,
+    /// Since the last look at them, a worker may have come to be less busy.
+    pub(crate) loads_fell: bool,
+    /// [`What::Look`] is in the queue.
+    look_planned: bool,
     /// Requests under way whose session goes on after them.
     continuing: usize,
     /// The sink wants to know of passes.
@@ -366,6 +374,9 @@ impl<'a> Sim<'a> {
         let mut sim = Sim {
             options,
             cluster,
+            waiting: VecDeque::new(),
+            loads_fell: false,
+            look_planned: false,
             continuing: 0,
             watches: false,
             schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
@@ -427,6 +438,7 @@ impl<'a> Sim<'a> {
             }
             self.end_passes(sink);
             self.happen(sink);
+            self.admit_waiting(sink);
             self.take_arrivals(sink)?;
             self.begin_passes(sink)?;
             if self.flights.len() > self.options.in_flight_max {
@@ -553,6 +565,7 @@ impl<'a> Sim<'a> {
                 gaps: &watch.gaps,
             });
         }
+        self.loads_fell |= !out.first.is_empty() || !out.finished.is_empty();
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             flight.begun = true;
@@ -606,6 +619,10 @@ impl<'a> Sim<'a> {
                         self.out = out; // its memory
                     }
                 }
+                What::Look => {
+                    self.loads_fell = true;
+                    self.look_planned = false;
+                }
                 What::Begin { event } => self.begin_event(event, sink),
                 What::End { event } => self.end_event(event),
                 What::Ready { worker, start } => self.worker_ready(worker, start),
@@ -641,8 +658,47 @@ impl<'a> Sim<'a> {
         }
     }
 
+    /// Lets requests that wait in the frontend go where there is room now, in their order.
+    fn admit_waiting(&mut self, sink: &mut dyn Sink) {
+        if !std::mem::take(&mut self.loads_fell) {
+            return;
+        }
+        let mut waiting = std::mem::take(&mut self.waiting);
+        while let Some((slot, ticket)) = waiting.pop_front() {
+            if self.flights.find(slot, ticket).is_none() {
+                continue;
+            }
+            self.route(slot, sink);
+            // Nothing waited, so it waits again: nobody behind it has a better chance.
+            if let Some(again) = self.waiting.pop_front() {
+                waiting.push_front(again);
+                break;
+            }
+        }
+        self.waiting = waiting;
+        self.plan_look();
+    }
+
+    /// By what the router saw last all are busy: those who wait try again when it has seen more.
+    fn plan_look(&mut self) {
+        let interval_ns = ns(self.cluster.router.view_interval_ms * 1e6);
+        if !self.waiting.is_empty() && interval_ns > 0 && !self.look_planned {
+            self.look_planned = true;
+            self.later(self.now + interval_ns, What::Look);
+        }
+    }
+
     /// Chooses where a request goes, and sends it there.
     pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
+        if !self.waiting.is_empty() {
+            // Whoever came before it goes first.
+            let busy = self.serve.fleet.targets().len();
+            let error = RouteError::Busy {
+                busy,
+                retry_after_s: 1,
+            };
+            return self.refuse(slot, &error, sink);
+        }
         let flight = self.flights.get_mut(RequestId(slot.into()));
         let block_size = self.serve.fleet.block_size();
         let prompt = match prompt_of(&flight.request, block_size, self.root) {
@@ -762,7 +818,11 @@ impl<'a> Sim<'a> {
     /// No worker takes a request: its client tries again later, or gives up.
     fn refuse(&mut self, slot: u32, error: &RouteError, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
-        if error.retry_may_help() && flight.retries < self.options.retries {
+        let queue_max = self.cluster.router.queue_max as usize;
+        if matches!(error, RouteError::Busy { .. }) && self.waiting.len() < queue_max {
+            self.waiting.push_back((slot, flight.ticket));
+            self.plan_look();
+        } else if error.retry_may_help() && flight.retries < self.options.retries {
             flight.retries += 1;
             flight.lost_on.clear();
             // As the frontend answers: with a time where the router names one, else a second.
@@ -807,6 +867,7 @@ impl<'a> Sim<'a> {
 
     /// Takes a request off every engine and link that it is on.
     pub(crate) fn detach(&mut self, slot: u32) {
+        self.loads_fell = true;
         let id = RequestId(slot.into());
         let flight = self.flights.get_mut(id);
         let routed = flight.active.take().is_some();
@@ -896,8 +957,9 @@ impl<'a> Sim<'a> {
         if !self.is_plain() {
             until = self.next_other().unwrap_or(SimTime::MAX);
         }
-        // Requests come at times that are known, unless one that ends brings the next.
-        if self.continuing == 0 && !self.schedule.is_closed() {
+        // Requests come at times that are known, unless one that ends brings the next, or makes room.
+        let known = self.continuing == 0 && !self.schedule.is_closed();
+        if known && self.waiting.is_empty() {
             if self.prefill.is_some() && awake > 1 {
                 // One may make room for a prompt, and so wake who computes the next one.
                 return Ok(SimTime::ZERO);

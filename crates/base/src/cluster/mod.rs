@@ -305,6 +305,9 @@ pub struct RouterConfig {
     pub busy_kv_share: f64,
     /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
     pub busy_prefill_tokens: u64,
+    /// `simulate` alone: requests that wait in the frontend while every ready worker is busy; further
+    /// ones are refused. Default 0.
+    pub queue_max: u32,
     /// The router looks at loads once in each such interval, ms, and goes by the look that it took in
     /// the one before, and by what it has routed since; 0: it always knows. Default 0.
     pub view_interval_ms: f64,
@@ -332,6 +335,7 @@ impl Default for RouterConfig {
             affinity_ttl_s: 0.0,
             busy_kv_share: 1.0,
             busy_prefill_tokens: 0,
+            queue_max: 0,
             view_interval_ms: 0.0,
             kv_lag_ms: 0.0,
             remote_prefill_tokens_min: 0,

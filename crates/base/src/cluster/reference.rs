@@ -335,6 +335,14 @@ pub const KEYS: &[Key] = &[
         "Low: one long prompt makes a worker busy.",
     ),
     key(
+        "router.queue_max",
+        "requests, 0 to 1,048,576",
+        "0",
+        "Simulation alone: requests that wait in the frontend, first come first served, while every ready \
+         worker is busy; further ones get 503.",
+        "High: under overload everybody waits. Low: bursts are refused.",
+    ),
+    key(
         "router.view_interval_ms",
         "ms, 0 to 3,600,000",
         "0.0",

@@ -474,6 +474,32 @@ fn clients_try_again_when_nobody_is_there() {
     }
 }
 
+#[test]
+fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
+    // A worker with 150 prompt tokens before it is busy: two prompts of 100. Five at once: two go, two
+    // wait for the first tokens at 10 ms and go then, one is refused.
+    let at_once = workload(
+        "requests = 5\n[arrival]\nkind = \"closed\"\nconcurrency = 5\n[[class]]\nisl = 100\nosl = 2\n",
+    );
+    let cluster = |queue_max: u32| {
+        ten_ms(
+            "",
+            &format!("[router]\nbusy_prefill_tokens = 150\nqueue_max = {queue_max}\n"),
+        )
+    };
+    let (outcome, mut ended) = simulate(&cluster(2), &at_once, &Options::default());
+    assert_eq!(outcome.cut, None);
+    ended.sort_by_key(|e| e.id);
+    let firsts: Vec<_> = ended[..4].iter().map(|e| e.first / MS).collect();
+    assert_eq!(firsts, [10, 10, 20, 20]);
+    assert!(ended[4].error.as_deref().unwrap().contains("busy"));
+    let failed = |queue_max| {
+        let (outcome, _) = simulate(&cluster(queue_max), &at_once, &Options::default());
+        outcome.totals.requests.failed
+    };
+    assert_eq!((failed(0), failed(1), failed(3)), (3, 2, 0));
+}
+
 /// A cluster with everything in it, and a load.
 fn scenario() -> impl Strategy<Value = (Cluster, slipstream_base::workload_file::Workload)> {
     let policies = vec![
@@ -502,9 +528,10 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_base::workload_file:
                 "[model]\npreset = \"qwen3-8b\"\n{pools}[engine]\nblock_size = 16\nnum_gpu_blocks = {blocks}\n\
                  max_model_len = 600\nmax_num_seqs = {seqs}\nmax_num_batched_tokens = 256\nstartup_s = 0.05\n\
                  [engine.timing]\nkind = \"roofline\"\ngpu = \"h100-sxm\"\n\
-                 [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\n\
+                 [router]\npolicy = \"{policy}\"\nkv_lag_ms = {lag_ms}\nview_interval_ms = {view_ms}\nremote_prefill_tokens_min = 64\nbusy_prefill_tokens = {}\nqueue_max = 5\n\
                  [network]\nmode = \"{mode}\"\nnic_bits_per_s = 1e10\nmessages = {}\n\
                  [host]\nmode = \"{}\"\ncpus = 2\n[kv]\nhand_over = \"{}\"\n",
+                if host == 2 { 400 } else { 0 },
                 network == 2,
                 if host == 1 { "ideal" } else { "none" },
                 if push { "push" } else { "pull" },

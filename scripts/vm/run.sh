@@ -5,7 +5,8 @@
 #
 #   SMP=4         any value of QEMU's -smp; two LLCs: SMP=8,sockets=2,cores=4,threads=1
 #   MEM=1024      MiB
-#   TIMEOUT=300   seconds for the whole VM
+#   NUMA=1        two nodes, halves of 8 CPUs
+#   TIMEOUT=600   seconds for the whole VM
 #   FILES="a b"   files for the guest's /files
 #
 # Exit status: that of the job; 97 when it was never seen to end, 124 on time-out.
@@ -53,10 +54,19 @@ I
 chmod +x "$root/init"
 (cd "$root" && find . -print0 | cpio --null -o -H newc --quiet -R 0:0 | gzip -1) > "$tmp/initrd"
 
+numa=()
+if [ -n "${NUMA:-}" ]; then
+  half=$((${MEM:-1024} / 2))
+  for node in 0 1; do
+    numa+=(-object "memory-backend-ram,id=m$node,size=${half}M"
+      -numa "node,memdev=m$node,cpus=$((node * 4))-$((node * 4 + 3))")
+  done
+fi
+
 set +e
-timeout --foreground "${TIMEOUT:-300}" "$VM/qemu/run" \
+timeout --foreground "${TIMEOUT:-600}" "$VM/qemu/run" \
   -accel tcg,thread=single,tb-size=256 -icount shift=0,sleep=off -cpu max \
-  -smp "${SMP:-4}" -m "${MEM:-1024}" -nodefaults -display none -serial stdio -no-reboot \
+  -smp "${SMP:-4}" -m "${MEM:-1024}" "${numa[@]}" -nodefaults -display none -serial stdio -no-reboot \
   -kernel "$VM/kernel/vmlinuz" -initrd "$tmp/initrd" \
   -append "console=ttyS0 panic=-1 quiet loglevel=4 mitigations=off nokaslr tsc=reliable ${APPEND:-}" \
   < /dev/null | stdbuf -o0 tr -d '\r' | tee "$tmp/log"

@@ -1,24 +1,35 @@
 #!/usr/bin/env bash
-# `make test-sched`: build the BPF scheduler and try it on a real kernel in QEMU.
-# Skips, with the reason, where the packages or the tools to build cannot be had.
+# `make test-sched`: build the BPF scheduler and try it on a real kernel in QEMU, 4 CPUs first, then
+# 8 with two sockets. Skips (exit 0), with the reason, where the tools to build it or the parts of
+# the virtual machine cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/vm/common.sh
+skipped() { echo "test-sched: SKIPPED: $*" >&2; exit 0; }
+[ "$(uname -sm)" = "Linux x86_64" ] || skipped "the test kernel is for x86-64 Linux"
 missing=()
 command -v clang-19 >/dev/null || command -v clang >/dev/null || missing+=(clang-19 llvm-19)
 [ -f /usr/include/libelf.h ] || missing+=(libelf-dev)
 [ -f /usr/include/zlib.h ] || missing+=(zlib1g-dev)
 command -v pkg-config >/dev/null || missing+=(pkg-config)
 if [ ${#missing[@]} -gt 0 ]; then
-  if [ "$(id -u)" != 0 ] || ! { apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
-    apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null; }; then
-    echo "test-sched: SKIPPED: to build the BPF program, install ${missing[*]}" >&2
-    exit 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || ! { apt-get -qq update &&
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null; }; then
+    skipped "to build the BPF program, install ${missing[*]}"
   fi
 fi
 rc=0; scripts/vm/setup.sh || rc=$?
-[ $rc != 3 ] || { echo "test-sched: SKIPPED (see above)" >&2; exit 0; }
+[ $rc != 3 ] || skipped "no virtual machine, see above"
 [ $rc = 0 ] || exit $rc
+cargo fetch --locked --quiet --manifest-path crates/scx/loader/Cargo.toml ||
+  skipped "the crates of crates/scx/loader cannot be downloaded"
 make scx build
-cargo test --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
-SMP=4 scripts/vm/run.sh scripts/vm/job-sched.sh target/release/slipstream-scx target/release/slipstream
+# Among them: the decision as BPF, run by this kernel, against the native build.
+cargo test --quiet --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
+programs=(target/release/slipstream-scx target/release/slipstream)
+start=$SECONDS
+echo "== 4 CPUs"
+SMP=4 scripts/vm/run.sh scripts/vm/job-sched.sh "${programs[@]}"
+echo "== 8 CPUs, 2 sockets (LLCs and NUMA nodes) of 2 cores with 2 threads"
+SMP=8,sockets=2,cores=2,threads=2 NUMA=1 scripts/vm/run.sh scripts/vm/job-topology.sh "${programs[@]}"
+echo "test-sched: passed, $((SECONDS - start)) s in the virtual machine"

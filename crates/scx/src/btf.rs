@@ -76,11 +76,12 @@ impl Raw<'_> {
 }
 
 impl Btf {
-    /// Parses the contents of `/sys/kernel/btf/vmlinux`.
+    /// Parses the contents of `/sys/kernel/btf/vmlinux`, and keeps the structs and functions of
+    /// these names: a kernel has 100,000 others.
     ///
     /// # Errors
     /// When the bytes are not BTF, or of a later form.
-    pub fn parse(bytes: &[u8]) -> Result<Btf, BtfError> {
+    pub fn parse(bytes: &[u8], wanted: &[&str]) -> Result<Btf, BtfError> {
         let word = |at: usize| {
             let b = bytes.get(at..at + 4).ok_or(BtfError::Short(at))?;
             Ok(u32::from_ne_bytes(b.try_into().expect("four bytes")) as usize)
@@ -100,16 +101,21 @@ impl Btf {
             strings: section(word(16)?, word(20)?)?,
         };
         let types = index(&raw)?;
+        let is_wanted = |name: u32| {
+            let at = raw.strings.get(name as usize..).unwrap_or_default();
+            let is = |w: &&str| at.get(w.len()) == Some(&0) && at.starts_with(w.as_bytes());
+            wanted.iter().any(is)
+        };
         let mut btf = Btf::default();
         for t in &types {
             match t.kind {
-                KIND_STRUCT if t.name != 0 => {
+                KIND_STRUCT if is_wanted(t.name) => {
                     let members: Result<Vec<String>, BtfError> = (0..t.vlen)
                         .map(|i| raw.string(raw.u32_at(t.body + 12 * i)?))
                         .collect();
                     btf.structs.insert(raw.string(t.name)?, members?);
                 }
-                KIND_FUNC => {
+                KIND_FUNC if is_wanted(t.name) => {
                     let name = raw.string(t.name)?;
                     let Some(proto) = resolve(&types, t.word) else {
                         continue;
@@ -285,7 +291,7 @@ pub(crate) mod tests {
         let task = w.strukt("task_struct", &["pid", "comm"]);
         let pointer = w.pointer(task);
         w.function("kick", &[("p", pointer), ("cpu", 0)]);
-        let btf = Btf::parse(&w.finish()).unwrap();
+        let btf = Btf::parse(&w.finish(), &["task_struct", "kick", "other"]).unwrap();
         assert_eq!(btf.members("task_struct").unwrap(), ["pid", "comm"]);
         assert_eq!(
             btf.params("kick").unwrap(),
@@ -305,9 +311,12 @@ pub(crate) mod tests {
         w.function("kick", &[("p", pointer)]);
         let bytes = w.finish();
         for end in 0..bytes.len() {
-            assert!(Btf::parse(&bytes[..end]).is_err(), "cut at {end}");
+            assert!(
+                Btf::parse(&bytes[..end], &["kick"]).is_err(),
+                "cut at {end}"
+            );
         }
-        assert_eq!(Btf::parse(&[0; 64]).unwrap_err(), BtfError::Magic);
+        assert_eq!(Btf::parse(&[0; 64], &[]).unwrap_err(), BtfError::Magic);
     }
 
     #[test]
@@ -316,7 +325,7 @@ pub(crate) mod tests {
             eprintln!("SKIPPED: no /sys/kernel/btf/vmlinux");
             return;
         };
-        let btf = Btf::parse(&bytes).unwrap();
+        let btf = Btf::parse(&bytes, &["task_struct", "wake_up_process"]).unwrap();
         assert!(
             btf.members("task_struct")
                 .unwrap()

@@ -117,6 +117,19 @@ impl Classes {
     /// # Errors
     /// All wrong values together: which class, what it has, what it may have.
     pub fn parse(text: &str, host: &Topology) -> Result<Classes, ClassError> {
+        Classes::parse_without(text, host, &BTreeSet::new())
+    }
+
+    /// Reads a class file for a host that CPUs have left since the file was first read: a class goes
+    /// on with those that remain to it, and with all when none does.
+    ///
+    /// # Errors
+    /// As [`Classes::parse`].
+    pub fn parse_without(
+        text: &str,
+        host: &Topology,
+        gone: &BTreeSet<u32>,
+    ) -> Result<Classes, ClassError> {
         // The order of classes decides which rule is tried first, and `toml::Table` sorts; the
         // places of the headers in the text restore the order of the file.
         let file: File = toml::from_str(text)?;
@@ -136,7 +149,7 @@ impl Classes {
                     continue;
                 }
             };
-            out.add(name, &class, host, &mut wrong);
+            out.add(name, &class, host, gone, &mut wrong);
         }
         if out.classes.len() > CLASSES_MAX {
             wrong.push(format!(
@@ -154,7 +167,14 @@ impl Classes {
         }
     }
 
-    fn add(&mut self, name: &str, c: &ClassFile, host: &Topology, wrong: &mut Vec<String>) {
+    fn add(
+        &mut self,
+        name: &str,
+        c: &ClassFile,
+        host: &Topology,
+        gone: &BTreeSet<u32>,
+        wrong: &mut Vec<String>,
+    ) {
         let index = self.classes.len();
         if c.comm.is_empty() && c.cgroup.is_empty() {
             wrong.push(format!(
@@ -210,7 +230,7 @@ impl Classes {
         let mut llc_mask = 0;
         if let Some(list) = &c.cpus {
             match parse_cpu_list(list, &format!("[class.{name}]: `cpus`")) {
-                Ok(cpus) => llc_mask = mask_of(name, &cpus, host, wrong),
+                Ok(cpus) => llc_mask = mask_of(name, &cpus, host, gone, wrong),
                 Err(e) => wrong.push(e.to_string()),
             }
         }
@@ -242,27 +262,34 @@ impl Classes {
     }
 }
 
-fn mask_of(name: &str, cpus: &[u32], host: &Topology, wrong: &mut Vec<String>) -> u64 {
-    let missing: Vec<String> = cpus
-        .iter()
-        .filter(|c| !host.cpus.contains_key(c))
-        .map(u32::to_string)
-        .collect();
-    if !missing.is_empty() {
+fn mask_of(
+    name: &str,
+    cpus: &[u32],
+    host: &Topology,
+    gone: &BTreeSet<u32>,
+    wrong: &mut Vec<String>,
+) -> u64 {
+    let is_missing = |c: &&u32| !host.cpus.contains_key(c) && !gone.contains(c);
+    let missing: Vec<&u32> = cpus.iter().filter(is_missing).collect();
+    if let Some(first) = missing.first() {
         let last = host.cpus.keys().last().copied().unwrap_or(0);
+        let more = match missing.len() - 1 {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
         wrong.push(format!(
-            "[class.{name}]: `cpus` names CPU {}, which this host lacks or has offline; \
-             it has CPUs up to {last}",
-            missing.join(", ")
+            "[class.{name}]: `cpus` names CPU {first}{more}, which this host lacks or has \
+             offline; it has CPUs up to {last}"
         ));
         return 0;
     }
-    let llcs: BTreeSet<usize> = cpus.iter().map(|c| host.cpus[c].llc).collect();
-    if llcs.is_empty() {
+    if cpus.is_empty() {
         wrong.push(format!(
             "[class.{name}]: `cpus` is empty; leave it out for all CPUs"
         ));
     }
+    let left = cpus.iter().filter_map(|c| host.cpus.get(c));
+    let llcs: BTreeSet<usize> = left.map(|c| c.llc).collect();
     if llcs.iter().any(|&l| l >= 64) {
         wrong.push(format!(
             "[class.{name}]: `cpus` lies beyond the 64th LLC, where classes cannot be bound; \
@@ -343,7 +370,7 @@ mod tests {
     fn mistakes_say_what_is_there_and_what_may_be() {
         check_refused(
             "comm = [\"x\"]\ncpus = \"6-9\"",
-            "names CPU 8, 9, which this host lacks",
+            "names CPU 8 and 1 more, which this host lacks",
         );
         check_refused("comm = [\"x\"]\ncpus = \"a\"", "is no list of CPUs");
         check_refused("comm = [\"x\"]\ncpus = \"\"", "`cpus` is empty");
@@ -359,6 +386,27 @@ mod tests {
             "but the kernel keeps 15; write `0123456789abcde*`",
         );
         check_refused("comms = [\"x\"]", "unknown field `comms`");
+    }
+
+    #[test]
+    fn class_goes_on_with_the_cpus_that_remain() {
+        let mut host = host();
+        for cpu in [4, 5, 6, 7] {
+            host.cpus.remove(&cpu);
+        }
+        host.llcs = vec![(0..4).collect()];
+        let mask = |cpus: &str, gone: &[u32]| {
+            let text = format!("[class.a]\ncomm = [\"x\"]\ncpus = \"{cpus}\"\n");
+            let gone = gone.iter().copied().collect();
+            Classes::parse_without(&text, &host, &gone).map(|c| c.classes[0].llc_mask)
+        };
+        assert_eq!(mask("3-4", &[4, 5, 6, 7]).unwrap(), 0b1);
+        assert_eq!(
+            mask("4-5", &[4, 5, 6, 7]).unwrap(),
+            0,
+            "all, rather than none"
+        );
+        assert!(mask("4-5", &[4]).is_err(), "CPU 5 was never there");
     }
 
     #[test]

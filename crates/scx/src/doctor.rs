@@ -145,7 +145,9 @@ fn types(places: Places) -> Vec<Check> {
             )];
         }
     };
-    let btf = match Btf::parse(&bytes) {
+    let mut wanted = vec!["sched_ext_ops"];
+    wanted.extend(KFUNCS.iter().map(|k| k.0));
+    let btf = match Btf::parse(&bytes, &wanted) {
         Ok(btf) => btf,
         Err(e) => {
             return vec![check(

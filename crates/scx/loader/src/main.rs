@@ -7,6 +7,7 @@
 mod differential;
 mod intf;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -129,9 +130,13 @@ fn run(args: &Run) -> anyhow::Result<()> {
     let ends = args
         .seconds
         .map(|s| Instant::now() + Duration::from_secs(s));
+    let mut seen = BTreeSet::new();
     loop {
         let topology = Topology::read(Path::new("/sys"))?;
-        let classes = read_classes(args.classes.as_deref(), &topology)?;
+        seen.extend(topology.cpus.keys().copied());
+        let gone = seen.iter().filter(|c| !topology.cpus.contains_key(c));
+        let gone: BTreeSet<u32> = gone.copied().collect();
+        let classes = read_classes(args.classes.as_deref(), &topology, &gone)?;
         let mut params = Params::with_defaults();
         params.wake_idle_ns = wake_idle_us * 1_000;
         params.hand_off = u32::from(!args.no_hand_off);
@@ -165,13 +170,18 @@ fn measure_wake_idle() -> anyhow::Result<u64> {
     Ok((measured.latency.p50_us.round() as u64).clamp(5, 1_000))
 }
 
-fn read_classes(file: Option<&Path>, topology: &Topology) -> anyhow::Result<Classes> {
+/// `gone`: CPUs that were there when the file was first read.
+fn read_classes(
+    file: Option<&Path>,
+    topology: &Topology,
+    gone: &BTreeSet<u32>,
+) -> anyhow::Result<Classes> {
     let Some(file) = file else {
         return Ok(Classes::default());
     };
     let text =
         std::fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
-    Classes::parse(&text, topology).with_context(|| format!("{}", file.display()))
+    Classes::parse_without(&text, topology, gone).with_context(|| format!("{}", file.display()))
 }
 
 fn map<'o>(object: &'o Object, name: &str) -> anyhow::Result<libbpf_rs::Map<'o>> {

@@ -22,6 +22,10 @@ pub(crate) struct Args {
     /// Wake-ups measured for each mechanism; 0 leaves that part out
     #[arg(long, default_value_t = 5000)]
     rounds: u32,
+    /// Wake-ups before those: for the scheduler to learn, and for the kernel to come to rest after
+    /// the start of a program (idle CPUs keep their ticks for some ms, and wake up faster)
+    #[arg(long, default_value_t = 3000)]
+    warmup: u32,
     /// The waker computes this long after each wake-up, us
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     linger_us: u64,
@@ -73,11 +77,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let (mut wakes, mut loads) = (Vec::new(), Vec::new());
     for &mechanism in &args.mechanism {
         if args.rounds > 0 {
-            let (rounds, warmup) = (args.rounds, (args.rounds / 10).max(20));
             let spec = wake::Spec {
                 mechanism,
-                rounds,
-                warmup,
+                rounds: args.rounds,
+                warmup: args.warmup,
                 linger_us: args.linger_us,
             };
             let r =

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -9,6 +10,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
 use crate::WorkerSet;
+use crate::callhome::CallHomeStats;
 use crate::stats::{RankStats, ThreadStats};
 
 /// What `/metrics` says of workers: by rank under vLLM's names where vLLM has one, and under our
@@ -256,5 +258,65 @@ impl Collector for WorkerCollector {
             self.by_thread(e, name, help, of)?;
         }
         self.handover(e)
+    }
+}
+
+/// What `/metrics` of a worker process says of its connections to frontends.
+#[derive(Debug)]
+pub struct CallHomeCollector(pub Arc<CallHomeStats>);
+
+/// Name, help, and where the number is.
+type OfPlane = (&'static str, &'static str, fn(&CallHomeStats) -> &AtomicU64);
+
+impl Collector for CallHomeCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let stats = &self.0;
+        encoder
+            .encode_descriptor(
+                "slipstream_callhome_open",
+                "Connections to shards, open now",
+                None,
+                MetricType::Gauge,
+            )?
+            .encode_gauge(&(stats.open.load(Relaxed) as f64))?;
+        let counters: [OfPlane; 10] = [
+            ("connected", "Connections greeted", |s| &s.connected),
+            ("failed", "Attempts that failed before a greeting", |s| {
+                &s.failed
+            }),
+            ("rejected", "Greetings that were rejected", |s| &s.rejected),
+            ("lost", "Connections that ended", |s| &s.lost),
+            (
+                "silent",
+                "Of those: the peer was silent or did not read",
+                |s| &s.silent,
+            ),
+            (
+                "malformed",
+                "Of those: the peer sent what is no frame",
+                |s| &s.malformed,
+            ),
+            ("links_short", "Times that no link was free", |s| {
+                &s.links_short
+            }),
+            (
+                "refused",
+                "Requests refused as an engine thread's inbox was full",
+                |s| &s.refused,
+            ),
+            ("frames", "Frames of passes sent", |s| &s.frames),
+            ("pass_bytes", "Bytes of passes sent", |s| &s.pass_bytes),
+        ];
+        for (name, help, of) in counters {
+            encoder
+                .encode_descriptor(
+                    &format!("slipstream_callhome_{name}"),
+                    help,
+                    None,
+                    MetricType::Counter,
+                )?
+                .encode_counter::<NoLabelSet, u64, f64>(&of(stats).load(Relaxed), None)?;
+        }
+        Ok(())
     }
 }

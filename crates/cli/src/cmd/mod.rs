@@ -4,6 +4,7 @@ mod cluster_args;
 mod fleet_metrics;
 mod fleet_sink;
 mod memory;
+mod metrics_page;
 mod plane_args;
 mod switches;
 mod watch;

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use prometheus_client::registry::Registry;
 use slipstream_base::WorkerId;
 use slipstream_base::cluster::Cluster;
 use slipstream_events::EventPlane;
 use slipstream_planes::wire::SNAPSHOT_BLOCKS_MAX;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_worker::callhome::{CallHome, CallHomeConfig, CallHomeEvents};
+use slipstream_worker::metrics::{CallHomeCollector, WorkerCollector};
 use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -39,6 +41,9 @@ pub(crate) struct Args {
     /// Frontend shards that can be served at once
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     links: u16,
+    /// Serve /metrics on this address; port 0 picks a free one [default: not at all]
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<String>,
     #[command(flatten)]
     switches: Switches,
 }
@@ -132,6 +137,17 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         tls: args.plane.tls()?,
     };
     let home = CallHome::start(config, &set, plane.shards, events)?;
+    if let Some(listen) = &args.metrics {
+        let mut registry = Registry::default();
+        let workers = WorkerCollector::new(&set, &cluster.model.name);
+        registry.register_collector(Box::new(workers));
+        registry.register_collector(Box::new(CallHomeCollector(home.stats().clone())));
+        if let Some(bus) = &bus {
+            registry.register_collector(Box::new(bus.collector()));
+        }
+        let address = super::metrics_page::serve(listen, registry)?;
+        eprintln!("metrics at http://{address}/metrics");
+    }
     Ok(Running { set, home, bus })
 }
 

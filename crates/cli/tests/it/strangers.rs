@@ -533,13 +533,41 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
     bytes
 }
 
+/// What a worker process's page of metrics says; the sum over labels by name.
+fn worker_metric(address: &str, name: &str) -> f64 {
+    let page = get(address, "/metrics");
+    let values = page.lines().filter_map(|line| {
+        let (series, value) = line.rsplit_once(' ')?;
+        (series.split('{').next()? == name).then(|| value.parse::<f64>().expect("a number"))
+    });
+    let values: Vec<f64> = values.collect();
+    assert!(!values.is_empty(), "no {name}: {page}");
+    values.iter().sum()
+}
+
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
+    let mut page = String::new();
+    stream.read_to_string(&mut page).unwrap();
+    page
+}
+
+/// An address that was free a moment ago.
+fn free_address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
 /// What a frontend may do to a worker process: none of it reaches the streams of another.
 #[test]
 fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served() {
     let dir = tempfile::tempdir().unwrap();
     let server = quiet_frontend(dir.path(), &[FAST, IMPATIENT]);
     let stage = Stage::new(dir.path(), &record(dir.path(), Role::Frontend));
-    let worker = Worker::start(dir.path(), &[FAST, IMPATIENT]);
+    let page = free_address();
+    let metrics: &[&str] = &["--metrics", &page];
+    let worker = Worker::start(dir.path(), &[FAST, IMPATIENT, metrics]);
     // Nonsense instead of a welcome, half a welcome, a welcome of another frontend.
     let mut other = Vec::new();
     Welcome {
@@ -632,6 +660,20 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     server.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     assert_eq!(server.metric("slipstream_plane_connections_total"), 1.0);
     server.assert_alive();
+    let met = |name: &str| worker_metric(&page, &format!("slipstream_callhome_{name}"));
+    assert!(met("open") >= 1.0);
+    assert!(met("failed_total") >= 2.0, "nonsense, and half a welcome");
+    assert!(
+        met("rejected_total") >= 1.0,
+        "a welcome of another frontend"
+    );
+    assert!(
+        met("malformed_total") >= 1.0,
+        "a frame of the other direction"
+    );
+    assert!(met("silent_total") >= 1.0, "it never read");
+    assert!(worker_metric(&page, "slipstream_engine_thread_orphaned_total") >= 1.0);
+    assert!(get(&page, "/").starts_with("HTTP/1.1 404"));
     drop(worker);
 }
 

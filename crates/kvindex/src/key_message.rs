@@ -14,6 +14,8 @@ pub const HEADER_BYTES: usize = 32;
 const BEGIN: u8 = 1;
 /// Flag: from here on the receiver knows all keys.
 const END: u8 = 2;
+/// Flag, beside [`BEGIN`]: who knows what was said before need not forget it.
+const REPEAT: u8 = 4;
 
 /// A key, or a message about keys, that cannot be used.
 ///
@@ -128,6 +130,9 @@ pub fn digest(key: &[u8]) -> BlockHash {
 pub struct KeyMessage<'a> {
     /// Forget everything before; a snapshot begins.
     pub begins: bool,
+    /// With `begins`: nothing was flushed, the snapshot is for who does not know. To others it is a
+    /// delta like any.
+    pub repeats: bool,
     /// The snapshot is complete with this message. Also set in messages after that.
     pub ends: bool,
     /// Life of the sender; a later life has a larger number.
@@ -154,7 +159,7 @@ impl<'a> KeyMessage<'a> {
             });
         };
         let [version, flags] = [header[0], header[1]];
-        if version != WIRE_VERSION || flags & !(BEGIN | END) != 0 {
+        if version != WIRE_VERSION || flags & !(BEGIN | END | REPEAT) != 0 {
             return Err(KeyError::Version { version, flags });
         }
         let u32_at = |at: usize| {
@@ -179,6 +184,7 @@ impl<'a> KeyMessage<'a> {
         let (added, removed) = keys.split_at((added * key_bytes) as usize);
         Ok(KeyMessage {
             begins: flags & BEGIN != 0,
+            repeats: flags & REPEAT != 0,
             ends: flags & END != 0,
             stream: u64_at(16),
             sequence: u64_at(24),
@@ -235,7 +241,9 @@ impl<'a> Writer<'a> {
             .split_first_chunk_mut::<HEADER_BYTES>()
             .expect("written by new()");
         header[0] = WIRE_VERSION;
-        header[1] = (u8::from(message.begins) * BEGIN) | (u8::from(message.ends) * END);
+        header[1] = (u8::from(message.begins) * BEGIN)
+            | (u8::from(message.ends) * END)
+            | (u8::from(message.repeats) * REPEAT);
         header[2..4].copy_from_slice(&(message.key_bytes as u16).to_le_bytes());
         header[4..8].copy_from_slice(&added.to_le_bytes());
         header[8..12].copy_from_slice(&removed.to_le_bytes());
@@ -255,6 +263,7 @@ impl KeyMessage<'_> {
     ) -> KeyMessage<'static> {
         KeyMessage {
             begins: false,
+            repeats: false,
             ends: false,
             stream,
             sequence,
@@ -291,13 +300,14 @@ impl Order {
         self.knowledge
     }
 
-    /// Whether the message comes next. An error that loses trust leaves [`Knowledge::None`].
-    pub(crate) fn take(&mut self, message: &KeyMessage<'_>) -> Result<(), KeyError> {
+    /// Whether the message comes next; if so, whether what was known before is void. An error that
+    /// loses trust leaves [`Knowledge::None`].
+    pub(crate) fn take(&mut self, message: &KeyMessage<'_>) -> Result<bool, KeyError> {
         let checked = self.check(message);
         match &checked {
-            Ok(()) => {
+            &Ok(begins) => {
                 self.last = Some((message.stream, message.sequence));
-                if message.begins {
+                if begins {
                     self.knowledge = Knowledge::Part;
                     self.key_bytes = 0;
                 }
@@ -319,7 +329,7 @@ impl Order {
         self.knowledge = Knowledge::None;
     }
 
-    fn check(&self, message: &KeyMessage<'_>) -> Result<(), KeyError> {
+    fn check(&self, message: &KeyMessage<'_>) -> Result<bool, KeyError> {
         let &KeyMessage {
             stream,
             sequence: got,
@@ -335,9 +345,6 @@ impl Order {
                 seen,
             });
         }
-        if message.begins {
-            return Ok(());
-        }
         let want = match self.last {
             Some((seen_stream, seen))
                 if self.knowledge != Knowledge::None && seen_stream == stream =>
@@ -346,6 +353,9 @@ impl Order {
             }
             _ => 0,
         };
+        if message.begins && !(message.repeats && want == got) {
+            return Ok(true);
+        }
         if want != got {
             return Err(KeyError::Gap { want, got });
         }
@@ -355,7 +365,7 @@ impl Order {
                 got: message.key_bytes,
             });
         }
-        Ok(())
+        Ok(false)
     }
 }
 
@@ -401,6 +411,30 @@ mod tests {
         check_order(&[(2, 5, true), (2, 3, true), (1, 9, true)], &[All; 3]);
         check_order(&[(2, 5, true), (3, 6, false)], &[All, None]);
         check_order(&[(2, 5, true), (3, 1, true), (2, 6, false)], &[All; 3]);
+    }
+
+    #[test]
+    fn a_repeated_snapshot_begins_only_for_who_missed_something() {
+        let repeat = |sequence| KeyMessage {
+            repeats: true,
+            ..message(1, sequence, true)
+        };
+        let mut order = Order::default();
+        assert_eq!(order.take(&repeat(5)), Ok(true), "it knew nothing");
+        assert_eq!(order.take(&repeat(6)), Ok(false));
+        assert_eq!(order.take(&repeat(8)), Ok(true), "7 was lost");
+        assert!(
+            order
+                .take(&repeat(8))
+                .is_err_and(|error| !error.loses_trust())
+        );
+        assert_eq!(
+            order.take(&message(1, 9, true)),
+            Ok(true),
+            "a flush is for all"
+        );
+        order.distrust();
+        assert_eq!(order.take(&repeat(10)), Ok(true));
     }
 
     #[test]

@@ -37,8 +37,7 @@ impl KeyMirror {
 
     fn try_apply(&mut self, message: &[u8]) -> Result<(), KeyError> {
         let message = KeyMessage::read(message)?;
-        self.order.take(&message)?;
-        if message.begins {
+        if self.order.take(&message)? {
             self.keys = KeySet::new(0, 0); // the new keys may have another length
         }
         self.keys

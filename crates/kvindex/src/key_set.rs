@@ -43,8 +43,11 @@ pub struct KeySet {
     noted: VecDeque<u32>,
     /// Kept for its memory.
     gone: Vec<u32>,
-    /// Keys told under an earlier number are not told: a snapshot starts over by counting on.
+    /// Keys told under an earlier number are told again: a snapshot starts over by counting on.
     telling: u32,
+    /// Who was told under an earlier number has forgotten it. Removals of what was told since are
+    /// told, also while a snapshot for others repeats it.
+    void_before: u32,
     stream: u64,
     sequence: u64,
 }
@@ -90,6 +93,7 @@ impl KeySet {
             noted: VecDeque::new(),
             gone: Vec::new(),
             telling: 1,
+            void_before: 1,
             stream,
             sequence: 0,
         }
@@ -254,7 +258,7 @@ impl KeySet {
         }
         slot.holders = 0;
         self.held -= 1;
-        if slot.told == self.telling && self.consumer != Consumer::None {
+        if slot.told >= self.void_before && self.consumer != Consumer::None {
             self.note(at);
         } else {
             self.release(at); // nobody has heard of it
@@ -303,14 +307,16 @@ impl KeySet {
         self.others.clear();
         self.noted.clear();
         self.held = 0;
-        self.request_snapshot();
+        if self.consumer != Consumer::None {
+            self.begin_snapshot(false);
+        }
     }
 
     /// Starts or ends the making of messages; the first ones are a snapshot. While nobody
     /// consumes, nothing is noted.
     pub fn set_consumed(&mut self, consumed: bool) {
         match (consumed, self.consumer) {
-            (true, Consumer::None) => self.begin_snapshot(),
+            (true, Consumer::None) => self.begin_snapshot(false),
             (false, Consumer::Following | Consumer::Snapshot { .. }) => {
                 self.settle();
                 self.consumer = Consumer::None;
@@ -319,16 +325,21 @@ impl KeySet {
         }
     }
 
-    /// Starts over with a snapshot: a receiver saw a gap. Nothing happens without a consumer.
+    /// Starts over with a snapshot: a receiver is new, or saw a gap. To those that know all, its
+    /// messages are deltas like any, and nothing is forgotten. Nothing happens without a consumer.
     pub fn request_snapshot(&mut self) {
-        if self.consumer != Consumer::None {
-            self.settle();
-            self.begin_snapshot();
+        match self.consumer {
+            // Nobody, or one that has not begun.
+            Consumer::None | Consumer::Snapshot { begun: false, .. } => {}
+            _ => self.begin_snapshot(true),
         }
     }
 
-    fn begin_snapshot(&mut self) {
+    fn begin_snapshot(&mut self, repeats: bool) {
         self.telling = self.telling.checked_add(1).expect("2^32 snapshots");
+        if !repeats {
+            self.void_before = self.telling;
+        }
         self.consumer = Consumer::Snapshot {
             next: 0,
             begun: false,
@@ -340,7 +351,7 @@ impl KeySet {
         while let Some(at) = self.noted.pop_front() {
             let slot = &mut self.slots[at as usize];
             slot.noted = false;
-            if slot.holders == 0 && slot.told == self.telling {
+            if slot.holders == 0 && slot.told >= self.void_before {
                 self.release(at);
             }
         }
@@ -364,6 +375,7 @@ impl KeySet {
         let snapshot = matches!(self.consumer, Consumer::Snapshot { .. });
         if let Consumer::Snapshot { next, begun } = self.consumer {
             message.begins = !begun;
+            message.repeats = !begun && self.telling != self.void_before;
             // Slots that are empty or were told of count as well: they take time, too.
             let end = self.slots.len().min(next + keys_max);
             for (at, slot) in (next..end).zip(&mut self.slots[next..end]) {
@@ -388,12 +400,11 @@ impl KeySet {
             let at = self.noted.pop_front().expect("as many as counted");
             let slot = &mut self.slots[at as usize];
             slot.noted = false;
-            let told = slot.told == self.telling;
-            if slot.holders > 0 && !told {
+            if slot.holders > 0 && slot.told != self.telling {
                 slot.told = self.telling;
                 writer.key(key_at(&self.keys, at, self.key_bytes));
                 added += 1;
-            } else if slot.holders == 0 && told {
+            } else if slot.holders == 0 && slot.told >= self.void_before {
                 gone.push(at);
             }
             // Otherwise it came and went again, or the other way round.

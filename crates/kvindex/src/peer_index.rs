@@ -126,11 +126,10 @@ impl PeerIndex {
     pub fn apply(&self, now: SimTime, peer: usize, message: &[u8]) -> Result<Taken, KeyError> {
         let mut state = self.peer(peer);
         state.heard = now;
-        let message = match KeyMessage::read(message).and_then(|message| {
-            state.order.take(&message)?;
-            Ok(message)
-        }) {
-            Ok(message) => message,
+        let taken = KeyMessage::read(message)
+            .and_then(|message| Ok((message, state.order.take(&message)?)));
+        let (message, begins) = match taken {
+            Ok(taken) => taken,
             Err(error) => {
                 if error.loses_trust() {
                     self.distrust(peer, &mut state);
@@ -138,7 +137,7 @@ impl PeerIndex {
                 return Err(error);
             }
         };
-        if message.begins {
+        if begins {
             set_bit(&self.known, peer, false);
             state.held.start_over();
         }
@@ -419,6 +418,7 @@ mod tests {
         for n in 50..300 {
             set.change(&key(n), Change::Remove(0)).unwrap();
         }
+        while set.message(64).is_some() {} // lost on their way
         set.request_snapshot();
         let first = set.message(10).unwrap();
         index.apply(SimTime(0), 0, &first).unwrap();
@@ -434,6 +434,42 @@ mod tests {
             overlap(&index, 300),
             [50],
             "a stale snapshot changes nothing"
+        );
+    }
+
+    #[test]
+    fn a_snapshot_for_another_hides_nothing_from_who_knows_all() {
+        let old = PeerIndex::new(1, 1_000, 100);
+        old.connect(SimTime(0), 0);
+        let mut set = set(100, 1);
+        while let Some(message) = set.message(64) {
+            old.apply(SimTime(0), 0, &message).unwrap();
+        }
+        let new = PeerIndex::new(1, 1_000, 100);
+        new.connect(SimTime(0), 0);
+        set.request_snapshot();
+        let mut held = 100;
+        while let Some(message) = set.message(8) {
+            for index in [&old, &new] {
+                index.apply(SimTime(0), 0, &message).unwrap();
+            }
+            assert_eq!(overlap(&old, 200), [held]);
+            // One that was not repeated yet goes, and the old one hears of it, too.
+            if held > 90 {
+                held -= 1;
+                set.change(&key(u64::from(held)), Change::Remove(0))
+                    .unwrap();
+                let message = set.message(1).unwrap();
+                for index in [&old, &new] {
+                    index.apply(SimTime(0), 0, &message).unwrap();
+                }
+                assert_eq!(overlap(&old, 200), [held]);
+            }
+        }
+        while new.tick(SimTime(0), 16) {}
+        assert_eq!(
+            (overlap(&old, 200), overlap(&new, 200)),
+            (vec![90], vec![90])
         );
     }
 

@@ -73,6 +73,7 @@ test-sched:
 	scripts/vm/test-sched.sh
 
 # The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
+# VLLM_VERSION=0.32.0: another release than the newest that is supported.
 # bench-vllm: what it costs a step, against others (docs/connector.md). wheel: the Python package.
 .PHONY: test-vllm bench-vllm wheel
 test-vllm:

@@ -30,6 +30,9 @@ Log = list[bytes | int | None]
 """Changes in their order: a key and the id of the block that holds it now, or that id's complement
 (`~id`) where it no longer does; `None` where all keys were dropped."""
 
+NO_KEYS: tuple[list[bytes], list[int]] = ([], [])
+"""Never changed."""
+
 Step = tuple[bytes | None, list[bytes], list[int]]
 """The message for who follows the keys, if any; new keys, and the blocks that hold them."""
 
@@ -171,22 +174,23 @@ class PoolFeed:
     def step(self) -> Step | None:
         """Take what changed since the last step. `None` if there is nothing to tell."""
         self._steps += 1
-        new: tuple[list[bytes], list[int]] = ([], [])
-        if self.mode == HOOKS:
+        log = self._log
+        new: tuple[list[bytes], list[int]] = NO_KEYS
+        if self.mode is HOOKS:
             if self._map is not self._pool.cached_block_hash_to_block:
                 self._map = self._pool.cached_block_hash_to_block
-                if None not in self._log:
+                if None not in log:
                     self._start_over("the block pool's map was replaced unseen")
         elif self.mode == EVENTS:
             new = self._read_events()
         elif self._steps % RESYNC_STEPS == 0:
             self._resync()
-        log = self._log
         try:
             if not log:
                 message = self.keys.take_message(self._keys_max)
-            elif self.mode == HOOKS and self.wants_new:
-                return self.keys.step_with_new(log, self._keys_max)
+            elif self.wants_new and self.mode is HOOKS:
+                message, keys, blocks = self.keys.step_with_new(log, self._keys_max)
+                new = keys, blocks
             else:
                 message = self.keys.step(log, self._keys_max)
         except (ValueError, TypeError) as error:
@@ -196,7 +200,7 @@ class PoolFeed:
             held, there = len(self.keys), len(cached(self._pool))
             if held != there:
                 self._start_over(f"{held} keys are known of the {there} in the block pool")
-        return None if message is None and not new[0] else (message, *new)
+        return None if message is None and not new[0] else (message, new[0], new[1])
 
     def flush(self) -> None:
         """Bring `keys` up to date without building a message."""

@@ -187,7 +187,7 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "1.0", "dev", "0.3"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.34.0", "1.0", "dev", "0.3"])
 def test_an_untested_vllm_is_refused_by_name(version: str) -> None:
     run = subprocess.run(
         [

@@ -3,7 +3,7 @@
 import re
 from importlib import metadata
 
-OLDEST = (0, 33)
+OLDEST = (0, 32)
 NEWEST = (0, 33)
 """Releases that `make test-vllm` has passed on, both ends included."""
 

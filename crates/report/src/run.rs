@@ -59,6 +59,9 @@ pub struct RunReport {
     /// Keys and values that went from one worker to another, if any did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfers: Option<Transfers>,
+    /// Of a simulated run: how it went.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub simulation: Option<Simulation>,
     /// What the server counted over the run, warm-up included if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineCounts>,
@@ -186,6 +189,24 @@ pub struct GpuCost {
     pub gpus: u64,
     /// `gpus` × the run's duration, h.
     pub hours: f64,
+}
+
+/// How a simulation went.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Simulation {
+    /// Simulated time at its end, s.
+    pub simulated_s: f64,
+    /// Time that it took, s.
+    pub wall_s: f64,
+    /// Passes of engines.
+    pub passes: u64,
+    /// Passes that were jumped over.
+    pub jumped: u64,
+    /// Equal if two runs were, as 16 hexadecimal digits.
+    pub digest: String,
+    /// Why it ended before the workload did, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cut: Option<String>,
 }
 
 /// Keys and values of prompts that one worker computed for another.
@@ -521,6 +542,7 @@ pub(crate) mod tests {
             classes: Vec::new(),
             gpu: None,
             transfers: None,
+            simulation: None,
             client: Some(ProcessCost {
                 cpu_s: 0.2,
                 cpu_us_per_request: 200.4,

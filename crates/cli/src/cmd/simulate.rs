@@ -10,7 +10,7 @@ use std::time::Duration;
 use slipstream_base::SimTime;
 use slipstream_base::cluster::Cluster;
 use slipstream_report::html::run::RunPage;
-use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Transfers};
+use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Simulation, Transfers};
 use slipstream_report::table::{grouped, number};
 use slipstream_report::{Objectives, RunReport, Slo};
 use slipstream_twin::{Options, Outcome};
@@ -117,7 +117,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     watcher.clear();
     let mut failures = watcher.finish();
     let label = args.label.clone().unwrap_or_else(|| "simulated".into());
-    let report = report(
+    let mut report = report(
         &outcome,
         &cluster,
         &name,
@@ -126,6 +126,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         cpu_s,
         &options.slo,
     );
+    report.simulation = Some(Simulation {
+        simulated_s: outcome.ended_at.as_secs_f64(),
+        wall_s,
+        passes: outcome.passes,
+        jumped: outcome.jumped,
+        digest: format!("{:016x}", outcome.digest),
+        cut: outcome.cut.clone(),
+    });
     if let Some(path) = &args.out {
         failures.extend(out::save(path, &report.to_json()));
     }
@@ -222,6 +230,7 @@ fn report(
                 .map(|usage| usage.rss_peak_bytes),
         }),
         server: None,
+        simulation: None,
         transfers: outcome.hand_overs.times.percentiles().map(|ms| Transfers {
             count: ms.count,
             bytes: outcome.hand_overs.bytes,

@@ -77,7 +77,8 @@
       if (shared) line(box, data.x.name + " " + show(nearest.p[0]) + " " + data.x.unit);
       for (const b of found) {
         const beside = shared ? "" : " at " + show(b.p[0]) + " " + data.x.unit;
-        line(box, (b.p[2] || b.l.name) + " " + show(b.p[1]) + " " + data.y.unit + beside, b.l.color);
+        const unit = data.y.unit === "1/s" ? "/s" : " " + data.y.unit;
+        line(box, (b.p[2] || b.l.name) + " " + show(b.p[1]) + unit + beside, b.l.color);
       }
       place(figure, box, event);
     });

@@ -142,7 +142,14 @@ impl RunPage<'_> {
             tiles.push(Tile::new(
                 "Prefix hits",
                 format!("{} %", number(share * 100.0)),
-                format!("of {} prompt tokens", grouped(report.tokens.input)),
+                match report.engine.and_then(|e| e.prefix_hit_blocks) {
+                    Some(blocks) => format!(
+                        "of {} prompt tokens; {} blocks",
+                        grouped(report.tokens.input),
+                        grouped(blocks.round() as u64)
+                    ),
+                    None => format!("of {} prompt tokens", grouped(report.tokens.input)),
+                },
             ));
         }
         if let Some(preemptions) = report.engine.and_then(|e| e.preemptions) {
@@ -150,6 +157,17 @@ impl RunPage<'_> {
                 "Preemptions",
                 grouped(preemptions.round() as u64),
                 "sequences computed again".into(),
+            ));
+        }
+        if let Some(t) = &report.transfers {
+            tiles.push(Tile::new(
+                "KV handed over",
+                format!("{} GB", number(t.bytes as f64 / 1e9)),
+                format!(
+                    "{} prompts; {} at p50",
+                    grouped(t.count),
+                    t.ms.map_or_else(|| "–".into(), |p| time(p.p50))
+                ),
             ));
         }
         if let Some(gpu) = &report.gpu {
@@ -280,7 +298,7 @@ fn cdf(name: &str, latency: &Latency, marks: Vec<(f64, String)>) -> String {
         lines: vec![Line {
             shape: Shape::Steps,
             ..Line::new(
-                name,
+                "share",
                 points
                     .into_iter()
                     .map(|(ns, share)| (ns as f64 / 1e6, Some(share * 100.0))),
@@ -459,7 +477,7 @@ fn batch(series: &Series) -> Chart {
     });
     Chart {
         title: "Sequences in a pass".into(),
-        x: Axis::new("sequences in a pass", ""),
+        x: Axis::new("sequences in a pass", "").up_to(f64::from(most + width)),
         y: Axis::new("share of time in passes", "%"),
         lines: vec![Line {
             shape: Shape::Bars,

@@ -26,6 +26,11 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
+# Interleavings of the lock-free parts of the plane, under loom (its own target folder).
+.PHONY: loom
+loom:
+	LOOM_MAX_PREEMPTIONS=3 RUSTFLAGS="--cfg loom" cargo test --release --locked --package slipstream-planes --lib loom --target-dir target/loom
+
 # Cost and latency of the live path at speed-up 1e6 (docs/benchmarks.md).
 bench-live: build
 	./scripts/bench-live.sh

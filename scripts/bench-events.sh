@@ -43,6 +43,8 @@ run() { # run CASE LOAD WORKERS CONCURRENCY ISL OSL REQUESTS ROUND
     *-fresh) flags+=(--bench-fresh-buffers) ;;
     *-kv) kv=true ;;
   esac
+  # What the run before printed is not what this one waits for.
+  rm -f "$out/address" "$out/tail"
   "$bin" serve --listen 127.0.0.1:0 --speedup 1000000 --set "pool.main.workers=$3" \
     --set "live.events.bus=$bus" --set "live.events.kv=$kv" \
     --set live.events.fpm_endpoint=tcp://127.0.0.1:25556 \

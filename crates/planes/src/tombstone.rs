@@ -31,9 +31,11 @@ impl Tombstones {
     /// `worker` vanished at `now_ns`.
     pub fn raise(&self, worker: usize, now_ns: u64) {
         if let Some(until) = self.until_ns.get(worker) {
-            until.store(
+            // A swap and no store: it and a look that takes the last stone away are then in one
+            // order, whoever came first (and loom, which checks it, knows no other).
+            until.swap(
                 now_ns.saturating_add(self.stands_ns).max(1),
-                Ordering::Release,
+                Ordering::AcqRel,
             );
         }
     }
@@ -41,7 +43,7 @@ impl Tombstones {
     /// `worker` is back.
     pub fn clear(&self, worker: usize) {
         if let Some(until) = self.until_ns.get(worker) {
-            until.store(0, Ordering::Release);
+            until.swap(0, Ordering::AcqRel);
         }
     }
 

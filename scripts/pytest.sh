@@ -27,7 +27,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
 fi
 
 # The Python package with its extension, as it lies in the tree.
-VIRTUAL_ENV=$PWD/.venv .venv/bin/maturin develop --quiet --locked
+VIRTUAL_ENV=$PWD/.venv .venv/bin/maturin develop --quiet
 .venv/bin/ruff check python
 
 if [ -z "${SLIPSTREAM_BIN:-}" ]; then

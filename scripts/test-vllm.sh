@@ -14,7 +14,7 @@ folder=${SLIPSTREAM_VLLM_ENV:-.venv-vllm/$version}
 . "$folder/bin/activate"
 
 export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
-maturin develop --release --locked --quiet
+maturin develop --release --quiet
 if [ -n "${BENCH:-}" ]; then
     exec python python/bench/kv_steps.py "$@"
 fi

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ use super::{
 use crate::clock;
 use crate::handshake::{Hello, Profile};
 use crate::region::{Lease, Region};
+use crate::tier::Tier;
 use crate::tier::memory::MemoryTier;
 use crate::wire::{BODY_BYTES_MAX, Get, Wanted};
 
@@ -37,6 +39,9 @@ pub struct EndpointOptions {
     pub listen: Vec<Address>,
     /// Blocks to give to peers.
     pub serves: Option<Arc<MemoryTier>>,
+    /// Where blocks are that `serves` no longer holds, such as a disk. One that a peer asks for is
+    /// put back into `serves`, on a thread of its own.
+    pub deeper: Option<Arc<dyn Tier>>,
     /// Where peers' messages about keys go; their slots are its peers.
     pub index: Option<Arc<PeerIndex>>,
     /// Whether blocks that came are compared with their checksum. Byte counts always are.
@@ -60,6 +65,7 @@ impl EndpointOptions {
             profile,
             listen: Vec::new(),
             serves: None,
+            deeper: None,
             index: None,
             verify: true,
             peers_max: 64,
@@ -77,6 +83,7 @@ pub struct Endpoint {
     /// Files of `unix:` addresses, removed in the end.
     files: Vec<PathBuf>,
     thread: Option<JoinHandle<()>>,
+    fetcher: Option<JoinHandle<()>>,
 }
 
 /// What callers and the thread share. Queues are lock-free; the thread holds no lock while it works.
@@ -125,7 +132,19 @@ pub(super) enum Command {
     Fetch(Transfer, Vec<u8>),
     Publish(Arc<[u8]>),
     Resync(PeerId),
+    /// A peer's request, whose blocks are in memory now as far as they could be found.
+    Found(PeerId, Get),
 }
+
+/// A peer's request for blocks of which some lie deeper.
+pub(super) struct Find {
+    pub(super) peer: PeerId,
+    pub(super) get: Get,
+    pub(super) due: SimTime,
+}
+
+/// Requests that may wait for the disk; those beyond are answered with what memory holds.
+const FINDS_MAX: usize = 256;
 
 /// Blocks under way.
 pub(super) struct Transfer {
@@ -183,7 +202,19 @@ impl Endpoint {
             counters: Counters::default(),
             options,
         });
-        let run = Run::new(Arc::clone(&shared), listeners)?;
+        let mut fetcher = None;
+        let mut finds = None;
+        let options = &shared.options;
+        if let (Some(memory), Some(deeper)) = (&options.serves, &options.deeper) {
+            let (memory, deeper) = (Arc::clone(memory), Arc::clone(deeper));
+            let (sender, receiver) = sync_channel(FINDS_MAX);
+            let shared = Arc::clone(&shared);
+            let find = move || find_deeper(&receiver, &memory, &*deeper, &shared);
+            let thread = std::thread::Builder::new().name("kv-deeper".into());
+            fetcher = Some(thread.spawn(find)?);
+            finds = Some(sender);
+        }
+        let run = Run::new(Arc::clone(&shared), listeners, finds)?;
         let thread = std::thread::Builder::new()
             .name("kv-transport".into())
             .spawn(move || run.run())?;
@@ -192,6 +223,7 @@ impl Endpoint {
             addresses,
             files,
             thread: Some(thread),
+            fetcher,
         })
     }
 
@@ -378,11 +410,51 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
+        // The second one ends with the first, which has its queue.
+        for thread in [self.thread.take(), self.fetcher.take()]
+            .into_iter()
+            .flatten()
+        {
             let _ = thread.join();
         }
         for file in &self.files {
             let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+/// Puts blocks that peers ask for back into memory, until the transport's thread has ended.
+fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, shared: &Shared) {
+    let mut block = Vec::new();
+    while let Ok(Find { peer, get, due }) = finds.recv() {
+        for wanted in &get.blocks {
+            let now = clock::now();
+            if now > due {
+                break; // nobody waits for it any more
+            }
+            let (key, len) = (&wanted.key, wanted.len as usize);
+            if memory.len_of(now, key).is_some() || deeper.len_of(now, key) != Some(len) {
+                continue;
+            }
+            block.resize(len, 0);
+            // A block that cannot be read or finds no room is absent, and counted by its tier.
+            if let Ok(true) = deeper.get(now, key, &mut block)
+                && let Err(error) = memory.put(now, key, &block)
+            {
+                tracing::warn!("a block that a peer asked for stays on disk: {error}");
+            }
+        }
+        // A full queue empties soon, unless the transport ends.
+        let mut found = Command::Found(peer, get);
+        while clock::now() <= due && !shared.stop.load(Ordering::Acquire) {
+            match shared.commands.push(found) {
+                Ok(()) => {
+                    shared.wake();
+                    break;
+                }
+                Err(back) => found = back,
+            }
+            std::thread::sleep(Duration::from_micros(100));
         }
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{SyncSender, TrySendError};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
@@ -14,11 +15,14 @@ use slipstream_base::SimTime;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use super::conn::{Came, Conn, OUT_BYTES_MAX, Payload, Phase, Piece, read_into};
-use super::endpoint::{Command, Shared, Transfer, count, hello};
+use super::endpoint::{Command, Find, Shared, Transfer, count, hello};
 use super::{Address, Completion, Event, FetchError, PeerId};
 use crate::arena::Arena;
 use crate::handshake::Hello;
-use crate::wire::{Answer, Blocks, Get, Kind, Reader, WireError, frame, put_text, read_frame};
+use crate::tier::Tier;
+use crate::wire::{
+    Answer, Blocks, Get, Kind, Reader, Wanted, WireError, frame, put_text, read_frame,
+};
 use crate::{checksum, clock};
 
 /// Bytes that one connection may bring, or that may be copied, before the others have a turn.
@@ -46,6 +50,8 @@ pub(super) struct Run {
     /// Blocks that lie in a peer's memory and are to be copied.
     copies: VecDeque<Copy>,
     hello: Hello,
+    /// Where requests go for blocks that lie deeper.
+    finds: Option<SyncSender<Find>>,
     next_ping: SimTime,
     sweeping: bool,
     /// Where bytes go that nobody wants any more.
@@ -80,7 +86,11 @@ impl From<io::Error> for Why {
 }
 
 impl Run {
-    pub(super) fn new(shared: Arc<Shared>, listeners: Vec<OwnedFd>) -> io::Result<Run> {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        listeners: Vec<OwnedFd>,
+        finds: Option<SyncSender<Find>>,
+    ) -> io::Result<Run> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let readable = epoll::EventFlags::IN;
         epoll::add(
@@ -107,6 +117,7 @@ impl Run {
             deadlines: BTreeSet::new(),
             copies: VecDeque::new(),
             hello: hello(&shared.options, true),
+            finds,
             next_ping: SimTime::ZERO,
             sweeping: false,
             scratch: Vec::new(),
@@ -237,6 +248,9 @@ impl Run {
                     self.with_conn(peer, |_, _| Err(Why::Text("closed by this side".into())));
                 }
                 Command::Fetch(transfer, get) => self.fetch(transfer, get),
+                Command::Found(peer, get) => {
+                    self.with_conn(peer, |run, conn| run.give(conn, &get));
+                }
                 Command::Publish(message) => {
                     let frame: Arc<[u8]> = frame(Kind::Keys, &message).into();
                     let up = self.conns.iter().flatten();
@@ -439,7 +453,7 @@ impl Run {
         match (conn.phase, kind) {
             (Phase::Greeting, Kind::Hello) => self.on_hello(conn, Hello::read(body)?),
             (_, Kind::Refused) => Err(Why::Refused(Reader(body).text()?)),
-            (Phase::Up, Kind::Get) => self.on_get(conn, &Get::read(body)?),
+            (Phase::Up, Kind::Get) => self.on_get(conn, Get::read(body)?),
             (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
             (Phase::Up, Kind::Release) => {
                 conn.pins.remove(&Reader(body).u64()?);
@@ -512,8 +526,38 @@ impl Run {
     }
 
     /// A peer asks for blocks.
-    fn on_get(&mut self, conn: &mut Conn, get: &Get) -> Result<(), Why> {
-        let now = conn.heard;
+    fn on_get(&mut self, conn: &mut Conn, get: Get) -> Result<(), Why> {
+        let options = &self.shared.options;
+        if let (Some(finds), Some(memory), Some(deeper)) =
+            (&self.finds, &options.serves, &options.deeper)
+        {
+            let now = conn.heard;
+            let lies_deeper = |wanted: &Wanted| {
+                memory.len_of(now, &wanted.key).is_none()
+                    && deeper.len_of(now, &wanted.key) == Some(wanted.len as usize)
+            };
+            if get.blocks.iter().any(lies_deeper) {
+                let due = now + u64::from(get.deadline_ms) * 1_000_000;
+                let find = Find {
+                    peer: conn.peer,
+                    get,
+                    due,
+                };
+                return match finds.try_send(find) {
+                    Ok(()) => Ok(()),
+                    // More than the disk can do: what is in memory goes out.
+                    Err(TrySendError::Full(find) | TrySendError::Disconnected(find)) => {
+                        self.give(conn, &find.get)
+                    }
+                };
+            }
+        }
+        self.give(conn, &get)
+    }
+
+    /// Answers with what is in memory.
+    fn give(&mut self, conn: &mut Conn, get: &Get) -> Result<(), Why> {
+        let now = clock::now();
         if conn.pins.len() >= REQUESTS_MAX {
             return Err(Why::Text(format!(
                 "it has more than {REQUESTS_MAX} requests under way"

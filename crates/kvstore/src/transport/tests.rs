@@ -179,6 +179,62 @@ fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
 }
 
 #[test]
+fn blocks_on_disk_come_by_way_of_memory() {
+    on_each(|at| {
+        let folder = tempfile::tempdir().unwrap();
+        let options = crate::DiskOptions {
+            path: folder.path().to_path_buf(),
+            bytes: 1 << 30,
+            ttl_ns: None,
+            sync: false,
+        };
+        let disk = crate::DiskTier::open(clock::now(), clock::unix_ns(), options).unwrap();
+        for n in 0..20 {
+            disk.put(clock::now(), &key(n), &block(n)).unwrap();
+        }
+        // Memory has room for three blocks, one of which is not on disk.
+        let memory = tier(2);
+        memory.clear();
+        memory.put(clock::now(), &key(77), &block(77)).unwrap();
+        let server = Endpoint::start(EndpointOptions {
+            listen: vec![at],
+            serves: Some(Arc::clone(&memory)),
+            deeper: Some(disk.clone()),
+            ..EndpointOptions::new("server", profile())
+        })
+        .unwrap();
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let region = Region::new(3 * BLOCK);
+        let wanted = [(77, BLOCK), (0, BLOCK), (99, BLOCK)];
+        let first = fetch(&client, peer, &region, &wanted, LONG);
+        assert_eq!(first.failed, [(2, FetchError::Absent)]);
+        let mut out = vec![0; BLOCK];
+        for n in 0..20 {
+            let done = fetch(&client, peer, &region, &[(n, BLOCK)], LONG);
+            assert!(done.failed.is_empty(), "{n}: {done:?}");
+            region.read(0, &mut out).unwrap();
+            assert!(out == block(n), "block {n}");
+        }
+        let short = fetch(&client, peer, &region, &[(3, BLOCK - 8)], LONG);
+        assert_eq!(short.failed.len(), 1);
+        assert!(memory.stats().blocks <= 3);
+        // A file that was damaged is absent, and nothing else.
+        for entry in std::fs::read_dir(folder.path()).unwrap() {
+            let path = entry.unwrap().path();
+            let mut bytes = std::fs::read(&path).unwrap();
+            if let Some(last) = bytes.last_mut() {
+                *last ^= 1;
+                std::fs::write(&path, bytes).unwrap();
+            }
+        }
+        let done = fetch(&client, peer, &region, &[(4, BLOCK)], LONG);
+        assert_eq!(done.failed, [(0, FetchError::Absent)]);
+        assert_eq!(disk.stats().corrupt_total, 1);
+    });
+}
+
+#[test]
 fn a_damaged_block_is_a_failure_and_not_a_block() {
     on_each(|at| {
         let tier = tier(3);

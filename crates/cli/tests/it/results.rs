@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::server::run;
+use crate::server::{Server, run};
 
 /// Simulates two small workers with these flags beside; gives its JSON.
 fn simulate(more: &[&str]) -> Value {
@@ -180,6 +180,81 @@ fn a_full_disk_is_told_and_the_figures_are_kept() {
     assert!(err.contains("/nowhere/d.csv: No such file"), "{err}");
 }
 
+/// Sessions of a trace run live as they do in the twin: the same turns, and the same hits. A live run
+/// has a page and a series too, and a full disk is no end of it.
+#[test]
+fn a_trace_with_sessions_runs_live_as_in_the_twin() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| dir.path().join(name);
+    let (workload, trace) = (file("w.toml"), file("t.jsonl"));
+    std::fs::write(
+        &workload,
+        "requests = 60\nisl = 300\nosl = 20\n[arrival]\nkind = \"constant\"\nrate_per_s = 40\n\
+         [[prefix]]\nbranches = 2\ntokens = 128\n[session]\nturns = 3\n",
+    )
+    .unwrap();
+    let text = |path: &Path| path.display().to_string();
+    let (code, _, err) = run(&["trace", "convert", &text(&workload), "--out", &text(&trace)]);
+    assert_eq!(code, Some(0), "{err}");
+
+    const CLUSTER: &[&str] = &[
+        "--set=model.name=test-model",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=1000000",
+        "--set=pool.main.workers=1",
+    ];
+    let (page, series) = (file("live.html"), file("live.csv"));
+    let server = Server::start(&[CLUSTER, &["--speedup=0"]]);
+    let url = format!("http://{}", server.address());
+    let (code, live, err) = run(&[
+        "bench",
+        &url,
+        "--trace",
+        &text(&trace),
+        // One session at a time, so that what is cached hangs on nothing else.
+        "--concurrency=1",
+        "--json",
+        "--quiet",
+        "--drag=/dev/full",
+        &format!("--html={}", text(&page)),
+        &format!("--series={}", text(&series)),
+    ]);
+    if Path::new("/dev/full").exists() {
+        assert_eq!(code, Some(1), "{err}");
+        assert!(err.contains("error: /dev/full: No space"), "{err}");
+    }
+    let trace = text(&trace);
+    let mut args = vec![
+        "simulate",
+        "--trace",
+        &trace,
+        "--concurrency=1",
+        "--json",
+        "--quiet",
+    ];
+    args.extend(CLUSTER);
+    let (code, twin, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let [live, twin]: [Value; 2] = [live, twin].map(|json| serde_json::from_str(&json).unwrap());
+    assert_eq!(live["requests"]["succeeded"], 60);
+    for count in ["input", "output", "cached"] {
+        assert_eq!(live["tokens"][count], twin["tokens"][count], "{count}");
+    }
+    assert!(live["tokens"]["cached"].as_u64() > Some(60 * 128));
+    assert_eq!(
+        live["engine"]["prefix_hit_tokens"],
+        twin["engine"]["prefix_hit_tokens"]
+    );
+
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("Live run") && page.contains("ITL, by when the token came"));
+    let ended: u64 = rows(&series)
+        .iter()
+        .map(|row| row["ended"].parse::<u64>().unwrap())
+        .sum();
+    assert_eq!(ended, 60);
+}
+
 /// What a killed run leaves behind is called partial.
 #[test]
 fn a_killed_run_leaves_a_partial_file() {
@@ -263,33 +338,48 @@ fn a_page_works_in_a_browser() {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("page.html");
-    simulate(&[&format!("--html={}", file.display())]);
-    let output = Command::new(browser)
-        .args(["--headless=new", "--no-sandbox", "--disable-gpu"])
-        .arg("--enable-logging=stderr")
-        .arg(format!(
-            "--user-data-dir={}",
-            dir.path().join("profile").display()
-        ))
-        .arg("--dump-dom")
-        .arg(format!("file://{}", file.display()))
-        .output()
-        .unwrap();
-    let (dom, log) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
-    if !output.status.success() || dom.is_empty() {
-        eprintln!("skipped: the browser does not start here: {log}");
+    let (page, sweep) = (dir.path().join("page.html"), dir.path().join("sweep.html"));
+    simulate(&[&format!("--html={}", page.display())]);
+    let html = format!("--html={}", sweep.display());
+    let (code, _, err) = run(&[
+        "sweep",
+        "--requests=40",
+        "--vary=pool.main.workers=1..3",
+        &html,
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let open = |file: &Path| {
+        let output = Command::new(browser)
+            .args(["--headless=new", "--no-sandbox", "--disable-gpu"])
+            .arg("--enable-logging=stderr")
+            .arg(format!(
+                "--user-data-dir={}",
+                dir.path().join("profile").display()
+            ))
+            .arg("--dump-dom")
+            .arg(format!("file://{}", file.display()))
+            .output()
+            .unwrap();
+        let [dom, log] =
+            [output.stdout, output.stderr].map(|b| String::from_utf8_lossy(&b).into_owned());
+        if !output.status.success() || dom.is_empty() {
+            eprintln!("skipped: the browser does not start here: {log}");
+            return None;
+        }
+        assert!(!log.contains("CONSOLE"), "{log}");
+        // The script has shown its button.
+        assert!(
+            dom.contains("<button id=\"theme\" type=\"button\">"),
+            "the script did not run"
+        );
+        Some(dom)
+    };
+    let (Some(dom), Some(swept)) = (open(&page), open(&sweep)) else {
         return;
-    }
-    assert!(!log.contains("CONSOLE"), "{log}");
-    // The script has shown its button and given each heat map as many pixels as it has columns.
-    assert!(
-        dom.contains("<button id=\"theme\" type=\"button\">"),
-        "the script did not run"
-    );
+    };
+    assert_eq!(swept.matches("<figure class=\"chart\">").count(), 3);
+    assert!(swept.contains("pool.main.workers=3"));
+    // Each heat map has as many pixels as it has engines.
     let canvases: Vec<&str> = dom
         .split("<canvas ")
         .skip(1)

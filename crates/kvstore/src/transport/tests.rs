@@ -15,7 +15,7 @@ use crate::clock;
 use crate::handshake::Profile;
 use crate::tier::Tier;
 use crate::tier::memory::{MemoryOptions, MemoryTier};
-use crate::wire::{Answer, Blocks, Get, HEADER_BYTES, Kind, frame, read_frame};
+use crate::wire::{Answer, Blocks, Get, HEADER_BYTES, Kind, Wanted, frame, read_frame};
 
 const BLOCK: usize = 40_000;
 const LONG: Duration = Duration::from_secs(20);
@@ -703,6 +703,59 @@ fn blocks_that_a_peer_reads_stay_until_it_has_done() {
     assert_eq!(
         client.stats().failed_total[FetchError::Checksum as usize],
         0
+    );
+}
+
+#[test]
+fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kv");
+    let tier = tier(1); // and room for one more
+    let server = Endpoint::start(EndpointOptions {
+        listen: vec![Address::Unix(path.clone())],
+        serves: Some(Arc::clone(&tier)),
+        silence_max: Duration::from_millis(200),
+        ..EndpointOptions::new("server", profile())
+    })
+    .unwrap();
+    let mut reader = std::os::unix::net::UnixStream::connect(path).unwrap();
+    let options = EndpointOptions::new("fake", profile());
+    reader.write_all(&hello(&options, false).frame()).unwrap();
+    let blocks = vec![Wanted {
+        key: key(0).into(),
+        len: BLOCK as u32,
+    }];
+    let get = Get {
+        request: 1,
+        deadline_ms: 1,
+        blocks,
+    };
+    reader.write_all(&get.frame()).unwrap();
+    // It pings, and is not silent; but it keeps the block.
+    let mut pinger = reader.try_clone().unwrap();
+    let pings = std::thread::spawn(move || {
+        while pinger.write_all(&frame(Kind::Ping, &[])).is_ok() {
+            std::thread::yield_now();
+        }
+    });
+    wait(&server, |event| {
+        matches!(event, Event::Up { .. }).then_some(())
+    });
+    while server.stats().served_blocks_total == 0 {
+        std::thread::yield_now();
+    }
+    let now = clock::now();
+    tier.put(now, &key(1), &block(1)).unwrap();
+    tier.put(now, &key(2), &block(2)).unwrap(); // in place of 1, as 0 is being read
+    assert!(tier.remove(&key(0)));
+    assert!(tier.len_of(now, &key(1)).is_none());
+    let (why, _) = down(&server);
+    assert!(why.contains("did not take what it asked for"), "{why}");
+    pings.join().unwrap();
+    tier.put(now, &key(3), &block(3)).unwrap();
+    assert!(
+        tier.len_of(now, &key(2)).is_some(),
+        "the place of 0 is free again"
     );
 }
 

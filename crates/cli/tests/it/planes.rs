@@ -57,9 +57,13 @@ pub(crate) struct Worker(Child);
 
 impl Worker {
     pub(crate) fn start(dir: &Path, args: &[&[&str]]) -> Worker {
-        let mut child = slipstream()
-            .arg("worker")
-            .args(args.concat())
+        let mut command = slipstream();
+        command.arg("worker").args(args.concat());
+        Worker::spawn(dir, command)
+    }
+
+    fn spawn(dir: &Path, mut command: Command) -> Worker {
+        let mut child = command
             .arg("--discovery")
             .arg(dir)
             .stdout(Stdio::piped())
@@ -649,5 +653,39 @@ fn a_frontend_out_of_descriptors_goes_on_when_it_has_some_again() {
     server.assert_alive();
     // The workers' connections were not among those that paid for it.
     assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
+    drop(worker);
+}
+
+#[test]
+fn a_worker_out_of_descriptors_serves_whom_it_reached_and_others_when_it_has_some_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = frontend(dir.path(), &[FAST, IMPATIENT]);
+    let mut command = Command::new("sh");
+    command.args([
+        "-c",
+        &format!(
+            "ulimit -n 40; RUST_LOG=error exec {} worker --links 100 {} {} \"$@\"",
+            slipstream().get_program().to_str().unwrap(),
+            FAST.join(" "),
+            IMPATIENT.join(" "),
+        ),
+        "sh",
+    ]);
+    let worker = Worker::spawn(dir.path(), command);
+    await_ready(&server, 2);
+    // More shards than it has descriptors for: this one is never whole, and takes no request.
+    let wide = frontend_with(dir.path(), &[FAST, IMPATIENT], &["--set=live.shards=64"]);
+    wide.await_metric("slipstream_plane_connections_open", |open| open >= 20.0);
+    for _ in 0..10 {
+        server.assert_alive();
+    }
+    assert_eq!(wide.metric("slipstream_router_ready"), 0.0);
+    assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
+    wide.kill();
+    let later = frontend(dir.path(), &[FAST, IMPATIENT]);
+    await_ready(&later, 2);
+    later.assert_alive();
+    server.assert_alive();
+    assert_eq!(server.metric("slipstream_plane_lost_total"), 0.0);
     drop(worker);
 }

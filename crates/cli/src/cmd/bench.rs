@@ -318,6 +318,7 @@ fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {
         distributions: &outcome.distributions,
         series: outcome.series.as_deref(),
         slo: args.slo.as_ref(),
+        events: Vec::new(),
         warnings,
         facts,
         texts: vec![("Workload".into(), args.what.text(&args.set)?)],

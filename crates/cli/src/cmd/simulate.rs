@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use slipstream_base::SimTime;
-use slipstream_base::cluster::Cluster;
+use slipstream_base::cluster::{Cluster, Happening};
 use slipstream_report::html::run::RunPage;
 use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Simulation, Transfers};
 use slipstream_report::table::{grouped, number};
@@ -154,6 +154,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             distributions: &outcome.totals.distributions(),
             series: watcher.series.as_ref(),
             slo: args.slo.as_ref(),
+            events: happenings(&cluster),
             warnings: outcome.cut.iter().cloned().collect(),
             facts: vec![
                 ("command".into(), out::command_line()),
@@ -245,6 +246,25 @@ fn report(
             ..outcome.engine
         }),
     }
+}
+
+/// What the cluster file says will happen, by time.
+fn happenings(cluster: &Cluster) -> Vec<(f64, String)> {
+    let mut all = Vec::new();
+    for event in &cluster.events {
+        let name = match event.what {
+            Happening::Crash => "crash",
+            Happening::Drain => "drain",
+            Happening::Slow { .. } => "slow",
+            Happening::Link { .. } => "link",
+        };
+        all.push((event.at_s, format!("{name} w{}", event.worker)));
+        if let Some(until_s) = event.until_s {
+            all.push((until_s, format!("{name} w{} ends", event.worker)));
+        }
+    }
+    all.sort_by(|a, b| a.0.total_cmp(&b.0));
+    all
 }
 
 fn cores() -> u32 {

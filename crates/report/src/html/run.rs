@@ -1,7 +1,7 @@
 //! The page of one run.
 
 use crate::html::chart::{Axis, Chart, HeatMap, Line, Shape};
-use crate::html::{Page, Tile};
+use crate::html::{Page, Tile, escape};
 use crate::latency::{Latency, Percentiles};
 use crate::measure::Distributions;
 use crate::run::RunReport;
@@ -17,6 +17,8 @@ const REQUESTS_A_POINT: u64 = 40;
 const HEAT_ROWS_MAX: usize = 128;
 /// Rows of the table of engines at most.
 const ENGINE_ROWS_MAX: usize = 512;
+/// Events named at most.
+const EVENTS_MAX: usize = 40;
 /// Points of a distribution at most.
 const CDF_POINTS: usize = 200;
 
@@ -33,6 +35,8 @@ pub struct RunPage<'a> {
     pub series: Option<&'a Series>,
     /// Objectives, to be marked.
     pub slo: Option<&'a Slo>,
+    /// What happened at known times, s since the run's start: time and name.
+    pub events: Vec<(f64, String)>,
     /// What a reader must not overlook, such as why a run was cut.
     pub warnings: Vec<String>,
     /// Further facts: name and value.
@@ -69,7 +73,7 @@ impl RunPage<'_> {
         page.tiles(&self.tiles());
         self.latencies(&mut page);
         if let Some(series) = self.series.filter(|s| !s.bins().is_empty()) {
-            over_time(&mut page, series);
+            over_time(&mut page, series, &self.events);
             if series.has_passes() {
                 engines(&mut page, series);
             }
@@ -333,7 +337,7 @@ fn joined(series: &Series, points: usize) -> (Vec<Bin>, f64) {
     (wide, group as f64 * series.width_ns() as f64 / 1e9)
 }
 
-fn over_time(page: &mut Page, series: &Series) {
+fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
     let (bins, width) = joined(series, POINTS_MAX);
     let (unit, unit_s) = unit_of(series.bins().len() as f64 * series.width_ns() as f64 / 1e9);
     let time = || Axis::new("time", unit);
@@ -458,6 +462,29 @@ fn over_time(page: &mut Page, series: &Series) {
             ..Chart::default()
         });
         charts.push(batch(series));
+    }
+    let end = series.bins().len() as f64 * series.width_ns() as f64 / 1e9;
+    let events: Vec<_> = events.iter().filter(|(at, _)| *at <= end).collect();
+    for chart in charts.iter_mut().filter(|chart| chart.x.name == "time") {
+        // Names would hide the lines; they stand above the charts.
+        chart.marks = events
+            .iter()
+            .map(|(at, _)| (at / unit_s, String::new()))
+            .collect();
+    }
+    if !events.is_empty() {
+        let mut names: Vec<_> = events
+            .iter()
+            .take(EVENTS_MAX)
+            .map(|(at, name)| format!("{} {unit} {name}", number(at / unit_s)))
+            .collect();
+        if events.len() > EVENTS_MAX {
+            names.push(format!("and {} more", events.len() - EVENTS_MAX));
+        }
+        page.raw(&format!(
+            "<p class=\"says\">Dashed lines: {}.</p>",
+            escape(&names.join(", "))
+        ));
     }
     page.charts(charts.iter().map(Chart::render));
 }

@@ -1,3 +1,4 @@
 //! Tiers and transports as their callers see them.
 
+mod processes;
 mod tiers;

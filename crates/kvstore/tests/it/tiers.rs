@@ -16,16 +16,16 @@ use slipstream_kvstore::{
     DiskOptions, DiskTier, MemoryOptions, MemoryTier, Tier, TierChange, TierError, clock,
 };
 
-const BLOCK: usize = 1000;
+pub(crate) const BLOCK: usize = 1000;
 
-fn key(n: u64) -> Vec<u8> {
+pub(crate) fn key(n: u64) -> Vec<u8> {
     let mut key = vec![9; 36];
     key[..8].copy_from_slice(&n.to_be_bytes());
     key
 }
 
 /// The only right content of block `n`.
-fn block(n: u64) -> Vec<u8> {
+pub(crate) fn block(n: u64) -> Vec<u8> {
     (0..BLOCK as u64 / 8)
         .flat_map(|word| draw(n, word).to_le_bytes())
         .collect()
@@ -342,7 +342,7 @@ fn a_torn_or_damaged_file_is_a_miss() {
 
 /// Runs this test binary again, in the role that the environment names. Writing beyond a limit of
 /// file sizes is an error there, not a signal.
-fn child(test: &str, role: &str, folder: &Path) -> Command {
+pub(crate) fn child(test: &str, role: &str, folder: &Path) -> Command {
     let mut command = Command::new("sh");
     command
         .args(["-c", "trap '' XFSZ; exec \"$@\"", "sh"])
@@ -354,12 +354,12 @@ fn child(test: &str, role: &str, folder: &Path) -> Command {
 }
 
 /// Tells the parent.
-fn say(line: &str) {
+pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").unwrap();
 }
 
-fn role(role: &str) -> Option<std::path::PathBuf> {
+pub(crate) fn role(role: &str) -> Option<std::path::PathBuf> {
     let here = std::env::var("SLIPSTREAM_KV_ROLE").ok()?;
     (here == role).then(|| std::env::var_os("SLIPSTREAM_KV_FOLDER").unwrap().into())
 }

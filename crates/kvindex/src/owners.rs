@@ -1,6 +1,6 @@
 //! The table with its writers' locks, and the walk along a prompt.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::BlockHash;
@@ -12,6 +12,8 @@ pub(crate) struct Owners {
     table: Table<AtomicU64>,
     /// One lock a shard of the table, for writers.
     locks: Box<[Padded<Mutex<()>>]>,
+    /// There is only one writer, who takes no lock.
+    single_writer: AtomicBool,
     targets: usize,
     /// Blocks between two look-ups at most; see [`STRIDE`].
     stride: usize,
@@ -49,6 +51,7 @@ impl Owners {
         let table = Table::new(targets, keys);
         Owners {
             locks: (0..table.shards()).map(|_| Padded::default()).collect(),
+            single_writer: AtomicBool::new(false),
             table,
             targets,
             stride: STRIDE,
@@ -75,11 +78,17 @@ impl Owners {
         self.table.bytes()
     }
 
-    fn lock(&self, shard: usize) -> MutexGuard<'_, ()> {
-        self.locks[shard]
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// From now on writers take turns by themselves: no lock is taken for a change.
+    pub(crate) fn promise_single_writer(&self) {
+        self.single_writer.store(true, Ordering::Release);
+    }
+
+    fn lock(&self, shard: usize) -> Option<MutexGuard<'_, ()>> {
+        if self.single_writer.load(Ordering::Relaxed) {
+            return None;
+        }
+        let lock = &self.locks[shard].0;
+        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// `target` holds `hash`. Says whether that is new.

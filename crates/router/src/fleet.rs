@@ -331,6 +331,14 @@ impl Fleet {
         !blind || self.has_thresholds()
     }
 
+    /// The caller promises that from now on one thread alone feeds the index
+    /// ([`BlockIndex::promise_single_writer`]).
+    pub fn promise_single_writer(&self) {
+        if let Cached::Exact(index) = &self.cached {
+            index.promise_single_writer();
+        }
+    }
+
     /// Whether `target` takes requests.
     pub fn is_ready(&self, target: usize) -> bool {
         self.ready[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1

@@ -418,6 +418,12 @@ impl<'a> Sim<'a> {
     }
 
     fn run(mut self, sink: &mut dyn Sink) -> Result<Outcome, TwinError> {
+        for side in [Some(&self.serve), self.prefill.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            side.fleet.promise_single_writer();
+        }
         let mut cut = None;
         let mut events = 0u64;
         while let Some(next) = self.next_time()? {

@@ -574,6 +574,76 @@ pub(crate) mod tests {
         assert!(error.contains("--out"), "{error}");
     }
 
+    /// A run in which everything was measured.
+    fn whole() -> RunReport {
+        let run = sample();
+        let percentiles = run.latency.ttft_ms;
+        RunReport {
+            classes: vec![ClassReport {
+                name: "chat".into(),
+                ttft_ms: percentiles,
+                tpot_ms: percentiles,
+                e2e_ms: percentiles,
+                goodput: run.goodput.clone(),
+                ..ClassReport::default()
+            }],
+            gpu: Some(GpuCost::default()),
+            server: run.client,
+            transfers: Some(Transfers {
+                count: 3,
+                bytes: 4,
+                ms: percentiles,
+            }),
+            simulation: Some(Simulation {
+                cut: Some("interrupted".into()),
+                ..Simulation::default()
+            }),
+            engine: Some(EngineCounts {
+                preemptions: Some(3.0),
+                prefix_query_tokens: Some(5.0),
+                prefix_hit_tokens: Some(4.0),
+                prefix_hit_blocks: Some(1.0),
+            }),
+            ..run
+        }
+    }
+
+    /// The JSON form is stable: a field that goes, or gets another name, fails here, and one that comes
+    /// must be described.
+    #[test]
+    fn every_field_is_described() {
+        fn names(value: &serde_json::Value, path: &str, out: &mut Vec<String>) {
+            match value {
+                serde_json::Value::Object(fields) => {
+                    for (name, value) in fields {
+                        out.push(format!("{path}{name}"));
+                        names(value, &format!("{path}{name}."), out);
+                    }
+                }
+                serde_json::Value::Array(items) => {
+                    for item in items {
+                        names(item, path, out);
+                    }
+                }
+                _ => {}
+            }
+        }
+        let json = serde_json::from_str(&whole().to_json()).unwrap();
+        let mut fields = Vec::new();
+        names(&json, "", &mut fields);
+        fields.retain(|field| !field.starts_with("errors.http"));
+        fields.sort();
+        insta::assert_snapshot!(fields.join("\n"));
+        let doc = include_str!("../../../docs/results.md");
+        let words: std::collections::HashSet<&str> = doc
+            .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
+            .collect();
+        for field in &fields {
+            let name = field.rsplit('.').next().unwrap();
+            assert!(words.contains(name), "docs/results.md lacks `{field}`");
+        }
+    }
+
     #[test]
     fn what_people_see() {
         insta::assert_snapshot!(sample().render());

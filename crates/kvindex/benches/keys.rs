@@ -14,7 +14,7 @@ use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 const HELD: u64 = 1 << 16;
 const STEP: u64 = 512;
 /// Keys of a snapshot in one message.
-const CHUNK: usize = 2_048;
+const CHUNK: usize = 1_024;
 
 type Key = [u8; 36];
 
@@ -230,7 +230,7 @@ fn cpu_time() -> Duration {
 /// The slowest step of a resync of 64k keys, on either side: percentiles over the resyncs.
 fn resync(c: &mut Criterion) {
     let (mut set, _) = full_set(1, HELD);
-    let index = PeerIndex::new(64, 64 << 14, u64::MAX);
+    let index = PeerIndex::new(64, 64 << 16, u64::MAX);
     index.connect(SimTime(0), 0);
     set.set_consumed(true);
     let mut group = c.benchmark_group("resync_64k");

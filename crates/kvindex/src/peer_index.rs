@@ -31,6 +31,9 @@ pub struct PeerIndex {
     known: Box<[AtomicU64]>,
     /// One bit a peer: it is connected, and will say more.
     connected: Box<[AtomicU64]>,
+    /// Keys of a peer for which there is room from its connection on: a table that grows in the
+    /// middle of a resync takes longer for that step than for all its keys.
+    keys_each: usize,
     /// A peer that is silent for longer is forgotten, ns.
     silence_ns_max: u64,
     dropped: AtomicU64,
@@ -60,7 +63,7 @@ pub struct Taken {
 impl PeerIndex {
     /// An index of up to `peers` peers that hold at most `keys_total` keys between them, each
     /// forgotten after `silence_ns_max` without a word. Memory: 32 bytes a key up to 64 peers, and
-    /// 30 for each key held.
+    /// 30 for each key that connected peers may hold.
     pub fn new(peers: usize, keys_total: usize, silence_ns_max: u64) -> PeerIndex {
         let owners = Owners::exact(peers, keys_total);
         let bits = || (0..owners.words()).map(|_| AtomicU64::new(0)).collect();
@@ -68,6 +71,7 @@ impl PeerIndex {
             peers: (0..peers).map(|_| Padded::default()).collect(),
             known: bits(),
             connected: bits(),
+            keys_each: keys_total.div_ceil(peers.max(1)),
             silence_ns_max,
             dropped: AtomicU64::new(0),
             owners,
@@ -87,6 +91,7 @@ impl PeerIndex {
         let mut state = self.peer(peer);
         state.heard = now;
         state.connected = true;
+        state.held.reserve(self.keys_each);
         self.distrust(peer, &mut state);
         set_bit(&self.connected, peer, true);
     }
@@ -284,6 +289,14 @@ struct Held {
 }
 
 impl Held {
+    /// Makes room for `keys` in all.
+    fn reserve(&mut self, keys: usize) {
+        let more = keys.saturating_sub(self.entries.len());
+        self.entries.reserve(more);
+        let entries = &self.entries;
+        self.index.reserve(more, |&at| entries[at as usize].0.0);
+    }
+
     fn start_over(&mut self) {
         self.round = self.round.checked_add(1).expect("2^32 snapshots");
         self.unswept = self.entries.len();

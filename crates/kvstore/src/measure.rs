@@ -23,7 +23,7 @@ use crate::{
 const DEADLINE: Duration = Duration::from_secs(30);
 const SIZES: [usize; 3] = [4 << 10, 32 << 10, 1 << 20];
 /// Keys of a snapshot in one message.
-const CHUNK: usize = 2_048;
+const CHUNK: usize = 1_024;
 
 /// How much to do.
 #[derive(Clone, Debug)]
@@ -656,7 +656,7 @@ fn resyncs(times: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
         set.change(&key(7, n), Change::Add(n as u32))?;
     }
     set.set_consumed(true);
-    let index = PeerIndex::new(64, 64 << 14, u64::MAX);
+    let index = PeerIndex::new(64, 64 << 16, u64::MAX);
     index.connect(SimTime(0), 0);
     let mut message = Vec::with_capacity(1 << 20);
     let mut slowest = [Vec::new(), Vec::new()];

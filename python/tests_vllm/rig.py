@@ -72,6 +72,7 @@ class Rig:
         kv_events: bool = False,
         policy: str = "recompute",
         log_stats: bool = False,
+        scheduling: str = "fcfs",
     ) -> None:
         self.rng = random.Random(seed)
         self._made = 0
@@ -104,6 +105,7 @@ class Rig:
                     is_encoder_decoder=False,
                     enable_chunked_prefill=True,
                     async_scheduling=False,
+                    policy=scheduling,
                 ),
                 device_config=DeviceConfig("cpu"),
                 kv_transfer_config=transfer,
@@ -145,13 +147,15 @@ class Rig:
         """The scheduler half of the connector."""
         return self.scheduler.connector
 
-    def add(self, tokens: list[int], *, max_tokens: int) -> str:
+    def add(self, tokens: list[int], *, max_tokens: int, priority: int = 0) -> str:
         """Let a request arrive; returns its id."""
         self._made += 1
         name = f"r{self._made}"
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         params.update_from_generation_config({}, eos_token_id=None)
-        self.scheduler.add_request(Request(name, tokens, params, None, block_hasher=self._hasher))
+        self.scheduler.add_request(
+            Request(name, tokens, params, None, priority=priority, block_hasher=self._hasher)
+        )
         return name
 
     def tokens(self, count: int) -> list[int]:

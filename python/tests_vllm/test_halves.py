@@ -121,6 +121,16 @@ def test_a_block_is_a_hit_when_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
+def test_blocks_that_may_not_be_computed_are_not_saved() -> None:
+    rig = Rig(num_blocks=64, connector="SlipstreamConnector", module="slipstream.vllm")
+    half = rig.connector.scheduler
+    for unsure, number in ((True, 1), (False, 2)):
+        rig.pool._insert_block_hash(bytes([number]) * 36, rig.pool.blocks[number], 16)
+        meta = half.build(unsure)
+        assert meta.save_keys == ([] if unsure else [bytes([number]) * 36])
+    assert half.counts["save_skipped_blocks"] == 1 and len(rig.connector.feed.keys) == 2
+
+
 def test_addresses_by_rank() -> None:
     given = ["tcp://10.0.0.1:7300", "unix:///run/kv.sock", "tcp://127.0.0.1:0"]
     assert of_rank(given, 0) == given

@@ -345,10 +345,11 @@ def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int) -> None:
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int, scheduling: str) -> None:
     rng = random.Random(seed)
-    rig = Rig(num_blocks=100, max_num_batched_tokens=512, seed=seed, **OURS)
+    rig = Rig(num_blocks=100, max_num_batched_tokens=512, seed=seed, scheduling=scheduling, **OURS)
     prefixes = [rig.tokens(BLOCK * 12) for _ in range(4)]
     live: list[str] = []
     finished = preempted = 0
@@ -357,7 +358,8 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int) -> None:
             case 0 | 1 | 2:
                 shared = rng.choice(prefixes)[: BLOCK * rng.randrange(13)]
                 tokens = shared + rig.tokens(rng.randrange(1, 200))
-                live.append(rig.add(tokens, max_tokens=rng.randrange(1, 100)))
+                priority = rng.randrange(3)
+                live.append(rig.add(tokens, max_tokens=rng.randrange(1, 100), priority=priority))
             case 3 if live:
                 rig.abort(live.pop(rng.randrange(len(live))))
             case 4:

@@ -66,6 +66,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = read_options(transfer.kv_connector_extra_config)
         check_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -140,7 +141,11 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what changed since the last step: O(changes)."""
-        return self.scheduler.build()
+        scheduler = self._scheduler
+        assert scheduler is not None, "the scheduler calls its own half"
+        # By priority, a request that this step has planned already may give way to another: the
+        # pool has its blocks' keys, and no forward pass fills them.
+        return scheduler.build(self._by_priority and bool(scheduler_output.preempted_req_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers told."""

@@ -154,8 +154,11 @@ class SchedulerHalf:
 
     # Once a step.
 
-    def build(self) -> SlipstreamMetadata:
-        """Return what the workers have to know of this step: O(changes)."""
+    def build(self, unsure: bool = False) -> SlipstreamMetadata:
+        """Return what the workers have to know of this step: O(changes).
+
+        `unsure`: some of what the step was to compute may not be computed in it.
+        """
         step = self.feed.step() if self.feed is not None else None
         if step is None and not (self._loads or self._reset or self._resend):
             return NOTHING
@@ -163,7 +166,9 @@ class SchedulerHalf:
         self._loads, self._reset, self._resend = [], False, False
         if step is not None:
             meta.keys, keys, blocks = step
-            if keys:
+            if keys and unsure:
+                self.counts["save_skipped_blocks"] += len(keys)
+            elif keys:
                 meta.save_keys, meta.save_blocks = self._not_stored(keys, blocks)
         return meta
 

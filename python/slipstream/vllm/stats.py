@@ -18,6 +18,7 @@ METRICS = {
     "saved_blocks": ("Blocks taken into the store.", None),
     "saved_bytes": ("Bytes taken into the store.", None),
     "save_dropped_blocks": ("Blocks not saved because the store was slower than the engine.", None),
+    "save_skipped_blocks": ("Blocks not saved because their request was preempted.", None),
     "save_failed_blocks": ("Blocks that the store could not take.", None),
     "loaded_blocks": ("Blocks loaded into the KV cache.", None),
     "loaded_bytes": ("Bytes loaded into the KV cache.", None),

@@ -137,6 +137,23 @@ fn liar_costs_nothing_once_learned() {
     );
 }
 
+/// What a trusted waker handed over cannot be taken by others, so the waker itself has to go.
+#[test]
+fn trusted_waker_that_goes_on_makes_room_at_the_tick() {
+    let m = machine(1, 4);
+    let lies = Span::Either(0, 20 * MS, 0.02);
+    let w = Workload::pairs(m, 1, 1, Mechanism::Unix, lies);
+    let r = run(m, &Costs::bare_metal(), &w, Kind::Slipstream, 2_000);
+    let (trusted, room) = (counted(&r, "trusted"), counted(&r, "made_room"));
+    assert!(
+        trusted > 100 && room > 10,
+        "{trusted} trusted, {room} made room"
+    );
+    // A tick is 4 ms; then a context switch.
+    let longest = r.groups[1].wake.max();
+    assert!(longest < 5 * MS, "waited {longest} ns behind 20 ms");
+}
+
 #[test]
 fn hand_over_falls_silent_at_saturation() {
     let m = machine(4, 8);

@@ -26,6 +26,11 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
+# The plane's decoder under libFuzzer, for a minute; needs a C++ compiler.
+.PHONY: fuzz
+fuzz:
+	./scripts/fuzz.sh
+
 # Interleavings of the lock-free parts of the plane, under loom (its own target folder).
 .PHONY: loom
 loom:

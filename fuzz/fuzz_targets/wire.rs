@@ -1,7 +1,8 @@
 //! Bytes as they come over the plane: either refused, or frames that can be read to their end and
 //! written back as they were.
 //!
-//! `cargo +nightly fuzz run wire`; the corpus is kept under `fuzz/corpus/wire`.
+//! `make fuzz`, or with sanitizers `cargo +nightly fuzz run wire`; the corpus is kept under
+//! `fuzz/corpus/wire`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -44,8 +44,12 @@ def dumbbell(name: str, queue: int, delay_ns: int, flows: list[tuple[int, int]])
     return Case(name, toml, links, queue, 60_000, paths, {2: 0, 3: 1})
 
 
-def fat_tree(name: str, queue: int, size: int, gap_ns: int) -> Case:
-    """k = 4, two hosts an edge switch; every host sends to its like half the fabric away."""
+def fat_tree(name: str, queue: int, size: int, gap_ns: int, *, shared: bool = False) -> Case:
+    """k = 4, two hosts an edge switch; every host sends to its like half the fabric away.
+
+    `shared`: only the first half sends, and all take the first aggregation switch and core, so that
+    four flows share a link; with data both ways the ACKs' bunching makes times a matter of chance.
+    """
     rate, delay = 10_000_000_000, 1_000
     edges, aggregation, cores, first_host = 8, 8, 16, 20
     links = []
@@ -57,11 +61,11 @@ def fat_tree(name: str, queue: int, size: int, gap_ns: int) -> Case:
         g = agg % 2
         links += [(aggregation + agg, cores + 2 * g + j, rate, delay) for j in range(2)]
     flows = []
-    for host in range(16):
+    for host in range(8 if shared else 16):
         to = (host + 8) % 16
         a, b = host // 2, to // 2
         # By slot and edge switch: the same way there and back, and the same for each direction.
-        g, j = host % 2, a % 2
+        g, j = (0, 0) if shared else (host % 2, a % 2)
         path = [a, aggregation + a // 2 * 2 + g, cores + 2 * g + j, aggregation + b // 2 * 2 + g, b]
         flows.append((size, host * gap_ns, [first_host + host, *path, first_host + to]))
     toml = (
@@ -84,6 +88,7 @@ CASES = [
     ),
     fat_tree("fat-tree k=4, 16 flows of 1 MiB", 2000, 1 << 20, 0),
     fat_tree("fat-tree k=4, 16 flows of 256 KiB, staggered", 2000, 1 << 18, 3_000),
+    fat_tree("fat-tree k=4, 8 flows, four a link", 4000, 1 << 20, 7_000, shared=True),
 ]
 
 

@@ -781,7 +781,8 @@ impl Found {
                         return Ok(None);
                     };
                     if *routing == Routing::Spray {
-                        rows.count = ways.min(scenario.spray_paths);
+                        // Outside of fat-trees one path may branch more often than another.
+                        rows.count = rows.count.max(ways.min(scenario.spray_paths));
                     }
                     index += 1;
                     self.keep();

@@ -4,6 +4,7 @@ mod changes;
 mod common;
 mod conservation;
 mod generators;
+mod goldens;
 mod known;
 mod lossless;
 mod ndp;

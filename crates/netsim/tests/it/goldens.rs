@@ -1,0 +1,90 @@
+//! What the examples came to when they were last looked at. A change of a model changes these on
+//! purpose; anything else must not. The same on every machine: no clock, no system mathematics.
+
+use crate::common::{example, run, run_on};
+
+/// Flows done, data packets, drops, digest.
+fn check_golden(name: &str, change: &[(&str, &str)], expected: (usize, u64, u64, u64)) {
+    let mut toml = example(name);
+    for (from, to) in change {
+        assert!(toml.contains(from), "{name} has no `{from}`");
+        toml = toml.replace(from, to);
+    }
+    let result = run(&toml);
+    let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
+    let sent: u64 = result.flows.iter().map(|f| f.packets_sent).sum();
+    let drops = result.totals.data_drops + result.totals.control_drops;
+    let got = (done.count(), sent, drops, result.digest);
+    assert_eq!(got, expected, "{name}: digest {:#018x}", result.digest);
+    // Every feature on several threads.
+    for threads in [2, 3, 4] {
+        assert_eq!(
+            run_on(&toml, threads),
+            result,
+            "{name} on {threads} threads"
+        );
+    }
+    let t = &result.totals;
+    assert_eq!(t.sent, t.delivered + drops + result.in_flight());
+}
+
+#[test]
+fn examples_come_to_what_they_did() {
+    let small_tree = [
+        ("k = 32", "k = 4"),
+        ("hosts_per_edge = 16", "hosts_per_edge = 2"),
+        ("flow_count = 8192", "flow_count = 16"),
+        ("capacity = 200", "capacity = 20"),
+    ];
+    check_golden(
+        "e5.toml",
+        &small_tree,
+        (16, 11_760, 108, 0xb185_ddc5_c3ec_2074),
+    );
+    check_golden(
+        "exp.toml",
+        &[("duration = 2.0", "duration = 0.2")],
+        (0, 27_473, 0, 0xbc12_a1a1_6af2_c64b),
+    );
+    check_golden(
+        "roce-incast.toml",
+        &[("4_000_000", "400_000")],
+        (15, 5_865, 0, 0xd850_7b0b_4326_7df8),
+    );
+    check_golden("pfc-deadlock.toml", &[], (0, 129, 0, 0x73af_2e0a_89f6_1e4d));
+    let small_ndp = [
+        ("k = 16, hosts_per_edge = 8", "k = 4, hosts_per_edge = 2"),
+        ("size = 2_000_000", "size = 500_000"),
+    ];
+    check_golden(
+        "ndp-permutation.toml",
+        &small_ndp,
+        (16, 1_968, 0, 0x4fbc_6c97_d8b1_d8c8),
+    );
+    check_golden(
+        "failures.toml",
+        &[],
+        (16, 22_486, 430, 0x76ef_4b0d_85ab_71ab),
+    );
+    check_golden(
+        "bbr.toml",
+        &[("duration = 10.0", "duration = 1.0")],
+        (0, 23_231, 967, 0x49ef_1c81_4e0c_8470),
+    );
+    check_golden(
+        "web-search.toml",
+        &[("span = 0.02", "span = 0.001")],
+        (27, 36_474, 0, 0xbbd3_9fe4_179a_c156),
+    );
+    check_golden(
+        "collectives.toml",
+        &[],
+        (206, 67_918, 0, 0x96e8_6de7_a258_5e16),
+    );
+    check_golden("classes.toml", &[], (3, 11_480, 516, 0x5237_ba96_2879_9573));
+    check_golden(
+        "dragonfly.toml",
+        &[],
+        (72, 9_738, 75, 0xbddf_6c9d_c0af_1630),
+    );
+}

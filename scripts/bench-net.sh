@@ -26,6 +26,7 @@ print("%-34s %7s %12s %8.1f %9.4f %9.3f %9.3f %7d  %s" % (
 }
 row 'f32' 1 examples/net/f32.toml
 row 'exp' 1 examples/net/exp.toml
+row 'NDP permutation, 1,024 hosts' 1 examples/net/ndp-permutation.toml
 for threads in 1 2 3 4; do
   if [ "$threads" -le "$cores" ]; then row 'E5' "$threads" examples/net/e5.toml; fi
 done

@@ -182,8 +182,14 @@ impl Fabric {
         };
         let xoff = self.xoff(net, memory, &pfc);
         let c = pfc_class(class);
+        // With α above 1 the threshold may be more than there is.
+        let free = net.rules.shared.map_or(u64::MAX, |shared| {
+            shared
+                .bytes
+                .saturating_sub(self.memories[memory as usize].used)
+        });
         let at = &mut self.ingresses[ingress as usize];
-        if at.over[c] == 0 && at.held[c] + size <= xoff {
+        if at.over[c] == 0 && at.held[c] + size <= xoff && size <= free {
             at.held[c] += size;
             self.take_memory(memory, size);
             return true;

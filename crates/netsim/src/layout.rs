@@ -482,6 +482,7 @@ impl Builder {
             || long;
         let scheduled = if from_host { self.host_turns } else { exact };
         let room = Room {
+            lossy: !from_host,
             capacity_bytes: match queue.capacity_bytes {
                 0 => u64::MAX,
                 _ if from_host => u64::MAX,

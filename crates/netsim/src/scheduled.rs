@@ -6,6 +6,8 @@
 
 use std::collections::VecDeque;
 
+use slipstream_base::mix;
+
 use crate::aqm::{Arrival, Verdict};
 use crate::buffer::{NO_SWITCH, PFC_CLASSES};
 use crate::event::{CE, ECT, Event, Kind};
@@ -72,6 +74,8 @@ pub(crate) struct Room {
     pub(crate) capacity_bytes: u64,
     /// Index of the shard's memories, or [`NO_SWITCH`].
     pub(crate) memory: u32,
+    /// Loss injection: not at a host's own port.
+    pub(crate) lossy: bool,
 }
 
 impl Default for Room {
@@ -79,6 +83,7 @@ impl Default for Room {
         Room {
             capacity_bytes: u64::MAX,
             memory: NO_SWITCH,
+            lossy: false,
         }
     }
 }
@@ -104,6 +109,7 @@ pub(crate) struct Scheduled {
     capacity_bytes: u64,
     /// Index of the shard's memories; [`NO_SWITCH`]: a host's port.
     memory: u32,
+    lossy: bool,
     /// Bit c: class c is paused by PFC.
     paused: u8,
     paused_at: [u64; PFC_CLASSES],
@@ -137,6 +143,7 @@ impl Scheduled {
             waiting_bytes_max: 0,
             capacity_bytes: room.capacity_bytes,
             memory: room.memory,
+            lossy: room.lossy,
             paused: 0,
             paused_at: [0; PFC_CLASSES],
             pauses: 0,
@@ -251,6 +258,9 @@ impl Fabric {
     /// A packet arrives at the scheduled port at `steps[at]`.
     pub(crate) fn enter_scheduled(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
         let step = net.steps[at];
+        if self.loss > 0.0 && self.is_lost_at(step, event) {
+            return;
+        }
         let port = &mut self.scheduled[step.index()];
         let last = port.classes.len() - 1;
         let class = (net.row_class[event.what as usize] as usize).min(last);
@@ -263,7 +273,7 @@ impl Fabric {
             idle_ns: if idle { now - port.busy } else { 0 },
             capacity: port.capacity,
             packet_ns: net.serialization(u16::from(port.class), size),
-            draw: slipstream_base::mix::draw(
+            draw: mix::draw(
                 self.seed ^ u64::from(self.scheduled_ids[step.index()]),
                 port.packets + port.drops + u64::from(port.waiting),
             ),
@@ -301,6 +311,21 @@ impl Fabric {
             port.waiting_bytes_max = port.waiting_bytes_max.max(port.waiting_bytes);
             self.wake(now, step);
         }
+    }
+
+    /// Loss injection.
+    #[cold]
+    fn is_lost_at(&mut self, step: Step, event: Event) -> bool {
+        let port = &mut self.scheduled[step.index()];
+        let key = self.seed ^ mix::mix64(u64::from(self.scheduled_ids[step.index()]));
+        let arrivals = port.packets + port.drops + u64::from(port.waiting);
+        if !port.lossy || mix::unit(mix::draw(key, arrivals)) >= self.loss {
+            return false;
+        }
+        port.drops += 1;
+        self.tally.fault_drops += 1;
+        self.count_drop(event);
+        true
     }
 
     /// Sees to it that a port with work will serve it.

@@ -9,4 +9,5 @@ mod known;
 mod lossless;
 mod ndp;
 mod outputs;
+mod properties;
 mod published;

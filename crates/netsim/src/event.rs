@@ -53,11 +53,9 @@ const KINDS: [Kind; 16] = [
 pub(crate) const CE: u32 = 1 << 28;
 /// ECN-capable transport: queues mark instead of dropping.
 pub(crate) const ECT: u32 = 1 << 29;
-/// Sent before.
-pub(crate) const RETX: u32 = 1 << 30;
 
-/// A queue may cut the packet down to its header. Shares its bit with ECT: trimming ports do not mark.
-pub(crate) const TRIMMABLE: u32 = ECT;
+/// A queue may cut the packet down to its header.
+pub(crate) const TRIMMABLE: u32 = 1 << 30;
 /// Only the header is left.
 pub(crate) const TRIMMED: u32 = 1 << 31;
 

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 use slipstream_base::mix;
 
-use crate::event::{Event, Kind, RETX, TRIMMABLE, TRIMMED};
+use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -314,9 +314,8 @@ impl NdpSender {
         self.count.bytes += size;
         self.count.retransmitted += u64::from(again);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
-        let flags = TRIMMABLE | if again { RETX } else { 0 };
         let wire = size as u32 + self.header;
-        let event = Event::packet(Kind::Data, self.spray.take(), seq, wire, flags);
+        let event = Event::packet(Kind::Data, self.spray.take(), seq, wire, TRIMMABLE);
         fabric.emit(net, now, event);
     }
 

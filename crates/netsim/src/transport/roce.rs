@@ -4,7 +4,7 @@
 //! with the number that is missing, and the sender goes back to it (InfiniBand Architecture
 //! Specification volume 1, section 9.7: PSN sequence error).
 
-use crate::event::{CE, ECT, Event, Kind, RETX, widen};
+use crate::event::{CE, ECT, Event, Kind, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -190,8 +190,7 @@ impl QpSender {
             let size = self.mtu.min(self.total - self.nxt);
             let wire = size + u64::from(self.header);
             let again = self.nxt < self.max;
-            let flags = self.flags | if again { RETX } else { 0 };
-            let event = Event::packet(Kind::Data, row, self.nxt as u32, wire as u32, flags);
+            let event = Event::packet(Kind::Data, row, self.nxt as u32, wire as u32, self.flags);
             self.count.packets += 1;
             self.count.bytes += size;
             self.count.retransmitted += u64::from(again);

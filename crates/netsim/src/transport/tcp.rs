@@ -1,6 +1,6 @@
 //! TCP: cumulative ACKs, one for each packet; NewReno recovery; one lazy timer a flow.
 
-use crate::event::{CE, ECT, Event, Kind, RETX, widen};
+use crate::event::{CE, ECT, Event, Kind, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
@@ -374,8 +374,7 @@ impl TcpSender {
             let flight = self.nxt - self.una;
             bbr.on_sent(now, at + u64::from(size), u64::from(wire), flight, &self.w);
         }
-        let flags = self.flags | if again { RETX } else { 0 };
-        let event = Event::packet(Kind::Data, row, at as u32, size + self.header, flags);
+        let event = Event::packet(Kind::Data, row, at as u32, size + self.header, self.flags);
         fabric.emit(net, now, event);
     }
 

@@ -147,6 +147,12 @@ fn slipstream() -> anyhow::Result<Command> {
     ))
 }
 
+/// The seed of `simulate` for a load that states none, where `bench` would take one of its own.
+fn same_seed(what: &WorkloadArgs) -> Option<&'static str> {
+    let stated = what.workload.is_some() || what.trace.is_some() || what.seed.is_some();
+    (!stated).then_some("--seed=0")
+}
+
 fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
     let mut serve = slipstream()?;
     serve
@@ -166,6 +172,7 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
     bench
         .args(["bench", url])
         .args(args.what.flags())
+        .args(same_seed(&args.what))
         .arg(format!("--time-scale={}", args.scale()))
         .args(args.workload_set.iter().map(|set| format!("--set={set}")))
         .arg("--trace-stages")

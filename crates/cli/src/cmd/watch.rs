@@ -321,10 +321,10 @@ fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
         osl: Some(record.output_tokens),
         preemptions: Some(record.preemptions),
         retries: Some(record.retries),
-        status: if record.error.is_some() {
-            "refused"
-        } else {
-            "ok"
+        status: match (record.error, record.rank) {
+            (None, _) => "ok",
+            (Some(_), None) => "refused",
+            (Some(_), Some(_)) => "failed",
         }
         .into(),
         ..DragRecord::default()

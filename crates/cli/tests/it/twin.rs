@@ -1,5 +1,7 @@
 //! `slipstream simulate`, and that it agrees with the live cluster.
 
+use std::path::Path;
+
 use serde_json::Value;
 
 use crate::server::{Server, run};
@@ -137,6 +139,24 @@ fn drag_names_each_hand_over_of_both_sides() {
     assert!(out.contains("ITL p50"), "{out}");
 
     let (live, twin) = (keep.join("live.csv"), keep.join("twin.csv"));
+    // Both sides got the same arrivals.
+    let span = |path: &Path| {
+        let text = std::fs::read_to_string(path).unwrap();
+        let mut lines = text.lines();
+        let due = lines
+            .next()
+            .unwrap()
+            .split(',')
+            .position(|name| name == "due");
+        let due = due.expect("a column of due times");
+        let dues: Vec<f64> = lines
+            .map(|line| line.split(',').nth(due).unwrap().parse().unwrap())
+            .collect();
+        let first = dues.iter().copied().fold(f64::INFINITY, f64::min);
+        dues.iter().copied().fold(0.0, f64::max) - first
+    };
+    let ratio = span(&live) / span(&twin);
+    assert!((0.999..1.001).contains(&ratio), "arrivals differ: {ratio}");
     let files = [live.to_str().unwrap(), twin.to_str().unwrap()];
     let (code, again, err) = run(&["drag", "--compare", files[0], files[1]]);
     assert_eq!(code, Some(0), "{err}");

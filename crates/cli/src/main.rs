@@ -86,10 +86,13 @@ fn main() -> ExitCode {
     }
 }
 
+/// Warnings, and which processes find each other.
+const SAID: &str = "warn,slipstream_frontend::remote=info,slipstream_worker::callhome=info";
+
 /// Logs what libraries trace: warnings, or what `RUST_LOG` asks for.
 fn log_to_stderr() {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(SAID));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

@@ -105,8 +105,15 @@ pub(crate) async fn handle(
             if let Some(why) = why {
                 shard.metrics.on_rejected(why);
             }
-            if error.status >= 500 {
-                tracing::warn!(request = %id, status = error.status, "{}", error.message);
+            // A server that refuses everything would fill a disk: once a second, with a count.
+            if error.status >= 500
+                && let Some(unsaid) = shard.may_complain()
+            {
+                let more = match unsaid {
+                    0 => String::new(),
+                    n => format!(" ({n} more such answers since the last such line)"),
+                };
+                tracing::warn!(request = %id, status = error.status, "{}{more}", error.message);
             }
             error_response(&error)
         }

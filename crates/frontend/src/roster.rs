@@ -136,8 +136,8 @@ impl Roster {
             return reject(
                 RejectReason::Cluster,
                 format!(
-                    "{} was started from another cluster file than {}; models, pools and block \
-                     sizes must be the same",
+                    "{} was started from another cluster file than {}; models, pools, engines and \
+                     `live.events` must be the same",
                     hello.name, self.name
                 ),
             );

@@ -62,6 +62,8 @@ pub(crate) struct Shard {
     /// Sequences under way over all shards.
     streams_open: Arc<AtomicU64>,
     requests: Cell<u64>,
+    /// When an answer of 5xx was last logged, ns, and how many were not since.
+    complained: Cell<(u64, u64)>,
 }
 
 impl Shard {
@@ -88,6 +90,7 @@ impl Shard {
             table_lock,
             streams_open,
             requests: Cell::new(0),
+            complained: Cell::new((0, 0)),
             service,
         }
     }
@@ -104,6 +107,19 @@ impl Shard {
         let number = self.requests.get();
         self.requests.set(number + 1);
         mix::draw(self.service.seed ^ (u64::from(self.index) << 56), number)
+    }
+
+    /// Whether an answer of 5xx may be logged: one a second. Then: how many were not since the last.
+    pub(crate) fn may_complain(&self) -> Option<u64> {
+        const PAUSE_NS: u64 = 1_000_000_000;
+        let now = monotonic_ns();
+        let (last, unsaid) = self.complained.get();
+        if last != 0 && now < last + PAUSE_NS {
+            self.complained.set((last, unsaid + 1));
+            return None;
+        }
+        self.complained.set((now, 0));
+        Some(unsaid)
     }
 
     /// Claims room for `count` sequences. False if that would exceed `live.streams_max`.

@@ -147,6 +147,9 @@ fn slipstream() -> anyhow::Result<Command> {
     ))
 }
 
+/// Time that the live cluster's engines have to start, at most, s.
+const WAIT_READY_S: u32 = 600;
+
 /// The seed of `simulate` for a load that states none, where `bench` would take one of its own.
 fn same_seed(what: &WorkloadArgs) -> Option<&'static str> {
     let stated = what.workload.is_some() || what.trace.is_some() || what.seed.is_some();
@@ -175,6 +178,8 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .args(same_seed(&args.what))
         .arg(format!("--time-scale={}", args.scale()))
         .args(args.workload_set.iter().map(|set| format!("--set={set}")))
+        // The twin's workers are there from the start.
+        .arg(format!("--wait-ready={}s", WAIT_READY_S))
         .arg("--trace-stages")
         .arg("--drag")
         .arg(dir.join("live.csv"))

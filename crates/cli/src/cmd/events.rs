@@ -101,9 +101,12 @@ struct TailArgs {
     #[arg(long, value_enum, default_value_t = TailBus::Zmq)]
     bus: TailBus,
     /// ZeroMQ address of a publisher; may be given several times
-    /// [default: tcp://127.0.0.1:5556 and :5557]
+    /// [default: tcp://127.0.0.1:5556 and :5557, rank 0's KV events]
     #[arg(long, value_name = "tcp://HOST:PORT")]
     endpoint: Vec<String>,
+    /// ZeroMQ, without --endpoint: KV events of so many ranks, each a port above the last
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024), conflicts_with = "endpoint")]
+    ranks: u16,
     /// ZeroMQ: only topics that begin with this
     #[arg(long, default_value = "")]
     topic: String,
@@ -235,7 +238,15 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
 async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Result<()> {
     let default = EventsConfig::default();
     let endpoints = match &args.endpoint[..] {
-        [] => vec![default.fpm_endpoint, default.kv_endpoint],
+        [] => {
+            let (host, port) = default.kv_endpoint.rsplit_once(':').context("a port")?;
+            let port: u16 = port.parse().context("a port")?;
+            if args.ranks == 1 {
+                eprintln!("note: of KV events only rank 0's; --ranks N listens to more");
+            }
+            let ranks = (port..port.saturating_add(args.ranks)).map(|p| format!("{host}:{p}"));
+            [default.fpm_endpoint].into_iter().chain(ranks).collect()
+        }
         given => given.to_vec(),
     };
     for endpoint in endpoints {
@@ -271,7 +282,9 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
 
 /// An event that was read.
 struct Heard {
+    /// Its topic; where that is empty, as with KV events, the address that it came from.
     topic: String,
+    source: String,
     message: Message,
 }
 
@@ -280,21 +293,29 @@ impl Heard {
         let topic = String::from_utf8_lossy(&event.topic).into_owned();
         let len = event.payload.len();
         match Message::decode(&topic, &event.payload) {
-            Ok(message) => Ok(Heard { topic, message }),
+            Ok(message) => Ok(Heard {
+                topic,
+                source: source.to_owned(),
+                message,
+            }),
             Err(error) => Err(format!("{source}: an event of {len} bytes: {error}")),
         }
     }
 
     /// It as a line of text.
     fn line(&self, sequence: Option<u64>, json: bool) -> String {
-        let Heard { topic, message } = self;
+        let Heard {
+            topic,
+            source,
+            message,
+        } = self;
         if json {
             let event = message.json();
             let line = serde_json::json!({"topic": topic, "sequence": sequence, "event": event});
             return format!("{line}\n");
         }
         let sequence = sequence.map_or(String::new(), |n| format!(" #{n}"));
-        let topic = if topic.is_empty() { "-" } else { topic };
+        let topic = if topic.is_empty() { source } else { topic };
         format!("{topic}{sequence} {}\n", message.text())
     }
 }
@@ -335,6 +356,9 @@ impl Message {
         match self {
             Message::Fpm(fpm) => {
                 let (s, q) = (&fpm.scheduled_requests, &fpm.queued_requests);
+                if fpm.wall_time == 0.0 && s.num_prefill_requests + s.num_decode_requests == 0 {
+                    return format!("{}/dp{} idle", fpm.worker_id, fpm.dp_rank);
+                }
                 format!(
                     "{}/dp{} pass {} {:.3} ms: prefill {} ({} tokens, {} cached), decode {} ({} tokens \
                      of context); waiting {} + {}",

@@ -168,6 +168,14 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
         output::text(&name, &config, &result, &cost)
     };
     crate::out::print(&text)?;
+    let events_a_window = result.totals.events / cost.windows.max(1);
+    if cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
+        eprintln!(
+            "note: threads met {} times, once in {events_a_window} events, which costs more than they \
+             save; take --threads 1",
+            cost.windows
+        );
+    }
     if let Some(deadlock) = &result.deadlock {
         let what = output::deadlock_text(&config, deadlock);
         eprintln!("error: {name}: PFC deadlock {what}");
@@ -263,6 +271,11 @@ fn proc_kb(file: &str, field: &str) -> Option<u64> {
 fn rss_bytes_max() -> u64 {
     proc_kb("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
+
+/// Events between two meetings of threads below which one thread is faster: measured, 38 a window
+/// take twice to ten times as long on two to four threads, E5's 10,000 and more gain
+/// (`docs/benchmarks-net.md`).
+const EVENTS_A_WINDOW_MIN: u64 = 1000;
 
 /// Memory that a run may take; no limit where it cannot be told.
 fn memory_at_hand() -> u64 {

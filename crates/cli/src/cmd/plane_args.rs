@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use slipstream_base::BlockHash;
-use slipstream_base::cluster::Cluster;
+use slipstream_base::cluster::{Cluster, EventBus};
 use slipstream_planes::tls::{Tls, TlsFiles};
 
 /// Flags that frontends and workers share.
@@ -109,25 +109,12 @@ pub(crate) fn process_name() -> String {
     format!("{host}:{}", std::process::id())
 }
 
-/// What frontends and workers must agree on, as one number: model, pools, and what decides which
-/// prompts share blocks.
+/// What frontends and workers must agree on, as one number: the model, all of the pools and their
+/// engines, and whether KV events with tokens are published, for which frontends send tokens along.
+/// Processes of one release are compared, so the values' debug text will do.
 pub(crate) fn fingerprint(cluster: &Cluster) -> u64 {
-    use std::fmt::Write;
-    let mut text = String::new();
-    for pool in &cluster.pools {
-        let engine = &pool.engine;
-        let _ = write!(
-            text,
-            "{:?} {:?} {} {} {} {} {} {};",
-            pool.name,
-            pool.role,
-            pool.workers,
-            engine.block_size,
-            engine.num_gpu_blocks,
-            engine.data_parallel_size,
-            engine.max_model_len,
-            engine.enable_prefix_caching,
-        );
-    }
+    let events = &cluster.live.events;
+    let names_tokens = events.bus != EventBus::None && events.kv;
+    let text = format!("{:?} {:?} {names_tokens}", cluster.model, cluster.pools);
     BlockHash::root(&cluster.model.name, "", &text).0
 }

@@ -40,7 +40,7 @@ enum Command {
     Sched(cmd::sched::Args),
     /// Load an OpenAI endpoint and report what its clients see
     Bench(Box<cmd::bench::Args>),
-    /// Say what a trace is like
+    /// Say what a trace is like, or write it in another form
     Trace(cmd::trace::Args),
     /// The built-in tokenizer, for other tools
     Tokenizer(cmd::tokenizer::Args),

@@ -3,9 +3,11 @@
 //! The live side is what a user would start by hand: this binary's `serve` and `bench` as processes of
 //! their own, on loopback.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use slipstream_report::drag;
@@ -147,8 +149,29 @@ fn slipstream() -> anyhow::Result<Command> {
     ))
 }
 
-/// Time that the live cluster's engines have to start, at most, s.
-const WAIT_READY_S: u32 = 600;
+/// Time that the live cluster's engines have to start, at most.
+const STARTUP_MAX: Duration = Duration::from_secs(600);
+
+/// Waits until every rank takes requests: the twin's are there from the start.
+fn await_ranks(url: &str) -> anyhow::Result<()> {
+    let address = url.strip_prefix("http://").unwrap_or(url);
+    let begun = Instant::now();
+    loop {
+        let mut stream = TcpStream::connect(address).context("asking the server for its ranks")?;
+        stream.write_all(b"GET /health HTTP/1.1\r\nHost: drag\r\nConnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        if answer.contains("\"ready\":true") && !answer.contains("\"ready\":false") {
+            return Ok(());
+        }
+        ensure!(
+            begun.elapsed() < STARTUP_MAX,
+            "the live cluster's engines were not ready after {} s; lower `engine.startup_s`",
+            STARTUP_MAX.as_secs()
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
 
 /// The seed of `simulate` for a load that states none, where `bench` would take one of its own.
 fn same_seed(what: &WorkloadArgs) -> Option<&'static str> {
@@ -171,6 +194,7 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
     let Some(url) = line.trim().strip_prefix("listening on ") else {
         bail!("`slipstream serve` did not start; its message is above");
     };
+    await_ranks(url)?;
     let mut bench = slipstream()?;
     bench
         .args(["bench", url])
@@ -178,8 +202,6 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .args(same_seed(&args.what))
         .arg(format!("--time-scale={}", args.scale()))
         .args(args.workload_set.iter().map(|set| format!("--set={set}")))
-        // The twin's workers are there from the start.
-        .arg(format!("--wait-ready={}s", WAIT_READY_S))
         .arg("--trace-stages")
         .arg("--drag")
         .arg(dir.join("live.csv"))

@@ -110,7 +110,8 @@ fn drag_names_each_hand_over_of_both_sides() {
         "--isl=300",
         "--osl=4",
     ];
-    args.extend(["--speedup=20", &keep_flag]);
+    // Engines that take a moment to start are waited for.
+    args.extend(["--speedup=20", "--set=engine.startup_s=0.3", &keep_flag]);
     args.extend(SMALL);
     let (code, out, err) = run(&args);
     assert_eq!(code, Some(0), "{err}");

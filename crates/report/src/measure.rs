@@ -299,6 +299,7 @@ impl Totals {
         mine.failed += theirs.failed;
         mine.warmup += theirs.warmup;
         mine.abandoned += theirs.abandoned;
+        mine.unfinished += theirs.unfinished;
         // Every thread reads the whole trace and meets the same bad lines.
         mine.skipped_lines = mine.skipped_lines.max(theirs.skipped_lines);
         mine.retries += theirs.retries;

@@ -80,6 +80,9 @@ pub struct RequestCounts {
     pub warmup: u64,
     /// Turns never sent because an earlier turn of their session failed or the run was cut short.
     pub abandoned: u64,
+    /// Sent, and under way when the run was cut short.
+    #[serde(default)]
+    pub unfinished: u64,
     /// Lines of the trace that were skipped as bad.
     pub skipped_lines: u64,
     /// Sent again on a fresh connection or after a `Retry-After`.
@@ -303,6 +306,7 @@ impl RunReport {
         );
         for (count, what) in [
             (r.failed, "failed"),
+            (r.unfinished, "under way when the run was cut short"),
             (r.abandoned, "later turns abandoned"),
             (r.retries, "sent again"),
             (r.skipped_lines, "trace lines skipped"),

@@ -963,6 +963,12 @@ impl<'a> Sim<'a> {
         if !self.is_plain() {
             until = self.next_other().unwrap_or(SimTime::MAX);
         }
+        if self.prefill.is_some()
+            && let Some(Reverse((end, ..))) = self.ends.peek()
+        {
+            // Whose pass ends may then have room for a prompt, and so wake who computes one for us.
+            until = until.min(*end);
+        }
         // Requests come at times that are known, unless one that ends brings the next, or makes room.
         let known = self.continuing == 0 && !self.schedule.is_closed();
         if known && self.waiting.is_empty() {
@@ -1166,7 +1172,9 @@ impl Tally {
             query_tokens += stats.prefix_query_tokens;
             hit_tokens += stats.prefix_hit_tokens;
         }
-        self.totals.requests.abandoned = schedule.abandoned() + under_way;
+        self.totals.requests.abandoned = schedule.abandoned();
+        self.totals.requests.unfinished = under_way;
+        self.totals.requests.sent += under_way;
         self.totals.requests.skipped_lines = schedule.skipped_lines();
         Outcome {
             totals: self.totals,

@@ -263,7 +263,8 @@ impl Row {
             of(latency.itl_ms, |p| p.p99),
             number(hits),
             grouped(row.outcome.engine.preemptions.unwrap_or(0.0).round() as u64),
-            (totals.requests.failed + totals.requests.abandoned).to_string(),
+            (totals.requests.failed + totals.requests.abandoned + totals.requests.unfinished)
+                .to_string(),
         ];
         row.values.iter().cloned().chain(figures).collect()
     }

@@ -15,6 +15,7 @@ use crate::result::{Collected, FlowResult, PortResult, RunResult};
 use crate::scenario::Scenario;
 use crate::series::Sampler;
 use crate::shard::Shard;
+use crate::transport::tcp::{Received, SendCount};
 
 /// How often a run with PFC looks for a deadlock, ns: rarely against events, soon for people.
 const DEADLOCK_NS: u64 = 1_000_000;
@@ -412,98 +413,67 @@ impl Simulation {
                 let r = &self.shards[receiver.shard()].tcp_receivers[receiver.index()];
                 result.start_ns = s.start;
                 result.acked_ns = s.is_done().then_some(s.end);
-                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
                 result.bytes = s.offered();
                 result.bytes_acked = s.acked();
-                result.packets_sent = s.count.packets;
-                result.bytes_sent = s.count.bytes;
-                result.retransmitted = s.count.retransmitted;
-                result.acks = s.count.acks;
-                result.fast_retransmits = s.count.fast_retransmits;
-                result.timeouts = s.count.timeouts;
                 result.cwnd = s.w.cwnd;
                 result.ssthresh = s.w.ssthresh;
-                result.packets_received = r.packets;
-                result.bytes_received = r.bytes;
                 result.bytes_in_order = r.in_order();
-                result.first_ns = r.first;
-                result.last_ns = r.last;
-                if r.packets > 0 && r.packets == s.count.packets {
-                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
-                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
-                }
+                tell_counts(&mut result, &s.count, &r.received);
             }
             Place::QpSender => {
                 let s = &self.shards[sender.shard()].qp_senders[sender.index()];
                 let r = &self.shards[receiver.shard()].qp_receivers[receiver.index()];
                 result.start_ns = s.start;
                 result.acked_ns = s.is_done().then_some(s.end);
-                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
                 result.bytes = s.total;
                 result.bytes_acked = s.una;
-                result.packets_sent = s.count.packets;
-                result.bytes_sent = s.count.bytes;
-                result.retransmitted = s.count.retransmitted;
-                result.acks = s.count.acks;
-                result.timeouts = s.count.timeouts;
                 result.nacks = s.nacks;
                 result.notifications = s.notifications;
                 result.rate_bits_per_s = Some(s.rate());
-                result.packets_received = r.packets;
-                result.bytes_received = r.bytes;
                 result.bytes_in_order = r.next;
-                result.first_ns = r.first;
-                result.last_ns = r.last;
-                if r.packets > 0 && r.packets == s.count.packets {
-                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
-                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
-                }
+                tell_counts(&mut result, &s.count, &r.received);
             }
             Place::NdpSender => {
                 let s = &self.shards[sender.shard()].ndp_senders[sender.index()];
                 let r = &self.shards[receiver.shard()].ndp_receivers[receiver.index()];
                 result.start_ns = s.start;
                 result.acked_ns = s.is_done().then_some(s.end);
-                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
                 result.bytes = s.total;
                 result.bytes_acked = s.acked_bytes();
-                result.packets_sent = s.count.packets;
-                result.bytes_sent = s.count.bytes;
-                result.retransmitted = s.count.retransmitted;
-                result.acks = s.count.acks;
-                result.timeouts = s.count.timeouts;
                 result.nacks = s.nacks;
-                result.packets_received = r.packets;
-                result.bytes_received = r.bytes;
                 result.bytes_in_order = r.distinct_bytes();
-                result.first_ns = r.first;
-                result.last_ns = r.last;
-                if r.packets > 0 && r.packets == s.count.packets {
-                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
-                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
-                }
+                tell_counts(&mut result, &s.count, &r.received);
             }
             Place::RawSender => {
                 let s = &self.shards[sender.shard()].raw_senders[sender.index()];
                 let r = &self.shards[receiver.shard()].raw_receivers[receiver.index()];
                 result.start_ns = s.start;
-                result.delivered_ns = (r.done_at != 0).then_some(r.done_at);
                 result.bytes = s.count.bytes;
-                result.packets_sent = s.count.packets;
-                result.bytes_sent = s.count.bytes;
-                result.packets_received = r.packets;
-                result.bytes_received = r.bytes;
-                result.bytes_in_order = r.bytes;
-                result.first_ns = r.first;
-                result.last_ns = r.last;
-                if r.packets > 0 && r.packets == s.count.packets {
-                    let sum = r.time_sum.wrapping_sub(s.count.time_sum);
-                    result.one_way_delay_ns_mean = Some(sum as f64 / r.packets as f64);
-                }
+                result.bytes_in_order = r.received.bytes;
+                tell_counts(&mut result, &s.count, &r.received);
             }
             place => unreachable!("{place:?} sends no flow"),
         }
         result
+    }
+}
+
+/// What every transport counts at both ends of a flow.
+fn tell_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
+    result.packets_sent = sent.packets;
+    result.bytes_sent = sent.bytes;
+    result.retransmitted = sent.retransmitted;
+    result.acks = sent.acks;
+    result.fast_retransmits = sent.fast_retransmits;
+    result.timeouts = sent.timeouts;
+    result.delivered_ns = (got.done_at != 0).then_some(got.done_at);
+    result.packets_received = got.packets;
+    result.bytes_received = got.bytes;
+    result.first_ns = got.first;
+    result.last_ns = got.last;
+    if got.packets > 0 && got.packets == sent.packets {
+        let sum = got.time_sum.wrapping_sub(sent.time_sum);
+        result.one_way_delay_ns_mean = Some(sum as f64 / got.packets as f64);
     }
 }
 

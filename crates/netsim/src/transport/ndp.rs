@@ -15,7 +15,7 @@ use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::scenario::Ndp;
-use crate::transport::tcp::SendCount;
+use crate::transport::tcp::{Received, SendCount};
 
 /// The paths of one direction of a flow, taken in a new order each round.
 #[derive(Clone, Copy, Debug)]
@@ -363,12 +363,7 @@ pub(crate) struct NdpReceiver {
     /// Pulls asked of the host, and sent.
     asked: u32,
     pulls: u32,
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    pub(crate) time_sum: u64,
-    pub(crate) done_at: u64,
+    pub(crate) received: Received,
 }
 
 impl NdpReceiver {
@@ -388,19 +383,14 @@ impl NdpReceiver {
             trimmed: 0,
             asked: 0,
             pulls: 0,
-            packets: 0,
-            bytes: 0,
-            first: 0,
-            last: 0,
-            time_sum: 0,
-            done_at: 0,
+            received: Received::default(),
         }
     }
 
     /// Reads a word of each cache line that a packet needs.
     #[inline]
     pub(crate) fn touch(&self) -> u64 {
-        u64::from(self.asked) ^ self.packets ^ self.done_at
+        u64::from(self.asked) ^ self.received.packets ^ self.received.done_at
     }
 
     /// Takes a packet or its header and answers it. True if it completes the flow.
@@ -413,20 +403,15 @@ impl NdpReceiver {
         net: &Net,
         pacer: &mut Pacer,
     ) -> bool {
-        if self.packets == 0 {
-            self.first = now;
-        }
-        self.packets += 1;
-        self.last = now;
-        self.time_sum = self.time_sum.wrapping_add(now);
+        self.received.note(now, 0);
         let mut done = false;
         let kind = if event.has(TRIMMED) {
             self.trimmed += 1;
             Kind::Nack
         } else {
-            self.bytes += u64::from(event.size() - self.header);
+            self.received.bytes += u64::from(event.size() - self.header);
             if self.got.add(event.seq) && self.got.count == self.expected {
-                self.done_at = now;
+                self.received.done_at = now;
                 done = true;
             }
             Kind::Ack
@@ -435,7 +420,7 @@ impl NdpReceiver {
         let answer = Event::packet(kind, row, event.seq, self.control_bytes, 0);
         fabric.emit(net, now, answer);
         // The sender needs leave for each packet beyond its first window, trimmed ones twice.
-        if self.window + self.asked < self.expected + self.trimmed && self.done_at == 0 {
+        if self.window + self.asked < self.expected + self.trimmed && self.received.done_at == 0 {
             self.asked += 1;
             if pacer.queue.is_empty() && pacer.next <= now {
                 pacer.next = now + pacer.gap_ns;
@@ -506,7 +491,7 @@ impl Pacer {
         self.waiting = false;
         while let Some(index) = self.queue.pop_front() {
             let receiver = &mut receivers[index as usize];
-            if receiver.done_at != 0 {
+            if receiver.received.done_at != 0 {
                 // Section 3.2: a flow that is complete needs no more pulls.
                 continue;
             }

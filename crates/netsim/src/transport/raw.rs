@@ -5,7 +5,7 @@ use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::transport::Paced;
-use crate::transport::tcp::SendCount;
+use crate::transport::tcp::{Received, SendCount};
 
 #[derive(Clone, Debug)]
 pub(crate) struct RawSender {
@@ -88,12 +88,7 @@ pub(crate) struct RawReceiver {
     pub(crate) flow: u32,
     header: u32,
     total: u64,
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    pub(crate) time_sum: u64,
-    pub(crate) done_at: u64,
+    pub(crate) received: Received,
 }
 
 impl RawReceiver {
@@ -102,27 +97,17 @@ impl RawReceiver {
             flow,
             header,
             total,
-            packets: 0,
-            bytes: 0,
-            first: 0,
-            last: 0,
-            time_sum: 0,
-            done_at: 0,
+            received: Received::default(),
         }
     }
 
     /// Takes a packet. True if all bytes have come, lost ones never.
     pub(crate) fn on_data(&mut self, now: u64, event: Event) -> bool {
-        if self.packets == 0 {
-            self.first = now;
-        }
-        self.packets += 1;
-        self.bytes += u64::from(event.size() - self.header);
-        self.last = now;
-        self.time_sum = self.time_sum.wrapping_add(now);
-        let done = self.done_at == 0 && self.bytes >= self.total;
+        self.received
+            .note(now, u64::from(event.size() - self.header));
+        let done = self.received.done_at == 0 && self.received.bytes >= self.total;
         if done {
-            self.done_at = now;
+            self.received.done_at = now;
         }
         done
     }

@@ -10,7 +10,7 @@ use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::scenario::Roce;
 use crate::transport::dcqcn::ReactionPoint;
-use crate::transport::tcp::SendCount;
+use crate::transport::tcp::{Received, SendCount};
 
 /// `seq` of a timer event: the next packet may be sent, or nothing was acknowledged for too long.
 const SEND: u32 = 0;
@@ -258,12 +258,7 @@ pub(crate) struct QpReceiver {
     cnp_interval_ns: Option<u64>,
     cnp_next: u64,
     answers: u64,
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    pub(crate) time_sum: u64,
-    pub(crate) done_at: u64,
+    pub(crate) received: Received,
 }
 
 impl QpReceiver {
@@ -294,12 +289,7 @@ impl QpReceiver {
             cnp_interval_ns: roce.dcqcn.map(|d| d.cnp_interval_ns),
             cnp_next: 0,
             answers: 0,
-            packets: 0,
-            bytes: 0,
-            first: 0,
-            last: 0,
-            time_sum: 0,
-            done_at: 0,
+            received: Received::default(),
         }
     }
 
@@ -313,13 +303,7 @@ impl QpReceiver {
     ) -> bool {
         let from = widen(event.seq, self.next);
         let size = u64::from(event.size() - self.header);
-        if self.packets == 0 {
-            self.first = now;
-        }
-        self.packets += 1;
-        self.bytes += size;
-        self.last = now;
-        self.time_sum = self.time_sum.wrapping_add(now);
+        self.received.note(now, size);
         if let Some(interval) = self.cnp_interval_ns
             && event.has(CE)
             && now >= self.cnp_next
@@ -344,8 +328,8 @@ impl QpReceiver {
             self.unacked = 0;
             self.answer(now, Kind::Ack, fabric, net);
         }
-        if done && self.done_at == 0 {
-            self.done_at = now;
+        if done && self.received.done_at == 0 {
+            self.received.done_at = now;
             return true;
         }
         false

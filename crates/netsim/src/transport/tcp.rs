@@ -31,6 +31,34 @@ pub(crate) struct SendCount {
     pub(crate) time_sum: u64,
 }
 
+/// What a receiver has got.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Received {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    /// When the first packet and the last one arrived, ns.
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    /// Sum of arrival times, for mean delays, ns.
+    pub(crate) time_sum: u64,
+    /// When the flow was complete; 0: not yet.
+    pub(crate) done_at: u64,
+}
+
+impl Received {
+    /// A packet with `bytes` of data arrived.
+    #[inline]
+    pub(crate) fn note(&mut self, now: u64, bytes: u64) {
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.bytes += bytes;
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct TcpSender {
     pub(crate) w: Window,
@@ -449,13 +477,7 @@ pub(crate) struct TcpReceiver {
     pub(crate) flow: u32,
     /// Bytes that complete the flow; `u64::MAX`: not known here.
     total: u64,
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    pub(crate) time_sum: u64,
-    /// When the last byte arrived in order; 0: not yet.
-    pub(crate) done_at: u64,
+    pub(crate) received: Received,
 }
 
 impl TcpReceiver {
@@ -481,19 +503,14 @@ impl TcpReceiver {
             ack_bytes,
             flow,
             total,
-            packets: 0,
-            bytes: 0,
-            first: 0,
-            last: 0,
-            time_sum: 0,
-            done_at: 0,
+            received: Received::default(),
         }
     }
 
     /// Reads a word of each cache line that a packet needs.
     #[inline]
     pub(crate) fn touch(&self) -> u64 {
-        self.next ^ self.packets ^ self.done_at
+        self.next ^ self.received.packets ^ self.received.done_at
     }
 
     /// Takes a packet and answers it. True if it completes the flow.
@@ -508,13 +525,7 @@ impl TcpReceiver {
         let from = widen(event.seq, self.next);
         let size = u64::from(event.size() - self.header);
         let to = from + size;
-        if self.packets == 0 {
-            self.first = now;
-        }
-        self.packets += 1;
-        self.bytes += size;
-        self.last = now;
-        self.time_sum = self.time_sum.wrapping_add(now);
+        self.received.note(now, size);
         if from <= self.next {
             self.next = self.next.max(to);
             if !self.beyond.is_empty() {
@@ -527,15 +538,15 @@ impl TcpReceiver {
         // ACKs); senders answer once a window.
         let echo = event.meta & CE;
         let row = if self.rows > 1 {
-            self.row + (self.packets % u64::from(self.rows)) as u32
+            self.row + (self.received.packets % u64::from(self.rows)) as u32
         } else {
             self.row
         };
         let ack = Event::packet(Kind::Ack, row, self.next as u32, self.ack_bytes, echo);
         fabric.emit(net, now, ack);
-        let done = self.done_at == 0 && self.next >= self.total;
+        let done = self.received.done_at == 0 && self.next >= self.total;
         if done {
-            self.done_at = now;
+            self.received.done_at = now;
         }
         done
     }

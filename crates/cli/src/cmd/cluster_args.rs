@@ -33,6 +33,20 @@ impl ClusterArgs {
         file.chain(sets).collect()
     }
 
+    /// What the cluster comes from, in words: the file and what was laid over it.
+    pub(crate) fn name(&self) -> String {
+        let file = self.cluster.as_ref().map_or_else(
+            || "the defaults".to_owned(),
+            |path| path.display().to_string(),
+        );
+        let sets = self.set.iter().map(String::as_str);
+        [file.as_str()]
+            .into_iter()
+            .chain(sets)
+            .collect::<Vec<_>>()
+            .join(", ")
+    }
+
     /// The cluster, with `sets` (made from a subcommand's own flags) laid over it last. `None` if
     /// its configuration was printed instead.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {

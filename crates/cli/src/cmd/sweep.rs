@@ -14,7 +14,7 @@ use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};
 use slipstream_report::table::{Table, grouped, number};
 use slipstream_report::{Objectives, Percentiles, Slo};
-use slipstream_twin::sweep::{Point, Vary, combinations, pareto};
+use slipstream_twin::sweep::{Point, Vary, as_good, combinations, front};
 use slipstream_twin::{Options, Outcome};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -53,6 +53,14 @@ pub(crate) struct Args {
     /// Objectives for goodput, such as ttft=1s,itl=50ms; without them every answer counts
     #[arg(long, value_name = "SLO", help_heading = "What to report")]
     slo: Option<Slo>,
+    /// Differences in goodput and GPU-hours of up to this many percent are taken for noise
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        default_value_t = 1.0,
+        help_heading = "What to report"
+    )]
+    tolerance: f64,
     /// Write a row a configuration to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "What to report")]
     out: Option<PathBuf>,
@@ -74,12 +82,19 @@ struct Row {
     goodput_per_s: f64,
     gpus: u64,
     gpu_hours: f64,
-    /// No other one gives more for less.
+    /// No other one gives more for less, beyond the tolerance.
     front: bool,
+    /// Off the front, but within the tolerance of one on it.
+    as_good: bool,
 }
 
 /// Runs all, and prints a table.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    ensure!(
+        (0.0..=50.0).contains(&args.tolerance),
+        "--tolerance is {}, but must be 0 to 50 (percent)",
+        args.tolerance
+    );
     let (workload, name) = args.what.workload(&args.workload_set)?;
     let runs = combinations(&args.vary);
     ensure!(
@@ -134,8 +149,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             cost: row.gpu_hours,
         })
         .collect();
-    for (row, front) in rows.iter_mut().zip(pareto(&points)) {
-        row.front = front;
+    let tolerance = args.tolerance / 100.0;
+    let on = front(&points, tolerance);
+    let as_good = as_good(&points, &on, tolerance);
+    for (row, (front, as_good)) in rows.iter_mut().zip(on.into_iter().zip(as_good)) {
+        (row.front, row.as_good) = (front, as_good);
     }
     let mut failures = Vec::new();
     if let Some(path) = &args.out
@@ -224,6 +242,7 @@ fn row(values: &[&str], cluster: &Cluster, outcome: Outcome) -> Row {
         goodput_per_s: outcome.totals.goodput_per_s(),
         outcome,
         front: false,
+        as_good: false,
     }
 }
 
@@ -256,7 +275,12 @@ impl Row {
         let figures = [
             number(row.goodput_per_s),
             number(row.gpu_hours),
-            if row.front { "*" } else { "" }.to_owned(),
+            match (row.front, row.as_good) {
+                (true, _) => "*",
+                (false, true) => "~",
+                (false, false) => "",
+            }
+            .to_owned(),
             of(latency.ttft_ms, |p| p.p50),
             of(latency.ttft_ms, |p| p.p99),
             of(latency.itl_ms, |p| p.p50),
@@ -288,6 +312,7 @@ fn page(
             let latency = row.outcome.totals.latencies();
             SweepPoint {
                 name: name.join(", "),
+                tag: row.values.join(", "),
                 goodput_per_s: row.goodput_per_s,
                 gpu_hours: row.gpu_hours,
                 front: row.front,
@@ -298,8 +323,31 @@ fn page(
         .collect();
     let keys = args.vary.iter().map(|vary| vary.key.as_str());
     let header: Vec<&str> = keys.chain(FIGURES).collect();
+    // The first value of each key stands for it among the values that all have in common.
+    let firsts = args.vary.iter().filter_map(|vary| {
+        let first = vary.values.first()?;
+        Some(format!("{}={first}", vary.key))
+    });
+    let settings = match args
+        .cluster
+        .resolve_with_settings(&firsts.collect::<Vec<_>>())?
+    {
+        Some((_, settings)) => settings.to_toml(),
+        None => String::new(),
+    };
+    let varied: Vec<String> = args
+        .vary
+        .iter()
+        .map(|vary| format!("{}={}", vary.key, vary.values.join(",")))
+        .collect();
+    let base = [
+        ("base".into(), args.cluster.name()),
+        ("varied".into(), varied.join("; ")),
+    ];
     let page = SweepPage {
         subtitle,
+        base: &base,
+        tolerance_is: &tolerance_is(args.tolerance),
         goodput_is: &goodput_is(objectives),
         header: &header,
         keys: args.vary.len(),
@@ -307,6 +355,10 @@ fn page(
         warnings: warning.into_iter().collect(),
         texts: vec![
             ("Command".into(), out::command_line()),
+            (
+                "Cluster, every value (of the first configuration)".into(),
+                settings,
+            ),
             ("Workload".into(), args.what.text(&args.workload_set)?),
         ],
     };
@@ -322,9 +374,20 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
     out::print(&table.render(false))?;
     let of = goodput_is(objectives);
     out::print(&format!(
-        "goodput: requests a second {of}; latencies in ms; *: no other gives more for fewer GPU-hours\n"
+        "goodput: requests a second {of}; latencies in ms; *: no other gives more for fewer GPU-hours; \
+         ~: as good as one of those; {}\n",
+        tolerance_is(args.tolerance)
     ))?;
     Ok(())
+}
+
+/// What differences count, in words.
+fn tolerance_is(percent: f64) -> String {
+    if percent > 0.0 {
+        format!("differences of up to {percent} % do not count")
+    } else {
+        "every difference counts".to_owned()
+    }
 }
 
 /// What counts, in words.

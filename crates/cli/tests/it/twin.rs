@@ -211,10 +211,59 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
     assert_eq!(rows[1][column("front")], "1");
     assert!(rows[5..].iter().any(|row| row[column("front")] == "1"));
     assert!(table.contains("within e2e=60ms"), "{table}");
+    assert!(table.contains("up to 1 % do not count"), "{table}");
 
     let (code, _, err) = run(&["sweep", "--rate=5", "--vary=engine.max_num_seqz=1,2"]);
     assert_eq!(code, Some(2));
     assert!(err.contains("did you mean `max_num_seqs`"), "{err}");
+    for percent in ["-1", "51", "NaN"] {
+        let tolerance = format!("--tolerance={percent}");
+        let (code, _, err) = run(&["sweep", "--vary=pool.main.workers=1,2", &tolerance]);
+        assert_eq!(code, Some(2));
+        assert!(err.contains("must be 0 to 50 (percent)"), "{err}");
+    }
+}
+
+/// Eight workers where four are enough answer what comes as four do, at times that differ a little.
+#[test]
+fn a_sweep_takes_no_noise_for_a_gain() {
+    let example = |name: &str| {
+        format!(
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/{}"),
+            name
+        )
+    };
+    let front = |tolerance: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let page = dir.path().join("sweep.html");
+        let (code, table, err) = run(&[
+            "sweep",
+            &example("cluster.toml"),
+            "--workload",
+            &example("chat.workload.toml"),
+            "--requests=600",
+            "--vary=pool.main.workers=4..8",
+            "--slo=ttft=500ms,itl=30ms",
+            tolerance,
+            &format!("--html={}", page.display()),
+        ]);
+        assert_eq!(code, Some(0), "{err}");
+        let marked = table.lines().filter(|line| line.contains(" * ")).count();
+        (marked, std::fs::read_to_string(page).unwrap())
+    };
+    assert!(front("--tolerance=0").0 > 1);
+    let (marked, page) = front("--tolerance=1");
+    assert_eq!(marked, 1);
+    assert!(page.contains("differences of up to 1 % do not count"));
+    // The page says what was varied, and over what.
+    assert!(page.contains("<td class=\"text\">pool.main.workers=4,5,6,7,8</td>"));
+    assert!(page.contains("examples/cluster.toml</td>"));
+    assert!(page.contains("Cluster, every value") && page.contains("max_num_seqs"));
+    assert_eq!(
+        page.matches("class=\"tag\"").count(),
+        3 * 5,
+        "a name at every dot"
+    );
 }
 
 #[test]

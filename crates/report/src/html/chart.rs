@@ -93,6 +93,8 @@ pub struct Line {
     pub shape: Shape,
     /// A name of each point, for the pointer. Shape `[n]`, or empty.
     pub labels: Vec<String>,
+    /// A short name of each point, which stands beside it where there is room. Shape `[n]`, or empty.
+    pub tags: Vec<String>,
     /// Which of the page's colors it has; `None`: the one of its place.
     pub color: Option<usize>,
 }
@@ -264,7 +266,10 @@ impl Chart {
     pub fn render(&self) -> String {
         let xs = self.lines.iter().flat_map(|l| l.points.iter().map(|p| p.0));
         let marks = self.marks.iter().map(|m| m.0);
+        // Lines may end at the frame; half a dot would be lost there.
+        let dots = self.lines.iter().any(|l| l.shape == Shape::Points);
         let x = Span::of(&self.x, xs.chain(marks));
+        let x = x.with_room(self.x.max.is_some() || !dots);
         let ys = self
             .lines
             .iter()
@@ -331,6 +336,7 @@ impl Chart {
         for (index, line) in self.lines.iter().enumerate() {
             draw(&mut svg, line, line.color(index), px, py);
         }
+        self.tag(&mut svg, px, py);
         svg.push_str("</svg>");
         format!(
             "<figure class=\"chart\"><figcaption>{}</figcaption>{}{svg}\
@@ -339,6 +345,55 @@ impl Chart {
             self.legend(),
             json(&self.data(&x, &y))
         )
+    }
+
+    /// Writes the points' short names beside them, those of the last line first. A name for which there
+    /// is no room beside its point is left out; the pointer still tells it.
+    fn tag(
+        &self,
+        svg: &mut String,
+        px: impl Fn(f64) -> Option<f64>,
+        py: impl Fn(f64) -> Option<f64>,
+    ) {
+        let place = |&(x, y): &(f64, Option<f64>)| px(x).zip(y.and_then(&py));
+        let dots = self.lines.iter().filter(|l| l.shape == Shape::Points);
+        let mut taken: Vec<Room> = dots
+            .flat_map(|line| line.points.iter().filter_map(place))
+            .map(|(x, y)| Room {
+                left: x - 4.0,
+                right: x + 4.0,
+                top: y - 4.0,
+                bottom: y + 4.0,
+            })
+            .collect();
+        for line in self.lines.iter().rev() {
+            for (point, tag) in line.points.iter().zip(&line.tags) {
+                let Some((x, y)) = place(point).filter(|_| !tag.is_empty()) else {
+                    continue;
+                };
+                let beside = |&(right, up): &(bool, f64)| Room::beside(x, y + up, right, tag);
+                let Some((side, room)) = TAG_PLACES
+                    .iter()
+                    .map(|side| (side, beside(side)))
+                    .find(|(_, room)| room.is_inside() && !taken.iter().any(|t| t.meets(room)))
+                else {
+                    continue;
+                };
+                let (anchor, at) = if side.0 {
+                    ("start", room.left)
+                } else {
+                    ("end", room.right)
+                };
+                write!(
+                    svg,
+                    "<text class=\"tag\" x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
+                    room.bottom - 2.5,
+                    escape(tag)
+                )
+                .expect("a String takes every write");
+                taken.push(room);
+            }
+        }
     }
 
     fn legend(&self) -> String {
@@ -393,11 +448,61 @@ impl Chart {
     }
 }
 
+/// Where a name may stand beside its point: to the right of it or not, and how far its middle is below
+/// the point's. Under a point first, as steps go on to its right.
+const TAG_PLACES: [(bool, f64); 6] = [
+    (true, 10.0),
+    (true, -10.0),
+    (false, 10.0),
+    (false, -10.0),
+    (true, 0.0),
+    (false, 0.0),
+];
+
+/// Width of a letter in a point's name and height of its line, about, in the drawing's units.
+const TAG_LETTER: f64 = 6.1;
+const TAG_HEIGHT: f64 = 13.0;
+
+/// What a dot or a name covers.
+struct Room {
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+}
+
+impl Room {
+    fn beside(x: f64, y: f64, right: bool, text: &str) -> Room {
+        let wide = TAG_LETTER * text.chars().count() as f64;
+        let left = if right { x + 6.0 } else { x - 6.0 - wide };
+        Room {
+            left,
+            right: left + wide,
+            top: y - TAG_HEIGHT / 2.0,
+            bottom: y + TAG_HEIGHT / 2.0,
+        }
+    }
+
+    fn is_inside(&self) -> bool {
+        self.left >= LEFT && self.right <= WIDTH && self.top >= 0.0 && self.bottom <= BOTTOM
+    }
+
+    fn meets(&self, other: &Room) -> bool {
+        self.left < other.right
+            && other.left < self.right
+            && self.top < other.bottom
+            && other.top < self.bottom
+    }
+}
+
 fn labeled(axis: &Axis) -> String {
-    if axis.unit.is_empty() {
-        axis.name.clone()
-    } else {
-        format!("{}, {}", axis.name, axis.unit)
+    let mut text = axis.name.clone();
+    if !axis.unit.is_empty() {
+        text = format!("{text}, {}", axis.unit);
+    }
+    match axis.scale {
+        Scale::Linear => text,
+        Scale::Log => text + " (log scale)",
     }
 }
 
@@ -620,6 +725,65 @@ mod tests {
             ..Chart::default()
         };
         assert_eq!(path(&log)[1].0, f64::midpoint(LEFT, RIGHT));
+    }
+
+    #[test]
+    fn an_axis_says_that_it_is_logarithmic() {
+        let mut chart = Chart {
+            x: Axis::new("time", "s"),
+            y: Axis::new("TTFT", "ms").log(),
+            ..Chart::default()
+        };
+        assert!(chart.render().contains(">TTFT, ms (log scale)<"));
+        assert!(chart.render().contains(">time, s<"));
+        chart.x = Axis::new("completion time", "µs").log();
+        assert!(chart.render().contains(">completion time, µs (log scale)<"));
+    }
+
+    #[test]
+    fn names_stand_beside_their_points_and_never_over_each_other() {
+        let dots = |tags: &[&str], points: &[(f64, f64)]| Line {
+            points: points.iter().map(|p| (p.0, Some(p.1))).collect(),
+            tags: tags.iter().map(|&tag| tag.to_owned()).collect(),
+            shape: Shape::Points,
+            ..Line::default()
+        };
+        let chart = Chart {
+            x: Axis::new("x", "").up_to(10.0),
+            y: Axis::new("y", "").up_to(10.0),
+            lines: vec![
+                // Ten points in one place, and one apart in the upper right corner.
+                dots(&["others"; 10], &[(5.0, 5.0); 10]),
+                dots(&["2, kv", "<8>"], &[(5.0, 5.0), (10.0, 10.0)]),
+            ],
+            ..Chart::default()
+        };
+        let html = chart.render();
+        let tags: Vec<&str> = html.split("class=\"tag\"").skip(1).collect();
+        assert!(tags[0].contains(">2, kv<") && tags[1].contains(">&lt;8&gt;<"));
+        assert!(tags[1].contains("text-anchor=\"end\""), "{}", tags[1]);
+        // Four of the ten have room around their common point, as the last line's took a place.
+        assert_eq!(tags.len(), 2 + 3, "{html}");
+        let y = |tag: &str| {
+            tag.split("y=\"")
+                .nth(1)
+                .unwrap()
+                .split('"')
+                .next()
+                .unwrap()
+                .to_owned()
+        };
+        let x = |tag: &str| {
+            tag.split("x=\"")
+                .nth(1)
+                .unwrap()
+                .split('"')
+                .next()
+                .unwrap()
+                .to_owned()
+        };
+        let places: std::collections::BTreeSet<_> = tags.iter().map(|t| (x(t), y(t))).collect();
+        assert_eq!(places.len(), tags.len());
     }
 
     #[test]

@@ -9,11 +9,13 @@ use crate::table::{grouped, number};
 pub struct SweepPoint {
     /// Its name: the varied keys and their values.
     pub name: String,
+    /// The values alone, to stand beside its dot.
+    pub tag: String,
     /// Requests a second within their objectives.
     pub goodput_per_s: f64,
     /// What it cost.
     pub gpu_hours: f64,
-    /// No other one gives more for less.
+    /// Worth having: no other one gives more for less, beyond the tolerance.
     pub front: bool,
     /// Cells of its row in the table.
     pub cells: Vec<String>,
@@ -26,6 +28,10 @@ pub struct SweepPoint {
 pub struct SweepPage<'a> {
     /// Model, workload.
     pub subtitle: &'a str,
+    /// What all configurations have in common, and what is varied: name and text.
+    pub base: &'a [(String, String)],
+    /// What differences do not count, in words.
+    pub tolerance_is: &'a str,
     /// The objectives, or what counts without.
     pub goodput_is: &'a str,
     /// Names of the table's columns, the varied keys first.
@@ -57,10 +63,8 @@ impl SweepPage<'_> {
             front.sort_by(|a, b| a.gpu_hours.total_cmp(&b.gpu_hours));
             front
         };
-        let best = self
-            .points
-            .iter()
-            .max_by(|a, b| a.goodput_per_s.total_cmp(&b.goodput_per_s));
+        // What others give beyond it is within the tolerance, and costs more.
+        let best = front.last().copied();
         let cheapest = self
             .points
             .iter()
@@ -87,11 +91,20 @@ impl SweepPage<'_> {
                 format!("{}/s", number(per_gpu_hour(p)))
             }),
         ]);
+        let base: Vec<_> = self
+            .base
+            .iter()
+            .map(|(name, text)| (vec![name.clone(), text.clone()], false))
+            .collect();
+        page.table(&["", ""], 2, &base);
         page.section(
             "Goodput against GPU-hours",
             &format!(
-                "Goodput: requests a second {}. The front holds what no other one beats in both.",
-                self.goodput_is
+                "Goodput: requests a second {}. The front holds what no other one beats in both; {}. \
+                 Beside the dots: {}.",
+                self.goodput_is,
+                self.tolerance_is,
+                self.header[..self.keys].join(", ")
             ),
         );
         let points = |keep: &dyn Fn(&SweepPoint) -> bool, name: &str, color: usize| {
@@ -103,6 +116,7 @@ impl SweepPage<'_> {
                     .map(|p| (p.gpu_hours, Some(p.goodput_per_s)))
                     .collect(),
                 labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
+                tags: kept.iter().map(|p| p.tag.clone()).collect(),
                 shape: Shape::Points,
                 color: Some(color),
             }
@@ -123,6 +137,7 @@ impl SweepPage<'_> {
                                 .map(|p| (p.gpu_hours, p.p99_ms[index]))
                                 .collect(),
                             labels: kept.iter().map(|p| format!("{}:", p.name)).collect(),
+                            tags: kept.iter().map(|p| p.tag.clone()).collect(),
                             shape: Shape::Points,
                             color: Some(if on { 0 } else { OTHERS }),
                         }
@@ -155,7 +170,7 @@ impl SweepPage<'_> {
             tail(0, "TTFT, 99th percentile"),
             tail(1, "ITL, 99th percentile"),
         ]);
-        page.section("Configurations", "Those on the front stand out.");
+        page.section("Configurations", "Those on the front stand out. *: on the front; ~: as good as one on it, within the tolerance.");
         let mut left = ROWS_MAX;
         let rows: Vec<_> = self
             .points

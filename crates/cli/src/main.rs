@@ -52,6 +52,8 @@ enum Command {
     Kv(cmd::kv::Args),
     /// Simulate a packet network
     Net(cmd::net::Args),
+    /// Say what this host lacks, and what will be slow on it
+    Doctor(cmd::doctor::Args),
 }
 
 fn main() -> ExitCode {
@@ -72,6 +74,7 @@ fn main() -> ExitCode {
         Command::Events(args) => cmd::events::run(&args),
         Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),
+        Command::Doctor(args) => cmd::doctor::run(&args),
     };
     match result {
         Ok(code) => code,

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -220,6 +220,7 @@ async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::
             return;
         }
     };
+    let mut complain_after = Instant::now();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -230,7 +231,14 @@ async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::
             Err(error) => {
                 // Out of descriptors, most often: give those in use time to be closed. A closed
                 // handshake (ECONNABORTED) costs one such pause, which no one notices.
-                tracing::warn!(%error, "accept failed; trying again in 20 ms");
+                if Instant::now() >= complain_after {
+                    complain_after = Instant::now() + Duration::from_secs(1);
+                    tracing::warn!(
+                        %error,
+                        "accept failed; trying again every 20 ms (`slipstream doctor` tells how \
+                         many files this process may open)"
+                    );
+                }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }

@@ -62,6 +62,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)> {
     let live = &cluster.live;
     let bound = Bound::bind(&live.listen)?;
+    // Every client is a file, and the usual soft limit is 1,024.
+    slipstream_bench::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let shards = serve::shard_count(live.shards, cores);
     let sockets = (0..shards)

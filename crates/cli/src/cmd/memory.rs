@@ -9,7 +9,7 @@ const BLOCK_BYTES: u64 = 96;
 /// An error with the numbers if `cluster`'s engines, all in this process, cannot fit into memory.
 /// Where the host does not say how much it has, nothing is checked.
 pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
-    let Some(free) = meminfo("MemAvailable:") else {
+    let Some(free) = proc_bytes("/proc/meminfo", "MemAvailable:") else {
         return Ok(());
     };
     let ranks = |pool: &slipstream_base::cluster::PoolConfig| {
@@ -33,9 +33,9 @@ pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A line of `/proc/meminfo`, bytes.
-fn meminfo(field: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+/// A field of a file in `/proc` that counts in kilobytes, such as `MemAvailable:`, in bytes.
+pub(crate) fn proc_bytes(file: &str, field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(field))?;
     let kilobytes: u64 = line.split_whitespace().next()?.parse().ok()?;
     kilobytes.checked_mul(1024)

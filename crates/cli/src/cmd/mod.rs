@@ -11,6 +11,7 @@ mod watch;
 mod workload_args;
 
 pub(crate) mod bench;
+pub(crate) mod doctor;
 pub(crate) mod drag;
 pub(crate) mod events;
 pub(crate) mod frontend;

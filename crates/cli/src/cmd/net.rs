@@ -15,6 +15,8 @@ use slipstream_netsim::{Execution, RunResult, Simulation};
 use slipstream_report::record::ColumnType::{F64, Text, U64};
 use slipstream_report::record::{Cell, Column, RecordError, RecordWriter};
 
+use crate::cmd::memory;
+
 /// Simulate a packet network.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -260,16 +262,8 @@ fn cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// A field of a /proc file in kB, as bytes; `None` where there is no such file.
-fn proc_kb(file: &str, field: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
-    let line = text.lines().find(|l| l.starts_with(field))?;
-    let kb: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kb << 10)
-}
-
 fn rss_bytes_max() -> u64 {
-    proc_kb("/proc/self/status", "VmHWM:").unwrap_or(0)
+    memory::proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
 
 /// Events between two meetings of threads below which one thread is faster: measured, 38 a window
@@ -279,5 +273,5 @@ const EVENTS_A_WINDOW_MIN: u64 = 1000;
 
 /// Memory that a run may take; no limit where it cannot be told.
 fn memory_at_hand() -> u64 {
-    proc_kb("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX)
+    memory::proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX)
 }

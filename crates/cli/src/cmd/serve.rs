@@ -88,6 +88,8 @@ impl Live {
         let live = &cluster.live;
         // First of all, as this is what fails most: another server on the port.
         let bound = Bound::bind(&live.listen)?;
+        // Every client is a file, and the usual soft limit is 1,024.
+        slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
         let text = Arc::new(text_model(cluster)?);
         let fleet = Arc::new(Fleet::from_cluster(cluster)?);

@@ -1,5 +1,6 @@
 //! The real binary, as a user runs it.
 
+mod doctor;
 mod kv;
 mod planes;
 mod results;

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 
-use slipstream_scx::doctor::{self, Places, Verdict};
+use slipstream_scx::doctor::{self, Check, Places, Verdict};
 
 use crate::out;
 
@@ -28,18 +28,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let all = serde_json::json!({ "can_run": can_run, "checks": checks });
         out::print(&format!("{all:#}\n"))?;
     } else {
-        let mut text = String::new();
-        for c in &checks {
-            let mark = match c.verdict {
-                Verdict::Ok => "ok     ",
-                Verdict::Note => "note   ",
-                Verdict::Missing => "missing",
-            };
-            let _ = writeln!(text, "{mark}  {}: {}", c.what, c.found);
-            if !c.remedy.is_empty() {
-                let _ = writeln!(text, "         {}", c.remedy);
-            }
-        }
+        let mut text = lines(&checks);
         text += if can_run {
             "our scheduler can run here: `slipstream sched run`\n"
         } else {
@@ -52,4 +41,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::from(1)
     })
+}
+
+/// A line a check, and one for what to do.
+pub(crate) fn lines(checks: &[Check]) -> String {
+    let mut text = String::new();
+    for c in checks {
+        let mark = match c.verdict {
+            Verdict::Ok => "ok     ",
+            Verdict::Note => "note   ",
+            Verdict::Missing => "missing",
+        };
+        let _ = writeln!(text, "{mark}  {}: {}", c.what, c.found);
+        if !c.remedy.is_empty() {
+            let _ = writeln!(text, "         {}", c.remedy);
+        }
+    }
+    text
 }

@@ -1,7 +1,7 @@
 //! `slipstream sched`: the CPU scheduler, simulated, measured and loaded.
 
 mod bench;
-mod doctor;
+pub(crate) mod doctor;
 mod loader;
 mod sim;
 

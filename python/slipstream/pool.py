@@ -8,7 +8,8 @@ pool it is given. This module does not import vLLM: any object with these method
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Set
 from typing import Any
 
 from slipstream._native import KeySet
@@ -18,6 +19,7 @@ logger = logging.getLogger("slipstream.vllm")
 HOOKS = "hooks"
 EVENTS = "events"
 RESYNC = "resync"
+NOTHING = "nothing"
 
 CHECK_STEPS = 256
 """How often the number of keys is compared with the pool's: one look at two numbers."""
@@ -25,6 +27,10 @@ CHECK_STEPS = 256
 RESYNC_STEPS = 256
 """Without hooks, all keys are compared once in so many steps: at 0.1 ms per 1,000 keys and 7 ms a
 step that stays near 0.1 % of the time for 16,000 keys, and readers are at most 2 s behind."""
+
+LATE_MAX = 64
+"""Keys that a comparison found and that one step tells as new; 16,384 from one comparison to the
+next. So many blocks are copied in one step that they do not show beside its forward pass."""
 
 Log = list[bytes | int | None]
 """Changes in their order: a key and the id of the block that holds it now, or that id's complement
@@ -117,16 +123,38 @@ class PoolFeed:
     """Keeps a `KeySet` equal to the keys of a pool.
 
     `mode` tells how: `hooks` (each change is seen), `events` (the pool's KV events are read, at 20
-    times the cost) or `resync` (all keys are compared now and then, and no key is told as new);
-    `reason` says why not a better one. `keys_max` bounds what one message tells.
-    `wants_new` has `step` tell which keys are new and where, which only the hooks can.
+    times the cost), `resync` (all keys are compared now and then) or `nothing` (the pool's keys
+    cannot be read); `reason` says why not a better one. `keys_max` bounds what one message tells.
+    `wants_new` has `step` tell which keys are new and where.
+
+    What `step` tells as new has its content once the forward pass of that step has run, by this:
+
+    - A key enters the pool in the step whose pass computes its block, or when a load has ended.
+    - A block that is given to another request loses its key before, so a key that is in the pool's
+      map when a step has been planned names a block that no earlier step has overwritten. Keys
+      from events and comparisons are looked up in that map in the step that tells them.
+    - A request may be planned and then preempted in one step, where vLLM schedules by priority
+      (`by_priority`). Its keys of that step are in the map, and nothing computes their blocks.
+      `step` is told then which blocks are computed, drops the others' keys from the pool, and does
+      not tell them. Comparisons see them too late, so in that mode nothing is told as new.
+
+    Source: vLLM 0.33, `Scheduler.schedule` and `BlockPool`.
     """
 
     def __init__(
-        self, pool: Any, *, hooks: bool = True, keys_max: int = 2048, wants_new: bool = False
+        self,
+        pool: Any,
+        *,
+        hooks: bool = True,
+        keys_max: int = 2048,
+        wants_new: bool = False,
+        by_priority: bool = False,
     ) -> None:
         self.keys = KeySet(len(pool.blocks))
         self.wants_new = wants_new
+        self.uncomputed_total = 0
+        """Blocks whose keys were dropped, as a request was planned and preempted in one step."""
+        self._by_priority = by_priority
         self.mode = HOOKS
         self.reason = ""
         self.resyncs_total = 0
@@ -144,6 +172,15 @@ class PoolFeed:
             self.mode, self.reason = EVENTS, str(error)
         self._queue: list[Any] = []
         self._queue_read = 0
+        # Of comparisons: what the last one saw, and what is to be told as new by and by.
+        self._known: set[bytes] = set()
+        self._late: deque[bytes] = deque()
+        try:
+            self._map = pool.cached_block_hash_to_block
+            cached(pool)
+        except AttributeError as error:
+            self._follow_nothing(f"{self.reason}; {error}")
+            return
         if self.mode == EVENTS:
             if getattr(pool, "enable_kv_cache_events", False):
                 # What came before is in the pool's map.
@@ -156,26 +193,43 @@ class PoolFeed:
                 )
             else:
                 self._compare_now_and_then(f"{self.reason}; KV events are off")
-        self._map = pool.cached_block_hash_to_block
         self._resync()
         if self.mode == HOOKS:
             logger.info("slipstream: follows the block pool by hooks, %d keys", len(self.keys))
 
     def _compare_now_and_then(self, reason: str) -> None:
         self.mode, self.reason = RESYNC, reason
+        if self._by_priority:
+            self.wants_new = False
         logger.warning(
-            "slipstream: DEGRADED: compares all cached keys every %d steps and saves no blocks, "
-            "because the block pool cannot be followed (%s); use a vLLM version that "
-            "docs/connector.md lists",
+            "slipstream: DEGRADED: compares all cached keys every %d steps and %s, because the "
+            "block pool cannot be followed (%s); use a vLLM version that docs/connector.md lists",
             RESYNC_STEPS,
+            "saves no blocks, as with priority scheduling it cannot tell which were computed"
+            if self._by_priority
+            else "saves blocks that late",
             reason,
         )
 
-    def step(self) -> Step | None:
-        """Take what changed since the last step. `None` if there is nothing to tell."""
+    def _follow_nothing(self, reason: str) -> None:
+        self.mode, self.reason, self.wants_new = NOTHING, reason, False
+        logger.warning(
+            "slipstream: DEGRADED: saves no blocks and only loads them, because the keys of the "
+            "block pool cannot be read (%s); use a vLLM version that docs/connector.md lists",
+            reason,
+        )
+
+    def step(self, computed: Set[int] | None = None) -> Step | None:
+        """Take what changed since the last step. `None` if there is nothing to tell.
+
+        `computed` is given where the step has preempted requests that it may have planned before:
+        the blocks that are whole once its forward pass is done.
+        """
         self._steps += 1
         log = self._log
         new: tuple[list[bytes], list[int]] = NO_KEYS
+        if self.mode is NOTHING:
+            return None
         if self.mode is HOOKS:
             if self._map is not self._pool.cached_block_hash_to_block:
                 self._map = self._pool.cached_block_hash_to_block
@@ -184,7 +238,12 @@ class PoolFeed:
         elif self.mode == EVENTS:
             new = self._read_events()
         elif self._steps % RESYNC_STEPS == 0:
-            self._resync()
+            self._compare()
+        if self.mode == RESYNC and self._late:
+            new = self._tell_late()
+        uncomputed: Set[int] = set()
+        if computed is not None and self.mode != RESYNC:
+            uncomputed = self._stored_blocks(new[0]) - computed
         try:
             if not log:
                 message = self.keys.take_message(self._keys_max)
@@ -196,20 +255,39 @@ class PoolFeed:
         except (ValueError, TypeError) as error:
             self._start_over(str(error))
             return None
+        if uncomputed:
+            new = self._drop(uncomputed, new)
         if self._steps % CHECK_STEPS == 0 and self.mode != RESYNC:
             held, there = len(self.keys), len(cached(self._pool))
-            if held != there:
+            # What was dropped just now is told in the next step.
+            if held != there and not uncomputed:
                 self._start_over(f"{held} keys are known of the {there} in the block pool")
         return None if message is None and not new[0] else (message, new[0], new[1])
+
+    def _stored_blocks(self, keys: list[bytes]) -> set[int]:
+        """Return the blocks that this step's changes gave a key, or all that hold these keys."""
+        if self.mode is HOOKS:
+            return {entry for entry in self._log if isinstance(entry, int) and entry >= 0}
+        held = cached(self._pool)
+        return {block_id for key in keys for block_id in block_ids(held[key])}
+
+    def _drop(
+        self, uncomputed: Set[int], new: tuple[list[bytes], list[int]]
+    ) -> tuple[list[bytes], list[int]]:
+        """Take the keys of blocks that nothing computes out of the pool and of what is new."""
+        blocks = self._pool.blocks
+        self.uncomputed_total += sum(blocks[n].block_hash is not None for n in uncomputed)
+        self._pool.evict_blocks(uncomputed)
+        good = [pair for pair in zip(*new, strict=True) if pair[1] not in uncomputed]
+        return [key for key, _ in good], [block for _, block in good]
 
     def flush(self) -> None:
         """Bring `keys` up to date without building a message."""
         if self.mode == EVENTS:
             self._read_events()
         if self.mode == RESYNC:
-            self._resync()
-        else:
-            self.keys.apply(self._log)
+            self._compare()
+        self.keys.apply(self._log)
 
     def _start_over(self, why: str) -> None:
         self.log_errors_total += 1
@@ -269,7 +347,37 @@ class PoolFeed:
                     fresh += (key, block_id)
             else:
                 fresh += (key, 0)
+        if self.mode == RESYNC:
+            self._known = set(cached(self._pool))
+            self._late.clear()
         self.keys.apply(fresh)
+
+    def _compare(self) -> None:
+        """Log what came and went since the last comparison. Costs O(keys)."""
+        self.resyncs_total += 1
+        there = cached(self._pool)
+        for key in self._known - there.keys():
+            self._log += (key, ~0)
+        # In the pool's order, which is that of prompts: a prefix is saved before what follows it.
+        new = [key for key in there if key not in self._known]
+        for key in new:
+            self._log += (key, 0)
+        self._known = set(there)
+        if self.wants_new:
+            self._late = deque(dict.fromkeys((*(k for k in self._late if k in there), *new)))
+
+    def _tell_late(self) -> tuple[list[bytes], list[int]]:
+        """Return keys that a comparison found and that are in the pool still, and their blocks."""
+        one_block = self._pool.cached_block_hash_to_block.get_one_block
+        keys, blocks = [], []
+        for _ in range(min(LATE_MAX, len(self._late))):
+            key = self._late.popleft()
+            # It may be gone, or be held by another block than when it was found.
+            block = one_block(key)
+            if block is not None:
+                keys.append(key)
+                blocks.append(block.block_id)
+        return keys, blocks
 
 
 def self_test(pool: Any) -> None:

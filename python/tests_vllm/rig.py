@@ -73,6 +73,7 @@ class Rig:
         policy: str = "recompute",
         log_stats: bool = False,
         scheduling: str = "fcfs",
+        long_prefill_tokens: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self._made = 0
@@ -106,6 +107,7 @@ class Rig:
                     enable_chunked_prefill=True,
                     async_scheduling=False,
                     policy=scheduling,
+                    long_prefill_token_threshold=long_prefill_tokens,
                 ),
                 device_config=DeviceConfig("cpu"),
                 kv_transfer_config=transfer,

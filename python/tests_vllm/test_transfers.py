@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from double import DoubleStore
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from rig import BLOCK, Rig
+from rig import BLOCK, Rig, pattern
+from slipstream import pool as pool_module
+from slipstream.pool import EVENTS, HOOKS, NOTHING, RESYNC, block_ids, cached
 from slipstream.vllm import SlipstreamConnector
 from slipstream.vllm import connector as connector_module
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 OURS = {"connector": "SlipstreamConnector", "module": "slipstream.vllm", "worker": True}
 BLOCK_BYTES = 2 * 4096
@@ -345,11 +347,161 @@ def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("mode", [EVENTS, HOOKS])
+def test_a_step_that_preempts_saves_what_it_computes_and_nothing_else(
+    store: DoubleStore, mode: str, events: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    rig = Rig(
+        num_blocks=13,
+        max_num_batched_tokens=96,
+        long_prefill_tokens=2 * BLOCK,
+        scheduling="priority",
+        kv_events=events or mode == EVENTS,
+        extra={"hooks": mode == HOOKS},
+        **OURS,
+    )
+    assert rig.connector.feed.mode == mode
+
+    def add(tokens: int, max_tokens: int, priority: int) -> Request:
+        name = rig.add(rig.tokens(tokens), max_tokens=max_tokens, priority=priority)
+        return rig.scheduler.requests[name]
+
+    first = add(BLOCK * 10 + 1, 1, 2)
+    rig.step()
+    second, third = add(BLOCK - 1, 3, 1), add(BLOCK, 4, 1)
+    rig.step()
+    # The first one is planned for two blocks, the second one fills its block, and the third one
+    # needs a block where there is none.
+    plan = rig.step()
+    assert plan.preempted_req_ids == {first.request_id}
+    assert third.num_computed_tokens == BLOCK + 1
+    saved = [key[:-4] for key in plan.kv_connector_metadata.save_keys]
+    assert saved == [bytes(second.block_hashes[0])]
+    known = {key[:-4] for key in cached(rig.pool)}
+    assert known.isdisjoint(first.block_hashes[8:10]), "nobody computes these two"
+    assert known.issuperset(first.block_hashes[:8]), "earlier steps have computed these"
+    # The block of one of the two was taken by the third request.
+    assert rig.connector.feed.uncomputed_total == 1
+    rig.drain()
+    settle(rig)
+    check_stored(store)
+    assert len(store.blocks) == 12 and rig.connector.feed.log_errors_total == 0
+    rig.connector.feed.flush()
+    assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
+    rig.close()
+
+
+def test_comparisons_save_late_and_only_what_is_there_still(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "RESYNC_STEPS", 8)
+    monkeypatch.setattr(pool_module, "LATE_MAX", 5)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(num_blocks=64, extra={"hooks": False}, **OURS)
+    assert rig.connector.feed.mode == RESYNC and "saves blocks that late" in caplog.text
+    prompt = rig.tokens(BLOCK * 12 + 5)
+    request = rig.scheduler.requests[rig.add(prompt, max_tokens=7)]
+    for _ in range(7):
+        assert not rig.step().kv_connector_metadata.save_keys
+    keys = [bytes(block_hash) + bytes(4) for block_hash in request.block_hashes]
+    told: list[bytes] = list(rig.step().kv_connector_metadata.save_keys)
+    assert told == keys[:5], "a prefix first"
+    # One of the rest is dropped before its turn comes, and others are given to another request.
+    rig.pool.evict_blocks(set(block_ids(cached(rig.pool)[keys[6]])))
+    rig.add(rig.tokens(BLOCK * 50), max_tokens=1)
+    told += rig.step().kv_connector_metadata.save_keys
+    assert keys[6] not in cached(rig.pool) and keys[6] not in told
+    settle(rig)
+    check_stored(store)
+    for _ in range(30):
+        rig.step()
+    rig.drain()
+    settle(rig)
+    check_stored(store)
+    rig.scheduler.reset_prefix_cache()
+    rig.worker.computed_blocks = 0
+    held = next(i for i, key in enumerate(keys) if key not in store.blocks)
+    assert held >= 5
+    rig.add(prompt, max_tokens=1)
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 12 - held
+    rig.close()
+
+
+def test_comparisons_under_priorities_save_nothing_and_say_so(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "RESYNC_STEPS", 2)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(num_blocks=64, extra={"hooks": False}, scheduling="priority", **OURS)
+    assert "saves no blocks, as with priority scheduling it cannot tell" in caplog.text
+    prompt = rig.tokens(BLOCK * 12 + 5)
+    rig.add(prompt, max_tokens=7)
+    rig.drain()
+    settle(rig)
+    assert not store.blocks and len(rig.connector.feed.keys) > 0
+    rig.close()
+
+
+def test_a_pool_that_cannot_be_read_still_lets_blocks_be_loaded(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled_rig, prompt = filled(store)
+    filled_rig.close()
+    store.closed = False
+    store.request_snapshot()
+
+    def unreadable(pool: Any) -> Any:
+        raise AttributeError("'BlockHashToBlockMap' object has no attribute '_cache'")
+
+    monkeypatch.setattr(pool_module, "cached", unreadable)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig = Rig(num_blocks=64, seed=1, **OURS)
+    assert rig.connector.feed.mode == NOTHING
+    assert "only loads them" in caplog.text and "no attribute '_cache'" in caplog.text
+    rig.step()
+    rig.add(prompt, max_tokens=3)
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 0 and len(store.blocks) == 12
+    rig.connector.feed.flush()
+    rig.close()
+
+
+def check_stored(store: DoubleStore) -> None:
+    """Every block in the store is what its key says."""
+    for key, data in store.blocks.items():
+        assert data == pattern(key[:-4])
+
+
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@pytest.mark.parametrize("mode", [HOOKS, EVENTS, RESYNC])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int, scheduling: str) -> None:
+def test_any_run_reads_only_right_blocks(
+    store: DoubleStore, seed: int, mode: str, scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    # As late as in a pool of 16,000 blocks after 256 steps.
+    monkeypatch.setattr(pool_module, "RESYNC_STEPS", 8)
+    monkeypatch.setattr(pool_module, "LATE_MAX", 5)
     rng = random.Random(seed)
-    rig = Rig(num_blocks=100, max_num_batched_tokens=512, seed=seed, scheduling=scheduling, **OURS)
+    rig = Rig(
+        num_blocks=100,
+        max_num_batched_tokens=512,
+        seed=seed,
+        scheduling=scheduling,
+        kv_events=mode == EVENTS,
+        extra={"hooks": mode == HOOKS},
+        long_prefill_tokens=rng.choice([0, 5 * BLOCK]),
+        **OURS,
+    )
+    assert rig.connector.feed.mode == mode
+    saves = mode != RESYNC or scheduling == "fcfs"
     prefixes = [rig.tokens(BLOCK * 12) for _ in range(4)]
     live: list[str] = []
     finished = preempted = 0
@@ -378,6 +530,8 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int, scheduli
         preempted += len(plan.preempted_req_ids or ())
         finished += len(plan.finished_req_ids)
         live = [name for name in live if name in rig.scheduler.requests]
+        for key, data in list(store.blocks.items())[-20:]:
+            assert data == pattern(key[:-4]), "a block is saved under another one's key"
     store.hold_back = False
     store.let_go()
     wait_loaded(rig)
@@ -390,5 +544,7 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, seed: int, scheduli
         r.is_finished() for r in rig.scheduler.requests.values()
     )
     assert finished > 30 and preempted, "the run must reach what it is there to test"
-    assert rig.worker.connector.worker._counts["loaded_blocks"] > 20
+    assert (rig.worker.connector.worker._counts["loaded_blocks"] > 20) == saves
+    assert (len(store.blocks) > 0) == saves
+    check_stored(store)
     rig.close()

@@ -66,7 +66,6 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = read_options(transfer.kv_connector_extra_config)
         check_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
-        self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -86,6 +85,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             block_size=vllm_config.cache_config.block_size,
             ranks=self._parallel.world_size,
             events=events is not None and events.enable_kv_cache_events,
+            by_priority=vllm_config.scheduler_config.policy == "priority",
         )
 
     # Scheduler half.
@@ -143,9 +143,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what changed since the last step: O(changes)."""
         scheduler = self._scheduler
         assert scheduler is not None, "the scheduler calls its own half"
-        # By priority, a request that this step has planned already may give way to another: the
-        # pool has its blocks' keys, and no forward pass fills them.
-        return scheduler.build(self._by_priority and bool(scheduler_output.preempted_req_ids))
+        return scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers told."""

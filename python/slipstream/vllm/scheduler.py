@@ -52,7 +52,15 @@ class Peers(Protocol):
 class SchedulerHalf:
     """The decisions of one engine."""
 
-    def __init__(self, options: Options, *, block_size: int, ranks: int, events: bool) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        block_size: int,
+        ranks: int,
+        events: bool,
+        by_priority: bool = False,
+    ) -> None:
         self.feed: PoolFeed | None = None
         self.peers: Peers | None = None
         self.stored = [KeyMirror() for _ in range(ranks)]
@@ -62,6 +70,7 @@ class SchedulerHalf:
         self._counts_due = 0.0
         self._options = options
         self._block_size = block_size
+        self._by_priority = by_priority
         # The cache group; slipstream refuses engines with more than one.
         self._suffix = (0).to_bytes(4, "big")
         self._loads: list[Load] = []
@@ -72,6 +81,7 @@ class SchedulerHalf:
         # Ranks whose keys are not known: what they tell counts from their next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
+        self._unbound_said = False
         self._events: list[KVCacheEvent] | None = [] if events else None
         # Keys that KV events told of, as a snapshot's first message says that all are void.
         self._told: set[bytes] = set()
@@ -80,7 +90,13 @@ class SchedulerHalf:
         """Begin to follow the pool."""
         options = self._options
         saves = options.save and options.host_bytes > 0
-        self.feed = PoolFeed(pool, hooks=options.hooks, keys_max=options.keys_max, wants_new=saves)
+        self.feed = PoolFeed(
+            pool,
+            hooks=options.hooks,
+            keys_max=options.keys_max,
+            wants_new=saves,
+            by_priority=self._by_priority,
+        )
         self.feed.keys.set_consumed(options.follow)
 
     def follow(self, peers: Peers | None) -> None:
@@ -154,23 +170,35 @@ class SchedulerHalf:
 
     # Once a step.
 
-    def build(self, unsure: bool = False) -> SlipstreamMetadata:
-        """Return what the workers have to know of this step: O(changes).
-
-        `unsure`: some of what the step was to compute may not be computed in it.
-        """
-        step = self.feed.step() if self.feed is not None else None
+    def build(self, plan: Any = None) -> SlipstreamMetadata:
+        """Return what the workers have to know of this step: O(changes)."""
+        feed, step = self.feed, None
+        if feed is None:
+            self._say_unbound()
+        else:
+            computed = None
+            # By priority, a request that this step has planned already may give way to another: the
+            # pool has its blocks' keys, and no forward pass fills them.
+            if self._by_priority and plan.preempted_req_ids and feed.wants_new:
+                computed = computed_blocks(plan, self._block_size)
+            step = feed.step(computed)
         if step is None and not (self._loads or self._reset or self._resend):
             return NOTHING
         meta = SlipstreamMetadata(loads=self._loads, reset=self._reset, resend=self._resend)
         self._loads, self._reset, self._resend = [], False, False
         if step is not None:
             meta.keys, keys, blocks = step
-            if keys and unsure:
-                self.counts["save_skipped_blocks"] += len(keys)
-            elif keys:
+            if keys:
                 meta.save_keys, meta.save_blocks = self._not_stored(keys, blocks)
         return meta
+
+    def _say_unbound(self) -> None:
+        if not self._unbound_said:
+            self._unbound_said = True
+            logger.warning(
+                "slipstream: DEGRADED: saves no blocks and only loads them, because vLLM has not "
+                "handed over its block pool; use a vLLM version that docs/connector.md lists"
+            )
 
     def _not_stored(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
         """Leave out what every rank's store has."""
@@ -243,6 +271,7 @@ class SchedulerHalf:
             totals.update(self.peers.counters())
         if self.feed is not None:
             totals["log_errors"] = self.feed.log_errors_total
+            totals["save_skipped_blocks"] = self.feed.uncomputed_total
         news = {
             name: total - self._counts_told.get(name, 0)
             for name, total in totals.items()
@@ -256,6 +285,24 @@ class SchedulerHalf:
         if self.peers is not None:
             self.peers.close()
             self.peers = None
+
+
+BEHIND_BLOCKS = 4
+"""How far before a step's first token the blocks may lie that vLLM gives their keys in that step:
+those of tokens that were speculative before. Others are taken as not computed, which is safe."""
+
+
+def computed_blocks(plan: Any, block_size: int) -> set[int]:
+    """Return the blocks that are whole when the plan's forward pass is done, of what it adds to."""
+    resolve = plan.kv_connector_block_state.resolve_block_ids
+    cached = plan.scheduled_cached_reqs
+    begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    begins |= {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+    computed: set[int] = set()
+    for name, count in plan.num_scheduled_tokens.items():
+        first = max(begins[name] // block_size - BEHIND_BLOCKS, 0)
+        computed.update(resolve(name)[0][first : (begins[name] + count) // block_size])
+    return computed
 
 
 def external(key: bytes) -> Any:

@@ -122,6 +122,11 @@ impl Arena {
         self.bytes == 0
     }
 
+    /// Where it lies in this process.
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// What to give to another process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

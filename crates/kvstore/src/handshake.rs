@@ -74,8 +74,16 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    pub(crate) fn new(name: &str, instance: u64, arena_bytes: u64, profile: &Profile) -> Hello {
-        let fields = profile.fields().into_iter();
+    /// `transport` is how blocks go over this connection.
+    pub(crate) fn new(
+        name: &str,
+        instance: u64,
+        arena_bytes: u64,
+        profile: &Profile,
+        transport: &str,
+    ) -> Hello {
+        let transport = ("transport", transport.to_owned());
+        let fields = profile.fields().into_iter().chain([transport]);
         Hello {
             name: name.to_owned(),
             instance,
@@ -159,11 +167,11 @@ mod tests {
 
     #[test]
     fn every_field_counts_and_both_values_are_named() {
-        let ours = Hello::new("a", 1, 0, &profile());
+        let ours = Hello::new("a", 1, 0, &profile(), "tcp");
         let check = |change: &dyn Fn(&mut Profile), field: &str, values: [&str; 2]| {
             let mut theirs = profile();
             change(&mut theirs);
-            let theirs = Hello::new("b", 2, 0, &theirs);
+            let theirs = Hello::new("b", 2, 0, &theirs, "tcp");
             let (_, body, _) = crate::wire::read_frame(&theirs.frame())
                 .unwrap()
                 .map(|(k, b, l)| (k, b.to_vec(), l))
@@ -190,9 +198,18 @@ mod tests {
         check(&|p| p.dtype = "fp8".into(), "dtype", ["bfloat16", "fp8"]);
         check(&|p| p.tp = (2, 0), "tp", ["rank 1 of 2", "rank 0 of 2"]);
         check(&|p| p.pp = (2, 0), "pp", ["rank 0 of 1", "rank 0 of 2"]);
-        assert_eq!(ours.check(&Hello::new("b", 2, 9, &profile())), Ok(()));
+        assert_eq!(
+            ours.check(&Hello::new("b", 2, 9, &profile(), "tcp")),
+            Ok(())
+        );
+        let error = ours.check(&Hello::new("b", 2, 0, &profile(), "nixl"));
+        let text = error.unwrap_err().to_string();
+        assert!(
+            text.contains("`transport` is `tcp` on a and `nixl` on b"),
+            "{text}"
+        );
         // A later release may know more fields.
-        let mut more = Hello::new("b", 2, 0, &profile());
+        let mut more = Hello::new("b", 2, 0, &profile(), "tcp");
         more.fields.push(("quantization".into(), "x".into()));
         assert_eq!(ours.check(&more).unwrap_err().ours, "none");
     }

@@ -8,14 +8,15 @@
 //!
 //! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
 //! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
-//! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory and TCP and
-//!   carries messages about keys; [`handshake`]: whether two stores' blocks mean the same.
+//! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory, TCP and
+//!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same.
 
 pub mod arena;
 pub mod clock;
 pub mod handshake;
 mod ledger;
 pub mod measure;
+pub mod nixl;
 pub mod region;
 pub mod tier;
 pub mod transport;
@@ -23,13 +24,14 @@ mod wire;
 
 pub use arena::Arena;
 pub use handshake::{Mismatch, Profile};
+pub use nixl::{NixlError, NixlOptions};
 pub use region::{Region, RegionError};
 pub use tier::disk::{DiskOptions, DiskTier};
 pub use tier::memory::{MemoryOptions, MemoryTier, Pinned};
 pub use tier::{Medium, Tier, TierChange, TierError, TierStats};
 pub use transport::{
-    Address, Completion, Endpoint, EndpointOptions, Event, Fetch, FetchError, PeerId, SubmitError,
-    TransferId, Transport, TransportError, TransportStats,
+    Address, Completion, Endpoint, EndpointOptions, Event, Fetch, FetchError, Nixl, PeerId,
+    SubmitError, TransferId, Transport, TransportError, TransportStats,
 };
 
 /// What verifies a block: XXH3, 64 bits, without a seed. It finds what was damaged by accident, not

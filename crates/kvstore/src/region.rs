@@ -92,6 +92,11 @@ impl Region {
         self.bytes == 0
     }
 
+    /// Where it lies.
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// Takes `len` bytes from `at` on, until the lease is dropped.
     ///
     /// # Errors

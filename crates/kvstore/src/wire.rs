@@ -43,12 +43,23 @@ pub(crate) enum Kind {
     Keys = 6,
     Resync = 7,
     Ping = 8,
+    Introduction = 9,
 }
 
 impl Kind {
     fn of(byte: u8) -> Option<Kind> {
-        use Kind::{Blocks, Get, Hello, Keys, Ping, Refused, Release, Resync};
-        let all = [Hello, Refused, Get, Blocks, Release, Keys, Resync, Ping];
+        use Kind::{Blocks, Get, Hello, Introduction, Keys, Ping, Refused, Release, Resync};
+        let all = [
+            Hello,
+            Refused,
+            Get,
+            Blocks,
+            Release,
+            Keys,
+            Resync,
+            Ping,
+            Introduction,
+        ];
         all.into_iter().find(|kind| *kind as u8 == byte)
     }
 }
@@ -163,6 +174,39 @@ pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
         .unwrap_or(0);
     out.extend((len as u16).to_le_bytes());
     out.extend(&text.as_bytes()[..len]);
+}
+
+/// How to read a side's memory by NIXL; its second frame, where that is what moves blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Introduction {
+    /// Where its blocks lie in its process, and how many bytes there are.
+    pub(crate) base: u64,
+    pub(crate) bytes: u64,
+    /// What its agent says of itself. Empty: it follows keys and reads no blocks.
+    pub(crate) agent: Vec<u8>,
+}
+
+impl Introduction {
+    pub(crate) fn frame(&self) -> Vec<u8> {
+        let mut body = Vec::with_capacity(16 + self.agent.len());
+        body.extend(self.base.to_le_bytes());
+        body.extend(self.bytes.to_le_bytes());
+        body.extend(&self.agent);
+        frame(Kind::Introduction, &body)
+    }
+
+    pub(crate) fn read(body: &[u8]) -> Result<Introduction, WireError> {
+        let mut body = Reader(body);
+        let (base, bytes) = (body.u64()?, body.u64()?);
+        if base.checked_add(bytes).is_none() {
+            return Err(malformed("its memory reaches beyond all addresses"));
+        }
+        Ok(Introduction {
+            base,
+            bytes,
+            agent: body.0.to_vec(),
+        })
+    }
 }
 
 /// A block that is asked for.
@@ -335,6 +379,7 @@ mod tests {
             let _ = read_frame(&bytes);
             let _ = Get::read(&bytes);
             let _ = Blocks::read(&bytes);
+            let _ = Introduction::read(&bytes);
         }
     }
 }

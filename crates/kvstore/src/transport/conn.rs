@@ -13,7 +13,8 @@ use rustix::net::{
 };
 use slipstream_base::SimTime;
 
-use super::PeerId;
+use super::pull::Remote;
+use super::{Address, PeerId};
 use crate::arena::Arena;
 use crate::tier::memory::{MemoryTier, Pinned};
 
@@ -31,14 +32,48 @@ pub(super) enum Phase {
     Connecting,
     /// Greetings are under way.
     Greeting,
+    /// The peer has greeted, and has yet to say how its memory is read.
+    Introducing,
     Up,
+}
+
+/// How blocks go over a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Behind their frames.
+    Stream,
+    /// They stay, and the other side maps them.
+    Map,
+    /// They stay, and the other side reads them by NIXL.
+    Pull,
+}
+
+impl Way {
+    pub(super) fn of(address: &Address) -> Way {
+        match address {
+            Address::Tcp(_) => Way::Stream,
+            Address::Unix(_) => Way::Map,
+            Address::Nixl(_) => Way::Pull,
+        }
+    }
+
+    /// As the handshake says it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Way::Stream => "tcp",
+            Way::Map => "unix",
+            Way::Pull => "nixl",
+        }
+    }
 }
 
 pub(super) struct Conn {
     pub(super) peer: PeerId,
+    /// For people: what it calls itself, and where it is.
     pub(super) name: String,
+    pub(super) peer_name: String,
     pub(super) socket: OwnedFd,
-    pub(super) unix: bool,
+    pub(super) way: Way,
     pub(super) phase: Phase,
     pub(super) heard: SimTime,
     /// The greeting has to be there by then.
@@ -50,8 +85,9 @@ pub(super) struct Conn {
     pub(super) payload: Option<Payload>,
     /// A descriptor that came with the greeting.
     pub(super) fd: Option<OwnedFd>,
-    /// The peer's memory.
+    /// The peer's memory, where it is mapped, and where it is read by NIXL.
     pub(super) arena: Option<Arc<Arena>>,
+    pub(super) remote: Option<Remote>,
     out: VecDeque<Piece>,
     /// Of the first piece, gone already.
     out_at: usize,
@@ -107,18 +143,13 @@ pub(super) enum Came {
 }
 
 impl Conn {
-    pub(super) fn new(
-        peer: PeerId,
-        name: String,
-        socket: OwnedFd,
-        unix: bool,
-        now: SimTime,
-    ) -> Conn {
+    pub(super) fn new(peer: PeerId, name: String, socket: OwnedFd, way: Way, now: SimTime) -> Conn {
         Conn {
             peer,
             name,
+            peer_name: String::new(),
             socket,
-            unix,
+            way,
             phase: Phase::Greeting,
             heard: now,
             began: now,
@@ -127,6 +158,7 @@ impl Conn {
             payload: None,
             fd: None,
             arena: None,
+            remote: None,
             out: VecDeque::new(),
             out_at: 0,
             out_bytes: 0,
@@ -209,7 +241,7 @@ impl Conn {
         }
         let before = self.input.len();
         self.input.resize(before + READ_BYTES, 0);
-        let came = if self.unix && self.phase == Phase::Greeting {
+        let came = if self.way == Way::Map && self.phase == Phase::Greeting {
             self.read_with_fd(before)
         } else {
             read_into(&self.socket, &mut self.input[before..])

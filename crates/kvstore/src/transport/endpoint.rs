@@ -15,6 +15,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use slipstream_base::SimTime;
 use slipstream_kvindex::PeerIndex;
 
+use super::conn::Way;
+use super::pull::Pulls;
 use super::run::Run;
 use super::{
     Address, Completion, Event, Fetch, FetchError, PeerId, SubmitError, TransferId, Transport,
@@ -22,6 +24,7 @@ use super::{
 };
 use crate::clock;
 use crate::handshake::{Hello, Profile};
+use crate::nixl::{Agent, NixlError, NixlOptions};
 use crate::region::{Lease, Region};
 use crate::tier::Tier;
 use crate::tier::memory::MemoryTier;
@@ -55,6 +58,21 @@ pub struct EndpointOptions {
     /// How long the thread looks for more to do before it sleeps. It saves what waking up takes
     /// (some 5 to 50 µs), and costs a core while there is traffic.
     pub spin: Duration,
+    /// Whether blocks may be read by NIXL, from and by peers at `nixl:` addresses.
+    pub nixl: Nixl,
+}
+
+/// What an endpoint has to do with NIXL.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Nixl {
+    /// Nothing; `nixl:` addresses are refused.
+    #[default]
+    Off,
+    /// It may connect to `nixl:` addresses to follow keys. Blocks are not fetched: they are
+    /// [`FetchError::Lost`].
+    Keys,
+    /// It moves blocks.
+    On(NixlOptions),
 }
 
 impl EndpointOptions {
@@ -72,11 +90,12 @@ impl EndpointOptions {
             transfers_max: 1_024,
             silence_max: Duration::from_secs(5),
             spin: Duration::ZERO,
+            nixl: Nixl::Off,
         }
     }
 }
 
-/// Shared memory and TCP, on one thread of its own.
+/// Shared memory, TCP and NIXL, on one thread of its own.
 pub struct Endpoint {
     shared: Arc<Shared>,
     addresses: Vec<Address>,
@@ -165,6 +184,22 @@ impl Endpoint {
     ///
     /// [`TransportError`].
     pub fn start(options: EndpointOptions) -> Result<Endpoint, TransportError> {
+        let pulls = match &options.nixl {
+            Nixl::On(nixl) => Some(start_nixl(nixl, options.serves.as_deref())?),
+            Nixl::Off | Nixl::Keys => None,
+        };
+        Endpoint::start_with(options, pulls)
+    }
+
+    pub(super) fn start_with(
+        options: EndpointOptions,
+        pulls: Option<Pulls>,
+    ) -> Result<Endpoint, TransportError> {
+        let needs = |address: &&Address| matches!(address, Address::Nixl(_)) && pulls.is_none();
+        if let Some(address) = options.listen.iter().find(needs) {
+            let address = address.to_string();
+            return Err(TransportError::NoNixl { address });
+        }
         let mut listeners = Vec::new();
         let mut addresses = Vec::new();
         let mut files = Vec::new();
@@ -214,7 +249,7 @@ impl Endpoint {
             fetcher = Some(thread.spawn(find)?);
             finds = Some(sender);
         }
-        let run = Run::new(Arc::clone(&shared), listeners, finds)?;
+        let run = Run::new(Arc::clone(&shared), listeners, finds, pulls)?;
         let thread = std::thread::Builder::new()
             .name("kv-transport".into())
             .spawn(move || run.run())?;
@@ -469,13 +504,17 @@ fn listen(address: &Address) -> Result<(OwnedFd, Address), TransportError> {
         }
     };
     match address {
-        Address::Tcp(at) => {
+        Address::Tcp(at) | Address::Nixl(at) => {
             let listener = TcpListener::bind(at).map_err(failed("listening"))?;
             listener
                 .set_nonblocking(true)
                 .map_err(failed("listening"))?;
             let bound = listener.local_addr().map_err(failed("listening"))?;
-            Ok((listener.into(), Address::Tcp(bound)))
+            let bound = match address {
+                Address::Nixl(_) => Address::Nixl(bound),
+                _ => Address::Tcp(bound),
+            };
+            Ok((listener.into(), bound))
         }
         Address::Unix(path) => {
             if std::os::unix::net::UnixStream::connect(path).is_err() {
@@ -491,10 +530,40 @@ fn listen(address: &Address) -> Result<(OwnedFd, Address), TransportError> {
     }
 }
 
-pub(super) fn hello(options: &EndpointOptions, arena: bool) -> Hello {
+/// An agent that reads into memory of its own and gives `serves` away: all memory that it will ever
+/// know of, registered once.
+fn start_nixl(options: &NixlOptions, serves: Option<&MemoryTier>) -> Result<Pulls, NixlError> {
+    static AGENTS: AtomicU64 = AtomicU64::new(0);
+    let name = format!(
+        "slipstream-{}-{}-{}",
+        std::process::id(),
+        clock::unix_ns(),
+        AGENTS.fetch_add(1, Ordering::Relaxed)
+    );
+    let mut agent = Agent::new(options, &name)?;
+    let staging = Region::new(Pulls::staging_bytes(options.staging_bytes));
+    let served = serves.map(|tier| Arc::clone(tier.arena()));
+    // SAFETY: `Pulls` keeps both where they are until the agent is dropped.
+    unsafe {
+        agent.register(staging.base(), staging.len())?;
+        if let Some(arena) = &served {
+            agent.register(arena.base(), arena.len())?;
+        }
+    }
+    Pulls::new(Box::new(agent), &staging, served)
+}
+
+pub(super) fn hello(options: &EndpointOptions, way: Way) -> Hello {
     let bytes = match &options.serves {
-        Some(tier) if arena => tier.arena().len() as u64,
+        Some(tier) if way == Way::Map => tier.arena().len() as u64,
         _ => 0,
     };
-    Hello::new(&options.name, clock::unix_ns(), bytes, &options.profile)
+    let transport = way.name();
+    Hello::new(
+        &options.name,
+        clock::unix_ns(),
+        bytes,
+        &options.profile,
+        transport,
+    )
 }

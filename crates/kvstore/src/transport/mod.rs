@@ -1,11 +1,12 @@
 //! How blocks and keys get from one store to another.
 //!
 //! [`Transport`] is what a caller sees: it submits and polls, and never waits. [`Endpoint`] is the
-//! one built in. It moves blocks through shared memory to peers on its host (`unix:` addresses)
-//! and through TCP to others (`tcp:`).
+//! one built in. It moves blocks through shared memory to peers on its host (`unix:` addresses),
+//! through TCP to others (`tcp:`), and by NIXL where that is set up (`nixl:`).
 
 mod conn;
 pub mod endpoint;
+mod pull;
 mod run;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use endpoint::{Endpoint, EndpointOptions};
+pub use endpoint::{Endpoint, EndpointOptions, Nixl};
 
 use crate::region::{Region, RegionError};
 
@@ -27,6 +28,8 @@ pub enum Address {
     Tcp(SocketAddr),
     /// Blocks are read where they lie; for peers on one host.
     Unix(PathBuf),
+    /// Messages cross a socket, and blocks are read where they lie by NIXL.
+    Nixl(SocketAddr),
 }
 
 impl fmt::Display for Address {
@@ -34,6 +37,7 @@ impl fmt::Display for Address {
         match self {
             Address::Tcp(address) => write!(f, "tcp://{address}"),
             Address::Unix(path) => write!(f, "unix://{}", path.display()),
+            Address::Nixl(address) => write!(f, "nixl://{address}"),
         }
     }
 }
@@ -45,6 +49,9 @@ impl std::str::FromStr for Address {
         let bad = || TransportError::Address { text: text.into() };
         if let Some(path) = text.strip_prefix("unix://").filter(|path| !path.is_empty()) {
             return Ok(Address::Unix(path.into()));
+        }
+        if let Some(nixl) = text.strip_prefix("nixl://") {
+            return nixl.parse().map(Address::Nixl).map_err(|_| bad());
         }
         let tcp = text.strip_prefix("tcp://").ok_or_else(bad)?;
         tcp.parse().map(Address::Tcp).map_err(|_| bad())
@@ -176,7 +183,7 @@ pub enum SubmitError {
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// No address.
-    #[error("`{text}` is no address; write tcp://IP:PORT or unix:///PATH")]
+    #[error("`{text}` is no address; write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH")]
     Address {
         /// What it was.
         text: String,
@@ -191,6 +198,15 @@ pub enum TransportError {
         /// Why.
         source: std::io::Error,
     },
+    /// Blocks cannot be given away there without NIXL.
+    #[error("{address} takes NIXL, which is not set up; pip install 'slipstream[nixl]'")]
+    NoNixl {
+        /// Where.
+        address: String,
+    },
+    /// NIXL cannot be set up.
+    #[error(transparent)]
+    Nixl(#[from] crate::nixl::NixlError),
     /// No thread, poll set or the like.
     #[error("the transport's thread cannot start")]
     Start(#[from] std::io::Error),

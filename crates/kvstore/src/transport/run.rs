@@ -14,19 +14,20 @@ use rustix::net::SocketFlags;
 use slipstream_base::SimTime;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-use super::conn::{Came, Conn, OUT_BYTES_MAX, Payload, Phase, Piece, read_into};
-use super::endpoint::{Command, Find, Shared, Transfer, count, hello};
-use super::{Address, Completion, Event, FetchError, PeerId};
+use super::conn::{Came, Conn, OUT_BYTES_MAX, Payload, Phase, Piece, Way, read_into};
+use super::endpoint::{Command, Find, Nixl, Shared, Transfer, count, hello};
+use super::pull::{Pulls, release};
+use super::{Address, Completion, Event, FetchError, PeerId, TransportError};
 use crate::arena::Arena;
 use crate::handshake::Hello;
 use crate::tier::Tier;
 use crate::wire::{
-    Answer, Blocks, Get, Kind, Reader, Wanted, WireError, frame, put_text, read_frame,
+    Answer, Blocks, Get, Introduction, Kind, Reader, Wanted, WireError, frame, put_text, read_frame,
 };
 use crate::{checksum, clock};
 
 /// Bytes that one connection may bring, or that may be copied, before the others have a turn.
-const TURN_BYTES: usize = 8 << 20;
+pub(super) const TURN_BYTES: usize = 8 << 20;
 /// Requests of one peer that may be under way: blocks that it holds in their places.
 const REQUESTS_MAX: usize = 4_096;
 /// How long beyond its deadline a peer's request holds blocks in their places: what it copies in time
@@ -41,15 +42,16 @@ const WAKE: u64 = u64::MAX;
 const LISTENERS: u64 = 1 << 63;
 
 pub(super) struct Run {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     epoll: OwnedFd,
-    listeners: Vec<(OwnedFd, bool)>,
+    listeners: Vec<(OwnedFd, Way)>,
     conns: Vec<Option<Conn>>,
-    transfers: HashMap<u64, Transfer>,
+    pub(super) transfers: HashMap<u64, Transfer>,
     deadlines: BTreeSet<(SimTime, u64)>,
     /// Blocks that lie in a peer's memory and are to be copied.
     copies: VecDeque<Copy>,
-    hello: Hello,
+    /// What reads peers' memory by NIXL.
+    pub(super) pulls: Option<Pulls>,
     /// Where requests go for blocks that lie deeper.
     finds: Option<SyncSender<Find>>,
     next_ping: SimTime,
@@ -65,7 +67,7 @@ struct Copy {
 }
 
 /// Why a connection ends.
-enum Why {
+pub(super) enum Why {
     Wire(WireError),
     Io(io::Error),
     /// Blocks do not mean the same.
@@ -90,6 +92,7 @@ impl Run {
         shared: Arc<Shared>,
         listeners: Vec<OwnedFd>,
         finds: Option<SyncSender<Find>>,
+        pulls: Option<Pulls>,
     ) -> io::Result<Run> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let readable = epoll::EventFlags::IN;
@@ -103,20 +106,20 @@ impl Run {
             let data = epoll::EventData::new_u64(LISTENERS | at as u64);
             epoll::add(&epoll, listener, data, readable)?;
         }
-        let unix = |at: usize| matches!(shared.options.listen[at], Address::Unix(_));
+        let way = |at: usize| Way::of(&shared.options.listen[at]);
         let peers = shared.generations.len();
         Ok(Run {
             epoll,
             listeners: listeners
                 .into_iter()
                 .enumerate()
-                .map(|(at, fd)| (fd, unix(at)))
+                .map(|(at, fd)| (fd, way(at)))
                 .collect(),
             conns: (0..peers).map(|_| None).collect(),
             transfers: HashMap::new(),
             deadlines: BTreeSet::new(),
             copies: VecDeque::new(),
-            hello: hello(&shared.options, true),
+            pulls,
             finds,
             next_ping: SimTime::ZERO,
             sweeping: false,
@@ -134,6 +137,7 @@ impl Run {
             let now = clock::now();
             self.end_due(now);
             self.copy_some();
+            self.pull_some();
             self.keep_peers(now);
             if worked || !events.is_empty() {
                 active_until = now + spin_ns;
@@ -150,7 +154,10 @@ impl Run {
         let mut ready: Vec<epoll::Event> = Vec::with_capacity(64);
         let busy = spin || !self.copies.is_empty() || self.sweeping;
         let mut timeout_ns = 0;
-        if !busy {
+        let pause_ns = self.pulls.as_ref().and_then(|pulls| pulls.pause_ns(now));
+        if let Some(pause_ns) = pause_ns.filter(|_| !busy) {
+            timeout_ns = pause_ns;
+        } else if !busy {
             let first = self.deadlines.first().map_or(SimTime::MAX, |&(at, _)| at);
             // Rounded up, so that what was waited for is due.
             timeout_ns = first.min(self.next_ping).since(now).min(10_000_000_000) + 1_000;
@@ -198,7 +205,7 @@ impl Run {
     }
 
     /// Does something with a connection that stands; ends it upon an error.
-    fn with_conn(
+    pub(super) fn with_conn(
         &mut self,
         peer: PeerId,
         f: impl FnOnce(&mut Run, &mut Conn) -> Result<(), Why>,
@@ -277,6 +284,18 @@ impl Run {
     }
 
     fn connect(&mut self, peer: PeerId, address: &Address) {
+        if matches!(address, Address::Nixl(_)) && self.shared.options.nixl == Nixl::Off {
+            self.free(peer);
+            self.shared.peer_event(Event::Down {
+                peer,
+                why: TransportError::NoNixl {
+                    address: address.to_string(),
+                }
+                .to_string(),
+                refused: true,
+            });
+            return;
+        }
         let opened = open(address).and_then(|socket| self.add(peer, address, socket));
         if let Err(error) = opened {
             self.free(peer);
@@ -289,8 +308,8 @@ impl Run {
     }
 
     fn add(&mut self, peer: PeerId, address: &Address, socket: OwnedFd) -> io::Result<()> {
-        let unix = matches!(address, Address::Unix(_));
-        let mut conn = Conn::new(peer, address.to_string(), socket, unix, clock::now());
+        let way = Way::of(address);
+        let mut conn = Conn::new(peer, address.to_string(), socket, way, clock::now());
         conn.phase = Phase::Connecting;
         conn.wants_write = true;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT;
@@ -301,10 +320,17 @@ impl Run {
     }
 
     fn greet(&self, conn: &mut Conn) {
-        let bytes = self.hello.frame();
+        let bytes = hello(&self.shared.options, conn.way).frame();
         match &self.shared.options.serves {
-            Some(tier) if conn.unix => conn.push(Piece::Greeting(bytes, Arc::clone(tier))),
-            _ => conn.push(Piece::Bytes(hello(&self.shared.options, false).frame())),
+            Some(tier) if conn.way == Way::Map => {
+                conn.push(Piece::Greeting(bytes, Arc::clone(tier)));
+            }
+            _ => conn.push(Piece::Bytes(bytes)),
+        }
+        if conn.way == Way::Pull {
+            let introduction = self.pulls.as_ref().map(Pulls::introduction);
+            let introduction = introduction.cloned().unwrap_or_default();
+            conn.push(Piece::Bytes(introduction.frame()));
         }
     }
 
@@ -312,14 +338,14 @@ impl Run {
         let error = rustix::net::sockopt::socket_error(&conn.socket).map_err(io::Error::from)?;
         error.map_err(io::Error::from)?;
         conn.phase = Phase::Greeting;
-        if !conn.unix {
+        if conn.way != Way::Map {
             rustix::net::sockopt::set_tcp_nodelay(&conn.socket, true).map_err(io::Error::from)?;
         }
         Ok(())
     }
 
     fn accept(&mut self, listener: usize) {
-        let (fd, unix) = (&self.listeners[listener].0, self.listeners[listener].1);
+        let (fd, way) = (&self.listeners[listener].0, self.listeners[listener].1);
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let Ok(socket) = rustix::net::accept_with(fd, flags) else {
             return; // gone already, or no descriptors: who dials sees silence, and tries again
@@ -331,16 +357,10 @@ impl Run {
         };
         let generation = self.shared.generations[slot as usize].load(Ordering::Acquire);
         let peer = PeerId { slot, generation };
-        if !unix {
+        if way != Way::Map {
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
-        let mut conn = Conn::new(
-            peer,
-            "a peer that dialed".into(),
-            socket,
-            unix,
-            clock::now(),
-        );
+        let mut conn = Conn::new(peer, "a peer that dialed".into(), socket, way, clock::now());
         let readable = epoll::EventFlags::IN;
         if epoll::add(&self.epoll, &conn.socket, data_of(peer), readable).is_err() {
             self.free(peer);
@@ -365,6 +385,9 @@ impl Run {
             self.fail_rest(id, FetchError::Lost);
         }
         self.copies.retain(|copy| copy.peer != peer);
+        if let (Some(pulls), Some(remote)) = (&mut self.pulls, &conn.remote) {
+            pulls.leave(peer, remote);
+        }
         if let Some(index) = &self.shared.options.index {
             index.forget(peer.slot as usize);
             self.sweeping = true;
@@ -452,6 +475,9 @@ impl Run {
     fn on_frame(&mut self, conn: &mut Conn, kind: Kind, body: &[u8]) -> Result<(), Why> {
         match (conn.phase, kind) {
             (Phase::Greeting, Kind::Hello) => self.on_hello(conn, Hello::read(body)?),
+            (Phase::Introducing, Kind::Introduction) => {
+                self.on_introduction(conn, &Introduction::read(body)?)
+            }
             (_, Kind::Refused) => Err(Why::Refused(Reader(body).text()?)),
             (Phase::Up, Kind::Get) => self.on_get(conn, Get::read(body)?),
             (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
@@ -476,7 +502,7 @@ impl Run {
 
     fn on_hello(&mut self, conn: &mut Conn, theirs: Hello) -> Result<(), Why> {
         conn.name = format!("{} ({})", theirs.name, conn.name);
-        if let Err(mismatch) = self.hello.check(&theirs) {
+        if let Err(mismatch) = hello(&self.shared.options, conn.way).check(&theirs) {
             // The other side finds the same; but an older one may not.
             let mut body = Vec::new();
             put_text(&mut body, &mismatch.to_string());
@@ -495,6 +521,27 @@ impl Run {
                 arena.map_err(|error| Why::Text(error.to_string()))?,
             ));
         }
+        conn.peer_name = theirs.name;
+        if conn.way == Way::Pull {
+            conn.phase = Phase::Introducing;
+        } else {
+            self.on_up(conn);
+        }
+        Ok(())
+    }
+
+    fn on_introduction(&mut self, conn: &mut Conn, theirs: &Introduction) -> Result<(), Why> {
+        if let Some(pulls) = &mut self.pulls
+            && !theirs.agent.is_empty()
+        {
+            let remote = pulls.meet(theirs);
+            conn.remote = Some(remote.map_err(|error| Why::Text(error.to_string()))?);
+        }
+        self.on_up(conn);
+        Ok(())
+    }
+
+    fn on_up(&mut self, conn: &mut Conn) {
         conn.phase = Phase::Up;
         if let Some(index) = &self.shared.options.index {
             index.connect(conn.heard, conn.peer.slot as usize);
@@ -503,9 +550,8 @@ impl Run {
         self.shared.snapshot_wanted.store(true, Ordering::Release);
         self.shared.peer_event(Event::Up {
             peer: conn.peer,
-            name: theirs.name,
+            name: conn.peer_name.clone(),
         });
-        Ok(())
     }
 
     fn on_keys(&mut self, conn: &mut Conn, message: &[u8]) {
@@ -566,7 +612,7 @@ impl Run {
         let mut answers = Vec::with_capacity(get.blocks.len());
         let mut pins = Vec::new();
         let counters = &self.shared.counters;
-        let mapped = conn.unix;
+        let stay = conn.way != Way::Stream;
         for wanted in &get.blocks {
             let tier = self.shared.options.serves.as_ref();
             let Some(pin) = tier.and_then(|tier| tier.pin(now, &wanted.key)) else {
@@ -590,7 +636,7 @@ impl Run {
         let request = get.request;
         let until = now + u64::from(get.deadline_ms) * 1_000_000 + GRACE_NS;
         conn.push(Piece::Bytes(Blocks { request, answers }.frame()));
-        if mapped {
+        if stay {
             if !pins.is_empty() {
                 conn.pins.insert(request, (until, pins));
             }
@@ -612,7 +658,15 @@ impl Run {
                 "it answers for other blocks than it was asked for".into(),
             ));
         }
-        if conn.unix {
+        if conn.way != Way::Stream && transfer.is_none() {
+            // Its deadline has passed, or another peer was asked.
+            conn.push(release(request));
+            return Ok(());
+        }
+        if conn.way == Way::Pull {
+            return self.begin_pull(conn, request, answers);
+        }
+        if conn.way == Way::Map {
             self.copies.push_back(Copy {
                 peer: conn.peer,
                 request,
@@ -779,7 +833,7 @@ impl Run {
             // The caller first: telling the peer takes a system call.
             self.finish_if_settled(request);
             self.with_conn(copy.peer, |_, conn| {
-                conn.push(Piece::Bytes(frame(Kind::Release, &request.to_le_bytes())));
+                conn.push(release(request));
                 Ok(())
             });
         }
@@ -792,7 +846,7 @@ impl Run {
         self.transfers.insert(id, transfer);
         let mut up = false;
         self.with_conn(peer, |_, conn| {
-            up = conn.phase == Phase::Up;
+            up = conn.phase == Phase::Up && (conn.way != Way::Pull || conn.remote.is_some());
             if up && !empty {
                 conn.push(Piece::Bytes(get));
             }
@@ -806,7 +860,7 @@ impl Run {
     }
 
     /// A block is there, or will not be.
-    fn settle(&mut self, request: u64, at: usize, outcome: Result<(), FetchError>) {
+    pub(super) fn settle(&mut self, request: u64, at: usize, outcome: Result<(), FetchError>) {
         let Some(transfer) = self.transfers.get_mut(&request) else {
             return;
         };
@@ -827,7 +881,7 @@ impl Run {
         }
     }
 
-    fn finish_if_settled(&mut self, request: u64) {
+    pub(super) fn finish_if_settled(&mut self, request: u64) {
         let settled = |t: &Transfer| t.places.iter().all(Option::is_none);
         if !self.transfers.get(&request).is_some_and(settled) {
             return;
@@ -907,7 +961,11 @@ impl Run {
 }
 
 /// Where block `at` of a transfer goes, if it is still wanted.
-fn place_of(transfers: &mut HashMap<u64, Transfer>, request: u64, at: u32) -> Option<&mut [u8]> {
+pub(super) fn place_of(
+    transfers: &mut HashMap<u64, Transfer>,
+    request: u64,
+    at: u32,
+) -> Option<&mut [u8]> {
     let transfer = transfers.get_mut(&request)?;
     let place = transfer.places.get_mut(at as usize)?.as_mut()?;
     Some(place.bytes_mut())
@@ -920,7 +978,7 @@ fn data_of(peer: PeerId) -> epoll::EventData {
 /// Begins to connect.
 fn open(address: &Address) -> io::Result<OwnedFd> {
     let (domain, to): (Domain, SockAddr) = match address {
-        Address::Tcp(at) => (Domain::for_address(*at), (*at).into()),
+        Address::Tcp(at) | Address::Nixl(at) => (Domain::for_address(*at), (*at).into()),
         Address::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),
     };
     let socket = Socket::new(domain, Type::STREAM, None)?; // closed on exec by default

@@ -3,16 +3,20 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
+use super::conn::Way;
 use super::endpoint::hello;
+use super::pull::Pulls;
 use super::*;
 use crate::clock;
 use crate::handshake::Profile;
+use crate::nixl::{NixlError, NixlOptions, OneSided, Reading, Span, Ticket};
 use crate::tier::Tier;
 use crate::tier::memory::{MemoryOptions, MemoryTier};
 use crate::wire::{Answer, Blocks, Get, HEADER_BYTES, Kind, Wanted, frame, read_frame};
@@ -58,24 +62,128 @@ fn any_tcp() -> Address {
     "tcp://127.0.0.1:0".parse().unwrap()
 }
 
+fn any_nixl() -> Address {
+    "nixl://127.0.0.1:0".parse().unwrap()
+}
+
+/// Starts an endpoint that reads by NIXL where `SLIPSTREAM_NIXL_LIBRARY` names its library, and else
+/// by what stands in for it.
+fn start(options: EndpointOptions) -> Endpoint {
+    match std::env::var_os("SLIPSTREAM_NIXL_LIBRARY") {
+        Some(library) => Endpoint::start(EndpointOptions {
+            nixl: Nixl::On(NixlOptions {
+                staging_bytes: 4 << 20,
+                ..NixlOptions::new(library.as_ref())
+            }),
+            ..options
+        })
+        .unwrap(),
+        None => start_reading(options, &Arc::default()),
+    }
+}
+
+/// Starts an endpoint that reads by a [`Stand`]; four slots, of which each peer may have one.
+fn start_reading(options: EndpointOptions, switch: &Arc<Switch>) -> Endpoint {
+    let stand = Stand {
+        switch: Arc::clone(switch),
+        reads: Vec::new(),
+    };
+    let served = options.serves.as_ref().map(|tier| Arc::clone(tier.arena()));
+    let pulls = Pulls::new(Box::new(stand), &Region::new(4 << 20), served).unwrap();
+    let options = EndpointOptions {
+        nixl: Nixl::Keys,
+        ..options
+    };
+    Endpoint::start_with(options, Some(pulls)).unwrap()
+}
+
+/// A server that is read by a [`Stand`] alone.
+fn stand_in_server(tier: &Arc<MemoryTier>) -> Endpoint {
+    let options = EndpointOptions {
+        listen: vec![any_nixl()],
+        serves: Some(Arc::clone(tier)),
+        ..EndpointOptions::new("server", profile())
+    };
+    start_reading(options, &Arc::default())
+}
+
+/// What reads do.
+#[derive(Default)]
+struct Switch {
+    /// They stay under way.
+    held: AtomicBool,
+    /// They fail.
+    failing: AtomicBool,
+    posted: AtomicUsize,
+    ended: AtomicUsize,
+}
+
+/// Stands in for NIXL between endpoints of one process, and does to reads what a test wants.
+struct Stand {
+    switch: Arc<Switch>,
+    /// By their tickets; `None` once ended.
+    reads: Vec<Option<Vec<Span>>>,
+}
+
+impl OneSided for Stand {
+    fn introduction(&mut self) -> Result<Vec<u8>, NixlError> {
+        Ok(format!("{:p}", Arc::as_ptr(&self.switch)).into())
+    }
+
+    fn meet(&mut self, introduction: &[u8]) -> Result<String, NixlError> {
+        Ok(String::from_utf8(introduction.to_vec()).unwrap())
+    }
+
+    fn part(&mut self, _peer: &str) {}
+
+    unsafe fn read(&mut self, _peer: &str, spans: &[Span]) -> Result<Ticket, NixlError> {
+        self.switch.posted.fetch_add(1, Ordering::SeqCst);
+        self.reads.push(Some(spans.to_vec()));
+        Ok(Ticket(self.reads.len() - 1))
+    }
+
+    fn poll(&mut self, ticket: Ticket) -> Reading {
+        if self.switch.held.load(Ordering::SeqCst) {
+            return Reading::UnderWay;
+        }
+        let spans = self.reads[ticket.0].take().expect("tickets are void then");
+        self.switch.ended.fetch_add(1, Ordering::SeqCst);
+        if self.switch.failing.load(Ordering::SeqCst) {
+            return Reading::Failed;
+        }
+        for span in spans {
+            // SAFETY: `to` is the slot of this read, and `from` a pinned block in a tier of this
+            // process that a test keeps alive.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    span.from as *const u8,
+                    span.to as *mut u8,
+                    span.bytes,
+                );
+            }
+        }
+        Reading::Done
+    }
+}
+
 /// Runs `check` with an address of each kind to listen at.
 fn on_each(check: impl Fn(Address)) {
     check(any_tcp());
+    check(any_nixl());
     let folder = tempfile::tempdir().unwrap();
     check(Address::Unix(folder.path().join("kv")));
 }
 
 fn server(at: Address, tier: &Arc<MemoryTier>) -> Endpoint {
-    Endpoint::start(EndpointOptions {
+    start(EndpointOptions {
         listen: vec![at],
         serves: Some(Arc::clone(tier)),
         ..EndpointOptions::new("server", profile())
     })
-    .unwrap()
 }
 
 fn client() -> Endpoint {
-    Endpoint::start(EndpointOptions::new("client", profile())).unwrap()
+    start(EndpointOptions::new("client", profile()))
 }
 
 /// Polls until there is an event that `f` takes; others are dropped.
@@ -196,13 +304,12 @@ fn blocks_on_disk_come_by_way_of_memory() {
         let memory = tier(2);
         memory.clear();
         memory.put(clock::now(), &key(77), &block(77)).unwrap();
-        let server = Endpoint::start(EndpointOptions {
+        let server = start(EndpointOptions {
             listen: vec![at],
             serves: Some(Arc::clone(&memory)),
             deeper: Some(disk.clone()),
             ..EndpointOptions::new("server", profile())
-        })
-        .unwrap();
+        });
         let client = client();
         let peer = up(&client, &server.addresses()[0]);
         let region = Region::new(3 * BLOCK);
@@ -263,7 +370,7 @@ fn engines_whose_blocks_mean_something_else_refuse_each_other() {
             block_size: 32,
             ..profile()
         };
-        let client = Endpoint::start(EndpointOptions::new("client", other)).unwrap();
+        let client = start(EndpointOptions::new("client", other));
         client.connect(&server.addresses()[0]).unwrap();
         for endpoint in [&client, &server] {
             let (why, refused) = down(endpoint);
@@ -386,6 +493,7 @@ fn keys_travel_with_the_connection_and_gaps_are_mended() {
         let index = Arc::new(PeerIndex::new(64, 10_000, u64::MAX));
         let client = Endpoint::start(EndpointOptions {
             index: Some(Arc::clone(&index)),
+            nixl: Nixl::Keys,
             ..EndpointOptions::new("client", profile())
         })
         .unwrap();
@@ -448,7 +556,9 @@ fn fake(listener: &TcpListener) -> TcpStream {
     let (mut stream, _) = listener.accept().unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
     let options = EndpointOptions::new("fake", profile());
-    stream.write_all(&hello(&options, false).frame()).unwrap();
+    stream
+        .write_all(&hello(&options, Way::Stream).frame())
+        .unwrap();
     assert_eq!(next_frame(&mut stream).0, Kind::Hello);
     stream
 }
@@ -566,7 +676,9 @@ fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(at).unwrap();
     if greet {
         let options = EndpointOptions::new("fake", profile());
-        stream.write_all(&hello(&options, false).frame()).unwrap();
+        stream
+            .write_all(&hello(&options, Way::Stream).frame())
+            .unwrap();
     }
     let _ = stream.write_all(bytes);
     let why = down(server).0;
@@ -619,7 +731,9 @@ fn whatever_comes_in_ends_its_own_connection_alone() {
     };
     let mut stream = TcpStream::connect(at).unwrap();
     let options = EndpointOptions::new("fake", profile());
-    stream.write_all(&hello(&options, false).frame()).unwrap();
+    stream
+        .write_all(&hello(&options, Way::Stream).frame())
+        .unwrap();
     stream.write_all(&cut).unwrap();
     drop(stream);
     down(&server);
@@ -720,7 +834,9 @@ fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
     .unwrap();
     let mut reader = std::os::unix::net::UnixStream::connect(path).unwrap();
     let options = EndpointOptions::new("fake", profile());
-    reader.write_all(&hello(&options, false).frame()).unwrap();
+    reader
+        .write_all(&hello(&options, Way::Map).frame())
+        .unwrap();
     let blocks = vec![Wanted {
         key: key(0).into(),
         len: BLOCK as u32,
@@ -761,7 +877,12 @@ fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
 
 #[test]
 fn addresses_are_read_and_others_refused() {
-    for text in ["tcp://127.0.0.1:80", "unix:///tmp/x", "tcp://[::1]:1"] {
+    for text in [
+        "tcp://127.0.0.1:80",
+        "unix:///tmp/x",
+        "tcp://[::1]:1",
+        "nixl://10.0.0.1:7300",
+    ] {
         assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
     }
     for text in [
@@ -791,4 +912,189 @@ fn a_socket_file_of_a_dead_process_is_replaced_and_one_in_use_is_not() {
     assert!(matches!(error, Err(TransportError::Listen { .. })));
     drop(first);
     assert!(!path.exists());
+}
+
+/// Polls until `f` holds.
+fn until(endpoint: &Endpoint, f: impl Fn() -> bool) {
+    let late = Instant::now() + LONG;
+    let mut events = Vec::new();
+    while !f() {
+        assert!(Instant::now() < late, "it never came");
+        endpoint.poll(1, &mut events);
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_block_that_is_longer_than_a_read_comes_whole() {
+    const LONG_BLOCK: usize = (5 << 20) / 2 + 3;
+    let memory = MemoryTier::new(MemoryOptions {
+        bytes: 6 * LONG_BLOCK,
+        block_bytes: LONG_BLOCK,
+        ttl_ns: None,
+    })
+    .unwrap();
+    let bytes = |n: u64| -> Vec<u8> {
+        let words = (0..=LONG_BLOCK as u64 / 8).flat_map(|word| draw(n, word).to_le_bytes());
+        words.take(LONG_BLOCK).collect()
+    };
+    for n in 0..6 {
+        memory.put(clock::now(), &key(n), &bytes(n)).unwrap();
+    }
+    let server = server(any_nixl(), &memory);
+    let client = client();
+    let peer = up(&client, &server.addresses()[0]);
+    let region = Region::new(6 * LONG_BLOCK);
+    let keys: Vec<_> = (0..6).map(key).collect();
+    let blocks = keys.iter().enumerate().map(|(at, key)| Fetch {
+        key,
+        at: at * LONG_BLOCK,
+        len: LONG_BLOCK,
+    });
+    let blocks: Vec<_> = blocks.collect();
+    let id = client.fetch(peer, &region, &blocks, LONG).unwrap();
+    let done = done(&client, id);
+    assert_eq!((done.failed.len(), done.bytes), (0, 6 * LONG_BLOCK as u64));
+    let mut out = vec![0; LONG_BLOCK];
+    for n in 0..6 {
+        region.read(n * LONG_BLOCK, &mut out).unwrap();
+        assert!(out == bytes(n as u64), "block {n}");
+    }
+}
+
+#[test]
+fn a_read_that_ends_after_its_deadline_touches_nothing_and_then_frees_its_blocks() {
+    let tier = tier(3);
+    let server = stand_in_server(&tier);
+    let switch = Arc::new(Switch::default());
+    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let peer = up(&client, &server.addresses()[0]);
+    let region = Region::new(3 * BLOCK);
+    let mark = vec![0xab; 3 * BLOCK];
+    region.write(0, &mark).unwrap();
+    switch.held.store(true, Ordering::SeqCst);
+    let wanted = [(0, BLOCK), (1, BLOCK), (2, BLOCK)];
+    let late = fetch(&client, peer, &region, &wanted, Duration::from_millis(30));
+    assert!(
+        late.failed
+            .iter()
+            .all(|(_, why)| *why == FetchError::Deadline)
+    );
+    assert_eq!((late.failed.len(), late.bytes), (3, 0));
+    until(&client, || switch.posted.load(Ordering::SeqCst) == 1);
+    // The places are the caller's again, whatever the read still does.
+    region.write(0, &mark).unwrap();
+    // One more cannot begin, as this peer's slot is taken.
+    let next = fetch(&client, peer, &region, &wanted, Duration::from_millis(30));
+    assert_eq!(next.failed.len(), 3);
+    assert_eq!(switch.posted.load(Ordering::SeqCst), 1);
+    switch.held.store(false, Ordering::SeqCst);
+    until(&client, || switch.ended.load(Ordering::SeqCst) == 1);
+    let mut out = vec![0; 3 * BLOCK];
+    region.read(0, &mut out).unwrap();
+    assert!(out == mark, "bytes came too late and were written");
+    let done = fetch(&client, peer, &region, &wanted, LONG);
+    assert!(done.failed.is_empty(), "{done:?}");
+    region.read(BLOCK, &mut out[..BLOCK]).unwrap();
+    assert!(out[..BLOCK] == block(1));
+    // Nothing is pinned any more: every place can be taken anew.
+    until(&client, || {
+        (10..14).all(|n| tier.put(clock::now(), &key(n), &block(n)).is_ok())
+    });
+}
+
+#[test]
+fn a_read_that_fails_ends_the_connection_and_the_next_one_works() {
+    let tier = tier(2);
+    let server = stand_in_server(&tier);
+    let switch = Arc::new(Switch::default());
+    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let region = Region::new(2 * BLOCK);
+    let wanted = [(0, BLOCK), (1, BLOCK)];
+    // More often than there are slots: none is lost for good.
+    for _ in 0..6 {
+        switch.failing.store(true, Ordering::SeqCst);
+        let peer = up(&client, &server.addresses()[0]);
+        let done = fetch(&client, peer, &region, &wanted, LONG);
+        assert!(done.failed.iter().all(|(_, why)| *why == FetchError::Lost));
+        assert_eq!(done.failed.len(), 2);
+        let (why, refused) = down(&client);
+        assert!(why.contains("NIXL failed") && !refused, "{why}");
+    }
+    switch.failing.store(false, Ordering::SeqCst);
+    let peer = up(&client, &server.addresses()[0]);
+    let done = fetch(&client, peer, &region, &wanted, LONG);
+    assert!(done.failed.is_empty(), "{done:?}");
+}
+
+#[test]
+fn a_peer_that_goes_while_it_is_read_costs_its_blocks_and_nothing_else() {
+    let tier = tier(2);
+    let gone = stand_in_server(&tier);
+    let other = stand_in_server(&tier);
+    let switch = Arc::new(Switch::default());
+    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let region = Region::new(2 * BLOCK);
+    let peer = up(&client, &gone.addresses()[0]);
+    switch.held.store(true, Ordering::SeqCst);
+    let key = key(0);
+    let blocks = [Fetch {
+        key: &key,
+        at: 0,
+        len: BLOCK,
+    }];
+    let id = client.fetch(peer, &region, &blocks, LONG).unwrap();
+    until(&client, || switch.posted.load(Ordering::SeqCst) == 1);
+    drop(gone);
+    assert_eq!(done(&client, id).failed, [(0, FetchError::Lost)]);
+    // The read is still under way, and its slot is not for others.
+    switch.held.store(false, Ordering::SeqCst);
+    until(&client, || switch.ended.load(Ordering::SeqCst) == 1);
+    let peer = up(&client, &other.addresses()[0]);
+    let done = fetch(&client, peer, &region, &[(1, BLOCK)], LONG);
+    assert!(done.failed.is_empty(), "{done:?}");
+}
+
+#[test]
+fn who_moves_blocks_otherwise_is_refused_and_who_follows_keys_is_not() {
+    let tier = tier(1);
+    let server = server(any_nixl(), &tier);
+    let Address::Nixl(at) = server.addresses()[0] else {
+        panic!("it listens elsewhere")
+    };
+    let client = client();
+    client.connect(&Address::Tcp(at)).unwrap();
+    for endpoint in [&client, &server] {
+        let (why, refused) = down(endpoint);
+        assert!(refused, "{why}");
+        for part in ["`transport`", "`nixl` on server", "`tcp` on client"] {
+            assert!(why.contains(part), "{why}");
+        }
+    }
+    let without = Endpoint::start(EndpointOptions::new("without", profile())).unwrap();
+    without.connect(&Address::Nixl(at)).unwrap();
+    let (why, refused) = down(&without);
+    assert!(refused && why.contains("pip install"), "{why}");
+    let keys_only = Endpoint::start(EndpointOptions {
+        nixl: Nixl::Keys,
+        ..EndpointOptions::new("keys", profile())
+    });
+    let keys_only = keys_only.unwrap();
+    let peer = up(&keys_only, &server.addresses()[0]);
+    let done = fetch(&keys_only, peer, &Region::new(BLOCK), &[(0, BLOCK)], LONG);
+    assert_eq!(done.failed, [(0, FetchError::Lost)]);
+    let listens = Endpoint::start(EndpointOptions {
+        listen: vec![any_nixl()],
+        ..EndpointOptions::new("without", profile())
+    });
+    let error = listens.err().unwrap().to_string();
+    assert!(error.contains("pip install 'slipstream[nixl]'"), "{error}");
+    let missing = Endpoint::start(EndpointOptions {
+        nixl: Nixl::On(NixlOptions::new("/nowhere/libnixl_capi.so".as_ref())),
+        ..EndpointOptions::new("missing", profile())
+    });
+    let error = missing.err().unwrap().to_string();
+    for part in ["/nowhere/libnixl_capi.so", "pip install 'slipstream[nixl]'"] {
+        assert!(error.contains(part), "{error}");
+    }
 }

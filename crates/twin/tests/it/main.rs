@@ -1,6 +1,7 @@
 //! Known answers, and runs that must agree.
 
 mod model;
+mod real;
 
 use std::path::Path;
 

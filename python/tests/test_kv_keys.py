@@ -160,6 +160,8 @@ def test_new_keys_are_told_with_the_block_that_holds_them_in_the_end() -> None:
     assert keys.step_with_new(log, 8) == (None, [key(3), key(4), key(2), key(5)], [4, 3, 9, 5])
     assert log == []
     assert keys.step_with_new([key(6), 1, None, key(7), 2], 8) == (None, [key(7)], [2])
+    # All were dropped, so one that was known before is new again.
+    assert keys.step_with_new([None, key(7), 3], 8) == (None, [key(7)], [3])
 
 
 def test_messages_out_of_order_or_broken_are_not_believed() -> None:

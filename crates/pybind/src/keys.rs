@@ -306,9 +306,10 @@ impl KeySet {
         let mut new: HashMap<u64, usize, BuildHasherDefault<AsItIs>> =
             HashMap::with_capacity_and_hasher(log.len() / 2, BuildHasherDefault::default());
         let small = log.len() <= 2 * INLINE_MAX && *lock(&self.inner.waiting) == 0;
-        let held = small.then(|| lock(&self.inner.set));
+        let mut held = small.then(|| lock(&self.inner.set));
         let batch = read(log, |change| {
             let Some((key, change)) = change else {
+                held = None; // what it knows is void from here on
                 new.clear();
                 keys.clear();
                 blocks.clear();

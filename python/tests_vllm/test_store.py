@@ -43,6 +43,10 @@ def test_host_memory_gives_back_what_the_device_forgot() -> None:
     assert run(rig, prompt) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert run(rig, prompt) == 20
+    wait_saved(rig)
+    step_until_stored(rig, 20)
+    assert rig.scheduler.reset_prefix_cache()
+    assert run(rig, prompt) == 0, "a reset ends nothing for good"
     rig.close()
 
 

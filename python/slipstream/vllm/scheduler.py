@@ -256,7 +256,8 @@ class SchedulerHalf:
         """Forget all stored blocks, here at once and in the workers with the next step."""
         self.stored = [KeyMirror() for _ in self.stored]
         self._unknown = set(range(len(self.stored)))
-        self._reset = True
+        # Without being asked, a store tells what it drops, which is no snapshot.
+        self._reset = self._resend = True
 
     def new_counts(self) -> dict[str, int] | None:
         """Tell now and then what was counted since it was last told, if anything was."""

@@ -43,6 +43,9 @@ class Store(Protocol):
     def take_message(self) -> bytes | None:
         """Return what changed in the set of keys held here, as `KeyMirror.apply` takes it."""
 
+    def take_tier_message(self) -> tuple[str, bytes] | None:
+        """Return what changed in one tier, and its name, if it was asked for; for KV events."""
+
     def request_snapshot(self) -> None:
         """Tell all keys anew in the messages to come."""
 

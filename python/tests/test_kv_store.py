@@ -1,5 +1,6 @@
 """The store of one rank, without vLLM."""
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 from slipstream import KeyMirror
 from slipstream._native import Store, take_warnings
 from slipstream.options import OptionError, Options, read_options
+from slipstream.told import TIERS, TierEvents
 
 BLOCK = 4096
 
@@ -156,6 +158,156 @@ def wait_for_files(folder: Path, count: int) -> None:
     end = time.monotonic() + 30
     while len(list(folder.glob("*.kv"))) < count:
         assert time.monotonic() < end
+
+
+def test_each_tier_tells_what_it_holds(tmp_path: Path) -> None:
+    opened = Opened(
+        host_bytes=4 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 20, tell_tiers=True
+    )
+    events, held = TierEvents(), {name: set[bytes]() for name in TIERS}
+    # Keys that were on no tier at some moment although they were never lost.
+    lost: set[bytes] = set()
+
+    def follow_until(host: set[int], disk: set[int]) -> None:
+        wanted = {"host": {key(n) for n in host}, "disk": {key(n) for n in disk}}
+        end = time.monotonic() + 30
+        while held != wanted:
+            for tier, keys, gone in events.take(iter(opened.store.take_tier_message, None)):
+                (held[tier].difference_update if gone else held[tier].update)(keys)
+                lost.update(set(keys) - held["host"] - held["disk"])
+            assert not events.error and time.monotonic() < end, f"holds {held}"
+
+    for n in range(6):
+        opened.put(n)
+        wait_for_files(tmp_path, n + 1)
+    follow_until({2, 3, 4, 5}, set(range(6)))
+    assert not lost
+    check(opened.load(0), 0)
+    follow_until({0, 3, 4, 5}, set(range(6)))
+    opened.store.request_snapshot()
+    opened.put(6)
+    wait_for_files(tmp_path, 7)
+    follow_until({0, 4, 5, 6}, set(range(7)))
+    assert not lost
+    opened.store.reset()
+    follow_until(set(), set())
+    opened.store.close()
+
+
+IDENTITY = {"tensor_parallel": "1", "pipeline_parallel": "1", "rank": "0", "block_size": "16"} | {
+    "block_bytes": str(BLOCK)
+}
+
+SERVER = """
+import json, sys
+from slipstream._native import Store
+options = json.loads(sys.argv[1])
+store = Store(block_bytes=4096, **options)
+print(store.address(), flush=True)
+for line in sys.stdin:
+    n = int(line)
+    store.put([n.to_bytes(4, "little") * 9], memoryview(n.to_bytes(4, "little") * 1024))
+    print(n, flush=True)
+"""
+
+
+class Server:
+    """A store in a process of its own, that peers may ask."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"host_bytes": 64 * BLOCK, "identity": IDENTITY, "name": "server"} | options
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def put(self, *numbers: int) -> None:
+        assert self.process.stdin
+        for n in numbers:
+            self.process.stdin.write(f"{n}\n")
+            self.process.stdin.flush()
+            assert self.answer() == str(n)
+
+    def stop(self) -> None:
+        """Stop all its threads, as a machine that hangs does."""
+        self.process.send_signal(signal.SIGSTOP)
+        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+            # The state comes after the name, which is in brackets.
+            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe
+            pipe.close()
+
+
+def load_from(opened: Opened, sources: dict[int, str], **options: Any) -> Any:
+    """Begin to load blocks, each from where it is said to be; returns the buffer."""
+    opened.jobs += 1
+    into = bytearray(BLOCK * len(sources))
+    keys = [key(n) for n in sources]
+    options = {"deadline_s": 30.0} | options
+    opened.store.load(opened.jobs, keys, list(sources.values()), memoryview(into), **options)
+    return into
+
+
+def wait_connected(opened: Opened, server: Server, n: int) -> None:
+    """Load one block until the peer can be asked."""
+    end = time.monotonic() + 30
+    while True:
+        load_from(opened, {n: server.address})
+        if not opened.wait()[1]:
+            return
+        assert time.monotonic() < end, take_warnings()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_blocks_that_a_peer_has_on_disk_only_are_loaded(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    listen = ["tcp://127.0.0.1:0" if kind == "tcp" else f"unix://{tmp_path}/a.sock"]
+    options = {"host_bytes": 4 * BLOCK, "disk_dir": str(folder), "disk_bytes": 1 << 20}
+    with Server(listen=listen, **options) as server:
+        for n in range(12):
+            server.put(n)
+            wait_for_files(folder, n + 1)
+        opened = Opened(identity=IDENTITY, name="client", peers=[server.address])
+        wait_connected(opened, server, 11)
+        for n in range(8):
+            into = load_from(opened, {n: server.address})
+            assert opened.wait()[1:] == ([], "")
+            assert into == n.to_bytes(4, "little") * 1024
+        assert opened.store.counters()["hit_blocks.peer"] == 9
+        opened.store.close()
+
+
+def test_a_store_that_is_closed_keeps_what_had_come_of_its_loads(tmp_path: Path) -> None:
+    with Server(listen=[f"unix://{tmp_path}/a.sock"]) as server:
+        server.put(7, 8)
+        opened = Opened(identity=IDENTITY, name="client", peers=[server.address])
+        opened.put(1, 3)
+        wait_connected(opened, server, 8)
+        server.stop()
+        before = opened.store.counters()["hit_blocks.host"]
+        into = load_from(opened, {1: "", 7: server.address, 3: ""})
+        while opened.store.counters()["hit_blocks.host"] < before + 2:
+            pass
+        opened.store.close()
+        assert opened.wait() == (opened.jobs, [1], "closed")
+        assert into[:BLOCK] == block(1) and into[2 * BLOCK :] == block(3)
 
 
 def test_a_damaged_file_is_a_miss_and_says_so(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ class DoubleStore:
         self.blocks: dict[bytes, bytes] = {}
         self.keys = KeySet()
         self.keys.set_consumed(True)
+        self.tier = KeySet()
+        self.tier.set_consumed(True)
         self.hold_back = False
         self.held_back: list[tuple[int, list[bytes], memoryview]] = []
         self.put_calls = 0
@@ -30,6 +32,7 @@ class DoubleStore:
             for i, key in enumerate(keys):
                 self.blocks[key] = bytes(data[i * self.block_bytes : (i + 1) * self.block_bytes])
                 self.keys.apply([key, 0])
+                self.tier.apply([key, 0])
             self._changed.notify_all()
         return len(keys)
 
@@ -76,14 +79,21 @@ class DoubleStore:
         with self._changed:
             del self.blocks[key]
             self.keys.apply([key, ~0])
+            self.tier.apply([key, ~0])
 
     def take_message(self) -> bytes | None:
         with self._changed:
             return self.keys.take_message(2048)
 
+    def take_tier_message(self) -> tuple[str, bytes] | None:
+        with self._changed:
+            message = self.tier.take_message(2048)
+            return ("host", message) if message else None
+
     def request_snapshot(self) -> None:
         with self._changed:
             self.keys.request_snapshot()
+            self.tier.request_snapshot()
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -95,6 +105,7 @@ class DoubleStore:
         with self._changed:
             self.blocks.clear()
             self.keys.apply([None])
+            self.tier.apply([None])
 
     def close(self) -> None:
         with self._changed:

@@ -111,6 +111,24 @@ def test_blocks_of_another_process_are_loaded_and_right(kind: str, tmp_path: Pat
         second.close()
 
 
+def test_blocks_that_a_peer_has_on_disk_only_are_loaded(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    # Host memory for fewer blocks than two prompts have: the first one's are on disk by then.
+    extra = {"host_bytes": 8192 * (PROMPT_BLOCKS + 8), "disk_dir": str(disk)}
+    with other(listen=[f"unix://{tmp_path}/a.sock"], **extra) as first:
+        second = engine(peers=[first.address])
+        prompts = [second.tokens(BLOCK * PROMPT_BLOCKS + 3) for _ in range(2)]
+        for done, prompt in enumerate(prompts, 1):
+            assert first.ask(run=prompt) == PROMPT_BLOCKS
+            while len(list(disk.glob("*/*.kv"))) < PROMPT_BLOCKS * done:
+                pass
+        wait_for_hit(second, prompts[0], PROMPT_BLOCKS)
+        assert run(second, prompts[0]) == 0
+        counts = second.worker.connector.worker.store.counters()
+        assert counts["hit_blocks.peer"] == PROMPT_BLOCKS
+        second.close()
+
+
 def test_a_lost_peer_costs_a_recompute_and_no_more(tmp_path: Path) -> None:
     with other(listen=[f"unix://{tmp_path}/a.sock"]) as first:
         second = engine(peers=[first.address], load_deadline_s=5.0)

@@ -8,6 +8,7 @@ from rig import BLOCK, Rig
 from slipstream.vllm import SlipstreamConnector
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 def engine(**extra: Any) -> Rig:
@@ -66,6 +67,58 @@ def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:
     other = engine(disk_dir=str(tmp_path), model_id="another")
     assert run(other, prompt) == 20, "the same tokens are other blocks of another model"
     other.close()
+
+
+def test_kv_events_name_the_tier_that_a_block_came_to_or_left(tmp_path: Path) -> None:
+    rig = Rig(
+        num_blocks=64,
+        extra={"host_bytes": BLOCK_BYTES * 8, "disk_dir": str(tmp_path), "model_id": "m"},
+        kv_events=True,
+        **OURS,
+    )
+    held: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    told: list[Any] = []
+    # What vLLM would publish: the pool's events and the connector's, in one batch.
+    publish = rig.scheduler.kv_event_publisher.publish
+
+    def take(batch: Any) -> None:
+        publish(batch)
+        told.extend(batch.events)
+        for event in batch.events:
+            if type(event).__name__ == "AllBlocksCleared":
+                held["GPU"].clear()
+                continue
+            for block_hash in event.block_hashes:
+                if type(event).__name__ == "BlockStored":
+                    assert block_hash not in held[event.medium]
+                    held[event.medium].add(block_hash)
+                else:
+                    held[event.medium].remove(block_hash)
+
+    rig.scheduler.kv_event_publisher.publish = take
+    hashes = []
+    for count in range(1, 21):
+        name = rig.add(rig.tokens(BLOCK), max_tokens=1)
+        hashes.append(maybe_convert_block_hash(rig.scheduler.requests[name].block_hashes[0]))
+        rig.drain()
+        wait_saved(rig)
+        for _ in range(1_000_000):
+            if len(held["STORAGE"]) == count:
+                break
+            rig.step()
+        assert held["STORAGE"] == set(hashes)
+    while held["CPU"] != set(hashes[-8:]):
+        rig.step()
+    assert held["GPU"] == set(hashes)
+    # A block that left host memory was told to be on disk before.
+    order = [(type(e).__name__, e.medium, h) for e in told for h in e.block_hashes]
+    for block_hash in hashes[:12]:
+        stored, removed = ("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")
+        assert order.index((*stored, block_hash)) < order.index((*removed, block_hash))
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    while held["CPU"] or held["STORAGE"]:
+        rig.step()
+    rig.close()
 
 
 def test_a_cache_smaller_than_the_load_is_only_slower() -> None:

@@ -8,7 +8,13 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import (
@@ -162,6 +168,24 @@ def test_events_tell_of_stores_and_removals() -> None:
     offloading.settle(0)
     removed = list(offloading.tier.take_events())
     assert {k for e in removed if e.removed for k in e.keys} == {key(n) for n in range(1, 4)}
+    offloading.close()
+
+
+def test_events_tell_host_memory_from_disk(tmp_path: Path) -> None:
+    offloading = Offloading(events=True, host_bytes=4 * CHUNK, disk_dir=str(tmp_path))
+    held: dict[Medium, set[Any]] = {Medium.CPU: set(), Medium.STORAGE: set()}
+    for n in range(1, 11):
+        offloading.store(n)
+        for _ in range(10_000_000):
+            offloading.step()
+            for event in offloading.tier.take_events():
+                assert event.ownership == "slipstream" and event.removal_expected
+                known = held[event.medium]
+                (known.difference_update if event.removed else known.update)(event.keys)
+            if key(n) in held[Medium.STORAGE] and key(n) in held[Medium.CPU]:
+                break
+    assert held[Medium.STORAGE] == {key(n) for n in range(1, 11)}
+    assert len(held[Medium.CPU]) == 4
     offloading.close()
 
 

@@ -396,19 +396,26 @@ impl KeyMirror {
         }
     }
 
-    /// The keys that a message adds and removes, and whether it begins a snapshot.
+    /// The keys that a message adds and removes; whether it begins a snapshot, and whether all
+    /// keys are known from it on.
     #[staticmethod]
     #[allow(clippy::type_complexity)]
     fn read<'py>(
         py: Python<'py>,
         message: &[u8],
-    ) -> PyResult<(Vec<Bound<'py, PyBytes>>, Vec<Bound<'py, PyBytes>>, bool)> {
+    ) -> PyResult<(
+        Vec<Bound<'py, PyBytes>>,
+        Vec<Bound<'py, PyBytes>>,
+        bool,
+        bool,
+    )> {
         let message = KeyMessage::read(message).map_err(to_python)?;
         let bytes = |key| PyBytes::new(py, key);
         Ok((
             message.added().map(bytes).collect(),
             message.removed().map(bytes).collect(),
             message.begins,
+            message.ends,
         ))
     }
 

@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use slipstream_kvindex::{PeerIndex, digest};
 use slipstream_kvstore::{
-    Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, PeerId, Profile, Transport,
-    clock,
+    Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, PeerId, Profile, Tier,
+    Transport, clock,
 };
 
 use crate::lock;
@@ -93,13 +93,19 @@ fn parse(addresses: Vec<String>) -> PyResult<Vec<(String, Address)>> {
     addresses.into_iter().map(parse).collect()
 }
 
+/// What a store gives to peers: its memory, and what lies below that.
+pub(crate) struct Served {
+    pub(crate) memory: Arc<MemoryTier>,
+    pub(crate) deeper: Option<Arc<dyn Tier>>,
+}
+
 impl Links {
     pub(crate) fn start(
         profile: Profile,
         name: &str,
         listen: Vec<String>,
         peers: Vec<String>,
-        serves: Option<Arc<MemoryTier>>,
+        serves: Option<Served>,
         index_keys: Option<usize>,
     ) -> PyResult<(Links, Option<Arc<PeerIndex>>)> {
         let mut options = EndpointOptions::new(name, profile);
@@ -107,7 +113,9 @@ impl Links {
             .into_iter()
             .map(|(_, address)| address)
             .collect();
-        options.serves = serves;
+        if let Some(Served { memory, deeper }) = serves {
+            (options.serves, options.deeper) = (Some(memory), deeper);
+        }
         options.peers_max = peers.len() + OTHERS_MAX;
         let silence_ns = options.silence_max.as_nanos() as u64;
         let index = index_keys
@@ -172,6 +180,15 @@ impl Links {
             }
         }
         busy
+    }
+
+    /// Ends all connections, and with them all fetches.
+    pub(crate) fn disconnect(&self) {
+        for link in lock(&self.links).iter() {
+            if let Some(peer) = link.peer {
+                self.endpoint.disconnect(peer);
+            }
+        }
     }
 
     /// The connection to the peer of that name, if it stands.

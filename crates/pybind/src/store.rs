@@ -34,7 +34,7 @@ use slipstream_kvstore::{
 
 use crate::keys::life;
 use crate::lock;
-use crate::peers::{Links, profile};
+use crate::peers::{Links, Served, profile};
 
 /// Threads that read for loads. Two, so that one slow disk read does not hold up host memory.
 const READERS: usize = 2;
@@ -49,9 +49,14 @@ const WRITES_MAX: usize = 4_096;
 const MESSAGES_MAX: usize = 1_024;
 /// Blocks that expire in one go.
 const EXPIRE_MAX: usize = 1_024;
+/// A store that is closed waits so long for fetches to be ended, which takes a turn of the
+/// transport's thread; shorter than until a peer is tried again.
+const LAST_FETCHES: Duration = Duration::from_millis(250);
 /// Holders of a key, to its key set.
 const HOST: u32 = 0;
 const DISK: u32 = 1;
+/// Names of the tiers by these numbers.
+const TIERS: [&str; 2] = ["host", "disk"];
 
 /// Memory of a Python object that lets others at its bytes.
 pub(crate) struct Buffer {
@@ -139,10 +144,40 @@ struct Ended {
 /// What is held, told, and not told yet.
 struct Books {
     keys: KeySet,
-    /// What peers are told: host memory, which they can read.
+    /// What peers are told: the same keys, to other followers.
     served: KeySet,
+    /// Keys by tier, where somebody asked for them.
+    tiers: Option<[KeySet; 2]>,
     changes: Vec<TierChange>,
     messages: VecDeque<Vec<u8>>,
+    /// The tier's number, and what changed in it.
+    tier_messages: VecDeque<(u32, Vec<u8>)>,
+}
+
+impl Books {
+    /// What is told of is held by that tier no longer.
+    fn forget(&mut self, holder: u32) {
+        for keys in [&mut self.keys, &mut self.served] {
+            let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
+            let _ = keys.apply(held.iter().map(|key| (&key[..], Change::Remove(holder))));
+        }
+        if let Some(tiers) = &mut self.tiers {
+            tiers[holder as usize].clear();
+        }
+    }
+
+    fn note(&mut self, holder: u32, change: &TierChange) {
+        let (key, change) = match change {
+            TierChange::Stored(key) => (key, Change::Add(holder)),
+            TierChange::Removed(key) => (key, Change::Remove(holder)),
+        };
+        // A disk may hold keys of another length, of another hash function.
+        let _ = self.keys.change(key, change);
+        let _ = self.served.change(key, change);
+        if let Some(tiers) = &mut self.tiers {
+            let _ = tiers[holder as usize].change(key, change);
+        }
+    }
 }
 
 struct Shared {
@@ -216,9 +251,10 @@ impl Shared {
         let (mut failed, mut reason) = (Vec::new(), "");
         let mut away: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (at, key) in load.keys.iter().enumerate() {
-            if Instant::now() >= load.deadline || self.stop.load(Ordering::Relaxed) {
+            let closed = self.stop.load(Ordering::Relaxed);
+            if closed || Instant::now() >= load.deadline {
                 failed.push(at as u32);
-                reason = "deadline";
+                reason = if closed { "closed" } else { "deadline" };
                 continue;
             }
             let lease = load.into.lease(at * self.block_bytes, self.block_bytes);
@@ -305,8 +341,9 @@ impl Shared {
         let Some(pending) = fetching.loads.get_mut(&job) else {
             return;
         };
+        let closed = self.stop.load(Ordering::Acquire);
         for &(at, error) in &done.failed {
-            pending.reason = error.name();
+            pending.reason = if closed { "closed" } else { error.name() };
             pending.failed.push(places[at as usize]);
         }
         pending.fetches -= 1;
@@ -372,40 +409,32 @@ impl Shared {
     fn tell(&self) {
         let disk = self.disk();
         let mut books = lock(&self.books);
-        let Books {
-            keys,
-            served,
-            changes,
-            messages,
-        } = &mut *books;
+        let mut changes = std::mem::take(&mut books.changes);
         let tiers: [(u32, Option<&dyn Tier>); 2] = [
             (HOST, Some(&*self.host)),
             (DISK, disk.as_deref().map(|disk| disk as &dyn Tier)),
         ];
         for (holder, tier) in tiers {
             let Some(tier) = tier else { continue };
-            if !tier.take_changes(changes) {
+            if !tier.take_changes(&mut changes) {
                 // Some were lost: what is held now, less what was said of this tier before.
                 changes.clear();
-                let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
-                let _ = keys.apply(held.iter().map(|key| (&key[..], Change::Remove(holder))));
-                if holder == HOST {
-                    served.clear();
-                }
+                books.forget(holder);
                 changes.extend(tier.keys().into_iter().map(TierChange::Stored));
             }
             for change in changes.drain(..) {
-                let (key, change) = match &change {
-                    TierChange::Stored(key) => (key, Change::Add(holder)),
-                    TierChange::Removed(key) => (key, Change::Remove(holder)),
-                };
-                // A disk may hold keys of another length, of another hash function.
-                let _ = keys.change(key, change);
-                if holder == HOST {
-                    let _ = served.change(key, change);
-                }
+                books.note(holder, &change);
             }
         }
+        let resend = self.resend.swap(false, Ordering::AcqRel);
+        let Books {
+            keys,
+            served,
+            tiers,
+            messages,
+            tier_messages,
+            ..
+        } = &mut *books;
         if let Some(links) = self.links() {
             if links.endpoint.take_snapshot_wanted() {
                 served.set_consumed(true);
@@ -417,7 +446,7 @@ impl Shared {
                 .is_some_and(|m| links.endpoint.publish(m))
             {}
         }
-        if self.resend.swap(false, Ordering::AcqRel) {
+        if resend {
             messages.clear();
             keys.request_snapshot();
         }
@@ -430,6 +459,18 @@ impl Shared {
             // Nobody has asked for long; whoever asks next has to start over anyway.
             messages.clear();
             keys.request_snapshot();
+        }
+        let Some(tiers) = tiers else { return };
+        if resend || tier_messages.len() >= MESSAGES_MAX {
+            tier_messages.clear();
+            tiers.iter_mut().for_each(KeySet::request_snapshot);
+        }
+        for (tier, keys) in (0..).zip(tiers) {
+            while tier_messages.len() < MESSAGES_MAX
+                && let Some(message) = keys.message(self.keys_max)
+            {
+                tier_messages.push_back((tier, message));
+            }
         }
     }
 }
@@ -451,12 +492,13 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk.
+    /// `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk. `tell_tiers`: for
+    /// [`Store::take_tier_message`].
     #[new]
     #[allow(clippy::similar_names)]
     #[pyo3(signature = (
         *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048,
-        identity=None, name="", listen=Vec::new(), peers=Vec::new()
+        identity=None, name="", listen=Vec::new(), peers=Vec::new(), tell_tiers=false
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -470,6 +512,7 @@ impl Store {
         name: &str,
         listen: Vec<String>,
         peers: Vec<String>,
+        tell_tiers: bool,
     ) -> PyResult<Store> {
         let ttl_ns = Some((ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
         let options = MemoryOptions {
@@ -488,11 +531,18 @@ impl Store {
             DiskTier::open(clock::now(), clock::unix_ns(), options)
         });
         let disk = disk.transpose().map_err(to_python)?;
-        let mut keys = KeySet::new(host_bytes / block_bytes, life());
-        keys.set_consumed(true);
+        let followed = |places: usize| {
+            let mut keys = KeySet::new(places, life());
+            keys.set_consumed(true);
+            keys
+        };
+        let places = host_bytes / block_bytes;
         let links = match identity {
             Some(identity) if !listen.is_empty() || !peers.is_empty() => {
-                let serves = Some(Arc::clone(&host));
+                let serves = Some(Served {
+                    memory: Arc::clone(&host),
+                    deeper: disk.clone().map(|disk| disk as Arc<dyn Tier>),
+                });
                 let (links, _) =
                     Links::start(profile(identity)?, name, listen, peers, serves, None)?;
                 Some(Arc::new(links))
@@ -508,10 +558,12 @@ impl Store {
             links: Mutex::new(links),
             fetching: Mutex::default(),
             books: Mutex::new(Books {
-                keys,
-                served: KeySet::new(host_bytes / block_bytes, life()),
+                keys: followed(places),
+                served: KeySet::new(places, life()),
+                tiers: tell_tiers.then(|| [followed(places), followed(0)]),
                 changes: Vec::new(),
                 messages: VecDeque::new(),
+                tier_messages: VecDeque::new(),
             }),
             resend: AtomicBool::new(false),
             loads: Mutex::default(),
@@ -649,6 +701,16 @@ impl Store {
         Some(PyBytes::new(py, &message))
     }
 
+    /// What changed in one tier, and its name.
+    fn take_tier_message<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> Option<(&'static str, Bound<'py, PyBytes>)> {
+        let mut books = self.shared.books.try_lock().ok()?;
+        let (tier, message) = books.tier_messages.pop_front()?;
+        Some((TIERS[tier as usize], PyBytes::new(py, &message)))
+    }
+
     /// Tells all keys anew.
     fn request_snapshot(&self) {
         self.shared.resend.store(true, Ordering::Release);
@@ -730,14 +792,31 @@ impl Store {
                 let _ = thread.join();
             }
             *lock(&shared.disk) = None;
-            // Ends the transport's thread; nothing is written to any buffer from here on.
-            drop(lock(&shared.links).take());
-            let pending: Vec<_> = lock(&shared.fetching).loads.drain().collect();
-            for (job, pending) in pending {
-                // Which of its fetches had ended well is not worth knowing any more.
-                let blocks = pending.into.len() / shared.block_bytes.max(1);
-                shared.end(job, (0..blocks as u32).collect(), "closed", pending.into);
+            let links = lock(&shared.links).take();
+            if let Some(links) = &links {
+                // Fetches end with their connections, and tell what had come until then.
+                links.disconnect();
+                let end = Instant::now() + LAST_FETCHES;
+                while !lock(&shared.fetching).fetches.is_empty() && Instant::now() < end {
+                    if !links.poll(|done| shared.fetched(&done)) {
+                        std::thread::park_timeout(POLL);
+                    }
+                }
             }
+            // Ends the transport's thread; nothing is written to any buffer from here on.
+            drop(links);
+            let mut fetching = lock(&shared.fetching);
+            let Fetching { loads, fetches } = &mut *fetching;
+            for (_, (job, places)) in fetches.drain() {
+                if let Some(pending) = loads.get_mut(&job) {
+                    pending.failed.extend(places);
+                    pending.reason = "closed";
+                }
+            }
+            for (job, pending) in loads.drain() {
+                shared.end(job, pending.failed, pending.reason, pending.into);
+            }
+            drop(fetching);
             drop(lock(&shared.ended));
             shared.ended_came.notify_all();
         });

@@ -193,7 +193,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = Blocks(kv_caches, self._kv_cache_config.num_blocks)
         rank = self._parallel.rank
         self.identity = identity_of(self._vllm_config, blocks, self.options.model_id)
-        store = open_store(self.options, self.identity, blocks.block_bytes, rank)
+        events = self._vllm_config.kv_events_config
+        tell_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
+        store = open_store(self.options, self.identity, blocks.block_bytes, rank, tell_tiers)
         if store is None:
             return
         self._worker = WorkerHalf(
@@ -203,6 +205,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             load_deadline_s=self.options.load_deadline_s,
             saving_bytes_max=self.options.saving_bytes_max,
             stats_interval_s=self.options.stats_interval_s,
+            tell_tiers=tell_tiers,
         )
 
     def get_handshake_metadata(self) -> SlipstreamHandshake:

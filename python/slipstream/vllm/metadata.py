@@ -52,6 +52,8 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
 
     stored: dict[int, list[bytes]] = field(default_factory=dict)
     """By rank, in order: what changed in the set of keys that its store holds."""
+    tiers: list[tuple[str, bytes]] = field(default_factory=list)
+    """Of rank 0, in order: what changed in one of its tiers, where KV events are on."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the messages of several ranks."""
@@ -60,7 +62,7 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
         stored = {rank: list(messages) for rank, messages in self.stored.items()}
         for rank, messages in other.stored.items():
             stored.setdefault(rank, []).extend(messages)
-        return SlipstreamWorkerMetadata(stored)
+        return SlipstreamWorkerMetadata(stored, self.tiers + other.tiers)
 
 
 @dataclass

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def open_store(
-    options: Options, identity: dict[str, str], block_bytes: int, rank: int
+    options: Options,
+    identity: dict[str, str],
+    block_bytes: int,
+    rank: int,
+    tell_tiers: bool = False,
 ) -> Store | None:
     """Open the store of one rank; `None` if the options ask for none."""
     if options.host_bytes == 0:
@@ -36,6 +40,7 @@ def open_store(
         name=own_name(rank),
         listen=of_rank(options.listen, rank),
         peers=of_rank(options.peers, rank),
+        tell_tiers=tell_tiers,
     )
 
 

@@ -10,11 +10,18 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from slipstream._native import KeyMirror, take_warnings
 from slipstream.pool import PoolFeed
+from slipstream.told import TierEvents
 from slipstream.vllm.metadata import (
     NOTHING,
     Load,
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
     from slipstream.options import Options
 
 logger = logging.getLogger("slipstream.vllm")
+
+MEDIUMS = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
+"""What KV events call the tiers of a store."""
 
 HERE = ""
 """The source that is this engine's own store."""
@@ -83,8 +93,7 @@ class SchedulerHalf:
         self._resend = False
         self._unbound_said = False
         self._events: list[KVCacheEvent] | None = [] if events else None
-        # Keys that KV events told of, as a snapshot's first message says that all are void.
-        self._told: set[bytes] = set()
+        self._tiers = TierEvents()
 
     def bind(self, pool: Any) -> None:
         """Begin to follow the pool."""
@@ -222,28 +231,28 @@ class SchedulerHalf:
                         continue
                     self._unknown.discard(rank)
                     self.stored[rank].apply(message)
-                    if rank == 0 and self._events is not None:
-                        self._note_events(message)
                 except ValueError as error:
                     self.counts["message_errors"] += 1
                     self._unknown.add(rank)
                     self._resend = True
                     logger.warning("slipstream: rank %d has to tell its keys anew: %s", rank, error)
+        if meta.tiers and self._events is not None:
+            self._note_events(meta.tiers)
 
-    def _note_events(self, message: bytes) -> None:
-        added, removed, begins = KeyMirror.read(message)
-        if begins:
-            again = set(added)
-            removed = [key for key in self._told if key not in again]
-        added = [key for key in added if key not in self._told]
-        removed = [key for key in removed if key in self._told]
-        self._told.difference_update(removed)
-        self._told.update(added)
+    def _note_events(self, messages: list[tuple[str, bytes]]) -> None:
         assert self._events is not None
-        if added:
-            self._events.append(stored_event(added, self._block_size))
-        if removed:
-            self._events.append(removed_event(removed))
+        for tier, keys, gone in self._tiers.take(messages):
+            self._events.append(
+                removed_event(keys, MEDIUMS[tier])
+                if gone
+                else stored_event(keys, self._block_size, MEDIUMS[tier])
+            )
+        if self._tiers.error:
+            self.counts["message_errors"] += 1
+            self._resend = True
+            logger.warning(
+                "slipstream: the tiers have to tell their keys anew: %s", self._tiers.error
+            )
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the KV events since the last call."""
@@ -313,7 +322,7 @@ def external(key: bytes) -> Any:
     return maybe_convert_block_hash(BlockHash(key[:-4]))
 
 
-def stored_event(keys: list[bytes], block_size: int) -> BlockStored:
+def stored_event(keys: list[bytes], block_size: int, medium: str) -> BlockStored:
     """Return the event for blocks stored outside the device, whose tokens are not known here."""
     return BlockStored(
         block_hashes=[external(key) for key in keys],
@@ -321,11 +330,11 @@ def stored_event(keys: list[bytes], block_size: int) -> BlockStored:
         token_ids=[],
         block_size=block_size,
         lora_id=None,
-        medium="CPU",
+        medium=medium,
         lora_name=None,
     )
 
 
-def removed_event(keys: list[bytes]) -> BlockRemoved:
+def removed_event(keys: list[bytes], medium: str) -> BlockRemoved:
     """Return the event for blocks that are stored no longer."""
-    return BlockRemoved(block_hashes=[external(key) for key in keys], medium="CPU")
+    return BlockRemoved(block_hashes=[external(key) for key in keys], medium=medium)

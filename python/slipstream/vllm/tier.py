@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from slipstream._native import KeyMirror, take_warnings
 from slipstream.options import read_options
+from slipstream.told import TierEvents
 from slipstream.vllm.identity import FORMAT_VERSION, hash_seed
 from slipstream.vllm.open import open_peers, open_store
 
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from slipstream.store import Store
 
 logger = logging.getLogger("slipstream.vllm")
+
+MEDIUMS = {"host": Medium.CPU, "disk": Medium.STORAGE}
+"""What KV events call the tiers of a store."""
+
+OWNER = "slipstream"
+"""Whose tiers they are, in KV events."""
 
 WAIT_S = 0.2
 """How long the waiting thread waits before it looks whether it has to end."""
@@ -77,16 +84,16 @@ class SlipstreamTier(SecondaryTierManager):
         self._options = read_options({"host_bytes": 1 << 30} | options)
         self._pool = primary_kv_view.cast("B")
         identity = identity_of_spec(offloading_spec, self.block_size_bytes, self._options.model_id)
-        store = open_store(self._options, identity, self.block_size_bytes, 0)
+        events = offloading_spec.kv_events_config.enable_kv_cache_events
+        store = open_store(self._options, identity, self.block_size_bytes, 0, events)
         if store is None:
             raise ValueError("slipstream: a tier needs `host_bytes` above 0")
         self.store: Store = store
         self._peers = open_peers(self._options, identity)
         self.held = KeyMirror()
         """What the store holds, as of the last step."""
-        events = offloading_spec.kv_events_config
-        self._events: list[OffloadingEvent] | None = [] if events.enable_kv_cache_events else None
-        self._told: set[bytes] = set()
+        self._events: list[OffloadingEvent] | None = [] if events else None
+        self._tiers = TierEvents()
         # Transfers of single chunks by the store's numbers: the job, and the key's place in it.
         self._parts: dict[int, tuple[Job, int]] = {}
         self._parts_made = 0
@@ -174,26 +181,29 @@ class SlipstreamTier(SecondaryTierManager):
         while (message := self.store.take_message()) is not None:
             try:
                 self.held.apply(message)
-                if self._events is not None:
-                    self._note_events(message)
             except ValueError as error:
                 logger.warning("slipstream: the store has to tell its keys anew: %s", error)
                 self.store.request_snapshot()
+        if self._events is not None:
+            self._note_events()
 
-    def _note_events(self, message: bytes) -> None:
-        added, removed, begins = KeyMirror.read(message)
-        if begins:
-            again = set(added)
-            removed = [key for key in self._told if key not in again]
-        for keys, gone in (
-            ([key for key in added if key not in self._told], False),
-            ([key for key in removed if key in self._told], True),
-        ):
-            (self._told.difference_update if gone else self._told.update)(keys)
-            if keys and self._events is not None:
+    def _note_events(self) -> None:
+        messages = iter(self.store.take_tier_message, None)
+        for tier, keys, gone in self._tiers.take(messages):
+            if self._events is not None:
                 self._events.append(
-                    OffloadingEvent([OffloadKey(key) for key in keys], Medium.STORAGE, removed=gone)
+                    OffloadingEvent(
+                        [OffloadKey(key) for key in keys],
+                        MEDIUMS[tier],
+                        removed=gone,
+                        # The pool before this tier is host memory as well.
+                        ownership=OWNER,
+                        removal_expected=True,
+                    )
                 )
+        if self._tiers.error:
+            logger.warning("slipstream: the tiers tell their keys anew: %s", self._tiers.error)
+            self.store.request_snapshot()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return which chunks came and went."""

@@ -37,6 +37,9 @@ GRACE_S = 1.0
 WAIT_S = 0.2
 """How long the loader waits for a store before it looks whether it has to end."""
 
+TIER_MESSAGES_MAX = 4
+"""Messages about single tiers that go to the scheduler in one step: two for each."""
+
 
 @dataclass(slots=True)
 class UnderWay:
@@ -74,7 +77,9 @@ class WorkerHalf:
         load_deadline_s: float,
         saving_bytes_max: int,
         stats_interval_s: float,
+        tell_tiers: bool = False,
     ) -> None:
+        self._tell_tiers = tell_tiers
         self.store = store
         self.blocks = blocks
         self.rank = rank
@@ -169,7 +174,19 @@ class WorkerHalf:
     def worker_meta(self) -> SlipstreamWorkerMetadata | None:
         """Tell what the store holds now and did not before."""
         message = self.store.take_message()
-        return None if message is None else SlipstreamWorkerMetadata({self.rank: [message]})
+        tiers = self._take_tier_messages() if self._tell_tiers else []
+        if message is None and not tiers:
+            return None
+        return SlipstreamWorkerMetadata({self.rank: [message]} if message else {}, tiers)
+
+    def _take_tier_messages(self) -> list[tuple[str, bytes]]:
+        messages: list[tuple[str, bytes]] = []
+        while (
+            len(messages) < TIER_MESSAGES_MAX
+            and (message := self.store.take_tier_message()) is not None
+        ):
+            messages.append(message)
+        return messages
 
     def counts(self) -> dict[str, int] | None:
         """Tell now and then what was counted since it was last told, if anything was."""

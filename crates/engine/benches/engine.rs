@@ -5,10 +5,11 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use slipstream_base::cluster::{EngineConfig, OutputLen};
+use slipstream_base::mix::mix64;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
-use slipstream_engine::pool::BlockPool;
+use slipstream_engine::pool::{BlockPool, Table};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{DecodeRun, Engine, OutputModel, PassOutput};
 
@@ -191,61 +192,36 @@ fn request_life(c: &mut Criterion) {
     group.finish();
 }
 
+/// A full cache in its steady state: a prompt of so many blocks evicts as many, is cached and, when its
+/// turn comes, let go of. Per element: one block.
 fn pool(c: &mut Criterion) {
     let mut group = c.benchmark_group("block_pool");
     const BLOCKS: u32 = 16_384;
-    let hash = |n: u64| BlockHash::default().child_of_id(n, 0);
-
-    group.bench_function("allocate_release", |b| {
-        let mut pool = BlockPool::new(BLOCKS);
-        let mut ops = Vec::new();
-        let mut held: VecDeque<u32> = (0..BLOCKS / 2).map(|_| pool.allocate(&mut ops)).collect();
-        b.iter(|| {
-            let oldest = held.pop_front().expect("half of them");
-            pool.release(oldest);
-            held.push_back(pool.allocate(&mut ops));
-        });
-    });
-
-    // The steady state of a full cache: each new block evicts one.
-    group.bench_function("evict_allocate_cache_release", |b| {
+    for len in [1u32, 16, 190] {
+        group.throughput(Throughput::Elements(len.into()));
         let mut pool = BlockPool::new(BLOCKS);
         let mut ops: Vec<KvOp> = Vec::new();
         let mut held = VecDeque::new();
         let mut n = 0;
-        let mut turn = |pool: &mut BlockPool, held: &mut VecDeque<u32>| {
-            let block = pool.allocate(&mut ops);
-            n += 1;
-            pool.cache(block, hash(n), hash(n - 1), &mut ops);
-            held.push_back(block);
+        let mut prompt = Vec::new();
+        let mut turn = |pool: &mut BlockPool, held: &mut VecDeque<Table>, mut table: Table| {
             ops.clear();
+            n += 1;
+            prompt.clear();
+            prompt.extend((0..u64::from(len)).map(|j| BlockHash(mix64(n << 16 | j))));
+            pool.allocate(len, &mut table, &mut ops);
+            pool.cache(&mut table, BlockHash(0), &prompt, &mut ops);
+            held.push_back(table);
         };
-        for _ in 0..BLOCKS / 2 {
-            turn(&mut pool, &mut held);
+        for _ in 0..BLOCKS / 2 / len {
+            turn(&mut pool, &mut held, Table::default());
         }
-        b.iter(|| {
-            turn(&mut pool, &mut held);
-            let oldest = held.pop_front().expect("half of them");
-            pool.release(oldest);
-        });
-    });
-
-    // Both over keys in an order that no prefetcher guesses.
-    let mut full = BlockPool::new(BLOCKS);
-    let mut ops = Vec::new();
-    for n in 0..u64::from(BLOCKS) {
-        let block = full.allocate(&mut ops);
-        full.cache(block, hash(n), hash(0), &mut ops);
-    }
-    for (name, offset) in [("lookup_hit", 0), ("lookup_miss", u64::from(BLOCKS))] {
-        let keys: Vec<BlockHash> = (0..u64::from(BLOCKS))
-            .map(|i| hash(offset + i * 7_919 % u64::from(BLOCKS)))
-            .collect();
-        group.bench_function(name, |b| {
-            let mut at = 0;
+        group.bench_function(BenchmarkId::new("evict_allocate_cache_release", len), |b| {
             b.iter(|| {
-                at = (at + 1) % keys.len();
-                full.lookup(keys[at])
+                let mut oldest = held.pop_front().expect("half of them");
+                pool.release(&mut oldest);
+                turn(&mut pool, &mut held, oldest);
+                pool.tell();
             });
         });
     }

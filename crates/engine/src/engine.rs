@@ -18,7 +18,7 @@ use slipstream_base::{
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
 use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
-use crate::pool::{BLOCKS_MAX, BlockId, BlockPool};
+use crate::pool::{BLOCKS_MAX, BlockPool, Hits, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, Sums, Waiting};
 
@@ -60,7 +60,7 @@ pub struct Engine {
     waiting_decode: Sums,
     stuck: Option<Stuck>,
     /// Block tables of sequences that left, for those to come.
-    spare_tables: Vec<Vec<BlockId>>,
+    spare_tables: Vec<Table>,
     handovers: Handovers,
 
     pass: Option<Pass>,
@@ -77,7 +77,7 @@ pub struct Engine {
     prefix_hit_tokens: u64,
 
     // Scratch.
-    hits: Vec<BlockId>,
+    hits: Hits,
     block_tokens: Vec<TokenId>,
     phases: jump::Phases,
 }
@@ -103,7 +103,7 @@ struct Sequence {
     /// Hashes of full blocks beyond the prompt's, known once a preemption made them worth knowing.
     generated_blocks: Vec<BlockHash>,
     /// Blocks held, in order; empty while it waits, unless its prompt came from elsewhere.
-    table: Vec<BlockId>,
+    table: Table,
 }
 
 impl Sequence {
@@ -251,7 +251,7 @@ impl Engine {
             preemptions: 0,
             prefix_query_tokens: 0,
             prefix_hit_tokens: 0,
-            hits: Vec::new(),
+            hits: Hits::default(),
             block_tokens: Vec::new(),
             phases: jump::Phases::default(),
         })
@@ -297,7 +297,7 @@ impl Engine {
             running: false,
             part,
             generated_blocks: Vec::new(),
-            table: Vec::new(),
+            table: Table::default(),
         };
         let rank = sequence.rank();
         let slot = self.sequences.insert(sequence);
@@ -350,7 +350,7 @@ impl Engine {
     /// Loses everything: sequences, blocks, the pass under way, what was not told yet. Deltas begin
     /// again at 0; counters of [`Stats`] run on.
     pub fn restart(&mut self) {
-        self.pool = BlockPool::new(self.pool.total());
+        self.pool.clear();
         self.sequences = Slab::default();
         self.by_id.clear();
         self.running.clear();
@@ -486,7 +486,7 @@ impl Engine {
     fn make_room(&mut self, at: &mut usize, target: u32, plan: &mut Plan) -> bool {
         let slot = self.running[*at].slot;
         loop {
-            let held = self.sequences[slot].table.len() as u32;
+            let held = self.sequences[slot].table.len();
             if target.div_ceil(self.block_size) - held <= self.pool.free() {
                 return true;
             }
@@ -516,12 +516,9 @@ impl Engine {
         let sequence = &mut self.sequences[r.slot];
         let prompt_blocks = sequence.request.prompt.blocks().len();
         let known = prompt_blocks + sequence.generated_blocks.len();
-        let hashes = sequence
-            .table
-            .iter()
-            .skip(known)
-            .map_while(|&b| self.pool.hash(b));
-        sequence.generated_blocks.extend(hashes);
+        let generated = &mut sequence.generated_blocks;
+        self.pool
+            .hashes_from(&sequence.table, known as u32, generated);
         sequence.outputs = r.len - r.prompt_len;
         sequence.preemptions += 1;
         sequence.running = false;
@@ -567,14 +564,9 @@ impl Engine {
             // The whole sequence must fit, not its first chunk alone (vLLM's
             // `scheduler_reserve_full_isl`, on by default). A hit block that nobody holds is among
             // the free ones, so holding it uses one up.
-            let new_blocks = len.div_ceil(self.block_size) - self.hits.len() as u32;
-            let unheld = self.hits.iter().filter(|&&b| self.pool.is_free(b)).count() as u32;
-            if new_blocks + unheld > self.pool.free() {
-                self.stuck = Some(Stuck {
-                    slot,
-                    releases: self.pool.releases(),
-                    next_block,
-                });
+            let new_blocks = len.div_ceil(self.block_size) - self.hits.blocks();
+            if new_blocks + self.hits.free() > self.pool.free() {
+                self.note_stuck(slot, next_block);
                 break;
             }
             self.admit(now, slot, computed, chunk);
@@ -584,6 +576,15 @@ impl Engine {
         }
     }
 
+    fn note_stuck(&mut self, slot: u32, next_block: Option<BlockHash>) {
+        self.pool.watch(next_block);
+        self.stuck = Some(Stuck {
+            slot,
+            releases: self.pool.releases(),
+            next_block,
+        });
+    }
+
     /// True if the sequence could not be admitted lately, and nothing happened that could help.
     fn is_stuck(&mut self, slot: u32) -> bool {
         let Some(stuck) = self.stuck else {
@@ -591,9 +592,7 @@ impl Engine {
         };
         let same = stuck.slot == slot
             && stuck.releases == self.pool.releases()
-            && stuck
-                .next_block
-                .is_none_or(|h| self.pool.lookup(h).is_none());
+            && !self.pool.watched_came();
         if !same {
             self.stuck = None;
         }
@@ -610,20 +609,19 @@ impl Engine {
         let sequence = &self.sequences[slot];
         // At least one token must be computed, or there would be no logits to sample from.
         let most = (sequence.tokens() - 1) / self.block_size;
-        let prompt_blocks = sequence.request.prompt.blocks().iter();
+        let prompt_blocks = sequence.request.prompt.blocks();
+        let mut left = most as usize;
         let mut next_block = None;
-        for &hash in prompt_blocks
-            .chain(&sequence.generated_blocks)
-            .take(most as usize)
-        {
-            if let Some(block) = self.pool.lookup(hash) {
-                self.hits.push(block);
-            } else {
+        for part in [prompt_blocks, &sequence.generated_blocks] {
+            let part = &part[..part.len().min(left)];
+            left -= part.len();
+            let found = self.pool.find(part, &mut self.hits);
+            if let Some(&hash) = part.get(found) {
                 next_block = Some(hash);
                 break;
             }
         }
-        (self.hits.len() as u32 * self.block_size, next_block)
+        (self.hits.blocks() * self.block_size, next_block)
     }
 
     /// Moves the sequence to the running queue, with the blocks in `hits` and new ones for `chunk`
@@ -634,7 +632,7 @@ impl Engine {
         let sequence = &mut self.sequences[slot];
         sequence.running = true;
         sequence.table = table;
-        sequence.table.extend_from_slice(&self.hits);
+        self.pool.hold(&self.hits, &mut sequence.table);
         if sequence.admitted.is_none() {
             sequence.admitted = Some(now);
             sequence.cached_tokens = computed;
@@ -659,9 +657,6 @@ impl Engine {
             stops: !sequence.request.params.stop_token_ids.is_empty(),
             gone: false,
         };
-        for i in 0..self.hits.len() {
-            self.pool.touch(self.hits[i]);
-        }
         self.grow(slot, computed, computed + chunk);
         self.running.push(r);
     }
@@ -672,8 +667,8 @@ impl Engine {
     fn grow(&mut self, slot: u32, computed: u32, target: u32) {
         let sequence = &mut self.sequences[slot];
         let table = &mut sequence.table;
-        let missing = target.div_ceil(self.block_size) as usize - table.len();
-        self.pool.allocate_many(missing, table, &mut self.ops);
+        let missing = target.div_ceil(self.block_size) - table.len();
+        self.pool.allocate(missing, table, &mut self.ops);
         self.cache_full(slot, computed, target);
     }
 
@@ -686,26 +681,35 @@ impl Engine {
         if full.is_empty() {
             return;
         }
-        let sequence = &self.sequences[slot];
-        let prompt_blocks = sequence.request.prompt.blocks().iter().copied();
-        let ahead = prompt_blocks.skip(full.start as usize).take(full.len());
-        self.pool.foresee(ahead);
-        let mut parent = parent_of(sequence, full.start, &self.pool);
-        for j in full {
-            let hash = block_hash(sequence, j, parent, &self.output, &mut self.block_tokens);
-            let block = sequence.table[j as usize];
-            let told = self.ops.len();
-            self.pool.cache(block, hash, parent, &mut self.ops);
-            if let Some(stored) = &mut self.stored_blocks
-                && self.ops.len() > told
-            {
-                push_stored(stored, sequence, j, &self.output, &mut self.block_tokens);
-            }
-            parent = hash;
+        let sequence = &mut self.sequences[slot];
+        let prompt_blocks = sequence.request.prompt.blocks();
+        let known = (prompt_blocks.len() as u32).clamp(full.start, full.end);
+        if full.start < known {
+            let parent = parent_of(sequence, full.start, &self.pool);
+            let Sequence { request, table, .. } = sequence;
+            let hashes = &request.prompt.blocks()[full.start as usize..known as usize];
+            let copies = self.pool.cache(table, parent, hashes, &mut self.ops);
+            self.note_stored(slot, full.start + copies as u32..known);
+        }
+        for j in known..full.end {
+            let (hash, parent) = self.generated_block(slot, j);
+            let table = &mut self.sequences[slot].table;
+            let copies = self.pool.cache(table, parent, &[hash], &mut self.ops);
+            self.note_stored(slot, j + copies as u32..j + 1);
         }
     }
 
-    /// Hash and parent of the full block `j` of a running sequence.
+    /// Notes the tokens of blocks that were just stored, if anybody wants to hear of them.
+    fn note_stored(&mut self, slot: u32, blocks: std::ops::Range<u32>) {
+        if let Some(stored) = &mut self.stored_blocks {
+            for j in blocks {
+                let sequence = &self.sequences[slot];
+                push_stored(stored, sequence, j, &self.output, &mut self.block_tokens);
+            }
+        }
+    }
+
+    /// Hash and parent of the full block `j` of a running sequence, which has cached those before it.
     fn generated_block(&mut self, slot: u32, j: u32) -> (BlockHash, BlockHash) {
         let sequence = &self.sequences[slot];
         let parent = parent_of(sequence, j, &self.pool);
@@ -734,14 +738,10 @@ impl Engine {
         self.release(sequence.table);
     }
 
-    /// Frees blocks, last first: the end of a prefix is of no use without its beginning, so it is
-    /// evicted before that.
-    fn release(&mut self, mut table: Vec<BlockId>) {
-        for &block in table.iter().rev() {
-            self.pool.release(block);
-        }
-        if table.capacity() > 0 {
-            table.clear();
+    /// Frees blocks.
+    fn release(&mut self, mut table: Table) {
+        self.pool.release(&mut table);
+        if table.has_room() {
             self.spare_tables.push(table);
         }
     }
@@ -903,6 +903,7 @@ impl Engine {
         out.ops.clear();
         std::mem::swap(&mut out.ops, &mut self.ops);
         self.kv_sequence += u64::from(!out.ops.is_empty());
+        self.pool.tell();
         !out.ops.is_empty()
     }
 
@@ -952,27 +953,21 @@ impl Engine {
     /// Checks every invariant in O(blocks + sequences). For tests.
     #[doc(hidden)]
     pub fn audit(&self) {
-        let mut held = HashMap::new();
         let mut running = 0;
         for (slot, sequence) in self.sequences.iter() {
             assert_eq!(self.by_id.get(&sequence.request.id), Some(&slot));
             running += u32::from(sequence.running);
             let holds = sequence.running || sequence.part.is_on_its_way();
             assert!(holds || sequence.table.is_empty());
-            for &block in &sequence.table {
-                *held.entry(block).or_insert(0) += 1;
-            }
         }
-        for &block in self.handovers.held.values().flatten() {
-            *held.entry(block).or_insert(0) += 1;
-        }
-        self.pool.audit(&held);
+        let tables = self.sequences.iter().map(|(_, sequence)| &sequence.table);
+        self.pool.audit(tables.chain(self.handovers.held.values()));
         let stats = self.stats();
         assert_eq!(stats.free_blocks + stats.used_blocks, stats.total_blocks);
         assert_eq!(running, stats.running);
         assert!(running <= self.max_num_seqs);
         for r in self.running.iter().filter(|r| !r.gone) {
-            let blocks = self.sequences[r.slot].table.len() as u32;
+            let blocks = self.sequences[r.slot].table.len();
             assert_eq!(blocks * self.block_size, r.capacity);
             assert!(r.computed < r.len && r.len < r.end_len && r.computed <= r.capacity);
         }
@@ -1009,13 +1004,16 @@ fn stops_at(sequence: &Sequence, position: u32, token: TokenId) -> bool {
     position >= params.min_tokens && params.stop_token_ids.contains(&token)
 }
 
-/// What block `j` of a running sequence follows, all blocks before it being full.
+/// What block `j` of a running sequence follows, all blocks before it being full and no other.
 fn parent_of(sequence: &Sequence, j: u32, pool: &BlockPool) -> BlockHash {
     match j {
         0 => sequence.request.prompt.root(),
-        _ => pool
-            .hash(sequence.table[j as usize - 1])
-            .expect("full blocks have a hash"),
+        _ => match sequence.request.prompt.blocks().get(j as usize - 1) {
+            Some(&hash) => hash,
+            None => pool
+                .last_hash(&sequence.table)
+                .expect("full blocks have a hash"),
+        },
     }
 }
 

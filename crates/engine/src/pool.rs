@@ -1,71 +1,205 @@
 //! The paged KV cache: blocks, who holds them, what they cache, and which is evicted next.
 //!
-//! A block is *held* (reference count above 0) or *free*. A full block has a *hash*; a free block
-//! that has one stays cached, and can be hit, until it is allocated for something else. Free blocks
-//! are allocated in this order, which is that of vLLM's free queue:
+//! A block is *held* (by one sequence or more) or *free*. A full block has a *hash*; a free block that
+//! has one stays cached, and can be hit, until it is allocated for something else. Free blocks are
+//! allocated in this order, which is that of vLLM's free queue:
 //!
 //! ```text
-//!   ┌ blank ───────┐ ┌ fresh ─────┐ ┌ cached (LRU) ──────────────────┐
-//!   │ last in,     │ │ never used │ │ longest free   …   just freed  │
-//!   │ first out    │ │            │ │                                │
-//!   └──────────────┘ └────────────┘ └────────────────────────────────┘
+//!   ┌ blank ───────┐ ┌ cached (LRU) ──────────────────┐
+//!   │ have no hash │ │ longest free   …   just freed  │
+//!   └──────────────┘ └────────────────────────────────┘
 //! ```
 //!
 //! Source: vLLM 0.33 `vllm/v1/core/block_pool.py`, `BlockPool.free_blocks` (blocks without a hash
 //! go to the front of the queue, those with one to its end) and `get_new_blocks` (from the front).
 //!
-//! A block takes memory when it is first used (but for 16 bytes in the index): an engine with a
-//! large cache and few requests stays small.
+//! # Runs
+//!
+//! Sequences take, fill and release many blocks in a row, and a sequence releases its last block first,
+//! so neighbors of a prompt stay neighbors in the LRU order. Blocks are therefore kept as *runs*:
+//! stretches of one chain with the same holders, of which the LRU list has each as one entry, to be
+//! evicted from its end. A prompt of hundreds of blocks is one or a few runs; taking, caching,
+//! releasing and evicting it costs a few accesses to memory and not some for each block.
+//!
+//! ```text
+//!   prompt A  a0 a1 a2 a3 a4 a5        heads: a0 → ┌ a0 a1 a2 ┐ held by A and B
+//!   prompt B  a0 a1 a2 b3 b4                       └──────────┘
+//!                                             a3 → ┌ a3 a4 a5 ┐ held by A
+//!                                             b3 → ┌ b3 b4 ┐    held by B
+//! ```
+//!
+//! A block is found by following its prompt: from the run that the first hash heads to the end of
+//! that, then on to the run that the next hash heads. So a run ends wherever two prompts part, and is
+//! *split* where it did not. Hashes are chained: where two are equal so is all that comes before, and
+//! where one is not cached nothing that follows is (the block before is released later, and so evicted
+//! later). What is asked of a stretch of hashes is therefore asked of few of them.
+//!
+//! A block that has no hash is nothing but a number: how many of them are free, and in each table.
+//! Memory is 64 bytes a run and 8 to 16 a cached block, taken as they come to be.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use slipstream_base::{BlockHash, KvOp};
 
-/// Index of a block in its pool.
-pub type BlockId = u32;
-
 const NIL: u32 = u32::MAX;
 
-/// Largest pool: 2^26 blocks (10^9 tokens in blocks of 16). Keeps indices and table sizes in `u32`.
+/// Largest pool: 2^26 blocks (10^9 tokens in blocks of 16). Keeps counts of tokens in their types.
 pub const BLOCKS_MAX: u32 = 1 << 26;
-
-#[derive(Clone, Copy, Default)]
-struct Block {
-    /// What it caches, and what that follows; meaningful while `hashed`.
-    hash: u64,
-    parent: u64,
-    /// Sequences that hold it.
-    refs: u32,
-    /// Neighbors among the copies of the same hash, oldest first: a list whose first block's
-    /// `older` is its last, so that both ends are at hand.
-    older: u32,
-    newer: u32,
-    hashed: bool,
-}
-
-/// Neighbors of a free block in the list that it is in. Apart from the blocks: walking a list is a
-/// chain of waits for memory, and eight neighbors of one line are often in a row.
-#[derive(Clone, Copy, Default)]
-struct Link {
-    prev: u32,
-    next: u32,
-}
 
 /// The blocks of one engine.
 pub struct BlockPool {
     total: u32,
-    /// Blocks ever used; room for all.
-    blocks: Vec<Block>,
-    links: Vec<Link>,
-    index: HashIndex,
-    /// Top of the stack of free blocks without a hash.
+    /// Free blocks without a hash.
     blank: u32,
-    /// The free blocks with a hash, next to be evicted first.
+    /// Free blocks with one: those in the LRU list.
+    idle: u32,
+    /// Runs by number; numbers are used again.
+    runs: Vec<Run>,
+    /// First of the unused numbers, linked by `next`.
+    spare: u32,
+    /// The run that a hash heads, of runs that can be hit.
+    heads: HashMap<BlockHash, u32, BuildHasherDefault<ChainHasher>>,
+    /// Blocks with a hash that another one had before them: what takes its place when that is evicted.
+    /// Each is a run by itself, and cannot be hit until then. The oldest and the youngest of a hash,
+    /// linked by `younger`.
+    copies: HashMap<BlockHash, (u32, u32), BuildHasherDefault<ChainHasher>>,
+    buffers: Buffers,
+    /// The run that is evicted next, and the last.
     lru_first: u32,
     lru_last: u32,
-    free: u32,
     cached: u32,
     /// Blocks freed so far. Only a free block can make an allocation possible that failed before.
     releases: u64,
+    /// A hash that is waited for, and whether it was cached since.
+    watched: Option<BlockHash>,
+    watched_came: bool,
+    /// Nobody wants to hear of changes.
+    silent: bool,
+    /// Runs that have changed since [`BlockPool::tell`], some twice.
+    untold: Vec<u32>,
+    /// Runs that were told and have been evicted since, by their heads.
+    ghosts: HashMap<BlockHash, u32, BuildHasherDefault<ChainHasher>>,
 }
+
+/// Blocks that follow each other in a chain and have the same holders.
+struct Run {
+    /// Hashes of its blocks; behind them those of blocks that were told and have been evicted since.
+    hashes: Vec<BlockHash>,
+    /// What the first block follows.
+    parent: BlockHash,
+    /// Blocks; 0 if this is no run, or a ghost.
+    len: u32,
+    /// Of `hashes`, those that were cached when changes were last told.
+    told: u32,
+    /// Sequences that hold it.
+    refs: u32,
+    /// Neighbors in the LRU list, if nobody holds it. Otherwise `next` is what was split off its end
+    /// while it was held: part of what those hold who had held it before.
+    prev: u32,
+    next: u32,
+    /// The copy of the same hash that came after it, if this is a copy.
+    younger: u32,
+    /// Its one block is a copy of a block that is in another run.
+    copy: bool,
+    /// Another run may follow its last block, so that it must end there.
+    sealed: bool,
+    /// It is in the list of those that have changed.
+    untold: bool,
+    /// Evicted, but remembered until that is told.
+    ghost: bool,
+}
+
+impl Run {
+    /// The hashes of its blocks.
+    #[inline]
+    fn blocks(&self) -> &[BlockHash] {
+        &self.hashes[..self.len as usize]
+    }
+}
+
+/// A part of a table: `len` blocks that begin with the first of `run`, and go on in what was split off
+/// it.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    run: u32,
+    len: u32,
+}
+
+/// The blocks that a sequence holds, in order: those that are cached, then those without a hash.
+#[derive(Debug, Default)]
+pub struct Table {
+    segments: Vec<Segment>,
+    cached: u32,
+    blank: u32,
+}
+
+impl Table {
+    /// Blocks in it.
+    #[inline]
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.cached + self.blank
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether it has memory that another sequence could use.
+    pub(crate) fn has_room(&self) -> bool {
+        self.segments.capacity() > 0
+    }
+
+    /// Of its blocks, those that have a hash.
+    #[must_use]
+    pub fn cached(&self) -> u32 {
+        self.cached
+    }
+}
+
+/// Leading blocks of a sequence that are cached, as [`BlockPool::find`] found them. Good until the pool
+/// changes.
+#[derive(Debug, Default)]
+pub struct Hits {
+    segments: Vec<Segment>,
+    blocks: u32,
+    free: u32,
+}
+
+impl Hits {
+    /// How many there are.
+    #[must_use]
+    pub fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Of them, those that nobody holds: to hold them uses up free blocks.
+    #[must_use]
+    pub fn free(&self) -> u32 {
+        self.free
+    }
+
+    /// Forgets them.
+    pub fn clear(&mut self) {
+        self.segments.clear();
+        (self.blocks, self.free) = (0, 0);
+    }
+}
+
+/// Where a chain stands: behind block `offset` of `run`, or before its first block.
+#[derive(Clone, Copy)]
+struct Place {
+    run: u32,
+    offset: u32,
+}
+
+const START: Place = Place {
+    run: NIL,
+    offset: 0,
+};
 
 impl BlockPool {
     /// A pool of `blocks` free blocks, at most [`BLOCKS_MAX`].
@@ -73,15 +207,22 @@ impl BlockPool {
         assert!(blocks <= BLOCKS_MAX, "checked by the engine");
         BlockPool {
             total: blocks,
-            blocks: Vec::with_capacity(blocks as usize),
-            links: Vec::with_capacity(blocks as usize),
-            index: HashIndex::new(blocks),
-            blank: NIL,
+            blank: blocks,
+            idle: 0,
+            runs: Vec::new(),
+            spare: NIL,
+            heads: HashMap::default(),
+            copies: HashMap::default(),
+            buffers: Buffers::default(),
             lru_first: NIL,
             lru_last: NIL,
-            free: blocks,
             cached: 0,
             releases: 0,
+            watched: None,
+            watched_came: false,
+            silent: false,
+            untold: Vec::new(),
+            ghosts: HashMap::default(),
         }
     }
 
@@ -92,12 +233,12 @@ impl BlockPool {
 
     /// Blocks that nobody holds.
     pub fn free(&self) -> u32 {
-        self.free
+        self.blank + self.idle
     }
 
     /// Blocks that somebody holds.
     pub fn used(&self) -> u32 {
-        self.total() - self.free
+        self.total() - self.free()
     }
 
     /// Distinct hashes that can be hit.
@@ -110,150 +251,211 @@ impl BlockPool {
         self.releases
     }
 
-    /// The oldest block that caches `hash`.
-    #[inline]
-    pub fn lookup(&self, hash: BlockHash) -> Option<BlockId> {
-        self.index.get(hash.0, &self.blocks)
+    /// Whether changes are listed (they are unless told otherwise).
+    pub fn list_changes(&mut self, on: bool) {
+        self.silent = !on;
     }
 
-    /// True if nobody holds `block`.
-    #[inline]
-    pub fn is_free(&self, block: BlockId) -> bool {
-        self.blocks[block as usize].refs == 0
+    /// From now on notes whether `hash`, which is not cached, comes to be.
+    pub fn watch(&mut self, hash: Option<BlockHash>) {
+        (self.watched, self.watched_came) = (hash, false);
     }
 
-    /// What `block` caches.
-    #[inline]
-    pub fn hash(&self, block: BlockId) -> Option<BlockHash> {
-        let block = &self.blocks[block as usize];
-        block.hashed.then_some(BlockHash(block.hash))
+    /// Whether the hash that is watched was cached since.
+    pub fn watched_came(&self) -> bool {
+        self.watched_came
     }
 
-    /// Holds a cached block once more.
-    #[inline]
-    pub fn touch(&mut self, block: BlockId) {
-        let b = &mut self.blocks[block as usize];
-        b.refs += 1;
-        if b.refs == 1 {
-            // Only cached blocks are looked up, so it is in the LRU list.
-            let Link { prev, next } = self.links[block as usize];
-            self.unlink_lru(prev, next);
-            self.free -= 1;
+    /// Goes on looking for a chain, of which `hits` has what was found so far, all of it: adds the leading
+    /// ones of `hashes` that are cached, the oldest copy of each. Returns how many those are.
+    pub fn find(&self, hashes: &[BlockHash], hits: &mut Hits) -> usize {
+        let mut at = 0;
+        if let Some(last) = hits.segments.last_mut() {
+            let run = &self.runs[last.run as usize];
+            let more = shared(&run.blocks()[last.len as usize..], hashes);
+            last.len += more as u32;
+            hits.blocks += more as u32;
+            hits.free += if run.refs == 0 { more as u32 } else { 0 };
+            at = more;
+            if last.len < run.len {
+                return at;
+            }
         }
+        while at < hashes.len()
+            && let Some(&id) = self.heads.get(&hashes[at])
+        {
+            let run = &self.runs[id as usize];
+            let len = shared(run.blocks(), &hashes[at..]) as u32;
+            hits.segments.push(Segment { run: id, len });
+            hits.blocks += len;
+            hits.free += if run.refs == 0 { len } else { 0 };
+            at += len as usize;
+            if len < run.len {
+                break;
+            }
+        }
+        at
     }
 
-    /// Takes a free block for new content, and holds it once. What it cached is forgotten; if that
-    /// was the last copy, `ops` hears of it.
+    /// Holds what was found, as the first blocks of `table`.
+    pub fn hold(&mut self, hits: &Hits, table: &mut Table) {
+        debug_assert!(table.is_empty(), "hits are the beginning of a sequence");
+        for &segment in &hits.segments {
+            let Segment { run: id, len } = segment;
+            if len < self.runs[id as usize].len {
+                self.split(id, len);
+            }
+            let run = &mut self.runs[id as usize];
+            run.refs += 1;
+            if run.refs == 1 {
+                self.idle -= run.len;
+                self.unlink(id);
+            }
+        }
+        table.segments.extend_from_slice(&hits.segments);
+        table.cached += hits.blocks;
+    }
+
+    /// Takes `count` free blocks for new content, and holds them in `table`. What they cached is
+    /// forgotten; `ops` hears of what the last copy of is gone.
     ///
     /// # Panics
-    /// If no block is free.
+    /// If there are fewer.
     #[inline]
-    pub fn allocate(&mut self, ops: &mut Vec<KvOp>) -> BlockId {
-        let id = if self.blank != NIL {
-            let id = self.blank;
-            self.blank = self.links[id as usize].next;
-            id
-        } else if (self.blocks.len() as u32) < self.total {
-            self.blocks.push(Block::default());
-            self.links.push(Link::default());
-            self.blocks.len() as u32 - 1
-        } else {
-            let id = self.lru_first;
-            assert!(id != NIL, "allocate() is called only where free() > 0");
-            let next = self.links[id as usize].next;
-            self.unlink_lru(NIL, next);
-            self.forget(id, ops);
-            id
-        };
-        self.blocks[id as usize].refs = 1;
-        self.free -= 1;
-        id
-    }
-
-    /// Takes `count` free blocks, as [`allocate`](BlockPool::allocate) does one by one.
-    pub fn allocate_many(&mut self, count: usize, table: &mut Vec<BlockId>, ops: &mut Vec<KvOp>) {
-        if self.blocks.len() as u32 == self.total {
-            // They come from the LRU list, and what they cached leaves the index.
-            let mut at = self.lru_first;
-            let victims = std::iter::from_fn(|| {
-                let block = self.blocks.get(at as usize)?; // none at NIL
-                at = self.links[at as usize].next;
-                Some(BlockHash(block.hash))
-            });
-            self.foresee(victims.take(count));
+    pub fn allocate(&mut self, count: u32, table: &mut Table, ops: &mut Vec<KvOp>) {
+        let blank = count.min(self.blank);
+        self.blank -= blank;
+        if blank < count {
+            self.evict(count - blank, ops);
         }
-        table.extend((0..count).map(|_| self.allocate(ops)));
+        table.blank += count;
     }
 
-    /// Reads where the index has, or would have, these hashes, and does nothing with it.
-    ///
-    /// The places are at random, so in a pool larger than the processor's caches each costs a wait
-    /// for memory. Those of a short loop are waited for together; those of the long loops that move
-    /// blocks are not. It pays where many engines take turns, as in a simulator.
-    #[inline]
-    pub fn foresee(&self, hashes: impl Iterator<Item = BlockHash>) {
-        let seen = hashes.fold(0, |seen, hash| seen ^ self.index.peek(hash.0));
-        std::hint::black_box(seen);
-    }
-
-    /// Lets go of a block. A free block without a hash is allocated next, one with a hash last.
-    #[inline]
-    pub fn release(&mut self, block: BlockId) {
-        let lru_last = self.lru_last;
-        let b = &mut self.blocks[block as usize];
-        assert!(b.refs > 0, "a block is released by who holds it");
-        b.refs -= 1;
-        if b.refs > 0 {
-            return;
-        }
-        self.free += 1;
-        self.releases += 1;
-        if b.hashed {
-            self.links[block as usize] = Link {
-                prev: lru_last,
-                next: NIL,
-            };
-            self.lru_last = block;
-            if lru_last == NIL {
-                self.lru_first = block;
-            } else {
-                self.links[lru_last as usize].next = block;
-            }
-        } else {
-            self.links[block as usize].next = self.blank;
-            self.blank = block;
-        }
-    }
-
-    /// Notes that `block`, which is held, is full and caches `hash`, which follows `parent`. If it
-    /// is the first copy, `ops` hears of it.
-    #[inline]
+    /// Notes that as many of the blank blocks of `table` are full and cache `hashes`, of which the first
+    /// one follows `parent`: the hash of the last cached block of `table`, or the root of its chain.
+    /// `ops` hears of those that are the first copies. Returns how many, at the beginning, are not.
     pub fn cache(
         &mut self,
-        block: BlockId,
-        hash: BlockHash,
+        table: &mut Table,
+        mut parent: BlockHash,
+        hashes: &[BlockHash],
+        ops: &mut Vec<KvOp>,
+    ) -> usize {
+        let count = hashes.len() as u32;
+        assert!(count <= table.blank, "a block becomes full once");
+        table.blank -= count;
+        table.cached += count;
+        let mut place = self.end_of(table);
+        let mut copies = 0;
+        while let Some(&hash) = hashes.get(copies)
+            && let Some(next) = self.step(place, hash)
+        {
+            place = next;
+            let id = self.add_run(&hashes[copies..=copies], parent, true);
+            let (_, last) = self.copies.entry(hash).or_insert((id, NIL));
+            let elder = std::mem::replace(last, id);
+            if let Some(elder) = self.runs.get_mut(elder as usize) {
+                elder.younger = id;
+            }
+            table.segments.push(Segment { run: id, len: 1 });
+            parent = hash;
+            copies += 1;
+        }
+        if copies < hashes.len() {
+            if place.run != NIL && place.offset < self.runs[place.run as usize].len {
+                self.split(place.run, place.offset); // two chains part here
+            }
+            self.cache_fresh(table, place.run, parent, &hashes[copies..], ops);
+        }
+        copies
+    }
+
+    /// Caches hashes that no block has, and that follow the end of run `before`.
+    fn cache_fresh(
+        &mut self,
+        table: &mut Table,
+        before: u32,
         parent: BlockHash,
+        hashes: &[BlockHash],
         ops: &mut Vec<KvOp>,
     ) {
-        let b = &mut self.blocks[block as usize];
-        debug_assert!(b.refs > 0 && !b.hashed, "a held block becomes full once");
-        b.hash = hash.0;
-        b.parent = parent.0;
-        b.hashed = true;
-        match self.index.insert(hash.0, block, &self.blocks) {
-            None => {
-                let b = &mut self.blocks[block as usize];
-                (b.older, b.newer) = (block, NIL);
-                self.cached += 1;
-                ops.push(KvOp::Stored { hash, parent });
+        let len = hashes.len() as u32;
+        self.cached += len;
+        if self.watched.is_some_and(|hash| hashes.contains(&hash)) {
+            self.watched_came = true;
+        }
+        if !self.silent {
+            let parents = std::iter::once(&parent).chain(hashes);
+            let pairs = hashes.iter().zip(parents);
+            ops.extend(pairs.map(|(&hash, &parent)| KvOp::Stored { hash, parent }));
+        }
+        // The sequence's own last run goes on, if it is nobody else's and nothing else follows it.
+        if let Some(last) = table.segments.last_mut()
+            && last.run == before
+            && let run = &mut self.runs[before as usize]
+            && run.len == last.len
+            && run.refs == 1
+            && !run.sealed
+            && run.hashes.len() == run.len as usize
+        {
+            self.buffers.extend(&mut run.hashes, hashes);
+            run.len += len;
+            last.len += len;
+            self.note_change(before);
+        } else {
+            if let Some(before) = self.runs.get_mut(before as usize) {
+                before.sealed = true;
             }
-            Some(first) => {
-                let last = self.blocks[first as usize].older;
-                self.blocks[last as usize].newer = block;
-                let b = &mut self.blocks[block as usize];
-                (b.older, b.newer) = (last, NIL);
-                self.blocks[first as usize].older = block;
+            let id = self.add_run(hashes, parent, false);
+            self.heads.insert(hashes[0], id);
+            table.segments.push(Segment { run: id, len });
+            self.note_change(id);
+        }
+    }
+
+    /// Lets go of all blocks of a table, the last one first: the end of a prefix is of no use without
+    /// its beginning, so it is evicted before that. Blocks without a hash are allocated next, those
+    /// with one last.
+    pub fn release(&mut self, table: &mut Table) {
+        self.blank += table.blank;
+        self.releases += u64::from(table.blank);
+        for at in (0..table.segments.len()).rev() {
+            let Segment { run, len } = table.segments[at];
+            if self.runs[run as usize].len == len {
+                self.let_go(run);
+            } else {
+                // What was split off: its numbers behind the table's own, then from the last on.
+                let begin = table.segments.len();
+                self.parts_of(table.segments[at], |run, len| {
+                    table.segments.push(Segment { run, len });
+                });
+                while table.segments.len() > begin {
+                    let part = table.segments.pop().expect("there is one behind `begin`");
+                    self.let_go(part.run);
+                }
             }
+        }
+        table.segments.clear();
+        (table.cached, table.blank) = (0, 0);
+    }
+
+    /// The hash of the last cached block of `table`; `None` if it has none.
+    pub fn last_hash(&self, table: &Table) -> Option<BlockHash> {
+        let mut last = None;
+        let &segment = table.segments.last()?;
+        self.parts_of(segment, |run, _| last = Some(run));
+        self.runs[last? as usize].blocks().last().copied()
+    }
+
+    /// Appends the hashes of the cached blocks of `table` from number `from` on.
+    pub fn hashes_from(&self, table: &Table, from: u32, out: &mut Vec<BlockHash>) {
+        let mut skip = from as usize;
+        for &segment in &table.segments {
+            self.parts_of(segment, |run, len| {
+                let blocks = &self.runs[run as usize].hashes[..len as usize];
+                out.extend_from_slice(blocks.get(skip..).unwrap_or_default());
+                skip = skip.saturating_sub(blocks.len());
+            });
         }
     }
 
@@ -262,419 +464,649 @@ impl BlockPool {
         if self.used() > 0 {
             return false;
         }
-        let releases = self.releases;
-        *self = BlockPool::new(self.total());
-        self.releases = releases + 1;
+        self.clear();
         true
     }
 
-    /// Each distinct cached hash with its parent, in the order of block numbers.
+    /// All blocks are free and cache nothing, whoever held them.
+    pub fn clear(&mut self) {
+        *self = BlockPool {
+            releases: self.releases + 1,
+            silent: self.silent,
+            ..BlockPool::new(self.total())
+        };
+    }
+
+    /// Each distinct cached hash with its parent, in no particular order.
     pub fn cached_blocks(&self) -> impl Iterator<Item = (BlockHash, BlockHash)> + '_ {
-        self.blocks
-            .iter()
-            // The oldest copy stands for all: it is the one whose `older` is the list's end.
-            .filter(|b| b.hashed && self.blocks[b.older as usize].newer == NIL)
-            .map(|b| (BlockHash(b.hash), BlockHash(b.parent)))
+        let runs = self.runs.iter().filter(|run| !run.copy);
+        runs.flat_map(|run| {
+            let blocks = run.blocks().iter().copied();
+            blocks.zip(std::iter::once(run.parent).chain(run.blocks().iter().copied()))
+        })
     }
 
-    /// Takes a block out of the LRU list, given its neighbors there.
-    #[inline]
-    fn unlink_lru(&mut self, prev: u32, next: u32) {
-        if prev == NIL {
-            self.lru_first = next;
-        } else {
-            self.links[prev as usize].next = next;
+    /// All changes so far have been told: [`told_prefix`](Self::told_prefix) knows them from now on.
+    pub fn tell(&mut self) {
+        for at in 0..self.untold.len() {
+            let id = self.untold[at];
+            let run = &mut self.runs[id as usize];
+            run.untold = false;
+            run.told = run.len;
+            run.hashes.truncate(run.len as usize);
+            if std::mem::take(&mut run.ghost) {
+                self.drop_run(id);
+            }
         }
-        if next == NIL {
-            self.lru_last = prev;
-        } else {
-            self.links[next as usize].prev = prev;
-        }
+        self.untold.clear();
+        self.ghosts.clear();
     }
 
-    /// Takes the hash off `block`.
-    #[inline]
-    fn forget(&mut self, block: BlockId, ops: &mut Vec<KvOp>) {
-        let Block {
-            hash, older, newer, ..
-        } = self.blocks[block as usize];
-        self.blocks[block as usize].hashed = false;
-        if older == block {
-            self.index.remove(hash, block);
-            self.cached -= 1;
-            ops.push(KvOp::Removed {
-                hash: BlockHash(hash),
-            });
-        } else if self.blocks[older as usize].newer == NIL {
-            // The oldest of several: the next one takes its place in the index and as list head.
-            self.index.replace(hash, block, newer);
-            self.blocks[newer as usize].older = older;
-        } else {
-            self.blocks[older as usize].newer = newer;
-            if newer == NIL {
-                let first = self
-                    .index
-                    .get(hash, &self.blocks)
-                    .expect("a newer copy's hash is in the index");
-                self.blocks[first as usize].older = older;
+    /// How many leading ones of `hashes` were cached when changes were last told.
+    pub fn told_prefix(&self, hashes: &[BlockHash]) -> u32 {
+        let mut at = 0;
+        while let Some(hash) = hashes.get(at) {
+            let told = |id: &u32| self.runs[*id as usize].told > 0;
+            let head = self.heads.get(hash).copied().filter(told);
+            let Some(id) = head.or_else(|| self.ghosts.get(hash).copied()) else {
+                break;
+            };
+            let run = &self.runs[id as usize];
+            let len = shared(&run.hashes[..run.told as usize], &hashes[at..]);
+            at += len;
+            if len < run.told as usize {
+                break;
+            }
+        }
+        at as u32
+    }
+
+    /// Frees `count` blocks of the LRU list, from its beginning.
+    fn evict(&mut self, mut count: u32, ops: &mut Vec<KvOp>) {
+        assert!(
+            count <= self.idle,
+            "allocate() is called only where free() suffices"
+        );
+        self.idle -= count;
+        while count > 0 {
+            let id = self.lru_first;
+            let run = &mut self.runs[id as usize];
+            let taken = count.min(run.len);
+            count -= taken;
+            let left = run.len - taken;
+            if run.copy {
+                self.drop_copy(id);
+            } else if self.copies.is_empty() {
+                if !self.silent {
+                    let gone = run.blocks()[left as usize..].iter().rev();
+                    ops.extend(gone.map(|&hash| KvOp::Removed { hash }));
+                }
+                self.cached -= taken;
             } else {
-                self.blocks[newer as usize].older = older;
+                for at in (left..run.len).rev() {
+                    self.forget(id, at, ops);
+                }
+            }
+            self.runs[id as usize].len = left;
+            self.note_change(id);
+            if left == 0 {
+                self.unlink(id);
+                self.bury(id);
             }
         }
     }
 
-    /// Checks every invariant in O(blocks); `held` is how often each block should be held. For tests.
-    #[doc(hidden)]
-    pub fn audit(&self, held: &std::collections::HashMap<BlockId, u32>) {
-        let mut free = self.total - self.blocks.len() as u32;
-        let mut distinct = std::collections::HashSet::new();
-        for (id, block) in self.blocks.iter().enumerate() {
-            let id = id as BlockId;
-            assert_eq!(
-                block.refs,
-                held.get(&id).copied().unwrap_or(0),
-                "references of {id}"
-            );
-            free += u32::from(block.refs == 0);
-            if block.hashed {
-                distinct.insert(block.hash);
-                let first = self
-                    .lookup(BlockHash(block.hash))
-                    .expect("a hashed block can be found");
-                let copies = self.copies(first);
-                assert!(copies.contains(&id), "{id} is among the copies of its hash");
+    /// Block `at` of a run, its last one, is evicted: the next copy takes its place, if there is one.
+    fn forget(&mut self, id: u32, at: u32, ops: &mut Vec<KvOp>) {
+        let run = &mut self.runs[id as usize];
+        let hash = run.hashes[at as usize];
+        let Some(copies) = self.copies.get_mut(&hash) else {
+            self.cached -= 1;
+            if !self.silent {
+                ops.push(KvOp::Removed { hash });
+            }
+            return;
+        };
+        let heir = copies.0;
+        copies.0 = self.runs[heir as usize].younger;
+        if copies.0 == NIL {
+            self.copies.remove(&hash);
+        }
+        let run = &mut self.runs[id as usize];
+        run.sealed = true;
+        // As far as others have heard, nothing happens.
+        let was_told = run.told > at;
+        run.told = run.told.min(at);
+        let heir_run = &mut self.runs[heir as usize];
+        heir_run.copy = false;
+        heir_run.told = u32::from(was_told);
+        self.heads.insert(hash, heir);
+        self.note_change(heir);
+    }
+
+    /// A copy is evicted, and nobody misses it.
+    fn drop_copy(&mut self, id: u32) {
+        let hash = self.runs[id as usize].hashes[0];
+        let younger = self.runs[id as usize].younger;
+        let Some((first, last)) = self.copies.get_mut(&hash) else {
+            return;
+        };
+        if *first == id {
+            *first = younger;
+            if younger == NIL {
+                self.copies.remove(&hash);
+            }
+            return;
+        }
+        // Copies of one block are few.
+        let mut elder = *first;
+        while elder != NIL && self.runs[elder as usize].younger != id {
+            elder = self.runs[elder as usize].younger;
+        }
+        if let Some(run) = self.runs.get_mut(elder as usize) {
+            run.younger = younger;
+            if younger == NIL {
+                *last = elder;
             }
         }
-        assert_eq!(free, self.free, "free blocks");
-        assert_eq!(distinct.len() as u32, self.cached, "distinct hashes");
-        let mut listed = self.total - self.blocks.len() as u32;
-        let mut at = self.blank;
-        while at != NIL {
-            let block = &self.blocks[at as usize];
-            assert!(block.refs == 0 && !block.hashed, "blank block {at}");
-            listed += 1;
-            at = self.links[at as usize].next;
+    }
+
+    /// A run has no block left.
+    fn bury(&mut self, id: u32) {
+        let run = &mut self.runs[id as usize];
+        let head = run.hashes[0];
+        if !run.copy && self.heads.get(&head) == Some(&id) {
+            self.heads.remove(&head);
         }
+        if !run.copy && run.told > 0 {
+            run.ghost = true;
+            self.ghosts.insert(head, id);
+        } else {
+            self.drop_run(id);
+        }
+    }
+
+    /// Splits a run behind its first `at` blocks, of which there are at least one, and more in it.
+    fn split(&mut self, id: u32, at: u32) {
+        let run = &mut self.runs[id as usize];
+        let rest = Run {
+            hashes: self.buffers.copy_of(&run.hashes[at as usize..]),
+            parent: run.hashes[at as usize - 1],
+            len: run.len - at,
+            told: run.told.saturating_sub(at),
+            refs: run.refs,
+            prev: run.prev,
+            next: run.next,
+            younger: NIL,
+            copy: false,
+            sealed: run.sealed,
+            untold: false,
+            ghost: false,
+        };
+        run.hashes.truncate(at as usize);
+        run.len = at;
+        run.sealed = true;
+        run.told = run.told.min(at);
+        let (refs, prev, head) = (run.refs, run.prev, rest.hashes[0]);
+        let changed = rest.told != rest.len || rest.hashes.len() > rest.len as usize;
+        let new = self.insert_run(rest);
+        self.heads.insert(head, new);
+        if changed {
+            self.note_change(new);
+        }
+        if refs > 0 {
+            self.runs[id as usize].next = new;
+        } else {
+            // The end is evicted first.
+            self.runs[new as usize].next = id;
+            self.runs[id as usize].prev = new;
+            match prev {
+                NIL => self.lru_first = new,
+                _ => self.runs[prev as usize].next = new,
+            }
+        }
+    }
+
+    /// Calls `part` for each run of a segment, with the number of its blocks.
+    #[inline]
+    fn parts_of(&self, segment: Segment, mut part: impl FnMut(u32, u32)) {
+        let Segment { run: mut id, len } = segment;
+        let mut left = len;
+        loop {
+            let run = &self.runs[id as usize];
+            part(id, run.len.min(left));
+            if run.len >= left {
+                return;
+            }
+            left -= run.len;
+            id = run.next;
+        }
+    }
+
+    /// Where the cached blocks of `table` end, among those that can be hit.
+    fn end_of(&self, table: &Table) -> Place {
+        let segments = &table.segments;
+        let copies = segments
+            .iter()
+            .rev()
+            .take_while(|segment| self.runs[segment.run as usize].copy)
+            .count();
+        let (own, copies) = segments.split_at(segments.len() - copies);
+        let mut place = START;
+        if let Some(&segment) = own.last() {
+            self.parts_of(segment, |run, offset| place = Place { run, offset });
+        }
+        for copy in copies {
+            let hash = self.runs[copy.run as usize].hashes[0];
+            // Each is the copy of a block that can be hit.
+            place = self.step(place, hash).unwrap_or(START);
+        }
+        place
+    }
+
+    /// Goes on from `place` to the block with `hash`, if it is there.
+    #[inline]
+    fn step(&self, place: Place, hash: BlockHash) -> Option<Place> {
+        let Place { run, offset } = place;
+        if run != NIL
+            && let Some(&next) = self.runs[run as usize].blocks().get(offset as usize)
+        {
+            let offset = offset + 1;
+            return (next == hash).then_some(Place { run, offset });
+        }
+        let &run = self.heads.get(&hash)?;
+        Some(Place { run, offset: 1 })
+    }
+
+    /// One holder less.
+    #[inline]
+    fn let_go(&mut self, id: u32) {
+        let lru_last = self.lru_last;
+        let run = &mut self.runs[id as usize];
+        assert!(run.refs > 0, "a block is released by who holds it");
+        run.refs -= 1;
+        if run.refs > 0 {
+            return;
+        }
+        self.idle += run.len;
+        self.releases += u64::from(run.len);
+        (run.prev, run.next) = (lru_last, NIL);
+        self.lru_last = id;
+        match lru_last {
+            NIL => self.lru_first = id,
+            _ => self.runs[lru_last as usize].next = id,
+        }
+    }
+
+    /// Takes a run out of the LRU list.
+    #[inline]
+    fn unlink(&mut self, id: u32) {
+        let Run { prev, next, .. } = self.runs[id as usize];
+        match prev {
+            NIL => self.lru_first = next,
+            _ => self.runs[prev as usize].next = next,
+        }
+        match next {
+            NIL => self.lru_last = prev,
+            _ => self.runs[next as usize].prev = prev,
+        }
+        self.runs[id as usize].next = NIL;
+    }
+
+    /// A run that is held once, and is in no map yet.
+    fn add_run(&mut self, hashes: &[BlockHash], parent: BlockHash, copy: bool) -> u32 {
+        let hashes = self.buffers.copy_of(hashes);
+        self.insert_run(Run {
+            len: hashes.len() as u32,
+            hashes,
+            parent,
+            told: 0,
+            refs: 1,
+            prev: NIL,
+            next: NIL,
+            younger: NIL,
+            copy,
+            sealed: copy,
+            untold: false,
+            ghost: false,
+        })
+    }
+
+    fn insert_run(&mut self, run: Run) -> u32 {
+        let id = self.spare;
+        if id == NIL {
+            self.runs.push(run);
+            return self.runs.len() as u32 - 1;
+        }
+        self.spare = self.runs[id as usize].next;
+        self.runs[id as usize] = run;
+        id
+    }
+
+    fn drop_run(&mut self, id: u32) {
+        let run = &mut self.runs[id as usize];
+        debug_assert!(run.len == 0 && run.refs == 0);
+        self.buffers.take_back(std::mem::take(&mut run.hashes));
+        (run.told, run.copy) = (0, false);
+        run.next = self.spare;
+        self.spare = id;
+    }
+
+    /// Others do not know yet what a run has become.
+    #[inline]
+    fn note_change(&mut self, id: u32) {
+        let run = &mut self.runs[id as usize];
+        if !run.untold {
+            run.untold = true;
+            self.untold.push(id);
+        }
+    }
+
+    /// Checks every invariant in O(blocks), given all tables. For tests.
+    #[doc(hidden)]
+    pub fn audit<'a>(&self, tables: impl Iterator<Item = &'a Table>) {
+        let mut refs = vec![0; self.runs.len()];
+        let mut held_blank = 0;
+        for table in tables {
+            held_blank += table.blank;
+            let mut cached = 0;
+            for &segment in &table.segments {
+                self.parts_of(segment, |run, len| {
+                    assert_eq!(len, self.runs[run as usize].len, "segments end with runs");
+                    refs[run as usize] += 1;
+                    cached += len;
+                });
+            }
+            assert_eq!(cached, table.cached);
+        }
+        let (mut idle, mut held, mut idle_runs, mut heads) = (0, 0, 0, 0);
+        let mut ends = HashMap::new();
+        for (run, &refs) in self.runs.iter().zip(&refs) {
+            assert_eq!(run.refs, refs, "holders of a run");
+            if run.len > 0 && run.refs == 0 {
+                idle_runs += 1;
+                idle += run.len;
+            }
+            held += if run.refs > 0 { run.len } else { 0 };
+            if !run.copy {
+                for (at, &hash) in (1..).zip(run.blocks()) {
+                    let twice = ends.insert(hash, at == run.len);
+                    assert!(twice.is_none(), "{hash} can be found in two places");
+                }
+            }
+        }
+        for (id, run) in (0..).zip(&self.runs).filter(|(_, run)| run.len > 0) {
+            if run.copy {
+                assert!(run.len == 1 && ends.contains_key(&run.hashes[0]));
+                let mut copy = self.copies[&run.hashes[0]].0;
+                while copy != id {
+                    copy = self.runs[copy as usize].younger;
+                }
+            } else {
+                heads += 1;
+                assert_eq!(self.heads.get(&run.hashes[0]), Some(&id));
+                // A run ends wherever another one follows.
+                assert_ne!(ends.get(&run.parent), Some(&false), "a run that goes on");
+            }
+        }
+        assert_eq!(self.heads.len(), heads);
+        assert_eq!(ends.len() as u32, self.cached, "distinct hashes");
+        assert_eq!(idle, self.idle, "cached blocks that nobody holds");
+        assert_eq!(self.blank + idle + held + held_blank, self.total);
         let (mut at, mut prev) = (self.lru_first, NIL);
         while at != NIL {
-            let block = &self.blocks[at as usize];
-            assert!(block.refs == 0 && block.hashed && self.links[at as usize].prev == prev);
-            listed += 1;
-            (prev, at) = (at, self.links[at as usize].next);
+            let run = &self.runs[at as usize];
+            assert!(run.refs == 0 && run.len > 0 && run.prev == prev);
+            idle_runs -= 1;
+            (prev, at) = (at, run.next);
         }
-        assert_eq!(prev, self.lru_last);
-        assert_eq!(listed, self.free, "blocks in the free lists");
-    }
-
-    fn copies(&self, first: BlockId) -> Vec<BlockId> {
-        let mut copies = vec![first];
-        let mut at = self.blocks[first as usize].newer;
-        while at != NIL {
-            copies.push(at);
-            at = self.blocks[at as usize].newer;
-        }
-        assert_eq!(self.blocks[first as usize].older, copies[copies.len() - 1]);
-        copies
+        assert_eq!(
+            (prev, idle_runs),
+            (self.lru_last, 0),
+            "the LRU list is whole"
+        );
     }
 }
 
-/// Hash to first block: buckets of one cache line, each with seven places.
-///
-/// Hashes are already mixed (XXH3), so a bucket is chosen by their upper half, and a place holds no
-/// more than that half and a block. What does not fit its bucket spills into the next ones, which a
-/// bucket counts: a search goes on only where something spilled, and removal leaves neither
-/// tombstones nor holes to close. It never grows, so no insertion is ever slow. At most 4 of 7
-/// places are in use on average, so about one bucket in twenty spills (a Poisson variable of mean 4
-/// exceeds 7 with a probability of 0.051); almost every branch is foreseen by the processor.
-struct HashIndex {
-    buckets: Vec<Bucket>,
-    mask: usize,
+/// Room for the hashes of runs, used again and again: capacities of 4, 8, 16, … hashes, each size apart,
+/// so that a warm engine allocates nothing. What is kept is no more than was used at once.
+#[derive(Default)]
+struct Buffers {
+    spare: [Vec<Vec<BlockHash>>; BUFFER_SIZES],
 }
 
-const PLACES: usize = 7;
+/// Up to 4 << 11 = 8,192 hashes; longer ones are not kept.
+const BUFFER_SIZES: usize = 12;
 
-#[derive(Clone, Copy, Default)]
-#[repr(align(64))]
-struct Bucket {
-    /// Upper halves of the hashes. The last one is not used.
-    tags: [u32; PLACES + 1],
-    /// Blocks plus one, 0 where there is none. Last: how many entries that belong here, or before,
-    /// went past this bucket.
-    blocks: [u32; PLACES + 1],
-}
-
-impl Bucket {
-    fn spilled(&self) -> u32 {
-        self.blocks[PLACES]
+impl Buffers {
+    fn size(len: usize) -> usize {
+        len.max(4).next_power_of_two().trailing_zeros() as usize - 2
     }
 
-    /// Places whose tag is `tag`; may include empty ones.
-    #[inline]
-    fn tagged(&self, tag: u32) -> Places {
-        Places::of(&self.tags, tag)
+    fn copy_of(&mut self, hashes: &[BlockHash]) -> Vec<BlockHash> {
+        let size = Self::size(hashes.len());
+        let spare = self.spare.get_mut(size).and_then(Vec::pop);
+        let mut buffer = spare.unwrap_or_else(|| Vec::with_capacity(4 << size));
+        buffer.extend_from_slice(hashes);
+        buffer
     }
 
-    /// Place of `block`, as it is stored: plus one, 0 for an empty place.
-    #[inline]
-    fn place_of(&self, stored: u32) -> Option<usize> {
-        Places::of(&self.blocks, stored).next()
-    }
-}
-
-/// A set of places, lowest first.
-struct Places(u32);
-
-impl Places {
-    #[inline]
-    fn of(lanes: &[u32; PLACES + 1], value: u32) -> Places {
-        let mut equal = 0;
-        for (i, &lane) in lanes.iter().enumerate() {
-            equal |= u32::from(lane == value) << i;
+    fn extend(&mut self, buffer: &mut Vec<BlockHash>, hashes: &[BlockHash]) {
+        let len = buffer.len() + hashes.len();
+        if len > buffer.capacity() {
+            let size = Self::size(len);
+            let spare = self.spare.get_mut(size).and_then(Vec::pop);
+            let mut larger = spare.unwrap_or_else(|| Vec::with_capacity(4 << size));
+            larger.extend_from_slice(buffer);
+            self.take_back(std::mem::replace(buffer, larger));
         }
-        Places(equal & ((1 << PLACES) - 1))
+        buffer.extend_from_slice(hashes);
+    }
+
+    fn take_back(&mut self, mut buffer: Vec<BlockHash>) {
+        // By what it can hold for sure.
+        let size = Self::size(buffer.capacity() / 2 + 1);
+        if buffer.capacity() >= 4 << size
+            && let Some(spare) = self.spare.get_mut(size)
+        {
+            buffer.clear();
+            spare.push(buffer);
+        }
     }
 }
 
-impl Iterator for Places {
-    type Item = usize;
-    #[inline]
-    fn next(&mut self) -> Option<usize> {
-        let place = self.0.trailing_zeros() as usize;
-        self.0 &= self.0.wrapping_sub(1);
-        (place < PLACES).then_some(place)
+/// How many leading hashes two stretches share. Hashes are chained: where two are equal, so are all
+/// before them.
+#[inline]
+fn shared(a: &[BlockHash], b: &[BlockHash]) -> usize {
+    let both = a.len().min(b.len());
+    if both == 0 || a[both - 1] == b[both - 1] {
+        return both;
     }
+    let (mut equal, mut differ) = (0, both - 1);
+    while equal < differ {
+        let middle = equal + (differ - equal) / 2;
+        if a[middle] == b[middle] {
+            equal = middle + 1;
+        } else {
+            differ = middle;
+        }
+    }
+    equal
 }
 
-impl HashIndex {
-    fn new(blocks: u32) -> HashIndex {
-        let buckets = (blocks as usize).div_ceil(4).next_power_of_two();
-        HashIndex {
-            buckets: vec![Bucket::default(); buckets],
-            mask: buckets - 1,
+/// Hashes of blocks are mixed already (XXH3).
+#[derive(Default)]
+struct ChainHasher(u64);
+
+impl Hasher for ChainHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
         }
     }
-
-    #[inline]
-    fn tag(hash: u64) -> u32 {
-        (hash >> 32) as u32
-    }
-
-    #[inline]
-    fn home(&self, hash: u64) -> usize {
-        Self::tag(hash) as usize & self.mask
-    }
-
-    /// Something of the bucket where the search for `hash` would begin.
-    #[inline]
-    fn peek(&self, hash: u64) -> u32 {
-        self.buckets[self.home(hash)].spilled()
-    }
-
-    #[inline]
-    fn get(&self, hash: u64, blocks: &[Block]) -> Option<BlockId> {
-        let mut at = self.home(hash);
-        loop {
-            let bucket = &self.buckets[at];
-            for place in bucket.tagged(Self::tag(hash)) {
-                let stored = bucket.blocks[place];
-                if stored != 0 && blocks[stored as usize - 1].hash == hash {
-                    return Some(stored - 1);
-                }
-            }
-            if bucket.spilled() == 0 {
-                return None;
-            }
-            at = (at + 1) & self.mask;
-        }
-    }
-
-    /// Enters `block` as the first of its hash, unless there is one: then returns that.
-    #[inline]
-    fn insert(&mut self, hash: u64, block: BlockId, blocks: &[Block]) -> Option<BlockId> {
-        let found = self.get(hash, blocks);
-        if found.is_none() {
-            let mut at = self.home(hash);
-            loop {
-                let bucket = &mut self.buckets[at];
-                if let Some(place) = bucket.place_of(0) {
-                    bucket.tags[place] = Self::tag(hash);
-                    bucket.blocks[place] = block + 1;
-                    break;
-                }
-                bucket.blocks[PLACES] += 1;
-                at = (at + 1) & self.mask;
-            }
-        }
-        found
-    }
-
-    /// Puts `new` in the place of `old`, the first of `hash`.
-    fn replace(&mut self, hash: u64, old: BlockId, new: BlockId) {
-        let mut at = self.home(hash);
-        loop {
-            let bucket = &mut self.buckets[at];
-            if let Some(place) = bucket.place_of(old + 1) {
-                bucket.blocks[place] = new + 1;
-                return;
-            }
-            assert!(bucket.spilled() > 0, "a cached block is in the index");
-            at = (at + 1) & self.mask;
-        }
-    }
-
-    /// Takes out `block`, the first of `hash`.
-    #[inline]
-    fn remove(&mut self, hash: u64, block: BlockId) {
-        let mut at = self.home(hash);
-        loop {
-            let bucket = &mut self.buckets[at];
-            if let Some(place) = bucket.place_of(block + 1) {
-                bucket.blocks[place] = 0;
-                return;
-            }
-            assert!(bucket.spilled() > 0, "a cached block is in the index");
-            // It went past this bucket, and no longer does.
-            bucket.blocks[PLACES] -= 1;
-            at = (at + 1) & self.mask;
-        }
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, HashMap, VecDeque};
+    use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
     use proptest::prelude::*;
 
     use super::*;
 
-    fn hash(n: u64) -> BlockHash {
-        BlockHash::default().child_of_id(n, 0)
+    /// A chain: block `j` is one of several that may follow block `j - 1`.
+    fn chain(branches: &[u8]) -> Vec<BlockHash> {
+        let mut parent = BlockHash::default();
+        let follow = |&branch: &u8| {
+            parent = parent.child_of_id(branch.into(), 0);
+            parent
+        };
+        branches.iter().map(follow).collect()
+    }
+
+    /// Holds what is cached of the first `most` blocks of `path`, and new blocks for all of it.
+    fn admit(pool: &mut BlockPool, path: &[BlockHash], most: usize, ops: &mut Vec<KvOp>) -> Table {
+        let (mut hits, mut table) = (Hits::default(), Table::default());
+        pool.find(&path[..most], &mut hits);
+        pool.hold(&hits, &mut table);
+        pool.allocate(path.len() as u32 - table.len(), &mut table, ops);
+        let from = table.cached() as usize;
+        let parent = pool.last_hash(&table).unwrap_or_default();
+        pool.cache(&mut table, parent, &path[from..], ops);
+        table
+    }
+
+    fn removed(ops: &[KvOp]) -> Vec<BlockHash> {
+        let gone = ops.iter().filter_map(|op| match op {
+            KvOp::Removed { hash } => Some(*hash),
+            _ => None,
+        });
+        gone.collect()
     }
 
     #[test]
-    fn evicts_the_block_that_was_free_longest() {
-        let mut pool = BlockPool::new(3);
+    fn evicts_the_block_that_was_free_longest_and_chains_from_their_end() {
+        let mut pool = BlockPool::new(7);
         let mut ops = Vec::new();
-        let held: Vec<BlockId> = (0..3).map(|_| pool.allocate(&mut ops)).collect();
-        for (&block, n) in held.iter().zip(1..) {
-            pool.cache(block, hash(n), hash(0), &mut ops);
-        }
-        // Freed in the order 2, 0, 1; then 2 is hit and freed again, so 0 is the oldest.
-        for i in [2, 0, 1] {
-            pool.release(held[i]);
-        }
-        let hit = pool.lookup(hash(3)).unwrap();
-        pool.touch(hit);
-        pool.release(hit);
+        let (a, b) = (chain(&[0, 0, 0]), chain(&[1, 1]));
+        let mut first = admit(&mut pool, &a, 0, &mut ops);
+        let mut second = admit(&mut pool, &b, 0, &mut ops);
+        pool.release(&mut first);
+        pool.release(&mut second);
+        // The first block of `a` is used again, so the rest of it is oldest.
+        let mut again = admit(&mut pool, &a[..1], 1, &mut ops);
+        pool.release(&mut again);
         ops.clear();
-        for _ in 0..3 {
-            pool.allocate(&mut ops);
-        }
-        let removed = |n| KvOp::Removed { hash: hash(n) };
-        assert_eq!(ops, [removed(1), removed(2), removed(3)]);
-    }
-
-    #[test]
-    fn blocks_without_a_hash_are_taken_before_any_is_evicted() {
-        let mut pool = BlockPool::new(2);
-        let mut ops = Vec::new();
-        let (a, b) = (pool.allocate(&mut ops), pool.allocate(&mut ops));
-        pool.cache(a, hash(1), hash(0), &mut ops);
-        pool.release(a);
-        pool.release(b);
-        ops.clear();
-        assert_eq!(pool.allocate(&mut ops), b);
-        assert_eq!(ops, []);
-        assert_eq!(pool.lookup(hash(1)), Some(a));
+        let mut all = Table::default();
+        pool.allocate(2, &mut all, &mut ops);
+        assert_eq!(ops, [], "blank blocks go first");
+        pool.allocate(3, &mut all, &mut ops);
+        assert_eq!(removed(&ops), [a[2], a[1], b[1]]);
+        pool.allocate(2, &mut all, &mut ops);
+        assert_eq!(removed(&ops)[3..], [b[0], a[0]]);
+        assert_eq!((pool.free(), pool.cached()), (0, 0));
     }
 
     #[test]
     fn only_the_first_copy_is_stored_and_the_last_removed() {
-        let mut pool = BlockPool::new(3);
+        let mut pool = BlockPool::new(6);
         let mut ops = Vec::new();
-        let held: Vec<BlockId> = (0..3).map(|_| pool.allocate(&mut ops)).collect();
-        for &block in &held {
-            pool.cache(block, hash(7), hash(0), &mut ops);
-        }
-        assert_eq!(
-            ops,
-            [KvOp::Stored {
-                hash: hash(7),
-                parent: hash(0)
-            }]
-        );
-        assert_eq!(pool.lookup(hash(7)), Some(held[0]), "the oldest is hit");
+        let path = chain(&[0, 0]);
+        let mut tables: Vec<Table> = (0..3)
+            .map(|_| admit(&mut pool, &path, 0, &mut ops))
+            .collect();
+        assert_eq!(ops.len(), 2, "stored once each");
+        assert_eq!(pool.cached(), 2);
         ops.clear();
-        pool.release(held[1]);
-        pool.release(held[0]);
-        pool.release(held[2]);
-        pool.allocate(&mut ops); // takes held[1], the middle copy
-        assert_eq!(pool.lookup(hash(7)), Some(held[0]));
-        pool.allocate(&mut ops); // takes held[0], the first
-        assert_eq!(pool.lookup(hash(7)), Some(held[2]));
+        for at in [1, 0, 2] {
+            pool.release(&mut tables[at]);
+        }
+        let mut taken = Table::default();
+        pool.allocate(4, &mut taken, &mut ops); // the middle copies, then the first ones
         assert_eq!(ops, []);
-        pool.allocate(&mut ops);
-        assert_eq!(pool.lookup(hash(7)), None);
-        assert_eq!(ops, [KvOp::Removed { hash: hash(7) }]);
+        let mut hits = Hits::default();
+        assert_eq!(pool.find(&path, &mut hits), 2);
+        pool.allocate(2, &mut taken, &mut ops);
+        assert_eq!(removed(&ops), [path[1], path[0]]);
+        hits.clear();
+        assert_eq!(pool.find(&path, &mut hits), 0);
+    }
+
+    #[test]
+    fn a_sequence_that_goes_on_does_not_hide_one_that_parted_from_it() {
+        let mut pool = BlockPool::new(9);
+        let mut ops = Vec::new();
+        let (a, b) = (chain(&[0, 0, 0]), chain(&[0, 0, 1]));
+        let mut first = admit(&mut pool, &a[..2], 0, &mut ops);
+        let mut second = admit(&mut pool, &b, 2, &mut ops);
+        pool.release(&mut second);
+        // It is the only holder of the two blocks again, but `b` goes on from there.
+        pool.allocate(1, &mut first, &mut ops);
+        pool.cache(&mut first, a[1], &a[2..], &mut ops);
+        for path in [&a, &b] {
+            assert_eq!(pool.find(path, &mut Hits::default()), 3);
+        }
+        pool.audit([&first].into_iter());
     }
 
     #[test]
     fn reset_waits_until_nothing_is_held() {
         let mut pool = BlockPool::new(2);
-        let mut ops = Vec::new();
-        let a = pool.allocate(&mut ops);
-        pool.cache(a, hash(1), hash(0), &mut ops);
+        let path = chain(&[0]);
+        let mut table = admit(&mut pool, &path, 0, &mut Vec::new());
         assert!(!pool.reset());
-        assert_eq!(pool.lookup(hash(1)), Some(a));
-        pool.release(a);
+        assert_eq!(pool.find(&path, &mut Hits::default()), 1);
+        pool.release(&mut table);
         assert!(pool.reset());
-        assert_eq!(
-            (pool.lookup(hash(1)), pool.cached(), pool.free()),
-            (None, 0, 2)
-        );
+        assert_eq!(pool.find(&path, &mut Hits::default()), 0);
+        assert_eq!((pool.cached(), pool.free()), (0, 2));
     }
 
-    /// The pool as a queue and a map of lists, as slow and plain as can be.
+    /// The pool block by block, as slow and plain as can be.
     #[derive(Default)]
     struct Plain {
-        free: VecDeque<BlockId>,
-        refs: BTreeMap<BlockId, u32>,
-        hashes: BTreeMap<BlockId, u64>,
-        copies: BTreeMap<u64, Vec<BlockId>>,
+        free: VecDeque<u32>,
+        refs: BTreeMap<u32, u32>,
+        hashes: BTreeMap<u32, BlockHash>,
+        copies: BTreeMap<BlockHash, Vec<u32>>,
+        told: BTreeSet<BlockHash>,
         ops: Vec<KvOp>,
     }
 
     impl Plain {
-        fn allocate(&mut self) -> BlockId {
+        fn allocate(&mut self) -> u32 {
             let block = self.free.pop_front().unwrap();
-            if let Some(h) = self.hashes.remove(&block) {
-                let copies = self.copies.get_mut(&h).unwrap();
+            if let Some(hash) = self.hashes.remove(&block) {
+                let copies = self.copies.get_mut(&hash).unwrap();
                 copies.retain(|&b| b != block);
                 if copies.is_empty() {
-                    self.copies.remove(&h);
-                    self.ops.push(KvOp::Removed { hash: hash(h) });
+                    self.copies.remove(&hash);
+                    self.ops.push(KvOp::Removed { hash });
                 }
             }
             self.refs.insert(block, 1);
             block
         }
-        fn cache(&mut self, block: BlockId, h: u64) {
-            self.hashes.insert(block, h);
-            let copies = self.copies.entry(h).or_default();
+        fn cache(&mut self, block: u32, hash: BlockHash, parent: BlockHash) {
+            self.hashes.insert(block, hash);
+            let copies = self.copies.entry(hash).or_default();
             if copies.is_empty() {
-                self.ops.push(KvOp::Stored {
-                    hash: hash(h),
-                    parent: hash(0),
-                });
+                self.ops.push(KvOp::Stored { hash, parent });
             }
             copies.push(block);
         }
-        fn touch(&mut self, block: BlockId) {
+        fn touch(&mut self, block: u32) {
             self.free.retain(|&b| b != block);
             *self.refs.entry(block).or_default() += 1;
         }
-        fn release(&mut self, block: BlockId) {
+        fn release(&mut self, block: u32) {
             let refs = self.refs.get_mut(&block).unwrap();
             *refs -= 1;
             if *refs == 0 {
@@ -686,88 +1118,126 @@ mod tests {
                 }
             }
         }
+        fn leading(&self, path: &[BlockHash]) -> Vec<u32> {
+            let first = |hash| self.copies.get(hash).map(|copies| copies[0]);
+            path.iter().map_while(first).collect()
+        }
+    }
+
+    struct Both {
+        pool: BlockPool,
+        plain: Plain,
+        ops: Vec<KvOp>,
+        sequences: Vec<(Vec<BlockHash>, Table, Vec<u32>)>,
+    }
+
+    impl Both {
+        fn admit(&mut self, path: Vec<BlockHash>, most: usize) {
+            let mut hits = Hits::default();
+            // In two pieces, as a prompt and what was generated after it.
+            let (one, two) = path[..most.min(path.len())].split_at(most.min(path.len()) / 2);
+            let mut found = self.pool.find(one, &mut hits);
+            if found == one.len() {
+                found += self.pool.find(two, &mut hits);
+            }
+            let blocks = self.plain.leading(&path[..most.min(path.len())]);
+            assert_eq!(found, blocks.len());
+            let unheld = blocks.iter().filter(|b| !self.plain.refs.contains_key(b));
+            assert_eq!(hits.free() as usize, unheld.count());
+            let mut table = Table::default();
+            self.pool.hold(&hits, &mut table);
+            for &block in &blocks {
+                self.plain.touch(block);
+            }
+            self.sequences.push((path, table, blocks));
+        }
+
+        fn grow(&mut self, which: usize, most: usize) {
+            let (path, table, blocks) = &mut self.sequences[which];
+            let count = most
+                .min(path.len() - blocks.len())
+                .min(self.pool.free() as usize);
+            self.pool.allocate(count as u32, table, &mut self.ops);
+            blocks.extend((0..count).map(|_| self.plain.allocate()));
+        }
+
+        fn fill(&mut self, which: usize, most: usize) {
+            let (path, table, blocks) = &mut self.sequences[which];
+            let from = table.cached() as usize;
+            let to = blocks.len().min(from + most);
+            let parent = |j: usize| match j {
+                0 => BlockHash::default(),
+                _ => path[j - 1],
+            };
+            assert_eq!(self.pool.last_hash(table).unwrap_or_default(), parent(from));
+            let stored = self.ops.len();
+            let copies = self
+                .pool
+                .cache(table, parent(from), &path[from..to], &mut self.ops);
+            assert_eq!(to - from - copies, self.ops.len() - stored);
+            for j in from..to {
+                self.plain.cache(blocks[j], path[j], parent(j));
+            }
+            let mut hashes = Vec::new();
+            self.pool.hashes_from(table, 1, &mut hashes);
+            assert_eq!(hashes, path[1.min(to)..to]);
+        }
+
+        fn release(&mut self, which: usize) {
+            let (_, mut table, blocks) = self.sequences.swap_remove(which);
+            self.pool.release(&mut table);
+            blocks.iter().rev().for_each(|&b| self.plain.release(b));
+        }
+
+        fn check(&self, paths: &[Vec<BlockHash>]) {
+            self.pool
+                .audit(self.sequences.iter().map(|(_, table, _)| table));
+            assert_eq!(self.ops, self.plain.ops);
+            assert_eq!(self.pool.free() as usize, self.plain.free.len());
+            assert_eq!(self.pool.cached() as usize, self.plain.copies.len());
+            for path in paths {
+                let found = self.pool.find(path, &mut Hits::default());
+                assert_eq!(found, self.plain.leading(path).len());
+                let told = path.iter().take_while(|h| self.plain.told.contains(h));
+                assert_eq!(self.pool.told_prefix(path) as usize, told.count());
+            }
+        }
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn agrees_with_a_plain_pool(
-            size in 1u32..12,
-            ops in prop::collection::vec((0u8..4, 0usize..64, 1u64..8), 0..200),
+            size in 1u32..24,
+            // Few branches, so that paths share much.
+            paths in prop::collection::vec(prop::collection::vec(0u8..2, 1..10), 1..6),
+            steps in prop::collection::vec((0u8..8, any::<prop::sample::Index>(), 0usize..10), 0..120),
         ) {
-            let mut pool = BlockPool::new(size);
-            let mut heard = Vec::new();
-            let mut plain = Plain { free: (0..size).collect(), ..Plain::default() };
-            let mut held: Vec<BlockId> = Vec::new(); // one entry a reference
-            for (op, pick, h) in ops {
-                match op {
-                    0 if pool.free() > 0 => {
-                        let block = pool.allocate(&mut heard);
-                        prop_assert_eq!(block, plain.allocate());
-                        held.push(block);
-                    }
-                    1 if !held.is_empty() => {
-                        let block = held.swap_remove(pick % held.len());
-                        pool.release(block);
-                        plain.release(block);
-                    }
-                    2 if !held.is_empty() => {
-                        let block = held[pick % held.len()];
-                        if pool.hash(block).is_none() {
-                            pool.cache(block, hash(h), hash(0), &mut heard);
-                            plain.cache(block, h);
-                        }
-                    }
-                    3 => {
-                        let found = pool.lookup(hash(h));
-                        prop_assert_eq!(found, plain.copies.get(&h).map(|c| c[0]));
-                        if let Some(block) = found {
-                            pool.touch(block);
-                            plain.touch(block);
-                            held.push(block);
-                        }
+            let paths: Vec<_> = paths.iter().map(|path| chain(path)).collect();
+            let mut both = Both {
+                pool: BlockPool::new(size),
+                plain: Plain { free: (0..size).collect(), ..Plain::default() },
+                ops: Vec::new(),
+                sequences: Vec::new(),
+            };
+            for (step, which, most) in steps {
+                let live = both.sequences.len();
+                match step {
+                    0 | 1 => both.admit(which.get(&paths).clone(), most),
+                    2 | 3 if live > 0 => both.grow(which.index(live), most),
+                    4 | 5 if live > 0 => both.fill(which.index(live), most),
+                    6 if live > 0 => both.release(which.index(live)),
+                    7 => {
+                        both.pool.tell();
+                        both.plain.told = both.plain.copies.keys().copied().collect();
                     }
                     _ => {}
                 }
-                let mut refs = HashMap::new();
-                for &block in &held {
-                    *refs.entry(block).or_insert(0) += 1;
-                }
-                pool.audit(&refs);
-                prop_assert_eq!(pool.cached() as usize, plain.copies.len());
+                both.check(&paths);
             }
-            prop_assert_eq!(&heard, &plain.ops);
-            let mut listed: Vec<u64> = pool.cached_blocks().map(|(h, _)| h.0).collect();
-            let mut expected: Vec<u64> = plain.copies.keys().map(|&h| hash(h).0).collect();
+            let mut listed: Vec<_> = both.pool.cached_blocks().map(|(hash, _)| hash).collect();
             listed.sort_unstable();
-            expected.sort_unstable();
-            prop_assert_eq!(listed, expected);
-        }
-
-        /// Many keys that share a home slot: deletion must not cut their chains.
-        #[test]
-        fn index_survives_crowded_slots(ops in prop::collection::vec((any::<bool>(), 0u32..16), 0..300)) {
-            let mut index = HashIndex::new(16);
-            // Blocks 0 to 15; the upper halves collide in groups of eight.
-            let key = |b: u32| (u64::from(30 + b / 8) << 32) | u64::from(b);
-            let mut blocks = vec![Block::default(); 16];
-            for b in 0..16 {
-                blocks[b as usize].hash = key(b);
-            }
-            let mut present = [false; 16];
-            for (add, b) in ops {
-                if add {
-                    let found = index.insert(key(b), b, &blocks);
-                    prop_assert_eq!(found.is_some(), present[b as usize]);
-                    present[b as usize] = true;
-                } else if present[b as usize] {
-                    index.remove(key(b), b);
-                    present[b as usize] = false;
-                }
-                for b in 0..16 {
-                    prop_assert_eq!(index.get(key(b), &blocks), present[b as usize].then_some(b));
-                }
-            }
+            prop_assert_eq!(listed, both.plain.copies.keys().copied().collect::<Vec<_>>());
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use slipstream_base::{EngineRequest, RequestId, SimTime};
 
-use super::{Engine, Plan, Running, Stuck};
+use super::{Engine, Plan, Running};
 use crate::error::Refusal;
-use crate::pool::BlockId;
+use crate::pool::Table;
 
 /// What of a sequence an engine does, and how far it is with that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub struct Reserved {
 #[derive(Default)]
 pub(super) struct Handovers {
     /// Blocks of prompts that were computed here, until somebody has fetched them.
-    pub(super) held: std::collections::BTreeMap<RequestId, Vec<BlockId>>,
+    pub(super) held: std::collections::BTreeMap<RequestId, Table>,
     /// Sequences that are [`Part::Loading`] or [`Part::Loaded`].
     pub(super) loading: u32,
     /// Slots of those that are [`Part::Loaded`], in the order in which their prompts came. They go
@@ -128,24 +128,15 @@ impl Engine {
     pub(super) fn reserve(&mut self, slot: u32) -> bool {
         let (cached_tokens, next_block) = self.find_hits(slot);
         let len = self.sequences[slot].tokens();
-        let missing = len.div_ceil(self.block_size) - self.hits.len() as u32;
-        let unheld = self.hits.iter().filter(|&&b| self.pool.is_free(b)).count() as u32;
-        if missing + unheld > self.pool.free() {
-            self.stuck = Some(Stuck {
-                slot,
-                releases: self.pool.releases(),
-                next_block,
-            });
+        let missing = len.div_ceil(self.block_size) - self.hits.blocks();
+        if missing + self.hits.free() > self.pool.free() {
+            self.note_stuck(slot, next_block);
             return false;
         }
         self.leave_waiting(slot);
-        for i in 0..self.hits.len() {
-            self.pool.touch(self.hits[i]);
-        }
         let mut table = self.spare_tables.pop().unwrap_or_default();
-        table.extend_from_slice(&self.hits);
-        self.pool
-            .allocate_many(missing as usize, &mut table, &mut self.ops);
+        self.pool.hold(&self.hits, &mut table);
+        self.pool.allocate(missing, &mut table, &mut self.ops);
         let sequence = &mut self.sequences[slot];
         sequence.table = table;
         sequence.part = Part::Loading { cached_tokens };

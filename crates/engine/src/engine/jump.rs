@@ -158,6 +158,7 @@ impl Engine {
         }
         run.kv_sequence = self.kv_sequence;
         std::mem::swap(&mut run.kv_ops, &mut self.ops);
+        self.pool.tell();
         let changed = (0..run.ends.len()).filter(|&i| !run.kv_of(i).is_empty());
         self.kv_sequence += changed.count() as u64;
         self.heartbeat(&mut run.first);
@@ -223,7 +224,7 @@ impl Engine {
             if !self.hash_filled(pass, filling.clone(), phases) {
                 return pass - 1;
             }
-            self.move_blocks(pass, growing, filling, phases);
+            self.move_blocks(growing, filling, phases);
             run.ends.push(end);
             run.used_blocks.push(self.pool.used());
             run.kv_ends.push(self.ops.len() as u32);
@@ -251,7 +252,6 @@ impl Engine {
     /// Takes and fills blocks, in the order of the running queue.
     fn move_blocks(
         &mut self,
-        pass: u32,
         mut growing: Range<usize>,
         mut filling: Range<usize>,
         phases: &Phases,
@@ -269,15 +269,13 @@ impl Engine {
                 growing.start += 1;
                 let r = &mut self.running[grows as usize];
                 r.capacity += self.block_size;
-                let block = self.pool.allocate(&mut self.ops);
-                self.sequences[r.slot].table.push(block);
+                let table = &mut self.sequences[r.slot].table;
+                self.pool.allocate(1, table, &mut self.ops);
             } else {
                 filling.start += 1;
-                let r = &self.running[fills as usize];
-                let j = (r.computed + pass) / self.block_size - 1;
-                let block = self.sequences[r.slot].table[j as usize];
+                let table = &mut self.sequences[self.running[fills as usize].slot].table;
                 let &(hash, parent) = filled.next().expect("hash_filled() made one for each");
-                self.pool.cache(block, hash, parent, &mut self.ops);
+                self.pool.cache(table, parent, &[hash], &mut self.ops);
             }
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! - [`Wheel`]: a queue of small `Copy` events in time buckets. A binary heap costs several hundred
 //!   ns per event once its events leave the cache; here an event is appended to a bucket, and a
-//!   bucket is counting-sorted once, when its turn comes.
+//!   bucket is counting-sorted once, when its turn comes. Buckets share one pool of small chunks.
 //! - [`WindowBarrier`]: one meeting per window of lookahead, which parks after a short spin.
 //!
 //! Order is part of the contract: events run by time, and equal times run in the order in which the
@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod barrier;
+mod chunks;
 mod wheel;
 
 pub use barrier::{Spin, WindowBarrier};

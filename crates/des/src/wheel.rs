@@ -11,6 +11,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use crate::chunks::{Bucket, Chunks};
+
 /// Slots in each ring. 512 keeps both rings' bitmaps in one cache line each.
 const SLOTS: usize = 512;
 const SLOTS_LOG: u32 = SLOTS.trailing_zeros();
@@ -54,39 +56,36 @@ impl<E> Ord for Far<E> {
 }
 
 /// A ring of buckets with a bitmap of those that hold something.
-struct Ring<E> {
-    buckets: Vec<Vec<E>>,
+struct Ring {
+    buckets: [Bucket; SLOTS],
     occupied: [u64; WORDS],
     /// Bit w: `occupied[w]` is not 0.
     words: u8,
 }
 
-impl<E: Copy> Ring<E> {
+impl Ring {
     fn new() -> Self {
         Ring {
-            buckets: (0..SLOTS).map(|_| Vec::new()).collect(),
+            buckets: [Bucket::EMPTY; SLOTS],
             occupied: [0; WORDS],
             words: 0,
         }
     }
 
     #[inline]
-    fn push(&mut self, bucket: u64, event: E, spare: &mut Vec<Vec<E>>) {
+    fn push<E: Copy>(&mut self, bucket: u64, event: E, chunks: &mut Chunks<E>) {
         let slot = bucket as usize & (SLOTS - 1);
-        let events = &mut self.buckets[slot];
-        if events.len() == events.capacity() && events.capacity() == 0 {
-            // Buffers circulate: memory follows the buckets in use at one time, not all of them.
-            *events = spare.pop().unwrap_or_default();
+        if chunks.push(&mut self.buckets[slot], event) {
+            self.occupied[slot >> 6] |= 1 << (slot & 63);
+            self.words |= 1 << (slot >> 6);
         }
-        events.push(event);
-        self.occupied[slot >> 6] |= 1 << (slot & 63);
-        self.words |= 1 << (slot >> 6);
     }
 
-    fn take(&mut self, bucket: u64) -> Vec<E> {
+    /// The events of a bucket, which is empty now; the caller frees their chunks.
+    fn take(&mut self, bucket: u64) -> Bucket {
         let slot = bucket as usize & (SLOTS - 1);
         self.vacate(slot);
-        std::mem::take(&mut self.buckets[slot])
+        std::mem::replace(&mut self.buckets[slot], Bucket::EMPTY)
     }
 
     #[inline]
@@ -133,10 +132,11 @@ pub struct Wheel<E> {
     near: BinaryHeap<Reverse<Far<E>>>,
     /// The event that `near` gave last.
     late: Option<E>,
-    fine: Ring<E>,
-    coarse: Ring<E>,
+    fine: Ring,
+    coarse: Ring,
+    /// The events of both rings.
+    chunks: Chunks<E>,
     far: BinaryHeap<Reverse<Far<E>>>,
-    spare: Vec<Vec<E>>,
     order: u64,
     len: usize,
 }
@@ -156,8 +156,8 @@ impl<E: Timed> Wheel<E> {
             late: None,
             fine: Ring::new(),
             coarse: Ring::new(),
+            chunks: Chunks::new(),
             far: BinaryHeap::new(),
-            spare: Vec::new(),
             order: 0,
             len: 0,
         }
@@ -188,7 +188,7 @@ impl<E: Timed> Wheel<E> {
         let bucket = time >> self.shift;
         let ahead = bucket.wrapping_sub(self.cursor);
         if ahead.wrapping_sub(u64::from(self.open)) < SLOTS as u64 - 1 {
-            self.fine.push(bucket, event, &mut self.spare);
+            self.fine.push(bucket, event, &mut self.chunks);
         } else {
             self.push_elsewhere(time, event);
         }
@@ -214,7 +214,7 @@ impl<E: Timed> Wheel<E> {
         let ahead = (bucket >> SLOTS_LOG) - (self.cursor >> SLOTS_LOG);
         if ahead < SLOTS as u64 {
             self.coarse
-                .push(bucket >> SLOTS_LOG, event, &mut self.spare);
+                .push(bucket >> SLOTS_LOG, event, &mut self.chunks);
         } else {
             self.far.push(Reverse(item));
         }
@@ -278,10 +278,10 @@ impl<E: Timed> Wheel<E> {
             return;
         };
         if bucket - self.cursor < SLOTS as u64 - 1 {
-            self.fine.push(bucket, item.event, &mut self.spare);
+            self.fine.push(bucket, item.event, &mut self.chunks);
         } else {
             self.coarse
-                .push(bucket >> SLOTS_LOG, item.event, &mut self.spare);
+                .push(bucket >> SLOTS_LOG, item.event, &mut self.chunks);
         }
     }
 
@@ -294,12 +294,12 @@ impl<E: Timed> Wheel<E> {
             self.open = false;
         }
         let start_ns = start << self.shift;
-        for &event in &events {
-            let time = start_ns + u64::from(event.time_low().wrapping_sub(start_ns as u32));
-            self.fine.push(time >> self.shift, event, &mut self.spare);
+        while let Some((chunk, count)) = self.chunks.take_chunk(&mut events) {
+            for &event in &chunk[..count] {
+                let time = start_ns + u64::from(event.time_low().wrapping_sub(start_ns as u32));
+                self.fine.push(time >> self.shift, event, &mut self.chunks);
+            }
         }
-        events.clear();
-        self.spare.push(events);
     }
 
     /// Events of the bucket that runs that have not been popped, in order: what comes next, for
@@ -371,23 +371,45 @@ impl<E: Timed> Wheel<E> {
         self.run_at = 0;
         let start = (bucket << self.shift) as u32;
         self.run.clear();
-        let slot = bucket as usize & (SLOTS - 1);
-        if self.fine.buckets[slot].len() <= INSERTION_MAX {
-            // A small buffer stays where it is.
-            self.run.append(&mut self.fine.buckets[slot]);
-            self.fine.vacate(slot);
-            insertion_sort(&mut self.run, start);
-            return;
-        }
-        let mut events = self.fine.take(bucket);
-        if self.bucket_ns() as usize <= BINS {
-            counting_sort(&events, start, self.shift, &mut self.run);
+        let events = self.fine.take(bucket);
+        let count = self.chunks.len(events);
+        if count > INSERTION_MAX && self.bucket_ns() as usize <= BINS {
+            self.counting_sort(events, count, start);
         } else {
-            self.run.extend_from_slice(&events);
-            self.run.sort_by_key(|e| e.time_low().wrapping_sub(start));
+            for piece in self.chunks.pieces(events) {
+                self.run.extend_from_slice(piece);
+            }
+            if count <= INSERTION_MAX {
+                insertion_sort(&mut self.run, start);
+            } else {
+                self.run.sort_by_key(|e| e.time_low().wrapping_sub(start));
+            }
         }
-        events.clear();
-        self.spare.push(events);
+        self.chunks.free(events);
+    }
+
+    /// Stable sort of `count` events by time into `run`, in two passes.
+    fn counting_sort(&mut self, events: Bucket, count: usize, start: u32) {
+        let mut bins = [0u32; BINS];
+        let width = 1usize << self.shift;
+        let bins = &mut bins[..width];
+        let mask = width - 1;
+        let mut filler = None;
+        for event in self.chunks.pieces(events).flatten() {
+            bins[event.time_low().wrapping_sub(start) as usize & mask] += 1;
+            filler = Some(*event);
+        }
+        let mut sum = 0;
+        for bin in bins.iter_mut() {
+            sum += std::mem::replace(bin, sum);
+        }
+        let Some(filler) = filler else { return };
+        self.run.resize(count, filler);
+        for event in self.chunks.pieces(events).flatten() {
+            let place = &mut bins[event.time_low().wrapping_sub(start) as usize & mask];
+            self.run[*place as usize] = *event;
+            *place += 1;
+        }
     }
 }
 
@@ -401,27 +423,6 @@ fn insertion_sort<E: Timed>(events: &mut [E], start: u32) {
             j -= 1;
         }
         events[j] = event;
-    }
-}
-
-/// Stable sort of `events` by time into `out`, in two passes.
-fn counting_sort<E: Timed>(events: &[E], start: u32, shift: u32, out: &mut Vec<E>) {
-    let mut bins = [0u32; BINS];
-    let width = 1usize << shift;
-    let bins = &mut bins[..width];
-    let mask = width - 1;
-    for event in events {
-        bins[event.time_low().wrapping_sub(start) as usize & mask] += 1;
-    }
-    let mut sum = 0;
-    for bin in bins.iter_mut() {
-        sum += std::mem::replace(bin, sum);
-    }
-    out.resize(events.len(), events[0]);
-    for event in events {
-        let place = &mut bins[event.time_low().wrapping_sub(start) as usize & mask];
-        out[*place as usize] = *event;
-        *place += 1;
     }
 }
 

@@ -15,6 +15,7 @@ pub mod preset;
 pub mod request;
 pub mod slo;
 pub mod stage;
+pub mod text;
 pub mod time;
 pub mod token;
 pub mod workload_file;

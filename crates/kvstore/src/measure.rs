@@ -51,7 +51,7 @@ pub struct Row {
     pub what: String,
     /// The number: a median where it is a time.
     pub value: f64,
-    /// What 99 of 100 stay below, where it is a time.
+    /// What 99 of 100 stay below, where it is a time and at least 100 were taken.
     pub p99: Option<f64>,
     /// Of both.
     pub unit: &'static str,
@@ -74,7 +74,8 @@ impl Row {
     fn time(part: &'static str, what: impl Into<String>, times_us: &mut [f64]) -> Row {
         times_us.sort_by(f64::total_cmp);
         Row {
-            p99: Some(at(times_us, 0.99)),
+            // Of fewer it is the largest, which is another figure.
+            p99: (times_us.len() >= 100).then(|| at(times_us, 0.99)),
             ..Row::new(part, what, at(times_us, 0.5), "us")
         }
     }

@@ -1,6 +1,6 @@
 //! Two or more runs side by side, with each one's ratio to the first.
 
-use crate::latency::Percentiles;
+use crate::latency::{P50, P99, Percentiles, Quantile};
 use crate::run::RunReport;
 use crate::table::{Table, Tone, grouped, number};
 
@@ -13,32 +13,32 @@ enum Good {
 
 type Figure = (&'static str, Good, fn(&RunReport) -> Option<f64>);
 
-fn percentile(p: Option<Percentiles>, pick: fn(Percentiles) -> f64) -> Option<f64> {
-    p.map(pick)
+fn percentile(p: Option<Percentiles>, quantile: Quantile) -> Option<f64> {
+    p.and_then(|p| p.at(quantile))
 }
 
 /// The rows, in reading order.
 const FIGURES: &[Figure] = &[
     ("TTFT p50, ms", Good::Less, |r| {
-        percentile(r.latency.ttft_ms, |p| p.p50)
+        percentile(r.latency.ttft_ms, P50)
     }),
     ("TTFT p99, ms", Good::Less, |r| {
-        percentile(r.latency.ttft_ms, |p| p.p99)
+        percentile(r.latency.ttft_ms, P99)
     }),
     ("ITL p50, ms", Good::Less, |r| {
-        percentile(r.latency.itl_ms, |p| p.p50)
+        percentile(r.latency.itl_ms, P50)
     }),
     ("ITL p99, ms", Good::Less, |r| {
-        percentile(r.latency.itl_ms, |p| p.p99)
+        percentile(r.latency.itl_ms, P99)
     }),
     ("TPOT p50, ms", Good::Less, |r| {
-        percentile(r.latency.tpot_ms, |p| p.p50)
+        percentile(r.latency.tpot_ms, P50)
     }),
     ("E2E p50, ms", Good::Less, |r| {
-        percentile(r.latency.e2e_ms, |p| p.p50)
+        percentile(r.latency.e2e_ms, P50)
     }),
     ("E2E p99, ms", Good::Less, |r| {
-        percentile(r.latency.e2e_ms, |p| p.p99)
+        percentile(r.latency.e2e_ms, P99)
     }),
     ("requests/s", Good::More, |r| {
         Some(r.throughput.requests_per_s)

@@ -3,7 +3,7 @@
 use slipstream_base::Stage;
 
 use crate::drag::DragRecord;
-use crate::latency::Latency;
+use crate::latency::{Latency, TOO_FEW, tells};
 use crate::table::{Table, grouped, number};
 
 /// Gaps between neighboring stages, and what they add up to, over the requests of a run.
@@ -112,8 +112,8 @@ pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
             return;
         }
         let cell = |latency: &Latency, share: f64| {
-            latency
-                .quantile_ns(share)
+            let ns = latency.quantile_ns(share);
+            ns.filter(|_| tells(share, latency.count()))
                 .map_or_else(|| "-".to_owned(), |ns| number(ns as f64 / 1e6))
         };
         let difference = mean(a) - mean(b);
@@ -141,7 +141,11 @@ pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
     }
     row("TTFT", &a.ttft, &b.ttft, ttft);
     row(what(Stage::LastClientRecv), &a.rest, &b.rest, mean(&a.rest));
-    table.render(false)
+    let text = table.render(false);
+    if runs.iter().any(|run| !tells(0.99, run.requests)) {
+        return format!("{text}{TOO_FEW}\n");
+    }
+    text
 }
 
 #[cfg(test)]
@@ -164,22 +168,26 @@ mod tests {
     #[test]
     fn each_gap_is_named_and_they_add_up() {
         let (mut live, mut twin) = (HandOvers::default(), HandOvers::default());
-        live.add(&record(&[
+        let live_times = [
             (Stage::Due, 10),
             (Stage::Accept, 13),
             (Stage::WorkerRecv, 14),
             (Stage::FirstPassEnd, 24),
             (Stage::ClientRecv, 30),
             (Stage::LastClientRecv, 130),
-        ]));
-        twin.add(&record(&[
+        ];
+        let twin_times = [
             (Stage::Due, 10),
             (Stage::Accept, 10),
             (Stage::WorkerRecv, 10),
             (Stage::FirstPassEnd, 20),
             (Stage::ClientRecv, 20),
             (Stage::LastClientRecv, 118),
-        ]));
+        ];
+        for _ in 0..100 {
+            live.add(&record(&live_times));
+            twin.add(&record(&twin_times));
+        }
         let text = render(["live", "twin"], [&live, &twin]);
         let row = |name: &str| {
             let line = text
@@ -194,23 +202,37 @@ mod tests {
         };
         assert_eq!(
             row("client to frontend"),
-            "1 3.00 3.00 0.000 0.000 3.00 15.0 %"
+            "100 3.00 3.00 0.000 0.000 3.00 15.0 %"
         );
         // Parse, tokenize, route and dispatch are not told apart here.
         assert_eq!(
             row("frontend to worker"),
-            "1 1.00 1.00 0.000 0.000 1.00 5.00 %"
+            "100 1.00 1.00 0.000 0.000 1.00 5.00 %"
         );
         assert_eq!(
             row("pass of the first token"),
-            "1 10.0 10.0 10.0 10.0 0.000 0.000 %"
+            "100 10.0 10.0 10.0 10.0 0.000 0.000 %"
         );
-        assert_eq!(row("TTFT"), "1 20.0 20.0 10.0 10.0 10.0 50.0 %");
+        assert_eq!(row("TTFT"), "100 20.0 20.0 10.0 10.0 10.0 50.0 %");
         assert_eq!(
             row("the tokens after it"),
-            "1 100 100 98.0 98.0 2.00 2.00 %"
+            "100 100 100 98.0 98.0 2.00 2.00 %"
         );
         assert!(!text.contains("tokenize"), "{text}");
+        assert!(!text.contains("too few"), "{text}");
+    }
+
+    #[test]
+    fn a_p99_of_few_requests_is_left_out() {
+        let mut run = HandOvers::default();
+        for _ in 0..99 {
+            run.add(&record(&[(Stage::Due, 1), (Stage::ClientRecv, 8)]));
+        }
+        let text = render(["a", "b"], [&run, &run]);
+        let ttft = text.lines().find(|line| line.starts_with("TTFT")).unwrap();
+        let cells: Vec<&str> = ttft.split_ascii_whitespace().collect();
+        assert_eq!(cells[1..6], ["99", "7.00", "-", "7.00", "-"]);
+        assert!(text.ends_with(&format!("{TOO_FEW}\n")), "{text}");
     }
 
     #[test]

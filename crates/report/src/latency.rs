@@ -3,6 +3,8 @@
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
+use crate::table::number;
+
 /// Significant decimal digits that percentiles keep: a value is off by at most one part in 1,000.
 /// Mean, minimum and maximum are exact.
 pub const SIGNIFICANT_DIGITS: u8 = 3;
@@ -149,10 +151,101 @@ pub struct Percentiles {
     pub max: f64,
 }
 
+/// Whether `count` samples tell what a `share` (0 to 1) of them stay below, which is the rule of every
+/// table: at least one sample must lie above it. Of fewer than 100, the 99th percentile is the largest,
+/// and of fewer than ten the 90th; a table that showed it would name the maximum twice, or hide
+/// that it is one. The median is always told.
+pub fn tells(share: f64, count: u64) -> bool {
+    // 100 × (1 − 0.99) is a little more or less than 1.
+    count > 0 && (share <= 0.5 || count as f64 * (1.0 - share) >= 1.0 - 1e-6)
+}
+
+/// Says what a `-` among percentiles means.
+pub const TOO_FEW: &str =
+    "-: too few samples; one must lie above a percentile, so p99 takes 100 of them, p95 20, p90 10";
+
+/// One of the percentiles of [`Percentiles`].
+#[derive(Clone, Copy, Debug)]
+pub struct Quantile {
+    share: f64,
+    of: fn(&Percentiles) -> f64,
+}
+
+/// The median.
+pub const P50: Quantile = Quantile {
+    share: 0.5,
+    of: |p| p.p50,
+};
+/// The 75th percentile.
+pub const P75: Quantile = Quantile {
+    share: 0.75,
+    of: |p| p.p75,
+};
+/// The 90th percentile.
+pub const P90: Quantile = Quantile {
+    share: 0.9,
+    of: |p| p.p90,
+};
+/// The 95th percentile.
+pub const P95: Quantile = Quantile {
+    share: 0.95,
+    of: |p| p.p95,
+};
+/// The 99th percentile.
+pub const P99: Quantile = Quantile {
+    share: 0.99,
+    of: |p| p.p99,
+};
+
+impl Percentiles {
+    /// A percentile, ms; `None` if there are too few samples to tell it ([`tells`]).
+    pub fn at(&self, quantile: Quantile) -> Option<f64> {
+        tells(quantile.share, self.count).then(|| (quantile.of)(self))
+    }
+
+    /// Whether tables leave one of the percentiles out.
+    pub fn leaves_out(&self) -> bool {
+        !tells(P99.share, self.count)
+    }
+}
+
+/// A percentile as tables show it; `-` where there is none.
+pub fn cell(percentiles: Option<Percentiles>, quantile: Quantile) -> String {
+    let value = percentiles.and_then(|p| p.at(quantile));
+    value.map_or_else(|| "-".to_owned(), number)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_percentile_is_told_when_it_is_not_the_maximum() {
+        for (share, least) in [
+            (0.75, 4),
+            (0.9, 10),
+            (0.95, 20),
+            (0.99, 100),
+            (0.999, 1_000),
+        ] {
+            assert!(tells(share, least) && !tells(share, least - 1), "{share}");
+            // By nearest rank, which is the rule that it stands for.
+            let rank = |count: u64| (share * count as f64 - 1e-9).ceil() as u64;
+            assert_eq!((rank(least), rank(least - 1)), (least - 1, least - 1));
+        }
+        assert!(tells(0.5, 1) && !tells(0.5, 0));
+        let of = |count: u64| {
+            let mut latency = Latency::default();
+            (1..=count).for_each(|ms| latency.record(ms * 1_000_000));
+            latency.percentiles()
+        };
+        assert_eq!(cell(of(99), P99), "-");
+        assert_eq!(cell(of(99), P95), "95.0");
+        assert_eq!(cell(of(100), P99), "99.0");
+        assert_eq!(cell(of(1), P50), "1.00");
+        assert_eq!(cell(None, P50), "-");
+    }
 
     #[test]
     fn known_percentiles_of_one_to_a_thousand_ms() {

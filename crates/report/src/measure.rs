@@ -146,6 +146,7 @@ pub struct Totals {
 #[derive(Clone, Debug, Default)]
 struct ClassTotals {
     ttft: Latency,
+    itl: Latency,
     tpot: Latency,
     e2e: Latency,
     succeeded: u64,
@@ -158,6 +159,7 @@ struct ClassTotals {
 impl ClassTotals {
     fn add(&mut self, other: &ClassTotals) {
         self.ttft.add(&other.ttft);
+        self.itl.add(&other.itl);
         self.tpot.add(&other.tpot);
         self.e2e.add(&other.e2e);
         self.succeeded += other.succeeded;
@@ -222,10 +224,29 @@ impl Totals {
         &mut self.classes[at]
     }
 
-    /// `events` events with text of one request came in one read at `now`.
-    pub fn on_events(&mut self, timeline: &mut Timeline, events: u64, now: u64) {
+    /// `count` gaps of `ns` between tokens of requests of a class that the objectives name; they are
+    /// counted in [`itl`](Self::itl) apart.
+    pub fn on_class_gaps(&mut self, class: u32, ns: u64, count: u64) {
+        self.class(class).itl.record_n(ns, count);
+    }
+
+    /// `events` events with text of one request came in one read at `now`. `class`: the one it
+    /// belongs to, if the objectives name any.
+    pub fn on_events(
+        &mut self,
+        timeline: &mut Timeline,
+        events: u64,
+        now: u64,
+        class: Option<u32>,
+    ) {
         let before = (timeline.first > 0).then_some(timeline.last);
         timeline.on_events(events, now, &mut self.itl);
+        if let (Some(class), 1..) = (class, events) {
+            if let Some(before) = before {
+                self.on_class_gaps(class, now.saturating_sub(before), 1);
+            }
+            self.on_class_gaps(class, 0, events - 1);
+        }
         if let (Some(series), 1..) = (&mut self.series, events) {
             if let Some(before) = before {
                 series.on_gaps(now, now.saturating_sub(before), 1);
@@ -400,6 +421,7 @@ impl Totals {
                     input_tokens: class.input_tokens,
                     output_tokens: class.output_tokens,
                     ttft_ms: class.ttft.percentiles(),
+                    itl_ms: class.itl.percentiles(),
                     tpot_ms: class.tpot.percentiles(),
                     e2e_ms: class.e2e.percentiles(),
                     goodput: objectives.of_class(index as u32).map(|slo| Goodput {

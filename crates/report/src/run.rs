@@ -8,8 +8,9 @@ use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 
-use crate::latency::{Percentiles, SIGNIFICANT_DIGITS};
-use crate::table::{Table, grouped, number};
+use crate::latency::{P50, P75, P90, P95, P99, Percentiles, SIGNIFICANT_DIGITS, TOO_FEW, cell};
+use crate::table::{Table, counted, grouped, number};
+use slipstream_base::text::several;
 
 /// Version of the JSON form.
 pub const SCHEMA: u32 = 1;
@@ -174,6 +175,9 @@ pub struct ClassReport {
     /// Due to first token, ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttft_ms: Option<Percentiles>,
+    /// Gaps between tokens, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub itl_ms: Option<Percentiles>,
     /// (E2E − TTFT) / (OSL − 1), ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpot_ms: Option<Percentiles>,
@@ -299,21 +303,27 @@ impl RunReport {
             self.target, self.model, self.workload
         ));
         let mut counts = format!(
-            "{} of {} requests answered in {} s",
+            "{} of {} answered in {} s",
             grouped(r.succeeded),
-            grouped(r.sent),
+            counted(r.sent, "request"),
             number(self.duration_s)
         );
-        for (count, what) in [
-            (r.failed, "failed"),
-            (r.unfinished, "under way when the run was cut short"),
-            (r.abandoned, "later turns abandoned"),
-            (r.retries, "sent again"),
-            (r.skipped_lines, "trace lines skipped"),
-            (r.warmup, "before them as warm-up"),
+        for (count, one, what) in [
+            (r.failed, "", "failed"),
+            (r.unfinished, "", "under way when the run was cut short"),
+            (r.abandoned, "later turn", " abandoned"),
+            (r.retries, "", "sent again"),
+            (r.skipped_lines, "trace line", " skipped"),
+            (r.warmup, "", "before them as warm-up"),
         ] {
             if count > 0 {
-                write!(counts, ", {} {what}", grouped(count)).expect("a String takes every write");
+                let word = if one.is_empty() {
+                    String::new()
+                } else {
+                    several(count, one)
+                };
+                write!(counts, ", {} {word}{what}", grouped(count))
+                    .expect("a String takes every write");
             }
         }
         say(counts);
@@ -331,24 +341,24 @@ impl RunReport {
             number(self.throughput.output_tokens_per_s),
         ));
         let mut tokens = format!(
-            "tokens     {} in, {} out in {} events",
+            "tokens     {} in, {} out in {}",
             grouped(self.tokens.input),
             grouped(self.tokens.output),
-            grouped(self.tokens.events)
+            counted(self.tokens.events, "event")
         );
         if let Some(share) = self.prefix_hit_share() {
             write!(tokens, ", prefix hits {} %", number(share * 100.0))
                 .expect("a String takes every write");
         }
         if let Some(blocks) = self.engine.and_then(|e| e.prefix_hit_blocks) {
-            write!(tokens, " ({} blocks)", grouped(blocks.round() as u64))
+            write!(tokens, " ({})", counted(blocks.round() as u64, "block"))
                 .expect("a String takes every write");
         }
         say(tokens);
         if let Some(preemptions) = self.engine.and_then(|e| e.preemptions) {
             say(format!(
-                "engines    {} preemptions",
-                grouped(preemptions.round() as u64)
+                "engines    {}",
+                counted(preemptions.round() as u64, "preemption")
             ));
         }
         if let Some(goodput) = &self.goodput {
@@ -360,20 +370,19 @@ impl RunReport {
             ));
         }
         if let Some(t) = &self.transfers {
-            let (p50, p99) = t.ms.map_or((0.0, 0.0), |p| (p.p50, p.p99));
             say(format!(
-                "transfers  {} prompts handed over, {} GB, {} ms at p50, {} at p99",
-                grouped(t.count),
+                "transfers  {} handed over, {} GB, {} ms at p50, {} at p99",
+                counted(t.count, "prompt"),
                 number(t.bytes as f64 / 1e9),
-                number(p50),
-                number(p99)
+                cell(t.ms, P50),
+                cell(t.ms, P99)
             ));
         }
         if let Some(gpu) = &self.gpu {
             say(format!(
-                "GPU-hours  {} on {} GPUs",
+                "GPU-hours  {} on {}",
                 number(gpu.hours),
-                grouped(gpu.gpus)
+                counted(gpu.gpus, "GPU")
             ));
         }
         // Nobody sends anything to a cluster that is simulated.
@@ -404,8 +413,9 @@ impl RunReport {
             ("send lag", l.send_lag_ms),
         ] {
             if let Some(p) = percentiles {
-                let cells = [p.mean, p.p50, p.p75, p.p90, p.p95, p.p99, p.max].map(number);
-                table.row([name.to_owned()].into_iter().chain(cells));
+                let tails = [P50, P75, P90, P95, P99].map(|q| cell(percentiles, q));
+                let cells = [name.to_owned(), number(p.mean)].into_iter().chain(tails);
+                table.row(cells.chain([number(p.max)]));
             }
         }
         out.push('\n');
@@ -419,6 +429,21 @@ impl RunReport {
             "from due to received; percentiles to {SIGNIFICANT_DIGITS} digits; tokens that arrive in one read share its time"
         )
         .expect("a String takes every write");
+        let l = &self.latency;
+        let shown = [l.ttft_ms, l.itl_ms, l.tpot_ms, l.e2e_ms, l.send_lag_ms];
+        let of_classes = self
+            .classes
+            .iter()
+            .flat_map(|c| [c.ttft_ms, c.itl_ms, c.tpot_ms, c.e2e_ms]);
+        if shown
+            .into_iter()
+            .chain(of_classes)
+            .flatten()
+            .any(|p| p.leaves_out())
+        {
+            out.push_str(TOO_FEW);
+            out.push('\n');
+        }
         out
     }
 }
@@ -433,16 +458,14 @@ impl RunReport {
             "within %",
             "TTFT p50",
             "p99",
+            "ITL p50",
+            "p99",
             "TPOT p50",
             "p99",
             "E2E p50",
             "p99",
         ]);
         for class in &self.classes {
-            let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
-                p.as_ref()
-                    .map_or_else(|| "-".to_owned(), |p| number(get(p)))
-            };
             let goodput = |get: fn(&Goodput) -> f64| {
                 let goodput = class.goodput.as_ref();
                 goodput.map_or_else(|| "-".to_owned(), |g| number(get(g)))
@@ -453,12 +476,14 @@ impl RunReport {
                 grouped(class.failed),
                 goodput(|g| g.requests_per_s),
                 goodput(|g| g.share * 100.0),
-                of(class.ttft_ms, |p| p.p50),
-                of(class.ttft_ms, |p| p.p99),
-                of(class.tpot_ms, |p| p.p50),
-                of(class.tpot_ms, |p| p.p99),
-                of(class.e2e_ms, |p| p.p50),
-                of(class.e2e_ms, |p| p.p99),
+                cell(class.ttft_ms, P50),
+                cell(class.ttft_ms, P99),
+                cell(class.itl_ms, P50),
+                cell(class.itl_ms, P99),
+                cell(class.tpot_ms, P50),
+                cell(class.tpot_ms, P99),
+                cell(class.e2e_ms, P50),
+                cell(class.e2e_ms, P99),
             ]);
         }
         table.render(false)
@@ -486,7 +511,7 @@ pub(crate) mod tests {
     pub(crate) fn sample() -> RunReport {
         let p = |p50: f64| {
             Some(Percentiles {
-                count: 10,
+                count: 1_000,
                 mean: p50 * 1.1,
                 min: p50 / 2.0,
                 p50,
@@ -586,6 +611,7 @@ pub(crate) mod tests {
             classes: vec![ClassReport {
                 name: "chat".into(),
                 ttft_ms: percentiles,
+                itl_ms: percentiles,
                 tpot_ms: percentiles,
                 e2e_ms: percentiles,
                 goodput: run.goodput.clone(),
@@ -646,6 +672,44 @@ pub(crate) mod tests {
             let name = field.rsplit('.').next().unwrap();
             assert!(words.contains(name), "docs/results.md lacks `{field}`");
         }
+    }
+
+    #[test]
+    fn of_few_requests_there_is_no_tail() {
+        let mut run = sample();
+        assert!(!run.render().contains("too few"));
+        run.latency.ttft_ms.as_mut().unwrap().count = 12;
+        let text = run.render();
+        let row = text.lines().find(|line| line.starts_with("TTFT")).unwrap();
+        let cells: Vec<&str> = row.split_ascii_whitespace().collect();
+        // p75 and p90 of twelve are below the largest; p95 and p99 are the largest.
+        assert_eq!(cells, ["TTFT", "110", "100", "120", "150", "-", "-", "300"]);
+        assert!(text.ends_with(&format!("{TOO_FEW}\n")), "{text}");
+    }
+
+    #[test]
+    fn one_is_told_as_one() {
+        let mut run = sample();
+        run.requests = RequestCounts {
+            sent: 1,
+            succeeded: 1,
+            skipped_lines: 1,
+            ..RequestCounts::default()
+        };
+        run.gpu = Some(GpuCost {
+            gpus: 1,
+            hours: 1.0,
+        });
+        run.engine.as_mut().unwrap().preemptions = Some(1.0);
+        let text = run.render();
+        assert!(
+            text.contains("1 of 1 request answered in 12.5 s, 1 trace line skipped\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains(" 1 preemption\n") && text.contains(" on 1 GPU\n"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+pub use slipstream_base::text::{counted, grouped};
+
 /// How a cell is emphasized where the output allows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tone {
@@ -110,19 +112,6 @@ pub fn number(value: f64) -> String {
     } else {
         format!("{value:.4}")
     }
-}
-
-/// A count with thousands separated by commas: `1,234,567`.
-pub fn grouped(value: u64) -> String {
-    let digits = value.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::cluster::{RouterConfig, RouterPolicy};
+use slipstream_base::text::counted;
 use slipstream_base::workload_file::Workload;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, Prompt, RankId, SimTime, Tail,
@@ -253,7 +254,7 @@ impl Lane {
         }
         let end = self
             .node
-            .jump(now, until, &mut worker.run, &mut worker.tally.totals.itl)?;
+            .jump(now, until, &mut worker.run, &mut worker.tally.totals)?;
         let passes = worker.run.ends.len() as u64;
         worker.tally.passes += passes;
         worker.tally.jumped += passes;
@@ -310,7 +311,7 @@ impl Lane {
             self.late.push_back((now, out.kv.clone()));
         }
         self.node
-            .tell(now, out, &mut self.flights, &mut tally.totals.itl);
+            .tell(now, out, &mut self.flights, &mut tally.totals);
         tally.passes += 1;
         for first in &out.first {
             self.flights.get_mut(first.id).on_first(first, now, now);
@@ -566,7 +567,8 @@ impl Shared<'_> {
             control.over = true;
         } else if in_flight > options.in_flight_max {
             control.cut = Some(format!(
-                "unstable: {in_flight} requests are under way at {until}, and more come than are answered"
+                "unstable: {} under way at {until}, and more come than are answered",
+                counted(in_flight as u64, "request")
             ));
         } else if self.stop.load(Ordering::Acquire) {
             control.cut = Some(format!("interrupted at {until}"));
@@ -756,8 +758,9 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         if under_way > 0 || more {
             tally.ended_at = options.time_max;
             cut = Some(format!(
-                "simulated time reached its limit of {} with {under_way} requests under way",
-                options.time_max
+                "simulated time reached its limit of {} with {} under way",
+                options.time_max,
+                counted(under_way as u64, "request")
             ));
         }
     } else {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use slipstream_base::{RankId, RequestId, SimTime, WorkerId};
 use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
 use slipstream_netsim::flows::TransferId;
-use slipstream_report::Latency;
+use slipstream_report::Totals;
 use slipstream_router::ActiveSequence;
 use slipstream_workload::Request;
 
@@ -288,10 +288,12 @@ struct Gaps {
     broke_at: SimTime,
     /// Every token is looked at, whether or not it must be.
     always: bool,
+    /// Of `started`, those of each class; empty where the objectives name no class.
+    of_class: Vec<u32>,
 }
 
 impl Gaps {
-    fn new(always: bool) -> Gaps {
+    fn new(always: bool, classes: usize) -> Gaps {
         Gaps {
             last_end: SimTime::ZERO,
             live: 0,
@@ -299,6 +301,17 @@ impl Gaps {
             broken: false,
             broke_at: SimTime::ZERO,
             always,
+            of_class: vec![0; classes],
+        }
+    }
+
+    /// Counts that each sequence in step got a token `ns` after its last.
+    fn record(&self, ns: u64, count: u32, totals: &mut Totals) {
+        totals.itl.record_n(ns, count.into());
+        for (class, &count) in (0..).zip(&self.of_class) {
+            if count > 0 {
+                totals.on_class_gaps(class, ns, count.into());
+            }
         }
     }
 }
@@ -310,6 +323,7 @@ impl Node {
         role: Role,
         pace: Option<Arc<Pace>>,
         each_token: bool,
+        classes: usize,
     ) -> Node {
         engine.list_tokens(each_token);
         Node {
@@ -320,7 +334,7 @@ impl Node {
             life: 0,
             pace,
             told: SimTime::ZERO,
-            gaps: Gaps::new(each_token),
+            gaps: Gaps::new(each_token, classes),
             preemptions: 0,
             pass_ns: 0,
             watch: None,
@@ -360,7 +374,7 @@ impl Node {
         now: SimTime,
         until: SimTime,
         run: &mut DecodeRun,
-        itl: &mut Latency,
+        totals: &mut Totals,
     ) -> Option<SimTime> {
         if self.gaps.broken || self.gaps.always || self.gaps.live == 0 || now != self.gaps.last_end
         {
@@ -381,7 +395,7 @@ impl Node {
         );
         let mut before = now;
         for &end in &run.ends {
-            itl.record_n(end.since(before), self.gaps.live.into());
+            self.gaps.record(end.since(before), self.gaps.live, totals);
             before = end;
         }
         self.gaps.last_end = before;
@@ -395,7 +409,7 @@ impl Node {
         self.engine.list_tokens(self.gaps.always);
         self.life += 1;
         self.phase = Phase::Idle;
-        self.gaps = Gaps::new(self.gaps.always);
+        self.gaps = Gaps::new(self.gaps.always, self.gaps.of_class.len());
     }
 
     /// Ends the pass that ends now. What it gave is to be [told](Self::tell).
@@ -411,7 +425,7 @@ impl Node {
         now: SimTime,
         out: &PassOutput,
         flights: &mut Flights,
-        itl: &mut Latency,
+        totals: &mut Totals,
     ) {
         let gaps = &mut self.gaps;
         if let Some(watch) = &mut self.watch {
@@ -426,7 +440,10 @@ impl Node {
                 if firsts.next_if(|f| f.id == id).is_none() {
                     // While all were in step nobody wrote down when tokens came.
                     let gap = now.since(flight.last.max(gaps.broke_at));
-                    itl.record(gap);
+                    totals.itl.record(gap);
+                    if !gaps.of_class.is_empty() {
+                        totals.on_class_gaps(flight.request.class, gap, 1);
+                    }
                     if let Some(watch) = &mut self.watch {
                         watch.gaps.push((gap, 1));
                     }
@@ -438,9 +455,17 @@ impl Node {
             // A pass whose budget ends before its decodes do would leave some out. vLLM wants
             // `max_num_batched_tokens` to be no less than `max_num_seqs`, so that none does.
             debug_assert_eq!(going_on, gaps.live, "every sequence got a token");
-            itl.record_n(now.since(gaps.last_end), going_on.into());
+            gaps.record(now.since(gaps.last_end), going_on, totals);
             if let (Some(watch), 1..) = (&mut self.watch, going_on) {
                 watch.gaps.push((now.since(gaps.last_end), going_on));
+            }
+        }
+        if !gaps.of_class.is_empty() {
+            for first in &out.first {
+                gaps.of_class[flights.get_mut(first.id).request.class as usize] += 1;
+            }
+            for done in &out.finished {
+                gaps.of_class[flights.get_mut(done.id).request.class as usize] -= 1;
             }
         }
         gaps.started += first;

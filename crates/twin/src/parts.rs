@@ -139,6 +139,7 @@ impl Parts {
         };
         // Passes whose tokens are still on their way may overlap with later ones.
         let each_token = options.each_token || tells_later;
+        let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
         for (worker, pool) in workers(cluster) {
             let role = match pool.role {
@@ -157,7 +158,7 @@ impl Parts {
                 };
                 side.nodes.push(nodes.len() as u32);
                 side.fleet.set_ready(worker, true);
-                nodes.push(Node::new(engine, rank, role, pace, each_token));
+                nodes.push(Node::new(engine, rank, role, pace, each_token, classes));
             }
         }
         Ok(Parts {

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use slipstream_base::cluster::{Cluster, HandOver, HostMode};
 use slipstream_base::mix::mix64;
+use slipstream_base::text::counted;
 use slipstream_base::workload_file::Workload;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
@@ -430,9 +431,9 @@ impl<'a> Sim<'a> {
             if next > self.options.time_max {
                 self.now = self.options.time_max;
                 cut = Some(format!(
-                    "simulated time reached its limit of {} with {} requests under way",
+                    "simulated time reached its limit of {} with {} under way",
                     self.now,
-                    self.flights.len()
+                    counted(self.flights.len() as u64, "request")
                 ));
                 break;
             }
@@ -449,8 +450,8 @@ impl<'a> Sim<'a> {
             self.begin_passes(sink)?;
             if self.flights.len() > self.options.in_flight_max {
                 cut = Some(format!(
-                    "unstable: {} requests are under way at {}, and more come than are answered",
-                    self.flights.len(),
+                    "unstable: {} under way at {}, and more come than are answered",
+                    counted(self.flights.len() as u64, "request"),
                     self.now
                 ));
                 break;
@@ -463,8 +464,8 @@ impl<'a> Sim<'a> {
         }
         if cut.is_none() && self.flights.len() > 0 {
             cut = Some(format!(
-                "stuck: {} requests are under way at {}, and nothing will ever end them",
-                self.flights.len(),
+                "stuck: {} under way at {}, and nothing will ever end them",
+                counted(self.flights.len() as u64, "request"),
                 self.now
             ));
         }
@@ -558,7 +559,7 @@ impl<'a> Sim<'a> {
     fn tell(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
         let now = self.now;
         let n = &mut self.nodes[node as usize];
-        n.tell(now, out, &mut self.flights, &mut self.tally.totals.itl);
+        n.tell(now, out, &mut self.flights, &mut self.tally.totals);
         if let Some(watch) = &n.watch {
             sink.on_pass(&PassRecord {
                 engine: node,
@@ -995,7 +996,7 @@ impl<'a> Sim<'a> {
             self.now,
             until,
             &mut self.run,
-            &mut self.tally.totals.itl,
+            &mut self.tally.totals,
         )?;
         let passes = self.run.ends.len() as u64;
         self.tally.passes += passes;

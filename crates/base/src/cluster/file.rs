@@ -25,6 +25,7 @@ use super::{
 };
 use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
+use crate::text::{counted, several};
 
 /// Prefix of the environment variables that [`Doc::env`] takes for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
@@ -432,8 +433,10 @@ fn read_engine(
         t.mistake(
             "max_model_len",
             format!(
-                "`max_model_len` is {max_model_len}, but the KV cache holds {capacity} tokens \
-                 ({num_gpu_blocks} blocks of {block_size})"
+                "`max_model_len` is {max_model_len}, but the KV cache holds {capacity} {} \
+                 ({num_gpu_blocks} {} of {block_size})",
+                several(capacity, "token"),
+                several(num_gpu_blocks.into(), "block"),
             ),
             format!("set `max_model_len = {capacity}` or less, or give the cache more memory"),
         );
@@ -543,11 +546,11 @@ impl Memory<'_> {
         let blocks = budget.saturating_sub(weights) / (per_token * u64::from(block_size)).max(1);
         if blocks == 0 {
             let message = format!(
-                "{} takes {} of weights on each of {} GPUs of {}, but {} of it is {} \
+                "{} takes {} of weights on each of {} of {}, but {} of it is {} \
                  (`gpu_memory_utilization` {}), which leaves no block of KV cache",
                 self.shape.name,
                 gigabytes(weights),
-                self.tensor_parallel,
+                counted(self.tensor_parallel.into(), "GPU"),
                 self.gpu.name,
                 gigabytes(self.gpu.memory_bytes),
                 gigabytes(budget),
@@ -996,7 +999,7 @@ mod tests {
         check_refused(
             "[model]\npreset = \"llama-3.1-70b\"\n[engine]\ntensor_parallel_size = 1\n",
             &[
-                "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPUs of h100-sxm, but \
+                "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPU of h100-sxm, but \
                85.9 GB of it is 77.3 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
                hint: set `tensor_parallel_size = 4`, or take a larger GPU",
             ],

@@ -286,6 +286,8 @@ impl Worker {
     ) -> Attempt {
         let mut answer = self.new_answer(request);
         let mut parser = Parser::default();
+        let named = !self.shared.config.slo.classes.is_empty();
+        let class = named.then_some(request.class);
         let mut taken = self.pool.take().await;
         loop {
             let (stream, reused) = match taken {
@@ -293,7 +295,7 @@ impl Worker {
                 Err(failure) => return Attempt::failed(&failure, answer, &parser),
             };
             match self
-                .exchange(stream, bytes, timeline, &mut parser, &mut answer)
+                .exchange(stream, bytes, class, timeline, &mut parser, &mut answer)
                 .await
             {
                 Ok(()) => break,
@@ -314,6 +316,7 @@ impl Worker {
         &self,
         mut stream: TcpStream,
         bytes: &[u8],
+        class: Option<u32>,
         timeline: &mut Timeline,
         parser: &mut Parser,
         answer: &mut Answer,
@@ -341,7 +344,9 @@ impl Worker {
                 })?;
                 let events = answer.events - before;
                 if events > 0 {
-                    self.totals.borrow_mut().on_events(timeline, events, now);
+                    self.totals
+                        .borrow_mut()
+                        .on_events(timeline, events, now, class);
                     progress.events.fetch_add(events, Relaxed);
                 }
                 Ok(())

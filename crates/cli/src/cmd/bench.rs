@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
+use slipstream_base::text::several;
 use slipstream_bench::{Config, Endpoint, Outcome, Progress, PromptForm, Target};
 use slipstream_report::html::run::RunPage;
 use slipstream_report::run::ProcessCost;
@@ -346,8 +347,9 @@ fn show_progress(now: &Progress, last: &Progress) {
     // A terminal that went away is no reason to end the run.
     let _ = write!(
         stderr,
-        "\r\x1b[K{what}{}{of} requests ended{failed}, {} in flight, {} tokens/s",
+        "\r\x1b[K{what}{}{of} {} ended{failed}, {} in flight, {} tokens/s",
         grouped(now.ended),
+        several(now.total.unwrap_or(now.ended), "request"),
         grouped(now.in_flight),
         number(rate)
     );

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use slipstream_report::drag;
 use slipstream_report::hand_over::{self, HandOvers};
+use slipstream_report::table::{counted, grouped};
 use slipstream_report::{RunReport, compare};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -89,9 +90,9 @@ fn print(names: [&str; 2], runs: [&HandOvers; 2]) -> anyhow::Result<ExitCode> {
     for (name, run) in names.iter().zip(runs) {
         if run.failed() > 0 || run.requests() == 0 {
             eprintln!(
-                "note: {name}: {} requests failed, and {} were answered",
-                run.failed(),
-                run.requests()
+                "note: {name}: {} failed, {} answered",
+                counted(run.failed(), "request"),
+                grouped(run.requests())
             );
             code = ExitCode::FAILURE;
         }

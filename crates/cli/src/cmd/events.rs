@@ -8,6 +8,7 @@ use anyhow::Context;
 use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::cluster::{Cluster, EventsConfig};
+use slipstream_base::text::counted;
 use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_events::nats::NatsSubscriber;
 use slipstream_events::zmq::{self, ZmqError, ZmqSubscriber};
@@ -230,7 +231,11 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
             "{events} events, {bytes} bytes, {missing} missing, {bad} unreadable\n"
         ))?;
     } else if bad + missing > 0 {
-        eprintln!("{missing} events are missing, {bad} messages could not be read");
+        eprintln!(
+            "{} missing, {} unreadable",
+            counted(missing, "event"),
+            counted(bad, "message")
+        );
     }
     Ok(ExitCode::from(u8::from(bad > 0)))
 }
@@ -360,17 +365,16 @@ impl Message {
                     return format!("{}/dp{} idle", fpm.worker_id, fpm.dp_rank);
                 }
                 format!(
-                    "{}/dp{} pass {} {:.3} ms: prefill {} ({} tokens, {} cached), decode {} ({} tokens \
-                     of context); waiting {} + {}",
+                    "{}/dp{} pass {} {:.3} ms: prefill {} ({}, {} cached), decode {} ({} of context); waiting {} + {}",
                     fpm.worker_id,
                     fpm.dp_rank,
                     fpm.counter_id,
                     fpm.wall_time * 1e3,
                     s.num_prefill_requests,
-                    s.sum_prefill_tokens,
+                    counted(s.sum_prefill_tokens, "token"),
                     s.sum_prefill_kv_tokens,
                     s.num_decode_requests,
-                    s.sum_decode_kv_tokens,
+                    counted(s.sum_decode_kv_tokens, "token"),
                     q.num_prefill_requests,
                     q.num_decode_requests,
                 )
@@ -392,15 +396,15 @@ fn kv_text(event: &KvEvent) -> String {
             block_size,
             ..
         } => format!(
-            "stored {} blocks of {block_size} ({})",
-            block_hashes.len(),
+            "stored {} of {block_size} ({})",
+            counted(block_hashes.len() as u64, "block"),
             match token_ids.len() {
                 0 => "tokens not known".to_owned(),
-                tokens => format!("{tokens} tokens"),
+                tokens => counted(tokens as u64, "token"),
             }
         ),
         KvEvent::BlockRemoved { block_hashes, .. } => {
-            format!("removed {} blocks", block_hashes.len())
+            format!("removed {}", counted(block_hashes.len() as u64, "block"))
         }
         KvEvent::AllBlocksCleared {} => "cleared all blocks".to_owned(),
     }

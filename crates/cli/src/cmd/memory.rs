@@ -1,6 +1,7 @@
 //! Whether a cluster's block pools fit into this host's memory.
 
 use slipstream_base::cluster::Cluster;
+use slipstream_base::text::counted;
 
 /// Bytes that a block takes in a pool, its hash index and the router's block index, at the least:
 /// what 64 engines of 6,150 blocks added to the RSS of `slipstream simulate`, 45 MiB, comes to 120.
@@ -24,9 +25,10 @@ pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
     anyhow::ensure!(
         needed <= free,
-        "{} engines with {blocks} KV blocks in all take {:.1} GiB or more to model, and this host has \
+        "{} with {} in all take {:.1} GiB or more to model, and this host has \
          {:.1} GiB free; take fewer `workers`, a larger `block_size`, or a smaller `num_gpu_blocks`",
-        cluster.pools.iter().map(ranks).sum::<u64>(),
+        counted(cluster.pools.iter().map(ranks).sum(), "engine"),
+        counted(blocks, "KV block"),
         gib(needed),
         gib(free)
     );
@@ -52,7 +54,7 @@ mod tests {
         cluster.pools[0].workers = 65_536;
         cluster.pools[0].engine.num_gpu_blocks = 1 << 30;
         let said = check(&cluster).unwrap_err().to_string();
-        assert!(said.contains("65536 engines"), "{said}");
+        assert!(said.contains("65,536 engines"), "{said}");
         assert!(said.contains("GiB free"), "{said}");
     }
 }

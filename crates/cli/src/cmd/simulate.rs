@@ -11,7 +11,7 @@ use slipstream_base::SimTime;
 use slipstream_base::cluster::{Cluster, Happening};
 use slipstream_report::html::run::RunPage;
 use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Simulation, Transfers};
-use slipstream_report::table::{grouped, number};
+use slipstream_report::table::{counted, number};
 use slipstream_report::{Objectives, RunReport, Slo};
 use slipstream_twin::{Options, Outcome};
 
@@ -139,11 +139,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let simulated = outcome.ended_at.as_secs_f64();
     let speed = format!(
-        "simulated {} s in {} s ({}×), {} passes ({} % jumped), {} requests a CPU second",
+        "simulated {} s in {} s ({}×), {} ({} % jumped), {} requests a CPU second",
         number(simulated),
         number(wall_s),
         number(simulated / wall_s),
-        grouped(outcome.passes),
+        counted(outcome.passes, "pass"),
         number(100.0 * outcome.jumped as f64 / outcome.passes.max(1) as f64),
         number(report.requests.succeeded as f64 / cpu_s),
     );

@@ -11,8 +11,9 @@ use anyhow::{Context, ensure};
 use slipstream_base::SimTime;
 use slipstream_base::cluster::Cluster;
 use slipstream_report::html::sweep::{SweepPage, SweepPoint};
+use slipstream_report::latency::{P50, P99, TOO_FEW, cell};
 use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};
-use slipstream_report::table::{Table, grouped, number};
+use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_report::{Objectives, Percentiles, Slo};
 use slipstream_twin::sweep::{Point, Vary, as_good, combinations, front};
 use slipstream_twin::{Options, Outcome};
@@ -99,8 +100,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let runs = combinations(&args.vary);
     ensure!(
         runs.len() <= RUNS_MAX,
-        "{} configurations; at most {RUNS_MAX} are taken",
-        runs.len()
+        "{}; at most {RUNS_MAX} are taken",
+        counted(runs.len() as u64, "configuration")
     );
     let objectives = Objectives::of(&workload, args.slo.clone());
     let options = Options {
@@ -162,7 +163,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         failures.push(out::incomplete(path, &error));
     }
     let cut = rows.iter().filter(|row| row.outcome.cut.is_some()).count();
-    let note = format!("{cut} runs were cut (`cut` in --out says why); they count what had ended");
+    let note = format!(
+        "{} cut short (`cut` in --out says why); what had ended is counted",
+        counted(cut as u64, "run")
+    );
     if let Some(path) = &args.html {
         let subtitle = format!(
             "{} · {name} · seed {}",
@@ -214,7 +218,11 @@ fn run_all<E: std::error::Error + Send + Sync + 'static>(
                     if shows {
                         let mut stderr = std::io::stderr().lock();
                         // A terminal that went away is no reason to end the sweep.
-                        let _ = write!(stderr, "\r\x1b[K{ended} of {} runs ended", clusters.len());
+                        let _ = write!(
+                            stderr,
+                            "\r\x1b[K{ended} of {} ended",
+                            counted(clusters.len() as u64, "run")
+                        );
                         let _ = stderr.flush();
                     }
                 }
@@ -266,10 +274,6 @@ impl Row {
         let row = self;
         let totals = &row.outcome.totals;
         let latency = totals.latencies();
-        let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
-            p.as_ref()
-                .map_or_else(|| "-".to_owned(), |p| number(get(p)))
-        };
         let tokens = totals.tokens();
         let hits = 100.0 * tokens.cached.unwrap_or(0) as f64 / tokens.input.max(1) as f64;
         let figures = [
@@ -281,10 +285,10 @@ impl Row {
                 (false, false) => "",
             }
             .to_owned(),
-            of(latency.ttft_ms, |p| p.p50),
-            of(latency.ttft_ms, |p| p.p99),
-            of(latency.itl_ms, |p| p.p50),
-            of(latency.itl_ms, |p| p.p99),
+            cell(latency.ttft_ms, P50),
+            cell(latency.ttft_ms, P99),
+            cell(latency.itl_ms, P50),
+            cell(latency.itl_ms, P99),
             number(hits),
             grouped(row.outcome.engine.preemptions.unwrap_or(0.0).round() as u64),
             (totals.requests.failed + totals.requests.abandoned + totals.requests.unfinished)
@@ -317,7 +321,7 @@ fn page(
                 gpu_hours: row.gpu_hours,
                 front: row.front,
                 cells: row.cells(),
-                p99_ms: [latency.ttft_ms, latency.itl_ms].map(|p| p.map(|p| p.p99)),
+                p99_ms: [latency.ttft_ms, latency.itl_ms].map(|p| p.and_then(|p| p.at(P99))),
             }
         })
         .collect();
@@ -378,6 +382,14 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
          ~: as good as one of those; {}\n",
         tolerance_is(args.tolerance)
     ))?;
+    let few = |row: &Row| {
+        let latency = row.outcome.totals.latencies();
+        let told = [latency.ttft_ms, latency.itl_ms];
+        told.into_iter().flatten().any(|p| p.leaves_out())
+    };
+    if rows.iter().any(few) {
+        out::print(&format!("{TOO_FEW}\n"))?;
+    }
     Ok(())
 }
 

@@ -9,8 +9,9 @@ use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::SimTime;
 use slipstream_base::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
+use slipstream_report::latency::{TOO_FEW, tells};
 use slipstream_report::record::Partial;
-use slipstream_report::table::{Table, grouped, number};
+use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_workload::mooncake::MooncakeWriter;
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::stats::Stats;
@@ -146,8 +147,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ))?;
     if schedule.skipped_lines() > 0 {
         eprintln!(
-            "note: {} lines were skipped",
-            grouped(schedule.skipped_lines())
+            "note: {} skipped",
+            counted(schedule.skipped_lines(), "line")
         );
     }
     Ok(if stats.requests() == 0 {
@@ -198,26 +199,27 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     };
     let mut mooncake = MooncakeWriter::new(args.tokens_per_id, follow_ups);
     let (mut sessions, mut requests) = (0u64, 0);
+    let after = |sessions: u64| format!("{} after {}", named(), counted(sessions, "session"));
     while let Some(first) = source.next() {
         let scale = workload.time_scale;
         let written = match args.to {
             Form::Slipstream => own::write_session(&mut out, &source, first?, scale),
             Form::Mooncake => mooncake.write_session(&mut out, &source, first?, scale),
         };
-        requests += written.with_context(|| format!("{} after {sessions} sessions", named()))?;
+        requests += written.with_context(|| after(sessions))?;
         sessions += 1;
     }
     out.flush()
         .and_then(|()| partial.as_mut().map_or(Ok(()), Partial::complete))
-        .with_context(|| format!("{} after {sessions} sessions", named()))?;
+        .with_context(|| after(sessions))?;
     let skipped = match source.skipped_lines() {
         0 => String::new(),
-        lines => format!(", {} lines skipped", grouped(lines)),
+        lines => format!(", {} skipped", counted(lines, "line")),
     };
     eprintln!(
-        "{} requests in {} sessions written{skipped}",
-        grouped(requests),
-        grouped(sessions)
+        "{} in {} written{skipped}",
+        counted(requests, "request"),
+        counted(sessions, "session")
     );
     Ok(if requests == 0 {
         ExitCode::FAILURE
@@ -226,30 +228,44 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     })
 }
 
+/// What the columns of lengths after the mean show: percentiles between two ends.
+const LENGTH_SHARES: [Option<f64>; 5] = [None, Some(0.5), Some(0.9), Some(0.99), None];
+
 fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) -> String {
     let seconds = stats.duration().as_secs_f64();
     let [input, output] = stats.tokens();
     let per_s = |count: u64| number(count as f64 / seconds.max(1e-9));
     let share = |part: u64, of: u64| number(100.0 * part as f64 / of.max(1) as f64);
     let mut text = format!(
-        "{} requests in {} s: {} a second, {} prompt and {} answer tokens a second\n\
+        "{} in {} s: {} a second, {} prompt and {} answer tokens a second\n\
          ideal prefix hits {} % of prompt tokens, in blocks of {block_size} and an endless cache\n\
-         {} distinct blocks, {} tokens\n\n",
-        grouped(stats.requests()),
+         {}, {}\n\n",
+        counted(stats.requests(), "request"),
         number(seconds),
         per_s(stats.requests()),
         per_s(input),
         per_s(output),
         share(stats.ideal_hit_tokens(), input),
-        grouped(stats.blocks()),
-        grouped(stats.blocks() * u64::from(block_size)),
+        counted(stats.blocks(), "distinct block"),
+        counted(stats.blocks() * u64::from(block_size), "token"),
     );
+    let requests = stats.requests();
     let mut lengths = Table::new(["tokens", "mean", "min", "p50", "p90", "p99", "max"]);
     for (name, l) in ["prompts", "answers"].into_iter().zip(stats.lengths()) {
-        let at = l.at.map(|n| grouped(n.into()));
+        let at = l.at.into_iter().zip(LENGTH_SHARES).map(|(n, share)| {
+            if share.is_none_or(|share| tells(share, requests)) {
+                grouped(n.into())
+            } else {
+                "-".to_owned()
+            }
+        });
         lengths.row([name.to_owned(), number(l.mean)].into_iter().chain(at));
     }
     text.push_str(&lengths.render(false));
+    if !tells(0.99, requests) {
+        text.push_str(TOO_FEW);
+        text.push('\n');
+    }
     text.push('\n');
     let windows = stats.windows();
     let length_ns = stats.duration().0 + 1;

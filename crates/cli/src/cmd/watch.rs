@@ -16,7 +16,7 @@ use slipstream_report::drag::DragWriter;
 use slipstream_report::pass::PassWriter;
 use slipstream_report::perfetto::{KvSpan, PerfettoWriter, RequestSpan};
 use slipstream_report::series::{Ended, EngineInfo};
-use slipstream_report::table::{grouped, number};
+use slipstream_report::table::{counted, grouped, number};
 use slipstream_report::{DragRecord, PassRecord, Series};
 use slipstream_twin::{Progress, RequestRecord, Sink};
 
@@ -128,10 +128,10 @@ fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
         }
     }
     line + &format!(
-        "{} s simulated ({}×), {} requests ended, {} under way{left}",
+        "{} s simulated ({}×), {} ended, {} under way{left}",
         number(simulated),
         number(simulated / wall_s.max(1e-9)),
-        grouped(progress.ended),
+        counted(progress.ended, "request"),
         grouped(progress.in_flight as u64),
     )
 }

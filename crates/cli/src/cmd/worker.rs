@@ -8,6 +8,7 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::WorkerId;
 use slipstream_base::cluster::Cluster;
+use slipstream_base::text::counted;
 use slipstream_events::EventPlane;
 use slipstream_planes::wire::SNAPSHOT_BLOCKS_MAX;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -174,8 +175,9 @@ fn choose(
                 for index in read_index(index, count)? {
                     anyhow::ensure!(
                         index < count,
-                        "--index {index}: pool `{}` has {count} workers, 0 to {}",
+                        "--index {index}: pool `{}` has {}, 0 to {}",
                         candidate.name,
+                        counted(count.into(), "worker"),
                         count.saturating_sub(1)
                     );
                     chosen.push(WorkerId(first + index));

@@ -295,7 +295,7 @@ fn a_trace_is_told_and_simulated_in_any_form() {
     );
     let (code, _, err) = run(&["trace", "stats", path, "--on-bad-line=skip"]);
     assert_eq!(code, Some(0));
-    assert!(err.contains("1 lines were skipped"), "{err}");
+    assert!(err.contains("note: 1 line skipped"), "{err}");
 }
 
 #[test]

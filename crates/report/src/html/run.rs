@@ -2,11 +2,11 @@
 
 use crate::html::chart::{Axis, Chart, HeatMap, Line, Shape};
 use crate::html::{Page, Tile, escape};
-use crate::latency::{Latency, Percentiles};
+use crate::latency::{Latency, P50, P75, P90, P95, P99, Percentiles, TOO_FEW, cell};
 use crate::measure::Distributions;
 use crate::run::RunReport;
 use crate::series::{Bin, EngineBin, Series, Sketch};
-use crate::table::{grouped, number};
+use crate::table::{counted, grouped, number};
 use slipstream_base::Slo;
 
 /// Points of a line over time at most.
@@ -65,8 +65,8 @@ impl RunPage<'_> {
         }
         for (kind, error) in &report.errors {
             page.warning(&format!(
-                "{} requests failed ({kind}), such as: {}",
-                grouped(error.count),
+                "{} failed ({kind}), such as: {}",
+                counted(error.count, "request"),
                 error.example
             ));
         }
@@ -97,7 +97,13 @@ impl RunPage<'_> {
         let ms = |p: Option<Percentiles>| {
             p.map_or_else(
                 || ("–".to_owned(), String::new()),
-                |p| (time(p.p50), format!("p50; p99 {}", time(p.p99))),
+                |p| {
+                    let tail = match p.at(P99) {
+                        Some(p99) => format!("p99 {}", time(p99)),
+                        None => format!("max {}", time(p.max)),
+                    };
+                    (time(p.p50), format!("p50; {tail}"))
+                },
             )
         };
         let requests = &report.requests;
@@ -148,11 +154,11 @@ impl RunPage<'_> {
                 format!("{} %", number(share * 100.0)),
                 match report.engine.and_then(|e| e.prefix_hit_blocks) {
                     Some(blocks) => format!(
-                        "of {} prompt tokens; {} blocks",
-                        grouped(report.tokens.input),
-                        grouped(blocks.round() as u64)
+                        "of {}; {}",
+                        counted(report.tokens.input, "prompt token"),
+                        counted(blocks.round() as u64, "block")
                     ),
-                    None => format!("of {} prompt tokens", grouped(report.tokens.input)),
+                    None => format!("of {}", counted(report.tokens.input, "prompt token")),
                 },
             ));
         }
@@ -168,8 +174,8 @@ impl RunPage<'_> {
                 "KV handed over",
                 format!("{} GB", number(t.bytes as f64 / 1e9)),
                 format!(
-                    "{} prompts; {} at p50",
-                    grouped(t.count),
+                    "{}; {} at p50",
+                    counted(t.count, "prompt"),
                     t.ms.map_or_else(|| "–".into(), |p| time(p.p50))
                 ),
             ));
@@ -178,7 +184,7 @@ impl RunPage<'_> {
             tiles.push(Tile::new(
                 "GPU-hours",
                 number(gpu.hours),
-                format!("{} GPUs", grouped(gpu.gpus)),
+                counted(gpu.gpus, "GPU"),
             ));
         }
         tiles
@@ -201,9 +207,15 @@ impl RunPage<'_> {
         .into_iter()
         .filter_map(|(name, percentiles)| {
             let p = percentiles?;
-            let figures = [p.mean, p.min, p.p50, p.p75, p.p90, p.p95, p.p99, p.max].map(number);
-            let cells = [name.to_owned(), grouped(p.count)].into_iter();
-            Some((cells.chain(figures).collect(), false))
+            let ends = [
+                name.to_owned(),
+                grouped(p.count),
+                number(p.mean),
+                number(p.min),
+            ];
+            let tails = [P50, P75, P90, P95, P99].map(|q| cell(percentiles, q));
+            let cells = ends.into_iter().chain(tails).chain([number(p.max)]);
+            Some((cells.collect(), false))
         })
         .collect();
         page.table(
@@ -215,6 +227,22 @@ impl RunPage<'_> {
         );
         if !self.report.classes.is_empty() {
             self.classes(page);
+        }
+        let shown = [
+            latency.ttft_ms,
+            latency.itl_ms,
+            latency.tpot_ms,
+            latency.e2e_ms,
+        ];
+        let classes = self.report.classes.iter();
+        let of_classes = classes.flat_map(|c| [c.ttft_ms, c.itl_ms, c.tpot_ms, c.e2e_ms]);
+        if shown
+            .into_iter()
+            .chain(of_classes)
+            .flatten()
+            .any(|p| p.leaves_out())
+        {
+            page.raw(&format!("<p class=\"says\">{}</p>", escape(TOO_FEW)));
         }
         let d = self.distributions;
         let slo = |name: &str| {
@@ -243,10 +271,6 @@ impl RunPage<'_> {
             .classes
             .iter()
             .map(|class| {
-                let of = |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| {
-                    p.as_ref()
-                        .map_or_else(|| "–".to_owned(), |p| number(get(p)))
-                };
                 let goodput = class.goodput.as_ref();
                 let cells = vec![
                     class.name.clone(),
@@ -254,12 +278,14 @@ impl RunPage<'_> {
                     grouped(class.sent),
                     goodput.map_or_else(|| "–".into(), |g| number(g.requests_per_s)),
                     goodput.map_or_else(|| "–".into(), |g| number(g.share * 100.0)),
-                    of(class.ttft_ms, |p| p.p50),
-                    of(class.ttft_ms, |p| p.p99),
-                    of(class.tpot_ms, |p| p.p50),
-                    of(class.tpot_ms, |p| p.p99),
-                    of(class.e2e_ms, |p| p.p50),
-                    of(class.e2e_ms, |p| p.p99),
+                    cell(class.ttft_ms, P50),
+                    cell(class.ttft_ms, P99),
+                    cell(class.itl_ms, P50),
+                    cell(class.itl_ms, P99),
+                    cell(class.tpot_ms, P50),
+                    cell(class.tpot_ms, P99),
+                    cell(class.e2e_ms, P50),
+                    cell(class.e2e_ms, P99),
                 ];
                 (cells, false)
             })
@@ -272,6 +298,8 @@ impl RunPage<'_> {
                 "goodput/s",
                 "within, %",
                 "TTFT p50, ms",
+                "p99",
+                "ITL p50, ms",
                 "p99",
                 "TPOT p50, ms",
                 "p99",
@@ -353,7 +381,8 @@ fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
     page.section(
         "Over time",
         &format!(
-            "A point stands for {} s; of percentiles, for as much time as has about {REQUESTS_A_POINT} requests or more.",
+            "A point stands for {} s; of percentiles, for as much time as has about {REQUESTS_A_POINT} requests or more \
+             (of fewer than 100 samples p99 is the largest).",
             number(width)
         ),
     );
@@ -571,8 +600,8 @@ fn engines(page: &mut Page, series: &Series) {
     );
     if series.engines.len() > ENGINE_ROWS_MAX {
         page.raw(&format!(
-            "<p class=\"says\">{ENGINE_ROWS_MAX} of {} engines.</p>",
-            series.engines.len()
+            "<p class=\"says\">{ENGINE_ROWS_MAX} of {}.</p>",
+            counted(series.engines.len() as u64, "engine")
         ));
     }
 }

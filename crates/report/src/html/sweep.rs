@@ -2,7 +2,7 @@
 
 use crate::html::chart::{Axis, Chart, Line, Shape};
 use crate::html::{Page, Tile};
-use crate::table::{grouped, number};
+use crate::table::{counted, grouped, number};
 
 /// A configuration.
 #[derive(Clone, Debug)]
@@ -185,9 +185,9 @@ impl SweepPage<'_> {
         page.table(self.header, self.keys, &rows);
         if rows.len() < self.points.len() {
             page.raw(&format!(
-                "<p class=\"says\">{} of {} configurations; `--out FILE` writes all.</p>",
-                rows.len(),
-                self.points.len()
+                "<p class=\"says\">{} of {}; `--out FILE` writes all.</p>",
+                grouped(rows.len() as u64),
+                counted(self.points.len() as u64, "configuration")
             ));
         }
         for (name, text) in &self.texts {

@@ -10,7 +10,7 @@ use slipstream_base::cluster::{Cluster, RouterPolicy, file};
 use slipstream_base::doc::Doc;
 use slipstream_base::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_base::{ForwardPassMetrics, SimTime};
-use slipstream_report::{Latency, PassRecord};
+use slipstream_report::{Latency, Objectives, PassRecord};
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
 
 fn cluster(text: &str) -> Cluster {
@@ -174,7 +174,10 @@ fn a_run_without_end_is_cut_and_says_so() {
     };
     let outcome = run(&one, &overload, &options, &mut ());
     let cut = outcome.cut.unwrap();
-    assert!(cut.contains("unstable") && cut.contains("5001"), "{cut}");
+    assert!(
+        cut.contains("unstable") && cut.contains("5,001 requests"),
+        "{cut}"
+    );
     let requests = outcome.totals.requests;
     assert!(requests.succeeded > 0 && requests.unfinished == 5_001);
 
@@ -250,7 +253,8 @@ fn scenario() -> impl Strategy<Value = (Cluster, Workload)> {
                     "seed = {seed}\nrequests = 60\n[arrival]\n{arrival}\n\
                      [[class]]\nisl = {{ kind = \"uniform\", min = 1, max = {isl} }}\n\
                      osl = {{ kind = \"uniform\", min = 1, max = {osl} }}\n\
-                     [class.session]\nturns = {turns}\nthink_time_s = 0.05\n"
+                     [class.session]\nturns = {turns}\nthink_time_s = 0.05\n\
+                     [[class]]\nweight = 0.5\nisl = 20\nosl = {osl}\n"
                 ));
                 (cluster, workload)
             },
@@ -329,11 +333,14 @@ proptest! {
     /// Jumping, and looking at each token, change nothing; and every request ends once.
     #[test]
     fn jumps_change_nothing((cluster, workload) in scenario()) {
+        let objectives = Objectives::of(&workload, None);
         let with = |jump: bool, each_token: bool| {
-            let options = Options { jump, each_token, ..Options::default() };
+            let slo = objectives.clone();
+            let options = Options { jump, each_token, slo, ..Options::default() };
             run(&cluster, &workload, &options, &mut ())
         };
         let (jumped, single, each) = (with(true, false), with(false, false), with(true, true));
+        let classes = |outcome: &Outcome| outcome.totals.class_reports(&objectives);
         prop_assert_eq!(single.jumped, 0);
         for other in [&single, &each] {
             prop_assert_eq!(jumped.digest, other.digest);
@@ -341,7 +348,17 @@ proptest! {
             prop_assert_eq!(jumped.ended_at, other.ended_at);
             prop_assert_eq!(jumped.engine, other.engine);
             prop_assert_eq!(jumped.totals.latencies(), other.totals.latencies());
+            prop_assert_eq!(classes(&jumped), classes(other));
         }
+        // Each class has as many gaps as its answers have, and they are those of all.
+        let of = classes(&jumped);
+        prop_assert_eq!(of.len(), 2);
+        for class in &of {
+            let gaps = class.itl_ms.map_or(0, |p| p.count);
+            prop_assert_eq!(gaps, class.output_tokens - class.succeeded);
+        }
+        let most = of.iter().filter_map(|class| Some(class.itl_ms?.max)).fold(0.0, f64::max);
+        prop_assert_eq!(most, jumped.totals.latencies().itl_ms.map_or(0.0, |p| p.max));
         let requests = jumped.totals.requests;
         prop_assert!(jumped.cut.is_none());
         prop_assert_eq!(requests.sent, requests.succeeded + requests.failed);

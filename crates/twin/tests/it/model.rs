@@ -424,7 +424,7 @@ fn a_link_that_is_down_holds_hand_overs_up() {
         &load(1, 1, 100, 7),
         &Options::default(),
     );
-    assert!(outcome.cut.unwrap().contains("stuck: 1 requests"));
+    assert!(outcome.cut.unwrap().contains("stuck: 1 request under way"));
 }
 
 #[test]

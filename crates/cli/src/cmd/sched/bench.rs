@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use serde_json::json;
+use slipstream_report::latency::tells;
 use slipstream_report::table::{Table, grouped, number};
 use slipstream_scx::link::Mechanism;
 use slipstream_scx::wake::Quantiles;
@@ -110,7 +111,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut text = format!("scheduler: {}; {cpus} CPUs\n", scheduler());
-    let quantiles = |q: &Quantiles| [q.p50_us, q.p99_us, q.p99_9_us].map(number);
+    let quantiles = |q: &Quantiles| {
+        [(0.5, q.p50_us), (0.99, q.p99_us), (0.999, q.p99_9_us)].map(|(share, us)| {
+            if tells(share, q.count) {
+                number(us)
+            } else {
+                "-".to_owned()
+            }
+        })
+    };
     if !wakes.is_empty() {
         let mut table = Table::new(["wake-up by", "p50 us", "p99 us", "p99.9 us", "hand-offs/s"]);
         for r in &wakes {

@@ -9,7 +9,8 @@ use slipstream_cpusched::config::{Experiment, Plan};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::COUNTERS;
 use slipstream_cpusched::sim::RunResult;
-use slipstream_report::table::{Table, grouped, number};
+use slipstream_report::latency::tells;
+use slipstream_report::table::{Table, counted, grouped, number};
 
 use crate::out;
 
@@ -73,7 +74,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let (text, dropped) = trace.finish();
             std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
             if dropped > 0 {
-                eprintln!("trace: {dropped} runs left out beyond the first {TRACE_RUNS_MAX}");
+                eprintln!(
+                    "trace: {} left out beyond the first {TRACE_RUNS_MAX}",
+                    counted(dropped, "run")
+                );
             }
         }
         table.row(cells(plan, &result, &experiment));
@@ -104,7 +108,13 @@ fn counter(result: &RunResult, name: &str) -> u64 {
 
 fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
     let g = &r.groups[plan.shown_group];
-    let us = |ns: u64| number(ns as f64 / 1e3);
+    let us = |h: &hdrhistogram::Histogram<u64>, quantile: f64| {
+        if tells(quantile, h.len()) {
+            number(h.value_at_quantile(quantile) as f64 / 1e3)
+        } else {
+            "-".to_owned()
+        }
+    };
     let seconds = r.measured_ns as f64 / 1e9;
     let whole = (r.measured_ns + experiment.warmup_ns) as f64 / 1e9;
     let handoffs = counter(r, "handoff");
@@ -121,10 +131,10 @@ fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
         plan.wake_idle_us
             .map_or("-".to_owned(), |us| us.to_string()),
         plan.load_pct.map_or("-".to_owned(), |l| l.to_string()),
-        us(g.wake.value_at_quantile(0.5)),
-        us(g.wake.value_at_quantile(0.99)),
-        us(g.wake.value_at_quantile(0.999)),
-        us(g.request.value_at_quantile(0.99)),
+        us(&g.wake, 0.5),
+        us(&g.wake, 0.99),
+        us(&g.wake, 0.999),
+        us(&g.request, 0.99),
         grouped((r.requests as f64 / seconds).round() as u64),
         grouped((handoffs as f64 / whole).round() as u64),
         // A trusted hand-over lies where nothing can come before it, and is not counted as it runs.

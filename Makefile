@@ -82,6 +82,11 @@ scx:
 test-sched:
 	scripts/vm/test-sched.sh
 
+# Blocks by NIXL, on the library of its PyPI package (70 MB); skips with the reason where there is none.
+.PHONY: test-nixl
+test-nixl:
+	./scripts/test-nixl.sh
+
 # The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
 # VLLM_VERSION=0.32.0: another release than the newest that is supported.
 # bench-vllm: what it costs a step, against others (docs/connector.md). wheel: the Python package.

@@ -40,6 +40,7 @@ class Store:
         listen: list[str] = ...,
         peers: list[str] = ...,
         tell_tiers: bool = False,
+        nixl: str | None = None,
     ) -> None: ...
     def put(self, keys: list[bytes], data: memoryview) -> int: ...
     def load(

@@ -34,8 +34,9 @@ class Options:
     model_id: str = ""
     """What peers know the model by. Empty: what `vllm serve` was given, which may be a path."""
     listen: list[str] = field(default_factory=list)
-    """Where this engine serves its blocks: `tcp://IP:PORT`, or `unix:///PATH` to peers on the host,
-    which read its memory in place. Rank `r` adds `r` to the port or `.r` to the path."""
+    """Where this engine serves its blocks: `tcp://IP:PORT`; `unix:///PATH` to peers on the host,
+    which read its memory in place; `nixl://IP:PORT` to peers that read it by NIXL. Rank `r` adds
+    `r` to the port or `.r` to the path."""
     peers: list[str] = field(default_factory=list)
     """The engines whose blocks may be taken, as they are told to listen; likewise by rank."""
     peer_keys_max: int = 1 << 20
@@ -95,16 +96,18 @@ def of_rank(addresses: list[str], rank: int) -> list[str]:
     Raises
     ------
     OptionError
-        If an address is neither `tcp://IP:PORT` nor `unix:///PATH`.
+        If an address is neither `tcp://IP:PORT`, `nixl://IP:PORT` nor `unix:///PATH`.
     """
     found = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         if address.startswith("unix:///"):
             found.append(f"{address}.{rank}" if rank else address)
-        elif address.startswith("tcp://") and port.isdecimal():
+        elif address.startswith(("tcp://", "nixl://")) and port.isdecimal():
             # Port 0 is whichever is free.
             found.append(f"{host}:{int(port) + rank if int(port) else 0}")
         else:
-            raise OptionError(f"`{address}` is no address; write tcp://IP:PORT or unix:///PATH")
+            raise OptionError(
+                f"`{address}` is no address; write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH"
+            )
     return found

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream import KeyMirror
 from slipstream._native import Store, take_warnings
-from slipstream.options import OptionError, Options, read_options
+from slipstream.nixl import find_library, is_wanted
+from slipstream.options import OptionError, Options, of_rank, read_options
 from slipstream.told import TIERS, TierEvents
 
 BLOCK = 4096
@@ -410,3 +412,32 @@ def test_options_are_checked_together() -> None:
         "`save` is 1, but takes",
     ):
         assert text in str(caught.value)
+
+
+def test_nixl_that_is_missing_or_unknown_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert of_rank(["nixl://10.0.0.1:7300"], 3) == ["nixl://10.0.0.1:7303"]
+    assert is_wanted(["tcp://a:1", "nixl://a:1"]) and not is_wanted(["tcp://nixl:1"])
+    monkeypatch.delenv("SLIPSTREAM_NIXL_LIBRARY", raising=False)
+    found = {"nixl-cu12": "1.9.0"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(OptionError, match=r"is 1\.9\.0: pip install 'slipstream\[nixl\]'"):
+        find_library()
+    found.clear()
+    with pytest.raises(OptionError, match=r"not installed: pip install 'slipstream\[nixl\]'"):
+        find_library()
+    monkeypatch.setenv("SLIPSTREAM_NIXL_LIBRARY", str(tmp_path / "lib.so"))
+    identity = {"tensor_parallel": "1", "pipeline_parallel": "1", "rank": "0"}
+    identity |= {"block_size": "16", "block_bytes": "1"}
+    listen = {"identity": identity, "listen": ["nixl://127.0.0.1:0"]}
+    with pytest.raises(OSError, match=r"lib\.so .*pip install 'slipstream\[nixl\]'"):
+        Store(block_bytes=BLOCK, host_bytes=BLOCK, nixl=find_library(), **listen)
+    with pytest.raises(OSError, match="takes NIXL, which is not set up"):
+        Store(block_bytes=BLOCK, host_bytes=BLOCK, **listen)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from rig import BLOCK, Rig
+from slipstream.nixl import find_library
+from slipstream.options import OptionError
 from test_store import run
 from test_transfers import OURS, wait_loaded, wait_saved
 
@@ -86,9 +88,14 @@ def wait_for_hit(rig: Rig, prompt: list[int], blocks: int) -> None:
     rig.step()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "nixl"])
 def test_blocks_of_another_process_are_loaded_and_right(kind: str, tmp_path: Path) -> None:
-    listen = "tcp://127.0.0.1:0" if kind == "tcp" else f"unix://{tmp_path}/a.sock"
+    listen = f"unix://{tmp_path}/a.sock" if kind == "unix" else f"{kind}://127.0.0.1:0"
+    if kind == "nixl":
+        try:
+            find_library()
+        except OptionError as error:
+            pytest.skip(str(error))
     with other(listen=[listen]) as first:
         second = engine(peers=[first.address])
         prompt = second.tokens(BLOCK * PROMPT_BLOCKS + 3)

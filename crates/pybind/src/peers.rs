@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use slipstream_kvindex::{PeerIndex, digest};
 use slipstream_kvstore::{
-    Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, PeerId, Profile, Tier,
+    Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, Nixl, PeerId, Profile, Tier,
     Transport, clock,
 };
 
@@ -107,6 +107,7 @@ impl Links {
         peers: Vec<String>,
         serves: Option<Served>,
         index_keys: Option<usize>,
+        nixl: Nixl,
     ) -> PyResult<(Links, Option<Arc<PeerIndex>>)> {
         let mut options = EndpointOptions::new(name, profile);
         options.listen = parse(listen)?
@@ -116,6 +117,7 @@ impl Links {
         if let Some(Served { memory, deeper }) = serves {
             (options.serves, options.deeper) = (Some(memory), deeper);
         }
+        options.nixl = nixl;
         options.peers_max = peers.len() + OTHERS_MAX;
         let silence_ns = options.silence_max.as_nanos() as u64;
         let index = index_keys
@@ -255,7 +257,15 @@ impl Peers {
         keys_max: usize,
     ) -> PyResult<Peers> {
         let profile = profile(identity)?;
-        let (links, index) = Links::start(profile, name, Vec::new(), peers, None, Some(keys_max))?;
+        let (links, index) = Links::start(
+            profile,
+            name,
+            Vec::new(),
+            peers,
+            None,
+            Some(keys_max),
+            Nixl::Keys,
+        )?;
         let index = index.expect("an index was asked for");
         let followed = Arc::new(Followed {
             links,

@@ -28,8 +28,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use slipstream_kvindex::{Change, KeySet};
 use slipstream_kvstore::{
-    Completion, DiskOptions, DiskTier, Fetch, MemoryOptions, MemoryTier, Region, Tier, TierChange,
-    TierError, TransferId, Transport, clock,
+    Completion, DiskOptions, DiskTier, Fetch, MemoryOptions, MemoryTier, Nixl, NixlOptions, Region,
+    Tier, TierChange, TierError, TransferId, Transport, clock,
 };
 
 use crate::keys::life;
@@ -493,12 +493,12 @@ pub(crate) struct Store {
 #[pymethods]
 impl Store {
     /// `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk. `tell_tiers`: for
-    /// [`Store::take_tier_message`].
+    /// [`Store::take_tier_message`]. `nixl`: its library, which `nixl:` addresses take.
     #[new]
     #[allow(clippy::similar_names)]
     #[pyo3(signature = (
         *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048,
-        identity=None, name="", listen=Vec::new(), peers=Vec::new(), tell_tiers=false
+        identity=None, name="", listen=Vec::new(), peers=Vec::new(), tell_tiers=false, nixl=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -513,6 +513,7 @@ impl Store {
         listen: Vec<String>,
         peers: Vec<String>,
         tell_tiers: bool,
+        nixl: Option<PathBuf>,
     ) -> PyResult<Store> {
         let ttl_ns = Some((ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
         let options = MemoryOptions {
@@ -543,8 +544,9 @@ impl Store {
                     memory: Arc::clone(&host),
                     deeper: disk.clone().map(|disk| disk as Arc<dyn Tier>),
                 });
+                let nixl = nixl.map_or(Nixl::Off, |library| Nixl::On(NixlOptions::new(&library)));
                 let (links, _) =
-                    Links::start(profile(identity)?, name, listen, peers, serves, None)?;
+                    Links::start(profile(identity)?, name, listen, peers, serves, None, nixl)?;
                 Some(Arc::new(links))
             }
             _ => None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream._native import Peers as NativePeers
 from slipstream._native import Store as NativeStore
+from slipstream.nixl import find_library, is_wanted
 from slipstream.options import of_rank
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def open_store(
         listen=of_rank(options.listen, rank),
         peers=of_rank(options.peers, rank),
         tell_tiers=tell_tiers,
+        nixl=find_library() if is_wanted(options.listen + options.peers) else None,
     )
 
 

@@ -1,0 +1,71 @@
+"""Where NIXL's library is, for peers at `nixl://` addresses. This module does not import it.
+
+The `nixl` packages on PyPI bring the library beside their Python module. It is opened by the
+extension itself, so the module, which takes seconds to import and PyTorch, is not needed.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from slipstream.options import OptionError
+
+VARIABLE = "SLIPSTREAM_NIXL_LIBRARY"
+"""Names another library than the installed package's."""
+
+RELEASE = (1, 5)
+"""The release whose C interface is known; it is not promised to stay."""
+
+INSTALL = "pip install 'slipstream[nixl]'"
+
+
+def is_wanted(addresses: list[str]) -> bool:
+    """Whether any of the addresses takes NIXL."""
+    return any(address.startswith("nixl://") for address in addresses)
+
+
+def find_library() -> str:
+    """Return the path of NIXL's library with its C interface.
+
+    Raises
+    ------
+    OptionError
+        If there is none, or one of a release that is not known; the text says what to install.
+    """
+    if named := os.environ.get(VARIABLE):
+        return named
+    for package in packages():
+        try:
+            version = metadata.version(package.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            continue
+        match = re.match(r"(\d+)\.(\d+)", version)
+        if not match or (int(match[1]), int(match[2])) != RELEASE:
+            known = ".".join(map(str, RELEASE))
+            raise OptionError(
+                f"nixl:// addresses take NIXL {known}, and {package} is {version}: {INSTALL}"
+            )
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            # Where meson-python puts the libraries of a wheel.
+            beside = Path(spec.origin).parent.parent / f".{package}.mesonpy.libs"
+            if (library := beside / "libnixl_capi.so").is_file():
+                return str(library)
+        raise OptionError(
+            f"{package} {version} has no libnixl_capi.so: {INSTALL}, or name one by {VARIABLE}"
+        )
+    raise OptionError(f"nixl:// addresses take NIXL, which is not installed: {INSTALL}")
+
+
+def packages() -> list[str]:
+    """Return the packages that may bring the library, the best one first."""
+    known = ["nixl_cu13", "nixl_cu12", "nixl_rocm"]
+    # One process, one CUDA: that of PyTorch, where it is there.
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    if cuda is not None and (own := f"nixl_cu{str(cuda).split('.')[0]}") in known:
+        known.remove(own)
+        known.insert(0, own)
+    return known

@@ -118,6 +118,23 @@ def test_a_follower_that_asks_gets_everything_again(opened: Opened) -> None:
     opened.follow_until({1, 2})
 
 
+def test_keys_of_another_length_are_kept_and_not_told_of(tmp_path: Path) -> None:
+    opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
+    opened.put(1)
+    wait_for_files(tmp_path, 1)
+    take_warnings()
+    short = b"of another hash"
+    assert opened.store.put([short], memoryview(block(2))) == 1
+    wait_for_files(tmp_path, 2)
+    opened.follow_until({1})
+    while opened.store.counters()["message_errors"] < 2:
+        pass
+    (text,) = take_warnings()
+    assert "a key has 15 bytes, but the keys of this set have 36" in text
+    assert "--prefix-caching-hash-algo" in text and "disk_dir of its own" in text
+    opened.store.close()
+
+
 def test_old_blocks_are_not_served() -> None:
     opened = Opened(ttl_s=1e-6)
     opened.put(1)

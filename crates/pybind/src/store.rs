@@ -15,6 +15,7 @@
 //! may wait.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::error::Error;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -152,6 +153,8 @@ struct Books {
     messages: VecDeque<Vec<u8>>,
     /// The tier's number, and what changed in it.
     tier_messages: VecDeque<(u32, Vec<u8>)>,
+    /// Changes of keys that no message can name.
+    untold: Arc<AtomicU64>,
 }
 
 impl Books {
@@ -171,8 +174,15 @@ impl Books {
             TierChange::Stored(key) => (key, Change::Add(holder)),
             TierChange::Removed(key) => (key, Change::Remove(holder)),
         };
-        // A disk may hold keys of another length, of another hash function.
-        let _ = self.keys.change(key, change);
+        if let Err(error) = self.keys.change(key, change) {
+            // A disk may hold keys of another length, of another hash function.
+            if self.untold.fetch_add(1, Ordering::Relaxed) == 0 {
+                tracing::warn!(
+                    "a stored block is not told of: {error}; or give this engine a disk_dir of its own"
+                );
+            }
+            return;
+        }
         let _ = self.served.change(key, change);
         if let Some(tiers) = &mut self.tiers {
             let _ = tiers[holder as usize].change(key, change);
@@ -205,6 +215,8 @@ struct Shared {
     poller: OnceLock<Thread>,
     stop: AtomicBool,
     writes_dropped: AtomicU64,
+    /// Of the books, to be read without their lock.
+    untold: Arc<AtomicU64>,
     put_failed: AtomicU64,
 }
 
@@ -381,15 +393,27 @@ impl Shared {
     }
 
     fn write(&self) {
+        let mut refused = false;
         while let Some(key) = self.next(&self.writes, &self.writes_came) {
             let Some(disk) = self.disk() else { return };
             let _storing = self.storing.read().unwrap_or_else(PoisonError::into_inner);
             let now = clock::now();
             // It may be gone by now: the disk was slower than the host tier is large.
-            if let Some(block) = self.host.pin(now, &key)
-                && let Err(error) = disk.put(now, &key, block.bytes())
-            {
-                tracing_warn(&error);
+            let Some(block) = self.host.pin(now, &key) else {
+                continue;
+            };
+            // A full disk is said once, not for each block; they are counted.
+            match disk.put(now, &key, block.bytes()) {
+                Ok(_) if refused => {
+                    refused = false;
+                    tracing::warn!("blocks are written to disk again");
+                }
+                Err(error) if !refused => {
+                    refused = true;
+                    let text = in_full(&error);
+                    tracing::warn!("blocks are in memory only, not on disk: {text}");
+                }
+                _ => {}
             }
         }
     }
@@ -476,11 +500,19 @@ impl Shared {
 }
 
 fn tracing_warn(error: &TierError) {
-    tracing::warn!("a block is computed again: {error}");
+    tracing::warn!("a block is computed again: {}", in_full(error));
+}
+
+/// What a tier says, and what the system said to it.
+fn in_full(error: &TierError) -> String {
+    match error.source() {
+        Some(source) => format!("{error} ({source})"),
+        None => error.to_string(),
+    }
 }
 
 fn to_python(error: TierError) -> PyErr {
-    PyOSError::new_err(error.to_string())
+    PyOSError::new_err(in_full(&error))
 }
 
 /// The store of one rank; see [`crate::store`] and `slipstream.store.Store`.
@@ -552,6 +584,7 @@ impl Store {
             _ => None,
         };
         let has_links = links.is_some();
+        let untold = Arc::new(AtomicU64::new(0));
         let shared = Arc::new(Shared {
             block_bytes,
             keys_max,
@@ -566,6 +599,7 @@ impl Store {
                 changes: Vec::new(),
                 messages: VecDeque::new(),
                 tier_messages: VecDeque::new(),
+                untold: Arc::clone(&untold),
             }),
             resend: AtomicBool::new(false),
             loads: Mutex::default(),
@@ -579,6 +613,7 @@ impl Store {
             poller: OnceLock::new(),
             stop: AtomicBool::new(false),
             writes_dropped: AtomicU64::new(0),
+            untold,
             put_failed: AtomicU64::new(0),
         });
         shared.tell();
@@ -742,6 +777,7 @@ impl Store {
         }
         let dropped = shared.writes_dropped.load(Ordering::Relaxed);
         counts.set_item("disk_dropped_blocks", dropped)?;
+        counts.set_item("message_errors", shared.untold.load(Ordering::Relaxed))?;
         if let Some(links) = shared.links() {
             links.count(&counts)?;
         }

@@ -40,6 +40,16 @@ WAIT_S = 0.2
 TIER_MESSAGES_MAX = 4
 """Messages about single tiers that go to the scheduler in one step: two for each."""
 
+REMEDIES = {
+    "absent": "whoever held them has given them up; more host_bytes or disk_bytes keep them longer",
+    "length": "their holder has another block layout; run one release and one configuration on all",
+    "checksum": "look at memory and network if it happens again",
+    "deadline": "disk, peer or network are slow; raise load_deadline_s, or load_blocks_min",
+    "lost": "the connection to the peer ended, and is made again; see what became of the peer",
+    "copy": "see the error before this",
+}
+"""What to do, by why blocks did not come."""
+
 
 @dataclass(slots=True)
 class UnderWay:
@@ -222,7 +232,8 @@ class WorkerHalf:
             under_way = self.under_way.pop(job, None)
             if under_way is not None:
                 logger.warning(
-                    "slipstream: the store did not end the load of request %s; it is recomputed",
+                    "slipstream: the store did not end the load of request %s; it is recomputed; "
+                    "please report this with the log",
                     under_way.load.request_id,
                 )
                 self._count("load_failed_blocks.abandoned", len(under_way.load.blocks))
@@ -278,7 +289,9 @@ class WorkerHalf:
                 self.moved.notify_all()
             return
         load = under_way.load
-        good = [i for i in range(len(load.blocks)) if i not in failed]
+        # Without its first block nothing of a load is of use, and the request must not ask for it
+        # again: a block that is damaged for good would be asked for without end.
+        good = [] if 0 in failed else [i for i in range(len(load.blocks)) if i not in failed]
         if good and under_way.resets == self._resets:
             try:
                 rows = under_way.staging[good] if failed else under_way.staging
@@ -301,9 +314,10 @@ class WorkerHalf:
                 self._counts[f"load_failed_blocks.{reason}"] += len(lost)
         if lost:
             logger.warning(
-                "slipstream: %d of %d blocks of request %s were not loaded (%s); recomputed",
+                "slipstream: %d of %d blocks of request %s did not come and are recomputed (%s)%s",
                 len(lost),
                 len(load.blocks),
                 load.request_id,
                 reason,
+                f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
             )

@@ -847,6 +847,19 @@ impl Engine {
         self.lists_tokens = on;
     }
 
+    /// Whether deltas list changes of the KV cache (they do unless told otherwise). Nobody need hear of
+    /// them who asks [`told_prefix`](Engine::told_prefix).
+    pub fn list_kv(&mut self, on: bool) {
+        self.pool.list_changes(on);
+    }
+
+    /// How many leading ones of `blocks` the KV cache held when its changes were last taken
+    /// ([`finish_pass`](Engine::finish_pass), [`take_kv`](Engine::take_kv)): what a router would find that
+    /// had heard of all of them. A few look-ups, for a prompt of any length.
+    pub fn told_prefix(&self, blocks: &[BlockHash]) -> u32 {
+        self.pool.told_prefix(blocks)
+    }
+
     /// True between `begin_pass` and `finish_pass`.
     pub fn in_pass(&self) -> bool {
         self.pass.is_some()

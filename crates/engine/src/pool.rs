@@ -574,12 +574,18 @@ impl BlockPool {
         }
         let run = &mut self.runs[id as usize];
         run.sealed = true;
-        // As far as others have heard, nothing happens.
-        let was_told = run.told > at;
+        // As far as others have heard, nothing happens; what they still believe to follow goes along.
+        let told = run.told.saturating_sub(at);
         run.told = run.told.min(at);
+        let hashes = std::mem::take(&mut run.hashes);
         let heir_run = &mut self.runs[heir as usize];
         heir_run.copy = false;
-        heir_run.told = u32::from(was_told);
+        heir_run.told = told;
+        if told > 1 {
+            let follow = &hashes[at as usize + 1..(at + told) as usize];
+            self.buffers.extend(&mut heir_run.hashes, follow);
+        }
+        self.runs[id as usize].hashes = hashes;
         self.heads.insert(hash, heir);
         self.note_change(heir);
     }

@@ -139,6 +139,15 @@ pub(crate) struct CounterCells {
 enum Cached {
     Exact(BlockIndex),
     Approximate(ApproximateIndex),
+    /// Somewhere else: see [`CachedBlocks`]. Nothing, for whoever does not ask there.
+    Elsewhere,
+}
+
+/// What targets have cached, asked where they keep it: for a driver that has the engines at hand, and
+/// need not tell a fleet of every change.
+pub trait CachedBlocks {
+    /// How many leading `blocks` a target has cached.
+    fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32;
 }
 
 /// The targets of one model, as all routers see them. Shared by `Arc`.
@@ -177,6 +186,24 @@ impl Fleet {
     /// # Errors
     /// As [`from_cluster`](Self::from_cluster).
     pub fn of_roles(cluster: &Cluster, roles: &[PoolRole]) -> Result<Fleet, FleetError> {
+        let cached = Fleet::index(&cluster.router);
+        Fleet::of_roles_with(cluster, roles, cached)
+    }
+
+    /// As [`of_roles`](Self::of_roles), without a block index, for a driver whose routers ask
+    /// [`CachedBlocks`], or look at no cache. Deltas are ignored.
+    ///
+    /// # Errors
+    /// As [`of_roles`](Self::of_roles).
+    pub fn of_roles_unindexed(cluster: &Cluster, roles: &[PoolRole]) -> Result<Fleet, FleetError> {
+        Fleet::of_roles_with(cluster, roles, |_| Cached::Elsewhere)
+    }
+
+    fn of_roles_with(
+        cluster: &Cluster,
+        roles: &[PoolRole],
+        cached: impl FnOnce(&[TargetConfig]) -> Cached,
+    ) -> Result<Fleet, FleetError> {
         let mut targets = Vec::new();
         let mut first: Option<(&str, u32)> = None;
         let mut worker = 0;
@@ -209,7 +236,7 @@ impl Fleet {
             worker += pool.workers;
         }
         let block_size = first.map_or(1, |(_, block_size)| block_size);
-        Fleet::new(cluster.router.clone(), block_size, targets)
+        Fleet::with(cluster.router.clone(), block_size, targets, cached)
     }
 
     /// A fleet of `targets`, sorted by rank, whose prompts come in blocks of `block_size` tokens.
@@ -220,6 +247,35 @@ impl Fleet {
         config: RouterConfig,
         block_size: u32,
         targets: Vec<TargetConfig>,
+    ) -> Result<Fleet, FleetError> {
+        let cached = Fleet::index(&config);
+        Fleet::with(config, block_size, targets, cached)
+    }
+
+    /// Makes the index that a configuration asks for.
+    fn index(config: &RouterConfig) -> impl FnOnce(&[TargetConfig]) -> Cached + use<> {
+        let (kv_events, ttl_s) = (config.kv_events, config.approximate_ttl_s);
+        move |targets| {
+            if kv_events {
+                let capacity = targets.iter().map(|t| t.kv_blocks as usize).sum();
+                Cached::Exact(BlockIndex::new(targets.len(), capacity))
+            } else {
+                // A target without prefix caching never has a hit, so nothing is believed of it.
+                let kv_blocks: Vec<u32> = targets
+                    .iter()
+                    .map(|t| if t.prefix_caching { t.kv_blocks } else { 0 })
+                    .collect();
+                let ttl_ns = SimTime::from_secs_f64(ttl_s).0;
+                Cached::Approximate(ApproximateIndex::new(&kv_blocks, ttl_ns))
+            }
+        }
+    }
+
+    fn with(
+        config: RouterConfig,
+        block_size: u32,
+        targets: Vec<TargetConfig>,
+        cached: impl FnOnce(&[TargetConfig]) -> Cached,
     ) -> Result<Fleet, FleetError> {
         let last = targets.last().ok_or(FleetError::Empty)?;
         if let Some(pair) = targets.windows(2).find(|pair| pair[0].rank >= pair[1].rank) {
@@ -233,18 +289,7 @@ impl Fleet {
             }
             range.end = target + 1;
         }
-        let cached = if config.kv_events {
-            let capacity = targets.iter().map(|t| t.kv_blocks as usize).sum();
-            Cached::Exact(BlockIndex::new(targets.len(), capacity))
-        } else {
-            // A target without prefix caching never has a hit, so nothing is believed of it.
-            let kv_blocks: Vec<u32> = targets
-                .iter()
-                .map(|t| if t.prefix_caching { t.kv_blocks } else { 0 })
-                .collect();
-            let ttl_ns = SimTime::from_secs_f64(config.approximate_ttl_s).0;
-            Cached::Approximate(ApproximateIndex::new(&kv_blocks, ttl_ns))
-        };
+        let cached = cached(&targets);
         let sessions = (config.affinity_ttl_s > 0.0)
             .then(|| SessionTable::new(SimTime::from_secs_f64(config.affinity_ttl_s).0));
         Ok(Fleet {
@@ -317,6 +362,7 @@ impl Fleet {
             match &self.cached {
                 Cached::Exact(index) => index.forget(target as usize),
                 Cached::Approximate(index) => index.forget(target as usize),
+                Cached::Elsewhere => {}
             }
         }
     }
@@ -324,11 +370,16 @@ impl Fleet {
     /// Whether any decision looks at what is cached, or at loads that follow from it. If not, a
     /// simulation need not tell.
     pub fn reads_cache(&self) -> bool {
+        Fleet::would_read_cache(&self.config)
+    }
+
+    /// As [`reads_cache`](Self::reads_cache), of a fleet with this configuration.
+    pub fn would_read_cache(config: &RouterConfig) -> bool {
         let blind = matches!(
-            self.config.policy,
+            config.policy,
             RouterPolicy::RoundRobin | RouterPolicy::Random | RouterPolicy::Direct
         );
-        !blind || self.has_thresholds()
+        !blind || has_thresholds(config)
     }
 
     /// The caller promises that from now on one thread alone feeds the index
@@ -401,6 +452,7 @@ impl Fleet {
         match &self.cached {
             Cached::Exact(index) => index.overlap(blocks, out),
             Cached::Approximate(index) => index.overlap(now, blocks, out),
+            Cached::Elsewhere => out.fill(0),
         }
     }
 
@@ -409,6 +461,7 @@ impl Fleet {
         match &self.cached {
             Cached::Exact(index) => index.overlap_of(target, blocks),
             Cached::Approximate(index) => index.overlap_of(now, target, blocks),
+            Cached::Elsewhere => 0,
         }
     }
 
@@ -435,7 +488,7 @@ impl Fleet {
 
     /// Whether any busy threshold is set.
     pub(crate) fn has_thresholds(&self) -> bool {
-        self.config.busy_kv_share < 1.0 || self.config.busy_prefill_tokens > 0
+        has_thresholds(&self.config)
     }
 
     /// Prompt tokens that `target` has still to compute, after reuse.
@@ -456,7 +509,7 @@ impl Fleet {
                 ready: self.is_ready(target),
                 trusted: match &self.cached {
                     Cached::Exact(index) => index.is_trusted(target),
-                    Cached::Approximate(_) => true,
+                    Cached::Approximate(_) | Cached::Elsewhere => true,
                 },
                 requests: read(&load.requests),
                 prefill_tokens: read(&load.prefill_tokens),
@@ -466,6 +519,7 @@ impl Fleet {
                 cached_blocks: match &self.cached {
                     Cached::Exact(index) => index.held(target),
                     Cached::Approximate(index) => index.held(target),
+                    Cached::Elsewhere => 0,
                 },
                 routed_total: read(&load.routed),
             })
@@ -483,12 +537,17 @@ impl Fleet {
             kv_dropped_blocks_total: match &self.cached {
                 Cached::Exact(_) => read(&cells.kv_dropped_blocks),
                 Cached::Approximate(index) => index.dropped_total(),
+                Cached::Elsewhere => 0,
             },
             busy_total: read(&cells.busy),
             affinity_hits_total: read(&cells.affinity_hits),
             sessions_dropped_total: self.sessions.as_ref().map_or(0, SessionTable::dropped),
         }
     }
+}
+
+fn has_thresholds(config: &RouterConfig) -> bool {
+    config.busy_kv_share < 1.0 || config.busy_prefill_tokens > 0
 }
 
 #[cfg(test)]

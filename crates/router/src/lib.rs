@@ -25,7 +25,7 @@ mod session;
 mod view;
 
 pub use active::ActiveSequence;
-pub use fleet::{Counters, Fleet, FleetError, Load, TargetConfig};
+pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Load, TargetConfig};
 pub use policy::{Candidates, Draws, RoutePolicy, WorkerView};
 pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
 pub use view::ViewTurn;

@@ -8,7 +8,7 @@ use slipstream_base::mix::draw;
 use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
 
 use crate::active::ActiveSequence;
-use crate::fleet::Fleet;
+use crate::fleet::{CachedBlocks, Fleet};
 use crate::policy::{self, Candidates, Draws, RoutePolicy};
 use crate::view::{ViewTurn, ViewedLoad, Views};
 
@@ -233,11 +233,29 @@ impl Router {
         scores: Option<&mut Vec<Score>>,
     ) -> Result<Routed, RouteError> {
         let chosen = self.choose(now, request, scores)?;
-        Ok(Routed {
+        Ok(self.charge(chosen, request))
+    }
+
+    /// As [`route`](Self::route), but asks `cached` what targets have cached, and not the fleet's index.
+    ///
+    /// # Errors
+    /// [`RouteError`]; nothing is charged then.
+    pub fn route_by(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        cached: &dyn CachedBlocks,
+    ) -> Result<Routed, RouteError> {
+        let chosen = self.decide(now, request, Some(cached), None)?;
+        Ok(self.charge(chosen, request))
+    }
+
+    fn charge(&self, chosen: Chosen, request: &RouteRequest<'_>) -> Routed {
+        Routed {
             target: chosen.target,
             hit_blocks: chosen.hit_blocks,
             active: chosen.charge(&self.fleet, request.prompt),
-        })
+        }
     }
 
     /// As [`route`](Self::route), but charges nothing yet: for a driver that routes ahead of time, and
@@ -249,6 +267,16 @@ impl Router {
         &mut self,
         now: SimTime,
         request: &RouteRequest<'_>,
+        scores: Option<&mut Vec<Score>>,
+    ) -> Result<Chosen, RouteError> {
+        self.decide(now, request, None, scores)
+    }
+
+    fn decide(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        cached: Option<&dyn CachedBlocks>,
         scores: Option<&mut Vec<Score>>,
     ) -> Result<Chosen, RouteError> {
         let fleet = Arc::clone(&self.fleet);
@@ -269,8 +297,14 @@ impl Router {
         let reads_overlap = self.policy.reads_overlap() || scores.is_some();
         let affine = self.session_target(now, request);
         let walked = reads_overlap && (affine.is_none() || scores.is_some());
-        if walked {
-            fleet.overlap(now, blocks, &mut self.hits);
+        match cached {
+            _ if !walked => {}
+            None => fleet.overlap(now, blocks, &mut self.hits),
+            Some(cached) => {
+                for &target in &self.open {
+                    self.hits[target as usize] = cached.overlap_of(target as usize, blocks);
+                }
+            }
         }
         let candidates = Candidates {
             fleet: &fleet,
@@ -301,6 +335,8 @@ impl Router {
 
         let hit_blocks = if walked {
             self.hits[target]
+        } else if let Some(cached) = cached {
+            cached.overlap_of(target, blocks)
         } else {
             fleet.overlap_of(now, target, blocks)
         };

@@ -41,8 +41,7 @@ impl Side {
         if uncached < tokens_min {
             return None;
         }
-        self.hear(now, nodes);
-        let routed = self.router.route(now, route, None).ok()?;
+        let routed = self.route(now, route, nodes).ok()?;
         let target = self.fleet.target_of(routed.target)?;
         let before = self.fleet.prefill_tokens(target) - routed.active.prefill_tokens();
         if queue_max > 0 && before > queue_max {

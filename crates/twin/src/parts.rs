@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slipstream_base::cluster::{
     Cluster, Dtype, Happening, NetworkMode, PoolConfig, PoolRole, TimingConfig,
 };
-use slipstream_base::{KvDelta, RankId, SimTime, WorkerId};
+use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig};
-use slipstream_router::{Fleet, Router, ViewTurn};
+use slipstream_router::{CachedBlocks, Fleet, RouteError, RouteRequest, Routed, Router, ViewTurn};
 
 use crate::node::{Node, Role};
 use crate::sim::{Options, TwinError};
@@ -26,6 +26,9 @@ pub(crate) struct Side {
     pub(crate) nodes: Vec<u32>,
     /// The router looks at what is cached.
     pub(crate) reads_cache: bool,
+    /// It hears of what is cached by deltas, which come later than what they tell of. Otherwise, if it
+    /// looks at that at all, it asks the engines: what it would hear by deltas is what they have told.
+    pub(crate) hears: bool,
     /// Changes of caches that the router has not heard of yet, by when it does.
     late: BTreeMap<(SimTime, u64), Late>,
     pub(crate) lag_ns: u64,
@@ -38,6 +41,25 @@ pub(crate) struct Side {
     sequence: u64,
 }
 
+/// The engines behind a router, as far as their passes have ended.
+struct Engines<'a> {
+    nodes: &'a [Node],
+    of_target: &'a [u32],
+    /// What they have cached is known to the router.
+    read: bool,
+}
+
+impl CachedBlocks for Engines<'_> {
+    fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
+        if self.read {
+            let node = self.of_target[target] as usize;
+            self.nodes[node].engine.told_prefix(blocks)
+        } else {
+            0
+        }
+    }
+}
+
 struct Late {
     delta: KvDelta,
     node: u32,
@@ -45,10 +67,20 @@ struct Late {
 }
 
 impl Side {
-    fn new(cluster: &Cluster, roles: &[PoolRole]) -> Result<Side, TwinError> {
-        let fleet = Arc::new(Fleet::of_roles(cluster, roles)?);
+    fn new(cluster: &Cluster, roles: &[PoolRole], options: &Options) -> Result<Side, TwinError> {
+        let config = &cluster.router;
+        let reads_cache = Fleet::would_read_cache(config);
+        let is_late = config.kv_lag_ms > 0.0 || config.view_interval_ms > 0.0;
+        let hears = reads_cache && config.kv_events && (is_late || options.feed_index);
+        let fleet = if hears || !config.kv_events {
+            Fleet::of_roles(cluster, roles)?
+        } else {
+            Fleet::of_roles_unindexed(cluster, roles)?
+        };
+        let fleet = Arc::new(fleet);
         Ok(Side {
-            reads_cache: fleet.reads_cache(),
+            reads_cache,
+            hears,
             router: Router::new(fleet.clone(), 0),
             fleet,
             nodes: Vec::new(),
@@ -56,14 +88,14 @@ impl Side {
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
             views: cluster.router.view_interval_ms > 0.0,
             looked: SimTime::ZERO,
-            is_late: cluster.router.kv_lag_ms > 0.0 || cluster.router.view_interval_ms > 0.0,
+            is_late,
             sequence: 0,
         })
     }
 
     /// The cache of `node` changed at `at`, and nobody looks at the index before `at`.
     pub(crate) fn on_kv(&mut self, at: SimTime, node: u32, life: u32, delta: &KvDelta) {
-        if !self.reads_cache || delta.ops.is_empty() {
+        if !self.hears || delta.ops.is_empty() {
             return;
         }
         if !self.is_late {
@@ -77,6 +109,25 @@ impl Side {
         };
         self.late.insert((at + self.lag_ns, self.sequence), late);
         self.sequence += 1;
+    }
+
+    /// Chooses where a request goes.
+    pub(crate) fn route(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        nodes: &[Node],
+    ) -> Result<Routed, RouteError> {
+        self.hear(now, nodes);
+        if self.hears || !self.fleet.config().kv_events {
+            return self.router.route(now, request, None);
+        }
+        let engines = Engines {
+            nodes,
+            of_target: &self.nodes,
+            read: self.reads_cache,
+        };
+        self.router.route_by(now, request, &engines)
     }
 
     /// The router is about to choose at `now`: tells it what it has heard of by then, or, if it looks
@@ -130,10 +181,10 @@ impl Parts {
         tells_later: bool,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Parts, TwinError> {
-        let mut serve = Side::new(cluster, &[PoolRole::Both, PoolRole::Decode])?;
+        let mut serve = Side::new(cluster, &[PoolRole::Both, PoolRole::Decode], options)?;
         let apart = cluster.pools.iter().any(|p| p.role == PoolRole::Prefill);
         let mut prefill = if apart {
-            Some(Side::new(cluster, &[PoolRole::Prefill])?)
+            Some(Side::new(cluster, &[PoolRole::Prefill], options)?)
         } else {
             None
         };
@@ -151,11 +202,12 @@ impl Parts {
                     worker,
                     dp_rank: dp_rank as u16,
                 };
-                let (engine, pace) = engine(cluster, pool, rank, options, read)?;
+                let (mut engine, pace) = engine(cluster, pool, rank, options, read)?;
                 let side = match (role, &mut prefill) {
                     (Role::Prefill, Some(side)) => side,
                     _ => &mut serve,
                 };
+                engine.list_kv(side.hears);
                 side.nodes.push(nodes.len() as u32);
                 side.fleet.set_ready(worker, true);
                 nodes.push(Node::new(engine, rank, role, pace, each_token, classes));

@@ -50,6 +50,9 @@ pub struct Options {
     /// One queue for the events of all engines, even if they have nothing to do with each other.
     /// The result is the same, slower.
     pub one_queue: bool,
+    /// Feed a block index even where the router can ask the engines what they have cached. The result is
+    /// the same, slower.
+    pub feed_index: bool,
     /// Times that a client sends a request again that was refused because no worker could take it,
     /// after the time that the refusal names.
     pub retries: u32,
@@ -66,6 +69,7 @@ impl Default for Options {
             in_flight_max: 1 << 20,
             threads: 1,
             one_queue: false,
+            feed_index: false,
             retries: 0,
         }
     }
@@ -719,8 +723,7 @@ impl<'a> Sim<'a> {
             direct: None,
             exclude: &flight.lost_on,
         };
-        self.serve.hear(self.now, &self.nodes);
-        let routed = match self.serve.router.route(self.now, &route, None) {
+        let routed = match self.serve.route(self.now, &route, &self.nodes) {
             Ok(routed) => routed,
             Err(error) => return self.refuse(slot, &error, sink),
         };
@@ -1001,7 +1004,7 @@ impl<'a> Sim<'a> {
         let passes = self.run.ends.len() as u64;
         self.tally.passes += passes;
         self.tally.jumped += passes;
-        if self.serve.reads_cache && !self.run.kv_ops.is_empty() {
+        if self.serve.hears && !self.run.kv_ops.is_empty() {
             // Deltas of all the passes now: nobody reads the index before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
             let mut sequence = self.run.kv_sequence;

@@ -367,6 +367,19 @@ proptest! {
         let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
         prop_assert_eq!(gaps, tokens.output - requests.succeeded);
     }
+    /// A router that asks the engines what they have cached finds what it would have heard.
+    #[test]
+    fn asking_engines_and_hearing_of_them_agree((cluster, workload) in scenario(), jump in any::<bool>()) {
+        let with = |feed_index: bool| {
+            let options = Options { jump, feed_index, ..Options::default() };
+            run(&cluster, &workload, &options, &mut ())
+        };
+        let (asked, heard) = (with(false), with(true));
+        prop_assert_eq!(asked.digest, heard.digest);
+        prop_assert_eq!(asked.engine, heard.engine);
+        prop_assert_eq!(asked.totals.latencies(), heard.totals.latencies());
+    }
+
     /// Engines that have nothing to do with each other, or are looked at now and then, give the same
     /// whether one queue orders all their events or each goes through time by itself, on any number
     /// of threads.

@@ -569,15 +569,16 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_base::workload_file:
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// With pools, network, host, late news and faults: jumps and looking at each token change nothing,
-    /// a run repeats, every request ends once, and every token has its gap.
+    /// With pools, network, host, late news and faults: jumps, looking at each token and hearing of caches
+    /// by deltas change nothing, a run repeats, every request ends once, and every token has its gap.
     #[test]
     fn jumps_change_nothing_whatever_is_modelled((cluster, workload) in scenario()) {
-        let with = |jump: bool, each_token: bool| {
-            let options = Options { jump, each_token, retries: 2, time_max: SimTime(600_000 * MS), ..Options::default() };
+        let with = |jump: bool, each_token: bool, feed_index: bool| {
+            let options = Options { jump, each_token, feed_index, retries: 2, time_max: SimTime(600_000 * MS), ..Options::default() };
             simulate(&cluster, &workload, &options)
         };
-        let ((jumped, ended), (single, one_by_one), (each, _)) = (with(true, false), with(false, false), with(true, true));
+        let ((jumped, ended), (single, one_by_one), (each, _)) =
+            (with(true, false, false), with(false, false, false), with(true, true, true));
         prop_assert_eq!(single.jumped, 0);
         for other in [&single, &each] {
             prop_assert_eq!(jumped.digest, other.digest);

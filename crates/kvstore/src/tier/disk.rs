@@ -106,10 +106,17 @@ impl DiskTier {
             }
         }
         found.sort_by_key(|(modified, _)| *modified); // the last used is not known, the last written is
-        for (_, head) in found {
-            let until = match head.until_unix_ns {
-                u64::MAX => SimTime::MAX,
-                until => now + until.saturating_sub(unix_ns),
+        for (written, head) in found {
+            // Told to another time to live, or by another clock, a file lives no longer than told
+            // now.
+            let mut left = head.until_unix_ns.saturating_sub(unix_ns);
+            if let Some(ttl) = options.ttl_ns {
+                let age = unix_ns.saturating_sub(since_1970_ns(written));
+                left = left.min(ttl.saturating_sub(age));
+            }
+            let until = match (head.until_unix_ns, options.ttl_ns) {
+                (u64::MAX, None) => SimTime::MAX,
+                _ => now + left,
             };
             ledger.enter(
                 &head.key,
@@ -412,6 +419,11 @@ fn name_of(key: &[u8]) -> std::ffi::OsString {
 fn modified(path: &Path) -> std::time::SystemTime {
     let meta = fs::metadata(path).and_then(|meta| meta.modified());
     meta.unwrap_or(std::time::UNIX_EPOCH)
+}
+
+fn since_1970_ns(time: std::time::SystemTime) -> u64 {
+    let since = time.duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_nanos() as u64)
 }
 
 fn remove_file(path: &Path) {

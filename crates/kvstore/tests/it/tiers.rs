@@ -264,6 +264,26 @@ fn files_are_found_again_with_their_time_to_live() {
 }
 
 #[test]
+fn files_live_no_longer_than_is_told_now() {
+    const S: u64 = 1_000_000_000;
+    let folder = tempfile::tempdir().unwrap();
+    let began = clock::unix_ns();
+    let options = |ttl_s: u64| disk_options(folder.path(), 10, Some(ttl_s * S));
+    put(&*disk(folder.path(), 10, None), 0, 1);
+    let tier = open(0, began + 2_000 * S, options(10_000));
+    assert!(get(&*tier, 0, 1));
+    drop(tier);
+    let tier = open(0, began + 2_000 * S, options(1_000));
+    assert!(!get(&*tier, 0, 1), "it was written without an end");
+    put(&*tier, 0, 2);
+    drop(tier);
+    // The clock was set back by a day.
+    let tier = open(7, began - 86_400 * S, options(1_000));
+    assert!(get(&*tier, 999 * S, 2));
+    assert!(!get(&*tier, 1_001 * S, 2));
+}
+
+#[test]
 fn a_smaller_cap_holds_from_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let tier = disk(folder.path(), 10, None);

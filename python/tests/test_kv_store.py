@@ -159,6 +159,7 @@ def test_disk_serves_what_memory_has_lost(tmp_path: Path) -> None:
         opened.put(n)
         wait_for_files(tmp_path, n + 1)
     opened.follow_until(set(range(12)))
+    assert opened.store.counters()["hit_blocks.host"] == 0, "what the disk takes is no hit"
     check(opened.load(*range(12)), *range(12))
     opened.store.close()
     again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)

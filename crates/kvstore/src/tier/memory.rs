@@ -139,12 +139,8 @@ impl MemoryTier {
     fn take_pin(&self, now: SimTime, key: &[u8]) -> Option<Place> {
         let mut state = self.state();
         let found = state.ledger.touch(now, key);
-        match found {
-            Some(place) => {
-                state.pins[place.slot as usize] += 1;
-                state.ledger.stats.hits_total += 1;
-            }
-            None => state.ledger.stats.misses_total += 1,
+        if let Some(place) = found {
+            state.pins[place.slot as usize] += 1;
         }
         found
     }
@@ -266,6 +262,7 @@ impl Tier for MemoryTier {
 
     fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError> {
         let Some(place) = self.take_pin(now, key) else {
+            self.state().ledger.stats.misses_total += 1;
             return Ok(false);
         };
         let len = place.len as usize;
@@ -280,9 +277,13 @@ impl Tier for MemoryTier {
                 want: out.len(),
                 got: len,
             }),
-            Some(true) => Ok(true),
+            Some(true) => {
+                self.state().ledger.stats.hits_total += 1;
+                Ok(true)
+            }
             Some(false) => {
                 self.drop_corrupt(key);
+                self.state().ledger.stats.misses_total += 1;
                 Ok(false)
             }
         }

@@ -98,9 +98,9 @@ pub struct TierStats {
     pub bytes: u64,
     /// Blocks stored.
     pub stored_total: u64,
-    /// Reads that found a block.
+    /// [`Tier::get`]s that found a block: not what peers, or a tier below, read in place.
     pub hits_total: u64,
-    /// Reads that found none.
+    /// [`Tier::get`]s that found none, or a damaged one.
     pub misses_total: u64,
     /// Blocks that made room.
     pub evicted_total: u64,

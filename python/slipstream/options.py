@@ -1,7 +1,8 @@
 """What `kv_connector_extra_config` may say. This module does not import vLLM."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -83,11 +84,26 @@ def read_options(given: Mapping[str, Any]) -> Options:
             wrong.append(f"`{name}` is {value}, which is too small")
         else:
             values[name] = value
+    if values.get("host_bytes") == 0:
+        useless = [name for name in ("disk_dir", "listen", "peers") if values.get(name)]
+        wrong += [f"`{name}` needs `host_bytes` above 0" for name in useless]
     if wrong:
         raise OptionError(
             f"kv_connector_extra_config: {'; '.join(wrong)}; known are {', '.join(known)}"
         )
     return Options(**values)
+
+
+def of_engine(options: Options, index: int, ranks: int) -> Options:
+    """Return the options of one of several engines of `ranks` ranks that were given the same ones.
+
+    Engines of one data-parallel group may be on one host, where each needs addresses and a folder
+    of its own. The first has what was given.
+    """
+    if index == 0:
+        return options
+    folder = str(Path(options.disk_dir) / f"engine-{index}") if options.disk_dir else ""
+    return replace(options, listen=of_rank(options.listen, index * ranks), disk_dir=folder)
 
 
 def of_rank(addresses: list[str], rank: int) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from slipstream import KeyMirror
 from slipstream._native import Store, take_warnings
 from slipstream.nixl import find_library, is_wanted
-from slipstream.options import OptionError, Options, of_rank, read_options
+from slipstream.options import OptionError, Options, of_engine, of_rank, read_options
 from slipstream.told import TIERS, TierEvents
 
 BLOCK = 4096
@@ -430,6 +430,19 @@ def test_options_are_checked_together() -> None:
         "`save` is 1, but takes",
     ):
         assert text in str(caught.value)
+    useless = r"`disk_dir` needs .*; `peers` needs `host_bytes` above 0"
+    with pytest.raises(OptionError, match=useless):
+        read_options({"host_bytes": 0, "peers": ["tcp://10.0.0.1:1"], "disk_dir": "/tmp"})
+    assert read_options({"host_bytes": 0}).host_bytes == 0
+
+
+def test_engines_that_were_given_the_same_options_do_not_meet() -> None:
+    given = Options(listen=["tcp://10.0.0.1:7300", "unix:///run/a"], disk_dir="/kv")
+    assert of_engine(given, 0, 4) == given
+    second = of_engine(given, 2, 4)
+    assert second.listen == ["tcp://10.0.0.1:7308", "unix:///run/a.8"]
+    assert second.disk_dir == "/kv/engine-2"
+    assert of_engine(Options(), 1, 4).disk_dir == "", "nowhere stays nowhere"
 
 
 def test_nixl_that_is_missing_or_unknown_is_named_with_what_to_install(

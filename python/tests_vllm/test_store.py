@@ -7,7 +7,7 @@ import pytest
 from rig import BLOCK, Rig
 from slipstream.vllm import SlipstreamConnector
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
@@ -118,6 +118,17 @@ def test_kv_events_name_the_tier_that_a_block_came_to_or_left(tmp_path: Path) ->
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     while held["CPU"] or held["STORAGE"]:
         rig.step()
+    rig.close()
+
+
+def test_data_parallel_engines_share_a_host_and_its_folder(tmp_path: Path) -> None:
+    rig = engine(disk_dir=str(tmp_path), listen=[f"unix://{tmp_path}/s"])
+    rig.config.parallel_config.data_parallel_index = 1
+    second = SlipstreamConnector(rig.config, KVConnectorRole.WORKER, rig.kv_cache_config)
+    second.register_kv_caches(rig.worker.caches)
+    assert second.get_handshake_metadata().address == f"unix://{tmp_path}/s.1"
+    assert second.get_handshake_metadata().identity == rig.worker.connector.identity
+    second.shutdown()
     rig.close()
 
 

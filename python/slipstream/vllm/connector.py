@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from slipstream._native import KeyMirror
-from slipstream.options import read_options
+from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
 from slipstream.vllm.identity import identity_of
 from slipstream.vllm.metadata import (
@@ -63,7 +63,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "vLLM makes a connector where one is configured"
-        self.options = read_options(transfer.kv_connector_extra_config)
+        parallel = vllm_config.parallel_config
+        self.options = of_engine(
+            read_options(transfer.kv_connector_extra_config),
+            parallel.data_parallel_index,
+            parallel.world_size,
+        )
         check_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._scheduler: SchedulerHalf | None = None

@@ -26,7 +26,13 @@ const MANAGED: u8 = 2;
 /// `Port::flags`: the length of the queue is not tracked, for nobody asks.
 const UNTRACKED: u8 = 4;
 
-/// A FIFO port: one cache line.
+/// Service starts that a port keeps itself; more go to a ring.
+const INLINE: u32 = 6;
+/// With a ring, `Port::starts` holds its place and its head instead.
+const RING: usize = 0;
+const HEAD: usize = 1;
+
+/// A FIFO port: what each packet changes, in one cache line.
 #[repr(C, align(64))]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Port {
@@ -34,52 +40,39 @@ pub(crate) struct Port {
     pub(crate) busy: u64,
     pub(crate) bytes: u64,
     pub(crate) packets: u64,
-    delay_ns: u32,
-    class: u8,
-    /// log2 of the ring's slots; 0: no ring yet.
-    ring_log: u8,
-    flags: u8,
-    /// Index of the shard's `aqms`.
-    aqm: u8,
-    /// Packets that may wait, the one in service not counted.
-    capacity: u32,
-    /// Ring of service starts of waiting packets: `rings[ring..]`.
-    ring: u32,
-    head: u32,
-    len: u32,
-    pub(crate) drops: u32,
-    pub(crate) marks: u32,
     /// Longest wait accepted, ns.
     pub(crate) wait_ns_max: u32,
+    delay_ns: u32,
+    class: u8,
+    /// Index of the shard's `kinds`.
+    kind: u8,
+    /// log2 of the ring's slots; 0: no ring.
+    ring_log: u8,
+    flags: u8,
+    /// Packets that wait, and those whose service has started since the last look.
+    len: u32,
+    /// When their service starts: in order, or the place of the ring and its head.
+    starts: [u32; INLINE as usize],
+}
+
+/// What only drops and marks change.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PortRest {
+    pub(crate) drops: u32,
+    pub(crate) marks: u32,
     /// RED's average queue, packets.
     average: f32,
 }
 
 /// How a port is made.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PortSpec {
     pub(crate) class: u8,
     pub(crate) delay_ns: u32,
+    /// Packets that may wait, the one in service not counted.
     pub(crate) capacity: u32,
+    /// Index of the shard's `aqms`.
     pub(crate) aqm: u8,
-}
-
-impl Port {
-    pub(crate) fn new(spec: PortSpec, managed: bool) -> Port {
-        let untracked = spec.capacity == UNLIMITED && !managed;
-        Port {
-            delay_ns: spec.delay_ns,
-            class: spec.class,
-            capacity: spec.capacity,
-            aqm: spec.aqm,
-            flags: if managed { MANAGED } else { 0 } | if untracked { UNTRACKED } else { 0 },
-            ..Port::default()
-        }
-    }
-
-    pub(crate) fn class(&self) -> u8 {
-        self.class
-    }
 }
 
 /// Storage of the ports' rings: blocks of powers of two, reused by size.
@@ -89,39 +82,60 @@ pub(crate) struct Rings {
     free: Vec<Vec<u32>>,
 }
 
+/// log2 of the smallest ring.
+const RING_LOG_MIN: u8 = 4;
+
 impl Rings {
     /// Forgets the packets whose service has started by `now`.
     #[inline]
     fn trim(&self, port: &mut Port, now: u64) {
+        let started = |start: u32| start.wrapping_sub(now as u32) as i32 <= 0;
+        if port.ring_log == 0 {
+            let len = port.len as usize;
+            let gone = port.starts[..len].iter().take_while(|s| started(**s));
+            let gone = gone.count();
+            port.starts.copy_within(gone..len, 0);
+            port.len -= gone as u32;
+            return;
+        }
         let mask = (1u32 << port.ring_log) - 1;
         while port.len > 0 {
-            let start = self.slots[(port.ring + (port.head & mask)) as usize];
-            if (start.wrapping_sub(now as u32) as i32) > 0 {
+            if !started(self.slots[(port.starts[RING] + (port.starts[HEAD] & mask)) as usize]) {
                 break;
             }
-            port.head = port.head.wrapping_add(1);
+            port.starts[HEAD] = port.starts[HEAD].wrapping_add(1);
             port.len -= 1;
         }
     }
 
     #[inline]
     fn push(&mut self, port: &mut Port, now: u64, start: u64) {
-        if port.len == (1 << port.ring_log) & !1 {
-            self.trim(port, now);
-            if port.len == (1 << port.ring_log) & !1 {
-                self.grow(port);
-            }
+        if port.len == port.room() {
+            self.make_room(port, now);
         }
-        let mask = (1u32 << port.ring_log) - 1;
-        let at = port.head.wrapping_add(port.len) & mask;
-        self.slots[(port.ring + at) as usize] = start as u32;
+        if port.ring_log == 0 {
+            port.starts[port.len as usize] = start as u32;
+        } else {
+            let mask = (1u32 << port.ring_log) - 1;
+            let at = port.starts[HEAD].wrapping_add(port.len) & mask;
+            self.slots[(port.starts[RING] + at) as usize] = start as u32;
+        }
         port.len += 1;
     }
 
-    #[cold]
+    #[inline(never)]
+    fn make_room(&mut self, port: &mut Port, now: u64) {
+        self.trim(port, now);
+        if port.len == port.room() {
+            self.grow(port);
+        } else if port.ring_log > 0 && port.len <= INLINE / 2 {
+            self.leave_ring(port);
+        }
+    }
+
     fn grow(&mut self, port: &mut Port) {
         let old_log = port.ring_log;
-        let log = if old_log == 0 { 4 } else { old_log + 1 };
+        let log = (old_log + 1).max(RING_LOG_MIN);
         if self.free.len() <= log as usize {
             self.free.resize(log as usize + 1, Vec::new());
         }
@@ -130,15 +144,57 @@ impl Rings {
             self.slots.resize(self.slots.len() + (1 << log), 0);
             ring
         });
-        if old_log > 0 {
+        if old_log == 0 {
+            let from = ring as usize;
+            self.slots[from..from + INLINE as usize].copy_from_slice(&port.starts);
+        } else {
             let mask = (1u32 << old_log) - 1;
             for i in 0..port.len {
-                let from = port.ring + (port.head.wrapping_add(i) & mask);
+                let from = port.starts[RING] + (port.starts[HEAD].wrapping_add(i) & mask);
                 self.slots[(ring + i) as usize] = self.slots[from as usize];
             }
-            self.free[old_log as usize].push(port.ring);
+            self.free[old_log as usize].push(port.starts[RING]);
         }
-        (port.ring, port.ring_log, port.head) = (ring, log, 0);
+        port.ring_log = log;
+        (port.starts[RING], port.starts[HEAD]) = (ring, 0);
+    }
+
+    /// The few that wait fit into the port again.
+    fn leave_ring(&mut self, port: &mut Port) {
+        let [ring, head, ..] = port.starts;
+        let mask = (1u32 << port.ring_log) - 1;
+        for i in 0..port.len {
+            port.starts[i as usize] = self.slots[(ring + (head.wrapping_add(i) & mask)) as usize];
+        }
+        self.free[port.ring_log as usize].push(ring);
+        port.ring_log = 0;
+    }
+}
+
+impl Port {
+    pub(crate) fn new(kind: u8, spec: PortSpec, managed: bool) -> Port {
+        let untracked = spec.capacity == UNLIMITED && !managed;
+        Port {
+            delay_ns: spec.delay_ns,
+            class: spec.class,
+            kind,
+            flags: if managed { MANAGED } else { 0 } | if untracked { UNTRACKED } else { 0 },
+            ..Port::default()
+        }
+    }
+
+    pub(crate) fn class(&self) -> u8 {
+        self.class
+    }
+
+    /// Service starts that it has room for.
+    #[inline]
+    fn room(&self) -> u32 {
+        if self.ring_log == 0 {
+            INLINE
+        } else {
+            1 << self.ring_log
+        }
     }
 }
 
@@ -180,6 +236,9 @@ pub(crate) struct Fabric {
     pub(crate) shard: usize,
     pub(crate) wheel: Wheel<Event>,
     pub(crate) ports: Vec<Port>,
+    pub(crate) port_rest: Vec<PortRest>,
+    /// The few kinds of ports that there are.
+    pub(crate) kinds: Vec<PortSpec>,
     pub(crate) port_ids: Vec<PortId>,
     pub(crate) scheduled: Vec<Scheduled>,
     pub(crate) scheduled_ids: Vec<PortId>,
@@ -224,29 +283,33 @@ impl Fabric {
 
     #[inline]
     pub(crate) fn enter_fifo(&mut self, net: &Net, now: u64, mut event: Event, at: usize) {
-        let step = net.steps[at];
-        let port = &mut self.ports[step.index()];
+        let index = net.steps[at].index();
+        let port = &mut self.ports[index];
         let mut start = now;
         if port.flags & !UNTRACKED != 0 {
-            if !self.manage(step.index(), net, now, &mut event) {
+            if !self.manage(index, net, now, &mut event) {
                 return;
             }
-            start = start.max(self.ports[step.index()].busy);
+            start = start.max(self.ports[index].busy);
         } else if port.busy > now {
             start = port.busy;
             if port.flags & UNTRACKED == 0 {
-                if port.len >= port.capacity {
+                let capacity = self.kinds[port.kind as usize].capacity;
+                if port.len >= capacity {
                     self.rings.trim(port, now);
-                    if port.len >= port.capacity {
-                        port.drops += 1;
+                    if port.len >= capacity {
+                        self.port_rest[index].drops += 1;
                         self.count_drop(event);
                         return;
                     }
                 }
                 self.rings.push(port, now, start);
             }
+        } else {
+            // Nobody waits. Starts kept for longer than 2^31 ns would seem to lie ahead.
+            port.len = 0;
         }
-        let port = &mut self.ports[step.index()];
+        let port = &mut self.ports[index];
         let size = event.size();
         let departure = start + net.serialization(u16::from(port.class), size);
         port.busy = departure;
@@ -258,6 +321,21 @@ impl Fabric {
         self.tally.hops += 1;
         let arrival = departure + u64::from(port.delay_ns);
         self.send_on(net, arrival, event, at);
+    }
+
+    /// Makes a FIFO port and gives its index.
+    pub(crate) fn add_port(&mut self, id: PortId, spec: PortSpec, managed: bool) -> usize {
+        let kind = self.kinds.iter().position(|k| *k == spec);
+        let kind = kind.unwrap_or_else(|| {
+            self.kinds.push(spec);
+            self.kinds.len() - 1
+        });
+        // By tier, and whether it is a host's: a handful.
+        let kind = u8::try_from(kind).expect("fewer than 256 kinds of ports");
+        self.ports.push(Port::new(kind, spec, managed));
+        self.port_rest.push(PortRest::default());
+        self.port_ids.push(id);
+        self.ports.len() - 1
     }
 
     /// Schedules the arrival at the step after `at`.
@@ -276,29 +354,34 @@ impl Fabric {
 
     /// Admission at a port that is not plain: down, lossy, managed or limited in bytes.
     fn manage(&mut self, index: usize, net: &Net, now: u64, event: &mut Event) -> bool {
-        let port = &mut self.ports[index];
+        let (port, rest) = (&mut self.ports[index], &mut self.port_rest[index]);
+        let kind = self.kinds[port.kind as usize];
         if port.flags & DOWN != 0 {
-            port.drops += 1;
+            rest.drops += 1;
             self.tally.fault_drops += 1;
             self.count_drop(*event);
             return false;
         }
         if self.loss > 0.0 {
             let key = self.seed ^ mix::mix64(u64::from(self.port_ids[index]));
-            let arrivals = port.packets + u64::from(port.drops);
+            let arrivals = port.packets + u64::from(rest.drops);
             if mix::unit(mix::draw(key, arrivals)) < self.loss {
-                port.drops += 1;
+                rest.drops += 1;
                 self.tally.fault_drops += 1;
                 self.count_drop(*event);
                 return false;
             }
         }
-        self.rings.trim(port, now);
+        if port.busy > now {
+            self.rings.trim(port, now);
+        } else {
+            port.len = 0;
+        }
         let idle_ns = now.saturating_sub(port.busy);
         let waiting = port.len;
         let rate = net.classes[port.class as usize].bits_per_s;
         let backlog_ns = port.busy.saturating_sub(now);
-        let aqm = &self.aqms[port.aqm as usize];
+        let aqm = &self.aqms[kind.aqm as usize];
         // Only the ramp counts bytes; the wide division is not for every packet of the others.
         let backlog = match aqm {
             Aqm::EcnRamp { .. } => {
@@ -306,33 +389,33 @@ impl Fabric {
             }
             _ => 0,
         };
-        let number = port.packets + u64::from(port.drops);
+        let number = port.packets + u64::from(rest.drops);
         let draw = mix::draw(self.seed ^ u64::from(self.port_ids[index]), number);
         let arrival = crate::aqm::Arrival {
             waiting,
             backlog_bytes: backlog,
             size: event.size(),
             idle_ns,
-            capacity: port.capacity,
+            capacity: kind.capacity,
             packet_ns: net.serialization(u16::from(port.class), event.size()),
             draw,
         };
         let busy = port.busy > now;
-        let full = busy && waiting >= port.capacity;
-        match aqm.on_arrival(arrival, &mut port.average, event.has(ECT)) {
+        let full = busy && waiting >= kind.capacity;
+        match aqm.on_arrival(arrival, &mut rest.average, event.has(ECT)) {
             _ if full => {
-                port.drops += 1;
+                rest.drops += 1;
                 self.count_drop(*event);
                 return false;
             }
             Verdict::Drop => {
-                port.drops += 1;
+                rest.drops += 1;
                 self.count_drop(*event);
                 return false;
             }
             Verdict::Mark => {
                 event.meta |= CE;
-                port.marks += 1;
+                rest.marks += 1;
                 self.tally.marks += 1;
             }
             Verdict::Pass => {}
@@ -373,5 +456,71 @@ impl Fabric {
         for (time, event) in mail.drain(..) {
             self.wheel.push(time, event);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A port whose packets start service every `gap` ns, offered at `times`; how many wait then.
+    fn check_waiting(gap: u64, times: &[u64]) {
+        let (mut rings, mut port) = (Rings::default(), Port::default());
+        let mut starts: Vec<u64> = Vec::new();
+        for &now in times {
+            starts.retain(|&start| start > now);
+            if port.busy > now {
+                let start = port.busy;
+                rings.push(&mut port, now, start);
+                starts.push(start);
+            } else {
+                port.len = 0;
+            }
+            port.busy = port.busy.max(now) + gap;
+            let mut seen = port.clone();
+            rings.trim(&mut seen, now);
+            assert_eq!(seen.len as usize, starts.len(), "at {now} ns");
+        }
+    }
+
+    #[test]
+    fn a_port_knows_how_many_wait_through_bursts_and_lulls() {
+        // Bursts of 1 to 100 packets, so that rings are taken, grow and are given back; then the
+        // same with time that wraps 32 bits on the way.
+        let mut times = Vec::new();
+        for start in [0, (1u64 << 32) - 9_000] {
+            let mut now = start;
+            for burst in [1, 6, 7, 8, 100, 3, 40, 2, 2, 17, 1] {
+                for _ in 0..burst {
+                    now += 1;
+                    times.push(now);
+                }
+                // A trickle that keeps a short queue, and a pause that empties it.
+                for _ in 0..40 {
+                    now += 10;
+                    times.push(now);
+                }
+                now += 2_000;
+            }
+        }
+        check_waiting(10, &times);
+        check_waiting(11, &times);
+        check_waiting(1, &times);
+    }
+
+    #[test]
+    fn rings_are_given_back() {
+        let (mut rings, mut port) = (Rings::default(), Port::default());
+        for i in 0..20 {
+            rings.push(&mut port, 0, 10 + i);
+        }
+        assert_eq!((port.ring_log, port.len), (5, 20));
+        for i in 0..13 {
+            rings.push(&mut port, 1_000, 100 + i);
+        }
+        // The ring was full of packets long gone: the next few stay in the port.
+        assert_eq!((port.ring_log, port.len), (0, 1));
+        assert_eq!(rings.free[5].len(), 1);
+        assert_eq!(size_of::<Port>(), 64);
     }
 }

@@ -9,7 +9,7 @@ use crate::aqm::Aqm;
 use crate::buffer::{self, Ingress, Memory, NO_INGRESS, NO_SWITCH, PAUSE_BYTES, Rules};
 use crate::error::Error;
 use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
-use crate::fabric::{Fabric, Port, PortSpec, Rings, Tally, UNLIMITED};
+use crate::fabric::{Fabric, PortSpec, Rings, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
 use crate::route::{Router, Routing};
@@ -120,6 +120,8 @@ impl Builder {
                 shard: shard as usize,
                 wheel: Wheel::new(shift),
                 ports: Vec::new(),
+                port_rest: Vec::new(),
+                kinds: Vec::new(),
                 port_ids: Vec::new(),
                 scheduled: Vec::new(),
                 scheduled_ids: Vec::new(),
@@ -471,10 +473,10 @@ impl Builder {
             aqm: u8::from(managed),
         };
         // Queues longer than the 2^31 ns that a ring of 32-bit times can tell apart take the other
-        // form too.
+        // form too; a ring has up to twice as many places, and is looked through when it is full.
         let link = self.net.classes[class as usize];
         let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
-        let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 31;
+        let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 30;
         let queue = &self.scenario.queue;
         let exact = queue.discipline != Discipline::Fifo
             || queue.capacity_bytes > 0
@@ -518,8 +520,7 @@ impl Builder {
             fabric.scheduled_ids.push(port);
             Place::Scheduled
         } else {
-            fabric.ports.push(Port::new(spec, managed));
-            fabric.port_ids.push(port);
+            fabric.add_port(port, spec, managed);
             Place::Fifo
         };
         let step = Step::new(shard, place, index);

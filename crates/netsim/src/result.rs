@@ -293,13 +293,14 @@ impl Fabric {
     pub(crate) fn port_results(&self) -> Vec<PortResult> {
         self.ports
             .iter()
+            .zip(&self.port_rest)
             .zip(&self.port_ids)
-            .map(|(p, &port)| PortResult {
+            .map(|((p, rest), &port)| PortResult {
                 port,
                 packets: p.packets,
                 bytes: p.bytes,
-                drops: u64::from(p.drops),
-                marks: u64::from(p.marks),
+                drops: u64::from(rest.drops),
+                marks: u64::from(rest.marks),
                 wait_ns_max: u64::from(p.wait_ns_max),
                 waiting_bytes_max: 0,
                 pauses: 0,

@@ -157,15 +157,9 @@ impl Sampler {
             // Bytes that were put on the link or are on it, when it is free, and what waits besides.
             let (class, busy, bytes, waiting, drops, marks) = match step.place() {
                 Place::Fifo => {
-                    let p = &f.ports[at];
-                    (
-                        p.class(),
-                        p.busy,
-                        p.bytes,
-                        0,
-                        u64::from(p.drops),
-                        u64::from(p.marks),
-                    )
+                    let (p, rest) = (&f.ports[at], &f.port_rest[at]);
+                    let (drops, marks) = (u64::from(rest.drops), u64::from(rest.marks));
+                    (p.class(), p.busy, p.bytes, 0, drops, marks)
                 }
                 Place::Scheduled => {
                     let p = &f.scheduled[at];

@@ -48,6 +48,24 @@ fn the_packet_that_finds_the_queue_full_is_dropped() {
 }
 
 #[test]
+fn a_queue_of_long_ago_is_forgotten() {
+    // Five packets at once fill a queue of four, twice. Times have 32 bits in the port, and 3 s are
+    // more than half of what those can tell apart.
+    let burst = |id: u32, at: f64| {
+        format!(
+            "[[flow]]\nflow_id = {id}\nflow_type = \"PacketDistribution\"\ngraph = [[0, 1]]\n\
+             traffic = {{ initial_delay = {at}, size = 6250, arr_dist = 0.0, pkt_size_dist = 1250 \
+             }}\n"
+        )
+    };
+    for gap in [0.001, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0] {
+        let flows = burst(1, 0.0) + &burst(2, gap);
+        let result = run(&pair("1e9", "capacity = 4", &flows));
+        assert_eq!(result.totals.data_drops, 0, "{gap} s apart");
+    }
+}
+
+#[test]
 fn slow_start_doubles_each_round_trip() {
     // 1,000-byte segments at 100 Gb/s (80 ns) and 1 us each way: far below the bandwidth-delay
     // product, so rounds stand apart. Windows 2, 4, 8: 14 segments take three rounds.

@@ -251,6 +251,8 @@ impl Builder {
             rows: rows.iter().map(|pair| pair[0].first).collect(),
             lookahead_ns: self.lookahead_ns,
             windows: 0,
+            crowded: false,
+            threads: 1,
             reroutes,
             rerouted: 0,
             sampler,

@@ -1,7 +1,7 @@
 //! From a scenario to shards, through the run, to results.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use slipstream_des::{Spin, WindowBarrier};
 
@@ -27,15 +27,25 @@ pub struct Execution {
     pub threads: u32,
     /// Looks at the barrier before a thread parks.
     pub spin: Spin,
+    /// Events that a window must hold on average for threads to meet after it; where windows hold fewer,
+    /// one thread runs them. 0: `threads` run all.
+    pub window_events_min: u64,
     /// Memory that the run may use, bytes.
     pub memory_bytes_max: u64,
 }
+
+/// Windows between two looks at how many events they hold, on one thread: few, as a crowded network
+/// would do better with all of them.
+const LOOK_ALONE: u64 = 16;
+/// The same on several: starting threads costs about as much as a hundred meetings.
+const LOOK_TOGETHER: u64 = 1_024;
 
 impl Default for Execution {
     fn default() -> Self {
         Execution {
             threads: 1,
             spin: Spin::default(),
+            window_events_min: 0,
             memory_bytes_max: u64::MAX,
         }
     }
@@ -53,6 +63,10 @@ pub struct Simulation {
     /// Least time that an event in one shard takes to cause one in another, ns.
     pub(crate) lookahead_ns: u64,
     pub(crate) windows: u64,
+    /// Windows hold enough events for threads to pay.
+    pub(crate) crowded: bool,
+    /// The most threads that ran at a time.
+    pub(crate) threads: u32,
     /// By time, and how many have been done.
     pub(crate) reroutes: Vec<Reroute>,
     pub(crate) rerouted: usize,
@@ -82,6 +96,11 @@ impl Simulation {
     /// Windows run so far; 0 in a run of one shard.
     pub fn windows(&self) -> u64 {
         self.windows
+    }
+
+    /// The most threads that ran at a time so far.
+    pub fn threads(&self) -> u32 {
+        self.threads
     }
 
     /// The scenario.
@@ -224,18 +243,43 @@ impl Simulation {
                 }
             }
         } else if execution.threads <= 1 {
-            self.run_windows(until, report);
+            self.run_windows(until, u64::MAX, report);
+        } else if execution.window_events_min == 0 {
+            self.run_threads(until, u64::MAX, execution, report);
         } else {
-            self.run_threads(until, execution, report);
+            self.run_as_it_pays(until, execution, report);
         }
     }
 
-    /// One thread, shard after shard in each window: what a shard touches stays in the cache.
-    fn run_windows(&mut self, until: u64, report: &mut Report) {
+    /// Several threads where windows hold enough events, else one. It changes between whole windows,
+    /// which begin and end where they would anyway: the result is the same.
+    fn run_as_it_pays(&mut self, until: u64, execution: Execution, report: &mut Report) {
+        let mut more = true;
+        while more {
+            let (windows, events) = (self.windows, self.events());
+            more = if self.crowded {
+                self.run_threads(until, LOOK_TOGETHER, execution, report)
+            } else {
+                self.run_windows(until, LOOK_ALONE, report)
+            };
+            let (windows, events) = (self.windows - windows, self.events() - events);
+            if let Some(held) = events.checked_div(windows) {
+                self.crowded = held >= execution.window_events_min;
+            }
+        }
+    }
+
+    /// One thread, shard after shard in each window: what a shard touches stays in the cache. Ends after
+    /// `windows_max` windows; true if there are more before `until`.
+    fn run_windows(&mut self, until: u64, windows_max: u64, report: &mut Report) -> bool {
         let shards = self.shards.len();
         let width = self.shards[0].fabric.wheel.bucket_ns();
         let mut next = self.next_time().unwrap_or(u64::MAX);
+        let last = self.windows.saturating_add(windows_max);
         while next < until {
+            if self.windows == last {
+                return true;
+            }
             let end = window_end(next, self.lookahead_ns, width).min(until);
             next = u64::MAX;
             for shard in &mut self.shards {
@@ -263,24 +307,35 @@ impl Simulation {
                 break;
             }
         }
+        false
     }
 
     /// Several threads: each takes its own shards first, then whatever nobody has begun.
     ///
     /// Windows and the order in which mail is read are those of [`Simulation::run_windows`], so
-    /// the result is the same.
-    fn run_threads(&mut self, until: u64, execution: Execution, report: &mut Report) {
+    /// the result is the same. Ends after `windows_max` windows; true if there are more before `until`.
+    fn run_threads(
+        &mut self,
+        until: u64,
+        windows_max: u64,
+        execution: Execution,
+        report: &mut Report,
+    ) -> bool {
         let first = self.next_time().unwrap_or(u64::MAX);
         if first >= until {
-            return;
+            return false;
         }
         let count = self.shards.len();
         let threads = (execution.threads as usize).min(count);
+        self.threads = self.threads.max(threads as u32);
+        let events = self.events();
         let crew = Crew {
             net: &self.net,
             width: self.shards[0].fabric.wheel.bucket_ns(),
             lookahead_ns: self.lookahead_ns,
             until,
+            windows_max,
+            more: AtomicBool::new(false),
             threads,
             words: count.div_ceil(64),
             shards: std::mem::take(&mut self.shards)
@@ -295,7 +350,7 @@ impl Simulation {
             }),
             claims: (0..count).map(|_| AtomicU64::new(0)).collect(),
             earliest: (0..threads).map(|_| AtomicU64::new(u64::MAX)).collect(),
-            events: AtomicU64::new(0),
+            events: AtomicU64::new(events),
             end: AtomicU64::new(0),
             windows: AtomicU64::new(0),
             barrier: WindowBarrier::new(threads as u32, execution.spin),
@@ -324,6 +379,7 @@ impl Simulation {
                 }
             }
         }
+        crew.more.into_inner()
     }
 
     /// What came of it.
@@ -502,6 +558,9 @@ struct Crew<'a> {
     width: u64,
     lookahead_ns: u64,
     until: u64,
+    /// Windows to run at most, and whether there would have been more.
+    windows_max: u64,
+    more: AtomicBool,
     threads: usize,
     /// 64-bit words in a set of shards.
     words: usize,
@@ -554,11 +613,13 @@ impl Crew<'_> {
                 let next = self.earliest.iter().map(|e| e.load(Ordering::Acquire));
                 let next = next.min().unwrap_or(u64::MAX);
                 let more = next < self.until && end < self.until;
+                let windows = self.windows.fetch_add(1, Ordering::Relaxed) + 1;
+                let goes_on = more && windows < self.windows_max;
+                self.more.store(more, Ordering::Relaxed);
                 self.end.store(
-                    if more { self.window_end(next) } else { 0 },
+                    if goes_on { self.window_end(next) } else { 0 },
                     Ordering::Release,
                 );
-                self.windows.fetch_add(1, Ordering::Relaxed);
                 report
                     .lock()
                     .expect("no thread panicked")

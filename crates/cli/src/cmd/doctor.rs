@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, getrlimit};
 use slipstream_scx::doctor::{self as sched, Check, Places, Verdict};
 
+use crate::cmd::cores;
 use crate::cmd::memory::proc_bytes;
 use crate::cmd::sched::doctor::lines;
 use crate::out;
@@ -68,11 +69,6 @@ fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path)
         .ok()
         .map(|text| text.trim().to_owned())
-}
-
-/// What this process may use: affinity and the cgroup's quota count.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn processors() -> Check {

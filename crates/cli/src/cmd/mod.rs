@@ -25,3 +25,8 @@ pub(crate) mod sweep;
 pub(crate) mod tokenizer;
 pub(crate) mod trace;
 pub(crate) mod worker;
+
+/// Cores that this process may use: affinity and the cgroup's quota count.
+pub(crate) fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+}

@@ -15,6 +15,8 @@ use slipstream_netsim::{Execution, RunResult, Simulation};
 use slipstream_report::record::ColumnType::{F64, Text, U64};
 use slipstream_report::record::{Cell, Column, RecordError, RecordWriter};
 
+use slipstream_report::table::counted;
+
 use crate::cmd::memory;
 
 /// Simulate a packet network.
@@ -44,9 +46,9 @@ struct RunArgs {
     /// With --json: leave out flows and ports
     #[arg(long, requires = "json")]
     totals: bool,
-    /// Threads; the result does not depend on them
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
-    threads: u32,
+    /// Threads; the result does not depend on them [default: all cores, while they pay]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: Option<u32>,
     /// Looks at the window barrier before a waiting thread parks
     #[arg(long, default_value_t = Spin::default().looks)]
     spin: u32,
@@ -102,7 +104,9 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
     let load = |path: &Path| std::fs::read_to_string(path).map_err(|error| error.to_string());
     let config = config::read_with(doc, &load).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
     let execution = Execution {
-        threads: args.threads,
+        threads: args.threads.unwrap_or_else(super::cores),
+        // Who names a number gets it.
+        window_events_min: args.threads.map_or(EVENTS_A_WINDOW_MIN, |_| 0),
         spin: Spin { looks: args.spin },
         memory_bytes_max: memory_at_hand(),
     };
@@ -137,7 +141,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
         run_s: (done.0 - ready.0).as_secs_f64(),
         run_cpu_s: done.1 - ready.1,
         rss_bytes_max: rss_bytes_max(),
-        threads: args.threads.min(simulation.shard_count() as u32),
+        threads: simulation.threads(),
         shards: simulation.shard_count(),
         windows: simulation.windows(),
     };
@@ -171,11 +175,11 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
     };
     crate::out::print(&text)?;
     let events_a_window = result.totals.events / cost.windows.max(1);
-    if cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
+    if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
         eprintln!(
-            "note: threads met {} times, once in {events_a_window} events, which costs more than they \
-             save; take --threads 1",
-            cost.windows
+            "note: threads met {}, once in {}, which costs more than they save; leave --threads out",
+            counted(cost.windows, "time"),
+            counted(events_a_window, "event")
         );
     }
     if let Some(deadlock) = &result.deadlock {

@@ -102,7 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             SimTime(u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         }),
         jump: !args.no_jump,
-        threads: args.threads.unwrap_or_else(cores),
+        threads: args.threads.unwrap_or_else(super::cores),
         retries: args.retries,
         ..Options::default()
     };
@@ -265,10 +265,6 @@ fn happenings(cluster: &Cluster) -> Vec<(f64, String)> {
     }
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     all
-}
-
-fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
 }
 
 /// A flag that SIGINT and SIGTERM set. A second signal ends the process.

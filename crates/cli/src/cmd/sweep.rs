@@ -130,7 +130,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         };
         clusters.push(cluster);
     }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = super::cores() as usize;
     let jobs = args.jobs.map_or(cores, usize::from).min(clusters.len());
     let shows = std::io::stderr().is_terminal() && !args.quiet;
     let outcomes = run_all(&clusters, jobs, shows, |cluster| {

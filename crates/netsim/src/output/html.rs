@@ -1,109 +1,155 @@
-//! A report that is one file: tables and plots, no script, nothing loaded from elsewhere.
+//! A report that is one file: tables and plots, nothing loaded from elsewhere.
 
-use std::fmt::Write as _;
+use slipstream_report::html::chart::{Axis, Chart, Line};
+use slipstream_report::html::{Page, Tile, escape};
+use slipstream_report::latency::TOO_FEW;
+use slipstream_report::table::number;
 
-use super::plot::{Line, Plot, escape, short};
-use super::text::{deadlock_text, grouped, time};
-use super::{Cost, collectives, size_classes, transport_name};
+use super::text::deadlock_text;
+use super::text::{counted, gbit_s, grouped, time};
+use super::{Cost, SizeClass, collectives, goodput, size_classes, transport_name};
 use crate::config::Config;
-use crate::result::RunResult;
+use crate::result::{FlowResult, RunResult};
 
 /// Ports in the table of the busiest.
 const PORTS_SHOWN: usize = 20;
 
-const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1340px;margin:2rem auto;\
-padding:0 1rem;color:#1c2733;background:#fff}h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;\
-margin:2rem 0 .5rem}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));\
-gap:1rem}svg{width:100%;height:auto;border:1px solid #dde3ea;border-radius:6px;background:#fff}\
-polyline{fill:none;stroke-width:1.8}.grid{stroke:#e6eaef}.title{font-weight:600;font-size:14px}\
-.tick{font-size:11px;fill:#4a5764}.axis{font-size:12px;fill:#1c2733}table{border-collapse:collapse}\
-td,th{padding:.15rem .8rem .15rem 0;text-align:right;font-variant-numeric:tabular-nums;\
-border-bottom:1px solid #eef1f4}th{font-weight:600}td:first-child,th:first-child{text-align:left}\
-.bad{background:#fde8e4;border-left:4px solid #d55e00;padding:.5rem 1rem}.sub{color:#4a5764}";
+/// Points of a line that are drawn: about one a pixel.
+const POINTS_MAX: usize = 700;
 
 /// The run as an HTML page.
 pub fn html(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> String {
-    let mut out = format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{0}</title>\
-         <style>{STYLE}</style></head><body>\n<h1>{0}</h1>\n",
-        escape(name)
-    );
-    head(&mut out, config, result, cost);
-    let mut plots = vec![completion(config, result)];
-    plots.extend(series(result));
-    let plots: String = plots.iter().map(Plot::svg).collect::<Vec<_>>().concat();
-    if !plots.is_empty() {
-        let _ = write!(out, "<h2>Plots</h2><div class=\"plots\">\n{plots}</div>\n");
-    }
-    if result.series.is_none() {
-        out.push_str(
-            "<p class=\"sub\">For queues and links over time set <code>report_interval</code> in \
-             the file, in s.</p>\n",
-        );
-    }
-    classes(&mut out, config, result);
-    ports(&mut out, config, result);
-    for note in &config.notes {
-        let _ = writeln!(out, "<p class=\"sub\">{}</p>", escape(note));
-    }
-    out.push_str("</body></html>\n");
-    out
-}
-
-fn table(out: &mut String, head: &[&str], rows: &[Vec<String>]) {
-    let cells = |tag: &str, cells: &[String]| -> String {
-        let cells = cells
-            .iter()
-            .map(|c| format!("<{tag}>{}</{tag}>", escape(c)));
-        cells.collect::<Vec<_>>().concat()
-    };
-    let head: Vec<String> = head.iter().map(|&h| h.to_owned()).collect();
-    let _ = write!(out, "<table><tr>{}</tr>", cells("th", &head));
-    for row in rows {
-        let _ = write!(out, "<tr>{}</tr>", cells("td", row));
-    }
-    out.push_str("</table>\n");
-}
-
-fn head(out: &mut String, config: &Config, result: &RunResult, cost: &Cost) {
     let (t, scenario) = (&result.totals, &config.scenario);
-    let _ = writeln!(
-        out,
-        "<p class=\"sub\">{} switches, {} hosts; simulated {}; seed {}, digest {:016x}; {} events in \
-         {:.3} s of CPU</p>",
-        grouped(u64::from(scenario.topology.node_count())),
-        grouped(u64::from(scenario.topology.host_count())),
-        time(t.last_event_ns as f64),
-        scenario.seed,
-        result.digest,
-        grouped(t.events),
-        cost.run_cpu_s
+    let mut page = Page::new(
+        name,
+        &format!(
+            "{}, {}; simulated {}; seed {}, digest {:016x}; {} in {:.3} s of CPU",
+            counted(scenario.topology.node_count().into(), "switch"),
+            counted(scenario.topology.host_count().into(), "host"),
+            time(t.last_event_ns as f64),
+            scenario.seed,
+            result.digest,
+            counted(t.events, "event"),
+            cost.run_cpu_s
+        ),
     );
     if let Some(deadlock) = &result.deadlock {
-        let text = deadlock_text(config, deadlock);
-        let _ = writeln!(out, "<p class=\"bad\">PFC deadlock: {}</p>", escape(&text));
+        page.warning(&format!(
+            "PFC deadlock: {}",
+            deadlock_text(config, deadlock)
+        ));
     }
-    let sum =
-        |f: fn(&crate::result::FlowResult) -> u64| -> u64 { result.flows.iter().map(f).sum() };
-    let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
-    let rows = [
-        ("flows", result.flows.len() as u64),
-        ("delivered in full", done.count() as u64),
-        ("data packets", sum(|f| f.packets_sent)),
-        ("sent again", sum(|f| f.retransmitted)),
-        ("data drops", t.data_drops),
-        ("control drops", t.control_drops),
-        ("drops by faults", t.fault_drops),
-        ("marks", t.marks),
-        ("trims", t.trims),
-        ("PFC pauses", t.pauses),
-        ("timeouts", sum(|f| u64::from(f.timeouts))),
-    ];
-    let rows = rows.map(|(name, n)| vec![name.to_owned(), grouped(n)]);
-    table(out, &["", ""], &rows);
+    page.tiles(&tiles(config, result));
+    let charts: Vec<Chart> = std::iter::once(completion(config, result))
+        .chain(series(result))
+        .filter(|chart| chart.lines.iter().any(|line| !line.points.is_empty()))
+        .collect();
+    if !charts.is_empty() {
+        page.section("Plots", "");
+        page.charts(charts.iter().map(Chart::render));
+    }
+    if result.series.is_none() {
+        page.raw(
+            "<p class=\"says\">For queues and links over time set <code>report_interval</code> in \
+             the file, in s.</p>",
+        );
+    }
+    classes(&mut page, config, result);
+    ports(&mut page, config, result);
+    for note in &config.notes {
+        page.raw(&format!("<p class=\"says\">{}</p>", escape(note)));
+    }
+    page.finish()
 }
 
-fn completion<'a>(config: &Config, result: &RunResult) -> Plot<'a> {
+fn table(page: &mut Page, head: &[&str], rows: Vec<Vec<String>>) {
+    let rows: Vec<_> = rows.into_iter().map(|row| (row, false)).collect();
+    page.table(head, 1, &rows);
+}
+
+fn tiles(config: &Config, result: &RunResult) -> Vec<Tile> {
+    let t = &result.totals;
+    let sum = |f: fn(&FlowResult) -> u64| -> u64 { result.flows.iter().map(f).sum() };
+    let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
+    let done = done.count() as u64;
+    let mut tiles = vec![Tile::new(
+        "Flows delivered in full",
+        grouped(done),
+        format!("of {}", grouped(result.flows.len() as u64)),
+    )];
+    if let Some(g) = goodput(config, result) {
+        tiles.push(Tile::new(
+            "Goodput of a flow",
+            format!("{} Gb/s", number(g.flow_p50 / 1e9)),
+            format!(
+                "p50; mean {}, least {}",
+                gbit_s(g.flow_mean),
+                gbit_s(g.flow_min)
+            ),
+        ));
+        tiles.push(Tile::new(
+            "Goodput of all",
+            format!("{} Gb/s", number(g.all / 1e9)),
+            format!(
+                "over the {} in which any flow was active",
+                time(g.active_ns as f64)
+            ),
+        ));
+    }
+    let plain = |name: &str, value: u64, beside: String| Tile::new(name, grouped(value), beside);
+    tiles.push(plain(
+        "Data packets",
+        sum(|f| f.packets_sent),
+        format!("{} sent again", grouped(sum(|f| f.retransmitted))),
+    ));
+    tiles.push(plain(
+        "Drops",
+        t.data_drops + t.control_drops,
+        format!(
+            "{} data, {} control; {} by faults",
+            grouped(t.data_drops),
+            grouped(t.control_drops),
+            grouped(t.fault_drops)
+        ),
+    ));
+    tiles.push(plain(
+        "Timeouts",
+        sum(|f| u64::from(f.timeouts)),
+        counted(sum(|f| u64::from(f.fast_retransmits)), "fast retransmit"),
+    ));
+    if t.marks + t.trims + t.pauses > 0 {
+        tiles.push(plain(
+            "Marks",
+            t.marks,
+            format!(
+                "{}, {}",
+                counted(t.trims, "trim"),
+                counted(t.pauses, "PFC pause")
+            ),
+        ));
+    }
+    tiles
+}
+
+/// As many points as can be seen: of each stretch the highest, so that peaks stay.
+fn thin(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, Option<f64>)> {
+    let stretch = points.len().div_ceil(POINTS_MAX).max(1);
+    points
+        .chunks(stretch)
+        .filter_map(|c| c.iter().max_by(|a, b| a.1.total_cmp(&b.1)))
+        .map(|&(x, y)| (x, Some(y)))
+}
+
+/// The unit that simulated times up to `most_ns` are told in, and its length in ns.
+fn unit_of(most_ns: u64) -> (&'static str, f64) {
+    match most_ns {
+        0..=9_999_999 => ("us", 1e3),
+        10_000_000..=9_999_999_999 => ("ms", 1e6),
+        _ => ("s", 1e9),
+    }
+}
+
+fn completion(config: &Config, result: &RunResult) -> Chart {
     let mut by_kind: std::collections::BTreeMap<&str, Vec<f64>> = std::collections::BTreeMap::new();
     for (f, spec) in result.flows.iter().zip(&config.scenario.flows) {
         if let Some(end) = f.delivered_ns {
@@ -112,79 +158,87 @@ fn completion<'a>(config: &Config, result: &RunResult) -> Plot<'a> {
             times.push(fct_us);
         }
     }
-    Plot {
-        title: "Completion times",
-        x: "completion time, us",
-        y: "share of flows",
-        log: true,
+    Chart {
+        title: "Completion times: share of flows that took no longer".into(),
+        x: Axis::new("completion time", "us").log(),
+        y: Axis::new("share", "%").up_to(100.0),
         lines: by_kind
             .into_iter()
             .map(|(name, mut times)| {
                 times.sort_unstable_by(f64::total_cmp);
                 let n = times.len() as f64;
-                let points = times.iter().enumerate();
-                Line {
-                    name: name.to_owned(),
-                    points: points.map(|(i, &t)| (t, (i + 1) as f64 / n)).collect(),
-                }
+                let steps = times.iter().enumerate();
+                let points: Vec<_> = steps
+                    .map(|(i, &t)| (t, 100.0 * (i + 1) as f64 / n))
+                    .collect();
+                Line::new(name, thin(&points))
             })
             .collect(),
+        ..Chart::default()
     }
 }
 
-fn series<'a>(result: &RunResult) -> Vec<Plot<'a>> {
+fn series(result: &RunResult) -> Vec<Chart> {
     let Some(series) = &result.series else {
         return Vec::new();
     };
+    let (unit, unit_ns) = unit_of(series.times_ns.last().copied().unwrap_or(0));
     let tiers = ["hosts' links", "switch links", "core links"];
     let lines = |value: &dyn Fn(&crate::series::TierSample) -> f64| -> Vec<Line> {
         (0..3)
             .filter(|&i| series.tiers.iter().any(|t| t[i].ports > 0))
             .map(|i| {
-                let points = series.times_ns.iter().zip(&series.tiers);
+                let samples = series.times_ns.iter().zip(&series.tiers);
+                let points: Vec<_> = samples
+                    .map(|(&t, s)| (t as f64 / unit_ns, value(&s[i])))
+                    .collect();
                 Line {
-                    name: tiers[i].to_owned(),
-                    points: points
-                        .map(|(&t, s)| (t as f64 / 1e3, value(&s[i])))
-                        .collect(),
+                    color: Some(i),
+                    ..Line::new(tiers[i], thin(&points))
                 }
             })
             .collect()
     };
-    let plot = |title, y, lines| Plot {
-        title,
-        x: "simulated time, us",
+    let chart = |title: &str, y: Axis, lines| Chart {
+        title: title.into(),
+        x: Axis::new("simulated time", unit),
         y,
-        log: false,
         lines,
+        ..Chart::default()
     };
+    let share = || Axis::new("utilization", "%").up_to(100.0);
     vec![
-        plot(
+        chart(
             "Utilization, mean of the ports in use",
-            "share",
-            lines(&|s| s.utilization_mean),
+            share(),
+            lines(&|s| 100.0 * s.utilization_mean),
         ),
-        plot(
+        chart(
             "Utilization of the busiest port",
-            "share",
-            lines(&|s| f64::from(s.utilization_max)),
+            share(),
+            lines(&|s| 100.0 * f64::from(s.utilization_max)),
         ),
-        plot(
+        chart(
             "Longest queue",
-            "bytes",
+            Axis::new("waiting", "bytes"),
             lines(&|s| s.backlog_bytes_max as f64),
         ),
-        plot("Drops an interval", "packets", lines(&|s| s.drops as f64)),
-        plot(
+        chart(
+            "Drops an interval",
+            Axis::new("drops", "packets"),
+            lines(&|s| s.drops as f64),
+        ),
+        chart(
             "Marks and trims an interval",
-            "packets",
+            Axis::new("marks and trims", "packets"),
             lines(&|s| s.marks as f64),
         ),
     ]
 }
 
-fn classes(out: &mut String, config: &Config, result: &RunResult) {
-    let rows: Vec<Vec<String>> = size_classes(config, result)
+fn classes(page: &mut Page, config: &Config, result: &RunResult) {
+    let classes = size_classes(config, result);
+    let rows: Vec<Vec<String>> = classes
         .iter()
         .map(|c| {
             let mut row = vec![
@@ -192,13 +246,13 @@ fn classes(out: &mut String, config: &Config, result: &RunResult) {
                 grouped(c.flows as u64),
                 grouped(c.finished as u64),
             ];
-            row.extend(c.fct_ns.iter().map(|&ns| time(ns)));
-            row.extend(c.slowdown.iter().map(|s| format!("{s:.2}")));
+            row.extend(c.four(&c.fct_ns, time));
+            row.extend(c.four(&c.slowdown, |s| format!("{s:.2}")));
             row
         })
         .collect();
     if !rows.is_empty() {
-        out.push_str("<h2>Completion time and slowdown by size</h2>\n");
+        page.section("Completion time and slowdown by size", "");
         let head = [
             "size",
             "flows",
@@ -212,12 +266,15 @@ fn classes(out: &mut String, config: &Config, result: &RunResult) {
             "p99",
             "max",
         ];
-        table(out, &head, &rows);
+        table(page, &head, rows);
+        if classes.iter().any(SizeClass::leaves_out) {
+            page.raw(&format!("<p class=\"says\">{}</p>", escape(TOO_FEW)));
+        }
     }
     let rows: Vec<Vec<String>> = collectives(config, result)
         .iter()
         .map(|c| {
-            let bus = c.bus_bits_per_s.map(|b| format!("{}b/s", short(b)));
+            let bus = c.bus_bits_per_s.map(gbit_s);
             vec![
                 format!("#{}", c.index),
                 c.hosts.to_string(),
@@ -229,12 +286,13 @@ fn classes(out: &mut String, config: &Config, result: &RunResult) {
         })
         .collect();
     if !rows.is_empty() {
-        out.push_str("<h2>Collectives</h2>\n");
-        table(out, &["", "hosts", "flows", "time", "busiest host"], &rows);
+        page.section("Collectives", "");
+        let head = ["", "hosts", "flows", "time", "busiest host"];
+        table(page, &head, rows);
     }
 }
 
-fn ports(out: &mut String, config: &Config, result: &RunResult) {
+fn ports(page: &mut Page, config: &Config, result: &RunResult) {
     let mut busiest: Vec<&crate::result::PortResult> = result.ports.iter().collect();
     busiest.sort_by_key(|p| (std::cmp::Reverse(p.bytes), p.port));
     let rows: Vec<Vec<String>> = busiest
@@ -254,12 +312,12 @@ fn ports(out: &mut String, config: &Config, result: &RunResult) {
             ]
         })
         .collect();
-    let _ = writeln!(
-        out,
-        "<h2>Busiest {} of {} ports</h2>",
+    let title = format!(
+        "Busiest {} of {}",
         rows.len(),
-        grouped(result.ports.len() as u64)
+        counted(result.ports.len() as u64, "port")
     );
+    page.section(&title, "");
     let head = [
         "port",
         "packets",
@@ -270,7 +328,7 @@ fn ports(out: &mut String, config: &Config, result: &RunResult) {
         "pauses",
         "paused",
     ];
-    table(out, &head, &rows);
+    table(page, &head, rows);
     if !result.memories.is_empty() {
         let rows: Vec<Vec<String>> = result
             .memories
@@ -282,7 +340,7 @@ fn ports(out: &mut String, config: &Config, result: &RunResult) {
                 row
             })
             .collect();
-        out.push_str("<h2>Switch memory</h2>\n");
+        page.section("Switch memory", "");
         let head = [
             "switch",
             "most bytes",
@@ -290,6 +348,20 @@ fn ports(out: &mut String, config: &Config, result: &RunResult) {
             "drops",
             "pauses sent",
         ];
-        table(out, &head, &rows);
+        table(page, &head, rows);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peaks_survive_thinning() {
+        let mut points: Vec<(f64, f64)> = (0..100_000).map(|i| (f64::from(i), 1.0)).collect();
+        points[54_321].1 = 9.0;
+        let kept: Vec<_> = thin(&points).collect();
+        assert!(kept.len() <= POINTS_MAX);
+        assert!(kept.iter().any(|p| p.1 == Some(9.0)));
     }
 }

@@ -2,11 +2,11 @@
 
 use serde_json::{Value, json as object};
 
-use super::{Cost, collectives, size_classes, transport_name};
+use super::{Cost, collectives, goodput, size_classes, transport_name};
 use crate::config::Config;
 use crate::result::RunResult;
 
-/// The run as JSON: `totals`, `size_classes`, `collectives`, `flows`, `ports`, `cost`. Times end in
+/// The run as JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`, `ports`, `cost`. Times end in
 /// `_ns`, absent ones are null.
 pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Value {
     let t = &result.totals;
@@ -29,6 +29,7 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
                 "nacks": f.nacks, "notifications": f.notifications,
                 "rate_bits_per_s": f.rate_bits_per_s,
                 "cwnd": f.cwnd, "ssthresh": f.ssthresh,
+                "bytes_in_order": f.bytes_in_order,
                 "packets_received": f.packets_received, "bytes_received": f.bytes_received,
                 "first_ns": f.first_ns, "last_ns": f.last_ns,
                 "one_way_delay_ns_mean": f.one_way_delay_ns_mean,
@@ -67,6 +68,12 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             })
         })
         .collect();
+    let goodput = goodput(config, result).map(|g| {
+        object!({
+            "flows": g.flows, "flow_bits_per_s_mean": g.flow_mean, "flow_bits_per_s_p50": g.flow_p50,
+            "flow_bits_per_s_min": g.flow_min, "bits_per_s": g.all, "active_ns": g.active_ns,
+        })
+    });
     let switches: Vec<Value> = result
         .memories
         .iter()
@@ -121,6 +128,7 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             "marks": t.marks, "trims": t.trims, "pauses": t.pauses,
             "last_event_ns": t.last_event_ns,
         },
+        "goodput": goodput,
         "size_classes": classes,
         "collectives": collectives,
         "flows": flows,

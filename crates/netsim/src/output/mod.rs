@@ -4,7 +4,6 @@ mod csv;
 mod html;
 mod json;
 mod perfetto;
-mod plot;
 mod text;
 
 pub use csv::{series_csv, sinks_csv, sources_csv, switches_csv};
@@ -12,6 +11,8 @@ pub use html::html;
 pub use json::json;
 pub use perfetto::perfetto;
 pub use text::{deadlock_text, text};
+
+use slipstream_report::latency::tells;
 
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
@@ -51,6 +52,81 @@ pub struct SizeClass {
     pub fct_ns: [f64; 4],
     /// Completion time over that of the flow alone on its path: mean, p50, p99, max.
     pub slowdown: [f64; 4],
+}
+
+impl SizeClass {
+    /// Mean, p50, p99 and maximum as tables show them: `-` for a p99 of too few flows.
+    fn four(&self, values: &[f64; 4], show: impl Fn(f64) -> String) -> [String; 4] {
+        let mut cells = values.map(show);
+        if self.leaves_out() {
+            "-".clone_into(&mut cells[2]);
+        }
+        cells
+    }
+
+    fn leaves_out(&self) -> bool {
+        !tells(0.99, self.finished as u64)
+    }
+}
+
+/// How fast data came, bits/s. What counts is bytes in order, once each.
+///
+/// A flow is active from its start to the arrival of its last byte; one that was not delivered, to the
+/// end of the run, and one without a size, to its last arrival. Flows that never started count nowhere.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Goodput {
+    /// Flows that were active.
+    pub flows: u64,
+    /// Of a flow over the time that it was active: arithmetic mean.
+    pub flow_mean: f64,
+    /// Its median (nearest rank).
+    pub flow_p50: f64,
+    /// The slowest flow's.
+    pub flow_min: f64,
+    /// All bytes over the time in which any flow was active. One flow that ends late makes this small,
+    /// however fast the others were; they show in `flow_p50`.
+    pub all: f64,
+    /// That time, ns: the union of the flows' times.
+    pub active_ns: u64,
+}
+
+/// How fast data came; `None` if no flow was active for a nanosecond.
+pub fn goodput(config: &Config, result: &RunResult) -> Option<Goodput> {
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    let (mut rates, mut bytes) = (Vec::new(), 0);
+    for (f, spec) in result.flows.iter().zip(&config.scenario.flows) {
+        if f.packets_sent == 0 {
+            continue;
+        }
+        let end = match f.delivered_ns {
+            Some(end) => end,
+            None if spec.demand.bytes().is_some() => result.totals.last_event_ns,
+            None => f.last_ns,
+        };
+        if end > f.start_ns {
+            spans.push((f.start_ns, end));
+            bytes += f.bytes_in_order;
+            rates.push(f.bytes_in_order as f64 * 8e9 / (end - f.start_ns) as f64);
+        }
+    }
+    if rates.is_empty() {
+        return None;
+    }
+    spans.sort_unstable();
+    let (mut active_ns, mut until) = (0, 0);
+    for (start, end) in spans {
+        active_ns += end.saturating_sub(start.max(until));
+        until = until.max(end);
+    }
+    let [flow_mean, flow_p50, ..] = four(rates.clone());
+    Some(Goodput {
+        flows: rates.len() as u64,
+        flow_mean,
+        flow_p50,
+        flow_min: rates.iter().copied().fold(f64::INFINITY, f64::min),
+        all: bytes as f64 * 8e9 / active_ns as f64,
+        active_ns,
+    })
 }
 
 /// Upper ends of the size classes, bytes.

@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use super::{Cost, collectives, size_classes, transport_name};
+use slipstream_report::latency::TOO_FEW;
+pub(super) use slipstream_report::table::{counted, grouped};
+
+use super::{Cost, SizeClass, collectives, goodput, size_classes, transport_name};
 use crate::config::Config;
 use crate::deadlock::Deadlock;
 use crate::result::RunResult;
@@ -18,17 +21,9 @@ pub(super) fn time(ns: f64) -> String {
     }
 }
 
-/// `12345678` as `12,345,678`.
-pub(super) fn grouped(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
+/// A rate, as networks tell it.
+pub(super) fn gbit_s(bits_per_s: f64) -> String {
+    format!("{:.3} Gb/s", bits_per_s / 1e9)
 }
 
 /// The run as text.
@@ -43,10 +38,10 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     line(
         "network",
         format!(
-            "{} switches, {} hosts, {} ports in use",
-            grouped(u64::from(scenario.topology.node_count())),
-            grouped(u64::from(scenario.topology.host_count())),
-            grouped(result.ports.len() as u64)
+            "{}, {}, {} in use",
+            counted(scenario.topology.node_count().into(), "switch"),
+            counted(scenario.topology.host_count().into(), "host"),
+            counted(result.ports.len() as u64, "port")
         ),
     );
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
@@ -65,30 +60,30 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     line(
         "packets",
         format!(
-            "{} data ({} again), {} acknowledgments received",
+            "{} data ({} again), {} received",
             grouped(sum(|f| f.packets_sent)),
             grouped(sum(|f| f.retransmitted)),
-            grouped(sum(|f| f.acks))
+            counted(sum(|f| f.acks), "acknowledgment")
         ),
     );
     line(
         "lost",
         format!(
-            "{} data, {} control; {} fast retransmits, {} timeouts",
+            "{} data, {} control; {}, {}",
             grouped(t.data_drops),
             grouped(t.control_drops),
-            grouped(sum(|f| u64::from(f.fast_retransmits))),
-            grouped(sum(|f| u64::from(f.timeouts)))
+            counted(sum(|f| u64::from(f.fast_retransmits)), "fast retransmit"),
+            counted(sum(|f| u64::from(f.timeouts)), "timeout")
         ),
     );
     if t.marks + t.trims + t.pauses > 0 {
         line(
             "signals",
             format!(
-                "{} marks, {} trims, {} pauses",
-                grouped(t.marks),
-                grouped(t.trims),
-                grouped(t.pauses)
+                "{}, {}, {}",
+                counted(t.marks, "mark"),
+                counted(t.trims, "trim"),
+                counted(t.pauses, "pause")
             ),
         );
     }
@@ -110,43 +105,53 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     if let Some(deadlock) = &result.deadlock {
         line("DEADLOCK", deadlock_text(config, deadlock));
     }
-    let goodput: f64 = {
-        let bytes: u64 = result.flows.iter().map(|f| f.bytes_in_order).sum();
-        let last = result.flows.iter().map(|f| f.last_ns).max().unwrap_or(0);
-        bytes as f64 * 8.0 / last.max(1) as f64
-    };
-    line("goodput", format!("{goodput:.3} Gb/s over all flows"));
-    for class in size_classes(config, result) {
+    if let Some(g) = goodput(config, result) {
+        line(
+            "goodput",
+            format!(
+                "of a flow: mean {}, p50 {}, least {}; of all: {} over the {} in which any was active",
+                gbit_s(g.flow_mean),
+                gbit_s(g.flow_p50),
+                gbit_s(g.flow_min),
+                gbit_s(g.all),
+                time(g.active_ns as f64)
+            ),
+        );
+    }
+    let classes = size_classes(config, result);
+    for class in &classes {
+        let [fct_mean, fct_p50, fct_p99, fct_max] = class.four(&class.fct_ns, time);
+        let [slow_mean, _, slow_p99, _] = class.four(&class.slowdown, |s| format!("{s:.2}"));
         line(
             class.name,
             format!(
-                "{} of {} flows; completion mean {}, p50 {}, p99 {}, max {}; slowdown mean {:.2}, p99 {:.2}",
+                "{} of {}; completion mean {fct_mean}, p50 {fct_p50}, p99 {fct_p99}, max {fct_max}; \
+                 slowdown mean {slow_mean}, p99 {slow_p99}",
                 class.finished,
-                class.flows,
-                time(class.fct_ns[0]),
-                time(class.fct_ns[1]),
-                time(class.fct_ns[2]),
-                time(class.fct_ns[3]),
-                class.slowdown[0],
-                class.slowdown[2]
+                counted(class.flows as u64, "flow"),
             ),
         );
+    }
+    if classes.iter().any(SizeClass::leaves_out) {
+        line("", TOO_FEW.to_owned());
     }
     for c in collectives(config, result) {
         line(
             "collective",
             match (c.time_ns, c.bus_bits_per_s) {
                 (Some(ns), Some(bus)) => format!(
-                    "#{}: {} hosts, {} flows, {}; busiest host sent at {:.3} Gb/s",
+                    "#{}: {}, {}, {}; busiest host sent at {}",
                     c.index,
-                    c.hosts,
-                    c.flows,
+                    counted(c.hosts as u64, "host"),
+                    counted(c.flows as u64, "flow"),
                     time(ns as f64),
-                    bus / 1e9
+                    gbit_s(bus)
                 ),
                 _ => format!(
-                    "#{}: {} hosts, {} flows, not finished",
-                    c.index, c.hosts, c.flows
+                    "#{}: {}, {}, not finished",
+                    c.index,
+                    counted(c.hosts as u64, "host"),
+                    counted(c.flows as u64, "flow")
                 ),
             },
         );
@@ -154,13 +159,13 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     line(
         "events",
         format!(
-            "{} ({} packet-hops), {:.1} ns of CPU each; {} shards, {} threads, {} windows",
+            "{} ({}), {:.1} ns of CPU each; {}, {}, {}",
             grouped(t.events),
-            grouped(t.packet_hops),
+            counted(t.packet_hops, "packet-hop"),
             cost.run_cpu_s * 1e9 / t.events.max(1) as f64,
-            cost.shards,
-            cost.threads,
-            grouped(cost.windows)
+            counted(cost.shards as u64, "shard"),
+            counted(cost.threads.into(), "thread"),
+            counted(cost.windows, "window")
         ),
     );
     line(

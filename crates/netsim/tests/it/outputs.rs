@@ -85,6 +85,95 @@ fn samples_are_the_same_on_any_number_of_threads() {
     }
 }
 
+/// A straggler makes the goodput of all small; that of a flow shows how the others did.
+#[test]
+fn goodput_is_told_by_flow_and_over_active_time() {
+    let flow = |id: u32| {
+        format!(
+            "[[flow]]\nflow_id = {id}\nflow_type = \"TCP\"\ngraph = [[0, 1]]\n\
+             traffic = {{ size = 1000, initial_delay = 0.0, tcp = {{ cc_algorithm = \"Reno\" }} }}\n"
+        )
+    };
+    let toml = pair("1e9", "", &(1..=4).map(flow).collect::<String>());
+    let (config, mut result) = (config(&toml), run(&toml));
+    // Start, end and bytes of each: two at 8 Gb/s one after the other with a pause between them, one at
+    // 4 Gb/s beside the first, and one that never gets on and is active to the end of the run.
+    let ends = [
+        (0, Some(1_000), 1_000),
+        (2_000, Some(3_000), 1_000),
+        (500, Some(1_500), 500),
+        (2_500, None, 125),
+    ];
+    for (f, (start, end, bytes)) in result.flows.iter_mut().zip(ends) {
+        (f.start_ns, f.delivered_ns, f.bytes_in_order) = (start, end, bytes);
+        f.packets_sent = 1;
+    }
+    result.totals.last_event_ns = 12_500;
+    let g = output::goodput(&config, &result).unwrap();
+    assert_eq!((g.flows, g.active_ns), (4, 1_500 + 10_500));
+    assert_eq!(g.flow_p50, 4e9);
+    assert_eq!(g.flow_min, 125.0 * 8e9 / 10_000.0);
+    assert_eq!(g.flow_mean, (8e9 + 8e9 + 4e9 + 1e8) / 4.0);
+    assert_eq!(g.all, 2_625.0 * 8e9 / 12_000.0);
+    let text = output::text("x", &config, &result, &Cost::default());
+    assert!(
+        text.contains("of a flow: mean 5.025 Gb/s, p50 4.000 Gb/s, least 0.100 Gb/s; of all: 1.750 Gb/s over the 12.00 us"),
+        "{text}"
+    );
+    // Nothing was sent: there is no goodput, rather than one of 0.
+    result.flows.iter_mut().for_each(|f| f.packets_sent = 0);
+    assert_eq!(output::goodput(&config, &result), None);
+}
+
+/// Below a hundred flows a p99 would be the slowest flow under another name.
+#[test]
+fn completion_times_of_few_flows_have_no_p99() {
+    let toml = example("roce-incast.toml").replace("size = 4_000_000", "size = 40_000");
+    let (config, result) = (config(&toml), run(&toml));
+    let text = output::text("x", &config, &result, &Cost::default());
+    let class = text
+        .lines()
+        .find(|l| l.contains("completion mean"))
+        .unwrap();
+    assert!(
+        class.contains("15 of 15 flows;") && class.contains(", p99 -, max "),
+        "{text}"
+    );
+    assert!(text.contains("-: too few samples"), "{text}");
+    let json = output::json("x", &config, &result, &Cost::default());
+    assert!(json["size_classes"][0]["fct_ns"]["p99"].is_number());
+    assert!(json["goodput"]["flow_bits_per_s_p50"].as_f64().unwrap() > 0.0);
+}
+
+/// Threads that come and go as windows fill and empty give what one gives. The windows of this run hold
+/// from none to some hundred events, so that each limit has them come at other times.
+#[test]
+fn threads_that_come_where_they_pay_change_nothing() {
+    use slipstream_netsim::{Execution, Simulation};
+
+    let toml = example("web-search.toml").replace("span = 0.02", "span = 0.001");
+    for toml in [toml.clone(), toml.replace("report_interval", "#")] {
+        let one = run(&toml);
+        let mut ran = Vec::new();
+        for window_events_min in [1, 50, 100, 150, 1_000_000] {
+            let execution = Execution {
+                threads: 3,
+                window_events_min,
+                ..Execution::default()
+            };
+            let mut simulation = Simulation::new(config(&toml).scenario, execution).unwrap();
+            let mut seen = 0;
+            simulation.run(execution, 1_000, &mut |_, events| {
+                assert!(events >= seen, "progress runs back");
+                seen = events;
+            });
+            assert_eq!(simulation.result(), one, "{window_events_min}");
+            ran.push(simulation.threads());
+        }
+        assert_eq!((ran[0], ran[4]), (3, 1), "{ran:?}");
+    }
+}
+
 #[test]
 fn reports_hold_the_run() {
     let toml = format!(
@@ -96,10 +185,12 @@ fn reports_hold_the_run() {
     let html = output::html("a <run>", &config, &result, &cost);
     assert!(html.contains("a &lt;run&gt;") && html.contains(&format!("{:016x}", result.digest)));
     assert!(html.matches("<svg").count() >= 5);
-    assert!(
-        !html.contains("<script") && !html.contains("http"),
-        "one file, nothing loaded"
-    );
+    // One file, nothing loaded: it forbids itself to, and names nothing that it could load.
+    assert!(html.contains("content=\"default-src 'none'; style-src 'unsafe-inline';"));
+    assert!(!html.contains(" src=") && !html.contains("href=") && !html.contains("url("));
+    // Light and dark, as the other pages; and axes say what they are.
+    assert!(html.contains("prefers-color-scheme: dark") && html.contains("id=\"theme\""));
+    assert!(html.contains("completion time, us (log scale)"));
     let trace: serde_json::Value =
         serde_json::from_str(&output::perfetto(&config, &result)).expect("JSON");
     let spans = trace.as_array().unwrap().iter().filter(|e| e["ph"] == "X");

@@ -43,6 +43,8 @@ pub struct Options {
     /// Requests under way at which a run is given up as unstable: more than any engine that keeps
     /// up would let gather.
     pub in_flight_max: usize,
+    /// The same of messages on the network, where `network.messages`.
+    pub messages_max: usize,
     /// Threads for engines that have nothing to do with each other, at least 1: those of a router
     /// that looks at no load, under requests of which none waits for another. Other runs take one.
     /// The result is the same for any number.
@@ -67,6 +69,7 @@ impl Default for Options {
             each_token: false,
             speedup: 1.0,
             in_flight_max: 1 << 20,
+            messages_max: 1 << 20,
             threads: 1,
             one_queue: false,
             feed_index: false,
@@ -456,6 +459,16 @@ impl<'a> Sim<'a> {
                 cut = Some(format!(
                     "unstable: {} under way at {}, and more come than are answered",
                     counted(self.flights.len() as u64, "request"),
+                    self.now
+                ));
+                break;
+            }
+            if self.wire.messages_under_way() > self.options.messages_max {
+                cut = Some(format!(
+                    "unstable: {} under way on the network at {}, and more are sent than it carries; raise \
+                     `network.nic_bits_per_s` or `network.frontend_bits_per_s`, send fewer requests, or \
+                     leave messages out (`network.messages = false`)",
+                    counted(self.wire.messages_under_way() as u64, "message"),
                     self.now
                 ));
                 break;

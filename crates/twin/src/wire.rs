@@ -1,6 +1,6 @@
 //! What lies between frontend and workers: transfers, and what is to be done when they arrive.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 
 use slipstream_base::cluster::Cluster;
 use slipstream_base::{RequestId, SimTime, WorkerId};
@@ -21,10 +21,32 @@ pub(crate) struct Wire {
     answer_token_bytes: u64,
     kv_token_bytes: Vec<u64>,
     carried: HashMap<TransferId, Carried>,
+    connections: HashMap<Connection, Waiting>,
+    /// Messages that have not arrived.
+    messages_under_way: usize,
     arrived: Vec<TransferId>,
 }
 
+/// Sender and receiver of messages. They share one flow, in order, as over one TCP connection: what
+/// comes while the flow is busy waits, and leaves as one with all else that waits. So a network that
+/// carries less than it is given has a flow a connection, and not one a message, whose shares
+/// would all have to be found again whenever one of them begins or ends.
+type Connection = (Endpoint, Endpoint);
+
+/// What waits for a connection's flow to end.
+#[derive(Default)]
+struct Waiting {
+    messages: Vec<Message>,
+    bytes: u64,
+}
+
 enum Carried {
+    /// Keys and values: a flow of their own.
+    Then(What),
+    Messages(Connection, Vec<Message>),
+}
+
+enum Message {
     Then(What),
     Frame(u32),
 }
@@ -40,12 +62,18 @@ impl Wire {
             answer_token_bytes: cluster.network.answer_token_bytes.into(),
             kv_token_bytes: kv_bytes_per_token(cluster),
             carried: HashMap::new(),
+            connections: HashMap::new(),
+            messages_under_way: 0,
             arrived: Vec::new(),
         }
     }
 
     pub(crate) fn carries_messages(&self) -> bool {
         self.messages
+    }
+
+    pub(crate) fn messages_under_way(&self) -> usize {
+        self.messages_under_way
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -72,13 +100,36 @@ impl Wire {
     pub(crate) fn send_request(&mut self, now: SimTime, to: WorkerId, tokens: u32, then: What) {
         let bytes = u64::from(tokens) * self.request_token_bytes;
         let from = self.frontend;
-        self.send(now, from, endpoint(to), bytes, Carried::Then(then));
+        self.send_message(now, (from, endpoint(to)), bytes, Message::Then(then));
     }
 
     fn send_frame(&mut self, now: SimTime, from: WorkerId, tokens: u32, frame: u32) {
         let bytes = u64::from(tokens) * self.answer_token_bytes;
         let to = self.frontend;
-        self.send(now, endpoint(from), to, bytes, Carried::Frame(frame));
+        self.send_message(now, (endpoint(from), to), bytes, Message::Frame(frame));
+    }
+
+    fn send_message(&mut self, now: SimTime, on: Connection, bytes: u64, message: Message) {
+        self.messages_under_way += 1;
+        if let Some(waiting) = self.connections.get_mut(&on) {
+            waiting.messages.push(message);
+            waiting.bytes += bytes;
+        } else {
+            self.connections.insert(on, Waiting::default());
+            let carried = Carried::Messages(on, vec![message]);
+            self.send(now, on.0, on.1, bytes, carried);
+        }
+    }
+
+    /// The flow of a connection has ended: what waits leaves.
+    fn send_waiting(&mut self, now: SimTime, on: Connection) {
+        let waiting = self.connections.get_mut(&on).expect("its flow ended");
+        if waiting.messages.is_empty() {
+            self.connections.remove(&on);
+        } else {
+            let Waiting { messages, bytes } = std::mem::take(waiting);
+            self.send(now, on.0, on.1, bytes, Carried::Messages(on, messages));
+        }
     }
 
     /// Sends the keys and values of `tokens`; how many bytes they are, and the name of the transfer
@@ -137,9 +188,6 @@ pub(crate) struct Frame {
 pub(crate) struct Frames {
     slots: Vec<Option<Frame>>,
     free: Vec<u32>,
-    /// Those that a node has sent, and whether they have come: they are taken in order, as over one
-    /// connection.
-    sent: BTreeMap<u32, VecDeque<(u32, bool)>>,
 }
 
 impl Frames {
@@ -170,8 +218,6 @@ impl Sim<'_> {
         let tokens = out.token_count;
         let frame = self.frames.insert(Frame { node, life, out });
         if self.wire.messages {
-            let sent = self.frames.sent.entry(node).or_default();
-            sent.push_back((frame, false));
             self.wire.send_frame(self.now, worker, tokens, frame);
         } else {
             self.frame_received(frame);
@@ -191,29 +237,20 @@ impl Sim<'_> {
         for id in arrived.drain(..) {
             match self.wire.carried.remove(&id) {
                 Some(Carried::Then(what)) => self.later(self.now, what),
-                Some(Carried::Frame(frame)) => self.frame_came(frame),
+                Some(Carried::Messages(on, messages)) => {
+                    self.wire.messages_under_way -= messages.len();
+                    self.wire.send_waiting(self.now, on);
+                    for message in messages {
+                        match message {
+                            Message::Then(what) => self.later(self.now, what),
+                            Message::Frame(frame) => self.frame_received(frame),
+                        }
+                    }
+                }
                 None => {}
             }
         }
         self.wire.arrived = arrived;
-    }
-
-    /// A frame came, perhaps before one that was sent earlier.
-    fn frame_came(&mut self, frame: u32) {
-        let of = self.frames.slots[frame as usize].as_ref();
-        let node = of.expect("it is under way").node;
-        let sent = self.frames.sent.entry(node).or_default();
-        if let Some(mine) = sent.iter_mut().find(|(f, _)| *f == frame) {
-            mine.1 = true;
-        }
-        let mut ready = Vec::new();
-        while let Some((frame, true)) = sent.front() {
-            ready.push(*frame);
-            sent.pop_front();
-        }
-        for frame in ready {
-            self.frame_received(frame);
-        }
     }
 
     /// The frontend has a frame, and works on it.

@@ -281,6 +281,56 @@ fn messages_cross_the_network_and_tokens_stay_in_order() {
     assert!(itl.max > 10.0 && itl.count == 6, "{itl:?}");
 }
 
+/// A network that carries less than it is given: messages wait for their connection's flow, all are
+/// delivered, and no faster than the network goes.
+#[test]
+fn a_full_network_carries_all_that_waits_in_one_flow() {
+    // 100 requests at once to one worker, 1,000 bytes each at a byte a us, 10 tokens of 100 bytes back.
+    let more = "[network]\nmode = \"flows\"\nmessages = true\nfrontend_bits_per_s = 8e6\n\
+                nic_bits_per_s = 8e9\nrequest_token_bytes = 10\nanswer_token_bytes = 100\n";
+    let load = workload(
+        "requests = 100\n[arrival]\nkind = \"closed\"\nconcurrency = 100\n[[class]]\nisl = 100\nosl = 10\n",
+    );
+    let cluster = ten_ms("", more);
+    let (outcome, mut ended) = simulate(&cluster, &load, &Options::default());
+    assert_eq!((outcome.cut, ended.len()), (None, 100));
+    ended.sort_by_key(|e| e.id);
+    // The first leaves alone; the 99 that wait for it come together, 99 ms and a latency later.
+    let both_ways = 2 * 2_000;
+    assert_eq!(
+        ended[0].first - ended[0].due,
+        MS + 10 * MS + MS / 10 + both_ways
+    );
+    let second: Vec<u64> = ended[1..].iter().map(|e| e.hops.received.0).collect();
+    assert!(second.iter().all(|&at| at == second[0]), "{second:?}");
+    assert_eq!(second[0], 100 * MS + both_ways);
+}
+
+#[test]
+fn a_network_that_never_catches_up_ends_the_run_and_says_what_to_change() {
+    // A frame of a token takes 100 ms, a pass 10.
+    let more = "[network]\nmode = \"flows\"\nmessages = true\nfrontend_bits_per_s = 8e5\n\
+                answer_token_bytes = 10000\n";
+    let options = Options {
+        messages_max: 500,
+        ..Options::default()
+    };
+    let (outcome, _) = simulate(&ten_ms("", more), &load(4, 100, 16, 2_000), &options);
+    let cut = outcome.cut.unwrap();
+    assert!(
+        cut.contains("unstable: 501 messages under way on the network"),
+        "{cut}"
+    );
+    assert!(cut.contains("`network.frontend_bits_per_s`"), "{cut}");
+    // With room for them all the run ends by itself.
+    let (outcome, ended) = simulate(
+        &ten_ms("", more),
+        &load(4, 100, 16, 200),
+        &Options::default(),
+    );
+    assert_eq!((outcome.cut, ended.len()), (None, 4));
+}
+
 #[test]
 fn news_of_blocks_is_late() {
     // The first request still runs where its blocks are when the second comes, 100 ms after it. The

@@ -18,7 +18,7 @@ use slipstream_base::{
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};
 use crate::output::{Finished, FirstToken, PassOutput, Stats, Usage};
-use crate::pool::{BLOCKS_MAX, BlockPool, Hits, Table};
+use crate::pool::{BLOCKS_MAX, BlockPool, Hits, KvChanges, Table};
 use crate::timing::{StepLoad, StepTime};
 use crate::waiting::{Rank, Sums, Waiting};
 
@@ -847,10 +847,10 @@ impl Engine {
         self.lists_tokens = on;
     }
 
-    /// Whether deltas list changes of the KV cache (they do unless told otherwise). Nobody need hear of
-    /// them who asks [`told_prefix`](Engine::told_prefix).
-    pub fn list_kv(&mut self, on: bool) {
-        self.pool.list_changes(on);
+    /// Says which changes of the KV cache deltas list (all, unless told otherwise). Who asks
+    /// [`told_prefix`](Engine::told_prefix) need not hear of all.
+    pub fn list_kv(&mut self, which: KvChanges) {
+        self.pool.list_changes(which);
     }
 
     /// How many leading ones of `blocks` the KV cache held when its changes were last taken

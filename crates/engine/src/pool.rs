@@ -47,6 +47,18 @@ const NIL: u32 = u32::MAX;
 /// Largest pool: 2^26 blocks (10^9 tokens in blocks of 16). Keeps counts of tokens in their types.
 pub const BLOCKS_MAX: u32 = 1 << 26;
 
+/// Of what changes in a KV cache is told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvChanges {
+    /// Every block.
+    #[default]
+    All,
+    /// Blocks that are the first of their prompts: enough to know who may have anything of a prompt.
+    FirstBlocks,
+    /// None.
+    None,
+}
+
 /// The blocks of one engine.
 pub struct BlockPool {
     total: u32,
@@ -74,8 +86,8 @@ pub struct BlockPool {
     /// A hash that is waited for, and whether it was cached since.
     watched: Option<BlockHash>,
     watched_came: bool,
-    /// Nobody wants to hear of changes.
-    silent: bool,
+    /// Which changes are listed.
+    lists: KvChanges,
     /// Runs that have changed since [`BlockPool::tell`], some twice.
     untold: Vec<u32>,
     /// Runs that were told and have been evicted since, by their heads.
@@ -102,6 +114,8 @@ struct Run {
     younger: u32,
     /// Its one block is a copy of a block that is in another run.
     copy: bool,
+    /// Its first block is the first of a prompt.
+    opens: bool,
     /// Another run may follow its last block, so that it must end there.
     sealed: bool,
     /// It is in the list of those that have changed.
@@ -189,6 +203,16 @@ impl Hits {
     }
 }
 
+/// Hashes that no block has, and where they come.
+struct Fresh<'a> {
+    /// The run at whose end they follow.
+    before: u32,
+    parent: BlockHash,
+    /// The first of them is the first of a prompt.
+    opens: bool,
+    hashes: &'a [BlockHash],
+}
+
 /// Where a chain stands: behind block `offset` of `run`, or before its first block.
 #[derive(Clone, Copy)]
 struct Place {
@@ -220,7 +244,7 @@ impl BlockPool {
             releases: 0,
             watched: None,
             watched_came: false,
-            silent: false,
+            lists: KvChanges::All,
             untold: Vec::new(),
             ghosts: HashMap::default(),
         }
@@ -251,9 +275,9 @@ impl BlockPool {
         self.releases
     }
 
-    /// Whether changes are listed (they are unless told otherwise).
-    pub fn list_changes(&mut self, on: bool) {
-        self.silent = !on;
+    /// Says which changes are listed (all, unless told otherwise).
+    pub fn list_changes(&mut self, which: KvChanges) {
+        self.lists = which;
     }
 
     /// From now on notes whether `hash`, which is not cached, comes to be.
@@ -343,6 +367,7 @@ impl BlockPool {
     ) -> usize {
         let count = hashes.len() as u32;
         assert!(count <= table.blank, "a block becomes full once");
+        let opens = table.cached == 0;
         table.blank -= count;
         table.cached += count;
         let mut place = self.end_of(table);
@@ -351,7 +376,8 @@ impl BlockPool {
             && let Some(next) = self.step(place, hash)
         {
             place = next;
-            let id = self.add_run(&hashes[copies..=copies], parent, true);
+            let hashes = &hashes[copies..=copies];
+            let id = self.add_run(hashes, parent, opens && copies == 0, true);
             let (_, last) = self.copies.entry(hash).or_insert((id, NIL));
             let elder = std::mem::replace(last, id);
             if let Some(elder) = self.runs.get_mut(elder as usize) {
@@ -365,30 +391,38 @@ impl BlockPool {
             if place.run != NIL && place.offset < self.runs[place.run as usize].len {
                 self.split(place.run, place.offset); // two chains part here
             }
-            self.cache_fresh(table, place.run, parent, &hashes[copies..], ops);
+            let fresh = Fresh {
+                before: place.run,
+                parent,
+                opens: opens && copies == 0,
+                hashes: &hashes[copies..],
+            };
+            self.cache_fresh(table, &fresh, ops);
         }
         copies
     }
 
-    /// Caches hashes that no block has, and that follow the end of run `before`.
-    fn cache_fresh(
-        &mut self,
-        table: &mut Table,
-        before: u32,
-        parent: BlockHash,
-        hashes: &[BlockHash],
-        ops: &mut Vec<KvOp>,
-    ) {
+    /// Caches hashes that no block has.
+    fn cache_fresh(&mut self, table: &mut Table, fresh: &Fresh<'_>, ops: &mut Vec<KvOp>) {
+        let &Fresh {
+            before,
+            parent,
+            opens,
+            hashes,
+        } = fresh;
         let len = hashes.len() as u32;
         self.cached += len;
         if self.watched.is_some_and(|hash| hashes.contains(&hash)) {
             self.watched_came = true;
         }
-        if !self.silent {
-            let parents = std::iter::once(&parent).chain(hashes);
-            let pairs = hashes.iter().zip(parents);
-            ops.extend(pairs.map(|(&hash, &parent)| KvOp::Stored { hash, parent }));
-        }
+        let listed = match self.lists {
+            KvChanges::All => hashes,
+            KvChanges::FirstBlocks if opens => &hashes[..1],
+            KvChanges::FirstBlocks | KvChanges::None => &[],
+        };
+        let parents = std::iter::once(&parent).chain(listed);
+        let pairs = listed.iter().zip(parents);
+        ops.extend(pairs.map(|(&hash, &parent)| KvOp::Stored { hash, parent }));
         // The sequence's own last run goes on, if it is nobody else's and nothing else follows it.
         if let Some(last) = table.segments.last_mut()
             && last.run == before
@@ -406,7 +440,7 @@ impl BlockPool {
             if let Some(before) = self.runs.get_mut(before as usize) {
                 before.sealed = true;
             }
-            let id = self.add_run(hashes, parent, false);
+            let id = self.add_run(hashes, parent, opens, false);
             self.heads.insert(hashes[0], id);
             table.segments.push(Segment { run: id, len });
             self.note_change(id);
@@ -472,7 +506,7 @@ impl BlockPool {
     pub fn clear(&mut self) {
         *self = BlockPool {
             releases: self.releases + 1,
-            silent: self.silent,
+            lists: self.lists,
             ..BlockPool::new(self.total())
         };
     }
@@ -537,10 +571,13 @@ impl BlockPool {
             if run.copy {
                 self.drop_copy(id);
             } else if self.copies.is_empty() {
-                if !self.silent {
-                    let gone = run.blocks()[left as usize..].iter().rev();
-                    ops.extend(gone.map(|&hash| KvOp::Removed { hash }));
-                }
+                let gone = &run.blocks()[left as usize..];
+                let listed = match self.lists {
+                    KvChanges::All => gone,
+                    KvChanges::FirstBlocks if run.opens && left == 0 => &gone[..1],
+                    KvChanges::FirstBlocks | KvChanges::None => &[],
+                };
+                ops.extend(listed.iter().rev().map(|&hash| KvOp::Removed { hash }));
                 self.cached -= taken;
             } else {
                 for at in (left..run.len).rev() {
@@ -562,7 +599,12 @@ impl BlockPool {
         let hash = run.hashes[at as usize];
         let Some(copies) = self.copies.get_mut(&hash) else {
             self.cached -= 1;
-            if !self.silent {
+            let listed = match self.lists {
+                KvChanges::All => true,
+                KvChanges::FirstBlocks => run.opens && at == 0,
+                KvChanges::None => false,
+            };
+            if listed {
                 ops.push(KvOp::Removed { hash });
             }
             return;
@@ -645,6 +687,7 @@ impl BlockPool {
             next: run.next,
             younger: NIL,
             copy: false,
+            opens: false,
             sealed: run.sealed,
             untold: false,
             ghost: false,
@@ -760,7 +803,7 @@ impl BlockPool {
     }
 
     /// A run that is held once, and is in no map yet.
-    fn add_run(&mut self, hashes: &[BlockHash], parent: BlockHash, copy: bool) -> u32 {
+    fn add_run(&mut self, hashes: &[BlockHash], parent: BlockHash, opens: bool, copy: bool) -> u32 {
         let hashes = self.buffers.copy_of(hashes);
         self.insert_run(Run {
             len: hashes.len() as u32,
@@ -772,6 +815,7 @@ impl BlockPool {
             next: NIL,
             younger: NIL,
             copy,
+            opens,
             sealed: copy,
             untold: false,
             ghost: false,
@@ -1084,6 +1128,7 @@ mod tests {
         copies: BTreeMap<BlockHash, Vec<u32>>,
         told: BTreeSet<BlockHash>,
         ops: Vec<KvOp>,
+        lists: KvChanges,
     }
 
     impl Plain {
@@ -1094,7 +1139,9 @@ mod tests {
                 copies.retain(|&b| b != block);
                 if copies.is_empty() {
                     self.copies.remove(&hash);
-                    self.ops.push(KvOp::Removed { hash });
+                    if self.is_listed(hash) {
+                        self.ops.push(KvOp::Removed { hash });
+                    }
                 }
             }
             self.refs.insert(block, 1);
@@ -1103,10 +1150,15 @@ mod tests {
         fn cache(&mut self, block: u32, hash: BlockHash, parent: BlockHash) {
             self.hashes.insert(block, hash);
             let copies = self.copies.entry(hash).or_default();
-            if copies.is_empty() {
+            let fresh = copies.is_empty();
+            copies.push(block);
+            if fresh && self.is_listed(hash) {
                 self.ops.push(KvOp::Stored { hash, parent });
             }
-            copies.push(block);
+        }
+        fn is_listed(&self, hash: BlockHash) -> bool {
+            let first = || (0..2).any(|branch| hash == chain(&[branch])[0]);
+            self.lists == KvChanges::All || self.lists == KvChanges::FirstBlocks && first()
         }
         fn touch(&mut self, block: u32) {
             self.free.retain(|&b| b != block);
@@ -1180,7 +1232,9 @@ mod tests {
             let copies = self
                 .pool
                 .cache(table, parent(from), &path[from..to], &mut self.ops);
-            assert_eq!(to - from - copies, self.ops.len() - stored);
+            if self.plain.lists == KvChanges::All {
+                assert_eq!(to - from - copies, self.ops.len() - stored);
+            }
             for j in from..to {
                 self.plain.cache(blocks[j], path[j], parent(j));
             }
@@ -1215,6 +1269,7 @@ mod tests {
         #[test]
         fn agrees_with_a_plain_pool(
             size in 1u32..24,
+            lists in prop::sample::select(vec![KvChanges::All, KvChanges::FirstBlocks, KvChanges::None]),
             // Few branches, so that paths share much.
             paths in prop::collection::vec(prop::collection::vec(0u8..2, 1..10), 1..6),
             steps in prop::collection::vec((0u8..8, any::<prop::sample::Index>(), 0usize..10), 0..120),
@@ -1222,10 +1277,11 @@ mod tests {
             let paths: Vec<_> = paths.iter().map(|path| chain(path)).collect();
             let mut both = Both {
                 pool: BlockPool::new(size),
-                plain: Plain { free: (0..size).collect(), ..Plain::default() },
+                plain: Plain { free: (0..size).collect(), lists, ..Plain::default() },
                 ops: Vec::new(),
                 sequences: Vec::new(),
             };
+            both.pool.list_changes(lists);
             for (step, which, most) in steps {
                 let live = both.sequences.len();
                 match step {

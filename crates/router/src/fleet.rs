@@ -148,6 +148,13 @@ enum Cached {
 pub trait CachedBlocks {
     /// How many leading `blocks` a target has cached.
     fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32;
+
+    /// The same for every target: writes to `out`, which is full of zeros. Shape `[targets]`.
+    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+        for (target, hit) in out.iter_mut().enumerate() {
+            *hit = self.overlap_of(target, blocks);
+        }
+    }
 }
 
 /// The targets of one model, as all routers see them. Shared by `Arc`.

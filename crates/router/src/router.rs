@@ -301,9 +301,8 @@ impl Router {
             _ if !walked => {}
             None => fleet.overlap(now, blocks, &mut self.hits),
             Some(cached) => {
-                for &target in &self.open {
-                    self.hits[target as usize] = cached.overlap_of(target as usize, blocks);
-                }
+                self.hits.fill(0);
+                cached.overlap(blocks, &mut self.hits);
             }
         }
         let candidates = Candidates {

@@ -111,11 +111,11 @@ impl Sim<'_> {
     fn crash(&mut self, worker: WorkerId, sink: &mut dyn Sink) {
         self.faults.down[worker.index()] = true;
         self.faults.starts[worker.index()] += 1;
-        for side in [Some(&self.serve), self.prefill.as_ref()]
+        for side in [Some(&mut self.serve), self.prefill.as_mut()]
             .into_iter()
             .flatten()
         {
-            side.fleet.on_worker_lost(worker);
+            side.on_worker_lost(worker);
         }
         let is_there =
             |nodes: &[crate::node::Node], node: u32| nodes[node as usize].rank.worker == worker;

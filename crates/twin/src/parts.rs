@@ -1,6 +1,6 @@
 //! What a cluster file says, built: engines, the routers before them, what lies between.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slipstream_base::cluster::{
     Cluster, Dtype, Happening, NetworkMode, PoolConfig, PoolRole, TimingConfig,
 };
-use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
+use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, SimTime, WorkerId};
 use slipstream_engine::timing::{StepLoad, StepTime};
-use slipstream_engine::{Engine, OutputModel};
+use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig};
 use slipstream_router::{CachedBlocks, Fleet, RouteError, RouteRequest, Routed, Router, ViewTurn};
 
@@ -29,6 +29,8 @@ pub(crate) struct Side {
     /// It hears of what is cached by deltas, which come later than what they tell of. Otherwise, if it
     /// looks at that at all, it asks the engines: what it would hear by deltas is what they have told.
     pub(crate) hears: bool,
+    /// Where it asks engines: those that have the first block of a prompt.
+    openings: Openings,
     /// Changes of caches that the router has not heard of yet, by when it does.
     late: BTreeMap<(SimTime, u64), Late>,
     pub(crate) lag_ns: u64,
@@ -45,18 +47,96 @@ pub(crate) struct Side {
 struct Engines<'a> {
     nodes: &'a [Node],
     of_target: &'a [u32],
-    /// What they have cached is known to the router.
-    read: bool,
+    openings: &'a Openings,
 }
 
 impl CachedBlocks for Engines<'_> {
     fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
-        if self.read {
-            let node = self.of_target[target] as usize;
-            self.nodes[node].engine.told_prefix(blocks)
-        } else {
-            0
+        let node = self.of_target[target] as usize;
+        self.nodes[node].engine.told_prefix(blocks)
+    }
+
+    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+        let Some(&first) = blocks.first() else {
+            return;
+        };
+        for (word, &owners) in (0..).zip(self.openings.owners(first)) {
+            let mut owners = owners;
+            while owners != 0 {
+                let target = word * 64 + owners.trailing_zeros() as usize;
+                out[target] = self.overlap_of(target, blocks);
+                owners &= owners - 1;
+            }
         }
+    }
+}
+
+/// Who has the first block of a prompt: nobody else need be asked for more of it.
+struct Openings {
+    /// Words of 64 targets.
+    words: usize,
+    /// Numbers in `owners` of those first blocks that somebody has.
+    blocks: HashMap<BlockHash, u32>,
+    owners: Vec<u64>,
+    spare: Vec<u32>,
+}
+
+impl Openings {
+    fn new(targets: usize) -> Openings {
+        Openings {
+            words: targets.div_ceil(64),
+            blocks: HashMap::new(),
+            owners: Vec::new(),
+            spare: Vec::new(),
+        }
+    }
+
+    fn owners(&self, block: BlockHash) -> &[u64] {
+        let Some(&at) = self.blocks.get(&block) else {
+            return &[];
+        };
+        &self.owners[at as usize * self.words..][..self.words]
+    }
+
+    /// `ops` tell of first blocks alone.
+    fn on_kv(&mut self, target: usize, ops: &[KvOp]) {
+        let (word, bit) = (target / 64, 1 << (target % 64));
+        for op in ops {
+            match *op {
+                KvOp::Stored { hash, .. } => {
+                    let at = *self.blocks.entry(hash).or_insert_with(|| {
+                        self.spare.pop().unwrap_or_else(|| {
+                            let at = self.owners.len() / self.words;
+                            self.owners.resize(self.owners.len() + self.words, 0);
+                            at as u32
+                        })
+                    });
+                    self.owners[at as usize * self.words + word] |= bit;
+                }
+                KvOp::Removed { hash } => {
+                    let Some(&at) = self.blocks.get(&hash) else {
+                        continue;
+                    };
+                    let owners = &mut self.owners[at as usize * self.words..][..self.words];
+                    owners[word] &= !bit;
+                    if owners.iter().all(|&word| word == 0) {
+                        self.blocks.remove(&hash);
+                        self.spare.push(at);
+                    }
+                }
+                KvOp::Cleared => self.clear(target),
+            }
+        }
+    }
+
+    /// `target` has nothing any more.
+    fn clear(&mut self, target: usize) {
+        let held: Vec<KvOp> = self
+            .blocks
+            .keys()
+            .map(|&hash| KvOp::Removed { hash })
+            .collect();
+        self.on_kv(target, &held);
     }
 }
 
@@ -78,12 +158,14 @@ impl Side {
             Fleet::of_roles_unindexed(cluster, roles)?
         };
         let fleet = Arc::new(fleet);
+        let openings = Openings::new(fleet.targets().len());
         Ok(Side {
             reads_cache,
             hears,
             router: Router::new(fleet.clone(), 0),
             fleet,
             nodes: Vec::new(),
+            openings,
             late: BTreeMap::new(),
             lag_ns: ns(cluster.router.kv_lag_ms * 1e6),
             views: cluster.router.view_interval_ms > 0.0,
@@ -95,7 +177,13 @@ impl Side {
 
     /// The cache of `node` changed at `at`, and nobody looks at the index before `at`.
     pub(crate) fn on_kv(&mut self, at: SimTime, node: u32, life: u32, delta: &KvDelta) {
-        if !self.hears || delta.ops.is_empty() {
+        if delta.ops.is_empty() {
+            return;
+        }
+        if !self.hears {
+            if let Some(target) = self.fleet.target_of(delta.rank) {
+                self.openings.on_kv(target, &delta.ops);
+            }
             return;
         }
         if !self.is_late {
@@ -119,15 +207,37 @@ impl Side {
         nodes: &[Node],
     ) -> Result<Routed, RouteError> {
         self.hear(now, nodes);
-        if self.hears || !self.fleet.config().kv_events {
+        if self.hears || !self.reads_cache || !self.fleet.config().kv_events {
             return self.router.route(now, request, None);
         }
         let engines = Engines {
             nodes,
             of_target: &self.nodes,
-            read: self.reads_cache,
+            openings: &self.openings,
         };
         self.router.route_by(now, request, &engines)
+    }
+
+    /// What changes of their caches its engines list.
+    fn lists(&self) -> KvChanges {
+        match (
+            self.hears,
+            self.reads_cache && self.fleet.config().kv_events,
+        ) {
+            (true, _) => KvChanges::All,
+            (false, true) => KvChanges::FirstBlocks,
+            (false, false) => KvChanges::None,
+        }
+    }
+
+    /// A worker vanished, and its caches with it.
+    pub(crate) fn on_worker_lost(&mut self, worker: WorkerId) {
+        self.fleet.on_worker_lost(worker);
+        for (target, config) in self.fleet.targets().iter().enumerate() {
+            if config.rank.worker == worker {
+                self.openings.clear(target);
+            }
+        }
     }
 
     /// The router is about to choose at `now`: tells it what it has heard of by then, or, if it looks
@@ -207,7 +317,7 @@ impl Parts {
                     (Role::Prefill, Some(side)) => side,
                     _ => &mut serve,
                 };
-                engine.list_kv(side.hears);
+                engine.list_kv(side.lists());
                 side.nodes.push(nodes.len() as u32);
                 side.fleet.set_ready(worker, true);
                 nodes.push(Node::new(engine, rank, role, pace, each_token, classes));

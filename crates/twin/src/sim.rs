@@ -1017,7 +1017,7 @@ impl<'a> Sim<'a> {
         let passes = self.run.ends.len() as u64;
         self.tally.passes += passes;
         self.tally.jumped += passes;
-        if self.serve.hears && !self.run.kv_ops.is_empty() {
+        if !self.run.kv_ops.is_empty() {
             // Deltas of all the passes now: nobody reads the index before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
             let mut sequence = self.run.kv_sequence;

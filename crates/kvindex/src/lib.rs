@@ -16,6 +16,7 @@
 
 pub mod approximate;
 pub mod block_index;
+pub mod groups;
 pub mod key_message;
 pub mod key_mirror;
 pub mod key_set;
@@ -25,6 +26,7 @@ mod table;
 
 pub use approximate::ApproximateIndex;
 pub use block_index::{Applied, BlockIndex};
+pub use groups::{Group, Groups, Reach};
 pub use key_message::{KeyError, KeyMessage, Knowledge, digest};
 pub use key_mirror::KeyMirror;
 pub use key_set::{Change, KeySet};

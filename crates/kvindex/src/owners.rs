@@ -152,6 +152,11 @@ impl Owners {
         self.walk(blocks, alive, ended);
     }
 
+    /// Whether `target` holds `hash`.
+    pub(crate) fn holds(&self, target: usize, hash: BlockHash) -> bool {
+        self.owners(self.table.find(hash), hash, target / 64) >> (target % 64) & 1 == 1
+    }
+
     /// How many leading `blocks` `target` holds.
     pub(crate) fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
         let mut leading = 0;

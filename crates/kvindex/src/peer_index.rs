@@ -234,6 +234,11 @@ impl PeerIndex {
             .overlap(keys, out, |word| self.known[word].load(Ordering::Acquire));
     }
 
+    /// Whether `peer` holds the key, as far as is known; as exact as [`PeerIndex::overlap`].
+    pub fn holds(&self, peer: usize, key: BlockHash) -> bool {
+        bit(&self.known, peer) && self.owners.holds(peer, key)
+    }
+
     /// Whether all that `peer` holds is known.
     pub fn is_known(&self, peer: usize) -> bool {
         bit(&self.known, peer)
@@ -405,6 +410,7 @@ mod tests {
         let mut messages = 0;
         while let Some(message) = set.message(8) {
             assert_eq!(overlap(&index, 100), [0, 0]);
+            assert!(!index.holds(1, digest(&key(0))), "not all is known");
             index.apply(SimTime(1), 1, &message).unwrap();
             messages += 1;
         }
@@ -417,6 +423,8 @@ mod tests {
             .apply(SimTime(1), 1, &set.message(8).unwrap())
             .unwrap();
         assert_eq!(overlap(&index, 120), [0, 37]);
+        let holds = |peer, n| index.holds(peer, digest(&key(n)));
+        assert!(holds(1, 36) && !holds(1, 37) && holds(1, 38) && !holds(0, 36));
     }
 
     #[test]

@@ -14,6 +14,9 @@ pub struct Profile {
     pub hash_seed: String,
     /// Tokens of a block.
     pub block_size: u32,
+    /// Groups of layers whose blocks have keys of their own, in the order of their ids; empty
+    /// where the caller has only one kind of block.
+    pub groups: String,
     /// Bytes of the largest block.
     pub block_bytes: u64,
     /// Order of dimensions, such as `NHD`.
@@ -27,13 +30,14 @@ pub struct Profile {
 }
 
 impl Profile {
-    fn fields(&self) -> [(&'static str, String); 9] {
+    fn fields(&self) -> [(&'static str, String); 10] {
         let ranks = |(size, rank): (u32, u32)| format!("rank {rank} of {size}");
         [
             ("model", self.model.clone()),
             ("hash_algo", self.hash_algo.clone()),
             ("hash_seed", self.hash_seed.clone()),
             ("block_size", self.block_size.to_string()),
+            ("groups", self.groups.clone()),
             ("block_bytes", self.block_bytes.to_string()),
             ("layout", self.layout.clone()),
             ("dtype", self.dtype.clone()),
@@ -157,6 +161,7 @@ mod tests {
             hash_algo: "sha256_cbor".into(),
             hash_seed: "0".into(),
             block_size: 16,
+            groups: "full 16".into(),
             block_bytes: 1 << 20,
             layout: "NHD".into(),
             dtype: "bfloat16".into(),
@@ -193,6 +198,11 @@ mod tests {
         );
         check(&|p| p.hash_seed = "7".into(), "hash_seed", ["0", "7"]);
         check(&|p| p.block_size = 32, "block_size", ["16", "32"]);
+        check(
+            &|p| p.groups = "full 16, window 1024 of 16".into(),
+            "groups",
+            ["full 16", "full 16, window 1024 of 16"],
+        );
         check(&|p| p.block_bytes = 1, "block_bytes", ["1048576", "1"]);
         check(&|p| p.layout = "HND".into(), "layout", ["NHD", "HND"]);
         check(&|p| p.dtype = "fp8".into(), "dtype", ["bfloat16", "fp8"]);

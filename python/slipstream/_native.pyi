@@ -19,17 +19,27 @@ class KeyMirror:
     def read(message: bytes) -> tuple[list[bytes], list[bytes], bool, bool]: ...
     @property
     def is_trusted(self) -> bool: ...
-    def prefix(self, hashes: list[bytes], start: int, end: int, suffix: bytes) -> int: ...
     def missing(self, keys: list[bytes]) -> list[int] | None: ...
     def keys(self) -> list[bytes]: ...
     def __len__(self) -> int: ...
     def __contains__(self, key: bytes) -> bool: ...
 
+class Groups:
+    def __init__(self, groups: list[tuple[str, int, int]], hash_tokens: int) -> None: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    def longest(
+        self, stored: list[KeyMirror], hashes: list[bytes], start: int, end: int
+    ) -> int: ...
+    def plan(
+        self, stored: list[KeyMirror], hashes: list[bytes], start: int, end: int
+    ) -> tuple[list[bytes], list[tuple[int, int]], list[bool]]: ...
+
 class Store:
     def __init__(
         self,
         *,
-        block_bytes: int,
+        block_bytes: int | list[int],
         host_bytes: int,
         disk_dir: str | None = None,
         disk_bytes: int = 0,
@@ -57,8 +67,22 @@ class Store:
 
 class Peers:
     def __init__(
-        self, *, identity: dict[str, str], name: str, peers: list[str], keys_max: int
+        self,
+        *,
+        identities: list[dict[str, str]],
+        names: list[str],
+        peers: list[list[str]],
+        keys_max: int,
     ) -> None: ...
+    def longest(
+        self,
+        groups: Groups,
+        stored: list[KeyMirror],
+        hashes: list[bytes],
+        start: int,
+        end: int,
+        found: int,
+    ) -> tuple[str, int]: ...
     def prefix(
         self, hashes: list[bytes], start: int, end: int, suffix: bytes
     ) -> tuple[str, int]: ...

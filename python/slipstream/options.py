@@ -41,7 +41,7 @@ class Options:
     peers: list[str] = field(default_factory=list)
     """The engines whose blocks may be taken, as they are told to listen; likewise by rank."""
     peer_keys_max: int = 1 << 20
-    """Keys of all peers together that look-ups know; 62 bytes each."""
+    """Keys of all peers together that look-ups know, for each rank; 62 bytes each."""
     follow: bool = False
     """Tells the workers which keys the device caches (`SlipstreamConnector.mirror`)."""
     hooks: bool = True

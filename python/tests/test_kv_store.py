@@ -403,7 +403,7 @@ def test_two_stores_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_buffers_of_other_sizes_are_refused(opened: Opened) -> None:
-    with pytest.raises(ValueError, match="has 5000 bytes where 1 blocks of 4096 have 4096"):
+    with pytest.raises(ValueError, match="has 5000 bytes where 1 blocks have 4096"):
         opened.store.put([key(1)], memoryview(bytes(5000)))
     with pytest.raises(ValueError, match="cannot be written to"):
         opened.store.load(1, [key(1)], [""], memoryview(bytes(BLOCK)), 1.0)
@@ -411,6 +411,33 @@ def test_buffers_of_other_sizes_are_refused(opened: Opened) -> None:
         opened.store.load(1, [key(1)], [], memoryview(bytearray(BLOCK)), 1.0)
     with pytest.raises(ValueError, match="side by side"):
         opened.store.put([key(1)], memoryview(bytes(2 * BLOCK))[::2])
+
+
+def test_blocks_of_several_groups_have_sizes_of_their_own(tmp_path: Path) -> None:
+    options = {"host_bytes": 64 * BLOCK, "disk_dir": str(tmp_path), "disk_bytes": 1 << 20}
+    store = Store(block_bytes=[BLOCK, 100], **options)
+    keys = [bytes([n]) * 32 + group.to_bytes(4, "big") for n in (1, 2) for group in (0, 1)]
+    data = random.Random(1).randbytes(2 * (BLOCK + 100))
+    assert store.put(keys, memoryview(data)) == 4
+    # The small ones alone, and then all in another order.
+    for wanted in (keys[1::2], keys[::-1]):
+        places = [keys.index(key) for key in wanted]
+        starts = [at // 2 * (BLOCK + 100) + at % 2 * BLOCK for at in places]
+        right = b"".join(
+            data[start : start + (100 if at % 2 else BLOCK)]
+            for start, at in zip(starts, places, strict=True)
+        )
+        into = bytearray(len(right))
+        store.load(1, wanted, [""] * len(wanted), memoryview(into), 5.0)
+        ended = []
+        while not ended:
+            ended = store.wait(1.0)
+        assert ended == [(1, [], "")] and bytes(into) == right
+    with pytest.raises(ValueError, match=r"a key ends with .*7\].*, which is none of 2 groups"):
+        store.put([bytes(35) + b"\7"], memoryview(bytes(BLOCK)))
+    with pytest.raises(ValueError, match="blocks without bytes"):
+        Store(block_bytes=[BLOCK, 0], host_bytes=BLOCK)
+    store.close()
 
 
 def test_options_are_checked_together() -> None:

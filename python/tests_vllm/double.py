@@ -10,8 +10,8 @@ from slipstream.store import Loaded
 class DoubleStore:
     """Keeps blocks in a dictionary. `held_back` loads end only when the test lets them."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
+    def __init__(self, block_bytes: int | list[int]) -> None:
+        self.block_bytes = [block_bytes] if isinstance(block_bytes, int) else block_bytes
         self.blocks: dict[bytes, bytes] = {}
         self.keys = KeySet()
         self.keys.set_consumed(True)
@@ -25,16 +25,27 @@ class DoubleStore:
         self.closed = False
 
     def put(self, keys: list[bytes], data: memoryview) -> int:
-        assert len(data.cast("B")) == len(keys) * self.block_bytes
         data = data.cast("B")
+        places = self.places(keys, data)
         with self._changed:
             self.put_calls += 1
-            for i, key in enumerate(keys):
-                self.blocks[key] = bytes(data[i * self.block_bytes : (i + 1) * self.block_bytes])
+            for key, place in zip(keys, places, strict=True):
+                self.blocks[key] = bytes(data[place])
                 self.keys.apply([key, 0])
                 self.tier.apply([key, 0])
             self._changed.notify_all()
         return len(keys)
+
+    def places(self, keys: list[bytes], data: memoryview) -> list[slice]:
+        """Where each block is in `data`."""
+        found, end = [], 0
+        for key in keys:
+            # Of one group alone nothing is asked of the key.
+            group = int.from_bytes(key[-4:], "big") if len(self.block_bytes) > 1 else 0
+            found.append(slice(end, end + self.block_bytes[group]))
+            end = found[-1].stop
+        assert len(data) == end
+        return found
 
     def load(
         self,
@@ -57,7 +68,7 @@ class DoubleStore:
             bad = {i for i, key in enumerate(keys) if key not in self.blocks} | set(failed)
             for i, key in enumerate(keys):
                 if i not in bad:
-                    into[i * self.block_bytes : (i + 1) * self.block_bytes] = self.blocks[key]
+                    into[self.places(keys, into)[i]] = self.blocks[key]
             self.end(job, tuple(sorted(bad)), reason if bad else "")
             jobs.append(job)
         return jobs

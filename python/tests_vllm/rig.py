@@ -1,8 +1,12 @@
 """vLLM's real scheduler on a CPU: the engine's loop with made-up tokens in place of a model."""
 
+import copy
 import json
+import math
 import random
 import tempfile
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +17,25 @@ from vllm.config import (
     KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -51,11 +60,60 @@ MODEL = {
 }
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A group of layers: what vLLM's configuration says of it."""
+
+    kind: str = "full"
+    reach: int = 0
+    block: int = BLOCK
+    heads: int = 4
+    layers: int = 2
+    padded: int | None = None
+    """Bytes of a layer's block in the cache, where they are more than it uses."""
+
+    def spec(self) -> KVCacheSpec:
+        """The group as vLLM's configuration has it."""
+        given: dict[str, Any] = {
+            "block_size": self.block,
+            "num_kv_heads": self.heads,
+            "head_size": 16,
+            "dtype": torch.float16,
+            "page_size_padded": self.padded,
+        }
+        match self.kind:
+            case "full":
+                return FullAttentionSpec(**given)
+            case "window":
+                return SlidingWindowSpec(sliding_window=self.reach, **given)
+            case "chunk":
+                return ChunkedLocalAttentionSpec(attention_chunk_size=self.reach, **given)
+        raise ValueError(self.kind)
+
+    def first(self, tokens: int) -> int:
+        """The first block that a token after so many others reads."""
+        match self.kind:
+            case "window":
+                return max(tokens - self.reach + 1, 0) // self.block
+            case "chunk":
+                return tokens // self.reach * self.reach // self.block
+        return 0
+
+    @property
+    def page(self) -> int:
+        """Bytes of a layer's block."""
+        return 2 * self.block * self.heads * 16 * 2
+
+
 class Rig:
     """One engine's scheduler, stepped by hand; with `worker`, its connector's worker half, too.
 
     With a worker, a model is made up whose KV is a function of the tokens: a block's bytes repeat
     its hash. Before each step all blocks that a real model would read are compared with that.
+
+    `shapes` are the groups of layers. With `tp` and `pp` there are so many ranks, each with a
+    worker half; ranks of one stage of `pp` have the same layers. What the workers say reaches the
+    scheduler through vLLM's own `KVOutputAggregator`.
     """
 
     def __init__(
@@ -74,7 +132,11 @@ class Rig:
         log_stats: bool = False,
         scheduling: str = "fcfs",
         long_prefill_tokens: int = 0,
+        shapes: tuple[Shape, ...] = (Shape(),),
+        tp: int = 1,
+        pp: int = 1,
     ) -> None:
+        self.shapes, self.tp, self.pp = shapes, tp, pp
         self.rng = random.Random(seed)
         self._made = 0
         with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +144,9 @@ class Rig:
             model = ModelConfig(
                 model=folder, tokenizer=None, skip_tokenizer_init=True, max_model_len=131072
             )
+            blocks = [shape.block for shape in shapes]
             cache = CacheConfig(
-                block_size=BLOCK,
+                block_size=min(blocks),
                 enable_prefix_caching=True,
                 prefix_caching_hash_algo="sha256_cbor",
             )
@@ -110,34 +173,48 @@ class Rig:
                     long_prefill_token_threshold=long_prefill_tokens,
                 ),
                 device_config=DeviceConfig("cpu"),
+                parallel_config=ParallelConfig(
+                    tensor_parallel_size=tp,
+                    pipeline_parallel_size=pp,
+                    distributed_executor_backend="mp" if tp * pp > 1 else None,
+                ),
                 kv_transfer_config=transfer,
                 kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
                 if kv_events
                 else None,
             )
         cache.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.float16
-        )
         self.kv_cache_config = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"{g}.{n}" for n in range(shape.layers)], shape.spec())
+                for g, shape in enumerate(shapes)
+            ],
         )
+        # As vLLM's `resolve_kv_cache_block_sizes` has it.
+        self.hash_block, self.hit_block = math.gcd(*blocks), math.lcm(*blocks)
+        self.kv_cache_config.hash_block_size = self.hash_block
         init_none_hash(sha256_cbor)
-        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        self._hasher = get_request_block_hasher(self.hash_block, sha256_cbor)
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=self.hit_block,
+            hash_block_size=self.hash_block,
             log_stats=log_stats,
         )
-        self.worker = Worker(self) if worker else None
-        if self.worker is not None:
-            # As EngineCore does at its start.
-            told = self.worker.connector.get_handshake_metadata()
-            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        self.workers = [Worker(self, rank) for rank in range(tp * pp)] if worker else []
+        self.worker = self.workers[0] if worker else None
+        if worker:
+            # As EngineCore and the executor do at their start.
+            told = {
+                (each.rank // tp, each.rank % tp): each.connector.get_handshake_metadata()
+                for each in self.workers
+            }
+            self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, tp * pp)
 
     @property
     def pool(self) -> Any:
@@ -187,14 +264,24 @@ class Rig:
     def step(self) -> Any:
         """Run one step; returns its plan."""
         plan = self.scheduler.schedule()
-        told = self.worker.run(plan) if self.worker is not None else None
-        self.scheduler.update_from_output(plan, self.output(plan, told))
+        self.scheduler.update_from_output(plan, self.told(plan))
         return plan
+
+    def told(self, plan: Any) -> ModelRunnerOutput:
+        """Run the workers; return what all of them said as the executor gives it on."""
+        output = self.output(plan)
+        if len(self.workers) == 1:
+            return replace(output, kv_connector_output=self.workers[0].run(plan))
+        if not self.workers:
+            return output
+        outputs = [replace(output, kv_connector_output=worker.run(plan)) for worker in self.workers]
+        # The last stage's first rank speaks for the model (`MultiprocExecutor.output_rank`).
+        return self._aggregator.aggregate(outputs, self.tp * (self.pp - 1))
 
     def close(self) -> None:
         """End the connector's threads."""
-        if self.worker is not None:
-            self.worker.connector.shutdown()
+        for worker in self.workers:
+            worker.connector.shutdown()
         self.scheduler.shutdown()
 
     def drain(self, steps_max: int = 10_000) -> None:
@@ -213,22 +300,41 @@ class Rig:
 
 
 class Worker:
-    """The worker half of the connector in vLLM's own hands, around a made-up model."""
+    """The worker half of one rank in vLLM's own hands, around a made-up model."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, rank: int = 0) -> None:
         self.rig = rig
+        self.rank = rank
+        config = copy.copy(rig.config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        # Each stage has its part of each group's layers; the last one may have none of a group.
+        stage, kv_cache_config = rank // rig.tp, copy.copy(rig.kv_cache_config)
+        kv_cache_config.kv_cache_groups = [
+            KVCacheGroupSpec(group.layer_names[stage :: rig.pp], group.kv_cache_spec)
+            for group in kv_cache_config.kv_cache_groups
+        ]
         self.connector = KVConnectorFactory.create_connector(
-            rig.config, KVConnectorRole.WORKER, rig.kv_cache_config
+            config, KVConnectorRole.WORKER, kv_cache_config
         )
-        blocks = rig.kv_cache_config.num_blocks
-        # Keys and values, tokens, heads, head size.
-        self.caches = {
-            f"layer.{n}": torch.zeros((blocks, 2, BLOCK, 4, 16), dtype=torch.float16)
-            for n in range(2)
-        }
+        # By group and layer; the layers of several groups share memory.
+        self.layers: list[dict[str, torch.Tensor]] = []
+        count, memory = kv_cache_config.num_blocks, {}
+        for shape, group in zip(rig.shapes, kv_cache_config.kv_cache_groups, strict=True):
+            size = shape.padded or shape.page
+            self.layers.append({})
+            for n, name in enumerate(group.layer_names):
+                raw = memory.setdefault((n, size), torch.zeros((count, size), dtype=torch.uint8))
+                pages = raw[:, : shape.page].view(torch.float16)
+                # Keys and values, tokens, heads, head size.
+                self.layers[-1][name] = pages.unflatten(1, (2, shape.block, shape.heads, 16))
+        self.caches = {name: cache for layers in self.layers for name, cache in layers.items()}
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
-        self.active = ActiveKVConnector(rig.config, self.caches)
+        self.active = ActiveKVConnector(config, self.caches)
         self.computed_blocks = 0
+        """Of the first group."""
+        self.read_blocks = [0] * len(rig.shapes)
+        """By group."""
 
     def run(self, plan: Any) -> Any:
         """Do what a worker does in a step; returns what it tells the scheduler's connector."""
@@ -241,33 +347,50 @@ class Worker:
         """Read the blocks that are computed, and fill those that this step computes."""
         for name, count in plan.num_scheduled_tokens.items():
             request = self.rig.scheduler.requests[name]
-            ids = self.rig.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            tables = self.rig.scheduler.kv_cache_manager.get_block_ids(name)
             # The scheduler counts a step's tokens as computed when it has planned it.
             end = request.num_computed_tokens
-            first, last = (end - count) // BLOCK, end // BLOCK
-            for i in range(first):
-                found = self.read(ids[i])
-                assert found == pattern(request.block_hashes[i]), (
-                    f"{name} reads other tokens' KV in block {i} of {last}"
-                )
-            for i in range(first, last):
-                self.write(ids[i], pattern(request.block_hashes[i]))
-                self.computed_blocks += 1
+            begin = end - count
+            for group, (shape, ids) in enumerate(zip(self.rig.shapes, tables, strict=True)):
+                first, last = begin // shape.block, end // shape.block
+                for i in range(shape.first(begin), first):
+                    assert ids[i] != 0, f"{name} reads the null block as block {i} of {group}"
+                    self.read_blocks[group] += 1
+                    assert self.read(ids[i], group) == self.block(request, group, i), (
+                        f"{name} reads other tokens' KV in block {i} of {last} of group {group} "
+                        f"on rank {self.rank}"
+                    )
+                for i in range(first, last):
+                    assert ids[i] != 0, f"{name} writes to the null block"
+                    self.write(ids[i], self.block(request, group, i), group)
+                    self.computed_blocks += group == 0
 
-    def read(self, block: int) -> bytes:
-        """The bytes of a block, of all layers."""
-        return b"".join(c[block].numpy().tobytes() for c in self.caches.values())
+    def block(self, request: Any, group: int, at: int) -> bytes:
+        """What a block of a request has to be on this rank."""
+        hashes = self.rig.shapes[group].block // self.rig.hash_block
+        return self.pattern(request.block_hashes[(at + 1) * hashes - 1], group)
 
-    def write(self, block: int, data: bytes) -> None:
-        """Fill a block of all layers."""
-        size = len(data) // len(self.caches)
-        for n, cache in enumerate(self.caches.values()):
-            part = torch.frombuffer(bytearray(data[n * size : (n + 1) * size]), dtype=cache.dtype)
+    def pattern(self, block_hash: bytes, group: int = 0) -> bytes:
+        """What the made-up model computes for a block on this rank."""
+        page = self.rig.shapes[group].page
+        return b"".join(pattern(block_hash, name, self.rank, page) for name in self.layers[group])
+
+    def read(self, block: int, group: int = 0) -> bytes:
+        """The bytes of a block, of all layers of a group."""
+        return b"".join(c[block].numpy().tobytes() for c in self.layers[group].values())
+
+    def write(self, block: int, data: bytes, group: int = 0) -> None:
+        """Fill a block of all layers of a group."""
+        page = self.rig.shapes[group].page
+        for n, cache in enumerate(self.layers[group].values()):
+            part = torch.frombuffer(bytearray(data[n * page : (n + 1) * page]), dtype=cache.dtype)
             cache[block] = part.view(cache.shape[1:])
 
 
-def pattern(block_hash: bytes) -> bytes:
-    """What the made-up model computes for a block: 8 KiB, another in each layer."""
+def pattern(block_hash: bytes, layer: str, rank: int, size: int) -> bytes:
+    """What the made-up model computes for a block in one layer on one rank."""
+    turn = zlib.crc32(f"{layer} {rank}".encode())
+    mask = turn.to_bytes(4, "big") * 8
     # The exponent's bits are cleared, so that no two bytes make a NaN, which is unlike itself.
-    half = bytes(b & 0x3B for b in block_hash) * 128
-    return half[:4096] + half[::-1][:4096]
+    part = bytes((b ^ m) & 0x3B for b, m in zip(block_hash, mask, strict=True))
+    return (part * (size // len(part) + 1))[:size]

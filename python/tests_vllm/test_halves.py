@@ -57,8 +57,8 @@ def test_blocks_are_gathered_and_scattered_whole(kind: str) -> None:
     total = sum(cache.numel() * cache.element_size() for cache in source.values())
     assert ours.block_bytes * COUNT == total
     before = {name: cache.clone() for name, cache in target.items()}
-    gathered, ready = ours.gather([7, 0, 3])
-    theirs.scatter([1, 2, 11], ours.fetch(gathered, ready), theirs.now())
+    gathered, ready = ours.gather([[7, 0, 3]])
+    theirs.scatter([[1, 2, 11]], ours.fetch(gathered, ready), theirs.now())
     axis = 1 if kind == "keys and values apart" else 0
     split = 4 if kind == "smaller kernel blocks" else 1
 
@@ -95,12 +95,15 @@ def test_caches_that_cannot_be_shared_are_refused() -> None:
 
 
 def test_what_the_halves_say_can_be_sent() -> None:
-    load = Load("r", [b"k" * 36], [3], [""])
+    load = Load("r", [b"k" * 36], [3], [""], [(0, 1)])
     meta = SlipstreamMetadata(b"keys", [b"k" * 36], [3], [load], True, False)
     assert pickle.loads(pickle.dumps(meta)) == meta
-    told = SlipstreamWorkerMetadata({0: [b"a"]}).aggregate(SlipstreamWorkerMetadata({1: [b"b"]}))
-    told = told.aggregate(SlipstreamWorkerMetadata({0: [b"c"]}))
-    assert pickle.loads(pickle.dumps(told)).stored == {0: [b"a", b"c"], 1: [b"b"]}
+    told = SlipstreamWorkerMetadata({0: [b"a"]}).aggregate(
+        SlipstreamWorkerMetadata({1: [b"b"]}, [("disk", b"d")], {"r": 64, "s": 16})
+    )
+    told = told.aggregate(SlipstreamWorkerMetadata({0: [b"c"]}, kept={"r": 32, "s": 48}))
+    told = pickle.loads(pickle.dumps(told))
+    assert told.stored == {0: [b"a", b"c"], 1: [b"b"]} and told.kept == {"r": 32, "s": 16}
 
 
 def test_a_block_is_a_hit_when_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +111,7 @@ def test_a_block_is_a_hit_when_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connector_module, "open_store", lambda *_: double)
     rig = Rig(num_blocks=64, **OURS)
     half = rig.connector.scheduler
-    half.__init__(rig.connector.options, block_size=BLOCK, ranks=2, events=False)  # type: ignore[misc]
+    half.__init__(rig.connector.options, layout=half._layout, ranks=2, events=False)  # type: ignore[misc]
     half.bind(rig.pool)
     request = rig.scheduler.requests[rig.add(rig.tokens(BLOCK * 6 + 1), max_tokens=1)]
     keys = [bytes(block_hash) + bytes(4) for block_hash in request.block_hashes]

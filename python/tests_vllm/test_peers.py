@@ -221,8 +221,8 @@ def test_a_lookup_waits_a_little_for_a_peer_that_is_not_known_yet(tmp_path: Path
     class Unsettled:
         settled = False
 
-        def prefix(self, *_: Any) -> tuple[str, int]:
-            return "", 0
+        def longest(self, *given: Any) -> tuple[str, int]:
+            return "", given[-1]
 
         def is_settled(self) -> bool:
             return self.settled

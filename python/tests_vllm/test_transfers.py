@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from double import DoubleStore
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from rig import BLOCK, Rig, pattern
+from rig import BLOCK, Rig
 from slipstream import pool as pool_module
 from slipstream.pool import EVENTS, HOOKS, NOTHING, RESYNC, block_ids, cached
 from slipstream.vllm import SlipstreamConnector
@@ -386,7 +386,7 @@ def test_a_step_that_preempts_saves_what_it_computes_and_nothing_else(
     assert rig.connector.feed.uncomputed_total == 1
     rig.drain()
     settle(rig)
-    check_stored(store)
+    check_stored(rig, store)
     assert len(store.blocks) == 12 and rig.connector.feed.log_errors_total == 0
     rig.connector.feed.flush()
     assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
@@ -414,12 +414,12 @@ def test_comparisons_save_late_and_only_what_is_there_still(
     told += rig.step().kv_connector_metadata.save_keys
     assert keys[6] not in cached(rig.pool) and keys[6] not in told
     settle(rig)
-    check_stored(store)
+    check_stored(rig, store)
     for _ in range(30):
         rig.step()
     rig.drain()
     settle(rig)
-    check_stored(store)
+    check_stored(rig, store)
     rig.scheduler.reset_prefix_cache()
     rig.worker.computed_blocks = 0
     held = next(i for i, key in enumerate(keys) if key not in store.blocks)
@@ -473,10 +473,11 @@ def test_a_pool_that_cannot_be_read_still_lets_blocks_be_loaded(
     rig.close()
 
 
-def check_stored(store: DoubleStore) -> None:
+def check_stored(rig: Rig, store: DoubleStore) -> None:
     """Every block in the store is what its key says."""
+    wait_saved(rig)
     for key, data in store.blocks.items():
-        assert data == pattern(key[:-4])
+        assert data == rig.worker.pattern(key[:-4])
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
@@ -531,7 +532,7 @@ def test_any_run_reads_only_right_blocks(
         finished += len(plan.finished_req_ids)
         live = [name for name in live if name in rig.scheduler.requests]
         for key, data in list(store.blocks.items())[-20:]:
-            assert data == pattern(key[:-4]), "a block is saved under another one's key"
+            assert data == rig.worker.pattern(key[:-4]), "a block is saved under another one's key"
     store.hold_back = False
     store.let_go()
     wait_loaded(rig)
@@ -546,5 +547,5 @@ def test_any_run_reads_only_right_blocks(
     assert finished > 30 and preempted, "the run must reach what it is there to test"
     assert (rig.worker.connector.worker._counts["loaded_blocks"] > 20) == saves
     assert (len(store.blocks) > 0) == saves
-    check_stored(store)
+    check_stored(rig, store)
     rig.close()

@@ -381,6 +381,12 @@ impl KeySet {
 #[derive(Default)]
 pub(crate) struct KeyMirror(slipstream_kvindex::KeyMirror);
 
+impl KeyMirror {
+    pub(crate) fn set(&self) -> &slipstream_kvindex::KeySet {
+        self.0.keys()
+    }
+}
+
 #[pymethods]
 impl KeyMirror {
     #[new]
@@ -423,28 +429,6 @@ impl KeyMirror {
     #[getter]
     fn is_trusted(&self) -> bool {
         self.0.knowledge() == Knowledge::All
-    }
-
-    /// How many of `hashes[start:end]`, each with `suffix`, are held without a break.
-    fn prefix(
-        &self,
-        hashes: &Bound<'_, PyList>,
-        start: usize,
-        end: usize,
-        suffix: &[u8],
-    ) -> PyResult<usize> {
-        let mut key = Vec::new();
-        let end = end.min(hashes.len());
-        for at in start..end {
-            let hash = hashes.get_item(at)?;
-            key.clear();
-            key.extend_from_slice(hash.cast::<PyBytes>()?.as_bytes());
-            key.extend_from_slice(suffix);
-            if !self.0.keys().contains(&key) {
-                return Ok(at - start);
-            }
-        }
-        Ok(end.saturating_sub(start))
     }
 
     /// Places of the keys that are not held; `None` if no key is.

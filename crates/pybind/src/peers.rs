@@ -8,12 +8,15 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
-use slipstream_kvindex::{PeerIndex, digest};
+use slipstream_base::BlockHash;
+use slipstream_kvindex::{PeerIndex, Reach, digest};
 use slipstream_kvstore::{
     Address, Completion, Endpoint, EndpointOptions, Event, MemoryTier, Nixl, PeerId, Profile, Tier,
     Transport, clock,
 };
 
+use crate::groups::{Groups, all_hold};
+use crate::keys::KeyMirror;
 use crate::lock;
 
 /// A peer that could not be reached is tried again after this.
@@ -26,6 +29,8 @@ const EVENTS_MAX: usize = 256;
 const PAUSE: Duration = Duration::from_millis(5);
 /// Keys of forgotten peers that are swept from the index in one go.
 const SWEEP_MAX: usize = 8_192;
+/// Peers that a look-up compares in all groups, of those that hold most of one.
+const CANDIDATES: usize = 4;
 /// Connections beside those that this side makes.
 const OTHERS_MAX: usize = 256;
 
@@ -78,6 +83,7 @@ pub(crate) fn profile(given: &Bound<'_, PyDict>) -> PyResult<Profile> {
         hash_seed: text("hash_seed")?,
         block_size: number("block_size")?,
         block_bytes: number("block_bytes")?.into(),
+        groups: text("groups")?,
         layout: format!("{} (format {})", text("layout")?, text("format")?),
         dtype: format!("{}, cache {}", text("dtype")?, text("kv_cache_dtype")?),
         tp: (tp, rank % tp.max(1)),
@@ -200,13 +206,14 @@ impl Links {
         link.peer.filter(|_| link.state == State::Up)
     }
 
-    /// The name of the peer in that slot, if its connection stands.
-    fn name(&self, slot: usize) -> Option<String> {
-        let links = lock(&self.links);
-        let link = links.iter().find(|link| {
-            link.state == State::Up && link.peer.is_some_and(|peer| peer.slot as usize == slot)
-        })?;
-        Some(link.name.clone())
+    /// For each peer of the list its slot, if its connection stands.
+    fn slots(&self) -> Vec<Option<usize>> {
+        let slot = |link: &Link| {
+            link.peer
+                .filter(|_| link.state == State::Up)
+                .map(|peer| peer.slot as usize)
+        };
+        lock(&self.links).iter().map(slot).collect()
     }
 
     fn is_settled(&self) -> bool {
@@ -233,9 +240,58 @@ impl Links {
 }
 
 struct Followed {
+    /// By rank of this engine and its peers alike.
+    ranks: Vec<Rank>,
+    /// What the peers are called, in the order of the list: where their rank 0 is.
+    names: Vec<String>,
+    stop: AtomicBool,
+}
+
+/// The same rank of all peers.
+struct Rank {
     links: Links,
     index: Arc<PeerIndex>,
-    stop: AtomicBool,
+}
+
+/// A peer that may have what a look-up asks for.
+struct Candidate {
+    /// Place in the list of peers.
+    at: usize,
+    /// For each rank, where its index has this peer.
+    slots: Vec<usize>,
+    /// Blocks of the first group that follow those that are here, on every rank.
+    blocks: usize,
+}
+
+impl Followed {
+    /// The peers all of whose ranks are connected, by how many of `keys` all their ranks hold
+    /// without a break.
+    fn candidates(&self, keys: &[BlockHash]) -> Vec<Candidate> {
+        let mut found: Vec<Candidate> = (0..self.names.len())
+            .map(|at| Candidate {
+                at,
+                slots: Vec::with_capacity(self.ranks.len()),
+                blocks: usize::MAX,
+            })
+            .collect();
+        let mut overlaps = Vec::new();
+        for (rank, Rank { links, index }) in self.ranks.iter().enumerate() {
+            overlaps.resize(index.peers(), 0);
+            index.overlap(keys, &mut overlaps);
+            let slots = links.slots();
+            found.retain_mut(|candidate| match slots[candidate.at] {
+                Some(slot) => {
+                    candidate.slots.push(slot);
+                    candidate.blocks = candidate.blocks.min(overlaps[slot] as usize);
+                    true
+                }
+                None => false,
+            });
+            debug_assert!(found.iter().all(|found| found.slots.len() == rank + 1));
+        }
+        found.sort_by_key(|candidate| std::cmp::Reverse(candidate.blocks)); // ties stay in order
+        found
+    }
 }
 
 /// What other engines hold; see `slipstream.vllm.scheduler.Peers`.
@@ -247,29 +303,39 @@ pub(crate) struct Peers {
 
 #[pymethods]
 impl Peers {
-    /// Follows the engines at these addresses, `keys_max` keys of all of them together.
+    /// Follows the engines whose ranks are at these addresses: `peers[rank][engine]`; `keys_max`
+    /// keys of all of them together for each rank.
     #[new]
-    #[pyo3(signature = (*, identity, name, peers, keys_max))]
+    #[pyo3(signature = (*, identities, names, peers, keys_max))]
     fn new(
-        identity: &Bound<'_, PyDict>,
-        name: &str,
-        peers: Vec<String>,
+        identities: Vec<Bound<'_, PyDict>>,
+        names: Vec<String>,
+        peers: Vec<Vec<String>>,
         keys_max: usize,
     ) -> PyResult<Peers> {
-        let profile = profile(identity)?;
-        let (links, index) = Links::start(
-            profile,
-            name,
-            Vec::new(),
-            peers,
-            None,
-            Some(keys_max),
-            Nixl::Keys,
-        )?;
-        let index = index.expect("an index was asked for");
+        let engines = peers.first().map_or(0, Vec::len);
+        if identities.len() != peers.len()
+            || names.len() != peers.len()
+            || peers.is_empty()
+            || peers.iter().any(|rank| rank.len() != engines)
+        {
+            return Err(PyValueError::new_err(
+                "one identity, name and address of each peer for every rank",
+            ));
+        }
+        let called = peers[0].clone();
+        let mut ranks = Vec::new();
+        for ((identity, name), peers) in identities.iter().zip(&names).zip(peers) {
+            let profile = profile(identity)?;
+            let keys_max = Some(keys_max);
+            let (links, index) =
+                Links::start(profile, name, Vec::new(), peers, None, keys_max, Nixl::Keys)?;
+            let index = index.expect("an index was asked for");
+            ranks.push(Rank { links, index });
+        }
         let followed = Arc::new(Followed {
-            links,
-            index,
+            ranks,
+            names: called,
             stop: AtomicBool::new(false),
         });
         let mine = Arc::clone(&followed);
@@ -277,8 +343,10 @@ impl Peers {
             .name("kv-peers".into())
             .spawn(move || {
                 while !mine.stop.load(Ordering::Acquire) {
-                    mine.links.poll(|_| {});
-                    while mine.index.tick(clock::now(), SWEEP_MAX) {}
+                    for rank in &mine.ranks {
+                        rank.links.poll(|_| {});
+                        while rank.index.tick(clock::now(), SWEEP_MAX) {}
+                    }
                     std::thread::park_timeout(PAUSE);
                 }
             })?;
@@ -288,14 +356,15 @@ impl Peers {
         })
     }
 
-    /// Who holds most of `hashes[start:end]`, each with `suffix`, without a break, and how many.
+    /// Who holds most of `hashes[start:end]`, each with `suffix`, without a break on every rank,
+    /// and how many.
     fn prefix(
         &self,
         hashes: &Bound<'_, PyList>,
         start: usize,
         end: usize,
         suffix: &[u8],
-    ) -> PyResult<(String, u32)> {
+    ) -> PyResult<(String, usize)> {
         let (mut digests, mut key) = (Vec::new(), Vec::new());
         for at in start..end.min(hashes.len()) {
             let hash = hashes.get_item(at)?;
@@ -304,30 +373,103 @@ impl Peers {
             key.extend_from_slice(suffix);
             digests.push(digest(&key));
         }
-        let index = &self.followed.index;
-        let mut overlaps = vec![0; index.peers()];
-        index.overlap(&digests, &mut overlaps);
-        let best = (0..overlaps.len())
-            .max_by_key(|&slot| overlaps[slot])
-            .unwrap_or(0);
-        let name = self
-            .followed
-            .links
-            .name(best)
-            .filter(|_| overlaps[best] > 0);
-        Ok(name.map_or((String::new(), 0), |name| (name, overlaps[best])))
+        let candidates = self.followed.candidates(&digests);
+        let best = candidates.first().filter(|best| best.blocks > 0);
+        Ok(best.map_or((String::new(), 0), |best| {
+            (self.followed.names[best.at].clone(), best.blocks)
+        }))
+    }
+
+    /// Which peer adds most to what this engine's ranks have, `stored`, and tokens of the hit
+    /// with it: each block that the hit needs is on each rank here or there. `found` tokens and
+    /// nobody where no peer adds to `found`, which is the hit with this engine's own blocks.
+    #[allow(clippy::too_many_arguments)]
+    fn longest(
+        &self,
+        groups: &Groups,
+        stored: Vec<PyRef<'_, KeyMirror>>,
+        hashes: &Bound<'_, PyList>,
+        start: usize,
+        end: usize,
+        found: usize,
+    ) -> PyResult<(String, usize)> {
+        let followed = &self.followed;
+        if stored.len() != followed.ranks.len() {
+            return Err(PyValueError::new_err(format!(
+                "{} ranks here and {} of the peers",
+                stored.len(),
+                followed.ranks.len()
+            )));
+        }
+        let shapes = groups.shapes.groups();
+        let end = groups.end(hashes, end);
+        // A group that needs every block says who is worth a closer look.
+        let leader = shapes.iter().position(|group| group.reach == Reach::All);
+        let mut keys = groups.keys(hashes);
+        let (mut own, mut digests) = (start, Vec::new());
+        if let Some(leader) = leader {
+            let mut leading = true;
+            for block in shapes[leader].needed(start, end) {
+                let Some(key) = keys.get(leader, block) else {
+                    break;
+                };
+                leading = leading && all_hold(&stored, key);
+                if leading {
+                    own = (block + 1) * shapes[leader].block_tokens;
+                } else {
+                    digests.push(digest(key));
+                }
+            }
+        }
+        let (mut best, mut longest) = (None, found);
+        for candidate in followed.candidates(&digests).into_iter().take(CANDIDATES) {
+            if let Some(leader) = leader {
+                let reach = own + candidate.blocks.min(digests.len()) * shapes[leader].block_tokens;
+                if reach <= longest {
+                    break; // nor does one of those that follow, which have less
+                }
+                if shapes.len() == 1 {
+                    (best, longest) = (Some(candidate.at), reach);
+                    break;
+                }
+            }
+            let hit = groups.shapes.longest(start, end, |group, block| {
+                let Some(key) = keys.get(group, block) else {
+                    return false;
+                };
+                let digest = digest(key);
+                let mut ranks = stored.iter().zip(&followed.ranks).zip(&candidate.slots);
+                ranks.all(|((own, there), &slot)| {
+                    own.set().contains(key) || there.index.holds(slot, digest)
+                })
+            });
+            if hit > longest {
+                (best, longest) = (Some(candidate.at), hit);
+            }
+        }
+        if let Some(error) = keys.error {
+            return Err(error);
+        }
+        let name = best.map_or_else(String::new, |at| followed.names[at].clone());
+        Ok((name, longest))
     }
 
     /// Whether each peer's keys are known, or it cannot be reached.
     fn is_settled(&self) -> bool {
-        self.followed.links.is_settled() && !self.followed.index.awaits_snapshot()
+        let mut ranks = self.followed.ranks.iter();
+        ranks.all(|rank| rank.links.is_settled() && !rank.index.awaits_snapshot())
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts = PyDict::new(py);
-        let stats = self.followed.links.endpoint.stats();
-        counts.set_item("peer_refused", stats.refused_total)?;
-        counts.set_item("peer_message_errors", stats.key_errors_total)?;
+        let (mut refused, mut errors) = (0, 0);
+        for rank in &self.followed.ranks {
+            let stats = rank.links.endpoint.stats();
+            refused += stats.refused_total;
+            errors += stats.key_errors_total;
+        }
+        counts.set_item("peer_refused", refused)?;
+        counts.set_item("peer_message_errors", errors)?;
         Ok(counts)
     }
 

@@ -113,8 +113,17 @@ struct Load {
     keys: Vec<Box<[u8]>>,
     /// For each key, the peer that is said to hold it; empty: this store.
     sources: Vec<String>,
+    /// Where in `into` each block begins, and where the last one ends.
+    places: Vec<usize>,
     into: Arc<Region>,
     deadline: Instant,
+}
+
+impl Load {
+    /// Where a block goes: its first byte, and how many.
+    fn place(&self, at: usize) -> (usize, usize) {
+        (self.places[at], self.places[at + 1] - self.places[at])
+    }
 }
 
 /// A load that waits for peers.
@@ -190,8 +199,61 @@ impl Books {
     }
 }
 
+/// Bytes of a block, or of one of each group.
+#[derive(FromPyObject)]
+enum BlockBytes {
+    One(usize),
+    Groups(Vec<usize>),
+}
+
+/// Bytes of blocks by their groups, whose ids are the last four bytes of keys (`crate::groups`).
+struct Sizes {
+    groups: Vec<usize>,
+    largest: usize,
+}
+
+impl Sizes {
+    fn new(bytes: BlockBytes) -> PyResult<Sizes> {
+        let groups = match bytes {
+            BlockBytes::One(bytes) => vec![bytes],
+            BlockBytes::Groups(groups) => groups,
+        };
+        match groups.iter().max() {
+            Some(&largest) if !groups.contains(&0) => Ok(Sizes { groups, largest }),
+            _ => Err(PyValueError::new_err("blocks without bytes")),
+        }
+    }
+
+    /// Bytes of a key's block; `None` if there is no such group. Of one group alone nothing is
+    /// asked of the key.
+    fn of(&self, key: &[u8]) -> Option<usize> {
+        if let &[only] = &self.groups[..] {
+            return Some(only);
+        }
+        let group = u32::from_be_bytes(*key.last_chunk()?);
+        self.groups.get(group as usize).copied()
+    }
+
+    /// Where each key's block begins, one after the other, and where the last one ends.
+    fn places(&self, keys: &[Box<[u8]>]) -> PyResult<Vec<usize>> {
+        let mut end = 0;
+        let mut places = vec![0];
+        for key in keys {
+            end += self.of(key).ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "a key ends with {:?}, which is none of {} groups",
+                    key.last_chunk::<4>(),
+                    self.groups.len()
+                ))
+            })?;
+            places.push(end);
+        }
+        Ok(places)
+    }
+}
+
 struct Shared {
-    block_bytes: usize,
+    sizes: Sizes,
     keys_max: usize,
     host: Arc<MemoryTier>,
     /// Taken when the store is closed, so that another may open the folder.
@@ -269,7 +331,8 @@ impl Shared {
                 reason = if closed { "closed" } else { "deadline" };
                 continue;
             }
-            let lease = load.into.lease(at * self.block_bytes, self.block_bytes);
+            let (begin, len) = load.place(at);
+            let lease = load.into.lease(begin, len);
             // It may have come here since the peer was found.
             if lease.is_ok_and(|mut out| self.read_one(key, out.bytes_mut())) {
                 continue;
@@ -289,10 +352,13 @@ impl Shared {
             let submitted = links.as_ref().and_then(|links| {
                 let blocks: Vec<Fetch<'_>> = places
                     .iter()
-                    .map(|&at| Fetch {
-                        key: &load.keys[at as usize],
-                        at: at as usize * self.block_bytes,
-                        len: self.block_bytes,
+                    .map(|&at| {
+                        let (begin, len) = load.place(at as usize);
+                        Fetch {
+                            key: &load.keys[at as usize],
+                            at: begin,
+                            len,
+                        }
                     })
                     .collect();
                 let left = load.deadline.saturating_duration_since(Instant::now());
@@ -524,8 +590,9 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk. `tell_tiers`: for
-    /// [`Store::take_tier_message`]. `nixl`: its library, which `nixl:` addresses take.
+    /// `block_bytes` by group. `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk.
+    /// `tell_tiers`: for [`Store::take_tier_message`]. `nixl`: its library, which `nixl:` addresses
+    /// take.
     #[new]
     #[allow(clippy::similar_names)]
     #[pyo3(signature = (
@@ -534,7 +601,7 @@ impl Store {
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
-        block_bytes: usize,
+        block_bytes: BlockBytes,
         host_bytes: usize,
         disk_dir: Option<PathBuf>,
         disk_bytes: u64,
@@ -548,6 +615,8 @@ impl Store {
         nixl: Option<PathBuf>,
     ) -> PyResult<Store> {
         let ttl_ns = Some((ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
+        let sizes = Sizes::new(block_bytes)?;
+        let block_bytes = sizes.largest;
         let options = MemoryOptions {
             bytes: host_bytes,
             block_bytes,
@@ -586,7 +655,7 @@ impl Store {
         let has_links = links.is_some();
         let untold = Arc::new(AtomicU64::new(0));
         let shared = Arc::new(Shared {
-            block_bytes,
+            sizes,
             keys_max,
             host,
             disk: Mutex::new(disk),
@@ -640,18 +709,18 @@ impl Store {
         data: PyBuffer<u8>,
     ) -> PyResult<usize> {
         let keys: Vec<Box<[u8]>> = keys.iter().map(|key| key.as_bytes().into()).collect();
-        let data = self.buffer(data, keys.len(), false)?;
         let shared = &self.shared;
+        let places = shared.sizes.places(&keys)?;
+        let data = buffer(data, &places, false)?;
         let result = py.detach(|| {
             let _storing = shared
                 .storing
                 .read()
                 .unwrap_or_else(PoisonError::into_inner);
             let (mut held, mut failed) = (0, None);
-            for (at, key) in keys.iter().enumerate() {
-                let at = at * shared.block_bytes;
+            for (key, place) in keys.iter().zip(places.windows(2)) {
                 // SAFETY: `slipstream.store.Store`: nobody writes to `data` until this returns.
-                let block = unsafe { data.bytes(at, shared.block_bytes) };
+                let block = unsafe { data.bytes(place[0], place[1] - place[0]) };
                 match shared.host.put(clock::now(), key, block) {
                     Ok(_) => held += 1,
                     Err(error) => {
@@ -689,11 +758,14 @@ impl Store {
         if sources.len() != keys.len() {
             return Err(PyValueError::new_err("one source a key"));
         }
+        let keys: Vec<Box<[u8]>> = keys.iter().map(|key| key.as_bytes().into()).collect();
+        let places = self.shared.sizes.places(&keys)?;
         let load = Load {
             job,
-            keys: keys.iter().map(|key| key.as_bytes().into()).collect(),
             sources,
-            into: self.buffer(into, keys.len(), true)?.into_region(),
+            into: buffer(into, &places, true)?.into_region(),
+            keys,
+            places,
             deadline: Instant::now() + Duration::from_secs_f64(deadline_s.clamp(0.0, 1e6)),
         };
         if self.shared.stop.load(Ordering::Acquire) {
@@ -873,18 +945,20 @@ impl Store {
         lock(&self.threads).push(thread);
         Ok(())
     }
+}
 
-    fn buffer(&self, buffer: PyBuffer<u8>, blocks: usize, write: bool) -> PyResult<Buffer> {
-        let buffer = Buffer::new(buffer, write)?;
-        let want = blocks * self.shared.block_bytes;
-        if buffer.len != want {
-            return Err(PyValueError::new_err(format!(
-                "the buffer has {} bytes where {blocks} blocks of {} have {want}",
-                buffer.len, self.shared.block_bytes
-            )));
-        }
-        Ok(buffer)
+/// The caller's buffer for the blocks at `places`.
+fn buffer(buffer: PyBuffer<u8>, places: &[usize], write: bool) -> PyResult<Buffer> {
+    let buffer = Buffer::new(buffer, write)?;
+    let want = places.last().copied().unwrap_or(0);
+    if buffer.len != want {
+        return Err(PyValueError::new_err(format!(
+            "the buffer has {} bytes where {} blocks have {want}",
+            buffer.len,
+            places.len() - 1
+        )));
     }
+    Ok(buffer)
 }
 
 impl Drop for Store {

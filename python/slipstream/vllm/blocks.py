@@ -1,77 +1,140 @@
 """A rank's KV cache as bytes by block: gathered for a save, scattered after a load.
 
-A block's bytes are those of all layers one after the other, each as it lies in its cache, so two
-ranks can exchange them if their caches are laid out alike (`Blocks.layout` says how).
+A block's bytes are those of all layers of its group one after the other, each as it lies in its
+cache, so two ranks can exchange them if their caches are laid out alike (`Blocks.layout` says how).
+Groups may share memory: a block id belongs to one group at a time.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.vllm.groups import Group
 
 
 class LayoutError(ValueError):
     """The KV cache does not lie in memory block by block; the text says which layer."""
 
 
-class Blocks:
-    """The KV caches of one rank, all layers."""
+class GroupBlocks:
+    """The KV caches of one group's layers on one rank."""
 
-    def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
-        self._views: list[torch.Tensor] = []
+    def __init__(
+        self, kv_caches: dict[str, torch.Tensor], num_blocks: int, group: Group | None
+    ) -> None:
+        self.group = group
+        self.views: list[torch.Tensor] = []
         shapes, seen = [], set()
         for name, cache in kv_caches.items():
-            place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
+            place = place_of(cache)
             # Layers may share one cache.
             if place in seen:
                 continue
             seen.add(place)
-            self._views += [
-                as_bytes(part, num_blocks, name) for part in by_block(cache, num_blocks)
-            ]
+            self.views += [as_bytes(part, num_blocks, name) for part in by_block(cache, num_blocks)]
             shapes.append(f"{tuple(cache.shape[1:])}/{tuple(cache.stride()[1:])}")
-        if not self._views:
-            raise LayoutError("there is no KV cache to share")
-        self.device = self._views[0].device
-        self.block_bytes = sum(view.shape[1] for view in self._views)
+        # Where ranks share the layers, one may have none of a group. It keeps a byte, so that it
+        # tells of the group's keys as the others do.
+        self.block_bytes = sum(view.shape[1] for view in self.views) or 1
         repeats = len(shapes) if len(set(shapes)) == 1 else 0
-        self.layout = f"{repeats}x{shapes[0]}" if repeats else " ".join(shapes)
+        self.layout = f"{repeats}x{shapes[0]}" if repeats else " ".join(shapes) or "none"
+
+    def read(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy blocks into `out`, of shape `[ids, block_bytes]`."""
+        if not self.views:
+            out.zero_()
+        start = 0
+        for view in self.views:
+            end = start + view.shape[1]
+            out[:, start:end] = view.index_select(0, ids)
+            start = end
+
+    def write(self, ids: torch.Tensor, data: torch.Tensor) -> None:
+        """Copy `data`, of shape `[ids, block_bytes]`, into blocks."""
+        start = 0
+        for view in self.views:
+            end = start + view.shape[1]
+            view.index_copy_(0, ids, data[:, start:end])
+            start = end
+
+
+class Blocks:
+    """The KV caches of one rank, all layers. Without `groups` they are one group.
+
+    What is gathered and scattered is one run of bytes: block after block, group after group.
+    """
+
+    def __init__(
+        self,
+        kv_caches: dict[str, torch.Tensor],
+        num_blocks: int,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        if not kv_caches:
+            raise LayoutError("there is no KV cache to share")
+        shapes: Sequence[Group | None] = groups or (None,)
+        self.groups = [
+            GroupBlocks(layers, num_blocks, group)
+            for layers, group in zip(layers_of(kv_caches, groups), shapes, strict=True)
+        ]
+        self.device = next(iter(kv_caches.values())).device
+        self.group_bytes = [group.block_bytes for group in self.groups]
+        self.block_bytes = max(self.group_bytes)
+        self.layout = ", ".join(group.layout for group in self.groups)
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
 
     def release(self) -> None:
         """Let go of the caches: their memory is about to be taken away."""
-        self._views = []
+        for group in self.groups:
+            group.views = []
 
-    def empty(self, count: int) -> torch.Tensor:
-        """Host memory for so many blocks; shape `[count, block_bytes]`."""
-        return torch.empty((count, self.block_bytes), dtype=torch.uint8, pin_memory=self._cuda)
+    def size(self, counts: Sequence[int]) -> int:
+        """Bytes of so many blocks of each group."""
+        return sum(n * size for n, size in zip(counts, self.group_bytes, strict=True))
 
-    def gather(self, blocks: list[int]) -> tuple[torch.Tensor, Any]:
-        """Copy blocks out of the cache, as of now on the device's current stream.
+    def empty(self, counts: Sequence[int]) -> torch.Tensor:
+        """Host memory for so many blocks of each group."""
+        return torch.empty(self.size(counts), dtype=torch.uint8, pin_memory=self._cuda)
+
+    def _parts(self, blocks: Sequence[list[int]], data: torch.Tensor) -> Any:
+        """For each group with blocks: it, their ids, and their place in `data`."""
+        start = 0
+        for group, ids in zip(self.groups, blocks, strict=True):
+            end = start + len(ids) * group.block_bytes
+            if ids:
+                found = torch.tensor(ids, dtype=torch.int64)
+                yield group, found, data[start:end].view(len(ids), group.block_bytes)
+            start = end
+
+    def gather(self, blocks: Sequence[list[int]]) -> tuple[torch.Tensor, Any]:
+        """Copy blocks of each group out of the cache, as of now on the device's current stream.
 
         What is overwritten later does not matter, so the blocks need not be kept. On a device the
         copy stays there; `fetch` brings it over.
         """
-        ids = torch.tensor(blocks, dtype=torch.int64)
+        counts = [len(ids) for ids in blocks]
         if not self._cuda:
-            out, start = self.empty(len(blocks)), 0
-            for view in self._views:
-                end = start + view.shape[1]
-                out[:, start:end] = view.index_select(0, ids)
-                start = end
+            out = self.empty(counts)
+            for group, ids, part in self._parts(blocks, out):
+                group.read(ids, part)
             return out, None
-        ids = ids.pin_memory().to(self.device, non_blocking=True)
-        out = torch.cat([view.index_select(0, ids) for view in self._views], dim=1)
+        out = torch.empty(self.size(counts), dtype=torch.uint8, device=self.device)
+        for group, ids, part in self._parts(blocks, out):
+            group.read(ids.pin_memory().to(self.device, non_blocking=True), part)
         return out, self.now()
 
     def fetch(self, gathered: torch.Tensor, ready: Any) -> torch.Tensor:
         """Bring what `gather` copied into host memory; waits for the device."""
         if self._stream is None:
             return gathered
-        host = self.empty(gathered.shape[0])
+        host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             host.copy_(gathered, non_blocking=True)
@@ -83,25 +146,42 @@ class Blocks:
         """Mark the point in the device's current stream that `scatter` has to come after."""
         return torch.cuda.current_stream(self.device).record_event() if self._cuda else None
 
-    def scatter(self, blocks: list[int], host: torch.Tensor, after: Any) -> None:
-        """Copy host memory into blocks of the cache; waits for the device."""
-        ids = torch.tensor(blocks, dtype=torch.int64)
+    def scatter(self, blocks: Sequence[list[int]], host: torch.Tensor, after: Any) -> None:
+        """Copy host memory into blocks of each group; waits for the device."""
         if self._stream is None:
-            self._scatter(ids, host)
+            for group, ids, part in self._parts(blocks, host):
+                group.write(ids, part)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            self._scatter(
-                ids.to(self.device, non_blocking=True), host.to(self.device, non_blocking=True)
-            )
+            data = host.to(self.device, non_blocking=True)
+            for group, ids, part in self._parts(blocks, data):
+                group.write(ids.to(self.device, non_blocking=True), part)
         self._stream.synchronize()
 
-    def _scatter(self, ids: torch.Tensor, data: torch.Tensor) -> None:
-        start = 0
-        for view in self._views:
-            end = start + view.shape[1]
-            view.index_copy_(0, ids, data[:, start:end])
-            start = end
+
+def place_of(cache: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Tell two layers apart that do not share one cache."""
+    return cache.data_ptr(), tuple(cache.shape), tuple(cache.stride())
+
+
+def layers_of(
+    kv_caches: dict[str, torch.Tensor], groups: Sequence[Group]
+) -> list[dict[str, torch.Tensor]]:
+    """Split the caches by groups."""
+    if len(groups) < 2:
+        return [kv_caches]
+    found = [
+        {name: kv_caches[name] for name in group.layers if name in kv_caches} for group in groups
+    ]
+    known = {place_of(cache) for layers in found for cache in layers.values()}
+    for name, cache in kv_caches.items():
+        if place_of(cache) not in known:
+            raise LayoutError(
+                f"layer {name} is of none of the {len(groups)} cache groups; use a vLLM version "
+                "that docs/connector.md lists"
+            )
+    return found
 
 
 def by_block(cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from slipstream._native import KeyMirror
 from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
+from slipstream.vllm.groups import read_groups
 from slipstream.vllm.identity import identity_of
 from slipstream.vllm.metadata import (
     SlipstreamHandshake,
@@ -69,7 +70,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             parallel.data_parallel_index,
             parallel.world_size,
         )
-        check_groups(vllm_config, kv_cache_config)
+        self._layout = read_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -87,7 +88,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         events = vllm_config.kv_events_config
         self._scheduler = SchedulerHalf(
             self.options,
-            block_size=vllm_config.cache_config.block_size,
+            layout=self._layout,
             ranks=self._parallel.world_size,
             events=events is not None and events.enable_kv_cache_events,
             by_priority=vllm_config.scheduler_config.policy == "priority",
@@ -116,15 +117,24 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Follow the peers, now that the workers have said what blocks are like."""
-        first = metadata.get(0)
-        if isinstance(first, SlipstreamHandshake):
-            self.scheduler.follow(open_peers(self.options, first.identity))
+        told = sorted(
+            (each.identity for each in metadata.values() if isinstance(each, SlipstreamHandshake)),
+            key=lambda identity: int(identity["rank"]),
+        )
+        if [int(identity["rank"]) for identity in told] != list(range(self._parallel.world_size)):
+            if self.options.peers:
+                logger.warning(
+                    "slipstream: takes no blocks of peers, because of %d ranks only %s have said "
+                    "what their blocks are like",
+                    self._parallel.world_size,
+                    [identity["rank"] for identity in told],
+                )
+            return
+        self.scheduler.follow(open_peers(self.options, told))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """As `set_xfer_handshake_metadata`, where layers are shared as well."""
-        self.set_xfer_handshake_metadata(
-            {tp_rank: told for (pp_rank, tp_rank), told in metadata.items() if pp_rank == 0}
-        )
+        """As `set_xfer_handshake_metadata`, where ranks share the layers, too."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -153,7 +163,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers told."""
         self.scheduler.heard(
-            connector_output.kv_connector_worker_meta, connector_output.failed_recving
+            connector_output.kv_connector_worker_meta,
+            connector_output.failed_recving,
+            connector_output.finished_recving or frozenset(),
         )
 
     def request_finished_all_groups(
@@ -195,12 +207,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the store for blocks laid out as in these caches."""
         self._caches = kv_caches
-        blocks = Blocks(kv_caches, self._kv_cache_config.num_blocks)
+        blocks = self._blocks()
         rank = self._parallel.rank
-        self.identity = identity_of(self._vllm_config, blocks, self.options.model_id)
+        self.identity = identity_of(self._vllm_config, self._layout, blocks, self.options.model_id)
         events = self._vllm_config.kv_events_config
         tell_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
-        store = open_store(self.options, self.identity, blocks.block_bytes, rank, tell_tiers)
+        store = open_store(self.options, self.identity, blocks.group_bytes, rank, tell_tiers)
         if store is None:
             return
         self._worker = WorkerHalf(
@@ -226,7 +238,10 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """Take the caches up again after the engine slept."""
         if self._worker is not None:
-            self._worker.blocks = Blocks(self._caches, self._kv_cache_config.num_blocks)
+            self._worker.blocks = self._blocks()
+
+    def _blocks(self) -> Blocks:
+        return Blocks(self._caches, self._kv_cache_config.num_blocks, self._layout.groups)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Follow the scheduler's keys; do first what has to come first."""
@@ -320,28 +335,3 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-
-
-def check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Check that the engine's cache is of a kind whose blocks stand for tokens alone.
-
-    Raises
-    ------
-    ValueError
-        If it is not; the text says what to do.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ValueError(
-            f"slipstream shares caches of one group, but this model has {len(groups)} (layers of "
-            "several kinds); use vLLM's OffloadingConnector with a slipstream tier for it "
-            "(docs/connector.md)"
-        )
-    size, hashed = vllm_config.cache_config.block_size, kv_cache_config.hash_block_size
-    if hashed not in (None, size):
-        raise ValueError(
-            f"slipstream needs one hash a block, but blocks have {size} tokens and hashes "
-            f"{hashed}; leave --hash-block-size alone"
-        )
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ValueError("slipstream needs prefix caching; leave out --no-enable-prefix-caching")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from slipstream.vllm.blocks import Blocks
+    from slipstream.vllm.groups import Layout
 
 
 FORMAT_VERSION = "1"
@@ -29,7 +30,9 @@ def hash_seed(algorithm: str) -> str:
     return "vLLM's own" if algorithm.startswith("sha256") else f"random ({uuid.uuid4()})"
 
 
-def identity_of(vllm_config: VllmConfig, blocks: Blocks, model_id: str) -> dict[str, str]:
+def identity_of(
+    vllm_config: VllmConfig, layout: Layout, blocks: Blocks, model_id: str
+) -> dict[str, str]:
     """Return everything that decides what the bytes under a key are."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     return {
@@ -40,6 +43,7 @@ def identity_of(vllm_config: VllmConfig, blocks: Blocks, model_id: str) -> dict[
         "block_size": str(cache.block_size),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": hash_seed(str(cache.prefix_caching_hash_algo)),
+        "groups": str(layout),
         "layout": blocks.layout,
         "block_bytes": str(blocks.block_bytes),
         "tensor_parallel": str(parallel.tensor_parallel_size),

@@ -17,11 +17,13 @@ class Load:
 
     request_id: str
     keys: list[bytes]
-    """One key a block, in prompt order."""
+    """One key a block, group by group in prompt order."""
     blocks: list[int]
     """Where they go, as vLLM's block ids."""
     sources: list[str]
     """Who is said to hold each key; the empty name is this engine."""
+    parts: list[tuple[int, int]]
+    """For each group, the place of its first block in the prompt, and how many there are."""
 
 
 @dataclass
@@ -54,6 +56,9 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank, in order: what changed in the set of keys that its store holds."""
     tiers: list[tuple[str, bytes]] = field(default_factory=list)
     """Of rank 0, in order: what changed in one of its tiers, where KV events are on."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """By request whose load failed, where layers are of several groups: the tokens before the
+    first block that did not come."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the messages of several ranks."""
@@ -62,7 +67,10 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
         stored = {rank: list(messages) for rank, messages in self.stored.items()}
         for rank, messages in other.stored.items():
             stored.setdefault(rank, []).extend(messages)
-        return SlipstreamWorkerMetadata(stored, self.tiers + other.tiers)
+        kept = dict(self.kept)
+        for name, tokens in other.kept.items():
+            kept[name] = min(tokens, kept.get(name, tokens))
+        return SlipstreamWorkerMetadata(stored, self.tiers + other.tiers, kept)
 
 
 @dataclass

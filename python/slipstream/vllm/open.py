@@ -17,17 +17,19 @@ from slipstream.options import of_rank
 if TYPE_CHECKING:
     from slipstream.options import Options
     from slipstream.store import Store
-    from slipstream.vllm.scheduler import Peers
 
 
 def open_store(
     options: Options,
     identity: dict[str, str],
-    block_bytes: int,
+    block_bytes: int | list[int],
     rank: int,
     tell_tiers: bool = False,
 ) -> Store | None:
-    """Open the store of one rank; `None` if the options ask for none."""
+    """Open the store of one rank; `None` if the options ask for none.
+
+    `block_bytes` are those of a block, or of one of each group.
+    """
     if options.host_bytes == 0:
         return None
     return NativeStore(
@@ -64,17 +66,18 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> Path:
     return folder
 
 
-def open_peers(options: Options, identity: dict[str, str]) -> Peers | None:
+def open_peers(options: Options, identities: list[dict[str, str]]) -> NativePeers | None:
     """Begin to follow the peers that the options name; `None` if they name none.
 
-    Rank 0 of a peer stands for all its ranks: a block that another rank of it does not have fails
-    to load, and is computed.
+    `identities` are those of all ranks of this engine. Each rank of a peer is followed, as a block
+    can be loaded from it only if all its ranks have it.
     """
     if not options.peers:
         return None
+    ranks = range(len(identities))
     return NativePeers(
-        identity=identity,
-        name=f"scheduler of {own_name(0)}",
-        peers=of_rank(options.peers, 0),
+        identities=identities,
+        names=[f"scheduler of {own_name(rank)}" for rank in ranks],
+        peers=[of_rank(options.peers, rank) for rank in ranks],
         keys_max=options.peer_keys_max,
     )

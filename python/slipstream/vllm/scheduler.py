@@ -19,9 +19,10 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from slipstream._native import KeyMirror, take_warnings
+from slipstream._native import Groups, KeyMirror, take_warnings
 from slipstream.pool import PoolFeed
 from slipstream.told import TierEvents
+from slipstream.vllm.groups import by_group, group_of
 from slipstream.vllm.metadata import (
     NOTHING,
     Load,
@@ -30,9 +31,10 @@ from slipstream.vllm.metadata import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from slipstream.options import Options
+    from slipstream.vllm.groups import Layout
 
 logger = logging.getLogger("slipstream.vllm")
 
@@ -42,12 +44,27 @@ MEDIUMS = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 HERE = ""
 """The source that is this engine's own store."""
 
+NULL_BLOCK = 0
+"""The block that stands where none is needed any more. Source: vLLM 0.33, `BlockPool.null_block`,
+the first that its pool gives out."""
+
 
 class Peers(Protocol):
     """What other engines hold, as far as is known now. No call waits."""
 
-    def prefix(self, hashes: list[bytes], start: int, end: int, suffix: bytes) -> tuple[str, int]:
-        """Return who holds most of `hashes[start:end]` without a break, and how many."""
+    def longest(
+        self,
+        groups: Groups,
+        stored: list[KeyMirror],
+        hashes: list[bytes],
+        start: int,
+        end: int,
+        found: int,
+    ) -> tuple[str, int]:
+        """Return who adds most to what `stored` holds, and tokens of the hit up to `end` with it.
+
+        Nobody and `found`, which is the hit without peers, where no peer adds to that.
+        """
 
     def is_settled(self) -> bool:
         """Whether the keys of all peers that are connected are known."""
@@ -66,7 +83,7 @@ class SchedulerHalf:
         self,
         options: Options,
         *,
-        block_size: int,
+        layout: Layout,
         ranks: int,
         events: bool,
         by_priority: bool = False,
@@ -79,15 +96,21 @@ class SchedulerHalf:
         self._counts_told: dict[str, int] = {}
         self._counts_due = 0.0
         self._options = options
-        self._block_size = block_size
+        self._layout = layout
         self._by_priority = by_priority
-        # The cache group; slipstream refuses engines with more than one.
-        self._suffix = (0).to_bytes(4, "big")
+        self._groups = Groups([group.shape() for group in layout.groups], layout.hash_tokens)
+        # Where blocks are longer than hashes, vLLM caches some that are not full.
+        self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
+        self._pool: Any = None
         self._loads: list[Load] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
         self._reset = False
-        # Requests of which nothing came: they compute, rather than wait for another deadline.
-        self._failed: set[str] = set()
+        # Requests whose load has not ended on every rank, and the tokens that are known to have
+        # come on all ranks where some did not.
+        self._loading: dict[str, int | None] = {}
+        # How many tokens a request may load whose load has failed: once what came of it, as far as
+        # vLLM did not keep that; then none, so that it computes rather than wait again.
+        self._limits: dict[str, int] = {}
         # Ranks whose keys are not known: what they tell counts from their next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
@@ -97,6 +120,7 @@ class SchedulerHalf:
 
     def bind(self, pool: Any) -> None:
         """Begin to follow the pool."""
+        self._pool = pool
         options = self._options
         saves = options.save and options.host_bytes > 0
         self.feed = PoolFeed(
@@ -120,52 +144,49 @@ class SchedulerHalf:
 
         Changes nothing but a count, so it may be asked any number of times.
         """
-        if request.request_id in self._failed:
-            return 0
-        start = computed_tokens // self._block_size
+        groups = self._groups
         # The last token is computed in any case, for its output.
-        end = (request.num_tokens - 1) // self._block_size
-        here, _, there = self._find(request.block_hashes, start, end)
-        blocks = here + there
+        end = min(request.num_tokens - 1, self._limits.get(request.request_id, request.num_tokens))
+        _, _, found = self._find(request.block_hashes, computed_tokens, end)
         if (
-            start + blocks < end
+            found + groups.hit_tokens <= end
             and self.peers is not None
             and not self.peers.is_settled()
             and time.time() < request.arrival_time + self._options.lookup_wait_s
         ):
             self.counts["lookup_deferred"] += 1
             return None
-        return blocks * self._block_size if blocks >= self._options.load_blocks_min else 0
+        tokens = found - computed_tokens
+        return tokens if tokens >= self._options.load_blocks_min * groups.hit_tokens else 0
 
     def _find(self, hashes: list[bytes], start: int, end: int) -> tuple[int, str, int]:
-        """Return how many blocks are here, who has most of the rest, and how many of it."""
-        here = min(mirror.prefix(hashes, start, end, self._suffix) for mirror in self.stored)
-        if self.peers is None or start + here >= end:
-            return here, HERE, 0
-        return here, *self.peers.prefix(hashes, start + here, end, self._suffix)
+        """Return the hit of what is here, who adds most to it, and the hit with that; in tokens."""
+        here = self._groups.longest(self.stored, hashes, start, end)
+        if self.peers is None or here + self._groups.hit_tokens > end:
+            return here, HERE, here
+        return here, *self.peers.longest(self._groups, self.stored, hashes, start, end, here)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Note a load into the blocks that were allocated for it."""
         if external_tokens == 0:
             return
-        count = external_tokens // self._block_size
-        held = blocks.blocks[0]
-        # What the device caches has a hash, and comes first.
-        start = next((i for i, block in enumerate(held) if block.block_hash is None), len(held))
-        here, peer, _ = self._find(request.block_hashes, start, start + count)
-        hashes = request.block_hashes[start : start + count]
-        self._loads.append(
-            Load(
-                request.request_id,
-                [bytes(block_hash) + self._suffix for block_hash in hashes],
-                [block.block_id for block in held[start : start + count]],
-                [HERE] * here + [peer] * (count - here),
-            )
+        # vLLM has allocated what the hit covers, and no more before the load has ended.
+        end = len(blocks.blocks[0]) * self._layout.groups[0].block_size
+        start = end - external_tokens
+        hashes = request.block_hashes
+        found, peer, _ = self._find(hashes, start, end)
+        keys, parts, here = self._groups.plan(self.stored, hashes, start, end)
+        into: list[int] = []
+        for held, (first, count) in zip(blocks.blocks, parts, strict=True):
+            into += [block.block_id for block in held[first : first + count]]
+        assert len(into) == len(keys) and NULL_BLOCK not in into, (
+            f"vLLM has allocated other blocks than a hit of {end} tokens needs ({self._layout})"
         )
-        split = {
-            CacheHitSource.HOST: here * self._block_size,
-            CacheHitSource.P2P: external_tokens - here * self._block_size,
-        }
+        self._loads.append(
+            Load(request.request_id, keys, into, [HERE if own else peer for own in here], parts)
+        )
+        self._loading[request.request_id] = None
+        split = {CacheHitSource.HOST: found - start, CacheHitSource.P2P: end - found}
         self._sources[request.request_id] = {tier: n for tier, n in split.items() if n}
 
     def hit_sources(self, request: Any) -> dict[CacheHitSource, int] | None:
@@ -174,7 +195,8 @@ class SchedulerHalf:
 
     def finished(self, request: Any) -> None:
         """Forget the request."""
-        self._failed.discard(request.request_id)
+        self._loading.pop(request.request_id, None)
+        self._limits.pop(request.request_id, None)
         self._sources.pop(request.request_id, None)
 
     # Once a step.
@@ -189,7 +211,7 @@ class SchedulerHalf:
             # By priority, a request that this step has planned already may give way to another: the
             # pool has its blocks' keys, and no forward pass fills them.
             if self._by_priority and plan.preempted_req_ids and feed.wants_new:
-                computed = computed_blocks(plan, self._block_size)
+                computed = computed_blocks(plan, self._layout)
             step = feed.step(computed)
         if step is None and not (self._loads or self._reset or self._resend):
             return NOTHING
@@ -197,6 +219,8 @@ class SchedulerHalf:
         self._loads, self._reset, self._resend = [], False, False
         if step is not None:
             meta.keys, keys, blocks = step
+            if keys and self._has_tails:
+                keys, blocks = self._whole(keys, blocks)
             if keys:
                 meta.save_keys, meta.save_blocks = self._not_stored(keys, blocks)
         return meta
@@ -209,6 +233,19 @@ class SchedulerHalf:
                 "handed over its block pool; use a vLLM version that docs/connector.md lists"
             )
 
+    def _whole(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
+        """Leave out blocks that a prompt's end fills in part: no look-up here asks for them.
+
+        Source: vLLM 0.33, `FullAttentionManager._cache_partial_tail_block`.
+        """
+        good = []
+        for at, (key, block_id) in enumerate(zip(keys, blocks, strict=True)):
+            block = self._pool.blocks[block_id]
+            size = self._layout.groups[group_of(key)].block_size
+            if block.block_hash == key and (block.block_hash_num_tokens or 0) % size == 0:
+                good.append(at)
+        return [keys[at] for at in good], [blocks[at] for at in good]
+
     def _not_stored(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
         """Leave out what every rank's store has."""
         missing: set[int] = set()
@@ -219,11 +256,23 @@ class SchedulerHalf:
             missing.update(places)
         return [keys[i] for i in sorted(missing)], [blocks[i] for i in sorted(missing)]
 
-    def heard(self, meta: Any, failed: set[str]) -> None:
-        """Take what the workers told: of their stores, and which requests got nothing."""
-        self._failed |= failed
-        if not isinstance(meta, SlipstreamWorkerMetadata):
-            return
+    def heard(self, meta: Any, failed: Set[str], finished: Set[str] = frozenset()) -> None:
+        """Take what the workers told: of their stores, and which loads ended, and which failed."""
+        if isinstance(meta, SlipstreamWorkerMetadata):
+            self._heard_of_stores(meta)
+            for name, tokens in meta.kept.items():
+                if name in self._loading:
+                    before = self._loading[name]
+                    self._loading[name] = tokens if before is None else min(before, tokens)
+        for name in failed:
+            # Of a request that is gone nothing is noted.
+            if name in self._loading:
+                kept = self._loading[name] or 0
+                self._limits[name] = 0 if name in self._limits else kept
+        for name in (*failed, *finished):
+            self._loading.pop(name, None)
+
+    def _heard_of_stores(self, meta: SlipstreamWorkerMetadata) -> None:
         for rank, messages in meta.stored.items():
             for message in messages:
                 try:
@@ -241,12 +290,18 @@ class SchedulerHalf:
 
     def _note_events(self, messages: list[tuple[str, bytes]]) -> None:
         assert self._events is not None
+        groups = self._layout.groups
         for tier, keys, gone in self._tiers.take(messages):
-            self._events.append(
-                removed_event(keys, MEDIUMS[tier])
-                if gone
-                else stored_event(keys, self._block_size, MEDIUMS[tier])
-            )
+            for group, some in enumerate(by_group(keys, keys, len(groups))[1]):
+                if not some:
+                    continue
+                # Where there is one group, events need not name it.
+                number = group if len(groups) > 1 else None
+                self._events.append(
+                    removed_event(some, MEDIUMS[tier], number)
+                    if gone
+                    else stored_event(some, groups[group].block_size, MEDIUMS[tier], number)
+                )
         if self._tiers.error:
             self.counts["message_errors"] += 1
             self._resend = True
@@ -302,7 +357,7 @@ BEHIND_BLOCKS = 4
 those of tokens that were speculative before. Others are taken as not computed, which is safe."""
 
 
-def computed_blocks(plan: Any, block_size: int) -> set[int]:
+def computed_blocks(plan: Any, layout: Layout) -> set[int]:
     """Return the blocks that are whole when the plan's forward pass is done, of what it adds to."""
     resolve = plan.kv_connector_block_state.resolve_block_ids
     cached = plan.scheduled_cached_reqs
@@ -310,8 +365,9 @@ def computed_blocks(plan: Any, block_size: int) -> set[int]:
     begins |= {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
     computed: set[int] = set()
     for name, count in plan.num_scheduled_tokens.items():
-        first = max(begins[name] // block_size - BEHIND_BLOCKS, 0)
-        computed.update(resolve(name)[0][first : (begins[name] + count) // block_size])
+        for group, ids in zip(layout.groups, resolve(name), strict=True):
+            first = max(begins[name] // group.block_size - BEHIND_BLOCKS, 0)
+            computed.update(ids[first : (begins[name] + count) // group.block_size])
     return computed
 
 
@@ -322,7 +378,9 @@ def external(key: bytes) -> Any:
     return maybe_convert_block_hash(BlockHash(key[:-4]))
 
 
-def stored_event(keys: list[bytes], block_size: int, medium: str) -> BlockStored:
+def stored_event(
+    keys: list[bytes], block_size: int, medium: str, group: int | None
+) -> BlockStored:
     """Return the event for blocks stored outside the device, whose tokens are not known here."""
     return BlockStored(
         block_hashes=[external(key) for key in keys],
@@ -332,9 +390,12 @@ def stored_event(keys: list[bytes], block_size: int, medium: str) -> BlockStored
         lora_id=None,
         medium=medium,
         lora_name=None,
+        group_idx=group,
     )
 
 
-def removed_event(keys: list[bytes], medium: str) -> BlockRemoved:
+def removed_event(keys: list[bytes], medium: str, group: int | None) -> BlockRemoved:
     """Return the event for blocks that are stored no longer."""
-    return BlockRemoved(block_hashes=[external(key) for key in keys], medium=medium)
+    return BlockRemoved(
+        block_hashes=[external(key) for key in keys], medium=medium, group_idx=group
+    )

@@ -89,7 +89,7 @@ class SlipstreamTier(SecondaryTierManager):
         if store is None:
             raise ValueError("slipstream: a tier needs `host_bytes` above 0")
         self.store: Store = store
-        self._peers = open_peers(self._options, identity)
+        self._peers = open_peers(self._options, [identity])
         self.held = KeyMirror()
         """What the store holds, as of the last step."""
         self._events: list[OffloadingEvent] | None = [] if events else None

@@ -16,11 +16,14 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from slipstream._native import take_warnings
+from slipstream.options import of_rank
+from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 
 if TYPE_CHECKING:
@@ -73,6 +76,9 @@ class Ended:
     failed_blocks: list[int]
     whole: bool
     """Nothing that came may be used."""
+    kept: int | None = None
+    """Of a load that failed in part: the tokens before the first block that did not come, where
+    vLLM cannot be told of blocks (`KVConnectorTransferResults.failed_recving`)."""
 
 
 class WorkerHalf:
@@ -101,6 +107,7 @@ class WorkerHalf:
         self._deadlines: deque[tuple[float, int]] = deque()
         self._ended: deque[Ended] = deque()
         self._failed_blocks: set[int] = set()
+        self._kept: dict[str, int] = {}
         self._saves: queue.SimpleQueue[tuple[list[bytes], torch.Tensor, Any, int] | None] = (
             queue.SimpleQueue()
         )
@@ -143,24 +150,34 @@ class WorkerHalf:
             self._jobs_made += 1
             with self._lock:
                 self.loading += 1
-            job, staging = self._jobs_made, self.blocks.empty(len(load.blocks))
+            job, staging = self._jobs_made, self.blocks.empty([count for _, count in load.parts])
             give_up = time.monotonic() + self._deadline_s + GRACE_S
             self.under_way[job] = UnderWay(load, staging, self.blocks.now(), give_up, self._resets)
             self._deadlines.append((give_up, job))
             self.store.load(
-                job, load.keys, load.sources, memoryview(staging.numpy()), self._deadline_s
+                job, load.keys, self._names(load), memoryview(staging.numpy()), self._deadline_s
             )
+
+    def _names(self, load: Load) -> list[str]:
+        """Return the sources as this rank knows them: where the same rank of a peer listens."""
+        if self.rank == 0:
+            return load.sources
+        names = {source: source for source in load.sources}
+        for source in filter(None, names):
+            (names[source],) = of_rank([source], self.rank)
+        return [names[source] for source in load.sources]
 
     def save(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks out of the cache, to be stored by and by."""
-        size = len(blocks) * self.blocks.block_bytes
+        keys, parts = by_group(keys, blocks, len(self.blocks.groups))
+        size = self.blocks.size([len(part) for part in parts])
         if self.saving_bytes + size > self._saving_bytes_max:
             # The store is slower than the engine: a save that is dropped is a later miss.
             self._count("save_dropped_blocks", len(blocks))
             return
         with self._lock:
             self.saving_bytes += size
-        self._saves.put((keys, *self.blocks.gather(blocks), self._resets))
+        self._saves.put((keys, *self.blocks.gather(parts), self._resets))
 
     def results(self) -> KVConnectorTransferResults:
         """Tell which loads have ended since the last call. A poll: waits for nobody."""
@@ -170,6 +187,8 @@ class WorkerHalf:
         while self._ended:
             ended = self._ended.popleft()
             results.finished_recving.add(ended.request_id)
+            if ended.kept is not None:
+                self._kept[ended.request_id] = ended.kept
             if ended.whole:
                 results.failed_recving.add(ended.request_id)
             else:
@@ -182,12 +201,13 @@ class WorkerHalf:
         return failed
 
     def worker_meta(self) -> SlipstreamWorkerMetadata | None:
-        """Tell what the store holds now and did not before."""
+        """Tell what the store holds now and did not before, and what came of failed loads."""
         message = self.store.take_message()
         tiers = self._take_tier_messages() if self._tell_tiers else []
-        if message is None and not tiers:
+        if message is None and not tiers and not self._kept:
             return None
-        return SlipstreamWorkerMetadata({self.rank: [message]} if message else {}, tiers)
+        kept, self._kept = self._kept, {}
+        return SlipstreamWorkerMetadata({self.rank: [message]} if message else {}, tiers, kept)
 
     def _take_tier_messages(self) -> list[tuple[str, bytes]]:
         messages: list[tuple[str, bytes]] = []
@@ -259,7 +279,8 @@ class WorkerHalf:
                     if resets == self._resets:
                         stored = self.store.put(keys, memoryview(host.numpy()))
                 self._count("saved_blocks", stored)
-                self._count("saved_bytes", stored * self.blocks.block_bytes)
+                # Where some could not be stored, as if all blocks were of one size.
+                self._count("saved_bytes", size * stored // len(keys))
             # A save that fails, for whatever reason, must not end all others.
             except Exception:
                 logger.exception("slipstream: %d blocks could not be stored", len(keys))
@@ -288,14 +309,26 @@ class WorkerHalf:
                 self._counts["load_unexpected_ends"] += 1
                 self.moved.notify_all()
             return
-        load = under_way.load
-        # Without its first block nothing of a load is of use, and the request must not ask for it
-        # again: a block that is damaged for good would be asked for without end.
-        good = [] if 0 in failed else [i for i in range(len(load.blocks)) if i not in failed]
+        load, blocks = under_way.load, self.blocks
+        counts = [count for _, count in load.parts]
+        failed &= set(range(len(load.blocks)))
+        kept = None
+        if failed and not self._takes_parts():
+            kept, good = self._kept_of(load, failed), []
+        else:
+            # Without its first block nothing of a load is of use, and the request must not ask for
+            # it again: a block that is damaged for good would be asked for without end.
+            good = [] if 0 in failed else [i for i in range(len(load.blocks)) if i not in failed]
         if good and under_way.resets == self._resets:
             try:
-                rows = under_way.staging[good] if failed else under_way.staging
-                self.blocks.scatter([load.blocks[i] for i in good], rows, under_way.after)
+                rows = under_way.staging
+                if failed:
+                    counts = [len(good)]
+                    rows = rows.view(len(load.blocks), -1)[good].view(-1)
+                ends = list(accumulate(counts, initial=0))
+                ids = [load.blocks[i] for i in good]
+                parts = [ids[start:end] for start, end in pairwise(ends)]
+                blocks.scatter(parts, rows, under_way.after)
             # Whatever goes wrong with a device's copy, the request is recomputed.
             except Exception:
                 logger.exception("slipstream: loaded blocks could not be put into the KV cache")
@@ -303,13 +336,13 @@ class WorkerHalf:
         with self._lock:
             # A reset may have come while the blocks were copied.
             if under_way.resets != self._resets:
-                good, reason = [], "reset"
+                good, reason, kept = [], "reset", None
             lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
-            self._ended.append(Ended(load.request_id, lost, whole=not good))
+            self._ended.append(Ended(load.request_id, lost, whole=not good, kept=kept))
             self.loading -= 1
             self.moved.notify_all()
             self._counts["loaded_blocks"] += len(good)
-            self._counts["loaded_bytes"] += len(good) * self.blocks.block_bytes
+            self._counts["loaded_bytes"] += blocks.size(counts) if good else 0
             if lost:
                 self._counts[f"load_failed_blocks.{reason}"] += len(lost)
         if lost:
@@ -321,3 +354,22 @@ class WorkerHalf:
                 reason,
                 f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
             )
+
+    def _takes_parts(self) -> bool:
+        """Whether vLLM can go on from the first block of a load that failed.
+
+        Of several groups it takes no blocks that failed; and what a window reads at an earlier
+        block was not loaded (vLLM 0.33, `Scheduler._handle_invalid_blocks`).
+        """
+        only, *others = self.blocks.groups
+        return not others and (only.group is None or only.group.kind == "full")
+
+    def _kept_of(self, load: Load, failed: set[int]) -> int:
+        """Return the tokens before the first block that did not come."""
+        tokens, at = [], 0
+        for (first, count), blocks in zip(load.parts, self.blocks.groups, strict=True):
+            assert blocks.group is not None, "layers without groups take parts of loads"
+            places = [first + i - at for i in failed if at <= i < at + count]
+            tokens += [place * blocks.group.block_size for place in places]
+            at += count
+        return min(tokens)

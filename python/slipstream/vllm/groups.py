@@ -1,0 +1,148 @@
+"""Groups of layers: vLLM caches each group's blocks under keys of its own.
+
+A hit of *n* tokens needs of each group the blocks that its attention reads afterwards: all, those
+of the window that ends there, or those of the chunk that is not full. Which that are, and how the
+longest such hit is found, is said in Rust (`slipstream_kvindex::Groups`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class GroupError(ValueError):
+    """The engine's cache is of a kind that cannot be shared; the text says what to do."""
+
+
+INSTEAD = "use vLLM's OffloadingConnector with a slipstream tier for this model (docs/connector.md)"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose blocks are cached under the same keys."""
+
+    kind: str
+    """`full`, `window` or `chunk`."""
+    block_size: int
+    """Tokens of a block."""
+    reach: int = 0
+    """Tokens of the window or of a chunk; 0 for full attention."""
+    layers: tuple[str, ...] = ()
+    """Those of this rank; may be none, where ranks share the layers."""
+
+    def __str__(self) -> str:
+        if self.kind == "full":
+            return f"full {self.block_size}"
+        return f"{self.kind} {self.reach} of {self.block_size}"
+
+    def shape(self) -> tuple[str, int, int]:
+        """Return what look-ups have to know."""
+        return self.kind, self.block_size, self.reach
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of an engine, by id, and its hashes."""
+
+    groups: tuple[Group, ...]
+    hash_tokens: int
+    """Tokens between two hashes of a request."""
+
+    def __str__(self) -> str:
+        return ", ".join(str(group) for group in self.groups)
+
+
+def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layout:
+    """Read the engine's groups, and check that their blocks stand for tokens alone.
+
+    Raises
+    ------
+    GroupError
+        If they do not; the text says what to do.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if not cache.enable_prefix_caching:
+        raise GroupError("slipstream needs prefix caching; leave out --no-enable-prefix-caching")
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        raise GroupError(
+            "slipstream cannot share caches whose tokens are spread over ranks (decode or prefill "
+            "context parallelism); leave out --decode-context-parallel-size and "
+            f"--prefill-context-parallel-size, or {INSTEAD}"
+        )
+    specs = kv_cache_config.kv_cache_groups
+    if not specs:
+        raise GroupError("this model has no KV cache, so there is nothing for slipstream to share")
+    kinds = [kind_of(group.kv_cache_spec) for group in specs]
+    refused = [f"group {n} ({kind})" for n, kind in enumerate(kinds) if isinstance(kind, str)]
+    if refused:
+        raise GroupError(
+            f"slipstream cannot share caches of {'; '.join(refused)}: their blocks do not stand "
+            f"for their tokens alone; {INSTEAD}"
+        )
+    sizes = [group.kv_cache_spec.block_size for group in specs]
+    if len(sizes) == 1:
+        sizes = [cache.block_size]
+    # vLLM 0.33, `resolve_kv_cache_block_sizes`: the greatest common divisor unless it is told.
+    hash_tokens = kv_cache_config.hash_block_size or math.gcd(*sizes)
+    if any(size % hash_tokens for size in sizes):
+        raise GroupError(
+            f"slipstream needs blocks of whole hashes, but blocks have {sizes} tokens and hashes "
+            f"{hash_tokens}; leave the size of hashes to vLLM"
+        )
+    return Layout(
+        tuple(
+            Group(kind[0], size, kind[1], tuple(group.layer_names))
+            for kind, size, group in zip(kinds, sizes, specs, strict=True)
+            if not isinstance(kind, str)
+        ),
+        hash_tokens,
+    )
+
+
+def kind_of(spec: KVCacheSpec) -> tuple[str, int] | str:
+    """Return the kind of a group's layers and how far their attention reaches, or why not."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        kinds = {kind_of(each) for each in spec.kv_cache_specs.values()}
+        return kinds.pop() if len(kinds) == 1 else "layers of several kinds"
+    name = type(spec).__name__
+    if not spec.prefix_cacheable:
+        return f"{name}, which vLLM itself does not keep for other requests"
+    if isinstance(spec, FullAttentionSpec):
+        return "full", 0
+    if isinstance(spec, SlidingWindowSpec):
+        # vLLM keeps the extra tokens for speculative decoding.
+        return "window", spec.sliding_window + spec.extra_retained_tokens
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunk", spec.attention_chunk_size
+    return name
+
+
+def group_of(key: bytes) -> int:
+    """Return the id of a key's group. Source: vLLM 0.33, `get_group_id` in `kv_cache_utils`."""
+    return int.from_bytes(key[-4:], "big")
+
+
+def by_group(keys: list[bytes], places: list[Any], groups: int) -> tuple[list[bytes], list[Any]]:
+    """Return keys and their places group by group, the places as one list for each group."""
+    if groups == 1:
+        return keys, [places]
+    split: list[list[Any]] = [[] for _ in range(groups)]
+    sorted_keys: list[list[bytes]] = [[] for _ in range(groups)]
+    for key, place in zip(keys, places, strict=True):
+        group = group_of(key)
+        sorted_keys[group].append(key)
+        split[group].append(place)
+    return [key for part in sorted_keys for key in part], split

@@ -2,8 +2,9 @@
 //! window (Cardwell et al., "BBR: congestion-based congestion control", ACM Queue 2016;
 //! draft-cardwell-iccrg-bbr-congestion-control-00, called "the draft" below).
 //!
-//! Losses do not change the model. Delivery rates are measured as in
-//! draft-cheng-iccrg-delivery-rate-estimation-00; a duplicate ACK counts as one segment delivered.
+//! Losses do not change the model; while they are mended, the window follows the draft's section
+//! 4.2.3.4. Delivery rates are measured as in draft-cheng-iccrg-delivery-rate-estimation-00; a
+//! duplicate ACK counts as one segment delivered.
 
 use std::collections::VecDeque;
 
@@ -34,6 +35,17 @@ enum State {
     Drain,
     ProbeBandwidth,
     ProbeRtt,
+}
+
+/// What an ACK of new data says about losses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mending {
+    /// None is known.
+    Nothing,
+    /// The retransmission arrived, and the next segment is missing too.
+    Partly,
+    /// All that was missing has arrived.
+    Done,
 }
 
 /// A packet under way, for the delivery rate.
@@ -74,6 +86,12 @@ pub(crate) struct Bbr {
     probe_rtt_end: u64,
     probe_rtt_round: bool,
     window_before: u64,
+    /// Losses are being mended.
+    pub(crate) mending: bool,
+    /// The first round of that: a packet leaves for each that is delivered (packet_conservation).
+    conserving: bool,
+    /// The window before (prior_cwnd).
+    prior: u64,
     seed: u64,
     /// When the next packet may be sent.
     pub(crate) next_send: u64,
@@ -105,6 +123,9 @@ impl Bbr {
             probe_rtt_end: 0,
             probe_rtt_round: false,
             window_before: 0,
+            mending: false,
+            conserving: false,
+            prior: 0,
             seed,
             next_send: 0,
             pacing_rate: 0.0,
@@ -145,31 +166,65 @@ impl Bbr {
         self.next_send = self.next_send.max(now) + gap;
     }
 
-    /// A duplicate ACK: some packet has been delivered.
-    pub(crate) fn on_duplicate(&mut self, now: u64, mss: u64) {
-        self.delivered += mss;
-        self.credited += mss;
-        self.delivered_at = now;
+    /// What of `sent` unacknowledged bytes is still under way.
+    pub(crate) fn in_flight(&self, sent: u64) -> u64 {
+        sent.saturating_sub(self.credited)
     }
 
-    /// What was in flight is taken for lost.
-    pub(crate) fn on_timeout(&mut self) {
+    /// A duplicate ACK: some packet has been delivered. `sent` bytes are unacknowledged.
+    pub(crate) fn on_duplicate(&mut self, now: u64, sent: u64, w: &mut Window) {
+        self.delivered += w.mss;
+        self.credited += w.mss;
+        self.delivered_at = now;
+        if self.conserving {
+            w.cwnd = w.cwnd.max(self.in_flight(sent) + w.mss);
+        } else if self.mending {
+            self.set_window(w.mss, w);
+        }
+    }
+
+    /// Duplicate ACKs tell of a loss: its retransmission may leave, and then a packet for each that
+    /// is delivered, for a round trip (section 4.2.3.4).
+    pub(crate) fn on_loss(&mut self, sent: u64, w: &mut Window) {
+        self.save_window(w);
+        self.conserving = true;
+        // packets_in_flight without the one that is lost, and the one that this ACK tells of.
+        w.cwnd = self.in_flight(sent).saturating_sub(w.mss) + w.mss;
+    }
+
+    /// What was in flight is taken for lost; the caller sets the window to one segment.
+    pub(crate) fn on_timeout(&mut self, w: &Window) {
+        self.save_window(w);
+        self.conserving = false;
         self.sent.clear();
         self.credited = 0;
     }
 
-    /// An ACK of `acked` new bytes up to `una`, with `flight` left; sets rate and window.
+    /// BBRSaveCwnd.
+    fn save_window(&mut self, w: &Window) {
+        self.prior = if self.mending || self.state == State::ProbeRtt {
+            self.prior.max(w.cwnd).max(self.window_before)
+        } else {
+            w.cwnd
+        };
+        self.mending = true;
+    }
+
+    /// An ACK of `acked` new bytes up to `una`, with `sent` bytes left unacknowledged; sets rate and
+    /// window.
     pub(crate) fn on_ack(
         &mut self,
         now: u64,
-        (acked, una, flight): (u64, u64, u64),
+        (acked, una, sent): (u64, u64, u64),
         w: &mut Window,
-        recovering: bool,
+        mending: Mending,
     ) {
-        let known = self.credited.min(acked);
+        // The segment that brought this ACK about is news; duplicates may have told of the others.
+        let known = self.credited.min(acked.saturating_sub(w.mss));
         self.credited -= known;
         self.delivered += acked - known;
         self.delivered_at = now;
+        let flight = self.in_flight(sent);
         let mut newest = None;
         while let Some(sent) = self.sent.front()
             && sent.end <= una
@@ -182,8 +237,21 @@ impl Bbr {
         }
         self.move_on(now, flight, w);
         self.set_pacing();
-        if !recovering {
-            self.set_window(acked, w);
+        match mending {
+            Mending::Nothing => self.set_window(acked, w),
+            Mending::Partly => {
+                // The retransmission has been there and back, which ends the round of conservation;
+                // packets_lost is one.
+                self.conserving = false;
+                w.cwnd = w.cwnd.saturating_sub(w.mss).max(w.mss);
+                self.set_window(acked - known, w);
+            }
+            Mending::Done => {
+                (self.mending, self.conserving) = (false, false);
+                // BBRRestoreCwnd.
+                w.cwnd = w.cwnd.max(self.prior);
+                self.set_window(0, w);
+            }
         }
     }
 
@@ -263,7 +331,11 @@ impl Bbr {
                 let least = WINDOW_MIN * w.mss;
                 if self.probe_rtt_end == 0 {
                     if self.window_before == 0 {
-                        self.window_before = w.cwnd;
+                        self.window_before = if self.mending {
+                            w.cwnd.max(self.prior)
+                        } else {
+                            w.cwnd
+                        };
                     }
                     w.cwnd = w.cwnd.min(least);
                     if flight <= least {
@@ -368,7 +440,7 @@ mod tests {
                 now = at;
                 let acked = upto - una;
                 una = upto;
-                b.on_ack(now, (acked, una, nxt - una), &mut w, false);
+                b.on_ack(now, (acked, una, nxt - una), &mut w, Mending::Nothing);
             }
         }
         // 1,000 bytes a ms: 8 Mb/s; one segment and 19 ms.
@@ -379,5 +451,53 @@ mod tests {
         assert!((44..=48).contains(&(w.cwnd / MSS)), "{}", w.cwnd);
         // Nearly everything that the pipe could carry.
         assert!(una > 2_900 * MSS, "{una}");
+    }
+
+    #[test]
+    fn a_round_of_recovery_sends_what_is_delivered() {
+        const MSS: u64 = 1_000;
+        let mut w = Window {
+            cwnd: 40 * MSS,
+            ssthresh: u64::MAX,
+            mss: MSS,
+        };
+        let mut b = Bbr::new(1);
+        // Twenty segments are out, the first and the eleventh are lost.
+        let (mut una, mut nxt) = (0, 20 * MSS);
+        for end in 1..=20 {
+            b.on_sent(end, end * MSS, MSS, (end - 1) * MSS, &w);
+        }
+        for _ in 0..3 {
+            b.on_duplicate(1_000, nxt - una, &mut w);
+        }
+        b.on_loss(nxt - una, &mut w);
+        // Sixteen are under way, and the retransmission makes seventeen.
+        assert_eq!(w.cwnd, 17 * MSS);
+        assert_eq!(b.in_flight(nxt - una), 17 * MSS);
+        // Fifteen more arrive: each lets one new segment go.
+        for _ in 0..15 {
+            b.on_duplicate(1_000, nxt - una, &mut w);
+            assert_eq!(w.cwnd - b.in_flight(nxt - una), MSS);
+            nxt += MSS;
+        }
+        assert_eq!(w.cwnd, 17 * MSS);
+        // The retransmission: ten are acknowledged, nine of which were known. The window loses a
+        // segment for the next hole, and grows by the one that was news.
+        una = 10 * MSS;
+        b.on_ack(2_000, (10 * MSS, una, nxt - una), &mut w, Mending::Partly);
+        assert_eq!(w.cwnd, 17 * MSS);
+        b.on_duplicate(2_000, nxt - una, &mut w);
+        assert_eq!(w.cwnd, 18 * MSS, "no longer conserving");
+        // All is mended: the window is what it was.
+        una = nxt;
+        b.on_ack(3_000, (25 * MSS, una, 0), &mut w, Mending::Done);
+        assert_eq!(w.cwnd, 40 * MSS);
+        // After a timeout too, and a second one does not forget the first.
+        b.on_timeout(&w);
+        w.cwnd = MSS;
+        b.on_timeout(&w);
+        una += MSS;
+        b.on_ack(9_000, (MSS, una, 0), &mut w, Mending::Done);
+        assert_eq!(w.cwnd, 40 * MSS);
     }
 }

@@ -55,8 +55,8 @@ impl Control {
             // RFC 8257 section 3.5: DCTCP answers losses as standard TCP does.
             Control::NewReno(_) | Control::Dctcp(_) => halve(w, flight),
             Control::Cubic(c) => c.reduce(w, flight),
-            // Losses say nothing about the model; the window is the same after recovery.
-            Control::Bbr(_) => w.ssthresh = w.cwnd,
+            // Sets the window itself.
+            Control::Bbr(_) => {}
         }
     }
 
@@ -67,7 +67,7 @@ impl Control {
             Control::NewReno(c) => c.acked = 0,
             Control::Cubic(c) => c.epoch = None,
             Control::Dctcp(c) => c.growth.acked = 0,
-            Control::Bbr(c) => c.on_timeout(),
+            Control::Bbr(c) => c.on_timeout(w),
         }
     }
 

@@ -5,6 +5,7 @@ use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::transport::Paced;
+use crate::transport::bbr::Mending;
 use crate::transport::control::{AckInfo, Control, Window};
 
 /// Duplicate ACKs that mean a loss (RFC 5681 section 3.2).
@@ -222,10 +223,23 @@ impl TcpSender {
         self.nxt = self.nxt.max(ack);
         self.duplicates = 0;
         if let Control::Bbr(bbr) = &mut self.control {
+            let mending = if !bbr.mending {
+                Mending::Nothing
+            } else if ack + 1 >= self.recover {
+                Mending::Done
+            } else if self.recovering {
+                Mending::Partly
+            } else {
+                // After a timeout what is missing is not known.
+                Mending::Nothing
+            };
             let counts = (acked, ack, self.nxt - ack);
-            bbr.on_ack(now, counts, &mut self.w, self.recovering);
-        }
-        if self.recovering {
+            bbr.on_ack(now, counts, &mut self.w, mending);
+            self.recovering &= mending != Mending::Done;
+            if mending == Mending::Partly {
+                self.retransmit(now, fabric, net);
+            }
+        } else if self.recovering {
             if ack < self.recover - 1 {
                 // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted, the
                 // window deflated by what was acknowledged, plus one segment.
@@ -263,15 +277,21 @@ impl TcpSender {
 
     fn on_duplicate(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         self.duplicates += 1;
+        let flight = self.nxt - self.una;
         if let Control::Bbr(bbr) = &mut self.control {
-            bbr.on_duplicate(now, self.w.mss);
+            bbr.on_duplicate(now, flight, &mut self.w);
         }
         if self.recovering {
-            self.w.cwnd += self.w.mss;
+            if !self.paced {
+                self.w.cwnd += self.w.mss;
+            }
         } else if self.duplicates == DUPLICATES && self.una >= self.recover {
-            let flight = self.nxt - self.una;
             self.control.on_loss(&mut self.w, flight);
-            self.w.cwnd = self.w.ssthresh + u64::from(DUPLICATES) * self.w.mss;
+            if let Control::Bbr(bbr) = &mut self.control {
+                bbr.on_loss(flight, &mut self.w);
+            } else {
+                self.w.cwnd = self.w.ssthresh + u64::from(DUPLICATES) * self.w.mss;
+            }
             self.recovering = true;
             self.recover = self.max + 1;
             self.count.fast_retransmits += 1;
@@ -330,7 +350,12 @@ impl TcpSender {
             self.take_from_app(now);
         }
         loop {
-            let flight = self.nxt - self.una;
+            let mut flight = self.nxt - self.una;
+            if self.paced
+                && let Control::Bbr(bbr) = &self.control
+            {
+                flight = bbr.in_flight(flight);
+            }
             let room = self.w.cwnd.saturating_sub(flight);
             let size = self.w.mss.min(room).min(self.limit - self.nxt);
             if size == 0 || self.paced && self.must_wait(now, fabric) {

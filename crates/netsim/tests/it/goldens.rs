@@ -69,7 +69,7 @@ fn examples_come_to_what_they_did() {
     check_golden(
         "bbr.toml",
         &[("duration = 10.0", "duration = 1.0")],
-        (0, 23_231, 967, 0x49ef_1c81_4e0c_8470),
+        (0, 23_231, 967, 0x862c_aa52_af28_3acd),
     );
     check_golden(
         "web-search.toml",

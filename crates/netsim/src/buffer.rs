@@ -12,7 +12,7 @@
 
 use crate::event::{Event, Kind};
 use crate::fabric::Fabric;
-use crate::net::{Net, Step, serialization_ns};
+use crate::net::{Net, Place, Step, serialization_ns};
 
 /// Classes that PFC can tell apart (IEEE 802.1Qbb: eight priorities).
 pub const PFC_CLASSES: usize = 8;
@@ -34,7 +34,8 @@ pub struct SharedBuffer {
     pub alpha: f64,
 }
 
-/// Priority flow control (IEEE 802.1Qbb), edge-triggered: a pause holds until it is taken back.
+/// Priority flow control (IEEE 802.1Qbb). A pause holds until it is taken back, or with `quanta` at
+/// most that long.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pfc {
     /// Bytes of a class from one link that may wait before the link is paused. `None`: `alpha`
@@ -50,6 +51,30 @@ pub struct Pfc {
     pub headroom_bytes: Option<u64>,
     /// Bit c: class c is lossless.
     pub classes: u8,
+    /// How long a pause lasts, in times of 512 bits on its link (IEEE 802.3 annex 31B.2: pause_quanta,
+    /// 16 bits); `None`: until it is taken back.
+    pub quanta: Option<u16>,
+    /// Quanta after which a pause that still holds is sent again; 0: not before it has run out and a
+    /// packet of its class comes.
+    pub refresh: u16,
+}
+
+impl Pfc {
+    /// Whether a paused link stays paused for as long as its switch wants.
+    pub(crate) fn is_lasting(&self) -> bool {
+        self.quanta
+            .is_none_or(|quanta| self.refresh > 0 && self.refresh <= quanta)
+    }
+}
+
+/// `seq` of a pause that only another frame ends, and of the event at the end of one that lasts a
+/// number of quanta: beyond what 16 bits can say.
+pub(crate) const LASTING: u32 = 1 << 16;
+pub(crate) const RUN_OUT: u32 = LASTING + 1;
+
+/// Time of `quanta` on a link, ns.
+pub(crate) fn quanta_ns(quanta: u32, bits_per_s: u64) -> u64 {
+    serialization_ns(u64::from(quanta) * 512 / 8, bits_per_s)
 }
 
 /// What may arrive of a class after its pause is decided: the packet that the sender has begun, what
@@ -98,6 +123,9 @@ pub(crate) struct Ingress {
     over: [u64; PFC_CLASSES],
     /// Bit c: the link's class c is paused.
     pub(crate) off: u8,
+    /// When the last frame that pauses was sent, ns; and when the next is due, 0: none is.
+    told_at: [u64; PFC_CLASSES],
+    refresh_at: [u64; PFC_CLASSES],
     pub(crate) pauses: u64,
     pub(crate) over_max: u64,
     pub(crate) drops: u64,
@@ -112,6 +140,8 @@ impl Ingress {
             held: [0; PFC_CLASSES],
             over: [0; PFC_CLASSES],
             off: 0,
+            told_at: [0; PFC_CLASSES],
+            refresh_at: [0; PFC_CLASSES],
             pauses: 0,
             over_max: 0,
             drops: 0,
@@ -194,6 +224,10 @@ impl Fabric {
             self.take_memory(memory, size);
             return true;
         }
+        if at.off >> c & 1 == 1 {
+            self.pause_again(net, now, ingress, c);
+        }
+        let at = &mut self.ingresses[ingress as usize];
         if at.over[c] + size > net.rules.headroom[at.link_class as usize] {
             at.drops += 1;
             self.memories[memory as usize].drops += 1;
@@ -206,8 +240,47 @@ impl Fabric {
             at.pauses += 1;
             self.tally.pauses += 1;
             self.tell_upstream(net, now, ingress, c, true);
+            self.refresh_later(net, now, &pfc, (ingress, c));
         }
         true
+    }
+
+    /// A packet came though its class is paused: if the pause has run out, it is sent again.
+    #[cold]
+    fn pause_again(&mut self, net: &Net, now: u64, ingress: u32, class: usize) {
+        let at = &self.ingresses[ingress as usize];
+        let rate = net.classes[at.link_class as usize].bits_per_s;
+        let quanta = net.rules.pfc.and_then(|pfc| pfc.quanta);
+        if quanta.is_some_and(|q| at.told_at[class] + quanta_ns(q.into(), rate) <= now) {
+            self.tally.pause_refreshes += 1;
+            self.tell_upstream(net, now, ingress, class, true);
+        }
+    }
+
+    /// Schedules the next frame of a pause, if it is to be sent again.
+    fn refresh_later(&mut self, net: &Net, now: u64, pfc: &Pfc, (ingress, class): (u32, usize)) {
+        if pfc.quanta.is_none() || pfc.refresh == 0 {
+            return;
+        }
+        let at = &mut self.ingresses[ingress as usize];
+        let rate = net.classes[at.link_class as usize].bits_per_s;
+        let due = now + quanta_ns(pfc.refresh.into(), rate).max(1);
+        at.refresh_at[class] = due;
+        let me = Step::new(self.shard as u32, Place::Ingress, ingress as usize);
+        self.schedule(due, Kind::Timer, me.0, class as u32);
+    }
+
+    /// A refresh may be due.
+    pub(crate) fn on_refresh(&mut self, net: &Net, now: u64, event: Event) {
+        let (ingress, class) = (Step(event.what).index() as u32, event.seq as usize);
+        let at = &self.ingresses[ingress as usize];
+        let Some(pfc) = net.rules.pfc else { return };
+        // The pause may have ended, and another begun, since this was scheduled.
+        if at.off >> class & 1 == 1 && at.refresh_at[class] == now {
+            self.tally.pause_refreshes += 1;
+            self.tell_upstream(net, now, ingress, class, true);
+            self.refresh_later(net, now, &pfc, (ingress, class));
+        }
     }
 
     fn take_memory(&mut self, memory: u32, size: u64) {
@@ -254,12 +327,20 @@ impl Fabric {
     /// A pause frame, or its end, to the port at the other end of a link. It takes the link's delay
     /// and its own serialization; it does not wait behind data.
     fn tell_upstream(&mut self, net: &Net, now: u64, ingress: u32, class: usize, pause: bool) {
-        let at = &self.ingresses[ingress as usize];
+        let at = &mut self.ingresses[ingress as usize];
         let link = net.classes[at.link_class as usize];
         let time = now + serialization_ns(PAUSE_BYTES, link.bits_per_s) + link.delay_ns;
-        let mut event = Event::local(Kind::Pause, time, at.upstream.0, u32::from(pause));
+        let quanta = if pause {
+            at.told_at[class] = now;
+            let quanta = net.rules.pfc.and_then(|pfc| pfc.quanta);
+            quanta.map_or(LASTING, u32::from)
+        } else {
+            0
+        };
+        let upstream = at.upstream;
+        let mut event = Event::local(Kind::Pause, time, upstream.0, quanta);
         event.meta |= class as u32;
-        self.deliver_local(at.upstream, time, event);
+        self.deliver_local(upstream, time, event);
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) enum Kind {
     Tick = 10,
     /// Scheduled port `what` is free.
     Wake = 11,
-    /// PFC: pause (`seq` = 1) or resume (0) class `size` of scheduled port `what`.
+    /// PFC: pause class `size` of scheduled port `what` for `seq` quanta, or let it go on (0).
     Pause = 12,
     /// Time to sample queues.
     Sample = 13,

@@ -215,6 +215,7 @@ pub(crate) struct Tally {
     pub(crate) marks: u64,
     pub(crate) trims: u64,
     pub(crate) pauses: u64,
+    pub(crate) pause_refreshes: u64,
 }
 
 impl Tally {
@@ -228,6 +229,7 @@ impl Tally {
         self.marks += other.marks;
         self.trims += other.trims;
         self.pauses += other.pauses;
+        self.pause_refreshes += other.pause_refreshes;
     }
 }
 

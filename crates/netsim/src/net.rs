@@ -27,6 +27,7 @@ pub(crate) enum Place {
     Host,
     None,
     Trim,
+    Ingress,
 }
 
 const PLACES: [Place; 16] = [
@@ -43,7 +44,7 @@ const PLACES: [Place; 16] = [
     Place::Host,
     Place::None,
     Place::Trim,
-    Place::None,
+    Place::Ingress,
     Place::None,
     Place::None,
 ];

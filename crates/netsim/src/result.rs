@@ -124,6 +124,8 @@ pub struct Totals {
     pub trims: u64,
     /// PFC pauses.
     pub pauses: u64,
+    /// Frames that said a pause again.
+    pub pause_refreshes: u64,
     /// Time of the last event, ns.
     pub last_event_ns: u64,
 }
@@ -185,6 +187,7 @@ impl RunResult {
             marks: tally.marks,
             trims: tally.trims,
             pauses: tally.pauses,
+            pause_refreshes: tally.pause_refreshes,
             last_event_ns: c.last_event_ns,
         };
         let digest = digest(&totals, &flows, &ports, &memories);
@@ -229,6 +232,9 @@ fn digest(
         totals.last_event_ns,
     ] {
         add(x);
+    }
+    if totals.pause_refreshes > 0 {
+        add(totals.pause_refreshes);
     }
     for f in flows {
         for x in [

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use slipstream_base::mix;
 
 use crate::aqm::{Arrival, Verdict};
-use crate::buffer::{NO_SWITCH, PFC_CLASSES};
+use crate::buffer::{LASTING, NO_SWITCH, PFC_CLASSES, RUN_OUT, quanta_ns};
 use crate::event::{CE, ECT, Event, Kind};
 use crate::fabric::{Fabric, UNLIMITED};
 use crate::net::{Net, Place, Step};
@@ -113,6 +113,8 @@ pub(crate) struct Scheduled {
     /// Bit c: class c is paused by PFC.
     paused: u8,
     paused_at: [u64; PFC_CLASSES],
+    /// When a pause runs out; `u64::MAX`: when it is taken back.
+    paused_until: [u64; PFC_CLASSES],
     /// Pauses received, and how long each class was paused in all, ns.
     pub(crate) pauses: u64,
     pub(crate) paused_ns: u64,
@@ -146,6 +148,7 @@ impl Scheduled {
             lossy: room.lossy,
             paused: 0,
             paused_at: [0; PFC_CLASSES],
+            paused_until: [0; PFC_CLASSES],
             pauses: 0,
             paused_ns: 0,
             turns: VecDeque::new(),
@@ -339,16 +342,34 @@ impl Fabric {
     }
 
     /// PFC stops a class of a port or lets it go on.
-    pub(crate) fn on_pause(&mut self, now: u64, event: Event) {
+    pub(crate) fn on_pause(&mut self, net: &Net, now: u64, event: Event) {
         let step = Step(event.what);
         let port = &mut self.scheduled[step.index()];
         let class = event.size() as usize & (PFC_CLASSES - 1);
-        let (bit, pause) = (1 << class, event.seq == 1);
-        if pause && port.paused & bit == 0 {
-            port.paused |= bit;
-            port.paused_at[class] = now;
-            port.pauses += 1;
-        } else if !pause && port.paused & bit != 0 {
+        let bit = 1 << class;
+        // A frame that came meanwhile has put the end off.
+        let pause = match event.seq {
+            0 => false,
+            RUN_OUT if port.paused_until[class] != now => return,
+            RUN_OUT => false,
+            _ => true,
+        };
+        if pause {
+            if port.paused & bit == 0 {
+                port.paused |= bit;
+                port.paused_at[class] = now;
+                port.pauses += 1;
+            }
+            port.paused_until[class] = u64::MAX;
+            if event.seq < LASTING {
+                let rate = net.classes[port.class as usize].bits_per_s;
+                let end = now + quanta_ns(event.seq, rate).max(1);
+                port.paused_until[class] = end;
+                let mut event = Event::local(Kind::Pause, end, step.0, RUN_OUT);
+                event.meta |= class as u32;
+                self.wheel.push(end, event);
+            }
+        } else if port.paused & bit != 0 {
             port.paused &= !bit;
             port.paused_ns += now - port.paused_at[class];
             self.wake(now, step);

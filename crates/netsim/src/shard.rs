@@ -203,7 +203,11 @@ impl Shard {
                 done.then_some(sender.flow)
             }
             (Place::Scheduled, Kind::Pause) => {
-                fabric.on_pause(now, event);
+                fabric.on_pause(net, now, event);
+                None
+            }
+            (Place::Ingress, _) => {
+                fabric.on_refresh(net, now, event);
                 None
             }
             (Place::Scheduled, _) => {

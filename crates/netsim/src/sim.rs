@@ -210,7 +210,9 @@ impl Simulation {
     }
 
     fn look_for_deadlock(&mut self, now: u64) {
-        if self.scenario.queue.pfc.is_some() && self.deadlock.is_none() {
+        // Pauses that run out end every circle, at the price of packets.
+        let lasting = self.scenario.queue.pfc.is_some_and(|pfc| pfc.is_lasting());
+        if lasting && self.deadlock.is_none() {
             self.deadlock = deadlock::find(&self.shards, &self.net, now);
         }
     }

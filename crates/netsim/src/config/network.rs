@@ -380,7 +380,22 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
             "list those that are lossless, such as classes = [0]",
         );
     }
+    let quanta: Option<u32> = t.get("quanta").within(1..=0xffff).optional();
+    let quanta = quanta.map(|q| q as u16);
+    if quanta.is_none() && t.has("refresh") {
+        t.mistake(
+            "refresh",
+            "`switch.pfc.refresh` is given, but a pause without `quanta` lasts until it is taken back",
+            "give `quanta` too, such as quanta = 65535, or remove `refresh`",
+        );
+    }
     Pfc {
+        quanta,
+        // Twice as often as needed, so that a frame that is late does no harm.
+        refresh: t
+            .get("refresh")
+            .within(0..=0xffff)
+            .or(quanta.map_or(0, |q| u32::from(q).div_ceil(2))) as u16,
         xoff_bytes,
         alpha: t.get("alpha").within(1e-3..=1e3).or(1.0),
         xon_gap_bytes: t.get("xon_gap").within(0..=1u64 << 40).or(0),

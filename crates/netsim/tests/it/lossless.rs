@@ -52,6 +52,53 @@ fn a_link_pauses_at_its_threshold_and_resumes_below_it() {
 }
 
 #[test]
+fn a_pause_of_some_quanta_holds_as_long_as_it_is_said_again() {
+    // As above: three pauses of 20 us and one of 10. A quantum is 512 bits, 0.512 ns here, so
+    // 16,000 last 8.2 us and are said again each 4.1 us (rounded up: 4,096 ns): at 60 + 4,096 n ns
+    // up to 20,010, and so on; the pause that is said again holds as one that lasts does.
+    let lasting = run(&funnel("1e12", "[switch.pfc]\nxoff = 5000", BURST));
+    let again = run(&funnel(
+        "1e12",
+        "[switch.pfc]\nxoff = 5000\nquanta = 16000",
+        BURST,
+    ));
+    assert_eq!(again.totals.pause_refreshes, 4 + 4 + 4 + 2);
+    assert_eq!(again.flows, lasting.flows);
+    assert_eq!(again.ports, lasting.ports);
+    assert_eq!(again.totals.data_drops, 0);
+    // One frame of 65,535 quanta (33.6 us) is enough for each.
+    let one = run(&funnel(
+        "1e12",
+        "[switch.pfc]\nxoff = 5000\nquanta = 65535\nrefresh = 65535",
+        BURST,
+    ));
+    assert_eq!(one.totals.pause_refreshes, 0);
+    assert_eq!(one.flows, lasting.flows);
+}
+
+#[test]
+fn a_pause_that_runs_out_costs_packets() {
+    // 9,765 quanta are 5 us: paused from 61 to 5,061 ns, the host sends the eighth packet, which
+    // finds the headroom (2,564 bytes) full and is lost, and the ninth before the new pause is
+    // there (5,072). At 10,010 the second packet is in service and one of the two in the headroom
+    // free, so the tenth (10,072) gets in; the eleventh (10,082) and the twelfth (15,083) do not.
+    let switch = "[switch.pfc]\nxoff = 5000\nquanta = 9765\nrefresh = 0";
+    let result = run(&funnel("1e12", switch, BURST));
+    assert_eq!(result.totals.data_drops, 4);
+    assert_eq!(result.flows[0].packets_received, 8);
+    assert_eq!(result.totals.pauses, 1);
+    assert!(error(&funnel("1e9", "[switch.pfc]\nxoff = 1\nrefresh = 5", BURST)).contains("quanta"));
+    assert!(
+        error(&funnel(
+            "1e9",
+            "[switch.pfc]\nxoff = 1\nquanta = 65536",
+            BURST
+        ))
+        .contains("65535")
+    );
+}
+
+#[test]
 fn headroom_that_is_too_small_drops() {
     // Room for one packet above the threshold, but two arrive before the pause takes effect.
     let result = run(&funnel(
@@ -207,6 +254,14 @@ fn a_pfc_deadlock_is_found_and_its_circle_named() {
         result.totals.last_event_ns < 10_000_000,
         "the run ended early"
     );
+    // Pauses that are said again hold it; those that run out end it, and packets are lost.
+    let timed =
+        |more: &str| toml(10_000).replace("classes = [0]", &format!("classes = [0]\n{more}"));
+    assert!(run(&timed("quanta = 1000")).deadlock.is_some());
+    let freed = run(&timed("quanta = 1000\nrefresh = 0"));
+    assert_eq!(freed.deadlock, None);
+    assert!(freed.totals.data_drops > 0);
+    assert!(freed.flows.iter().all(|f| f.acked_ns.is_some()));
     // With room for all of it nothing is paused, and nothing is reported.
     let roomy = run(&toml(4_000_000));
     assert_eq!(roomy.deadlock, None);

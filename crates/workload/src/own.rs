@@ -18,7 +18,7 @@ use slipstream_base::SimTime;
 
 use crate::prompt::{Content, Role, Segment};
 use crate::source::{Request, Source, TURNS_MAX};
-use crate::trace::{Turn, TurnPrompt};
+use crate::trace::{Turn, TurnPrompt, check_ms};
 
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct SessionLine {
@@ -128,8 +128,11 @@ impl SessionLine {
                     "`output_length` is 0; an answer has at least one token",
                 ));
             }
-            if !(line.delay.is_finite() && line.delay >= 0.0) {
+            if line.delay < 0.0 {
                 return Err(wrong("`delay` is negative"));
+            }
+            if let Err(message) = check_ms("delay", line.delay) {
+                return Err(wrong(&message));
             }
             Ok(Turn {
                 prompt,

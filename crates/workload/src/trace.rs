@@ -182,10 +182,9 @@ impl Csv {
                 format!("\"{time}\" is no time such as 2023-11-16 18:15:46.680590")
             })?
         } else {
-            let seconds: f64 = time
-                .parse()
-                .map_err(|_| format!("\"{time}\" is no number of seconds"))?;
-            seconds * 1e3
+            // One that is not finite would count for all lines after it, as traces begin at their first.
+            let seconds = time.parse().ok().filter(|s: &f64| s.is_finite());
+            seconds.ok_or_else(|| format!("\"{time}\" is no number of seconds"))? * 1e3
         };
         // Traces begin at their first request, whatever the clock said then.
         let first = *self.first_ms.get_or_insert(ms);
@@ -198,6 +197,21 @@ impl Csv {
             session_id: None,
             delay: None,
         })
+    }
+}
+
+/// Longest time in a trace, ms: a century. What is beyond it is a slip in the unit; and sums of times stay
+/// within the 584 years that 64 bits of ns hold.
+const TIME_MS_MAX: f64 = 100.0 * 365.25 * 86_400e3;
+
+/// Checks that `ms` is no longer than a trace may last.
+pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
+    if ms <= TIME_MS_MAX {
+        Ok(())
+    } else {
+        Err(format!(
+            "`{name}` is {ms:e} ms, but must be at most a century ({TIME_MS_MAX:e} ms)"
+        ))
     }
 }
 
@@ -342,8 +356,14 @@ impl<R: BufRead> Trace<R> {
         if line.output_length == 0 {
             return Err("`output_length` is 0; an answer has at least one token".into());
         }
-        if line.delay.is_some_and(|d| !(d.is_finite() && d >= 0.0)) {
-            return Err("`delay` is negative".into());
+        if let Some(timestamp) = line.timestamp {
+            check_ms("timestamp", timestamp)?;
+        }
+        if let Some(delay) = line.delay {
+            if delay < 0.0 {
+                return Err("`delay` is negative".into());
+            }
+            check_ms("delay", delay)?;
         }
         Ok(Parsed::Line(line))
     }
@@ -360,7 +380,8 @@ impl<R: BufRead> Trace<R> {
                 Ok(())
             };
         };
-        if !timestamp.is_finite() || timestamp < self.last_ms {
+        check_ms("timestamp", timestamp)?;
+        if timestamp < self.last_ms {
             return Err(format!(
                 "`timestamp` {timestamp} is before the line above it ({}), and a trace is sorted by time",
                 self.last_ms
@@ -824,6 +845,27 @@ mod tests {
         }
     }
 
+    /// A first line whose time is no number must not spoil the lines after it, which count from it.
+    #[test]
+    fn seconds_that_are_no_number_are_named_and_skipped() {
+        let head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n";
+        for bad in ["nan", "inf", "-inf", "1e400", "soon"] {
+            let text = format!("{head}{bad},m,9,2,11,x\n5,m,9,2,11,x\n7,m,9,2,11,x\n");
+            let (requests, _) = check(&text, OnBadLine::Stop);
+            let error = requests[0].as_ref().unwrap_err();
+            assert!(
+                error.contains("line 2: ") && error.contains("no number of seconds"),
+                "{error}"
+            );
+            let (requests, skipped) = check(&text, OnBadLine::Skip);
+            assert_eq!((requests.len(), skipped), (2, 1), "{requests:?}");
+        }
+        let text = format!("{head}0,m,9,2,11,x\n1e300,m,9,2,11,x\n");
+        let (requests, _) = check(&text, OnBadLine::Stop);
+        let error = requests[1].as_ref().unwrap_err();
+        assert!(error.contains("`timestamp` is 1e303 ms"), "{error}");
+    }
+
     #[test]
     fn sessions_of_our_own_form_that_cannot_be_are_named() {
         let good = r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 2}]}"#;
@@ -852,6 +894,14 @@ mod tests {
             (
                 r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 2, "delay": -1}]}"#,
                 "`delay` is negative",
+            ),
+            (
+                r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "output_length": 2, "delay": 1e300}]}"#,
+                "`delay` is 1e300 ms, but must be at most a century",
+            ),
+            (
+                r#"{"timestamp": 4e12, "turns": [{"add": [[1, 5]], "output_length": 2}]}"#,
+                "`timestamp` is 4e12 ms, but must be at most a century (3.15576e12 ms)",
             ),
             (
                 r#"{"timestamp": 0, "turns": [{"ad": [[1, 5]], "output_length": 2}]}"#,

@@ -117,6 +117,14 @@ impl Node {
         }
     }
 
+    /// The item at `path` in nested arrays, as far as there is one.
+    pub(super) fn item(&self, path: &[usize]) -> &Node {
+        match (&self.kind, path) {
+            (Kind::Array(items), [at, rest @ ..]) if *at < items.len() => items[*at].item(rest),
+            _ => self,
+        }
+    }
+
     /// Lays `over` over `self`: tables key by key, all else as a whole.
     pub(super) fn overlay(&mut self, over: Node) {
         match (&mut self.kind, over.kind) {

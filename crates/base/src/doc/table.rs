@@ -215,6 +215,12 @@ impl<'a> Table<'a> {
             {
                 return Ok(value);
             }
+            if let Some((items, must)) = T::bad_item(&Value::of(&node.kind)) {
+                return Err(Wrong {
+                    items: items.clone(),
+                    ..Wrong::of(node.item(&items), must.into())
+                });
+            }
             let unquoted = match &node.kind {
                 Kind::String(text) => DeValue::parse(text).ok().and_then(|value| {
                     T::read(&Value::of(&convert(value.get_ref(), "", &|_| {
@@ -310,6 +316,7 @@ impl<'a> Table<'a> {
             match read(node) {
                 Ok(value) => field.value = Some(value),
                 Err(wrong) => {
+                    let node = node.item(&wrong.items);
                     let message = format!(
                         "`{}` is {}, but must be {}",
                         shown(&node.path),
@@ -494,6 +501,8 @@ impl<'a> Table<'a> {
 
 /// What is wrong with a value.
 struct Wrong {
+    /// Where in nested arrays, if not the value as a whole.
+    items: Vec<usize>,
     is: String,
     must: String,
     hint: Option<String>,
@@ -512,6 +521,7 @@ impl Wrong {
             Kind::Table(_) => "a table".into(),
         };
         Wrong {
+            items: Vec::new(),
             is,
             must,
             hint: None,
@@ -555,6 +565,11 @@ pub trait Scalar: Sized {
     const MUST: &'static str;
     /// The value, if it is of this type and in its range.
     fn read(value: &Value<'_>) -> Option<Self>;
+    /// Of an array that is not of this type because of an item: its index (in nested arrays, one a
+    /// level), and what is accepted there.
+    fn bad_item(_value: &Value<'_>) -> Option<(Vec<usize>, &'static str)> {
+        None
+    }
     /// TOML which reads back to `self`.
     fn to_toml(&self) -> String;
 }
@@ -628,6 +643,15 @@ impl<T: Scalar> Scalar for Vec<T> {
             Value::List(items) => items.iter().map(T::read).collect(),
             _ => None,
         }
+    }
+    fn bad_item(value: &Value<'_>) -> Option<(Vec<usize>, &'static str)> {
+        let Value::List(items) = value else {
+            return None;
+        };
+        let at = items.iter().position(|item| T::read(item).is_none())?;
+        let (mut path, must) = T::bad_item(&items[at]).unwrap_or((Vec::new(), T::MUST));
+        path.insert(0, at);
+        Some((path, must))
     }
     fn to_toml(&self) -> String {
         format!(

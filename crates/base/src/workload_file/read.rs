@@ -706,6 +706,18 @@ mod tests {
             ("requests = 1\n[[class]]\nweight = 0", "weight 0"),
             ("[arrival]\nkind = \"timestamps\"\nms = [5, 1]", "in order"),
             (
+                "isl = 4\n[arrival]\nkind = \"timestamps\"\nms = [0, nan, 5]",
+                "w.toml:4:10: `arrival.ms[1]` is NaN, but must be a finite number",
+            ),
+            (
+                "[arrival]\nkind = \"timestamps\"\nms = [0, 1, \"2\"]",
+                "`arrival.ms[2]` is a string (\"2\"), but must be a finite number",
+            ),
+            (
+                "requests = 1\nisl = { kind = \"choice\", values = [1, inf] }",
+                "`isl.values[1]` is inf, but must be a finite number",
+            ),
+            (
                 "isl = 4\n[trace]\nfile = \"x\"",
                 "the trace says what is asked",
             ),

@@ -268,7 +268,7 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     }
     text.push('\n');
     let windows = stats.windows();
-    let length_ns = stats.duration().0 + 1;
+    let length_ns = stats.duration().0.saturating_add(1);
     // Sums of several windows; a working set is not a sum, so the largest of them is shown.
     let joined = if may_join {
         length_ns.div_ceil(window_ns).div_ceil(WINDOWS_MAX)

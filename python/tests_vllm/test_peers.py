@@ -244,6 +244,9 @@ def test_a_lookup_waits_a_little_for_a_peer_that_is_not_known_yet(tmp_path: Path
     peers.settled = False
     request.arrival_time -= 2e9
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    # A clock that was set back makes nobody wait.
+    request.arrival_time += 4e9
+    assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     second.drain()
     assert scheduler.counts["lookup_deferred"] >= 2
     second.close()

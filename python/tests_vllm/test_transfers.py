@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from double import DoubleStore
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rig import BLOCK, Rig
@@ -200,6 +201,65 @@ def test_abort_while_loading_frees_the_blocks(store: DoubleStore) -> None:
     rig.close()
 
 
+def test_loads_that_fail_after_an_abort_leave_nothing_behind(store: DoubleStore) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    name = rig.add(prompt, max_tokens=2)
+    rig.step()
+    rig.abort(name)
+    rig.step()
+    store.let_go(tuple(range(12)))
+    wait_loaded(rig)
+    rig.step()
+    scheduler = rig.connector.scheduler
+    assert not (scheduler._limits or scheduler._loading or scheduler._sources)
+    rig.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_sleep_takes_the_loads_under_way_with_it(store: DoubleStore, ended: bool) -> None:
+    rig, prompt = filled(store)
+    store.hold_back = True
+    rig.add(prompt, max_tokens=2)
+    rig.step()
+    half = rig.worker.connector.worker
+    if ended:
+        store.let_go()
+        wait_loaded(rig)
+    rig.worker.connector.unregister_kv_caches()
+    half.save([bytes(36)], [5])
+    store.let_go()
+    wait_loaded(rig)
+    for cache in rig.worker.caches.values():
+        cache.zero_()
+    rig.worker.connector.restore_kv_caches()
+    assert half._counts["save_dropped_blocks"] == 1 and bytes(36) not in store.blocks
+    store.hold_back = False
+    rig.drain()
+    rig.close()
+
+
+def test_a_device_without_memory_ends_no_step(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, prompt = filled(store)
+    half = rig.worker.connector.worker
+
+    def full(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(half.blocks, "empty", full)
+    rig.add(prompt, max_tokens=2)
+    rig.drain()
+    assert rig.worker.computed_blocks == 12
+    assert half._counts["load_failed_blocks.memory"] == 12
+    monkeypatch.setattr(half.blocks, "gather", full)
+    rig.add(rig.tokens(BLOCK * 3), max_tokens=1)
+    rig.drain()
+    assert half._counts["save_dropped_blocks"] == 3
+    rig.close()
+
+
 def test_reset_while_loading_recomputes(store: DoubleStore) -> None:
     rig, prompt = filled(store)
     store.hold_back = True
@@ -296,6 +356,21 @@ def test_slow_store_drops_saves_and_counts_them(monkeypatch: pytest.MonkeyPatch)
     settle(rig)
     assert len(double.blocks) == 0
     assert rig.worker.connector.worker._counts["save_dropped_blocks"] == 12
+    rig.close()
+
+
+def test_as_many_blocks_are_saved_as_there_is_room_for(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.vllm.worker.COPY_BYTES", BLOCK_BYTES * 2)
+    rig = Rig(num_blocks=64, extra={"saving_bytes_max": BLOCK_BYTES * 5}, **OURS)
+    half = rig.worker.connector.worker
+    with half._putting:
+        rig.add(rig.tokens(BLOCK * 12), max_tokens=1)
+        rig.drain()
+    wait_saved(rig)
+    assert len(store.blocks) == 4
+    assert half._counts["save_dropped_blocks"] == 8
     rig.close()
 
 

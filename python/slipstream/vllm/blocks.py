@@ -8,6 +8,7 @@ Groups may share memory: a block id belongs to one group at a time.
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.vllm.groups import Group
+
+
+COPY_BYTES = 64 << 20
+"""Copied between device and host in one go: what a copy takes of the device's memory, beside the
+cache's."""
+
+
+class ReleasedError(RuntimeError):
+    """The KV cache has no memory, as the engine sleeps."""
 
 
 class LayoutError(ValueError):
@@ -89,11 +99,23 @@ class Blocks:
         self.layout = ", ".join(group.layout for group in self.groups)
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
+        # Held while a thread writes to the caches.
+        self._writing = threading.Lock()
+        self.is_released = False
 
     def release(self) -> None:
-        """Let go of the caches: their memory is about to be taken away."""
-        for group in self.groups:
-            group.views = []
+        """Let go of the caches for good: their memory is about to be taken away.
+
+        Waits for a `scatter` under way; later ones, and `gather`, raise `ReleasedError`.
+        """
+        with self._writing:
+            self.is_released = True
+            for group in self.groups:
+                group.views = []
+
+    def _check_held(self) -> None:
+        if self.is_released:
+            raise ReleasedError("the KV cache's memory was let go of, as the engine sleeps")
 
     def size(self, counts: Sequence[int]) -> int:
         """Bytes of so many blocks of each group."""
@@ -119,6 +141,7 @@ class Blocks:
         What is overwritten later does not matter, so the blocks need not be kept. On a device the
         copy stays there; `fetch` brings it over.
         """
+        self._check_held()
         counts = [len(ids) for ids in blocks]
         if not self._cuda:
             out = self.empty(counts)
@@ -148,16 +171,23 @@ class Blocks:
 
     def scatter(self, blocks: Sequence[list[int]], host: torch.Tensor, after: Any) -> None:
         """Copy host memory into blocks of each group; waits for the device."""
-        if self._stream is None:
-            for group, ids, part in self._parts(blocks, host):
-                group.write(ids, part)
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            data = host.to(self.device, non_blocking=True)
-            for group, ids, part in self._parts(blocks, data):
-                group.write(ids.to(self.device, non_blocking=True), part)
-        self._stream.synchronize()
+        with self._writing:
+            self._check_held()
+            if self._stream is None:
+                for group, ids, part in self._parts(blocks, host):
+                    group.write(ids, part)
+                return
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(after)
+                for group, ids, part in self._parts(blocks, host):
+                    # Bit by bit: a whole load may be larger than what the device has left.
+                    step = max(1, COPY_BYTES // group.block_bytes)
+                    for some, data in zip(ids.split(step), part.split(step), strict=True):
+                        group.write(
+                            some.to(self.device, non_blocking=True),
+                            data.to(self.device, non_blocking=True),
+                        )
+            self._stream.synchronize()
 
 
 def place_of(cache: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

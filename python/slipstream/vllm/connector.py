@@ -233,7 +233,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Let go of the caches before the engine sleeps."""
         if self._worker is not None:
-            self._worker.blocks.release()
+            self._worker.release()
 
     def restore_kv_caches(self) -> None:
         """Take the caches up again after the engine slept."""

@@ -152,7 +152,8 @@ class SchedulerHalf:
             found + groups.hit_tokens <= end
             and self.peers is not None
             and not self.peers.is_settled()
-            and time.time() < request.arrival_time + self._options.lookup_wait_s
+            # Of another host's clock, or before one was set back, it may be from the future.
+            and 0 <= time.time() - request.arrival_time < self._options.lookup_wait_s
         ):
             self.counts["lookup_deferred"] += 1
             return None
@@ -378,9 +379,7 @@ def external(key: bytes) -> Any:
     return maybe_convert_block_hash(BlockHash(key[:-4]))
 
 
-def stored_event(
-    keys: list[bytes], block_size: int, medium: str, group: int | None
-) -> BlockStored:
+def stored_event(keys: list[bytes], block_size: int, medium: str, group: int | None) -> BlockStored:
     """Return the event for blocks stored outside the device, whose tokens are not known here."""
     return BlockStored(
         block_hashes=[external(key) for key in keys],

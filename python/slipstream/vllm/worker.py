@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from slipstream._native import take_warnings
 from slipstream.options import of_rank
+from slipstream.vllm.blocks import COPY_BYTES
 from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 
@@ -59,6 +60,8 @@ class UnderWay:
     """A load that has not ended yet."""
 
     load: Load
+    cache: Blocks
+    """Where it goes; another one after the engine has slept."""
     staging: torch.Tensor
     after: Any
     """Point of the device's stream that the blocks are free from."""
@@ -147,12 +150,25 @@ class WorkerHalf:
     def load(self, loads: list[Load]) -> None:
         """Begin to load."""
         for load in loads:
+            try:
+                staging = self.blocks.empty([count for _, count in load.parts])
+            except (RuntimeError, MemoryError) as error:
+                logger.warning(
+                    "slipstream: no memory to load %d blocks of request %s, which are computed: %s",
+                    len(load.blocks),
+                    load.request_id,
+                    error,
+                )
+                self._count("load_failed_blocks.memory", len(load.blocks))
+                with self._lock:
+                    self._ended.append(Ended(load.request_id, [], whole=True))
+                continue
             self._jobs_made += 1
             with self._lock:
                 self.loading += 1
-            job, staging = self._jobs_made, self.blocks.empty([count for _, count in load.parts])
+            job, now = self._jobs_made, self.blocks.now()
             give_up = time.monotonic() + self._deadline_s + GRACE_S
-            self.under_way[job] = UnderWay(load, staging, self.blocks.now(), give_up, self._resets)
+            self.under_way[job] = UnderWay(load, self.blocks, staging, now, give_up, self._resets)
             self._deadlines.append((give_up, job))
             self.store.load(
                 job, load.keys, self._names(load), memoryview(staging.numpy()), self._deadline_s
@@ -169,15 +185,33 @@ class WorkerHalf:
 
     def save(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks out of the cache, to be stored by and by."""
+        # Bit by bit, so that as many are saved as there is room for.
+        step = max(1, COPY_BYTES // self.blocks.block_bytes)
+        for at in range(0, len(blocks), step):
+            if not self._save_some(keys[at : at + step], blocks[at : at + step]):
+                self._count("save_dropped_blocks", len(blocks) - at)
+                return
+
+    def _save_some(self, keys: list[bytes], blocks: list[int]) -> bool:
         keys, parts = by_group(keys, blocks, len(self.blocks.groups))
         size = self.blocks.size([len(part) for part in parts])
         if self.saving_bytes + size > self._saving_bytes_max:
             # The store is slower than the engine: a save that is dropped is a later miss.
-            self._count("save_dropped_blocks", len(blocks))
-            return
+            return False
+        try:
+            gathered, ready = self.blocks.gather(parts)
+        # A device that has no memory left is no reason to end the engine.
+        except RuntimeError as error:
+            logger.warning(
+                "slipstream: blocks are not saved; if the device has no memory left, lower "
+                "`saving_bytes_max` or --gpu-memory-utilization: %s",
+                error,
+            )
+            return False
         with self._lock:
             self.saving_bytes += size
-        self._saves.put((keys, *self.blocks.gather(parts), self._resets))
+        self._saves.put((keys, gathered, ready, self._resets))
+        return True
 
     def results(self) -> KVConnectorTransferResults:
         """Tell which loads have ended since the last call. A poll: waits for nobody."""
@@ -235,6 +269,13 @@ class WorkerHalf:
         self._told = totals
         return news or None
 
+    def release(self) -> None:
+        """Let go of the caches: what was loaded goes with their memory, what is loaded fails."""
+        self.blocks.release()
+        with self._lock:
+            for ended in self._ended:
+                ended.whole = True
+
     def close(self) -> None:
         """End the threads; what is being saved is finished, what is being loaded fails."""
         self._closing = True
@@ -269,26 +310,32 @@ class WorkerHalf:
 
     def _save_all(self) -> None:
         while (item := self._saves.get()) is not None:
-            keys, gathered, ready, resets = item
-            size = gathered.numel()
-            try:
-                host = self.blocks.fetch(gathered, ready)
-                stored = 0
-                with self._putting:
-                    # Blocks from before a reset are of another model, for all one knows.
-                    if resets == self._resets:
-                        stored = self.store.put(keys, memoryview(host.numpy()))
-                self._count("saved_blocks", stored)
-                # Where some could not be stored, as if all blocks were of one size.
-                self._count("saved_bytes", size * stored // len(keys))
-            # A save that fails, for whatever reason, must not end all others.
-            except Exception:
-                logger.exception("slipstream: %d blocks could not be stored", len(keys))
-                self._count("save_failed_blocks", len(keys))
-            finally:
-                with self._lock:
-                    self.saving_bytes -= size
-                    self.moved.notify_all()
+            self._store(*item)
+            # The device's memory is not kept while there is nothing to do.
+            del item
+
+    def _store(self, keys: list[bytes], gathered: torch.Tensor, ready: Any, resets: int) -> None:
+        size = gathered.numel()
+        try:
+            host = self.blocks.fetch(gathered, ready)
+            stored = 0
+            with self._putting:
+                # Blocks from before a reset are of another model, for all one knows.
+                if resets == self._resets:
+                    stored = self.store.put(keys, memoryview(host.numpy()))
+                else:
+                    self._count("save_dropped_blocks", len(keys))
+            self._count("saved_blocks", stored)
+            # Where some could not be stored, as if all blocks were of one size.
+            self._count("saved_bytes", size * stored // len(keys))
+        # A save that fails, for whatever reason, must not end all others.
+        except Exception:
+            logger.exception("slipstream: %d blocks could not be stored", len(keys))
+            self._count("save_failed_blocks", len(keys))
+        finally:
+            with self._lock:
+                self.saving_bytes -= size
+                self.moved.notify_all()
 
     # The loader's thread.
 
@@ -309,7 +356,7 @@ class WorkerHalf:
                 self._counts["load_unexpected_ends"] += 1
                 self.moved.notify_all()
             return
-        load, blocks = under_way.load, self.blocks
+        load, blocks = under_way.load, under_way.cache
         counts = [count for _, count in load.parts]
         failed &= set(range(len(load.blocks)))
         kept = None
@@ -337,6 +384,8 @@ class WorkerHalf:
             # A reset may have come while the blocks were copied.
             if under_way.resets != self._resets:
                 good, reason, kept = [], "reset", None
+            elif good and blocks.is_released:
+                good, reason = [], "sleep"
             lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
             self._ended.append(Ended(load.request_id, lost, whole=not good, kept=kept))
             self.loading -= 1

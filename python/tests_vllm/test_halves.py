@@ -144,7 +144,7 @@ def test_addresses_by_rank() -> None:
         "tcp://127.0.0.1:0",
     ]
     for wrong in ("10.0.0.1:7300", "tcp://host", "unix://run", ""):
-        with pytest.raises(OptionError, match="is no address; write tcp://IP:PORT or unix"):
+        with pytest.raises(OptionError, match=r"is no address; write tcp://IP:PORT, .* or unix"):
             of_rank([wrong], 1)
 
 

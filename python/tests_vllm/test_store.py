@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rig import BLOCK, Rig
 from slipstream.vllm import SlipstreamConnector
+from slipstream.vllm.identity import identity_of
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -129,6 +130,30 @@ def test_data_parallel_engines_share_a_host_and_its_folder(tmp_path: Path) -> No
     assert second.get_handshake_metadata().address == f"unix://{tmp_path}/s.1"
     assert second.get_handshake_metadata().identity == rig.worker.connector.identity
     second.shutdown()
+    rig.close()
+
+
+def test_what_changes_the_bytes_of_a_block_changes_its_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = engine()
+    half, model = rig.worker.connector, rig.config.model_config
+
+    def identity() -> dict[str, str]:
+        return identity_of(rig.config, half._layout, half.worker.blocks, "m")
+
+    def differs(at: object, name: str, value: object) -> set[str]:
+        before = identity()
+        monkeypatch.setattr(at, name, value)
+        return {key for key, text in identity().items() if text != before[key]}
+
+    assert differs(model, "max_model_len", 4096) == set(), "it does not decide any bytes"
+    assert differs(model, "revision", "main") == {"model"}
+    assert differs(model, "quantization", "fp8") == {"dtype"}
+    config = model.hf_text_config
+    assert differs(config, "rope_parameters", {"rope_theta": 7.0}) == {"layout"}
+    assert differs(config, "rope_parameters", {"rope_type": "longrope"}) == {"layout"}
+    assert differs(model, "max_model_len", 8192) == {"layout"}, "such a model turns otherwise"
     rig.close()
 
 

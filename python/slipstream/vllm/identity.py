@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import uuid
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from slipstream.vllm.blocks import Blocks
     from slipstream.vllm.groups import Layout
@@ -30,21 +32,38 @@ def hash_seed(algorithm: str) -> str:
     return "vLLM's own" if algorithm.startswith("sha256") else f"random ({uuid.uuid4()})"
 
 
+def positions_of(model: ModelConfig) -> str:
+    """Return a name for how positions are turned into what is in the keys of a block.
+
+    `--hf-overrides` may change it, and `--max-model-len` does so for models that turn otherwise if
+    they may reach far (vLLM 0.33, `phi3_long_rope_scaled_rope.py`).
+    """
+    config = model.hf_text_config
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    rope = {name: getattr(config, name, None) for name in names}
+    text = json.dumps(rope, sort_keys=True, default=str)
+    if "longrope" in text:
+        text += f", at most {model.max_model_len}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def identity_of(
     vllm_config: VllmConfig, layout: Layout, blocks: Blocks, model_id: str
 ) -> dict[str, str]:
     """Return everything that decides what the bytes under a key are."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    name, dtype = model_id or model.model, str(model.dtype).removeprefix("torch.")
     return {
         "format": FORMAT_VERSION,
-        "model": model_id or vllm_config.model_config.model,
-        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "model": f"{name}@{model.revision}" if model.revision else name,
+        "dtype": f"{dtype}, weights {model.quantization}" if model.quantization else dtype,
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": hash_seed(str(cache.prefix_caching_hash_algo)),
         "groups": str(layout),
-        "layout": blocks.layout,
+        "layout": f"{blocks.layout}, positions {positions_of(model)}",
         "block_bytes": str(blocks.block_bytes),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),

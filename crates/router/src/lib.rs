@@ -13,12 +13,13 @@
 //! or reads a clock, so the simulator runs the same objects: used by one thread, the same calls
 //! and seed give the same choices. Costs and knobs: `docs/routing.md`.
 //!
-//! Modules: [`fleet`] is the shared state, [`router`] a decision from request to accounting,
+//! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers), [`router`] a decision from request to accounting,
 //! [`policy`] the ways to choose, [`active`] what live sequences weigh.
 #![forbid(unsafe_code)]
 
 pub mod active;
 pub mod fleet;
+mod fleets;
 pub mod policy;
 pub mod router;
 mod session;
@@ -26,6 +27,7 @@ mod view;
 
 pub use active::ActiveSequence;
 pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Load, TargetConfig};
+pub use fleets::Fleets;
 pub use policy::{Candidates, Draws, RoutePolicy, WorkerView};
 pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
 pub use view::ViewTurn;

@@ -97,8 +97,8 @@ pub enum RouteError {
         /// Estimate of when one will take requests again, s, 1 to 60.
         retry_after_s: u32,
     },
-    /// The client named a worker that does not exist or takes no prompts. Retrying does not help.
-    #[error("there is no worker {worker} that takes prompts; workers are w0 to w{last}")]
+    /// The client named a worker that does not exist, or computes prompts for others alone. Retrying does not help.
+    #[error("there is no worker {worker} that answers requests; workers are w0 to w{last}")]
     UnknownWorker {
         /// The name.
         worker: WorkerId,
@@ -256,6 +256,38 @@ impl Router {
             hit_blocks: chosen.hit_blocks,
             active: chosen.charge(&self.fleet, request.prompt),
         }
+    }
+
+    /// Whether a prompt of which `uncached` tokens are left to compute where it is decoded may be
+    /// computed elsewhere: whether [`route_prompt`](Self::route_prompt) is worth asking.
+    pub fn takes_prompt(&self, uncached: u32) -> bool {
+        uncached >= self.fleet.config().remote_prefill_tokens_min
+    }
+
+    /// Of a fleet that computes prompts for others: chooses a rank for a prompt of which `uncached`
+    /// tokens are left to compute where it is decoded, and charges it. `None`, and nothing charged, if
+    /// that is better done there: it is short, or everybody here is busy, or none is ready.
+    pub fn route_prompt(
+        &mut self,
+        now: SimTime,
+        request: &RouteRequest<'_>,
+        uncached: u32,
+    ) -> Option<Routed> {
+        if !self.takes_prompt(uncached) {
+            return None;
+        }
+        let routed = self.route(now, request, None).ok()?;
+        self.computes_soon(&routed).then_some(routed)
+    }
+
+    /// Whether the rank to which a prompt was just routed has few enough tokens before it.
+    pub fn computes_soon(&self, routed: &Routed) -> bool {
+        let Some(target) = self.fleet.target_of(routed.target) else {
+            return false;
+        };
+        let before = self.fleet.prefill_tokens(target) - routed.active.prefill_tokens();
+        let queue_max = self.fleet.config().remote_prefill_queue_max;
+        queue_max == 0 || before <= queue_max
     }
 
     /// As [`route`](Self::route), but charges nothing yet: for a driver that routes ahead of time, and

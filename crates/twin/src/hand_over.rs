@@ -7,7 +7,7 @@
 //!  push   frontend ─► decode engine … has room ─► prefill engine … computed ─► sends them, lets go
 //! ```
 
-use slipstream_base::cluster::{HandOver, RouterConfig};
+use slipstream_base::cluster::HandOver;
 use slipstream_base::{RankId, RequestId, SimTime};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
@@ -33,22 +33,15 @@ impl Side {
         uncached: u32,
         nodes: &[Node],
     ) -> Option<Remote> {
-        let &RouterConfig {
-            remote_prefill_tokens_min: tokens_min,
-            remote_prefill_queue_max: queue_max,
-            ..
-        } = self.fleet.config();
-        if uncached < tokens_min {
+        if !self.router.takes_prompt(uncached) {
             return None;
         }
         let routed = self.route(now, route, nodes).ok()?;
-        let target = self.fleet.target_of(routed.target)?;
-        let before = self.fleet.prefill_tokens(target) - routed.active.prefill_tokens();
-        if queue_max > 0 && before > queue_max {
+        if !self.router.computes_soon(&routed) {
             return None;
         }
         Some(Remote {
-            node: self.nodes[target],
+            node: self.node_of(routed.target),
             active: routed.active,
             cached_tokens: 0,
             computed: false,
@@ -105,6 +98,7 @@ impl Sim<'_> {
         let flight = self.flights.get_mut(id);
         let (slot, ticket) = (id.0 as u32, flight.ticket);
         flight.prefill = Some(node);
+        flight.hops.prefilled = Some(self.now);
         let remote = flight.remote.as_mut();
         let remote = remote.expect("its blocks are held until they have come");
         remote.computed = true;

@@ -29,6 +29,8 @@ pub struct Hops {
     pub first_pass_end: SimTime,
     /// That pass's frame reached the frontend.
     pub frame: SimTime,
+    /// Its prompt was computed, if by another worker.
+    pub prefilled: Option<SimTime>,
     /// Its prompt's keys and values began to be sent, and had come, if another worker computed them.
     pub kv: Option<(SimTime, SimTime)>,
 }
@@ -44,6 +46,7 @@ impl Hops {
             received: now,
             first_pass_end: now,
             frame: now,
+            prefilled: None,
             kv: None,
         }
     }

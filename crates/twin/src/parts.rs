@@ -6,13 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::cluster::{
-    Cluster, Dtype, Happening, NetworkMode, PoolConfig, PoolRole, TimingConfig,
-};
+use slipstream_base::cluster::{Cluster, Happening, PoolConfig, PoolRole};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, SimTime, WorkerId};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
-use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig};
 use slipstream_router::{CachedBlocks, Fleet, RouteError, RouteRequest, Routed, Router, ViewTurn};
 
 use crate::node::{Node, Role};
@@ -302,7 +299,7 @@ impl Parts {
         let each_token = options.each_token || tells_later;
         let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
-        for (worker, pool) in workers(cluster) {
+        for (worker, pool) in cluster.workers() {
             let role = match pool.role {
                 PoolRole::Prefill => Role::Prefill,
                 PoolRole::Both | PoolRole::Decode => Role::Serve,
@@ -329,13 +326,6 @@ impl Parts {
             nodes,
         })
     }
-}
-
-/// Every worker with its pool, in the order of their numbers.
-fn workers(cluster: &Cluster) -> impl Iterator<Item = (WorkerId, &PoolConfig)> {
-    let pools = cluster.pools.iter();
-    let each = pools.flat_map(|pool| (0..pool.workers).map(move |_| pool));
-    (0..).map(WorkerId).zip(each)
 }
 
 fn engine(
@@ -407,63 +397,6 @@ impl StepTime for Paced {
         let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
         (self.timing.step_ns(load) as f64 * factor / self.speedup).round() as u64
     }
-}
-
-/// The network of a cluster: an endpoint a worker, and behind them the frontend's. `None` if it is
-/// not modelled.
-pub(crate) fn fabric(cluster: &Cluster) -> Option<Fabric> {
-    let network = &cluster.network;
-    if network.mode == NetworkMode::None {
-        return None;
-    }
-    let mut rates: Vec<f64> = workers(cluster)
-        .map(|(_, pool)| {
-            let engine = &pool.engine;
-            let gpus = engine.tensor_parallel_size * engine.data_parallel_size;
-            network.nic_bits_per_s * f64::from(gpus)
-        })
-        .collect();
-    let per_leaf = network.workers_per_leaf;
-    let mut leaf: Vec<u32> = (0..rates.len() as u32)
-        .map(|worker| worker.checked_div(per_leaf).unwrap_or(0))
-        .collect();
-    rates.push(network.frontend_bits_per_s);
-    // Under a leaf of its own, where there are several.
-    leaf.push(match per_leaf {
-        0 => 0,
-        _ => leaf.last().map_or(0, |last| last + 1),
-    });
-    Some(Fabric::new(FabricConfig {
-        endpoint_bits_per_s: rates,
-        leaf,
-        uplink_bits_per_s: Some(network.uplink_bits_per_s).filter(|&rate| rate > 0.0),
-        hop_latency_ns: ns(network.hop_latency_us * 1e3),
-    }))
-}
-
-/// Where a worker is in the network.
-pub(crate) fn endpoint(worker: WorkerId) -> Endpoint {
-    Endpoint(worker.0)
-}
-
-/// Where the frontend is in the network.
-pub(crate) fn frontend(cluster: &Cluster) -> Endpoint {
-    Endpoint(cluster.pools.iter().map(|pool| pool.workers).sum())
-}
-
-/// Bytes of a token's keys and values, by worker that computes them. Without a number format in the
-/// file: 2 bytes a number.
-pub(crate) fn kv_bytes_per_token(cluster: &Cluster) -> Vec<u64> {
-    workers(cluster)
-        .map(|(_, pool)| {
-            let dtype = match pool.engine.timing {
-                TimingConfig::Roofline { dtype, .. } => dtype,
-                _ => Dtype::Bf16,
-            };
-            // On one GPU, which has every head once: those that several GPUs hold are sent once.
-            cluster.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
-        })
-        .collect()
 }
 
 pub(crate) fn ns(ns: f64) -> u64 {

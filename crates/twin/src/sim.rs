@@ -38,7 +38,8 @@ pub struct Options {
     pub jump: bool,
     /// Look at each token, which an objective on the longest gap of a request needs. Slower.
     pub each_token: bool,
-    /// Divides the length of passes, above 0: what a live cluster at this `live.speedup` would do.
+    /// Divides the length of passes, and the time that the network takes, above 0: what a live cluster
+    /// at this `live.speedup` would do.
     pub speedup: f64,
     /// Requests under way at which a run is given up as unstable: more than any engine that keeps
     /// up would let gather.
@@ -376,7 +377,7 @@ impl<'a> Sim<'a> {
                 Costs::new(&cluster.host),
             )),
         };
-        let wire = Wire::new(cluster);
+        let wire = Wire::new(cluster, options.speedup);
         let tells_later = host.is_some() || wire.carries_messages();
         let parts = Parts::new(cluster, options, tells_later, read)?;
         let mut sim = Sim {

@@ -5,9 +5,8 @@ use std::collections::HashMap;
 use slipstream_base::cluster::Cluster;
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_engine::PassOutput;
-use slipstream_netsim::flows::{Endpoint, Network, TransferId};
+use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
-use crate::parts::{endpoint, fabric, frontend, kv_bytes_per_token};
 use crate::sim::{Sim, What};
 
 /// The network, if one is modelled; without, everything is there at once.
@@ -52,15 +51,17 @@ enum Message {
 }
 
 impl Wire {
-    pub(crate) fn new(cluster: &Cluster) -> Wire {
-        let network = fabric(cluster).map(|fabric| Box::new(fabric) as Box<dyn Network>);
+    /// `speedup` divides the time of all that is sent, as it does that of passes.
+    pub(crate) fn new(cluster: &Cluster, speedup: f64) -> Wire {
+        let network = FabricConfig::of_cluster(cluster, speedup)
+            .map(|config| Box::new(Fabric::new(config)) as Box<dyn Network>);
         Wire {
             messages: network.is_some() && cluster.network.messages,
             network,
-            frontend: frontend(cluster),
+            frontend: Endpoint::of_frontend(cluster),
             request_token_bytes: cluster.network.request_token_bytes.into(),
             answer_token_bytes: cluster.network.answer_token_bytes.into(),
-            kv_token_bytes: kv_bytes_per_token(cluster),
+            kv_token_bytes: cluster.kv_bytes_per_token(),
             carried: HashMap::new(),
             connections: HashMap::new(),
             messages_under_way: 0,
@@ -89,7 +90,7 @@ impl Wire {
         let Some(network) = &self.network else {
             return 0;
         };
-        let (from, to) = (endpoint(from), endpoint(to));
+        let (from, to) = (Endpoint::of_worker(from), Endpoint::of_worker(to));
         if by_frontend {
             network.latency_ns(from, self.frontend) + network.latency_ns(self.frontend, to)
         } else {
@@ -100,13 +101,23 @@ impl Wire {
     pub(crate) fn send_request(&mut self, now: SimTime, to: WorkerId, tokens: u32, then: What) {
         let bytes = u64::from(tokens) * self.request_token_bytes;
         let from = self.frontend;
-        self.send_message(now, (from, endpoint(to)), bytes, Message::Then(then));
+        self.send_message(
+            now,
+            (from, Endpoint::of_worker(to)),
+            bytes,
+            Message::Then(then),
+        );
     }
 
     fn send_frame(&mut self, now: SimTime, from: WorkerId, tokens: u32, frame: u32) {
         let bytes = u64::from(tokens) * self.answer_token_bytes;
         let to = self.frontend;
-        self.send_message(now, (endpoint(from), to), bytes, Message::Frame(frame));
+        self.send_message(
+            now,
+            (Endpoint::of_worker(from), to),
+            bytes,
+            Message::Frame(frame),
+        );
     }
 
     fn send_message(&mut self, now: SimTime, on: Connection, bytes: u64, message: Message) {
@@ -143,7 +154,7 @@ impl Wire {
         then: What,
     ) -> (u64, Option<TransferId>) {
         let bytes = u64::from(tokens) * self.kv_token_bytes[from.index()];
-        let (from, to) = (endpoint(from), endpoint(to));
+        let (from, to) = (Endpoint::of_worker(from), Endpoint::of_worker(to));
         (bytes, self.send(now, from, to, bytes, Carried::Then(then)))
     }
 
@@ -170,7 +181,7 @@ impl Wire {
 
     pub(crate) fn set_share(&mut self, now: SimTime, worker: WorkerId, share: f64) {
         if let Some(network) = &mut self.network {
-            network.set_share(now, endpoint(worker), share);
+            network.set_share(now, Endpoint::of_worker(worker), share);
         }
     }
 }

@@ -11,6 +11,7 @@ pub mod reference;
 use std::path::{Path, PathBuf};
 
 use crate::doc::Doc;
+use crate::ids::WorkerId;
 use crate::preset::{self, ModelShape};
 
 /// A whole cluster. The default is what an empty file gives.
@@ -22,7 +23,8 @@ pub struct Cluster {
     pub pools: Vec<PoolConfig>,
     /// `[router]`
     pub router: RouterConfig,
-    /// `[network]`: used by `simulate` alone; a live cluster has its own.
+    /// `[network]`: live it says how long a prompt's keys and values are under way between workers;
+    /// for all else a live cluster has its own.
     pub network: NetworkConfig,
     /// `[host]`: used by `simulate` alone; a live cluster has its own.
     pub host: HostConfig,
@@ -35,6 +37,35 @@ pub struct Cluster {
 }
 
 impl Cluster {
+    /// Every worker with its pool, in the order of their numbers: over all pools in file order.
+    pub fn workers(&self) -> impl Iterator<Item = (WorkerId, &PoolConfig)> {
+        let each = self
+            .pools
+            .iter()
+            .flat_map(|pool| (0..pool.workers).map(move |_| pool));
+        (0..).map(WorkerId).zip(each)
+    }
+
+    /// Whether some workers compute prompts for others.
+    pub fn hands_over(&self) -> bool {
+        self.pools.iter().any(|p| p.role == PoolRole::Prefill)
+    }
+
+    /// Bytes of a token's keys and values, by worker that computes them: 2 x layers x key-value heads
+    /// x head size x bytes a number. Without a number format in the file: 2 bytes a number.
+    pub fn kv_bytes_per_token(&self) -> Vec<u64> {
+        self.workers()
+            .map(|(_, pool)| {
+                let dtype = match pool.engine.timing {
+                    TimingConfig::Roofline { dtype, .. } => dtype,
+                    _ => Dtype::Bf16,
+                };
+                // On one GPU, which has every head once: those that several GPUs hold are sent once.
+                self.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
+            })
+            .collect()
+    }
+
     /// GPUs: workers × tensor-parallel × data-parallel size, over all pools.
     pub fn gpus(&self) -> u64 {
         let of = |pool: &PoolConfig| {

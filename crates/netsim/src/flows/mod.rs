@@ -12,6 +12,7 @@
 //! Source: Bertsekas and Gallager, "Data Networks", 2nd ed., section 6.5.2 (max-min flow control,
 //! and the progressive filling that computes it).
 
+mod cluster;
 mod fabric;
 mod share;
 

@@ -1,0 +1,54 @@
+//! The network between the workers of a cluster file.
+
+use slipstream_base::WorkerId;
+use slipstream_base::cluster::{Cluster, NetworkMode};
+
+use super::{Endpoint, FabricConfig};
+
+impl FabricConfig {
+    /// The network of `cluster`: an endpoint a worker, and behind them the frontend's. `None` if it
+    /// is not modelled. All of it is `speedup` times as fast as the file says, which is above 0.
+    pub fn of_cluster(cluster: &Cluster, speedup: f64) -> Option<FabricConfig> {
+        let network = &cluster.network;
+        if network.mode == NetworkMode::None {
+            return None;
+        }
+        let mut rates: Vec<f64> = cluster
+            .workers()
+            .map(|(_, pool)| {
+                let engine = &pool.engine;
+                let gpus = engine.tensor_parallel_size * engine.data_parallel_size;
+                network.nic_bits_per_s * f64::from(gpus) * speedup
+            })
+            .collect();
+        let per_leaf = network.workers_per_leaf;
+        let mut leaf: Vec<u32> = (0..rates.len() as u32)
+            .map(|worker| worker.checked_div(per_leaf).unwrap_or(0))
+            .collect();
+        rates.push(network.frontend_bits_per_s * speedup);
+        // Under a leaf of its own, where there are several.
+        leaf.push(match per_leaf {
+            0 => 0,
+            _ => leaf.last().map_or(0, |last| last + 1),
+        });
+        let uplink = network.uplink_bits_per_s * speedup;
+        Some(FabricConfig {
+            endpoint_bits_per_s: rates,
+            leaf,
+            uplink_bits_per_s: Some(uplink).filter(|&rate| rate > 0.0),
+            hop_latency_ns: (network.hop_latency_us * 1e3 / speedup).round() as u64,
+        })
+    }
+}
+
+impl Endpoint {
+    /// Where a worker is in the network of its cluster.
+    pub fn of_worker(worker: WorkerId) -> Endpoint {
+        Endpoint(worker.0)
+    }
+
+    /// Where the frontend is in the network of `cluster`.
+    pub fn of_frontend(cluster: &Cluster) -> Endpoint {
+        Endpoint(cluster.pools.iter().map(|pool| pool.workers).sum())
+    }
+}

@@ -1,0 +1,86 @@
+//! The fleets of a cluster in which some workers compute prompts for others.
+
+use std::sync::Arc;
+
+use slipstream_base::cluster::{Cluster, PoolRole};
+use slipstream_base::{KvDelta, RankId, WorkerId};
+use slipstream_kvindex::Applied;
+
+use crate::fleet::{Fleet, FleetError};
+
+/// Who takes what. A worker belongs to one of the two, by its pool's role.
+#[derive(Clone)]
+pub struct Fleets {
+    /// Takes whole requests, and answers to prompts computed elsewhere.
+    pub serve: Arc<Fleet>,
+    /// Takes prompts, if there are pools for it.
+    pub prefill: Option<Arc<Fleet>>,
+}
+
+impl Fleets {
+    /// The fleets of `cluster`.
+    ///
+    /// # Errors
+    /// As [`Fleet::of_roles`].
+    pub fn of_cluster(cluster: &Cluster) -> Result<Fleets, FleetError> {
+        let serve = Fleet::of_roles(cluster, &[PoolRole::Both, PoolRole::Decode])?;
+        let prefill = if cluster.hands_over() {
+            Some(Arc::new(Fleet::of_roles(cluster, &[PoolRole::Prefill])?))
+        } else {
+            None
+        };
+        Ok(Fleets {
+            serve: Arc::new(serve),
+            prefill,
+        })
+    }
+
+    /// The fleet that `rank` is a target of; the serving one if of neither.
+    #[inline]
+    pub fn of(&self, rank: RankId) -> &Arc<Fleet> {
+        match &self.prefill {
+            Some(prefill) if prefill.target_of(rank).is_some() => prefill,
+            _ => &self.serve,
+        }
+    }
+
+    /// Both, or the one that there is.
+    pub fn each(&self) -> impl Iterator<Item = &Arc<Fleet>> {
+        std::iter::once(&self.serve).chain(&self.prefill)
+    }
+
+    /// As [`Fleet::set_ready`].
+    pub fn set_ready(&self, worker: WorkerId, ready: bool) {
+        self.each().for_each(|fleet| fleet.set_ready(worker, ready));
+    }
+
+    /// As [`Fleet::on_worker_lost`].
+    pub fn on_worker_lost(&self, worker: WorkerId) {
+        self.each().for_each(|fleet| fleet.on_worker_lost(worker));
+    }
+
+    /// As [`Fleet::on_kv`].
+    pub fn on_kv(&self, delta: &KvDelta) -> Applied {
+        self.of(delta.rank).on_kv(delta)
+    }
+
+    /// As [`Fleet::expect_kv`].
+    pub fn expect_kv(&self, delta: &KvDelta) {
+        self.of(delta.rank).expect_kv(delta);
+    }
+
+    /// As [`Fleet::resync`].
+    pub fn resync(&self, snapshot: &KvDelta) {
+        self.of(snapshot.rank).resync(snapshot);
+    }
+}
+
+impl From<Fleet> for Fleets {
+    /// A fleet that takes whole requests alone.
+    fn from(serve: Fleet) -> Fleets {
+        Fleets {
+            serve: Arc::new(serve),
+            prefill: None,
+        }
+    }
+}

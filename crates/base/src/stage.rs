@@ -21,6 +21,13 @@ pub enum Stage {
     WorkerRecv,
     /// Left the engine's waiting queue for the first time.
     Admitted,
+    /// The pass that computed the last of its prompt ended, if another worker than that which
+    /// generates computed it.
+    Prefilled,
+    /// The prompt's keys and values began to be sent to the worker that generates, if so.
+    KvSent,
+    /// They had come.
+    KvReceived,
     /// The pass that computed its first token began.
     FirstPassStart,
     /// That pass ended.
@@ -39,7 +46,7 @@ pub enum Stage {
 
 impl Stage {
     /// All stages, in order.
-    pub const ALL: [Stage; 15] = [
+    pub const ALL: [Stage; 18] = [
         Stage::Due,
         Stage::Accept,
         Stage::Parsed,
@@ -48,6 +55,9 @@ impl Stage {
         Stage::Dispatched,
         Stage::WorkerRecv,
         Stage::Admitted,
+        Stage::Prefilled,
+        Stage::KvSent,
+        Stage::KvReceived,
         Stage::FirstPassStart,
         Stage::FirstPassEnd,
         Stage::FrameRecv,
@@ -68,6 +78,9 @@ impl Stage {
             Stage::Dispatched => "dispatched",
             Stage::WorkerRecv => "worker_recv",
             Stage::Admitted => "admitted",
+            Stage::Prefilled => "prefilled",
+            Stage::KvSent => "kv_sent",
+            Stage::KvReceived => "kv_received",
             Stage::FirstPassStart => "first_pass_start",
             Stage::FirstPassEnd => "first_pass_end",
             Stage::FrameRecv => "frame_recv",

@@ -10,7 +10,7 @@ use slipstream_base::{
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
-use slipstream_planes::{Registration, StartRequest};
+use slipstream_planes::{Part, Registration, StartRequest};
 use slipstream_router::{RouteError, RouteRequest, Routed, Score};
 
 use crate::http::{self, HttpBody, RequestHead};
@@ -19,7 +19,7 @@ use crate::openai::{
     ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
 };
 use crate::reply::{
-    Again, Feed, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
+    Again, Feed, Leg, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
 };
 use crate::service::Service;
 use crate::shard::Shard;
@@ -255,6 +255,12 @@ pub(crate) fn dispatch(
                 exclude: &[],
             };
             let routed = route_one(shard, &route, trace.as_mut().filter(|_| specs.is_empty()))?;
+            // Prompts that go on are computed where they are answered.
+            let prompt = if more {
+                None
+            } else {
+                shard.route_prompt(SimTime(monotonic_ns()), &route, routed.hit_blocks)
+            };
             // Choices differ, also those of different prompts: else the sequences of a batch would
             // all be of one length. The first is the one a request of its own would get.
             let seed = match specs.len() as u64 {
@@ -275,6 +281,7 @@ pub(crate) fn dispatch(
                     priority: params.priority,
                     seed,
                 },
+                prompt,
             ));
             specs.push(SequenceSpec {
                 target: routed.target,
@@ -312,6 +319,7 @@ pub(crate) fn dispatch(
         match shard.table.register(Feed {
             reply: reply.clone(),
             sequence,
+            leg: Leg::Answer,
         }) {
             Ok(registration) => registrations.push(registration),
             Err(full) => {
@@ -336,7 +344,7 @@ pub(crate) fn dispatch(
     // The turns of a talk are not held back at the worker; a client that does not read is cut.
     let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
     let starts = addresses.into_iter().zip(requests);
-    for (sequence, (addr, (rank, request))) in (0u32..).zip(starts) {
+    for (sequence, (addr, (rank, request, prompt))) in (0u32..).zip(starts) {
         // Always traced: the prologue's times feed the hand-over histograms, and cost 16 bytes.
         let start = StartRequest {
             addr,
@@ -346,6 +354,7 @@ pub(crate) fn dispatch(
             credit_bytes,
             traced: true,
             more,
+            part: Part::Whole,
         };
         let again = Again {
             start: Box::new(start),
@@ -353,7 +362,7 @@ pub(crate) fn dispatch(
             direct: head.worker,
         };
         // By an error the handle is dropped, which kills those that were handed over.
-        shard.launch(&reply, sequence, again)?;
+        shard.launch(&reply, sequence, again, prompt)?;
     }
     metrics.pre_send.observe(monotonic_ns() - routed_ns);
     Ok(handle)

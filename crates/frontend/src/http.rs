@@ -193,7 +193,11 @@ async fn route(
         }
         "/ready" => {
             allow(&request, &[Method::GET, Method::HEAD])?;
-            let status = if any_ready(&service.fleet) { 200 } else { 503 };
+            let status = if any_ready(&service.fleets.serve) {
+                200
+            } else {
+                503
+            };
             Ok(json(
                 status,
                 format!("{{\"ready\":{}}}", status == 200).into_bytes(),
@@ -443,11 +447,13 @@ fn any_ready(fleet: &Fleet) -> bool {
 
 fn health(shard: &Shard) -> Response<HttpBody> {
     use std::fmt::Write;
-    let fleet = &shard.service.fleet;
-    let ready = any_ready(fleet);
+    let fleets = &shard.service.fleets;
+    let ready = any_ready(&fleets.serve);
     let status = if ready { "ok" } else { "unavailable" };
     let mut body = format!("{{\"status\":\"{status}\",\"ranks\":[");
-    for (at, load) in fleet.loads().iter().enumerate() {
+    let mut loads: Vec<_> = fleets.each().flat_map(|fleet| fleet.loads()).collect();
+    loads.sort_unstable_by_key(|load| load.rank);
+    for (at, load) in loads.iter().enumerate() {
         let comma = if at == 0 { "" } else { "," };
         let _ = write!(
             body,

@@ -10,6 +10,7 @@
 //! * `shard`: what one thread owns; takes frames apart.
 //! * [`remote`], [`roster`]: worker processes that have dialed, per shard and over all shards.
 //! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
+//! * `hand_over`: prompts that one worker computes for another.
 //! * `reply`: an answer in the making, and its body.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
@@ -20,7 +21,9 @@
 pub mod openai;
 pub mod text;
 
+mod alarm;
 mod generate;
+mod hand_over;
 mod http;
 mod io;
 mod metrics;
@@ -32,6 +35,7 @@ mod service;
 mod shard;
 mod talk;
 
+pub use hand_over::{HandOvers, KvNetwork};
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};

@@ -135,8 +135,9 @@ const REJECTIONS: [&str; 5] = [
 ];
 const FINISH: [&str; 3] = ["stop", "length", "abort"];
 
-/// Stages that the frontend sees, with the one before: a hand-over's two ends.
-pub(crate) const HAND_OVERS: [(Stage, Stage); 11] = [
+/// Stages that the frontend sees, with the one before: a hand-over's two ends. A request whose prompt
+/// another worker computes has the stages between its admission and the pass of its first token.
+pub(crate) const HAND_OVERS: [(Stage, Stage); 15] = [
     (Stage::Accept, Stage::Parsed),
     (Stage::Parsed, Stage::Tokenized),
     (Stage::Tokenized, Stage::Routed),
@@ -144,6 +145,10 @@ pub(crate) const HAND_OVERS: [(Stage, Stage); 11] = [
     (Stage::Dispatched, Stage::WorkerRecv),
     (Stage::WorkerRecv, Stage::Admitted),
     (Stage::Admitted, Stage::FirstPassStart),
+    (Stage::Admitted, Stage::Prefilled),
+    (Stage::Prefilled, Stage::KvSent),
+    (Stage::KvSent, Stage::KvReceived),
+    (Stage::KvReceived, Stage::FirstPassStart),
     (Stage::FirstPassStart, Stage::FirstPassEnd),
     (Stage::FirstPassEnd, Stage::FrameRecv),
     (Stage::FrameRecv, Stage::Rendered),
@@ -172,6 +177,10 @@ pub(crate) struct ShardMetrics {
     pub(crate) retries: Count,
     /// Streams whose worker vanished, and that no other could finish.
     pub(crate) streams_lost: Count,
+    /// Prompts that were sent to another worker than their answers.
+    pub(crate) prompts_apart: Count,
+    /// Bytes of keys and values that were sent between workers.
+    pub(crate) kv_bytes: Count,
     /// Streams that were about to go to a worker that had just vanished.
     pub(crate) late_starts: Count,
     /// Connections of workers cut for what they sent.
@@ -223,6 +232,8 @@ impl ShardMetrics {
             excess_tokens: Count::default(),
             retries: Count::default(),
             streams_lost: Count::default(),
+            prompts_apart: Count::default(),
+            kv_bytes: Count::default(),
             late_starts: Count::default(),
             plane_malformed: Count::default(),
             plane_silent: Count::default(),
@@ -260,6 +271,11 @@ impl ShardMetrics {
     /// Notes the length of every hand-over whose two ends are known.
     pub(crate) fn on_stages(&self, times: &StageTimes) {
         for ((from, to), histogram) in HAND_OVERS.iter().zip(&self.hand_overs) {
+            if (*from, *to) == (Stage::Admitted, Stage::FirstPassStart)
+                && times.at(Stage::Prefilled).is_some()
+            {
+                continue;
+            }
             if let (Some(from), Some(to)) = (times.at(*from), times.at(*to)) {
                 histogram.observe(to.saturating_sub(from));
             }
@@ -547,6 +563,18 @@ impl Collector for FrontendCollector {
             "slipstream_streams_lost",
             "Streams that ended because their worker vanished",
             |s| &s.streams_lost,
+        )?;
+        self.counter(
+            e,
+            "slipstream_prompts_apart",
+            "Prompts sent to another worker than their answers",
+            |s| &s.prompts_apart,
+        )?;
+        self.counter(
+            e,
+            "slipstream_kv_sent_bytes",
+            "Bytes of keys and values sent from worker to worker",
+            |s| &s.kv_bytes,
         )?;
         self.counter(
             e,

@@ -480,7 +480,7 @@ impl Connection {
                     if snapshot {
                         let snapshot = std::mem::take(delta);
                         self.apply_deltas();
-                        self.remote.roster.fleet().resync(&snapshot);
+                        self.remote.roster.fleets().resync(&snapshot);
                         self.unsure.retain(|&unsure| unsure != snapshot.rank);
                         continue;
                     }
@@ -524,7 +524,7 @@ impl Connection {
     /// Applies the deltas that came, together: engines change a few blocks a pass, and each change
     /// would wait for memory by itself.
     fn apply_deltas(&mut self) {
-        let fleet = self.remote.roster.fleet();
+        let fleet = self.remote.roster.fleets();
         let told = &self.deltas[..self.told];
         if told.len() > 1 {
             for delta in told {

@@ -28,6 +28,7 @@ use slipstream_planes::{
 use slipstream_router::ActiveSequence;
 use tokio::time::Sleep;
 
+use crate::hand_over::Remote;
 use crate::metrics::ShardMetrics;
 use crate::openai::{
     ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryChoice, Usage,
@@ -60,6 +61,16 @@ fn make_room(out: &mut BytesMut) {
 pub(crate) struct Feed {
     pub(crate) reply: Rc<Reply>,
     pub(crate) sequence: u32,
+    pub(crate) leg: Leg,
+}
+
+/// Which of a sequence's streams it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leg {
+    /// Its tokens come by it.
+    Answer,
+    /// The worker that computes its prompt for another speaks by it.
+    Prompt,
 }
 
 /// See the module's text.
@@ -173,6 +184,10 @@ struct Sequence {
     spec: SequenceSpec,
     /// `None` once it has sent something, or was handed over a second time.
     again: Option<Again>,
+    /// Its prompt, while that is computed elsewhere or under way.
+    remote: Option<Box<Remote>>,
+    /// Who computed its prompt, if not the worker that generates.
+    prefilled: Option<RankId>,
     /// Bytes of tokens that the worker may have sent, all in all.
     granted_bytes: u64,
     /// Credit that is given when half of it is used up, bytes; `NO_LIMIT`: none is needed.
@@ -233,6 +248,8 @@ impl ReplyState {
                     }
                 },
                 again: None,
+                remote: None,
+                prefilled: None,
                 granted_bytes: 0,
                 credit_bytes: NO_LIMIT,
                 detok: Detokenizer::default(),
@@ -355,7 +372,11 @@ impl ReplyState {
 
     /// The worker admitted the sequence.
     pub(crate) fn on_prologue(&mut self, sequence: u32, prologue: &Prologue) {
-        self.sequences[sequence as usize].cached = prologue.hit_tokens;
+        let sequence = &mut self.sequences[sequence as usize];
+        // What counts is what its prompt's worker found.
+        if sequence.prefilled.is_none() {
+            sequence.cached = prologue.hit_tokens;
+        }
         if let Some(ns) = prologue.worker_recv_ns {
             self.times.note(Stage::WorkerRecv, ns);
         }
@@ -470,11 +491,11 @@ impl ReplyState {
     /// The engine ended the sequence.
     pub(crate) fn on_end(&mut self, index: u32, end: &End, metrics: &ShardMetrics) {
         let sequence = &mut self.sequences[index as usize];
-        sequence.cached = end.usage.cached_tokens;
+        if sequence.prefilled.is_none() {
+            sequence.cached = end.usage.cached_tokens;
+        }
         sequence.preemptions = end.usage.preemptions;
-        metrics
-            .cached_tokens
-            .add(u64::from(end.usage.cached_tokens));
+        metrics.cached_tokens.add(u64::from(sequence.cached));
         if self.complete || sequence.ended.is_some() {
             return;
         }
@@ -503,9 +524,47 @@ impl ReplyState {
         self.sequences[index as usize].again.take()
     }
 
+    /// The sequence's prompt is computed elsewhere.
+    pub(crate) fn set_remote(&mut self, index: u32, remote: Remote) {
+        let sequence = &mut self.sequences[index as usize];
+        // Nothing is left to compute where it is decoded, but for one token.
+        if let Some(active) = &mut sequence.spec.active {
+            active.on_first_token();
+        }
+        sequence.remote = Some(Box::new(remote));
+    }
+
+    /// The sequence's prompt, while it is elsewhere and somebody wants it.
+    pub(crate) fn remote(&mut self, index: u32) -> Option<&mut Remote> {
+        if self.complete {
+            return None;
+        }
+        self.sequences[index as usize].remote.as_deref_mut()
+    }
+
+    /// As [`remote`](Self::remote), once and for all, wanted or not.
+    pub(crate) fn take_remote(&mut self, index: u32) -> Option<Remote> {
+        let remote = self.sequences[index as usize].remote.take();
+        remote.map(|remote| *remote)
+    }
+
+    /// Who computes the sequence's prompt, while that is elsewhere.
+    pub(crate) fn prompt_rank(&self, index: u32) -> Option<RankId> {
+        let remote = self.sequences[index as usize].remote.as_ref();
+        remote.map(|remote| remote.rank())
+    }
+
+    /// The sequence's prompt is computed, elsewhere.
+    pub(crate) fn on_prompt_computed(&mut self, index: u32, pass: FirstPass) {
+        self.times.note(Stage::Prefilled, pass.end_ns);
+        let sequence = &mut self.sequences[index as usize];
+        sequence.prefilled = sequence.remote.as_ref().map(|remote| remote.rank());
+    }
+
     /// The sequence runs elsewhere from now on.
     pub(crate) fn move_to(&mut self, index: u32, target: RankId, active: ActiveSequence) {
         self.input.room_bytes = 0; // the new worker gives its own
+        self.sequences[index as usize].prefilled = None;
         let spec = &mut self.sequences[index as usize].spec;
         spec.target = target;
         spec.active = Some(active);
@@ -671,6 +730,13 @@ impl ReplyState {
             "}},\"worker\":{},\"dp_rank\":{},\"cached_tokens\":{},\"preemptions\":{}",
             first.spec.target.worker.0, first.spec.target.dp_rank, first.cached, first.preemptions
         );
+        if let Some(prefilled) = first.prefilled {
+            let _ = write!(
+                json,
+                ",\"prefill_worker\":{},\"prefill_dp_rank\":{}",
+                prefilled.worker.0, prefilled.dp_rank
+            );
+        }
         if let Some(trace) = &self.trace {
             let _ = write!(json, ",\"hit_blocks\":{}", first.cached / trace.block_size);
         }
@@ -947,6 +1013,9 @@ impl ReplyHandle {
 
     /// Kills, at the workers, what has not ended, and closes all streams.
     fn end_streams(&mut self) {
+        for index in 0..self.registrations.len() as u32 {
+            self.shard.abandon(&self.reply, index);
+        }
         let state = self.reply.state.borrow();
         for (registration, sequence) in self.registrations.iter().zip(&state.sequences) {
             if sequence.ended.is_none() {

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::WorkerId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tombstone::{STANDS_NS, Tombstones};
 use slipstream_planes::wire::{Hello, RankLoad, Reject, RejectReason};
-use slipstream_router::Fleet;
+use slipstream_router::Fleets;
 
 /// What the shards of a frontend know together of worker processes. A worker takes requests once
 /// the process that runs it is connected to every shard: a router's choice is then good on each.
@@ -20,7 +20,7 @@ pub struct Roster {
     /// For people.
     pub(crate) name: String,
     shards: usize,
-    fleet: Arc<Fleet>,
+    fleets: Fleets,
     /// By worker. Locked when connections come and go, never for a request.
     workers: Mutex<Vec<Seat>>,
     /// Workers that vanished a moment ago.
@@ -65,12 +65,12 @@ struct Seat {
 }
 
 impl Roster {
-    /// A roster of `fleet`'s cluster, which has `workers` workers in all, for `shards` shards.
+    /// A roster of the cluster of `fleets`, which has `workers` workers in all, for `shards` shards.
     pub fn new(
         instance: u64,
         fingerprint: u64,
         name: String,
-        fleet: Arc<Fleet>,
+        fleets: Fleets,
         workers: usize,
         shards: usize,
     ) -> Roster {
@@ -79,7 +79,7 @@ impl Roster {
             fingerprint,
             name,
             shards,
-            fleet,
+            fleets,
             workers: Mutex::new((0..workers).map(|_| Seat::default()).collect()),
             tombstones: Tombstones::new(workers, STANDS_NS),
             loads: Mutex::default(),
@@ -103,8 +103,8 @@ impl Roster {
         lock(&self.loads).clone()
     }
 
-    pub(crate) fn fleet(&self) -> &Arc<Fleet> {
-        &self.fleet
+    pub(crate) fn fleets(&self) -> &Fleets {
+        &self.fleets
     }
 
     /// How many workers the cluster has.
@@ -226,7 +226,7 @@ impl Roster {
             self.tombstones.raise(worker.index(), now);
             self.settle(worker, seat);
             if feeds_index(shard) {
-                self.fleet.on_worker_lost(worker);
+                self.fleets.on_worker_lost(worker);
             }
             if seat.shards.is_empty() {
                 *seat = Seat::default();
@@ -251,7 +251,7 @@ impl Roster {
         if whole {
             self.tombstones.clear(worker.index());
         }
-        self.fleet.set_ready(worker, whole && seat.ready);
+        self.fleets.set_ready(worker, whole && seat.ready);
     }
 }
 
@@ -275,7 +275,7 @@ mod tests {
     use slipstream_base::{RankId, mix};
     use slipstream_planes::wire::Announced;
     use slipstream_planes::{Registration, StreamTable};
-    use slipstream_router::fleet::TargetConfig;
+    use slipstream_router::{Fleet, fleet::TargetConfig};
 
     fn roster(workers: u32, shards: usize) -> Roster {
         let targets = (0..workers).map(|worker| TargetConfig {
@@ -287,14 +287,7 @@ mod tests {
             prefix_caching: true,
         });
         let fleet = Fleet::new(RouterConfig::default(), 16, targets.collect()).unwrap();
-        Roster::new(
-            1,
-            7,
-            "here".into(),
-            Arc::new(fleet),
-            workers as usize,
-            shards,
-        )
+        Roster::new(1, 7, "here".into(), fleet.into(), workers as usize, shards)
     }
 
     fn hello(instance: u64, shard: u8, workers: &[u32], ready: bool) -> Hello {
@@ -317,9 +310,9 @@ mod tests {
     }
 
     fn ready(roster: &Roster) -> Vec<bool> {
-        let targets = 0..roster.fleet.targets().len();
+        let targets = 0..roster.fleets.serve.targets().len();
         targets
-            .map(|target| roster.fleet.is_ready(target))
+            .map(|target| roster.fleets.serve.is_ready(target))
             .collect()
     }
 

@@ -271,6 +271,7 @@ async fn run_shard(
     mut stopped: watch::Receiver<bool>,
 ) {
     let drain = tokio::task::spawn_local(Shard::drain(shard.clone()));
+    let carry = tokio::task::spawn_local(Shard::carry(shard.clone()));
     loop {
         let stream = tokio::select! {
             stream = handed.recv() => stream,
@@ -302,6 +303,7 @@ async fn run_shard(
         }
     }
     drain.abort();
+    carry.abort();
 }
 
 /// Requests that one HTTP/2 connection may have open; its client waits with more.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use slipstream_base::BlockHash;
-use slipstream_router::Fleet;
+use slipstream_router::Fleets;
 use subtle::ConstantTimeEq;
 
 use crate::text::TextModel;
@@ -26,7 +26,7 @@ pub struct Service {
     /// Prompts keep the tokens of their full blocks, for KV events that name them.
     pub keep_tokens: bool,
     /// The workers.
-    pub fleet: Arc<Fleet>,
+    pub fleets: Fleets,
     /// Keys that clients must send; empty: none needed.
     pub api_keys: ApiKeys,
     /// Bounds on what clients may do.

@@ -13,12 +13,13 @@ use slipstream_planes::ring::{Polled, SendError, ShardPort};
 use slipstream_planes::{
     Entry, PassFrame, RefusalReason, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
 };
-use slipstream_router::{RouteRequest, Router};
+use slipstream_router::{RouteRequest, Routed, Router};
 
+use crate::hand_over::{Carrier, HandOvers, Remote as RemotePrompt};
 use crate::metrics::{Rejection, ShardMetrics};
 use crate::openai::ApiError;
 use crate::remote::{NotSent, Peer, Remote, RemotePlane};
-use crate::reply::{Again, Feed, Reply};
+use crate::reply::{Again, Feed, Leg, Reply, ReplyState};
 use crate::service::Service;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
@@ -39,10 +40,12 @@ pub struct ShardPlane {
     pub transport: Transport,
     /// Its own front of the router.
     pub router: Router,
+    /// Where some workers compute prompts for others.
+    pub hand_overs: Option<HandOvers>,
 }
 
 /// [`Transport`] at work.
-enum Plane {
+pub(crate) enum Plane {
     Rings(ShardPort),
     Sockets(Rc<Remote>),
 }
@@ -56,7 +59,8 @@ pub(crate) struct Shard {
     pub(crate) router: RefCell<Router>,
     pub(crate) table: StreamTable<Feed>,
     pub(crate) model: Rc<str>,
-    plane: Plane,
+    pub(crate) carrier: Option<Carrier>,
+    pub(crate) plane: Plane,
     /// `--bench-locked-table`: held while a stream table is touched.
     table_lock: Option<Arc<Mutex<()>>>,
     /// Sequences under way over all shards.
@@ -76,17 +80,23 @@ impl Shard {
         streams_open: Arc<AtomicU64>,
         table_lock: Option<Arc<Mutex<()>>>,
     ) -> Shard {
+        let streams_max = match &plane.hand_overs {
+            None => service.limits.streams_max,
+            // A prompt that is computed elsewhere has a stream of its own meanwhile.
+            Some(_) => service.limits.streams_max.saturating_mul(2),
+        };
         Shard {
             index,
             metrics,
             registry,
             router: RefCell::new(plane.router),
-            table: StreamTable::new(index, service.limits.streams_max),
+            table: StreamTable::new(index, streams_max),
             model: service.model.as_str().into(),
             plane: match plane.transport {
                 Transport::Rings(port) => Plane::Rings(port),
                 Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
             },
+            carrier: plane.hand_overs.map(|of| Carrier::new(index, of)),
             table_lock,
             streams_open,
             requests: Cell::new(0),
@@ -147,8 +157,29 @@ impl Shard {
         }
     }
 
-    /// Hands sequence `index` of `reply` to its worker. If that worker cannot take it, or turns out
-    /// to be gone before it has sent anything, another one gets it, once.
+    /// Chooses who computes a prompt for the worker that generates the answer, of which that one is
+    /// expected to reuse `hit_blocks`; `None` if it does it itself.
+    pub(crate) fn route_prompt(
+        &self,
+        now: SimTime,
+        route: &RouteRequest<'_>,
+        hit_blocks: u32,
+    ) -> Option<Routed> {
+        let carrier = self.carrier.as_ref()?;
+        let hit_tokens = hit_blocks * self.service.block_size;
+        let uncached = route.prompt.len().saturating_sub(hit_tokens);
+        // What the client named is the worker that answers.
+        let route = RouteRequest {
+            direct: None,
+            ..*route
+        };
+        let mut router = carrier.router.borrow_mut();
+        router.route_prompt(now, &route, uncached)
+    }
+
+    /// Hands sequence `index` of `reply` to its worker; to two of them if another one, `prompt`,
+    /// computes its prompt. If a worker cannot take it, or turns out to be gone before the answer has
+    /// begun, another one gets it, once.
     ///
     /// # Errors
     /// What to tell the client if nobody takes it.
@@ -157,9 +188,14 @@ impl Shard {
         reply: &Rc<Reply>,
         index: u32,
         again: Again,
+        prompt: Option<Routed>,
     ) -> Result<(), ApiError> {
         let credit = again.start.credit_bytes;
         reply.state.borrow_mut().set_credit(index, credit);
+        if let Some(prompt) = prompt {
+            return self.launch_apart(reply, index, again, prompt, 0);
+        }
+        let worker = again.start.rank.worker;
         match self.hand_over(again.start) {
             Ok(None) => Ok(()),
             Ok(Some(start)) => {
@@ -167,13 +203,13 @@ impl Shard {
                 reply.state.borrow_mut().keep(index, again);
                 Ok(())
             }
-            Err(start) => self.relaunch(reply, index, Again { start, ..again }),
+            Err(start) => self.relaunch(reply, index, Again { start, ..again }, worker),
         }
     }
 
     /// Hands a start over. It comes back where it may be needed again: `Ok(Some)` from a socket,
     /// as the worker behind it may vanish; `Err` if it was not handed over.
-    fn hand_over(
+    pub(crate) fn hand_over(
         &self,
         start: Box<StartRequest>,
     ) -> Result<Option<Box<StartRequest>>, Box<StartRequest>> {
@@ -198,15 +234,20 @@ impl Shard {
         }
     }
 
-    /// The worker of a sequence that has sent nothing did not take it, or is gone: another one gets
-    /// it.
-    fn relaunch(&self, reply: &Rc<Reply>, index: u32, again: Again) -> Result<(), ApiError> {
+    /// The worker `failed` of a sequence that has sent nothing did not take it, or is gone: another
+    /// one gets it.
+    pub(crate) fn relaunch(
+        &self,
+        reply: &Rc<Reply>,
+        index: u32,
+        again: Again,
+        failed: WorkerId,
+    ) -> Result<(), ApiError> {
         let Again {
             mut start,
             session,
             direct,
         } = again;
-        let failed = start.rank.worker;
         let route = RouteRequest {
             prompt: &start.request.prompt,
             max_tokens: start.request.params.max_tokens,
@@ -224,11 +265,24 @@ impl Shard {
             )
         })?;
         self.metrics.retries.add(1);
+        let prompt = if start.more {
+            None
+        } else {
+            self.route_prompt(now, &route, routed.hit_blocks)
+        };
         start.rank = routed.target;
         reply
             .state
             .borrow_mut()
             .move_to(index, routed.target, routed.active);
+        if let Some(prompt) = prompt {
+            let again = Again {
+                start,
+                session,
+                direct,
+            };
+            return self.launch_apart(reply, index, again, prompt, 1);
+        }
         match self.hand_over(start) {
             Ok(_) => Ok(()),
             Err(start) => {
@@ -267,11 +321,12 @@ impl Shard {
                 // The replies that this filled are woken; let them write before the next frames.
                 Polled::Frames(_) => tokio::task::yield_now().await,
                 Polled::ThreadGone(thread) => {
-                    let fleet = &self.service.fleet;
                     let lost = |worker| port.thread_of(worker) == thread;
-                    for target in fleet.targets() {
-                        if lost(target.rank.worker) {
-                            fleet.on_worker_lost(target.rank.worker);
+                    for fleet in self.service.fleets.each() {
+                        for target in fleet.targets() {
+                            if lost(target.rank.worker) {
+                                fleet.on_worker_lost(target.rank.worker);
+                            }
                         }
                     }
                     self.on_workers_gone(lost);
@@ -285,21 +340,47 @@ impl Shard {
     /// error; the others go elsewhere, once.
     pub(crate) fn on_workers_gone(&self, gone: impl Fn(WorkerId) -> bool) {
         let mut elsewhere = Vec::new();
+        let mut apart = Vec::new();
         self.table.for_each(|_, feed| {
+            if feed.leg == Leg::Prompt {
+                return;
+            }
             let mut state = feed.reply.state.borrow_mut();
             let worker = state.target(feed.sequence).worker;
-            if !gone(worker) || state.has_ended(feed.sequence) {
+            if state.has_ended(feed.sequence) {
+                return;
+            }
+            if let Some(prompt) = state.prompt_rank(feed.sequence) {
+                let lost = [worker, prompt.worker].into_iter().find(|&w| gone(w));
+                if let Some(worker) = lost {
+                    apart.push((feed.reply.clone(), feed.sequence, worker));
+                }
+                return;
+            }
+            if !gone(worker) {
                 return;
             }
             if let Some(again) = state.take_kept(feed.sequence) {
-                elsewhere.push((feed.reply.clone(), feed.sequence, again));
+                elsewhere.push((feed.reply.clone(), feed.sequence, again, worker));
             } else {
                 self.metrics.streams_lost.add(1);
                 state.on_refused(feed.sequence, &ApiError::worker_lost(&worker.to_string()));
             }
         });
-        for (reply, index, again) in elsewhere {
-            self.retry(&reply, index, again);
+        for (reply, index, again, worker) in elsewhere {
+            self.retry(&reply, index, again, worker);
+        }
+        for (reply, index, worker) in apart {
+            let again = self
+                .abandon(&reply, index)
+                .and_then(RemotePrompt::into_again);
+            if let Some(again) = again {
+                self.retry(&reply, index, again, worker);
+            } else {
+                self.metrics.streams_lost.add(1);
+                let error = ApiError::worker_lost(&worker.to_string());
+                reply.state.borrow_mut().on_refused(index, &error);
+            }
         }
     }
 
@@ -308,7 +389,7 @@ impl Shard {
         let mut cut = 0;
         self.table.for_each(|_, feed| {
             let mut state = feed.reply.state.borrow_mut();
-            if !state.has_ended(feed.sequence) {
+            if feed.leg == Leg::Answer && !state.has_ended(feed.sequence) {
                 cut += 1;
                 state.fail(&ApiError::stopping());
             }
@@ -317,8 +398,8 @@ impl Shard {
         cut
     }
 
-    fn retry(&self, reply: &Rc<Reply>, index: u32, again: Again) {
-        if let Err(error) = self.relaunch(reply, index, again) {
+    fn retry(&self, reply: &Rc<Reply>, index: u32, again: Again, failed: WorkerId) {
+        if let Err(error) = self.relaunch(reply, index, again, failed) {
             self.metrics.streams_lost.add(1);
             reply.state.borrow_mut().on_refused(index, &error);
         }
@@ -364,7 +445,7 @@ impl Shard {
                 let told = self.table.with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
                     let sequence = feed.sequence;
-                    if foreign(state.target(sequence).worker) {
+                    if feed.leg == Leg::Prompt || foreign(state.target(sequence).worker) {
                         return None;
                     }
                     let first = first.map(|first| first.unless(strange_clock));
@@ -384,7 +465,7 @@ impl Shard {
                 .table
                 .with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    if !foreign(state.target(feed.sequence).worker) {
+                    if !foreign(speaker(&state, feed)) {
                         state.on_prologue(feed.sequence, &prologue.unless(strange_clock));
                     }
                 })
@@ -393,7 +474,7 @@ impl Shard {
                 .table
                 .with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    if !foreign(state.target(feed.sequence).worker) {
+                    if feed.leg == Leg::Answer && !foreign(state.target(feed.sequence).worker) {
                         state.on_turn(feed.sequence, &end);
                     }
                 })
@@ -402,42 +483,95 @@ impl Shard {
                 .table
                 .with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    if !foreign(state.target(feed.sequence).worker) {
+                    if feed.leg == Leg::Answer && !foreign(state.target(feed.sequence).worker) {
                         state.on_room(bytes);
                     }
                 })
                 .is_some(),
-            Entry::End { stream, end } => self
-                .table
-                .with(stream, |feed| {
+            Entry::End { stream, end } => {
+                let prompt = self.table.with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    if !foreign(state.target(feed.sequence).worker) {
-                        state.on_end(feed.sequence, &end, &self.metrics);
+                    if foreign(speaker(&state, feed)) {
+                        return None;
                     }
-                })
-                .is_some(),
+                    if feed.leg == Leg::Prompt {
+                        return Some((feed.reply.clone(), feed.sequence));
+                    }
+                    state.on_end(feed.sequence, &end, &self.metrics);
+                    None
+                });
+                let known = prompt.is_some();
+                if let Some(Some((reply, index))) = prompt {
+                    // Only a worker that shuts down ends a prompt.
+                    self.on_prompt_lost(&reply, index, self.addr(stream));
+                }
+                known
+            }
+            Entry::Computed { stream, pass } => {
+                let found = self.table.with(stream, |feed| {
+                    let state = feed.reply.state.borrow();
+                    let ours = feed.leg == Leg::Prompt && !foreign(speaker(&state, feed));
+                    ours.then(|| (feed.reply.clone(), feed.sequence))
+                });
+                let known = found.is_some();
+                if let Some(Some((reply, index))) = found {
+                    self.on_computed(&reply, index, pass.unless(strange_clock));
+                }
+                known
+            }
+            Entry::Reserved { stream, reserved } => {
+                let found = self.table.with(stream, |feed| {
+                    let state = feed.reply.state.borrow();
+                    let ours = feed.leg == Leg::Answer && !foreign(speaker(&state, feed));
+                    ours.then(|| (feed.reply.clone(), feed.sequence))
+                });
+                let known = found.is_some();
+                if let Some(Some((reply, index))) = found {
+                    self.on_reserved(&reply, index, &reserved.unless(strange_clock));
+                }
+                known
+            }
             Entry::Refused {
                 stream,
                 reason,
                 message,
             } => {
                 let again = self.table.with(stream, |feed| {
-                    if foreign(feed.reply.state.borrow().target(feed.sequence).worker) {
+                    let mut state = feed.reply.state.borrow_mut();
+                    let worker = speaker(&state, feed);
+                    if foreign(worker) {
                         return None;
                     }
                     self.metrics.engine_refusals.add(1);
                     tracing::info!(%message, ?reason, "an engine refused a request");
-                    let mut state = feed.reply.state.borrow_mut();
+                    if state.prompt_rank(feed.sequence).is_some() {
+                        return Some((feed.reply.clone(), feed.sequence, None, worker));
+                    }
                     let again = state.take_kept(feed.sequence);
                     if let Some(again) = again.filter(|_| reason.retry_elsewhere()) {
-                        return Some((feed.reply.clone(), feed.sequence, again));
+                        return Some((feed.reply.clone(), feed.sequence, Some(again), worker));
                     }
                     state.on_refused(feed.sequence, &refusal(reason, message));
                     None
                 });
                 let known = again.is_some();
-                if let Some(Some((reply, index, again))) = again {
-                    self.retry(&reply, index, again);
+                match again.flatten() {
+                    None => {}
+                    Some((reply, index, Some(again), worker)) => {
+                        self.retry(&reply, index, again, worker);
+                    }
+                    Some((reply, index, None, worker)) => {
+                        // One of two workers: the other is to forget the request.
+                        let again = self
+                            .abandon(&reply, index)
+                            .and_then(RemotePrompt::into_again);
+                        if let Some(again) = again.filter(|_| reason.retry_elsewhere()) {
+                            self.retry(&reply, index, again, worker);
+                        } else {
+                            let error = refusal(reason, message);
+                            reply.state.borrow_mut().on_refused(index, &error);
+                        }
+                    }
                 }
                 known
             }
@@ -447,20 +581,30 @@ impl Shard {
         }
     }
 
-    fn give_credit(&self, rank: RankId, stream: StreamId, bytes: u32) {
-        let addr = StreamAddr {
+    fn addr(&self, stream: StreamId) -> StreamAddr {
+        StreamAddr {
             shard: self.index,
             stream,
-        };
+        }
+    }
+
+    fn give_credit(&self, rank: RankId, stream: StreamId, bytes: u32) {
+        let addr = self.addr(stream);
         self.send_control(ToWorker::Credit { rank, addr, bytes });
     }
 
     fn kill(&self, rank: RankId, stream: StreamId) {
-        let addr = StreamAddr {
-            shard: self.index,
-            stream,
-        };
+        let addr = self.addr(stream);
         self.send_control(ToWorker::Kill { rank, addr });
+    }
+}
+
+/// The worker that has something to say by the stream of `feed`.
+fn speaker(state: &ReplyState, feed: &Feed) -> WorkerId {
+    let target = state.target(feed.sequence);
+    match feed.leg {
+        Leg::Answer => target.worker,
+        Leg::Prompt => state.prompt_rank(feed.sequence).unwrap_or(target).worker,
     }
 }
 

@@ -25,6 +25,22 @@ pub enum ToWorker {
         /// The stream.
         addr: StreamAddr,
     },
+    /// The keys and values for which a stream that is an answer ([`Part::Answer`]) has reserved blocks
+    /// have come: it may run. Nothing if it is gone.
+    Receive {
+        /// Whose engine it is.
+        rank: RankId,
+        /// The stream.
+        addr: StreamAddr,
+    },
+    /// The keys and values of a prompt that was computed here ([`Part::Prompt`]) have been fetched:
+    /// its blocks are free, and the stream is over. Nothing if it is gone.
+    Release {
+        /// Whose engine it is.
+        rank: RankId,
+        /// The stream.
+        addr: StreamAddr,
+    },
     /// Publish every block that the rank holds: someone saw a gap in its KV deltas.
     Resync {
         /// Whose engine it is.
@@ -61,6 +77,8 @@ impl ToWorker {
             ToWorker::Input(input) => input.rank,
             ToWorker::Stop { rank, .. }
             | ToWorker::Kill { rank, .. }
+            | ToWorker::Receive { rank, .. }
+            | ToWorker::Release { rank, .. }
             | ToWorker::Credit { rank, .. }
             | ToWorker::Resync { rank } => *rank,
             ToWorker::HangUp { worker, .. } => RankId {
@@ -74,8 +92,27 @@ impl ToWorker {
 /// Credit without a bound; see [`StartRequest::credit_bytes`].
 pub const NO_LIMIT: u32 = u32::MAX;
 
+/// What of a request a worker does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    #[default]
+    Whole,
+    /// It computes the prompt and keeps the blocks. Answered by [`Entry::Prologue`] and
+    /// [`Entry::Computed`] (or by [`Entry::Refused`]); ended by [`ToWorker::Release`] or
+    /// [`ToWorker::Kill`].
+    Prompt,
+    /// It generates the answer to a prompt that another worker computes. Answered by
+    /// [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
+    /// [`ToWorker::Receive`].
+    Answer {
+        /// Which attempt of the stream this is, so that an earlier one's news is known as such.
+        attempt: u8,
+    },
+}
+
 /// A request on its way to an engine.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct StartRequest {
     /// Where the answer goes.
     pub addr: StreamAddr,
@@ -93,6 +130,8 @@ pub struct StartRequest {
     /// More input follows, in turns: what came so far is answered, then what came after it behind
     /// that answer, until the input ends. The stream's credit is [`NO_LIMIT`] then.
     pub more: bool,
+    /// What of it this worker does; all of it if [`more`](Self::more).
+    pub part: Part,
 }
 
 /// Tokens of a turn that follows the first prompt of a stream.
@@ -129,6 +168,34 @@ pub struct FirstPass {
     pub start_ns: u64,
     /// It ended.
     pub end_ns: u64,
+}
+
+/// There are blocks for a prompt that another worker computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reserved {
+    /// As in [`Part::Answer`].
+    pub attempt: u8,
+    /// Leading tokens of the prompt that are cached there and need not come.
+    pub cached_tokens: u32,
+    /// When the worker took the request, `CLOCK_MONOTONIC` ns; `None` if that is not known.
+    pub worker_recv_ns: Option<u64>,
+    /// When the blocks were reserved (modelled), ns; likewise.
+    pub at_ns: Option<u64>,
+}
+
+impl Reserved {
+    /// The same without its times, if `unknown`: they are of a clock that is not ours.
+    #[must_use]
+    pub fn unless(self, unknown: bool) -> Reserved {
+        if unknown {
+            return Reserved {
+                worker_recv_ns: None,
+                at_ns: None,
+                ..self
+            };
+        }
+        self
+    }
 }
 
 impl Prologue {
@@ -261,6 +328,20 @@ pub enum Entry<'a> {
         /// How many.
         bytes: u32,
     },
+    /// The prompt is computed, and its blocks are kept for whoever fetches them.
+    Computed {
+        /// Whose.
+        stream: StreamId,
+        /// The pass that computed the last of it.
+        pass: FirstPass,
+    },
+    /// There are blocks for the prompt, which may come.
+    Reserved {
+        /// Whose.
+        stream: StreamId,
+        /// How much of it, and when.
+        reserved: Reserved,
+    },
     /// Nothing follows.
     End {
         /// Whose.
@@ -279,6 +360,8 @@ impl Entry<'_> {
             | Entry::Tokens { stream, .. }
             | Entry::Turn { stream, .. }
             | Entry::Room { stream, .. }
+            | Entry::Computed { stream, .. }
+            | Entry::Reserved { stream, .. }
             | Entry::End { stream, .. } => stream,
         }
     }
@@ -298,6 +381,8 @@ impl Entry<'_> {
 /// END      kind|slot  generation  reason  prompt completion cached preemptions
 /// TURN     kind|slot  generation  reason  prompt completion cached preemptions
 /// ROOM     kind|slot  generation  bytes
+/// COMPUTED kind|slot  generation  start.lo start.hi end.lo end.hi
+/// RESERVED kind|slot  generation  attempt  cached_tokens  recv.lo recv.hi  at.lo at.hi
 /// ```
 ///
 /// A frame that exists is well formed: it was built by the `push_*` functions or checked by
@@ -321,6 +406,8 @@ mod kind {
     pub(super) const END: u32 = 6;
     pub(super) const TURN: u32 = 7;
     pub(super) const ROOM: u32 = 8;
+    pub(super) const COMPUTED: u32 = 9;
+    pub(super) const RESERVED: u32 = 10;
 }
 
 impl PassFrame {
@@ -419,6 +506,31 @@ impl PassFrame {
     /// Adds that `bytes` more of input may come for `stream`.
     pub fn push_room(&mut self, stream: StreamId, bytes: u32) {
         self.push(kind::ROOM, stream, &[bytes]);
+    }
+
+    /// Adds that the prompt of `stream` is computed.
+    pub fn push_computed(&mut self, stream: StreamId, pass: FirstPass) {
+        let (start, end) = (pass.start_ns, pass.end_ns);
+        let rest = [low(start), high(start), low(end), high(end)];
+        self.push(kind::COMPUTED, stream, &rest);
+    }
+
+    /// Adds that there are blocks for the prompt of `stream`.
+    pub fn push_reserved(&mut self, stream: StreamId, reserved: &Reserved) {
+        let recv = reserved.worker_recv_ns.unwrap_or(0);
+        let at = reserved.at_ns.unwrap_or(0);
+        self.push(
+            kind::RESERVED,
+            stream,
+            &[
+                reserved.attempt.into(),
+                reserved.cached_tokens,
+                low(recv),
+                high(recv),
+                low(at),
+                high(at),
+            ],
+        );
     }
 
     #[inline]
@@ -573,6 +685,9 @@ pub enum FrameProblem {
     /// A code in it is unknown.
     #[error("unknown reason code {0}")]
     Reason(u32),
+    /// No stream is tried so often.
+    #[error("attempt {0} is above 255")]
+    Attempt(u32),
     /// It announces no tokens.
     #[error("an entry of tokens holds none")]
     NoTokens,
@@ -616,6 +731,8 @@ fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProbl
         kind::FIRST => tokens(5)?,
         kind::PROLOGUE | kind::END | kind::TURN => 5,
         kind::REFUSED => 3,
+        kind::COMPUTED => 4,
+        kind::RESERVED => 6,
         other => return Err(FrameProblem::Kind(other)),
     };
     let (entry, rest) = body.split_at_checked(len).ok_or(FrameProblem::Cut)?;
@@ -623,6 +740,7 @@ fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProbl
         kind::END | kind::TURN if finish_reason(entry[0]).is_none() => {
             Err(FrameProblem::Reason(entry[0]))
         }
+        kind::RESERVED if entry[0] > u32::from(u8::MAX) => Err(FrameProblem::Attempt(entry[0])),
         kind::REFUSED => {
             let (reason, offset, len) = (entry[0], entry[1], entry[2]);
             let end = offset as usize + len as usize;
@@ -730,6 +848,22 @@ impl<'a> Iterator for Entries<'a> {
                 let bytes = body[0];
                 (Entry::Room { stream, bytes }, &body[1..])
             }
+            kind::COMPUTED => {
+                let pass = FirstPass {
+                    start_ns: wide(body[0], body[1]),
+                    end_ns: wide(body[2], body[3]),
+                };
+                (Entry::Computed { stream, pass }, &body[4..])
+            }
+            kind::RESERVED => {
+                let reserved = Reserved {
+                    attempt: body[0] as u8,
+                    cached_tokens: body[1],
+                    worker_recv_ns: present(wide(body[2], body[3])),
+                    at_ns: present(wide(body[4], body[5])),
+                };
+                (Entry::Reserved { stream, reserved }, &body[6..])
+            }
             other => unreachable!("a frame is checked when it is made, but has kind {other}"),
         };
         self.words = rest;
@@ -751,6 +885,8 @@ mod tests {
         Tokens(StreamId, Vec<u32>, Option<FirstPass>),
         Turn(StreamId, End),
         Room(StreamId, u32),
+        Computed(StreamId, FirstPass),
+        Reserved(StreamId, Reserved),
         End(StreamId, End),
     }
 
@@ -770,6 +906,8 @@ mod tests {
                 } => Owned::Tokens(stream, tokens.to_vec(), first),
                 Entry::Turn { stream, end } => Owned::Turn(stream, end),
                 Entry::Room { stream, bytes } => Owned::Room(stream, bytes),
+                Entry::Computed { stream, pass } => Owned::Computed(stream, pass),
+                Entry::Reserved { stream, reserved } => Owned::Reserved(stream, reserved),
                 Entry::End { stream, end } => Owned::End(stream, end),
             }
         }
@@ -781,6 +919,8 @@ mod tests {
                 Owned::Tokens(stream, tokens, first) => frame.push_tokens(*stream, tokens, *first),
                 Owned::Turn(stream, end) => frame.push_turn(*stream, end),
                 Owned::Room(stream, bytes) => frame.push_room(*stream, *bytes),
+                Owned::Computed(stream, pass) => frame.push_computed(*stream, *pass),
+                Owned::Reserved(stream, reserved) => frame.push_reserved(*stream, reserved),
                 Owned::End(stream, end) => frame.push_end(*stream, end),
             }
         }
@@ -799,9 +939,22 @@ mod tests {
                 admitted_ns,
             },
         );
-        let first = prop::option::of(
-            any::<(u64, u64)>().prop_map(|(start_ns, end_ns)| FirstPass { start_ns, end_ns }),
-        );
+        let pass =
+            any::<(u64, u64)>().prop_map(|(start_ns, end_ns)| FirstPass { start_ns, end_ns });
+        let first = prop::option::of(pass.clone());
+        let reserved = (
+            any::<(u8, u32)>(),
+            prop::option::of(1u64..),
+            prop::option::of(1u64..),
+        )
+            .prop_map(
+                |((attempt, cached_tokens), worker_recv_ns, at_ns)| Reserved {
+                    attempt,
+                    cached_tokens,
+                    worker_recv_ns,
+                    at_ns,
+                },
+            );
         let reason = prop::sample::select(RefusalReason::ALL.to_vec());
         let finish = prop::sample::select(vec![
             FinishReason::Stop,
@@ -825,6 +978,8 @@ mod tests {
             (stream(), end.clone()).prop_map(|(s, e)| Owned::End(s, e)),
             (stream(), end).prop_map(|(s, e)| Owned::Turn(s, e)),
             (stream(), any::<u32>()).prop_map(|(s, bytes)| Owned::Room(s, bytes)),
+            (stream(), pass).prop_map(|(s, pass)| Owned::Computed(s, pass)),
+            (stream(), reserved).prop_map(|(s, reserved)| Owned::Reserved(s, reserved)),
         ]
     }
 
@@ -891,6 +1046,13 @@ mod tests {
         check(&[6 << 24, 0, 9, 0, 0, 0, 0], "", 3, FrameProblem::Reason(9));
         check(&[7 << 24, 0, 9, 0, 0, 0, 0], "", 3, FrameProblem::Reason(9));
         check(&[8 << 24, 0], "", 3, FrameProblem::Cut);
+        check(&[9 << 24, 0, 1, 2, 3], "", 3, FrameProblem::Cut);
+        check(
+            &[10 << 24, 0, 256, 0, 0, 0, 0, 0],
+            "",
+            3,
+            FrameProblem::Attempt(256),
+        );
         check(&[5 << 24, 0, 99, 0, 0], "", 3, FrameProblem::Reason(99));
         let text = FrameProblem::Text { offset: 1, len: 1 };
         check(&[5 << 24, 0, 0, 1, 1], "é", 3, text);

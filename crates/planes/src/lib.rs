@@ -37,7 +37,8 @@ pub mod wire;
 
 pub use events::EventSink;
 pub use frame::{
-    End, Entry, FirstPass, Input, PassFrame, Prologue, RefusalReason, StartRequest, ToWorker, Usage,
+    End, Entry, FirstPass, Input, Part, PassFrame, Prologue, RefusalReason, Reserved, StartRequest,
+    ToWorker, Usage,
 };
 pub use ring::{Flushed, Plane, PlaneLimits, Polled, SendError, ShardPort, ThreadPort};
 pub use stream::{Registration, StreamAddr, StreamId, StreamTable};

@@ -171,8 +171,8 @@ struct ShardLink {
 #[derive(Debug)]
 struct Requests {
     ring: Producer<ToWorker>,
-    /// Stops and kills that found the ring full; they may not be lost. No more than two a stream
-    /// that was started, so the stream table bounds them.
+    /// Stops, kills and the like that found the ring full; they may not be lost. No more than a few
+    /// a stream that was started, so the stream table bounds them.
     controls: VecDeque<ToWorker>,
 }
 

@@ -17,11 +17,11 @@ use slipstream_base::{
     WorkerId,
 };
 
-use crate::frame::{FrameError, Input, NO_LIMIT, PassFrame, StartRequest, ToWorker};
+use crate::frame::{FrameError, Input, NO_LIMIT, Part, PassFrame, StartRequest, ToWorker};
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
 /// What this program speaks.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// Bytes before a body.
 pub const HEADER_BYTES: usize = 8;
@@ -66,6 +66,10 @@ pub enum Kind {
     Credit = 20,
     /// Shard to worker: more of a stream's prompt.
     Input = 21,
+    /// Shard to worker: the prompt of an answer has come.
+    Receive = 22,
+    /// Shard to worker: a prompt that is kept has been fetched.
+    Release = 23,
     /// Worker to shard: what one pass, or a few, produced.
     Pass = 32,
     /// Worker to shard: changes of a rank's KV cache.
@@ -80,7 +84,7 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 16] = [
+    pub const ALL: [Kind; 18] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Reject,
@@ -92,6 +96,8 @@ impl Kind {
         Kind::Resync,
         Kind::Credit,
         Kind::Input,
+        Kind::Receive,
+        Kind::Release,
         Kind::Pass,
         Kind::Kv,
         Kind::KvSnapshot,
@@ -574,7 +580,13 @@ mod start_flag {
     pub(super) const BLOCK_TOKENS: u8 = 8;
     /// More input follows.
     pub(super) const MORE: u8 = 16;
-    pub(super) const ALL: u8 = 31;
+    /// The prompt alone.
+    pub(super) const PROMPT: u8 = 32;
+    /// The answer alone.
+    pub(super) const ANSWER: u8 = 64;
+    pub(super) const ALL: u8 = 127;
+    /// Of these at most one.
+    pub(super) const APART: u8 = PROMPT | ANSWER | MORE;
 }
 
 /// Flags of an input.
@@ -600,6 +612,8 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
         ToWorker::Start(start) => encode_start(start, out),
         ToWorker::Stop { rank, addr } => control(out, Kind::Stop, *rank, addr, None),
         ToWorker::Kill { rank, addr } => control(out, Kind::Kill, *rank, addr, None),
+        ToWorker::Receive { rank, addr } => control(out, Kind::Receive, *rank, addr, None),
+        ToWorker::Release { rank, addr } => control(out, Kind::Release, *rank, addr, None),
         ToWorker::Credit { rank, addr, bytes } => {
             control(out, Kind::Credit, *rank, addr, Some(*bytes));
         }
@@ -650,7 +664,19 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if tokens.is_some() {
             flags |= start_flag::BLOCK_TOKENS;
         }
+        let attempt = match start.part {
+            Part::Whole => 0,
+            Part::Prompt => {
+                flags |= start_flag::PROMPT;
+                0
+            }
+            Part::Answer { attempt } => {
+                flags |= start_flag::ANSWER;
+                attempt
+            }
+        };
         out.push(flags);
+        out.push(attempt);
         out.extend_from_slice(&start.dispatched_ns.to_le_bytes());
         out.extend_from_slice(&start.credit_bytes.to_le_bytes());
         out.extend_from_slice(&request.seed.to_le_bytes());
@@ -684,12 +710,14 @@ pub fn decode_to_worker(kind: Kind, body: &[u8], shard: u8) -> Result<ToWorker, 
     let mut fields = Fields::new(kind, body);
     let message = match kind {
         Kind::Start => ToWorker::Start(Box::new(decode_start(&mut fields, shard)?)),
-        Kind::Stop | Kind::Kill | Kind::Credit => {
+        Kind::Stop | Kind::Kill | Kind::Receive | Kind::Release | Kind::Credit => {
             let addr = fields.addr(shard)?;
             let rank = fields.rank()?;
             match kind {
                 Kind::Stop => ToWorker::Stop { rank, addr },
                 Kind::Kill => ToWorker::Kill { rank, addr },
+                Kind::Receive => ToWorker::Receive { rank, addr },
+                Kind::Release => ToWorker::Release { rank, addr },
                 _ => ToWorker::Credit {
                     rank,
                     addr,
@@ -731,8 +759,22 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     let flags = fields.u8()?;
     let both = start_flag::OPAQUE | start_flag::BLOCK_TOKENS;
     let opaque_more = start_flag::OPAQUE | start_flag::MORE;
-    if flags & !start_flag::ALL != 0 || flags & both == both || flags & opaque_more == opaque_more {
+    let apart = (flags & start_flag::APART).count_ones();
+    if flags & !start_flag::ALL != 0
+        || flags & both == both
+        || flags & opaque_more == opaque_more
+        || apart > 1
+    {
         return Err(fields.bad("flags", flags.into()));
+    }
+    let attempt = fields.u8()?;
+    let part = match flags & (start_flag::PROMPT | start_flag::ANSWER) {
+        start_flag::PROMPT => Part::Prompt,
+        start_flag::ANSWER => Part::Answer { attempt },
+        _ => Part::Whole,
+    };
+    if attempt != 0 && !matches!(part, Part::Answer { .. }) {
+        return Err(fields.bad("attempt", attempt.into()));
     }
     let dispatched_ns = fields.u64()?;
     let credit_bytes = fields.u32()?;
@@ -803,6 +845,7 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
         credit_bytes,
         traced: flags & start_flag::TRACED != 0,
         more,
+        part,
     })
 }
 
@@ -1004,12 +1047,14 @@ mod tests {
     use slipstream_base::FinishReason;
 
     use super::*;
-    use crate::frame::{End, Entry, FirstPass, Prologue, RefusalReason, Usage};
+    use crate::frame::{End, Entry, FirstPass, Prologue, RefusalReason, Reserved, Usage};
 
     const RANK: RankId = RankId {
         worker: WorkerId(3),
         dp_rank: 1,
     };
+
+    const ANSWER: Part = Part::Answer { attempt: 1 };
 
     fn addr(shard: u8) -> StreamAddr {
         StreamAddr {
@@ -1097,6 +1142,7 @@ mod tests {
             credit_bytes: 262_144,
             traced: !opaque,
             more: false,
+            part: Part::Whole,
         }
     }
 
@@ -1114,6 +1160,13 @@ mod tests {
         StartRequest {
             credit_bytes: NO_LIMIT,
             more: true,
+            ..start(false)
+        }
+    }
+
+    fn start_part(part: Part) -> StartRequest {
+        StartRequest {
+            part,
             ..start(false)
         }
     }
@@ -1151,6 +1204,14 @@ mod tests {
         pass.push_end(stream(2), &end);
         pass.push_turn(stream(5), &end);
         pass.push_room(stream(5), 65_536);
+        pass.push_computed(stream(6), first);
+        let reserved = Reserved {
+            attempt: 1,
+            cached_tokens: 16,
+            worker_recv_ns: Some(1),
+            at_ns: Some(2),
+        };
+        pass.push_reserved(stream(7), &reserved);
         pass.sent_ns = 5;
         pass
     }
@@ -1214,6 +1275,16 @@ mod tests {
                 "start-more",
                 to_worker(&ToWorker::Start(Box::new(start_with_more()))),
             ),
+            (
+                "start-prompt",
+                to_worker(&ToWorker::Start(Box::new(start_part(Part::Prompt)))),
+            ),
+            (
+                "start-answer",
+                to_worker(&ToWorker::Start(Box::new(start_part(ANSWER)))),
+            ),
+            ("receive", to_worker(&ToWorker::Receive { rank, addr })),
+            ("release", to_worker(&ToWorker::Release { rank, addr })),
             ("input", to_worker(&ToWorker::Input(Box::new(input())))),
             ("stop", to_worker(&ToWorker::Stop { rank, addr })),
             ("kill", to_worker(&ToWorker::Kill { rank, addr })),
@@ -1291,6 +1362,8 @@ mod tests {
             ("start-opaque", start(true)),
             ("start-tokens", start_with_tokens()),
             ("start-more", start_with_more()),
+            ("start-prompt", start_part(Part::Prompt)),
+            ("start-answer", start_part(ANSWER)),
         ] {
             let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();
             let ToWorker::Start(read) = read else {
@@ -1302,7 +1375,7 @@ mod tests {
             request.id = sent.request.id;
             assert_eq!(request, sent.request);
             assert_eq!((read.rank, read.traced), (sent.rank, sent.traced));
-            assert_eq!(read.more, sent.more);
+            assert_eq!((read.more, read.part), (sent.more, sent.part));
             assert_eq!(read.dispatched_ns, sent.dispatched_ns);
             assert_eq!(read.credit_bytes, sent.credit_bytes);
         }
@@ -1338,9 +1411,14 @@ mod tests {
             Kind::Welcome => Welcome::decode(body).map(drop),
             Kind::Reject => Reject::decode(body).map(drop),
             Kind::Ping | Kind::Bye => Ok(()),
-            Kind::Start | Kind::Stop | Kind::Kill | Kind::Resync | Kind::Credit | Kind::Input => {
-                decode_to_worker(kind, body, 0).map(drop)
-            }
+            Kind::Start
+            | Kind::Stop
+            | Kind::Kill
+            | Kind::Receive
+            | Kind::Release
+            | Kind::Resync
+            | Kind::Credit
+            | Kind::Input => decode_to_worker(kind, body, 0).map(drop),
             Kind::Pass => {
                 let mut pass = PassFrame::new();
                 decode_pass(body, &mut pass)?;
@@ -1421,8 +1499,11 @@ mod tests {
         check("start", 3, 1, "stream slot");
         check("start", 14, 0xff, "flags");
         check("start-opaque", 14, 12, "flags");
-        check("start", 39, 0, "max_tokens");
-        check("start", 63, 0, "block size");
+        check("start-prompt", 14, 32 | 64, "flags");
+        check("start-more", 14, 16 | 32, "flags");
+        check("start-prompt", 15, 1, "attempt");
+        check("start", 40, 0, "max_tokens");
+        check("start", 64, 0, "block size");
         check("stop", 3, 1, "stream slot");
         check("kv", 14, 9, "run of changes");
         check("ready", 4, 2, "readiness");

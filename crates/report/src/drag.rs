@@ -326,7 +326,7 @@ mod tests {
         let n = || prop::option::of(any::<u32>());
         (
             "[a-z0-9.,\" ]{1,12}",
-            prop::collection::vec(prop::option::of(1u64..), 15),
+            prop::collection::vec(prop::option::of(1u64..), Stage::ALL.len()),
             (n(), n(), n(), [n(), n(), n(), n()], n(), n()),
             "[a-z_ ]{1,12}",
         )

@@ -11,6 +11,9 @@ use crate::table::{Table, grouped, number};
 pub struct HandOvers {
     /// By the stage that ends the gap; the first one ends none.
     gaps: Vec<Latency>,
+    /// From a prompt's coming from elsewhere to the pass of the first token: apart from the gap of
+    /// prompts that were computed where they are answered, which ends likewise.
+    loaded: Latency,
     ttft: Latency,
     rest: Latency,
     requests: u64,
@@ -21,6 +24,7 @@ impl Default for HandOvers {
     fn default() -> Self {
         HandOvers {
             gaps: vec![Latency::default(); Stage::ALL.len()],
+            loaded: Latency::default(),
             ttft: Latency::default(),
             rest: Latency::default(),
             requests: 0,
@@ -40,6 +44,9 @@ fn what(stage: Stage) -> &'static str {
         Stage::Dispatched => "dispatch",
         Stage::WorkerRecv => "frontend to worker",
         Stage::Admitted => "wait for admission",
+        Stage::Prefilled => "prompt, computed elsewhere",
+        Stage::KvSent => "ask for its keys and values",
+        Stage::KvReceived => "keys and values",
         Stage::FirstPassStart => "earlier passes of the prompt",
         Stage::FirstPassEnd => "pass of the first token",
         Stage::FrameRecv => "worker to frontend",
@@ -64,10 +71,14 @@ impl HandOvers {
             let Some(at) = record.times.at(stage) else {
                 continue;
             };
-            if let Some(before) = before {
-                self.gaps[index].record(at.saturating_sub(before));
+            if let Some((from, before)) = before {
+                let gap = match (from, stage) {
+                    (Stage::KvReceived, Stage::FirstPassStart) => &mut self.loaded,
+                    _ => &mut self.gaps[index],
+                };
+                gap.record(at.saturating_sub(before));
             }
-            before = Some(at);
+            before = Some((stage, at));
         }
         let between = |from: Stage, to: Stage| {
             let (from, to) = (record.times.at(from)?, record.times.at(to)?);
@@ -135,6 +146,9 @@ pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
     };
     let ttft = mean(&a.ttft);
     for (index, stage) in Stage::ALL.into_iter().enumerate() {
+        if stage == Stage::FirstPassStart {
+            row("wait for the next pass", &a.loaded, &b.loaded, ttft);
+        }
         if !matches!(stage, Stage::Due | Stage::LastClientRecv) {
             row(what(stage), &a.gaps[index], &b.gaps[index], ttft);
         }
@@ -233,6 +247,35 @@ mod tests {
         let cells: Vec<&str> = ttft.split_ascii_whitespace().collect();
         assert_eq!(cells[1..6], ["99", "7.00", "-", "7.00", "-"]);
         assert!(text.ends_with(&format!("{TOO_FEW}\n")), "{text}");
+    }
+
+    #[test]
+    fn prompts_from_elsewhere_have_rows_of_their_own() {
+        let mut run = HandOvers::default();
+        run.add(&record(&[
+            (Stage::Admitted, 10),
+            (Stage::Prefilled, 60),
+            (Stage::KvSent, 61),
+            (Stage::KvReceived, 64),
+            (Stage::FirstPassStart, 70),
+        ]));
+        run.add(&record(&[
+            (Stage::Admitted, 10),
+            (Stage::FirstPassStart, 30),
+        ]));
+        let text = render(["a", "b"], [&run, &run]);
+        for (name, ms) in [
+            ("prompt, computed elsewhere", "50.0"),
+            ("ask for its keys and values", "1.00"),
+            ("keys and values", "3.00"),
+            ("wait for the next pass", "6.00"),
+            ("earlier passes of the prompt", "20.0"),
+        ] {
+            let row = text.lines().find(|line| line.starts_with(name));
+            let row = row.unwrap_or_else(|| panic!("{name} in\n{text}"));
+            let mut cells = row[name.len()..].split_ascii_whitespace();
+            assert_eq!((cells.next(), cells.next()), (Some("1"), Some(ms)), "{row}");
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_planes::events::NoEvents;
 use slipstream_planes::ring::Polled;
 use slipstream_planes::{
-    Entry, EventSink, Plane, PlaneLimits, Registration, ShardPort, StartRequest, StreamTable,
+    Entry, EventSink, Part, Plane, PlaneLimits, Registration, ShardPort, StartRequest, StreamTable,
     ToWorker,
 };
 use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec};
@@ -110,6 +110,7 @@ impl Rig {
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: false,
             more: false,
+            part: Part::Whole,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         registration
@@ -147,6 +148,9 @@ impl Rig {
                         }
                         Entry::Prologue { .. } => {}
                         Entry::Turn { .. } | Entry::Room { .. } => unreachable!("no input goes on"),
+                        Entry::Computed { .. } | Entry::Reserved { .. } => {
+                            unreachable!("nothing is handed over")
+                        }
                         Entry::Refused { message, .. } => panic!("refused: {message}"),
                     }
                 }

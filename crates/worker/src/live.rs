@@ -1,6 +1,6 @@
 //! The streams that an engine thread is working on.
 
-use slipstream_planes::{StreamAddr, Usage};
+use slipstream_planes::{Part, StreamAddr, Usage};
 
 /// One stream, as the thread that computes it knows it.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +18,8 @@ pub(crate) struct LiveStream {
     pub(crate) recv_ns: u64,
     /// Its input goes on (see [`crate::inputs`]).
     pub(crate) talks: bool,
+    /// What of it is done here.
+    pub(crate) part: Part,
 }
 
 const VACANT: u32 = u32::MAX;
@@ -30,6 +32,7 @@ pub(crate) struct NewStream {
     pub(crate) credit_tokens: u32,
     pub(crate) recv_ns: u64,
     pub(crate) talks: bool,
+    pub(crate) part: Part,
 }
 
 impl LiveStream {
@@ -90,6 +93,7 @@ impl LiveTable {
                 credit_tokens: 0,
                 recv_ns: 0,
                 talks: false,
+                part: Part::Whole,
             };
             slots.resize(slot + 1, vacant);
         }
@@ -103,6 +107,7 @@ impl LiveTable {
             credit_tokens: new.credit_tokens,
             recv_ns: new.recv_ns,
             talks: new.talks,
+            part: new.part,
         };
         self.len += 1;
     }

@@ -149,13 +149,13 @@ impl Collector for WorkerCollector {
             |s| f64::from(u8::from(s.is_ready())),
         )?;
         type Of = fn(&RankStats) -> f64;
-        let counters: [(&str, &str, Of); 11] = [
+        let counters: [(&str, &str, Of); 13] = [
             ("slipstream_rank_passes", "Forward passes", |s| {
                 s.passes.get() as f64
             }),
             (
                 "slipstream_rank_prompt_tokens",
-                "Prompt tokens of sequences past prefill",
+                "Prompt tokens of sequences whose prompt was computed here",
                 |s| s.prompt_tokens.get() as f64,
             ),
             (
@@ -177,6 +177,16 @@ impl Collector for WorkerCollector {
                 "slipstream_rank_finished_abort",
                 "Sequences stopped or killed",
                 |s| s.finished_abort.get() as f64,
+            ),
+            (
+                "slipstream_rank_prompts_handed_over",
+                "Prompts computed here and fetched by others",
+                |s| s.prompts_handed_over.get() as f64,
+            ),
+            (
+                "slipstream_rank_prompts_received",
+                "Prompts that came from others",
+                |s| s.prompts_received.get() as f64,
             ),
             ("slipstream_rank_refused", "Requests refused", |s| {
                 s.refused.get() as f64

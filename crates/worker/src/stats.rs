@@ -65,6 +65,10 @@ pub struct RankStats {
     pub finished_length: Cell64,
     /// Sequences stopped or killed (counter).
     pub finished_abort: Cell64,
+    /// Prompts that were computed here and fetched by others (counter).
+    pub prompts_handed_over: Cell64,
+    /// Prompts that came from others (counter).
+    pub prompts_received: Cell64,
     /// Requests refused (counter).
     pub refused: Cell64,
     /// Passes whose modelled end was past when they began, so that no timer was armed (counter).

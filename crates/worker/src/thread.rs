@@ -10,12 +10,12 @@ use slipstream_base::{
     EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId,
     WorkerId,
 };
-use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal};
+use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal, Reserved as Room};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
-    End, EventSink, FirstPass, Flushed, Input, Prologue, RefusalReason, StartRequest, StreamAddr,
-    ThreadPort, ToWorker, Usage,
+    End, EventSink, FirstPass, Flushed, Input, Part, Prologue, RefusalReason, Reserved,
+    StartRequest, StreamAddr, ThreadPort, ToWorker, Usage,
 };
 
 use crate::held::HeldTokens;
@@ -92,6 +92,8 @@ pub(crate) struct EngineThread {
     inputs: Inputs,
     /// Streams whose turn the last pass answered.
     turned: Vec<StreamAddr>,
+    /// Sequences that the last begin of a pass gave blocks to, for prompts that come from elsewhere.
+    reserved: Vec<Room>,
     deadlines: BinaryHeap<Deadline>,
     /// Deadlines set so far.
     sequence: u64,
@@ -155,6 +157,7 @@ impl EngineThread {
             held: HeldTokens::default(),
             inputs: Inputs::default(),
             turned: Vec::new(),
+            reserved: Vec::new(),
             port,
             sink,
             ranks,
@@ -250,6 +253,8 @@ impl EngineThread {
                 ToWorker::Start(start) => self.start(*start),
                 ToWorker::Stop { addr, .. } => self.end_early(addr, true),
                 ToWorker::Kill { addr, .. } => self.end_early(addr, false),
+                ToWorker::Receive { addr, .. } => self.receive(addr),
+                ToWorker::Release { addr, .. } => self.release(addr),
                 ToWorker::Credit { addr, bytes, .. } => self.give_credit(addr, bytes),
                 ToWorker::Input(input) => self.take_input(&input),
                 ToWorker::HangUp { addr, .. } => self.hang_up(addr),
@@ -297,6 +302,7 @@ impl EngineThread {
             },
             recv_ns: if start.traced { now } else { 0 },
             talks: start.more,
+            part: start.part,
         };
         let talks = start.more.then(|| start.request.clone());
         if let Err((reason, message)) = self.admit(at, start, now) {
@@ -321,7 +327,8 @@ impl EngineThread {
         self.make_way(start.addr)?;
         let mut request = start.request;
         request.id = start.addr.into();
-        self.enqueue(at, request, self.ranks[at].model_now(now), now)
+        let model = self.ranks[at].model_now(now);
+        self.enqueue(at, request, start.part, model, now)
     }
 
     /// Puts a request into a rank's waiting queue at `model`, which is `now` by its modelled time.
@@ -329,6 +336,7 @@ impl EngineThread {
         &mut self,
         at: usize,
         request: EngineRequest,
+        part: Part,
         model: SimTime,
         now: u64,
     ) -> Result<(), (RefusalReason, String)> {
@@ -344,7 +352,12 @@ impl EngineThread {
             let message = format!("{waiting} requests wait at {id}, which is the limit of {limit}");
             return Err((RefusalReason::Busy, message));
         }
-        rank.engine.add(model, request).map_err(|refusal| {
+        let added = match part {
+            Part::Whole => rank.engine.add(model, request),
+            Part::Prompt => rank.engine.add_prompt(model, request),
+            Part::Answer { .. } => rank.engine.add_answer(model, request),
+        };
+        added.map_err(|refusal| {
             let reason = match refusal {
                 Refusal::Duplicate { .. } => RefusalReason::Duplicate,
                 _ => RefusalReason::Invalid,
@@ -352,12 +365,51 @@ impl EngineThread {
             (reason, refusal.to_string())
         })?;
         rank.stats.note_engine(&rank.engine.stats());
-        if let Phase::Idle { .. } = rank.phase {
+        self.wake(at, now);
+        Ok(())
+    }
+
+    /// A rank has something to do, or room for what waits. If it was idle it begins a pass once the
+    /// messages at hand are taken.
+    fn wake(&mut self, at: usize, now: u64) {
+        let rank = &mut self.ranks[at];
+        if matches!(rank.phase, Phase::Idle { .. }) && !rank.engine.is_idle() {
+            let model = rank.model_now(now);
             rank.timeline.anchor(model, now);
             rank.phase = Phase::Awake { model };
             self.awake.push(at as u32);
         }
-        Ok(())
+    }
+
+    /// The prompt of an answer has come. Of one that is gone it crossed the kill.
+    fn receive(&mut self, addr: StreamAddr) {
+        let Some(live) = self.live.get_mut(addr) else {
+            return;
+        };
+        let at = live.rank as usize;
+        if self.ranks[at].engine.receive(addr.into()) {
+            self.ranks[at].stats.prompts_received.add(1);
+            self.wake(at, monotonic_ns());
+        }
+    }
+
+    /// A prompt that was computed here has been fetched: its blocks are free, perhaps for those who
+    /// wait.
+    fn release(&mut self, addr: StreamAddr) {
+        let Some(live) = self.live.get_mut(addr) else {
+            return;
+        };
+        let at = live.rank as usize;
+        let rank = &mut self.ranks[at];
+        if rank.engine.release_held(addr.into()) {
+            rank.stats.prompts_handed_over.add(1);
+            rank.stats.note_engine(&rank.engine.stats());
+            self.live.remove(addr);
+            self.wake(at, monotonic_ns());
+        } else {
+            // Whoever says so before it is computed does not want it any more.
+            self.end_early(addr, false);
+        }
     }
 
     /// More input of a stream. Of one that has ended meanwhile it crossed the end.
@@ -394,7 +446,7 @@ impl EngineThread {
         if let Some(request) = talk.next_turn(addr) {
             let now = monotonic_ns();
             let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
-            if let Err((reason, message)) = self.enqueue(rank, request, model, now) {
+            if let Err((reason, message)) = self.enqueue(rank, request, Part::Whole, model, now) {
                 self.inputs.remove(addr);
                 self.live.remove(addr);
                 self.ranks[rank].stats.refused.add(1);
@@ -450,11 +502,13 @@ impl EngineThread {
         let preemptions = rank.engine.preemptions_of(id).unwrap_or_default();
         let talk = self.inputs.remove(addr);
         if talk.as_ref().is_none_or(Talk::is_answering) {
-            let known = rank.engine.abort(id);
+            // A prompt that is computed is no sequence any more, but holds its blocks.
+            let known = rank.engine.abort(id) || rank.engine.release_held(id);
             debug_assert!(known, "a live stream is in its engine");
         }
         rank.stats.note_engine(&rank.engine.stats());
         rank.stats.finished_abort.add(1);
+        self.wake(live.rank as usize, monotonic_ns());
         if !tell {
             return;
         }
@@ -580,6 +634,11 @@ impl EngineThread {
         }
         let end = rank.engine.begin_pass(start);
         rank.stats.note_engine(&rank.engine.stats());
+        rank.engine.take_reserved(&mut self.reserved);
+        if !self.reserved.is_empty() {
+            self.tell_reserved(at, start);
+        }
+        let rank = &mut self.ranks[at as usize];
         let Some(end) = end else {
             rank.phase = Phase::Idle {
                 model: start,
@@ -606,6 +665,31 @@ impl EngineThread {
         self.set_deadline(at, wall_ns);
     }
 
+    /// Says for whose prompts a rank has made room, at `start`.
+    #[cold]
+    fn tell_reserved(&mut self, at: u32, start: SimTime) {
+        let at_ns = self.ranks[at as usize].timeline.wall_ns(start);
+        for room in self.reserved.drain(..) {
+            let addr = StreamAddr::from(room.id);
+            let (Some(live), Some(frame)) = (self.live.get_mut(addr), self.port.frame(addr.shard))
+            else {
+                continue;
+            };
+            let Part::Answer { attempt } = live.part else {
+                debug_assert!(false, "only answers wait for their prompts");
+                continue;
+            };
+            let recv = (live.recv_ns != 0).then_some(live.recv_ns);
+            let reserved = Reserved {
+                attempt,
+                cached_tokens: room.cached_tokens,
+                worker_recv_ns: recv,
+                at_ns: recv.map(|recv| at_ns.max(recv)),
+            };
+            frame.push_reserved(addr.stream, &reserved);
+        }
+    }
+
     /// Ends a pass: its tokens go to the open frames of their shards, its events to the sink.
     fn finish(&mut self, at: u32, start: SimTime, end: SimTime) {
         let rank = &mut self.ranks[at as usize];
@@ -622,11 +706,11 @@ impl EngineThread {
             port: &mut self.port,
             stats: &self.stats,
         };
-        fan_out(&self.out, rank, pass, &mut streams);
+        let prompts = fan_out(&self.out, rank, pass, &mut streams);
         rank.stats.note_engine(&rank.engine.stats());
         rank.stats
             .generation_tokens
-            .add(self.out.tokens.len() as u64);
+            .add(self.out.tokens.len() as u64 - prompts);
         rank.heard = true;
         if !self.out.kv.ops.is_empty() {
             publish_kv(
@@ -810,8 +894,9 @@ struct Streams<'a> {
     stats: &'a ThreadStats,
 }
 
-/// Writes a pass's tokens into the open frames of their shards, in the order of the pass.
-fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams<'_>) {
+/// Writes a pass's tokens into the open frames of their shards, in the order of the pass. Returns how
+/// many of them are of prompts that were computed for others, and go nowhere.
+fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams<'_>) -> u64 {
     let Streams {
         live,
         held,
@@ -823,6 +908,7 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
     // Both are in the order of `tokens`, so one look ahead each does.
     let mut first = out.first.iter().peekable();
     let mut finished = out.finished.iter().peekable();
+    let mut prompts = 0;
     for &(id, token) in &out.tokens {
         let addr = StreamAddr::from(id);
         let (Some(stream), Some(frame)) = (live.get_mut(addr), port.frame(addr.shard)) else {
@@ -830,6 +916,24 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             continue;
         };
         let began = first.next_if(|first| first.id == id);
+        if stream.part == Part::Prompt {
+            // It ends with its first token, which is computed again where the answer is generated.
+            let done = finished.next_if(|done| done.id == id);
+            debug_assert!(
+                began.is_some() && done.is_some(),
+                "{addr} is a prompt alone"
+            );
+            prompts += 1;
+            if let Some(began) = began {
+                let prologue = prologue(began, stream.recv_ns, &rank.timeline);
+                frame.push_prologue(addr.stream, &prologue);
+            }
+            rank.stats
+                .prompt_tokens
+                .add(u64::from(stream.prompt_tokens));
+            frame.push_computed(addr.stream, pass);
+            continue;
+        }
         if stream.talks
             && let Some(talk) = inputs.get_mut(addr)
         {
@@ -842,9 +946,11 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         let began = began.filter(|_| stream.completion_tokens == 0);
         if let Some(began) = began {
             stream.cached_tokens = began.cached_tokens;
-            rank.stats
-                .prompt_tokens
-                .add(u64::from(stream.prompt_tokens));
+            if stream.part == Part::Whole {
+                rank.stats
+                    .prompt_tokens
+                    .add(u64::from(stream.prompt_tokens));
+            }
             frame.push_prologue(
                 addr.stream,
                 &prologue(began, stream.recv_ns, &rank.timeline),
@@ -890,6 +996,7 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         }
     }
     debug_assert!(first.peek().is_none() && finished.peek().is_none());
+    prompts
 }
 
 fn count_finished(rank: &Rank, reason: FinishReason) {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use slipstream_base::cluster::{Cluster, PoolRole, file};
+use slipstream_base::cluster::{Cluster, file};
 use slipstream_base::doc::{Doc, Settings};
 
 use crate::out;
@@ -91,31 +91,18 @@ impl ClusterArgs {
     pub(crate) fn resolve_live(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
         let cluster = self.resolve(sets)?;
         if let Some(cluster) = &cluster {
-            check_live(cluster)?;
+            note_for_live(cluster);
         }
         Ok(cluster)
     }
 }
 
-/// What only the twin can do is refused, or told of.
-fn check_live(cluster: &Cluster) -> anyhow::Result<()> {
-    if let Some(pool) = cluster.pools.iter().find(|p| p.role != PoolRole::Both) {
-        let role = match pool.role {
-            PoolRole::Prefill => "prefill",
-            PoolRole::Decode => "decode",
-            PoolRole::Both => "both",
-        };
-        anyhow::bail!(
-            "`pool.{}.role` is \"{role}\": prompts are handed from worker to worker in simulation alone\n\
-             hint: run `slipstream simulate` with this file, or write `role = \"both\"`",
-            pool.name,
-        );
-    }
+/// Tells of what only the twin does.
+fn note_for_live(cluster: &Cluster) {
     if !cluster.events.is_empty() {
         eprintln!(
             "note: the {} [[event]] of the cluster file happen in simulation alone",
             cluster.events.len()
         );
     }
-    Ok(())
 }

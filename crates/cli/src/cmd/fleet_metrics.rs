@@ -8,7 +8,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use slipstream_frontend::Roster;
 use slipstream_planes::wire::RankLoad;
-use slipstream_router::{Fleet, fleet::Load};
+use slipstream_router::{Counters, Fleets, Load};
 
 /// Encodes what a frontend knows of worker processes.
 pub(crate) struct RosterCollector {
@@ -110,20 +110,22 @@ impl Collector for RosterCollector {
 }
 
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
-pub(crate) struct FleetCollector(pub(crate) Arc<Fleet>);
+pub(crate) struct FleetCollector(pub(crate) Fleets);
 
 /// Name, help, and where the value is.
 type Gauge = (&'static str, &'static str, fn(&Load) -> u64);
 
 impl fmt::Debug for FleetCollector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FleetCollector({} ranks)", self.0.targets().len())
+        let ranks: usize = self.0.each().map(|fleet| fleet.targets().len()).sum();
+        write!(f, "FleetCollector({ranks} ranks)")
     }
 }
 
 impl Collector for FleetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let loads = self.0.loads();
+        let mut loads: Vec<Load> = self.0.each().flat_map(|fleet| fleet.loads()).collect();
+        loads.sort_unstable_by_key(|load| load.rank);
         let gauges: [Gauge; 6] = [
             (
                 "slipstream_router_ready",
@@ -177,42 +179,43 @@ impl Collector for FleetCollector {
                 .encode_family(&[("worker", worker.as_str()), ("engine", engine.as_str())])?
                 .encode_counter::<NoLabelSet, u64, f64>(&load.routed_total, None)?;
         }
-        let counters = self.0.counters();
+        let each: Vec<Counters> = self.0.each().map(|fleet| fleet.counters()).collect();
+        let sum = |of: fn(&Counters) -> u64| each.iter().map(of).sum::<u64>();
         for (name, help, value) in [
             (
                 "slipstream_router_kv_gaps",
                 "Gaps seen in KV deltas",
-                counters.kv_gaps_total,
+                sum(|c| c.kv_gaps_total),
             ),
             (
                 "slipstream_router_kv_duplicates",
                 "KV deltas seen before",
-                counters.kv_duplicates_total,
+                sum(|c| c.kv_duplicates_total),
             ),
             (
                 "slipstream_router_kv_strangers",
                 "KV deltas of unknown ranks",
-                counters.kv_strangers_total,
+                sum(|c| c.kv_strangers_total),
             ),
             (
                 "slipstream_router_kv_dropped_blocks",
                 "Blocks for which the index had no room",
-                counters.kv_dropped_blocks_total,
+                sum(|c| c.kv_dropped_blocks_total),
             ),
             (
                 "slipstream_router_busy",
                 "Requests refused as busy",
-                counters.busy_total,
+                sum(|c| c.busy_total),
             ),
             (
                 "slipstream_router_affinity_hits",
                 "Requests that stayed on their session's worker",
-                counters.affinity_hits_total,
+                sum(|c| c.affinity_hits_total),
             ),
             (
                 "slipstream_router_sessions_dropped",
                 "Sessions forgotten for want of room",
-                counters.sessions_dropped_total,
+                sum(|c| c.sessions_dropped_total),
             ),
         ] {
             encoder

@@ -5,22 +5,22 @@ use std::sync::{Arc, OnceLock};
 
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId};
 use slipstream_planes::EventSink;
-use slipstream_router::Fleet;
+use slipstream_router::Fleets;
 use slipstream_worker::Resyncs;
 
 /// Feeds the fleet's block index from engine threads.
 pub(crate) struct FleetSink {
-    fleet: Arc<Fleet>,
+    fleets: Fleets,
     /// Set once the workers run; asked for a snapshot when a delta is missing.
     resyncs: Arc<OnceLock<Resyncs>>,
     gaps: Gaps,
 }
 
 impl FleetSink {
-    pub(crate) fn new(fleet: Arc<Fleet>, resyncs: Arc<OnceLock<Resyncs>>) -> FleetSink {
+    pub(crate) fn new(fleets: Fleets, resyncs: Arc<OnceLock<Resyncs>>) -> FleetSink {
         let gaps = Gaps::default();
         FleetSink {
-            fleet,
+            fleets,
             resyncs,
             gaps,
         }
@@ -29,7 +29,7 @@ impl FleetSink {
 
 impl EventSink for FleetSink {
     fn on_kv(&mut self, delta: &KvDelta) {
-        if !self.fleet.on_kv(delta).gap {
+        if !self.fleets.on_kv(delta).gap {
             return;
         }
         if !self.gaps.skip(delta.rank) {
@@ -42,7 +42,7 @@ impl EventSink for FleetSink {
     }
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
-        self.fleet.resync(snapshot);
+        self.fleets.resync(snapshot);
         if let Some(skipped) = self.gaps.mend(snapshot.rank) {
             tracing::warn!(rank = %snapshot.rank, skipped, "the KV index is whole again after a gap");
         }

@@ -10,7 +10,7 @@ use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
 use slipstream_planes::discovery::{Heartbeat, Published, Record, Role};
-use slipstream_router::{Fleet, Router};
+use slipstream_router::{Fleets, Router};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
@@ -91,13 +91,13 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
     };
 
     let text = Arc::new(serve::text_model(cluster)?);
-    let fleet = Arc::new(Fleet::from_cluster(cluster)?);
+    let fleets = Fleets::of_cluster(cluster)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     let roster = Arc::new(Roster::new(
         record.instance,
         record.fingerprint,
         record.name.clone(),
-        fleet.clone(),
+        fleets.clone(),
         workers as usize,
         shards,
     ));
@@ -112,20 +112,22 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
     let tls = args.plane.tls()?;
     let mut registry = Registry::default();
     registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
-        fleet.clone(),
+        fleets.clone(),
     )));
     registry.register_collector(Box::new(super::fleet_metrics::RosterCollector {
         roster: roster.clone(),
         model: cluster.model.name.clone(),
     }));
-    let mut service = serve::service(cluster, text, fleet.clone())?;
+    let mut service = serve::service(cluster, text, fleets.clone())?;
+    let hand_overs = serve::HandOverParts::new(cluster, &fleets, shards);
     service.locked_table = args.switches.bench_locked_table;
     let planes = sockets
         .into_iter()
         .enumerate()
         .map(|(shard, socket)| ShardPlane {
             transport: Transport::Sockets(socket.serve(roster.clone(), limits, tls.clone())),
-            router: Router::new(fleet.clone(), shard as u32),
+            router: Router::new(fleets.serve.clone(), shard as u32),
+            hand_overs: hand_overs.as_ref().map(|parts| parts.of(shard)),
         })
         .collect();
     let frontend = Frontend::start(bound, service, planes, registry)?;

@@ -15,9 +15,11 @@ use slipstream_base::{BlockHash, RankId, WorkerId};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
-use slipstream_frontend::{ApiKeys, Bound, Frontend, Limits, Service, ShardPlane, Transport};
+use slipstream_frontend::{
+    ApiKeys, Bound, Frontend, HandOvers, KvNetwork, Limits, Service, ShardPlane, Transport,
+};
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
-use slipstream_router::{Fleet, Router};
+use slipstream_router::{Fleet, Fleets, Router};
 use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -92,7 +94,7 @@ impl Live {
         slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
         let text = Arc::new(text_model(cluster)?);
-        let fleet = Arc::new(Fleet::from_cluster(cluster)?);
+        let fleets = Fleets::of_cluster(cluster)?;
         let specs = worker_specs(cluster, &text, |_| true)?;
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -105,7 +107,7 @@ impl Live {
         let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
-                let fleet = FleetSink::new(fleet.clone(), resyncs.clone());
+                let fleet = FleetSink::new(fleets.clone(), resyncs.clone());
                 match publishers.next() {
                     Some(publisher) => Box::new((fleet, publisher)) as Box<dyn EventSink>,
                     None => Box::new(fleet),
@@ -120,9 +122,9 @@ impl Live {
         let at_once = specs.iter().filter(|spec| spec.startup_s == 0.0).count();
         let (ready, became_ready) = std::sync::mpsc::channel();
         let on_ready = {
-            let fleet = fleet.clone();
+            let fleets = fleets.clone();
             move |worker: WorkerId| {
-                fleet.set_ready(worker, true);
+                fleets.set_ready(worker, true);
                 let _ = ready.send(()); // nobody waits any more: fine
             }
         };
@@ -145,12 +147,13 @@ impl Live {
             &cluster.model.name,
         )));
         registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
-            fleet.clone(),
+            fleets.clone(),
         )));
         if let Some(events) = &events {
             registry.register_collector(Box::new(events.collector()));
         }
-        let mut service = service(cluster, text, fleet.clone())?;
+        let mut service = service(cluster, text, fleets.clone())?;
+        let hand_overs = HandOverParts::new(cluster, &fleets, shards);
         service.locked_table = switches.bench_locked_table;
         let planes = plane
             .shards
@@ -158,7 +161,8 @@ impl Live {
             .enumerate()
             .map(|(shard, port)| ShardPlane {
                 transport: Transport::Rings(port),
-                router: Router::new(fleet.clone(), shard as u32),
+                router: Router::new(fleets.serve.clone(), shard as u32),
+                hand_overs: hand_overs.as_ref().map(|parts| parts.of(shard)),
             })
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
@@ -175,6 +179,29 @@ impl Live {
         self.workers.shutdown()?;
         drop(self.events);
         Ok(())
+    }
+}
+
+/// What shards need where some workers compute prompts for others.
+pub(super) struct HandOverParts {
+    prefill: Arc<Fleet>,
+    network: Arc<KvNetwork>,
+}
+
+impl HandOverParts {
+    /// `None` if every worker computes its own prompts.
+    pub(super) fn new(cluster: &Cluster, fleets: &Fleets, shards: usize) -> Option<HandOverParts> {
+        let prefill = fleets.prefill.clone()?;
+        let network = Arc::new(KvNetwork::new(cluster, shards));
+        Some(HandOverParts { prefill, network })
+    }
+
+    /// Those of one shard.
+    pub(super) fn of(&self, shard: usize) -> HandOvers {
+        HandOvers {
+            router: Router::new(self.prefill.clone(), shard as u32),
+            network: self.network.clone(),
+        }
     }
 }
 
@@ -253,10 +280,10 @@ fn engine(
 pub(super) fn service(
     cluster: &Cluster,
     text: Arc<TextModel>,
-    fleet: Arc<Fleet>,
+    fleets: Fleets,
 ) -> anyhow::Result<Service> {
     let live = &cluster.live;
-    // One router, one block size (`Fleet::from_cluster` holds that); the least of the rest.
+    // One router, one block size (`Fleet::of_roles` holds that); the least of the rest.
     let engines = || cluster.pools.iter().map(|pool| &pool.engine);
     let seconds = |s: f64| Duration::try_from_secs_f64(s).unwrap_or(Duration::MAX);
     let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
@@ -264,11 +291,11 @@ pub(super) fn service(
         model: cluster.model.name.clone(),
         text,
         root: BlockHash::root(&cluster.model.name, "", ""),
-        block_size: fleet.block_size(),
+        block_size: fleets.serve.block_size(),
         keep_tokens: live.events.bus != EventBus::None && live.events.kv,
         max_model_len: engines().map(|e| e.max_model_len).min().unwrap_or(0),
         kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
-        fleet,
+        fleets,
         api_keys: api_keys(live.api_keys_file.as_ref())?,
         limits: Limits {
             body_bytes_max: live.body_bytes_max,

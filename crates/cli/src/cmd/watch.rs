@@ -351,6 +351,16 @@ fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
         ] {
             drag.times.note(stage, ORIGIN_NS + at.0);
         }
+        let (sent, received) = hops.kv.unzip();
+        for (stage, at) in [
+            (Stage::Prefilled, hops.prefilled),
+            (Stage::KvSent, sent),
+            (Stage::KvReceived, received),
+        ] {
+            if let Some(at) = at {
+                drag.times.note(stage, ORIGIN_NS + at.0);
+            }
+        }
     }
     drag
 }

@@ -1,6 +1,7 @@
 //! The real binary, as a user runs it.
 
 mod doctor;
+mod hand_over;
 mod kv;
 mod planes;
 mod results;

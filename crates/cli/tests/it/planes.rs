@@ -91,7 +91,7 @@ impl Worker {
         self.0.wait().expect("it ends");
     }
 
-    fn terminate(mut self) -> ExitStatus {
+    pub(crate) fn terminate(mut self) -> ExitStatus {
         self.signal("-TERM");
         self.0.wait().expect("it ends")
     }

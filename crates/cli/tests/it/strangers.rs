@@ -10,7 +10,7 @@ use slipstream_base::{BlockHash, FinishReason, KvDelta, KvOp, RankId, WorkerId, 
 use slipstream_planes::discovery::{Change, Published, Record, Role, Watch};
 use slipstream_planes::frame::{NO_LIMIT, StartRequest};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, RankLoad, Welcome};
-use slipstream_planes::{End, FirstPass, PassFrame, Prologue, StreamId, ToWorker, Usage};
+use slipstream_planes::{End, FirstPass, Part, PassFrame, Prologue, StreamId, ToWorker, Usage};
 
 use crate::planes::{Worker, await_ready, begin, completion, frontend_command, rest};
 use crate::server::{FAST, FROZEN, Server};
@@ -527,6 +527,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
         credit_bytes: NO_LIMIT,
         traced: false,
         more: false,
+        part: Part::Whole,
     };
     let mut bytes = Vec::new();
     wire::encode_start(&start, &mut bytes);

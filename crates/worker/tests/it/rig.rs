@@ -15,8 +15,8 @@ use slipstream_engine::timing::{Constant, StepTime};
 use slipstream_engine::{Engine, OutputModel, output_token};
 use slipstream_planes::ring::Polled;
 use slipstream_planes::{
-    End, Entry, EventSink, FirstPass, Input, Plane, PlaneLimits, Prologue, RefusalReason,
-    Registration, ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
+    End, Entry, EventSink, FirstPass, Input, Part, Plane, PlaneLimits, Prologue, RefusalReason,
+    Registration, Reserved, ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
 };
 use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec};
 
@@ -175,6 +175,10 @@ pub(crate) struct Answer {
     pub(crate) turns: Vec<End>,
     /// Room given for input, all in all.
     pub(crate) room_bytes: u32,
+    /// Its prompt is computed, and kept.
+    pub(crate) computed: Option<FirstPass>,
+    /// There are blocks for its prompt.
+    pub(crate) reserved: Option<Reserved>,
 }
 
 impl Answer {
@@ -268,7 +272,33 @@ impl Shard {
         self.send(addr, rank, request, false);
     }
 
+    /// Starts a part of a request.
+    pub(crate) fn start_part(
+        &mut self,
+        rank: RankId,
+        request: EngineRequest,
+        part: Part,
+    ) -> StreamAddr {
+        let registration = self.table.register(()).unwrap();
+        let addr = registration.addr();
+        self.send_part(addr, rank, request, false, part);
+        self.answers.insert(addr.stream, Answer::default());
+        self.open.insert(addr.stream, registration);
+        addr
+    }
+
     fn send(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest, more: bool) {
+        self.send_part(addr, rank, request, more, Part::Whole);
+    }
+
+    fn send_part(
+        &mut self,
+        addr: StreamAddr,
+        rank: RankId,
+        request: EngineRequest,
+        more: bool,
+        part: Part,
+    ) {
         let start = StartRequest {
             addr,
             rank,
@@ -277,6 +307,7 @@ impl Shard {
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: true,
             more,
+            part,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
     }
@@ -362,6 +393,14 @@ fn note(answer: &mut Answer, entry: Entry<'_>) {
             assert_eq!(first.is_some(), answer.tokens.is_empty());
             answer.first = answer.first.or(first);
             answer.tokens.extend_from_slice(tokens);
+        }
+        Entry::Computed { pass, .. } => {
+            assert!(answer.prologue.is_some() && answer.computed.is_none());
+            answer.computed = Some(pass);
+        }
+        Entry::Reserved { reserved, .. } => {
+            assert!(answer.prologue.is_none() && answer.reserved.is_none());
+            answer.reserved = Some(reserved);
         }
         Entry::Turn { end, .. } => answer.turns.push(end),
         Entry::Room { bytes, .. } => answer.room_bytes += bytes,

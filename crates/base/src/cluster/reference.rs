@@ -259,7 +259,7 @@ pub const KEYS: &[Key] = &[
         "\"both\"",
         "What its engines do: whole requests; prompts alone, whose keys and values are handed over; answers \
          to such prompts. A decode worker computes a prompt itself where `router.remote_prefill_…` says so.",
-        "A cluster with prefill and decode pools can be simulated, not served.",
+        "Prefill pools want a pool of another role, decode pools a prefill pool.",
     ),
     key(
         "pool.NAME.workers",
@@ -383,7 +383,7 @@ pub const KEYS: &[Key] = &[
         "network.mode",
         "\"none\" or \"flows\"",
         "\"none\"",
-        "`flows`: what is sent between workers shares links fairly (`docs/twin.md`). Simulation alone.",
+        "`flows`: what is sent between workers shares links fairly (`docs/twin.md`). Live: keys and values of prompts that are handed over, which then take the modelled time.",
         "\"none\": hand-overs take no time.",
     ),
     key(
@@ -792,7 +792,8 @@ working directory.
 **`--print-config`** prints every effective value as TOML with a comment that says where it came
 from; the output is a cluster file of the same cluster.
 
-`[network]`, `[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[prices]` is
+`[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[network]` says, live too, how
+long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` is
 not supported by this version, and is refused rather than ignored.
 ";
 

@@ -57,7 +57,7 @@ pub struct Applied {
 
 impl BlockIndex {
     /// An empty index for `targets` owners that hold at most `capacity_blocks_total` blocks
-    /// between them (the sum of their `num_gpu_blocks`). Memory is taken at once: 32 bytes a block
+    /// between them (the sum of their `num_gpu_blocks`). Memory comes as it is used, up to 32 bytes a block
     /// up to 64 targets, then 64 to 128, and about 14 for each further 64 targets beyond 512.
     pub fn new(targets: usize, capacity_blocks_total: usize) -> BlockIndex {
         let owners = Owners::new(targets, capacity_blocks_total);

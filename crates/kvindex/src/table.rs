@@ -22,15 +22,17 @@ use slipstream_base::BlockHash;
 use slipstream_base::mix::below;
 
 /// An atomic word. A trait, so that the interleavings of this very code are tested with loom's.
-pub(crate) trait Word {
-    fn new(value: u64) -> Self;
+pub(crate) trait Word: Sized {
+    /// So many zeros.
+    fn zeros(count: usize) -> Box<[Self]>;
     fn load_acquire(&self) -> u64;
     fn store_release(&self, value: u64);
 }
 
 impl Word for AtomicU64 {
-    fn new(value: u64) -> Self {
-        AtomicU64::new(value)
+    fn zeros(count: usize) -> Box<[AtomicU64]> {
+        // The system's own zeros: pages that nobody writes to take no memory.
+        bytemuck::zeroed_slice_box(count)
     }
     #[inline]
     fn load_acquire(&self) -> u64 {
@@ -56,6 +58,7 @@ const SHARD_KEYS_MIN: usize = 1024;
 /// Shards at most.
 const SHARDS_MAX: usize = 64;
 
+/// Two cache lines, which Intel's and AMD's prefetchers fetch as a pair.
 const LINE_WORDS: usize = 16;
 const ONES: u64 = 0x0101_0101_0101_0101;
 /// The top bit of each tag; the count's byte is left out.
@@ -63,12 +66,10 @@ const TAG_TOPS: u64 = 0x0080_8080_8080_8080;
 const COUNT_SHIFT: u32 = 56;
 const COUNT_MAX: u64 = 0xff;
 
-/// Two cache lines, which Intel's and AMD's prefetchers fetch as a pair.
-#[repr(align(128))]
-struct Line<A>([A; LINE_WORDS]);
-
 pub(crate) struct Table<A> {
-    lines: Box<[Line<A>]>,
+    words: Box<[A]>,
+    /// The first of `words` that begins a pair of cache lines.
+    first: usize,
     owner_words: usize,
     /// Words from bucket to bucket; a multiple of `LINE_WORDS`.
     bucket_words: usize,
@@ -99,11 +100,11 @@ impl<A: Word> Table<A> {
         let bucket_words = (1 + SLOTS * (1 + owner_words)).next_multiple_of(LINE_WORDS);
         // Two buckets beyond the plan carry the spread of small tables.
         let shard_buckets = keys.div_ceil(KEYS_PER_BUCKET * shards) + 2;
-        let lines = shards * shard_buckets * bucket_words / LINE_WORDS;
+        let words = A::zeros(shards * shard_buckets * bucket_words + LINE_WORDS - 1);
+        let beyond = words.as_ptr().addr() % (LINE_WORDS * 8) / 8;
         Table {
-            lines: (0..lines)
-                .map(|_| Line(std::array::from_fn(|_| A::new(0))))
-                .collect(),
+            first: (LINE_WORDS - beyond) % LINE_WORDS,
+            words,
             owner_words,
             bucket_words,
             shard_bits: shards.trailing_zeros(),
@@ -119,9 +120,9 @@ impl<A: Word> Table<A> {
         self.owner_words
     }
 
-    /// Bytes of memory.
+    /// Bytes of memory, once all of it has been used.
     pub(crate) fn bytes(&self) -> usize {
-        self.lines.len() * LINE_WORDS * size_of::<u64>()
+        (self.words.len() - (LINE_WORDS - 1)) * size_of::<u64>()
     }
 
     #[inline]
@@ -153,7 +154,7 @@ impl<A: Word> Table<A> {
 
     #[inline]
     fn word(&self, index: usize) -> &A {
-        &self.lines[index / LINE_WORDS].0[index % LINE_WORDS]
+        &self.words[self.first + index]
     }
 
     /// First word of a bucket.
@@ -363,8 +364,8 @@ mod tests {
     use super::*;
 
     impl Word for loom::sync::atomic::AtomicU64 {
-        fn new(value: u64) -> Self {
-            Self::new(value)
+        fn zeros(count: usize) -> Box<[Self]> {
+            (0..count).map(|_| Self::new(0)).collect()
         }
         fn load_acquire(&self) -> u64 {
             self.load(Ordering::Acquire)
@@ -471,8 +472,7 @@ mod tests {
         for n in 95_000..100_000 {
             assert!(table.remove(key(n), (n % 64) as usize));
         }
-        let words = table.lines.iter().flat_map(|line| &line.0);
-        assert!(words.into_iter().all(|word| word.load_acquire() == 0));
+        assert!(table.words.iter().all(|word| word.load_acquire() == 0));
     }
 
     fn longest_full_run(table: &Table<AtomicU64>) -> usize {

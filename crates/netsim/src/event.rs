@@ -16,6 +16,8 @@ pub(crate) enum Kind {
     Cnp = 3,
     /// NDP: permission to send one more packet.
     Pull = 4,
+    /// NDP: a header that a switch sends back, for it has no room.
+    Return = 5,
     /// Start of the flow of endpoint `what`.
     Start = 8,
     /// A timer of endpoint `what`; `seq` says which.
@@ -36,9 +38,9 @@ const KINDS: [Kind; 16] = [
     Kind::Nack,
     Kind::Cnp,
     Kind::Pull,
-    Kind::Pull,
-    Kind::Pull,
-    Kind::Pull,
+    Kind::Return,
+    Kind::Return,
+    Kind::Return,
     Kind::Start,
     Kind::Timer,
     Kind::Tick,
@@ -130,6 +132,13 @@ impl Event {
     #[inline]
     pub(crate) fn next_hop(&mut self) {
         self.meta += HOP;
+    }
+
+    /// Turns a packet around: it goes on at `hop` of `row`.
+    pub(crate) fn turn(&mut self, row: u32, hop: usize) {
+        let kept = self.meta & !(0xff << 16 | 0xf << 24);
+        self.meta = kept | (hop as u32) << 16 | (Kind::Return as u32) << 24;
+        self.what = row;
     }
 
     /// Cuts a packet down to a header of `bytes`.

@@ -216,6 +216,7 @@ pub(crate) struct Tally {
     pub(crate) trims: u64,
     pub(crate) pauses: u64,
     pub(crate) pause_refreshes: u64,
+    pub(crate) returns: u64,
 }
 
 impl Tally {
@@ -230,6 +231,7 @@ impl Tally {
         self.trims += other.trims;
         self.pauses += other.pauses;
         self.pause_refreshes += other.pause_refreshes;
+        self.returns += other.returns;
     }
 }
 

@@ -44,7 +44,8 @@ pub(crate) struct Builder {
     fabrics: Vec<Fabric>,
     /// Place of each port plus one; 0: not made yet.
     port_steps: Vec<u32>,
-    /// Switches share memory or pause their neighbors, so all ports of a switch lie in one shard.
+    /// Switches share memory, pause their neighbors or turn packets around, so all ports of a switch
+    /// lie in one shard.
     whole_switches: bool,
     /// Hosts' ports take their senders in turn.
     host_turns: bool,
@@ -109,7 +110,9 @@ impl Builder {
         }
         let discipline = scenario.queue.discipline.clone();
         let queue = &scenario.queue;
-        let whole_switches = queue.shared.is_some() || queue.pfc.is_some();
+        let whole_switches = queue.shared.is_some()
+            || queue.pfc.is_some()
+            || queue.trim.is_some_and(|t| t.return_to_sender);
         let mut net = Net::new(1, size_max, classes, discipline);
         net.trim = queue.trim.unwrap_or_default();
         net.rules = rules(&scenario, &net.classes, size_max);
@@ -260,6 +263,11 @@ impl Builder {
         })
     }
 
+    /// Whether switches keep accounts of their memory.
+    fn counts_memory(&self) -> bool {
+        self.scenario.queue.shared.is_some() || self.scenario.queue.pfc.is_some()
+    }
+
     fn shard_of_host(&self, host: u32) -> u32 {
         if self.shards == 1 {
             0
@@ -312,14 +320,51 @@ impl Builder {
                     self.net.row_class.push(class);
                     let made = self.net.add_row(&steps);
                     debug_assert_eq!(made, row);
-                    if self.whole_switches {
+                    if self.counts_memory() {
                         self.add_ingresses(path, &steps);
                     }
                 }
             }
         }
+        self.lay_ways_back(flows, endpoints, &rows, &reroutes, &found)?;
         self.note_outages()?;
         Ok(Laid { rows, reroutes })
+    }
+
+    /// For each path of data that switches may trim, the same links the other way.
+    fn lay_ways_back(
+        &mut self,
+        flows: &[Flow],
+        endpoints: &[(Step, Step)],
+        rows: &[[Rows; 2]],
+        reroutes: &[Reroute],
+        found: &Found,
+    ) -> Result<(), Error> {
+        if !self.net.trim.return_to_sender || self.scenario.queue.trim.is_none() {
+            return Ok(());
+        }
+        let first = rows.iter().enumerate().map(|(i, pair)| (i, pair[0]));
+        let later = reroutes.iter().map(|r| (r.flow as usize, r.rows[0]));
+        self.net.back = vec![(0, 0); found.ends.len()];
+        let mut steps = Vec::with_capacity(self.net.stride);
+        for (i, rows) in first.chain(later) {
+            if !matches!(flows[i].transport, Transport::Ndp(_)) {
+                continue;
+            }
+            for row in rows.first..rows.first + rows.count {
+                let path = found.path(row);
+                steps.clear();
+                for &port in path.iter().rev() {
+                    let opposite = self.scenario.topology.opposite(port);
+                    steps.push(self.port_step(opposite)?);
+                }
+                steps.push(endpoints[i].0);
+                self.net.row_class.push(flows[i].answer_class);
+                let back = self.net.add_row(&steps);
+                self.net.back[row as usize] = (back, path.len() as u32);
+            }
+        }
+        Ok(())
     }
 
     /// The paths that flows take after each failure and repair, where they differ. A flow that is
@@ -493,7 +538,7 @@ impl Builder {
                 bytes => bytes,
             },
             memory: match topology.port_ends(port).0 {
-                End::Node(node) if self.whole_switches => self.memory(shard, node),
+                End::Node(node) if self.counts_memory() => self.memory(shard, node),
                 _ => NO_SWITCH,
             },
         };
@@ -897,6 +942,13 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         return Err(Error::Value(
             "PFC pauses the links of hosts too, but they are not modeled; set `link.host_links = \
              true`"
+                .into(),
+        ));
+    }
+    if queue.trim.is_some_and(|t| t.return_to_sender) && links.host.is_none() {
+        return Err(Error::Value(
+            "headers go back to their senders over the links of hosts, but those are not modeled; set \
+             `link.host_links = true`"
                 .into(),
         ));
     }

@@ -112,6 +112,9 @@ pub(crate) struct Net {
     /// The ingress that a packet came through to the port at the same place of `steps`; empty
     /// without shared buffers and PFC.
     pub(crate) ingress: Vec<u32>,
+    /// By row: the row that leads back over the same links, and its ports. Empty where nothing is
+    /// returned.
+    pub(crate) back: Vec<(u32, u32)>,
 }
 
 impl Net {
@@ -138,6 +141,7 @@ impl Net {
             trim: Trim::default(),
             rules: Rules::default(),
             ingress: Vec::new(),
+            back: Vec::new(),
         }
     }
 

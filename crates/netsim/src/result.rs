@@ -122,6 +122,8 @@ pub struct Totals {
     pub marks: u64,
     /// Packets trimmed to their header.
     pub trims: u64,
+    /// Headers that went back to their senders.
+    pub returns: u64,
     /// PFC pauses.
     pub pauses: u64,
     /// Frames that said a pause again.
@@ -188,6 +190,7 @@ impl RunResult {
             trims: tally.trims,
             pauses: tally.pauses,
             pause_refreshes: tally.pause_refreshes,
+            returns: tally.returns,
             last_event_ns: c.last_event_ns,
         };
         let digest = digest(&totals, &flows, &ports, &memories);
@@ -233,8 +236,11 @@ fn digest(
     ] {
         add(x);
     }
-    if totals.pause_refreshes > 0 {
-        add(totals.pause_refreshes);
+    // What few runs have: the others' digests stay what they were before.
+    for x in [totals.pause_refreshes, totals.returns] {
+        if x > 0 {
+            add(x);
+        }
     }
     for f in flows {
         for x in [

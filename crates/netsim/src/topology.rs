@@ -438,6 +438,18 @@ impl Topology {
         }
     }
 
+    /// The port at the other end of a port's link.
+    ///
+    /// # Panics
+    /// If the port does not exist.
+    pub fn opposite(&self, port: PortId) -> PortId {
+        match self.port_ends(port) {
+            (End::Host(host), _) => self.host_down(host),
+            (_, End::Host(host)) => self.host_up(host),
+            (End::Node(a), End::Node(b)) => self.port_between(b, a).expect("links go both ways"),
+        }
+    }
+
     /// The two ends of a port, its sender first.
     pub fn port_ends(&self, port: PortId) -> (End, End) {
         match self {

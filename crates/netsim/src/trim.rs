@@ -26,6 +26,8 @@ pub struct Trim {
     /// Headers sent for each waiting data packet, so that headers alone cannot fill a link. Section
     /// 3.1: ten to one.
     pub headers_per_data: u32,
+    /// A header that finds no room goes back to its sender (the paper's return-to-sender).
+    pub return_to_sender: bool,
 }
 
 impl Default for Trim {
@@ -35,6 +37,7 @@ impl Default for Trim {
             header_packets: 1_125,
             header_bytes: 64,
             headers_per_data: 10,
+            return_to_sender: false,
         }
     }
 }
@@ -134,11 +137,11 @@ impl Fabric {
                 event.trim(net.trim.header_bytes);
                 port.trims += 1;
                 self.tally.trims += 1;
-                if !self.queue_header(step, event) {
+                if !self.queue_header(net, now, step, event) {
                     return;
                 }
             }
-        } else if !self.queue_header(step, event) {
+        } else if !self.queue_header(net, now, step, event) {
             return;
         }
         let port = &mut self.trim_ports[step.index()];
@@ -150,9 +153,13 @@ impl Fabric {
         }
     }
 
-    fn queue_header(&mut self, step: Step, event: Event) -> bool {
+    fn queue_header(&mut self, net: &Net, now: u64, step: Step, event: Event) -> bool {
         let port = &mut self.trim_ports[step.index()];
         if port.headers.len() as u32 >= port.headers_max {
+            if event.kind() == Kind::Data && !net.back.is_empty() {
+                self.send_back(net, now, event);
+                return false;
+            }
             port.drops += 1;
             self.count_drop(event);
             return false;
@@ -160,6 +167,17 @@ impl Fabric {
         port.waiting_bytes += u64::from(event.size());
         port.headers.push_back(event);
         true
+    }
+
+    /// The switch turns a header around; it takes the link by which it came.
+    #[cold]
+    fn send_back(&mut self, net: &Net, now: u64, mut event: Event) {
+        let (row, ports) = net.back[event.what as usize];
+        // Port h of a path leads on from the switch that port n - h of the way back leaves.
+        event.turn(row, ports as usize - event.hop());
+        self.tally.returns += 1;
+        let at = row as usize * net.stride + event.hop();
+        self.enter(net, now, event, at);
     }
 
     /// The port is free: serves the next packet, and wakes again if more wait.

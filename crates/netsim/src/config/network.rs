@@ -350,6 +350,7 @@ fn read_trim(t: &Table<'_>) -> Trim {
             .get("headers_per_data")
             .within(1..=1_000_000u32)
             .or(usual.headers_per_data),
+        return_to_sender: t.get("return_to_sender").or(usual.return_to_sender),
     }
 }
 

@@ -125,7 +125,7 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             "delivered": t.delivered, "in_flight": result.in_flight(),
             "data_drops": t.data_drops, "control_drops": t.control_drops,
             "fault_drops": t.fault_drops,
-            "marks": t.marks, "trims": t.trims, "pauses": t.pauses,
+            "marks": t.marks, "trims": t.trims, "returns": t.returns, "pauses": t.pauses,
             "pause_refreshes": t.pause_refreshes,
             "last_event_ns": t.last_event_ns,
         },

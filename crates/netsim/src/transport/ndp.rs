@@ -167,6 +167,8 @@ pub(crate) struct NdpSender {
     started: bool,
     pub(crate) count: SendCount,
     pub(crate) nacks: u64,
+    /// Headers that switches sent back.
+    returned: u64,
     pub(crate) start: u64,
     pub(crate) end: u64,
 }
@@ -193,6 +195,7 @@ impl NdpSender {
             started: false,
             count: SendCount::default(),
             nacks: 0,
+            returned: 0,
             start: 0,
             end: 0,
         }
@@ -234,10 +237,20 @@ impl NdpSender {
                 self.count.acks += 1;
                 self.acked.add(event.seq);
                 self.deadline = now + self.retry_ns;
+                if self.returned > 0 {
+                    self.go_on_unasked(now, fabric, net);
+                }
                 return self.check_end(now);
             }
             Kind::Nack => {
                 self.nacks += 1;
+                self.deadline = now + self.retry_ns;
+                if !self.acked.has(event.seq) {
+                    self.again.push_back(event.seq);
+                }
+            }
+            Kind::Return => {
+                self.returned += 1;
                 self.deadline = now + self.retry_ns;
                 if !self.acked.has(event.seq) {
                     self.again.push_back(event.seq);
@@ -272,7 +285,31 @@ impl NdpSender {
             self.credit -= 1;
             self.send(now, seq, again, fabric, net);
         }
+        if self.returned > 0 {
+            self.go_on_unasked(now, fabric, net);
+        }
         false
+    }
+
+    /// The receiver does not know of a header that was returned, so nobody asks for the packet again.
+    /// It goes unasked when no more pulls are expected, one at a time, for more would be the incast
+    /// anew (Handley et al. 2017, return-to-sender: no resending while PULLs are still expected).
+    #[cold]
+    fn go_on_unasked(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
+        let answered = self.count.acks + self.nacks;
+        let out = self.count.packets - (answered + self.returned).min(self.count.packets);
+        // What the receiver asks for: see `NdpReceiver::on_data`.
+        let window = u64::from(self.window.min(self.packets));
+        let asked = (u64::from(self.packets) + self.nacks - window).min(answered);
+        if out > 0 || u64::from(self.pulled) < asked {
+            return;
+        }
+        while let Some(seq) = self.again.pop_front() {
+            if !self.acked.has(seq) {
+                self.send(now, seq, true, fabric, net);
+                break;
+            }
+        }
     }
 
     /// Nothing was heard for long: what may be lost goes again, a first window of it unasked.
@@ -378,7 +415,7 @@ impl NdpReceiver {
             control_bytes: s.control_bytes,
             total: s.total,
             expected: s.packets(),
-            window: s.ndp.window_packets,
+            window: s.ndp.window_packets.min(s.packets()),
             got: Bits::new(s.packets()),
             trimmed: 0,
             asked: 0,

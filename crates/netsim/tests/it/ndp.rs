@@ -1,6 +1,6 @@
 //! The receiver-driven transport and trimming ports.
 
-use crate::common::{example, run, run_on};
+use crate::common::{error, example, run, run_on};
 
 /// Two switches with a host each; every link `rate`, no delay.
 fn line(rate: &str, switch: &str, size: u32, ndp: &str) -> String {
@@ -70,6 +70,62 @@ fn the_packet_that_finds_the_queue_full_is_trimmed_and_goes_again() {
     assert!(result.totals.data_drops > 0);
     assert!(result.flows[0].timeouts > 0);
     assert_eq!(result.flows[0].bytes_acked, 15_000);
+}
+
+#[test]
+fn headers_without_room_go_back_to_their_sender() {
+    // As above with room for four headers: the other three go back, and the sender, which expects no
+    // pulls for them, sends their packets one after the other. Nothing is lost, no timer is needed.
+    let switch = "[switch.trim]\ndata = 4\nheaders = 4\nreturn_to_sender = true";
+    let result = run(&line("1e12", switch, 15_000, "window = 12"));
+    let (f, t) = (&result.flows[0], &result.totals);
+    assert!(t.returns >= 3);
+    assert_eq!(
+        t.trims,
+        f.nacks + t.returns,
+        "each header arrives at one of the ends"
+    );
+    assert_eq!((f.packets_sent, f.retransmitted), (12 + t.trims, t.trims));
+    // (Of the pulls some find no room either; the next one stands for them.)
+    assert_eq!((t.data_drops, f.timeouts), (0, 0));
+    assert_eq!((f.bytes_acked, result.in_flight()), (15_000, 0));
+    // Far too large an incast on several switches and paths, on any number of threads.
+    let toml = example("ndp-permutation.toml")
+        .replace("k = 16, hosts_per_edge = 8", "k = 4, hosts_per_edge = 2")
+        .replace(
+            "pairing = \"Permutation\"",
+            "pairing = \"Incast\"\nsink = 5",
+        )
+        .replace("size = 2_000_000", "size = 200_000");
+    let plain = toml.replace("data = 8", "data = 2, headers = 4");
+    let returning = toml.replace("data = 8", "data = 2, headers = 4, return_to_sender = true");
+    let (plain, result) = (run(&plain), run(&returning));
+    assert!(plain.totals.data_drops > 100);
+    assert!(result.totals.returns > 100);
+    assert_eq!(result.totals.data_drops, 0);
+    assert!(result.flows.iter().all(|f| f.acked_ns.is_some()));
+    assert_eq!(result.in_flight(), 0);
+    for threads in [2, 4] {
+        assert_eq!(run_on(&returning, threads), result, "{threads} threads");
+    }
+    let no_links = line("1e12", switch, 15_000, "")
+        .replace("[link.host]\nrate = 1e12", "[link]\nhost_links = false");
+    assert!(error(&no_links).contains("host_links"));
+}
+
+#[test]
+fn what_was_trimmed_of_a_short_flow_is_pulled() {
+    // Twelve packets of a window of thirty, of which seven are cut at first: the receiver asks for
+    // them, though the flow is shorter than what it may send unasked.
+    let result = run(&line(
+        "1e12",
+        "[switch.trim]\ndata = 4",
+        15_000,
+        "window = 30",
+    ));
+    let f = &result.flows[0];
+    assert!(f.nacks >= 7);
+    assert_eq!((f.bytes_acked, f.timeouts), (15_000, 0));
 }
 
 #[test]

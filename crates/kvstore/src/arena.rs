@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use crate::copy::{copy, copy_hashed};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -149,21 +150,25 @@ impl Arena {
     }
 
     /// Copies from the memory, whatever others do to it meanwhile: what was copied has to be
-    /// verified if it is a peer's. `false` if there are not so many bytes.
-    pub fn copy_out(&self, at: u64, out: &mut [u8]) -> bool {
-        let there = at
-            .checked_add(out.len() as u64)
-            .is_some_and(|end| end <= self.bytes as u64);
-        if there {
-            // SAFETY: inside the mapping, which cannot shrink, and `out` is memory of this process
-            // that nobody else has, so the two do not overlap. No reference to the peer's memory is
-            // made: bytes that it changes meanwhile come out as one value or another.
-            unsafe {
-                let from = self.base.as_ptr().add(at as usize);
-                std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
-            }
+    /// verified if it is a peer's. With `sum`, which is the checksum of the right bytes, it is.
+    /// `false` if there are not so many bytes, or others.
+    pub fn copy_out(&self, at: u64, out: &mut [u8], sum: Option<u64>) -> bool {
+        let end = at.checked_add(out.len() as u64);
+        if end.is_none_or(|end| end > self.bytes as u64) {
+            return false;
         }
-        there
+        // SAFETY: inside the mapping, which cannot shrink, and `out` is memory of this process that
+        // nobody else has, so the two do not overlap. No reference to the peer's memory is made:
+        // bytes that it changes meanwhile come out as one value or another.
+        unsafe {
+            let from = self.base.as_ptr().add(at as usize);
+            let to = out.as_mut_ptr();
+            if let Some(sum) = sum {
+                return copy_hashed(from, to, out.len()) == sum;
+            }
+            copy(from, to, out.len());
+        }
+        true
     }
 
     /// Some of the memory, to write to.

@@ -13,6 +13,7 @@
 
 pub mod arena;
 pub mod clock;
+mod copy;
 pub mod handshake;
 mod ledger;
 pub mod measure;

@@ -3,9 +3,9 @@
 //! Transfers are measured between two processes; [`serve`] is the other one's part. Every case
 //! compares some of what came with what was stored.
 
-use std::collections::VecDeque;
+use std::collections::HashMap;
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,13 +15,15 @@ use slipstream_base::{BlockHash, SimTime};
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
 use crate::{
-    Address, DiskOptions, DiskTier, Endpoint, EndpointOptions, Event, Fetch, MemoryOptions,
-    MemoryTier, PeerId, Profile, Region, Tier, TierError, Transport, TransportError, checksum,
-    clock,
+    Address, Completion, DiskOptions, DiskTier, Endpoint, EndpointOptions, Event, Fetch,
+    MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerId, Profile, Region, Tier, TierError,
+    TransferId, Transport, TransportError, checksum, clock,
 };
 
 const DEADLINE: Duration = Duration::from_secs(30);
-const SIZES: [usize; 3] = [4 << 10, 32 << 10, 1 << 20];
+const SIZES: [usize; 4] = [4 << 10, 32 << 10, 64 << 10, 1 << 20];
+/// Between two transfers that are alone: longer than any thread looks for more.
+const APART: Duration = Duration::from_millis(1);
 /// Keys of a snapshot in one message.
 const CHUNK: usize = 1_024;
 
@@ -32,6 +34,8 @@ pub struct Options {
     pub scale: f64,
     /// How long both transports' threads look for more before they sleep.
     pub spin: Duration,
+    /// NIXL's library; `None`: transfers are not measured by it.
+    pub nixl: Option<PathBuf>,
 }
 
 impl Options {
@@ -39,6 +43,15 @@ impl Options {
     /// unless little is to be done.
     fn served_bytes(&self) -> usize {
         ((self.scale * 1e9) as usize).clamp(8 << 20, 128 << 20) & !((1 << 20) - 1)
+    }
+
+    fn nixl(&self, staging_bytes: usize) -> Nixl {
+        self.nixl.as_ref().map_or(Nixl::Off, |library| {
+            Nixl::On(NixlOptions {
+                staging_bytes,
+                ..NixlOptions::new(library)
+            })
+        })
     }
 }
 
@@ -166,13 +179,18 @@ pub fn serve(
             fill(&mut block, n);
             tier.put(clock::now(), &key(size, n), &block)?;
         }
+        let mut listen = vec![
+            Address::Unix(folder.join(size.to_string())),
+            Address::Tcp(([127, 0, 0, 1], 0).into()),
+        ];
+        if options.nixl.is_some() {
+            listen.push(Address::Nixl(([127, 0, 0, 1], 0).into()));
+        }
         let endpoint = Endpoint::start(EndpointOptions {
-            listen: vec![
-                Address::Unix(folder.join(size.to_string())),
-                Address::Tcp(([127, 0, 0, 1], 0).into()),
-            ],
+            listen,
             serves: Some(tier),
             spin,
+            nixl: options.nixl(0), // it reads nothing
             ..EndpointOptions::new("bench-server", profile())
         })?;
         for address in endpoint.addresses() {
@@ -207,6 +225,10 @@ impl Client {
         let endpoint = Endpoint::start(EndpointOptions {
             verify,
             spin,
+            nixl: match address {
+                Address::Nixl(_) => options.nixl(64 << 20),
+                _ => Nixl::Off,
+            },
             ..EndpointOptions::new("bench-client", profile())
         })?;
         let peer = endpoint
@@ -249,7 +271,7 @@ impl Client {
         first: u64,
         count: u64,
         at: usize,
-    ) -> Result<(), MeasureError> {
+    ) -> Result<TransferId, MeasureError> {
         let blocks = self.blocks;
         let keys: Vec<_> = (first..first + count)
             .map(|n| key(self.size, n % blocks))
@@ -264,13 +286,12 @@ impl Client {
             })
             .collect();
         let submitted = self.endpoint.fetch(self.peer, region, &fetches, DEADLINE);
-        submitted.map_err(|error| MeasureError::Wrong(error.to_string()))?;
-        Ok(())
+        submitted.map_err(|error| MeasureError::Wrong(error.to_string()))
     }
 
-    fn finish(&mut self, now_and_then: bool) -> Result<u64, MeasureError> {
+    fn finish(&mut self, now_and_then: bool) -> Result<Completion, MeasureError> {
         match self.next(now_and_then) {
-            Event::Done(done) if done.failed.is_empty() => Ok(done.bytes),
+            Event::Done(done) if done.failed.is_empty() => Ok(done),
             other => Err(MeasureError::Wrong(format!("a transfer failed: {other:?}"))),
         }
     }
@@ -286,10 +307,10 @@ impl Client {
         let span = batch as usize * self.size;
         let region = Region::new(span * depth);
         let mut next = 0;
-        let mut under_way = VecDeque::new();
+        let mut under_way = HashMap::new();
         for place in 0..depth {
-            self.submit(&region, next, batch, place * span)?;
-            under_way.push_back((next, place));
+            let id = self.submit(&region, next, batch, place * span)?;
+            under_way.insert(id, (next, place));
             next += batch;
         }
         let mut came = 0;
@@ -298,28 +319,37 @@ impl Client {
         let mut start = now();
         let mut end = start;
         while came < bytes {
-            came += self.finish(true)?;
+            let done = self.finish(true)?;
+            came += done.bytes;
             rounds += 1;
             end = now();
-            let (first, place) = under_way.pop_front().expect("as many as there are");
+            let (first, place) = Client::place_of(&mut under_way, &done)?;
             // One round touches every page, and wakes everybody up.
             if rounds == 2 * depth {
                 self.compare(&region, first, place * span)?;
                 (came, start) = (0, now());
             }
-            self.submit(&region, next, batch, place * span)?;
-            under_way.push_back((next, place));
+            let id = self.submit(&region, next, batch, place * span)?;
+            under_way.insert(id, (next, place));
             next += batch;
         }
-        for _ in 0..depth {
-            self.finish(true)?;
-        }
-        for (first, place) in under_way {
+        while !under_way.is_empty() {
+            let done = self.finish(true)?;
+            let (first, place) = Client::place_of(&mut under_way, &done)?;
             self.compare(&region, first, place * span)?;
         }
         Ok(std::array::from_fn(|clock| {
             came as f64 / (end[clock] - start[clock])
         }))
+    }
+
+    /// Transfers end in any order.
+    fn place_of<T>(
+        under_way: &mut HashMap<TransferId, T>,
+        done: &Completion,
+    ) -> Result<T, MeasureError> {
+        let found = under_way.remove(&done.transfer);
+        found.ok_or_else(|| MeasureError::Wrong(format!("nobody asked for {done:?}")))
     }
 
     fn compare(&self, region: &Arc<Region>, n: u64, at: usize) -> Result<(), MeasureError> {
@@ -335,11 +365,23 @@ impl Client {
         Ok(())
     }
 
-    /// From a submission to its completion, us, one at a time.
-    fn latencies(&mut self, batch: u64, rounds: usize) -> Result<Vec<f64>, MeasureError> {
+    /// From a submission to its completion, us, one at a time; and the CPU time of both processes
+    /// for one, us, without that of the thread that polls.
+    fn latencies(
+        &mut self,
+        batch: u64,
+        rounds: usize,
+        apart: Duration,
+        other: u32,
+    ) -> Result<(Vec<f64>, f64), MeasureError> {
         let region = Region::new(batch as usize * self.size);
         let mut times = Vec::with_capacity(rounds);
+        let cpu = || Ok::<_, MeasureError>(process_cpu_s() * 1e6 - cpu_us() + cpu_of_us(other)?);
+        let mut before = cpu()?;
         for round in 0..rounds + rounds / 10 {
+            if round == rounds / 10 {
+                before = cpu()?;
+            }
             let first = round as u64 * batch;
             let start = Instant::now();
             self.submit(&region, first, batch, 0)?;
@@ -347,32 +389,39 @@ impl Client {
             if round >= rounds / 10 {
                 times.push(start.elapsed().as_secs_f64() * 1e6);
             }
+            if !apart.is_zero() {
+                std::thread::sleep(apart);
+            }
         }
+        let spent = cpu()? - before;
         let last = (rounds + rounds / 10 - 1) as u64 * batch;
         self.compare(&region, last, 0)?;
-        Ok(times)
+        Ok((times, spent / rounds as f64))
     }
 
     /// One poll of a busy transport, us.
     fn polls(&mut self, rounds: usize) -> Result<Vec<f64>, MeasureError> {
         let region = Region::new(8 * self.size);
         let mut times = Vec::with_capacity(rounds);
+        let mut under_way = HashMap::new();
         for place in 0..8 {
-            self.submit(&region, place, 1, place as usize * self.size)?;
+            let id = self.submit(&region, place as u64, 1, place * self.size)?;
+            under_way.insert(id, place);
         }
-        let mut free: VecDeque<usize> = VecDeque::new();
-        let mut order: VecDeque<usize> = (0..8).collect();
         let mut events = Vec::new();
         while times.len() < rounds {
             let start = Instant::now();
             self.endpoint.poll(64, &mut events);
             times.push(start.elapsed().as_secs_f64() * 1e6);
-            for _ in events.drain(..) {
-                free.extend(order.pop_front());
-            }
-            while let Some(place) = free.pop_front() {
-                self.submit(&region, times.len() as u64, 1, place * self.size)?;
-                order.push_back(place);
+            for event in events.drain(..) {
+                let Event::Done(done) = event else {
+                    return Err(MeasureError::Wrong(format!(
+                        "the connection ended: {event:?}"
+                    )));
+                };
+                let place = Client::place_of(&mut under_way, &done)?;
+                let id = self.submit(&region, times.len() as u64, 1, place * self.size)?;
+                under_way.insert(id, place);
             }
             // Some 20 us of the engine's own work.
             let until = Instant::now() + Duration::from_micros(20);
@@ -380,14 +429,14 @@ impl Client {
                 std::hint::spin_loop();
             }
         }
-        for _ in order {
+        for _ in under_way {
             self.finish(false)?;
         }
         Ok(times)
     }
 }
 
-/// Transfers from the process at `addresses`, as [`serve`] said them.
+/// Transfers from the process `other` at `addresses`, as [`serve`] said them.
 ///
 /// # Errors
 ///
@@ -395,62 +444,87 @@ impl Client {
 pub fn transfers(
     options: &Options,
     addresses: &[(usize, Address)],
+    other: u32,
 ) -> Result<Vec<Row>, MeasureError> {
-    let address = |size: usize, unix: bool| {
-        addresses
-            .iter()
-            .find(|(of, address)| *of == size && matches!(address, Address::Unix(_)) == unix)
-            .map(|(_, address)| address)
-            .ok_or_else(|| MeasureError::Wrong("the other process said no address".into()))
-    };
     let times = |n: f64| ((n * options.scale) as usize).max(20);
     let bytes = |n: u64| (n as f64 * options.scale) as u64;
     let mut rows = Vec::new();
-    let [small, middle, large] = SIZES;
-    for (name, unix) in [("shared memory", true), ("TCP", false)] {
+    let [small, middle, medium, large] = SIZES;
+    let nixl = options.nixl.as_ref().map(|_| "NIXL");
+    for name in ["shared memory", "TCP"].into_iter().chain(nixl) {
+        let is_shared = name == "shared memory";
+        let client = |size: usize, verify| {
+            let (_, address) = addresses
+                .iter()
+                .find(|(of, address)| *of == size && name_of(address) == name)
+                .ok_or_else(|| MeasureError::Wrong("the other process said no address".into()))?;
+            Client::connect(size, address, verify, options)
+        };
+        let row = |what: String, value, unit| Row::new("transfer", what, value, unit);
         for verify in [false, true] {
-            let at = address(large, unix)?;
-            let mut client = Client::connect(large, at, verify, options)?;
-            let [rate, per_cpu] = client.throughput(4, 4, bytes(8 << 30))?;
+            let [rate, per_cpu] = client(large, verify)?.throughput(4, 4, bytes(8 << 30))?;
             let how = if verify {
                 "with checksum"
             } else {
                 "no checksum"
             };
             let what = format!("{name}, 1 MiB blocks, {how}");
-            let mark = match (unix, verify) {
-                (true, false) => 8.0,
-                (true, true) => 4.0,
-                (false, _) => 3.0,
+            let mark = match (name, verify) {
+                ("shared memory", false) => Some(8.0),
+                ("shared memory", true) => Some(4.0),
+                ("TCP", _) => Some(3.0),
+                _ => None,
             };
-            rows.push(Row::new("transfer", what, rate / 1e9, "GB/s").mark(mark));
+            rows.push(Row {
+                mark,
+                ..row(what, rate / 1e9, "GB/s")
+            });
             let what = "  same, per CPU second of the receiver";
-            rows.push(Row::new("transfer", what, per_cpu / 1e9, "GB/s"));
+            rows.push(row(what.into(), per_cpu / 1e9, "GB/s"));
         }
-        let mut client = Client::connect(small, address(small, unix)?, true, options)?;
-        let mut latencies = client.latencies(1, times(20_000.0))?;
-        let row = Row::time(
-            "transfer",
-            format!("{name}, one block of 4 KiB"),
-            &mut latencies,
-        );
-        rows.push(if unix { row.mark(20.0) } else { row });
-        let mut client = Client::connect(large, address(large, unix)?, true, options)?;
-        let mut latencies = client.latencies(1, times(2_000.0))?;
-        rows.push(Row::time(
-            "transfer",
-            format!("{name}, one block of 1 MiB"),
-            &mut latencies,
-        ));
-        let mut client = Client::connect(middle, address(middle, unix)?, true, options)?;
-        let mut latencies = client.latencies(256, times(300.0))?;
+        for (size, batch, said) in [(medium, 64, "64 KiB"), (small, 256, "4 KiB")] {
+            let [rate, _] = client(size, true)?.throughput(batch, 4, bytes(2 << 30))?;
+            let what = format!("{name}, {said} blocks, with checksum");
+            rows.push(row(what, rate / 1e9, "GB/s"));
+        }
+        for (size, rounds, said) in [
+            (small, 20_000.0, "4 KiB"),
+            (medium, 10_000.0, "64 KiB"),
+            (large, 2_000.0, "1 MiB"),
+        ] {
+            let rounds = times(rounds);
+            let (mut latencies, cpu) =
+                client(size, true)?.latencies(1, rounds, Duration::ZERO, other)?;
+            let what = format!("{name}, one block of {said}");
+            let time = Row::time("transfer", what, &mut latencies);
+            let is_marked = is_shared && size == small;
+            rows.push(if is_marked { time.mark(20.0) } else { time });
+            let what = "  same, CPU time of both sides";
+            rows.push(row(what.into(), cpu, "us"));
+        }
+        let (mut latencies, cpu) =
+            client(small, true)?.latencies(1, times(2_000.0), APART, other)?;
+        let what = format!("{name}, one block of 4 KiB, 1 ms after the last");
+        rows.push(Row::time("transfer", what, &mut latencies));
+        let what = "  same, CPU time of both sides";
+        rows.push(row(what.into(), cpu, "us"));
+        let (mut latencies, _) =
+            client(middle, true)?.latencies(256, times(300.0), Duration::ZERO, other)?;
         let what = format!("{name}, 256 blocks of 32 KiB");
         rows.push(Row::time("transfer", what, &mut latencies));
-        let mut polls = client.polls(times(20_000.0))?;
+        let mut polls = client(middle, true)?.polls(times(20_000.0))?;
         let what = format!("{name}, a poll while blocks come");
         rows.push(Row::time("transfer", what, &mut polls).mark(5.0));
     }
     Ok(rows)
+}
+
+fn name_of(address: &Address) -> &'static str {
+    match address {
+        Address::Unix(_) => "shared memory",
+        Address::Tcp(_) => "TCP",
+        Address::Nixl(_) => "NIXL",
+    }
 }
 
 /// Memory and disk, with a folder for files.
@@ -525,6 +599,19 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
 
 fn cpu_us() -> f64 {
     seconds(ClockId::ThreadCPUTime) * 1e6
+}
+
+/// CPU time of another process so far, us: what the kernel has accounted for its threads
+/// (`Documentation/scheduler/sched-stats.rst`).
+fn cpu_of_us(process: u32) -> Result<f64, MeasureError> {
+    let mut ns = 0;
+    for thread in std::fs::read_dir(format!("/proc/{process}/task"))? {
+        // A thread may end between the two looks.
+        let stat = std::fs::read_to_string(thread?.path().join("schedstat")).unwrap_or_default();
+        let first = stat.split_whitespace().next().unwrap_or_default();
+        ns += first.parse::<u64>().unwrap_or(0);
+    }
+    Ok(ns as f64 / 1e3)
 }
 
 fn process_cpu_s() -> f64 {

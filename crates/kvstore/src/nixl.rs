@@ -7,7 +7,7 @@
 //! Source of the functions, their arguments and their codes: `src/bindings/rust/wrapper.h` of
 //! github.com/ai-dynamo/nixl, 1.5.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::Mutex;
@@ -76,6 +76,32 @@ const HOST_MEMORY: c_int = 0;
 /// `NIXL_CAPI_XFER_OP_READ`.
 const READ: c_int = 0;
 
+/// `nixl_capi_agent_config_t`.
+#[repr(C)]
+struct Config {
+    progress_thread: bool,
+    listen_thread: bool,
+    listen_port: c_int,
+    thread_sync: c_int,
+    workers: c_uint,
+    progress_delay_us: u64,
+    listen_delay_us: u64,
+    telemetry: bool,
+}
+
+/// All by the caller's thread. A progress thread of NIXL 1.5.1 takes a core, even where nothing
+/// moves; and one thread at a time uses an agent here, so none has to be kept out.
+static CONFIG: Config = Config {
+    progress_thread: false,
+    listen_thread: false,
+    listen_port: 0,
+    thread_sync: 0,
+    workers: 1,
+    progress_delay_us: 0,
+    listen_delay_us: 0,
+    telemetry: false,
+};
+
 /// Declares the functions, and finds them in a library.
 macro_rules! functions {
     ($($name:ident ( $($argument:ty),* );)*) => {
@@ -102,7 +128,7 @@ macro_rules! functions {
 }
 
 functions! {
-    create_agent(*const c_char, *mut Handle);
+    create_configured_agent(*const c_char, *const Config, *mut Handle);
     destroy_agent(Handle);
     get_plugin_params(Handle, *const c_char, *mut Handle, *mut Handle);
     destroy_mem_list(Handle);
@@ -126,6 +152,9 @@ functions! {
     create_xfer_req(Handle, c_int, Handle, Handle, *const c_char, *mut Handle, Handle);
     post_xfer_req(Handle, Handle, Handle);
     get_xfer_status(Handle, Handle);
+    create_notif_map(*mut Handle);
+    get_notifs(Handle, Handle, Handle);
+    destroy_notif_map(Handle);
     release_xfer_req(Handle, Handle);
     destroy_xfer_req(Handle);
 }
@@ -215,6 +244,9 @@ pub(crate) trait OneSided: Send {
 
     /// Whether it has ended. A ticket is void once it has.
     fn poll(&mut self, ticket: Ticket) -> Reading;
+
+    /// Does what peers that read this side's memory need of it, which may be nothing.
+    fn progress(&mut self);
 }
 
 /// An agent of NIXL, with one backend.
@@ -223,11 +255,11 @@ pub(crate) struct Agent {
     agent: Handle,
     backend: Handle,
     options: Handle,
+    messages: Handle,
     registered: Vec<Handle>,
 }
 
-// SAFETY: the agent is used by one thread at a time (`&mut self`), and belongs to none; its own
-// thread is synchronized inside.
+// SAFETY: the agent is used by one thread at a time (`&mut self`), and belongs to none.
 unsafe impl Send for Agent {}
 
 impl Agent {
@@ -238,7 +270,9 @@ impl Agent {
         let backend = CString::new(&options.backend[..]).map_err(|_| NixlError::Name)?;
         let mut agent = null_mut();
         // SAFETY: a string that ends, and a place for the handle.
-        let code = unsafe { (functions.create_agent)(name.as_ptr(), &raw mut agent) };
+        let code = unsafe {
+            (functions.create_configured_agent)(name.as_ptr(), &raw const CONFIG, &raw mut agent)
+        };
         checked("making an agent", code)?;
         // From here on it is dropped in order.
         let mut made = Agent {
@@ -246,6 +280,7 @@ impl Agent {
             agent,
             backend: null_mut(),
             options: null_mut(),
+            messages: null_mut(),
             registered: Vec::new(),
         };
         let (mut memories, mut parameters) = (null_mut(), null_mut());
@@ -268,6 +303,8 @@ impl Agent {
             checked("choosing the backend", code)?;
             let code = (functions.opt_args_add_backend)(made.options, made.backend);
             checked("choosing the backend", code)?;
+            let code = (functions.create_notif_map)(&raw mut made.messages);
+            checked("making a place for messages", code)?;
         }
         Ok(made)
     }
@@ -417,6 +454,12 @@ impl OneSided for Agent {
             Reading::Failed
         }
     }
+
+    fn progress(&mut self) {
+        // Nobody sends any; but looking for messages is how the backend gets to run.
+        // SAFETY: handles of this agent. An error changes nothing.
+        let _ = unsafe { (self.functions.get_notifs)(self.agent, self.messages, self.options) };
+    }
 }
 
 impl Agent {
@@ -440,6 +483,9 @@ impl Drop for Agent {
             for list in self.registered.drain(..) {
                 (functions.deregister_mem)(self.agent, list, self.options);
                 (functions.destroy_reg_dlist)(list);
+            }
+            if !self.messages.is_null() {
+                (functions.destroy_notif_map)(self.messages);
             }
             if !self.options.is_null() {
                 (functions.destroy_opt_args)(self.options);

@@ -18,16 +18,15 @@ fn kv_bench_measures_transfers_between_two_processes() {
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     let code = output.status.code();
-    assert!(code == Some(0) || code == Some(1), "{code:?}: {errors}");
+    // Marks are for the record: one that is missed is no failure.
+    assert_eq!(code, Some(0), "{errors}");
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let rows = json["rows"].as_array().unwrap();
     let missed = rows.iter().filter(|row| row["met"] == false).count();
     assert_eq!(json["marks_missed"], missed);
-    assert_eq!(
-        code,
-        Some(i32::from(missed > 0)),
-        "the code says whether a mark was missed"
-    );
+    let others = json["others_cpu_share"].as_f64().unwrap();
+    assert!((0.0..=1.0).contains(&others), "{others}");
+    assert_eq!(json["busy_host"], others > 0.1);
     for what in [
         "shared memory, 1 MiB",
         "TCP, 1 MiB",

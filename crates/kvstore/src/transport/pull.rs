@@ -11,10 +11,11 @@ use std::sync::Arc;
 
 use slipstream_base::SimTime;
 
-use super::conn::{Conn, Piece};
+use super::conn::{Conn, Piece, Way};
 use super::run::{Run, TURN_BYTES, Why, place_of};
 use super::{FetchError, PeerId};
 use crate::arena::Arena;
+use crate::copy::copy_hashed;
 use crate::nixl::{NixlError, OneSided, Reading, Span, Ticket};
 use crate::region::{Lease, Region};
 use crate::wire::{Answer, Introduction, Kind, frame};
@@ -25,10 +26,11 @@ use crate::{checksum, clock};
 const SLOT_BYTES: usize = 1 << 20;
 /// A peer may have so many parts of the slots: one that does not answer leaves some to others.
 const SHARE: usize = 4;
-/// After the last sign of life of a read the thread looks again at once for so long, and then at
-/// intervals. Short reads end within, and a stuck one does not take a core.
-const LOOK_NS: u64 = 100_000;
+/// The thread looks at reads under way, and lets those of peers go on, at once for as long as it
+/// spins, and then at such intervals: short ones end within, and a stuck one does not take a core.
 const PAUSE_NS: u64 = 20_000;
+/// How long the end of the transport waits for reads to end.
+const ENDING_NS: u64 = 100_000_000;
 
 /// How this side reads its peers' memory.
 pub(super) struct Pulls {
@@ -42,7 +44,9 @@ pub(super) struct Pulls {
     requests: HashMap<u64, Pull>,
     partners: HashMap<Arc<str>, Partner>,
     introduction: Introduction,
-    looked_until: SimTime,
+    /// When something last began or ended, and whether peers may be reading.
+    moved: SimTime,
+    read_by_peers: bool,
     _served: Option<Arc<Arena>>,
 }
 
@@ -129,7 +133,8 @@ impl Pulls {
             requests: HashMap::new(),
             partners: HashMap::new(),
             introduction,
-            looked_until: SimTime::ZERO,
+            moved: SimTime::ZERO,
+            read_by_peers: false,
             _served: served,
         })
     }
@@ -144,9 +149,23 @@ impl Pulls {
     }
 
     /// How long to wait before the next look; `None` if nothing is under way.
-    pub(super) fn pause_ns(&self, now: SimTime) -> Option<u64> {
-        let pause = if now < self.looked_until { 0 } else { PAUSE_NS };
-        (!self.reads.is_empty()).then_some(pause)
+    pub(super) fn pause_ns(&self, now: SimTime, spin_ns: u64) -> Option<u64> {
+        let pause = if now.since(self.moved) < spin_ns {
+            0
+        } else {
+            PAUSE_NS
+        };
+        (!self.reads.is_empty() || self.read_by_peers).then_some(pause)
+    }
+
+    /// A peer may read what this side has pinned for it.
+    pub(super) fn on_pinned(&mut self, now: SimTime) {
+        self.moved = now;
+    }
+
+    /// Lets the backend do what is due without a transfer, such as ending connections.
+    pub(super) fn progress(&mut self) {
+        self.engine.progress();
     }
 
     /// A connection stands to who introduces itself so.
@@ -236,6 +255,20 @@ impl Pulls {
                 partner.spoilt.push(slot);
                 Err(error)
             }
+        }
+    }
+}
+
+impl Drop for Pulls {
+    /// Waits a little for reads under way, which are memory copies most of the time: an agent that
+    /// ends while some are is safe, but warns.
+    fn drop(&mut self) {
+        let until = clock::now() + ENDING_NS;
+        while !self.reads.is_empty() && clock::now() < until {
+            let engine = &mut self.engine;
+            self.reads
+                .retain(|read| engine.poll(read.ticket) == Reading::UnderWay);
+            std::thread::yield_now();
         }
     }
 }
@@ -330,28 +363,23 @@ impl Run {
     }
 
     fn pull_some_of(&mut self, pulls: &mut Pulls, ends: &mut Ends) {
+        let pinned = |conn: &Conn| conn.way == Way::Pull && !conn.pins.is_empty();
+        pulls.read_by_peers = self.conns.iter().flatten().any(pinned);
+        if pulls.read_by_peers {
+            pulls.engine.progress();
+            if pulls.reads.is_empty() {
+                // It may be this CPU that the reader waits for.
+                std::thread::yield_now();
+            }
+        }
         let (mut at, mut turn, mut worked) = (0, 0, false);
         while at < pulls.reads.len() && turn < TURN_BYTES {
-            let reading = pulls.engine.poll(pulls.reads[at].ticket);
-            if reading == Reading::UnderWay {
-                at += 1;
-                continue;
-            }
-            worked = true;
-            let read = pulls.reads.swap_remove(at);
-            turn += SLOT_BYTES;
-            let partner = pulls.partners.get_mut(&read.agent).expect("it has a read");
-            partner.reads -= 1;
-            if reading == Reading::Done {
-                self.take_read(pulls, &read);
-                pulls.slots.push(read.slot);
+            if self.end_read(pulls, at, ends) {
+                worked = true;
+                turn += SLOT_BYTES;
             } else {
-                partner.spoilt.push(read.slot);
-                let why = "a read of its memory by NIXL failed".into();
-                ends.lost.push((read.peer, why));
+                at += 1;
             }
-            pulls.part(&read.agent);
-            pulls.end_if_complete(read.request, ends);
         }
         // As many looks as there are requests: one that waits for a slot does not hold up others.
         for _ in 0..pulls.turns.len() {
@@ -368,7 +396,15 @@ impl Run {
             {
                 let peer = pull.peer;
                 match pulls.post(request) {
-                    Ok(true) => worked = true,
+                    Ok(true) => {
+                        worked = true;
+                        // On one host it has often ended already: then its bytes are still in a
+                        // cache, and the next one has its slot.
+                        let last = pulls.reads.len() - 1;
+                        if turn < TURN_BYTES && self.end_read(pulls, last, ends) {
+                            turn += SLOT_BYTES;
+                        }
+                    }
                     Ok(false) => break,
                     Err(error) => {
                         ends.lost.push((peer, error.to_string()));
@@ -384,8 +420,30 @@ impl Run {
             }
         }
         if worked {
-            pulls.looked_until = clock::now() + LOOK_NS;
+            pulls.moved = clock::now();
         }
+    }
+
+    /// Takes what was read if the read at `at` has ended. `false` if it has not.
+    fn end_read(&mut self, pulls: &mut Pulls, at: usize, ends: &mut Ends) -> bool {
+        let reading = pulls.engine.poll(pulls.reads[at].ticket);
+        if reading == Reading::UnderWay {
+            return false;
+        }
+        let read = pulls.reads.swap_remove(at);
+        let partner = pulls.partners.get_mut(&read.agent).expect("it has a read");
+        partner.reads -= 1;
+        if reading == Reading::Done {
+            self.take_read(pulls, &read);
+            pulls.slots.push(read.slot);
+        } else {
+            partner.spoilt.push(read.slot);
+            let why = "a read of its memory by NIXL failed".into();
+            ends.lost.push((read.peer, why));
+        }
+        pulls.part(&read.agent);
+        pulls.end_if_complete(read.request, ends);
+        true
     }
 
     /// Copies what was read to its places.
@@ -408,14 +466,23 @@ impl Run {
             ) else {
                 continue;
             };
-            place[part.inside..part.inside + part.bytes].copy_from_slice(bytes);
+            let whole = part.bytes == place.len();
+            let to = &mut place[part.inside..part.inside + part.bytes];
+            let came = if verify && whole {
+                // SAFETY: two slices of one length that others do not have.
+                Some(unsafe { copy_hashed(bytes.as_ptr(), to.as_mut_ptr(), bytes.len()) })
+            } else {
+                to.copy_from_slice(bytes);
+                None
+            };
             let (left, sum) = &mut pull.blocks[part.block];
             *left -= part.bytes;
             if *left == 0 {
-                let outcome = if !in_time(deadline) {
-                    Err(FetchError::Deadline)
-                } else if verify && checksum(place) != *sum {
+                let right = || came.unwrap_or_else(|| checksum(place)) == *sum;
+                let outcome = if verify && !right() {
                     Err(FetchError::Checksum)
+                } else if !in_time(deadline) {
+                    Err(FetchError::Deadline)
                 } else {
                     Ok(())
                 };

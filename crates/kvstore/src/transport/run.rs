@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, TrySendError};
+use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
@@ -45,7 +46,7 @@ pub(super) struct Run {
     pub(super) shared: Arc<Shared>,
     epoll: OwnedFd,
     listeners: Vec<(OwnedFd, Way)>,
-    conns: Vec<Option<Conn>>,
+    pub(super) conns: Vec<Option<Conn>>,
     pub(super) transfers: HashMap<u64, Transfer>,
     deadlines: BTreeSet<(SimTime, u64)>,
     /// Blocks that lie in a peer's memory and are to be copied.
@@ -84,6 +85,84 @@ impl From<WireError> for Why {
 impl From<io::Error> for Why {
     fn from(error: io::Error) -> Why {
         Why::Io(error)
+    }
+}
+
+/// Whether the thread looks for more to do before it sleeps, and for how long.
+///
+/// A CPU that has gone idle takes some 20 µs to wake up where it is a virtual one, and a transfer
+/// wakes up three threads in turn. So an event is awaited for a while where it is likely to come
+/// soon: when an answer is due, and when the last two came close to each other. But where CPUs are
+/// short, the one who would make the event may wait for this very CPU. What was awaited in vain is
+/// therefore not awaited the next time, or the next two, four, ... up to `SKIPPED_MAX` times. The Linux
+/// kernel decides likewise how long an idle guest's CPU polls
+/// (`Documentation/virt/guest-halt-polling.rst`).
+struct Spin {
+    max_ns: u64,
+    last: SimTime,
+    /// What is being awaited, and until when.
+    awaited: Option<(usize, SimTime)>,
+    /// Of answers that are due, and of events after close ones.
+    luck: [Luck; 2],
+}
+
+/// How many more times something is not awaited, and how many those were from the start.
+#[derive(Clone, Copy, Default)]
+struct Luck {
+    skip: u32,
+    skipped: u32,
+}
+
+const SKIPPED_MAX: u32 = 64;
+
+impl Spin {
+    fn new(max: Duration) -> Spin {
+        Spin {
+            max_ns: max.as_nanos() as u64,
+            last: SimTime::ZERO,
+            awaited: None,
+            luck: [Luck::default(); 2],
+        }
+    }
+
+    fn on_event(&mut self, now: SimTime, answer_due: bool) {
+        if let Some((kind, until)) = self.awaited.take() {
+            self.end(kind, now < until);
+        }
+        let close = now.since(self.last) <= self.max_ns;
+        self.last = now;
+        if self.max_ns == 0 || !(answer_due || close) {
+            return;
+        }
+        let kind = usize::from(!answer_due);
+        let luck = &mut self.luck[kind];
+        if luck.skip > 0 {
+            luck.skip -= 1;
+        } else {
+            self.awaited = Some((kind, now + self.max_ns));
+        }
+    }
+
+    fn looks(&mut self, now: SimTime) -> bool {
+        let Some((kind, until)) = self.awaited else {
+            return false;
+        };
+        if now < until {
+            return true;
+        }
+        self.awaited = None;
+        self.end(kind, false);
+        false
+    }
+
+    fn end(&mut self, kind: usize, came: bool) {
+        let luck = &mut self.luck[kind];
+        luck.skipped = if came {
+            0
+        } else {
+            (2 * luck.skipped).clamp(1, SKIPPED_MAX)
+        };
+        luck.skip = luck.skipped;
     }
 }
 
@@ -130,8 +209,7 @@ impl Run {
 
     pub(super) fn run(mut self) {
         let mut events = Vec::with_capacity(64);
-        let mut active_until = SimTime::ZERO;
-        let spin_ns = self.shared.options.spin.as_nanos() as u64;
+        let mut spin = Spin::new(self.shared.options.spin);
         while !self.shared.stop.load(Ordering::Acquire) {
             let worked = self.take_commands();
             let now = clock::now();
@@ -140,10 +218,10 @@ impl Run {
             self.pull_some();
             self.keep_peers(now);
             if worked || !events.is_empty() {
-                active_until = now + spin_ns;
+                spin.on_event(now, !self.transfers.is_empty());
             }
             events.clear();
-            self.wait(now, now < active_until, &mut events);
+            self.wait(now, spin.looks(now), &mut events);
             for &(data, flags) in &events {
                 self.on_event(data, flags);
             }
@@ -154,7 +232,11 @@ impl Run {
         let mut ready: Vec<epoll::Event> = Vec::with_capacity(64);
         let busy = spin || !self.copies.is_empty() || self.sweeping;
         let mut timeout_ns = 0;
-        let pause_ns = self.pulls.as_ref().and_then(|pulls| pulls.pause_ns(now));
+        let spin_ns = self.shared.options.spin.as_nanos() as u64;
+        let pause_ns = self
+            .pulls
+            .as_ref()
+            .and_then(|pulls| pulls.pause_ns(now, spin_ns));
         if let Some(pause_ns) = pause_ns.filter(|_| !busy) {
             timeout_ns = pause_ns;
         } else if !busy {
@@ -639,6 +721,9 @@ impl Run {
         if stay {
             if !pins.is_empty() {
                 conn.pins.insert(request, (until, pins));
+                if let (Some(pulls), Way::Pull) = (&mut self.pulls, conn.way) {
+                    pulls.on_pinned(now);
+                }
             }
         } else {
             for pin in pins {
@@ -807,8 +892,10 @@ impl Run {
                             continue;
                         };
                         turn += place.len().max(1);
-                        let copied = arena.as_ref().is_some_and(|a| a.copy_out(offset, place));
-                        let right = copied && (!verify || checksum(place) == sum);
+                        let sum = verify.then_some(sum);
+                        let right = arena
+                            .as_ref()
+                            .is_some_and(|arena| arena.copy_out(offset, place, sum));
                         if right {
                             Ok(())
                         } else {
@@ -929,6 +1016,9 @@ impl Run {
         }
         let silence_ns = self.shared.options.silence_max.as_nanos() as u64;
         self.next_ping = now + silence_ns / 4;
+        if let Some(pulls) = &mut self.pulls {
+            pulls.progress();
+        }
         let peers: Vec<PeerId> = self.conns.iter().flatten().map(|conn| conn.peer).collect();
         for peer in peers {
             self.with_conn(peer, |run, conn| {
@@ -988,4 +1078,61 @@ fn open(address: &Address) -> io::Result<OwnedFd> {
         other => other?,
     }
     Ok(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAX: u64 = 50;
+
+    /// Whether it looks on after an event at `now`.
+    fn looks_after(spin: &mut Spin, now: u64, answer_due: bool) -> bool {
+        spin.on_event(SimTime(now), answer_due);
+        spin.looks(SimTime(now))
+    }
+
+    #[test]
+    fn the_thread_looks_on_after_events_that_come_close_and_when_an_answer_is_due() {
+        let spin = || Spin::new(Duration::from_nanos(MAX));
+        assert!(!looks_after(&mut spin(), 1_000, false));
+        assert!(looks_after(&mut spin(), 1_000, true));
+        let mut close = spin();
+        assert!(!looks_after(&mut close, 1_000, false));
+        assert!(looks_after(&mut close, 1_000 + MAX, false));
+        assert!(close.looks(SimTime(1_000 + 2 * MAX - 1)));
+        assert!(!close.looks(SimTime(1_000 + 2 * MAX)));
+        let mut off = Spin::new(Duration::ZERO);
+        assert!(!looks_after(&mut off, 7, true));
+        assert!(!looks_after(&mut off, 7, true));
+    }
+
+    #[test]
+    fn what_was_awaited_in_vain_is_awaited_less_and_less_until_it_comes() {
+        let mut spin = Spin::new(Duration::from_nanos(MAX));
+        let mut now = 1_000;
+        let mut gaps = Vec::new();
+        let mut gap = 0;
+        while gaps.len() < 9 {
+            now += 1_000;
+            if looks_after(&mut spin, now, true) {
+                assert!(!spin.looks(SimTime(now + MAX)));
+                gaps.push(gap);
+                gap = 0;
+            } else {
+                gap += 1;
+            }
+        }
+        assert_eq!(gaps, [0, 1, 2, 4, 8, 16, 32, 64, 64]);
+        while !looks_after(&mut spin, now, true) {
+            now += 1_000;
+        }
+        // It comes in time: from here on it is always awaited.
+        for _ in 0..10 {
+            now += MAX - 1;
+            assert!(looks_after(&mut spin, now, true));
+        }
+        // Events after close ones have luck of their own.
+        assert!(looks_after(&mut spin, now + 1, false));
+    }
 }

@@ -164,6 +164,8 @@ impl OneSided for Stand {
         }
         Reading::Done
     }
+
+    fn progress(&mut self) {}
 }
 
 /// Runs `check` with an address of each kind to listen at.

@@ -814,7 +814,12 @@ impl<'a> Sim<'a> {
             priority: request.priority,
             seed: request_seed(self.seed, request),
         };
-        if flight.hops.received <= flight.hops.routed {
+        // The first of two workers; both may get it at the time at which it was routed.
+        let first = match self.cluster.kv.hand_over {
+            HandOver::Pull => To::Prefill,
+            HandOver::Push => To::Serve,
+        };
+        if !remote || to == first {
             flight.hops.dispatched = flight.hops.dispatched.max(flight.hops.routed);
             flight.hops.received = self.now;
         }

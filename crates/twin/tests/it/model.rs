@@ -96,6 +96,8 @@ fn a_prompt_handed_over_costs_a_pass_and_its_bytes() {
     // Computed in a pass; its last token once more in the first pass of the answer.
     let one = check_one(APART, "", 20 * MS, 80 * MS);
     assert_eq!(one.workers, (Some(0), Some(1)));
+    assert_eq!(one.hops.received.0, 0, "when the first of the two got it");
+    assert_eq!(one.hops.prefilled.map(|at| at.0), Some(10 * MS));
     // 400 Gbit/s are 50 bytes a ns; each of two links takes 1 us. Pull: the answer to the frontend,
     // the request to the other worker, its question, and what it asked for.
     let flows = "[network]\nmode = \"flows\"\n";

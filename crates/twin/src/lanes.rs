@@ -350,6 +350,7 @@ struct Arrivals {
     now: SimTime,
     time_max: SimTime,
     window_max: usize,
+    in_flight_max: usize,
     /// Requests that could not be routed.
     refused: Vec<Ended>,
 }
@@ -418,6 +419,14 @@ impl Arrivals {
                 );
                 count += 1;
                 self.route(request, inboxes);
+                // A workload without end may have all of its requests due at one time: the run is
+                // given up once the lanes have counted these.
+                if count > self.in_flight_max {
+                    return Ok(Window {
+                        until: self.now + 1,
+                        last: false,
+                    });
+                }
             }
         }
     }
@@ -663,6 +672,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         // One less than the end of time, so that a window can end after it.
         time_max: options.time_max.min(SimTime(u64::MAX - 1)),
         window_max: (ARRIVALS_PER_LANE * lanes.len()).min(ARRIVALS_MAX),
+        in_flight_max: options.in_flight_max,
         refused: Vec::new(),
     };
     let window = arrivals.fill_now(&inboxes[0])?;

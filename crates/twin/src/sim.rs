@@ -657,7 +657,10 @@ impl<'a> Sim<'a> {
 
     /// Takes what is due now.
     fn take_arrivals(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
-        while let Some(request) = self.schedule.pop(self.now)? {
+        // A workload without end may have all of its requests due at one time.
+        while self.flights.len() <= self.options.in_flight_max
+            && let Some(request) = self.schedule.pop(self.now)?
+        {
             self.arrive(request, sink);
         }
         Ok(())

@@ -96,6 +96,14 @@ enum ArrivalKind {
     Trace,
 }
 
+/// Most sessions a second: one a nanosecond, the clock's step.
+const RATE_MAX: f64 = 1e9;
+const RATE_MUST: &str = "above 0 and at most 1e9 (one a nanosecond)";
+
+fn is_rate(per_s: f64) -> bool {
+    per_s > 0.0 && per_s <= RATE_MAX
+}
+
 fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     use ArrivalKind as K;
     let kinds = [
@@ -153,7 +161,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
         );
         let rate = || {
             t.get("rate_per_s")
-                .check(|r| *r > 0.0, "above 0")
+                .check(|r| is_rate(*r), RATE_MUST)
                 .required("set the sessions a second: `rate_per_s = 10`", 1.0)
         };
         match kind {
@@ -178,13 +186,10 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
                 ),
             },
             K::Ramp => Arrival::Ramp {
-                from_per_s: t
-                    .get("from_per_s")
-                    .check(|r| *r >= 0.0, "0 or more")
-                    .or(0.0),
+                from_per_s: t.get("from_per_s").within(0.0..=RATE_MAX).or(0.0),
                 to_per_s: t
                     .get("to_per_s")
-                    .check(|r| *r > 0.0, "above 0")
+                    .check(|r| is_rate(*r), RATE_MUST)
                     .required("set the last rate: `to_per_s = 20`", 1.0),
                 ramp_s: t
                     .get("ramp_s")
@@ -690,6 +695,10 @@ mod tests {
                 "there is no `[trace]`",
             ),
             ("requests = 1\n[arrival]\nkind = \"poisson\"", "rate_per_s"),
+            (
+                "duration_s = 1\n[arrival]\nkind = \"constant\"\nrate_per_s = 1e300",
+                "`arrival.rate_per_s` is 1e300, but must be above 0 and at most 1e9",
+            ),
             (
                 "requests = 1\n[arrival]\nkind = \"closed\"\nrate_per_s = 2",
                 "is not used",

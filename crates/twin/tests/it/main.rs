@@ -190,6 +190,30 @@ fn a_run_without_end_is_cut_and_says_so() {
     assert_eq!(outcome.ended_at, SimTime::from_secs_f64(2.0));
 }
 
+/// Found by random files: a time scale that leaves no time between requests made a run that took all
+/// memory and heard no interrupt.
+#[test]
+fn requests_without_end_at_one_time_end_the_run() {
+    for policy in ["kv", "round_robin"] {
+        let load = workload(
+            "duration_s = 1\ntime_scale = 1e300\n[arrival]\nkind = \"constant\"\nrate_per_s = 1e9\n\
+             [[class]]\nisl = 100\nosl = 20\n",
+        );
+        let options = Options {
+            in_flight_max: 5_000,
+            ..Options::default()
+        };
+        let cluster = constant(8, &format!("[router]\npolicy = \"{policy}\"\n"));
+        let outcome = run(&cluster, &load, &options, &mut ());
+        let cut = outcome.cut.unwrap();
+        assert!(
+            cut.contains("unstable") && cut.contains("requests under way"),
+            "{cut}"
+        );
+        assert!(outcome.totals.requests.unfinished < 20_000, "{policy}");
+    }
+}
+
 #[test]
 fn who_watches_can_end_the_run() {
     struct Impatient;

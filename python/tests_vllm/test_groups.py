@@ -3,15 +3,28 @@
 `rig.Worker` compares every block of every group that a model would read with what its tokens say.
 """
 
+import copy
 import random
 from typing import Any
 
 import pytest
+import torch
 from double import DoubleStore
 from rig import BLOCK, Rig, Shape
 from slipstream.pool import cached
 from slipstream.vllm import connector as connector_module
+from slipstream.vllm.blocks import Blocks, LayoutError
+from slipstream.vllm.groups import Group, GroupError, read_groups
 from test_transfers import wait_loaded, wait_saved
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 OURS: dict[str, Any] = {
     "connector": "SlipstreamConnector",
@@ -249,6 +262,9 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, model: str, schedul
         rig.connector.feed.flush()
         assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
     store.hold_back = False
+    # All that are left end, and a long queue would only take longer.
+    for name in live[5:]:
+        rig.abort(name)
     for _ in range(2000):
         store.let_go()
         wait_loaded(rig)
@@ -261,4 +277,72 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, model: str, schedul
     half = rig.connector.scheduler
     assert not half._loading and not half._limits, "nothing is remembered of who is gone"
     assert seen()
+    rig.close()
+
+
+def specs(*made: Any) -> list[KVCacheGroupSpec]:
+    return [KVCacheGroupSpec([f"{n}"], spec) for n, spec in enumerate(made)]
+
+
+def test_kinds_that_cannot_be_shared_are_refused_by_name() -> None:
+    rig = Rig(num_blocks=8, **(OURS | {"worker": False}))
+    attention = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 16, "dtype": torch.float16}
+    full, window = FullAttentionSpec(**attention), Shape("window", 64).spec()
+    mamba = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
+    config = copy.copy(rig.kv_cache_config)
+
+    def refused(groups: list[KVCacheGroupSpec], text: str) -> None:
+        config.kv_cache_groups = groups
+        with pytest.raises(GroupError, match=text):
+            read_groups(rig.config, config)
+
+    offloading = "OffloadingConnector with a slipstream tier"
+    refused(specs(full, mamba), rf"caches of group 1 \(MambaSpec\): .*{offloading}")
+    refused(
+        specs(CrossAttentionSpec(**attention), full, mamba),
+        r"group 0 \(CrossAttentionSpec\); group 2 \(MambaSpec\)",
+    )
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"a": Shape("window", 64).spec(), "b": full}
+    )
+    refused(specs(mixed), "layers of several kinds")
+    refused([], "no KV cache")
+    config.hash_block_size = 12
+    refused(specs(full), r"blocks have \[16\] tokens and hashes 12")
+    config.hash_block_size = None
+    rig.config.parallel_config.decode_context_parallel_size = 2
+    refused(specs(full), "--decode-context-parallel-size")
+    rig.config.parallel_config.decode_context_parallel_size = 1
+    # What is left is taken: layers of one kind whose blocks have other sizes, and MLA.
+    wide = UniformTypeKVCacheSpecs(
+        block_size=BLOCK,
+        kv_cache_specs={"a": window, "b": Shape("window", 64, heads=8).spec()},
+    )
+    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    config.kv_cache_groups = specs(wide, mla)
+    assert str(read_groups(rig.config, config)) == "window 64 of 16, full 16"
+    rig.close()
+
+
+def test_layers_of_no_group_are_refused_and_shared_ones_are_not() -> None:
+    cache = torch.zeros((8, 2, BLOCK, 4, 16), dtype=torch.float16)
+    groups = [Group("full", BLOCK, 0, ("a",)), Group("window", BLOCK, 64, ("b",))]
+    shared = Blocks({"a": cache, "b": cache, "c": cache}, 8, groups)
+    assert shared.group_bytes == [8192 // 2] * 2
+    with pytest.raises(LayoutError, match="layer c is of none of the 2 cache groups"):
+        Blocks({"a": cache, "b": cache, "c": cache.clone()}, 8, groups)
+
+
+def test_kv_events_name_the_group(store: DoubleStore) -> None:
+    rig = Rig(num_blocks=160, shapes=MODELS["two sizes"], kv_events=True, **OURS)
+    name = rig.add(rig.tokens(BLOCK * 4 + 1), max_tokens=1)
+    hashes = [maybe_convert_block_hash(h) for h in rig.scheduler.requests[name].block_hashes]
+    rig.drain()
+    wait_saved(rig)
+    rig.connector.update_connector_output(rig.worker.run(rig.scheduler.schedule()))
+    told = {
+        event.group_idx: (event.block_size, set(event.block_hashes))
+        for event in rig.connector.take_events()
+    }
+    assert told == {0: (2 * BLOCK, set(hashes[1::2])), 1: (BLOCK, set(hashes))}
     rig.close()

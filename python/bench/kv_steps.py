@@ -237,9 +237,8 @@ def poll(polls: int) -> None:
     while len(poll_clock.wall) < polls // 4:
         if half.loading < 4:
             first = (begun * 16) % 496
-            load = Load(
-                f"r{begun}", keys[first : first + 16], list(range(first, first + 16)), [""] * 16
-            )
+            blocks = list(range(first, first + 16))
+            load = Load(f"r{begun}", keys[first : first + 16], blocks, [""] * 16, [(0, 16)])
             worker.bind_connector_metadata(SlipstreamMetadata(loads=[load]))
             start()
             begun += 1

@@ -214,7 +214,8 @@ class Rig:
                 for each in self.workers
             }
             self.connector.set_xfer_handshake_metadata_pp_aware(told)
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, tp * pp)
+        if tp * pp > 1:
+            self._aggregator = KVOutputAggregator.from_connector(self.connector, tp * pp)
 
     @property
     def pool(self) -> Any:

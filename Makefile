@@ -26,7 +26,7 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
-# The plane's decoder under libFuzzer, for a minute; needs a C++ compiler.
+# Decoders of what comes from outside under libFuzzer, a minute each; needs a C++ compiler.
 .PHONY: fuzz
 fuzz:
 	./scripts/fuzz.sh

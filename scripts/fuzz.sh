@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Fuzzes the plane's decoder for SECONDS_MAX seconds (60), with coverage, on the stable compiler: what
-# `cargo +nightly fuzz run wire` does, without its sanitizers. It begins with fuzz/corpus/wire; what it
-# finds goes to fuzz/target/corpus (`-set_cover_merge=1` takes over what is worth keeping). It needs
-# a C++ compiler, for libFuzzer.
+# Fuzzes decoders of what comes from outside, each for SECONDS_MAX seconds (60), with coverage, on the
+# stable compiler: what `cargo +nightly fuzz run TARGET` does, without its sanitizers.
+#   scripts/fuzz.sh [TARGET...]
+# The targets are wire (the plane), key_message (keys that engines tell each other) and kv_wire (frames
+# between stores). Each begins with fuzz/corpus/TARGET; what it finds goes to fuzz/target/corpus/TARGET
+# (`-set_cover_merge=1` takes over what is worth keeping). It needs a C++ compiler, for libFuzzer.
 set -euo pipefail
 cd "$(dirname "$0")/../fuzz"
 host=$(rustc -vV | sed -n 's/^host: //p')
@@ -12,5 +14,10 @@ for flag in level=4 inline-8bit-counters pc-table trace-compares; do
 done
 # With --target the flags are for the target alone: build scripts have no libFuzzer to call.
 RUSTFLAGS="${coverage[*]}" cargo build --release --locked --target "$host"
-mkdir -p target/corpus
-"target/$host/release/wire" -max_total_time="${SECONDS_MAX:-60}" -max_len=4096 target/corpus corpus/wire
+targets=("$@")
+[ $# -gt 0 ] || targets=(wire key_message kv_wire)
+for target in "${targets[@]}"; do
+  mkdir -p "target/corpus/$target"
+  "target/$host/release/$target" -max_total_time="${SECONDS_MAX:-60}" -max_len=4096 \
+    "target/corpus/$target" "corpus/$target"
+done

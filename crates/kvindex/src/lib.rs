@@ -16,6 +16,8 @@
 
 pub mod approximate;
 pub mod block_index;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod groups;
 pub mod key_message;
 pub mod key_mirror;

@@ -14,6 +14,8 @@
 pub mod arena;
 pub mod clock;
 mod copy;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod handshake;
 mod ledger;
 pub mod measure;

@@ -47,7 +47,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    fn of(byte: u8) -> Option<Kind> {
+    pub(crate) fn of(byte: u8) -> Option<Kind> {
         use Kind::{Blocks, Get, Hello, Introduction, Keys, Ping, Refused, Release, Resync};
         let all = [
             Hello,

@@ -1,0 +1,190 @@
+//! What a fuzzer drives: messages about keys, in any order and damaged in any way, against a model
+//! as simple as `docs/kv-keys.md` has the rules.
+//!
+//! An input is a list of messages. The first byte of each says what it is: below 128, the number of
+//! bytes of a message that follows as it is; otherwise a message made from the eight bytes after
+//! it (see [`made`]), whose lengths and checksum are right, so that what comes behind those checks
+//! is reached.
+
+use std::collections::BTreeSet;
+
+use slipstream_base::SimTime;
+
+use crate::key_message::{KeyMessage, Knowledge, Writer};
+use crate::{KeyMirror, PeerIndex, digest};
+
+/// Feeds the messages of `input` to a mirror, an index of peers and the model.
+///
+/// # Panics
+///
+/// If they do not agree, or a message is not written as it was read.
+pub fn check(input: &[u8]) {
+    let (mut mirror, mut model) = (KeyMirror::default(), Model::default());
+    let index = PeerIndex::new(1, 4_096, u64::MAX);
+    index.connect(SimTime::ZERO, 0);
+    let mut rest = input;
+    while let Some((&first, after)) = rest.split_first() {
+        let message;
+        (message, rest) = if first < 128 {
+            let (message, rest) = after.split_at(after.len().min(usize::from(first)));
+            (message.to_vec(), rest)
+        } else {
+            made(after)
+        };
+        let _ = mirror.apply(&message);
+        let _ = index.apply(SimTime::ZERO, 0, &message);
+        model.apply(&message);
+        // A snapshot's end is believed when what it did not repeat is swept away.
+        while index.tick(SimTime::ZERO, 64) {}
+
+        let known: BTreeSet<Vec<u8>> = mirror.keys().iter().map(<[u8]>::to_vec).collect();
+        assert_eq!(known.len(), mirror.keys().len());
+        assert_eq!(
+            (mirror.knowledge(), &known),
+            (model.knowledge, &model.keys),
+            "after {message:02x?}"
+        );
+        assert_eq!(index.is_known(0), model.knowledge == Knowledge::All);
+        if model.knowledge == Knowledge::All {
+            for key in &model.keys {
+                let mut held = [0];
+                index.overlap(&[digest(key)], &mut held);
+                assert_eq!(held, [1], "the index lacks {key:02x?}");
+            }
+        }
+    }
+}
+
+/// A message from eight bytes, and keys from one byte each: flags, bytes of a key, keys added, keys
+/// removed, stream, number, two of nothing. Returns what is left of `bytes`, too.
+fn made(bytes: &[u8]) -> (Vec<u8>, &[u8]) {
+    let at = |place: usize| bytes.get(place).copied().unwrap_or(0);
+    let keys = bytes.get(8..).unwrap_or_default();
+    let key_bytes = usize::from(at(1) % 12);
+    let (added, removed) = (u32::from(at(2) % 9), u32::from(at(3) % 9));
+    let (added, removed) = if key_bytes == 0 {
+        (0, 0)
+    } else {
+        (added, removed)
+    };
+    let taken = keys.len().min((added + removed) as usize);
+    let (stream, number) = (u64::from(at(4) % 4), u64::from(at(5) % 16));
+    let mut message = KeyMessage::without_keys(stream, number, key_bytes);
+    (message.begins, message.ends, message.repeats) =
+        (at(0) & 1 != 0, at(0) & 2 != 0, at(0) & 4 != 0);
+    let mut out = Vec::new();
+    let mut writer = Writer::new(&mut out);
+    for n in 0..(added + removed) as usize {
+        writer.key(&vec![keys.get(n).copied().unwrap_or(0); key_bytes]);
+    }
+    writer.finish(&message, added, removed);
+    (out, &keys[taken..])
+}
+
+/// Writes a message that was read; it must come out as it came in.
+fn check_round_trip(message: &KeyMessage<'_>, bytes: &[u8]) {
+    let mut back = Vec::new();
+    let mut writer = Writer::new(&mut back);
+    for key in message.added().chain(message.removed()) {
+        writer.key(key);
+    }
+    writer.finish(
+        message,
+        message.added().len() as u32,
+        message.removed().len() as u32,
+    );
+    assert_eq!(back, bytes);
+}
+
+/// A follower, as the document tells it.
+#[derive(Default)]
+struct Model {
+    /// Stream and number of the last message that was taken.
+    last: Option<(u64, u64)>,
+    knowledge: Knowledge,
+    key_bytes: usize,
+    keys: BTreeSet<Vec<u8>>,
+}
+
+impl Model {
+    fn apply(&mut self, bytes: &[u8]) {
+        let Ok(message) = KeyMessage::read(bytes) else {
+            return self.distrust();
+        };
+        check_round_trip(&message, bytes);
+        let this = (message.stream, message.sequence);
+        if self.last.is_some_and(|last| this <= last) {
+            return; // stale
+        }
+        let next = self.knowledge != Knowledge::None
+            && self
+                .last
+                .is_some_and(|last| last.0 == this.0 && last.1.checked_add(1) == Some(this.1));
+        let void = message.begins && !(message.repeats && next);
+        let other = ![0, message.key_bytes].contains(&self.key_bytes) && message.key_bytes != 0;
+        if !void && (!next || other) {
+            return self.distrust();
+        }
+        if void {
+            self.distrust();
+            self.knowledge = Knowledge::Part;
+        }
+        self.last = Some(this);
+        if message.ends {
+            self.knowledge = Knowledge::All;
+        }
+        if self.key_bytes == 0 {
+            self.key_bytes = message.key_bytes;
+        }
+        self.keys.extend(message.added().map(<[u8]>::to_vec));
+        for key in message.removed() {
+            self.keys.remove(key);
+        }
+    }
+
+    fn distrust(&mut self) {
+        self.knowledge = Knowledge::None;
+        self.key_bytes = 0;
+        self.keys.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Inputs that the fuzzer has kept, on every compiler.
+    #[test]
+    fn the_corpus_does_no_harm() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/key_message");
+        let mut files = 0;
+        for entry in std::fs::read_dir(folder).expect("the corpus is committed") {
+            check(&std::fs::read(entry.unwrap().path()).unwrap());
+            files += 1;
+        }
+        assert!(files >= 5);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Streams that go on for a while, which random bytes seldom do.
+        #[test]
+        fn followers_agree_with_the_document(
+            messages in prop::collection::vec((0u8..8, 0u8..3, 0u8..9, 0u8..9, 0u8..3, 0u8..2, any::<u64>()), 0..20)
+        ) {
+            let (mut input, mut number) = (Vec::new(), 0);
+            for (flags, key_bytes, added, removed, stream, skip, keys) in messages {
+                number += 1 + u8::from(skip == 0 && keys % 4 == 0);
+                // The first ones begin, most of the rest go on.
+                let flags = if number > 2 && keys % 3 != 0 { flags & 6 } else { flags | 1 };
+                let stream = 1 + u8::from(stream == 2 && keys % 5 == 0);
+                input.extend([128, flags, 8 + key_bytes / 2, added, removed, stream, number, 0, 0]);
+                input.extend(keys.to_le_bytes().iter().cycle().take(usize::from(added % 9 + removed % 9)));
+            }
+            check(&input);
+        }
+    }
+}

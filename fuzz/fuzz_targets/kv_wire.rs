@@ -1,0 +1,9 @@
+//! Bytes as they come from another store: either refused, or frames that are written as they were read.
+//!
+//! `make fuzz`, or with sanitizers `cargo +nightly fuzz run kv_wire`; the corpus is kept under
+//! `fuzz/corpus/kv_wire`, and what is checked in `slipstream_kvstore::fuzz`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| slipstream_kvstore::fuzz::check(bytes));

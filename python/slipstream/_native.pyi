@@ -49,8 +49,11 @@ class Store:
         name: str = "",
         listen: list[str] = ...,
         peers: list[str] = ...,
+        peer_names: list[str] | None = None,
         tell_tiers: bool = False,
         nixl: str | None = None,
+        peers_dir: str | None = None,
+        engine: str = "",
     ) -> None: ...
     def put(self, keys: list[bytes], data: memoryview) -> int: ...
     def load(
@@ -73,6 +76,9 @@ class Peers:
         names: list[str],
         peers: list[list[str]],
         keys_max: int,
+        peers_dir: str | None = None,
+        engine: str = "",
+        nixl: bool = False,
     ) -> None: ...
     def longest(
         self,

@@ -40,6 +40,9 @@ class Options:
     `r` to the port or `.r` to the path."""
     peers: list[str] = field(default_factory=list)
     """The engines whose blocks may be taken, as they are told to listen; likewise by rank."""
+    peers_dir: str = ""
+    """Folder that all engines can read and write, where those that listen tell of themselves, and
+    all find each other. Empty: none."""
     peer_keys_max: int = 1 << 20
     """Keys of all peers together that look-ups know, for each rank; 62 bytes each."""
     follow: bool = False
@@ -85,7 +88,9 @@ def read_options(given: Mapping[str, Any]) -> Options:
         else:
             values[name] = value
     if values.get("host_bytes") == 0:
-        useless = [name for name in ("disk_dir", "listen", "peers") if values.get(name)]
+        useless = [
+            name for name in ("disk_dir", "listen", "peers", "peers_dir") if values.get(name)
+        ]
         wrong += [f"`{name}` needs `host_bytes` above 0" for name in useless]
     if wrong:
         raise OptionError(

@@ -330,6 +330,86 @@ def test_a_store_that_is_closed_keeps_what_had_come_of_its_loads(tmp_path: Path)
         assert into[:BLOCK] == block(1) and into[2 * BLOCK :] == block(3)
 
 
+def wait_loaded_from(opened: Opened, source: str, n: int) -> None:
+    """Load a block from who is called so, until it comes."""
+    end = time.monotonic() + 30
+    while True:
+        into = load_from(opened, {n: source})
+        if not opened.wait()[1]:
+            assert into == n.to_bytes(4, "little") * 1024
+            return
+        assert time.monotonic() < end, take_warnings()
+
+
+def test_a_peer_goes_by_the_name_that_its_first_rank_has(tmp_path: Path) -> None:
+    with Server(listen=[f"unix://{tmp_path}/a.sock.1"]) as server:
+        server.put(5)
+        opened = Opened(
+            identity=IDENTITY, name="client", peers=[server.address], peer_names=["first rank"]
+        )
+        wait_loaded_from(opened, "first rank", 5)
+        opened.store.close()
+
+
+def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
+    meeting = tmp_path / "peers"
+
+    def joined(engine: str, **options: Any) -> Server:
+        listen = ["tcp://127.0.0.1:0", f"unix://{tmp_path}/{engine}.sock"]
+        return Server(
+            **{"listen": listen, "peers_dir": str(meeting), "engine": engine, "name": engine}
+            | options
+        )
+
+    take_warnings()
+    opened = Opened(identity=IDENTITY, name="client", peers_dir=str(meeting), engine="client")
+    warnings: list[str] = []
+
+    def wait_warned(text: str) -> None:
+        end = time.monotonic() + 30
+        while not any(text in warning for warning in warnings):
+            warnings.extend(take_warnings())
+            assert time.monotonic() < end, warnings
+
+    with joined("a") as a:
+        a.put(1)
+        wait_loaded_from(opened, "a", 1)
+        # A later one is found, too, and one that does not fit is not asked.
+        with joined("b") as b, joined("c", identity=IDENTITY | {"model": "other"}) as c:
+            b.put(2)
+            c.put(3)
+            wait_loaded_from(opened, "b", 2)
+            wait_warned("no blocks of peer c: `model` is `none` here and `other` there")
+            (meeting / "notes.json").write_text("hello")
+            wait_warned("notes.json is ignored, as it is no engine's record: expected")
+            load_from(opened, {3: "c"})
+            assert opened.wait()[1:] == ([0], "lost")
+    # They were killed; their files stay for a while, and nobody waits for them.
+    load_from(opened, {9: "a"})
+    assert opened.wait()[1] == [0]
+    with joined("d") as d:
+        d.put(4)
+        wait_loaded_from(opened, "d", 4)
+    opened.store.close()
+    warnings += take_warnings()
+    assert sum("notes.json" in warning for warning in warnings) == 1
+
+
+def test_who_leaves_takes_its_file_along_and_a_bad_address_is_refused(tmp_path: Path) -> None:
+    options = {"identity": IDENTITY, "name": "a", "peers_dir": str(tmp_path), "engine": "a"}
+    opened = Opened(listen=["tcp://127.0.0.1:0"], **options)
+    (file,) = tmp_path.glob("kv-*.json")
+    record = json.loads(file.read_text())
+    assert record["engine"] == "a" and record["addresses"] == [opened.store.address()]
+    opened.store.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"cannot reach an engine at tcp://0\.0\.0\.0:.*leave out"):
+        Opened(listen=["tcp://0.0.0.0:0"], **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"folder of peers.*name another as peers_dir"):
+        Opened(listen=["tcp://127.0.0.1:0"], **options | {"peers_dir": f"{tmp_path}/file"})
+
+
 def test_a_damaged_file_is_a_miss_and_says_so(tmp_path: Path) -> None:
     opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 20)
     opened.put(1)

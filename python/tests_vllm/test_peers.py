@@ -136,6 +136,28 @@ def test_blocks_that_a_peer_has_on_disk_only_are_loaded(tmp_path: Path) -> None:
         second.close()
 
 
+def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
+    meeting = str(tmp_path / "peers")
+    second = engine(peers_dir=meeting)
+    prompts = [second.tokens(BLOCK * PROMPT_BLOCKS + 3) for _ in range(2)]
+    # Each joins when the others run already.
+    for n, prompt in enumerate(prompts):
+        with other(listen=[f"unix://{tmp_path}/{n}.sock"], peers_dir=meeting) as first:
+            assert first.ask(run=prompt) == PROMPT_BLOCKS
+            wait_for_hit(second, prompt, PROMPT_BLOCKS)
+            # The workers' own connection stands a little later, perhaps.
+            for _ in range(100):
+                if run(second, prompt) == 0:
+                    break
+                assert second.scheduler.reset_prefix_cache(reset_connector=True)
+                second.step()
+                wait_for_hit(second, prompt, PROMPT_BLOCKS)
+            assert second.scheduler.reset_prefix_cache()
+            assert run(second, prompt) == 0
+    assert second.connector.scheduler.peers.counters()["peers_found"] == 2
+    second.close()
+
+
 def test_a_lost_peer_costs_a_recompute_and_no_more(tmp_path: Path) -> None:
     with other(listen=[f"unix://{tmp_path}/a.sock"]) as first:
         second = engine(peers=[first.address], load_deadline_s=5.0)

@@ -9,11 +9,13 @@
 //! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
 //! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
 //! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory, TCP and
-//!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same.
+//!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same;
+//!   [`discovery`]: how stores find each other in a folder.
 
 pub mod arena;
 pub mod clock;
 mod copy;
+pub mod discovery;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;
 pub mod handshake;

@@ -7,6 +7,7 @@
 
 mod groups;
 mod keys;
+mod meeting;
 mod peers;
 mod store;
 mod warnings;

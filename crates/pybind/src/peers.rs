@@ -1,6 +1,8 @@
 //! Connections to other engines, kept up; and what those engines hold.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,6 +20,7 @@ use slipstream_kvstore::{
 use crate::groups::{Groups, all_hold};
 use crate::keys::KeyMirror;
 use crate::lock;
+use crate::meeting::{Meeting, attend};
 
 /// A peer that could not be reached is tried again after this.
 const RETRY: Duration = Duration::from_millis(500);
@@ -33,16 +36,27 @@ const SWEEP_MAX: usize = 8_192;
 const CANDIDATES: usize = 4;
 /// Connections beside those that this side makes.
 const OTHERS_MAX: usize = 256;
+/// Peers that are found in a folder, beside those of the list.
+const FOUND_MAX: usize = 256;
 
-/// Connections to the peers of a list, made again when they end.
+/// Connections to the peers of a list, made again when they end, and to those found in a folder.
 pub(crate) struct Links {
     pub(crate) endpoint: Endpoint,
-    links: Mutex<Vec<Link>>,
+    list: Mutex<Vec<Link>>,
+    /// The folder, if there is one, was looked at.
+    looked: AtomicBool,
+    found: AtomicU64,
+    left: AtomicU64,
 }
 
 struct Link {
-    name: String,
-    address: Address,
+    /// The same on all ranks of this engine.
+    name: Arc<str>,
+    /// At least one; another is tried when one fails.
+    addresses: Vec<Address>,
+    next: usize,
+    /// Not made again when it ends: its engine has left the folder. `None`: of the list.
+    leaving: Option<bool>,
     peer: Option<PeerId>,
     state: State,
     retry_at: Instant,
@@ -56,6 +70,21 @@ enum State {
     Hoped,
     Up,
     Down,
+}
+
+impl Link {
+    fn new(name: Arc<str>, addresses: Vec<Address>, leaving: Option<bool>) -> Link {
+        Link {
+            name,
+            addresses,
+            next: 0,
+            leaving,
+            peer: None,
+            state: State::Hoped,
+            retry_at: Instant::now(),
+            said: String::new(),
+        }
+    }
 }
 
 /// Reads the `slipstream.identity` of this side.
@@ -91,12 +120,12 @@ pub(crate) fn profile(given: &Bound<'_, PyDict>) -> PyResult<Profile> {
     })
 }
 
-fn parse(addresses: Vec<String>) -> PyResult<Vec<(String, Address)>> {
-    let parse = |text: String| match text.parse() {
-        Ok(address) => Ok((text, address)),
+fn parse(addresses: &[String]) -> PyResult<Vec<Address>> {
+    let parse = |text: &String| match text.parse() {
+        Ok(address) => Ok(address),
         Err(error) => Err(PyValueError::new_err(format!("{error}"))),
     };
-    addresses.into_iter().map(parse).collect()
+    addresses.iter().map(parse).collect()
 }
 
 /// What a store gives to peers: its memory, and what lies below that.
@@ -105,43 +134,109 @@ pub(crate) struct Served {
     pub(crate) deeper: Option<Arc<dyn Tier>>,
 }
 
+/// Whom a side connects to.
+pub(crate) struct Contacts {
+    pub(crate) listen: Vec<String>,
+    /// Addresses of one rank each.
+    pub(crate) peers: Vec<String>,
+    /// What all ranks of this engine call these peers.
+    pub(crate) names: Vec<String>,
+    /// Others are found in a folder.
+    pub(crate) meets: bool,
+}
+
 impl Links {
     pub(crate) fn start(
         profile: Profile,
         name: &str,
-        listen: Vec<String>,
-        peers: Vec<String>,
+        contacts: Contacts,
         serves: Option<Served>,
         index_keys: Option<usize>,
         nixl: Nixl,
     ) -> PyResult<(Links, Option<Arc<PeerIndex>>)> {
+        let Contacts {
+            listen,
+            peers,
+            names,
+            meets,
+        } = contacts;
+        if names.len() != peers.len() {
+            return Err(PyValueError::new_err("one name a peer"));
+        }
         let mut options = EndpointOptions::new(name, profile);
-        options.listen = parse(listen)?
-            .into_iter()
-            .map(|(_, address)| address)
-            .collect();
+        options.listen = parse(&listen)?;
         if let Some(Served { memory, deeper }) = serves {
             (options.serves, options.deeper) = (Some(memory), deeper);
         }
         options.nixl = nixl;
-        options.peers_max = peers.len() + OTHERS_MAX;
+        // Who listens nowhere is not connected to.
+        let others = if listen.is_empty() { 0 } else { OTHERS_MAX };
+        let found = if meets { FOUND_MAX } else { 0 };
+        options.peers_max = peers.len() + others + found;
         let silence_ns = options.silence_max.as_nanos() as u64;
         let index = index_keys
             .map(|keys| Arc::new(PeerIndex::new(options.peers_max, keys, 2 * silence_ns)));
         options.index.clone_from(&index);
-        let now = Instant::now();
-        let links = parse(peers)?.into_iter().map(|(name, address)| Link {
-            name,
-            address,
-            peer: None,
-            state: State::Hoped,
-            retry_at: now,
-            said: String::new(),
-        });
-        let links = Mutex::new(links.collect());
+        let links = parse(&peers)?.into_iter().zip(names);
+        let links = links.map(|(address, name)| Link::new(name.into(), vec![address], None));
+        let list = Mutex::new(links.collect());
         let endpoint =
             Endpoint::start(options).map_err(|error| PyOSError::new_err(error.to_string()))?;
-        Ok((Links { endpoint, links }, index))
+        let links = Links {
+            endpoint,
+            list,
+            looked: AtomicBool::new(!meets),
+            found: AtomicU64::new(0),
+            left: AtomicU64::new(0),
+        };
+        Ok((links, index))
+    }
+
+    /// An engine was found at these addresses.
+    pub(crate) fn join(&self, name: &str, addresses: Vec<Address>) {
+        let mut links = lock(&self.list);
+        if let Some(link) = links.iter_mut().find(|link| *link.name == *name) {
+            // It has come back, perhaps elsewhere.
+            link.leaving = Some(false);
+            (link.addresses, link.next) = (addresses, 0);
+            link.retry_at = Instant::now();
+            return;
+        }
+        // One that the list has, too, is connected to once.
+        let listed = |link: &Link| link.addresses.iter().any(|at| addresses.contains(at));
+        if links
+            .iter()
+            .any(|link| link.leaving.is_none() && listed(link))
+        {
+            return;
+        }
+        if links.iter().filter(|link| link.leaving.is_some()).count() == FOUND_MAX {
+            tracing::warn!("no blocks of peer {name}: {FOUND_MAX} were found before it");
+            return;
+        }
+        self.found.fetch_add(1, Ordering::Relaxed);
+        links.push(Link::new(name.into(), addresses, Some(false)));
+    }
+
+    /// An engine is no longer found. A connection that stands is used until it ends.
+    pub(crate) fn leave(&self, name: &str) {
+        let mut links = lock(&self.list);
+        let Some(at) = links.iter().position(|link| *link.name == *name) else {
+            return;
+        };
+        if links[at].leaving.is_none() {
+            return;
+        }
+        links[at].leaving = Some(true);
+        if links[at].peer.is_none() {
+            links.swap_remove(at);
+            self.left.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whoever is in the folder is known.
+    pub(crate) fn looked(&self) {
+        self.looked.store(true, Ordering::Release);
     }
 
     /// Takes what happened, and connects to who is not connected. Returns whether anything did.
@@ -159,11 +254,12 @@ impl Links {
                 Event::Up { peer, name } => (peer, Ok(name)),
                 Event::Down { peer, why, refused } => (peer, Err((why, refused))),
             };
-            let mut links = lock(&self.links);
+            let mut links = lock(&self.list);
             // Connections that the other side made are not in the list.
-            let Some(link) = links.iter_mut().find(|link| link.peer == Some(peer)) else {
+            let Some(at) = links.iter().position(|link| link.peer == Some(peer)) else {
                 continue;
             };
+            let link = &mut links[at];
             match up {
                 Ok(name) => {
                     link.state = State::Up;
@@ -174,17 +270,23 @@ impl Links {
                     link.state = State::Down;
                     link.peer = None;
                     link.retry_at = now + if refused { RETRY_REFUSED } else { RETRY };
+                    link.next += 1;
                     if link.said != why {
                         tracing::warn!("no blocks of peer {}: {why}", link.name);
                         link.said = why;
                     }
+                    if link.leaving == Some(true) {
+                        links.swap_remove(at);
+                        self.left.fetch_add(1, Ordering::Relaxed);
+                    }
                 }
             }
         }
-        for link in lock(&self.links).iter_mut() {
+        for link in lock(&self.list).iter_mut() {
             if link.peer.is_none() && now >= link.retry_at {
                 link.retry_at = now + RETRY;
-                link.peer = self.endpoint.connect(&link.address).ok();
+                let address = &link.addresses[link.next % link.addresses.len()];
+                link.peer = self.endpoint.connect(address).ok();
             }
         }
         busy
@@ -192,7 +294,7 @@ impl Links {
 
     /// Ends all connections, and with them all fetches.
     pub(crate) fn disconnect(&self) {
-        for link in lock(&self.links).iter() {
+        for link in lock(&self.list).iter() {
             if let Some(peer) = link.peer {
                 self.endpoint.disconnect(peer);
             }
@@ -201,25 +303,28 @@ impl Links {
 
     /// The connection to the peer of that name, if it stands.
     pub(crate) fn peer(&self, name: &str) -> Option<PeerId> {
-        let links = lock(&self.links);
-        let link = links.iter().find(|link| link.name == name)?;
+        let links = lock(&self.list);
+        let link = links.iter().find(|link| *link.name == *name)?;
         link.peer.filter(|_| link.state == State::Up)
     }
 
-    /// For each peer of the list its slot, if its connection stands.
-    fn slots(&self) -> Vec<Option<usize>> {
-        let slot = |link: &Link| {
-            link.peer
-                .filter(|_| link.state == State::Up)
-                .map(|peer| peer.slot as usize)
+    /// The peers whose connections stand, and their slots.
+    fn standing(&self) -> Vec<(Arc<str>, usize)> {
+        let standing = |link: &Link| {
+            let peer = link.peer.filter(|_| link.state == State::Up)?;
+            Some((Arc::clone(&link.name), peer.slot as usize))
         };
-        lock(&self.links).iter().map(slot).collect()
+        lock(&self.list).iter().filter_map(standing).collect()
     }
 
     fn is_settled(&self) -> bool {
-        lock(&self.links)
-            .iter()
-            .all(|link| link.state != State::Hoped)
+        let links = lock(&self.list);
+        self.looked.load(Ordering::Acquire) && links.iter().all(|link| link.state != State::Hoped)
+    }
+
+    pub(crate) fn count_found(&self, counts: &Bound<'_, PyDict>) -> PyResult<()> {
+        counts.set_item("peers_found", self.found.load(Ordering::Relaxed))?;
+        counts.set_item("peers_left", self.left.load(Ordering::Relaxed))
     }
 
     pub(crate) fn count(&self, counts: &Bound<'_, PyDict>) -> PyResult<()> {
@@ -239,11 +344,30 @@ impl Links {
     }
 }
 
+/// Where engines meet, from Python's arguments.
+pub(crate) fn meeting(
+    folder: Option<PathBuf>,
+    engine: &str,
+    identity: &Bound<'_, PyDict>,
+    nixl: bool,
+) -> PyResult<Option<Meeting>> {
+    let Some(folder) = folder else {
+        return Ok(None);
+    };
+    let identity: BTreeMap<String, String> = identity.extract()?;
+    let rank = identity.get("rank").and_then(|rank| rank.parse().ok());
+    Ok(Some(Meeting {
+        folder,
+        engine: engine.to_owned(),
+        rank: rank.unwrap_or(0),
+        identity,
+        nixl,
+    }))
+}
+
 struct Followed {
     /// By rank of this engine and its peers alike.
     ranks: Vec<Rank>,
-    /// What the peers are called, in the order of the list: where their rank 0 is.
-    names: Vec<String>,
     stop: AtomicBool,
 }
 
@@ -255,8 +379,8 @@ struct Rank {
 
 /// A peer that may have what a look-up asks for.
 struct Candidate {
-    /// Place in the list of peers.
-    at: usize,
+    /// What all its ranks go by.
+    name: Arc<str>,
     /// For each rank, where its index has this peer.
     slots: Vec<usize>,
     /// Blocks of the first group that follow those that are here, on every rank.
@@ -267,27 +391,28 @@ impl Followed {
     /// The peers all of whose ranks are connected, by how many of `keys` all their ranks hold
     /// without a break.
     fn candidates(&self, keys: &[BlockHash]) -> Vec<Candidate> {
-        let mut found: Vec<Candidate> = (0..self.names.len())
-            .map(|at| Candidate {
-                at,
-                slots: Vec::with_capacity(self.ranks.len()),
-                blocks: usize::MAX,
-            })
-            .collect();
+        let mut found = Vec::new();
         let mut overlaps = Vec::new();
         for (rank, Rank { links, index }) in self.ranks.iter().enumerate() {
             overlaps.resize(index.peers(), 0);
             index.overlap(keys, &mut overlaps);
-            let slots = links.slots();
-            found.retain_mut(|candidate| match slots[candidate.at] {
-                Some(slot) => {
+            let standing = links.standing();
+            if rank == 0 {
+                found.extend(standing.into_iter().map(|(name, slot)| Candidate {
+                    name,
+                    slots: vec![slot],
+                    blocks: overlaps[slot] as usize,
+                }));
+                continue;
+            }
+            found.retain_mut(|candidate| {
+                let slot = standing.iter().find(|(name, _)| *name == candidate.name);
+                slot.is_some_and(|&(_, slot)| {
                     candidate.slots.push(slot);
                     candidate.blocks = candidate.blocks.min(overlaps[slot] as usize);
                     true
-                }
-                None => false,
+                })
             });
-            debug_assert!(found.iter().all(|found| found.slots.len() == rank + 1));
         }
         found.sort_by_key(|candidate| std::cmp::Reverse(candidate.blocks)); // ties stay in order
         found
@@ -298,7 +423,7 @@ impl Followed {
 #[pyclass(module = "slipstream._native")]
 pub(crate) struct Peers {
     followed: Arc<Followed>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[pymethods]
@@ -306,12 +431,17 @@ impl Peers {
     /// Follows the engines whose ranks are at these addresses: `peers[rank][engine]`; `keys_max`
     /// keys of all of them together for each rank.
     #[new]
-    #[pyo3(signature = (*, identities, names, peers, keys_max))]
+    #[pyo3(signature = (
+        *, identities, names, peers, keys_max, peers_dir=None, engine="", nixl=false
+    ))]
     fn new(
         identities: Vec<Bound<'_, PyDict>>,
         names: Vec<String>,
         peers: Vec<Vec<String>>,
         keys_max: usize,
+        peers_dir: Option<PathBuf>,
+        engine: &str,
+        nixl: bool,
     ) -> PyResult<Peers> {
         let engines = peers.first().map_or(0, Vec::len);
         if identities.len() != peers.len()
@@ -324,18 +454,24 @@ impl Peers {
             ));
         }
         let called = peers[0].clone();
-        let mut ranks = Vec::new();
+        let (mut ranks, mut meetings) = (Vec::new(), Vec::new());
         for ((identity, name), peers) in identities.iter().zip(&names).zip(peers) {
             let profile = profile(identity)?;
+            let meeting = meeting(peers_dir.clone(), engine, identity, nixl)?;
+            let contacts = Contacts {
+                listen: Vec::new(),
+                peers,
+                names: called.clone(),
+                meets: meeting.is_some(),
+            };
             let keys_max = Some(keys_max);
-            let (links, index) =
-                Links::start(profile, name, Vec::new(), peers, None, keys_max, Nixl::Keys)?;
+            let (links, index) = Links::start(profile, name, contacts, None, keys_max, Nixl::Keys)?;
             let index = index.expect("an index was asked for");
             ranks.push(Rank { links, index });
+            meetings.extend(meeting);
         }
         let followed = Arc::new(Followed {
             ranks,
-            names: called,
             stop: AtomicBool::new(false),
         });
         let mine = Arc::clone(&followed);
@@ -350,9 +486,19 @@ impl Peers {
                     std::thread::park_timeout(PAUSE);
                 }
             })?;
+        let mut threads = vec![thread];
+        if !meetings.is_empty() {
+            let mine = Arc::clone(&followed);
+            let thread = std::thread::Builder::new().name("kv-meet".into());
+            threads.push(thread.spawn(move || {
+                let links = mine.ranks.iter().map(|rank| &rank.links);
+                let sides: Vec<_> = meetings.iter().zip(links).collect();
+                attend(None, &sides, || mine.stop.load(Ordering::Acquire));
+            })?);
+        }
         Ok(Peers {
             followed,
-            thread: Mutex::new(Some(thread)),
+            threads: Mutex::new(threads),
         })
     }
 
@@ -376,7 +522,7 @@ impl Peers {
         let candidates = self.followed.candidates(&digests);
         let best = candidates.first().filter(|best| best.blocks > 0);
         Ok(best.map_or((String::new(), 0), |best| {
-            (self.followed.names[best.at].clone(), best.blocks)
+            (best.name.to_string(), best.blocks)
         }))
     }
 
@@ -429,7 +575,7 @@ impl Peers {
                     break; // nor does one of those that follow, which have less
                 }
                 if shapes.len() == 1 {
-                    (best, longest) = (Some(candidate.at), reach);
+                    (best, longest) = (Some(candidate.name), reach);
                     break;
                 }
             }
@@ -444,13 +590,13 @@ impl Peers {
                 })
             });
             if hit > longest {
-                (best, longest) = (Some(candidate.at), hit);
+                (best, longest) = (Some(candidate.name), hit);
             }
         }
         if let Some(error) = keys.error {
             return Err(error);
         }
-        let name = best.map_or_else(String::new, |at| followed.names[at].clone());
+        let name = best.map_or_else(String::new, |name| name.to_string());
         Ok((name, longest))
     }
 
@@ -470,13 +616,14 @@ impl Peers {
         }
         counts.set_item("peer_refused", refused)?;
         counts.set_item("peer_message_errors", errors)?;
+        self.followed.ranks[0].links.count_found(&counts)?;
         Ok(counts)
     }
 
     fn close(&self, py: Python<'_>) {
         self.followed.stop.store(true, Ordering::Release);
         py.detach(|| {
-            if let Some(thread) = lock(&self.thread).take() {
+            for thread in lock(&self.threads).drain(..) {
                 thread.thread().unpark();
                 let _ = thread.join();
             }

@@ -35,7 +35,8 @@ use slipstream_kvstore::{
 
 use crate::keys::life;
 use crate::lock;
-use crate::peers::{Links, Served, profile};
+use crate::meeting::attend;
+use crate::peers::{Contacts, Links, Served, meeting, profile};
 
 /// Threads that read for loads. Two, so that one slow disk read does not hold up host memory.
 const READERS: usize = 2;
@@ -593,13 +594,16 @@ impl Store {
     /// `block_bytes` by group. `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk.
     /// `tell_tiers`: for [`Store::take_tier_message`]. `nixl`: its library, which `nixl:` addresses
     /// take.
+    /// `peer_names`: what `sources` of loads call the peers, if not by their addresses. `peers_dir`:
+    /// where others find this store, and it finds them; `engine` is the same for all ranks.
     #[new]
     #[allow(clippy::similar_names)]
     #[pyo3(signature = (
         *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048,
-        identity=None, name="", listen=Vec::new(), peers=Vec::new(), tell_tiers=false, nixl=None
+        identity=None, name="", listen=Vec::new(), peers=Vec::new(), peer_names=None,
+        tell_tiers=false, nixl=None, peers_dir=None, engine=""
     ))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, clippy::too_many_lines)]
     fn new(
         block_bytes: BlockBytes,
         host_bytes: usize,
@@ -611,8 +615,11 @@ impl Store {
         name: &str,
         listen: Vec<String>,
         peers: Vec<String>,
+        peer_names: Option<Vec<String>>,
         tell_tiers: bool,
         nixl: Option<PathBuf>,
+        peers_dir: Option<PathBuf>,
+        engine: &str,
     ) -> PyResult<Store> {
         let ttl_ns = Some((ttl_s * 1e9) as u64).filter(|ns| *ns > 0);
         let sizes = Sizes::new(block_bytes)?;
@@ -639,15 +646,31 @@ impl Store {
             keys
         };
         let places = host_bytes / block_bytes;
+        let mut attends = None;
         let links = match identity {
-            Some(identity) if !listen.is_empty() || !peers.is_empty() => {
+            Some(identity) if !listen.is_empty() || !peers.is_empty() || peers_dir.is_some() => {
                 let serves = Some(Served {
                     memory: Arc::clone(&host),
                     deeper: disk.clone().map(|disk| disk as Arc<dyn Tier>),
                 });
+                let listens = !listen.is_empty();
+                let meeting = meeting(peers_dir, engine, identity, nixl.is_some())?;
+                let contacts = Contacts {
+                    listen,
+                    names: peer_names.unwrap_or_else(|| peers.clone()),
+                    peers,
+                    meets: meeting.is_some(),
+                };
                 let nixl = nixl.map_or(Nixl::Off, |library| Nixl::On(NixlOptions::new(&library)));
-                let (links, _) =
-                    Links::start(profile(identity)?, name, listen, peers, serves, None, nixl)?;
+                let profile = profile(identity)?;
+                let (links, _) = Links::start(profile, name, contacts, serves, None, nixl)?;
+                let published = match &meeting {
+                    Some(meeting) if listens => {
+                        Some(meeting.publish(name, links.endpoint.addresses())?)
+                    }
+                    _ => None,
+                };
+                attends = meeting.map(|meeting| (meeting, published));
                 Some(Arc::new(links))
             }
             _ => None,
@@ -697,6 +720,17 @@ impl Store {
         store.spawn("kv-house", Shared::keep_house)?;
         if has_links {
             store.spawn("kv-poll", Shared::poll_peers)?;
+        }
+        if let Some((meeting, published)) = attends {
+            let published = Mutex::new(published);
+            store.spawn("kv-meet", move |shared| {
+                if let Some(links) = shared.links() {
+                    let published = lock(&published).take();
+                    attend(published, &[(&meeting, &*links)], || {
+                        shared.stop.load(Ordering::Acquire)
+                    });
+                }
+            })?;
         }
         Ok(store)
     }

@@ -70,6 +70,8 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             parallel.data_parallel_index,
             parallel.world_size,
         )
+        # vLLM draws it once and gives it to all processes of an engine.
+        self._engine = f"{transfer.engine_id}, {parallel.data_parallel_index}"
         self._layout = read_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._scheduler: SchedulerHalf | None = None
@@ -122,7 +124,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             key=lambda identity: int(identity["rank"]),
         )
         if [int(identity["rank"]) for identity in told] != list(range(self._parallel.world_size)):
-            if self.options.peers:
+            if self.options.peers or self.options.peers_dir:
                 logger.warning(
                     "slipstream: takes no blocks of peers, because of %d ranks only %s have said "
                     "what their blocks are like",
@@ -130,7 +132,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                     [identity["rank"] for identity in told],
                 )
             return
-        self.scheduler.follow(open_peers(self.options, told))
+        self.scheduler.follow(open_peers(self.options, told, self._engine))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """As `set_xfer_handshake_metadata`, where ranks share the layers, too."""
@@ -212,7 +214,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self.identity = identity_of(self._vllm_config, self._layout, blocks, self.options.model_id)
         events = self._vllm_config.kv_events_config
         tell_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
-        store = open_store(self.options, self.identity, blocks.group_bytes, rank, tell_tiers)
+        store = open_store(
+            self.options, self.identity, blocks.group_bytes, rank, tell_tiers, self._engine
+        )
         if store is None:
             return
         self._worker = WorkerHalf(

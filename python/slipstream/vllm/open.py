@@ -25,10 +25,12 @@ def open_store(
     block_bytes: int | list[int],
     rank: int,
     tell_tiers: bool = False,
+    engine: str = "",
 ) -> Store | None:
     """Open the store of one rank; `None` if the options ask for none.
 
     `block_bytes` are those of a block, or of one of each group.
+    `engine` is the same for all ranks of this engine, and for no other one.
     """
     if options.host_bytes == 0:
         return None
@@ -43,9 +45,18 @@ def open_store(
         name=own_name(rank),
         listen=of_rank(options.listen, rank),
         peers=of_rank(options.peers, rank),
+        # The scheduler half knows its peers by their first rank.
+        peer_names=of_rank(options.peers, 0),
         tell_tiers=tell_tiers,
         nixl=find_library() if is_wanted(options.listen + options.peers) else None,
+        peers_dir=meeting_place(options),
+        engine=engine,
     )
+
+
+def meeting_place(options: Options) -> str | None:
+    """Return the folder where engines meet, if there is one."""
+    return str(Path(options.peers_dir).expanduser()) if options.peers_dir else None
 
 
 def own_name(rank: int) -> str:
@@ -66,13 +77,15 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> Path:
     return folder
 
 
-def open_peers(options: Options, identities: list[dict[str, str]]) -> NativePeers | None:
-    """Begin to follow the peers that the options name; `None` if they name none.
+def open_peers(
+    options: Options, identities: list[dict[str, str]], engine: str = ""
+) -> NativePeers | None:
+    """Begin to follow the peers that the options name, or let find; `None` if there are none.
 
     `identities` are those of all ranks of this engine. Each rank of a peer is followed, as a block
     can be loaded from it only if all its ranks have it.
     """
-    if not options.peers:
+    if not (options.peers or options.peers_dir):
         return None
     ranks = range(len(identities))
     return NativePeers(
@@ -80,4 +93,7 @@ def open_peers(options: Options, identities: list[dict[str, str]]) -> NativePeer
         names=[f"scheduler of {own_name(rank)}" for rank in ranks],
         peers=[of_rank(options.peers, rank) for rank in ranks],
         keys_max=options.peer_keys_max,
+        peers_dir=meeting_place(options),
+        engine=engine,
+        nixl=is_wanted(options.listen + options.peers),
     )

@@ -36,6 +36,8 @@ METRICS = {
     "peer_malformed": ("Connections ended because what came was no frame.", None),
     "peer_message_errors": ("Messages of peers about keys that could not be used.", None),
     "peer_refused": ("Peers refused because they do not match.", None),
+    "peers_found": ("Engines that came to the folder of peers.", None),
+    "peers_left": ("Engines of the folder of peers that were let go.", None),
     "message_errors": ("Messages about keys that could not be used.", None),
     "lookup_deferred": ("Look-ups answered later, as a peer's state was unknown.", None),
     "log_errors": ("Times that the block pool had to be looked at as a whole.", None),

@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -85,11 +86,12 @@ class SlipstreamTier(SecondaryTierManager):
         self._pool = primary_kv_view.cast("B")
         identity = identity_of_spec(offloading_spec, self.block_size_bytes, self._options.model_id)
         events = offloading_spec.kv_events_config.enable_kv_cache_events
-        store = open_store(self._options, identity, self.block_size_bytes, 0, events)
+        engine = str(uuid.uuid4())
+        store = open_store(self._options, identity, self.block_size_bytes, 0, events, engine)
         if store is None:
             raise ValueError("slipstream: a tier needs `host_bytes` above 0")
         self.store: Store = store
-        self._peers = open_peers(self._options, [identity])
+        self._peers = open_peers(self._options, [identity], engine)
         self.held = KeyMirror()
         """What the store holds, as of the last step."""
         self._events: list[OffloadingEvent] | None = [] if events else None

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from slipstream._native import take_warnings
-from slipstream.options import of_rank
 from slipstream.vllm.blocks import COPY_BYTES
 from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
@@ -171,17 +170,8 @@ class WorkerHalf:
             self.under_way[job] = UnderWay(load, self.blocks, staging, now, give_up, self._resets)
             self._deadlines.append((give_up, job))
             self.store.load(
-                job, load.keys, self._names(load), memoryview(staging.numpy()), self._deadline_s
+                job, load.keys, load.sources, memoryview(staging.numpy()), self._deadline_s
             )
-
-    def _names(self, load: Load) -> list[str]:
-        """Return the sources as this rank knows them: where the same rank of a peer listens."""
-        if self.rank == 0:
-            return load.sources
-        names = {source: source for source in load.sources}
-        for source in filter(None, names):
-            (names[source],) = of_rank([source], self.rank)
-        return [names[source] for source in load.sources]
 
     def save(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks out of the cache, to be stored by and by."""

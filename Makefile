@@ -63,6 +63,12 @@ bench:
 bench-net: build
 	./scripts/bench-net.sh ./target/release/slipstream
 
+# The network's tests, goldens among them, as they are optimized in what users run: a compiler's
+# mistake shows only there. Takes minutes to build, seconds to run.
+.PHONY: test-net-release
+test-net-release:
+	cargo test --release --locked --package slipstream-des --package slipstream-netsim
+
 # TCP NewReno against ns-3 (docs/netsim.md); takes a Python, g++ and the `ns3` wheel from PyPI.
 .PHONY: test-ns3
 test-ns3: build

@@ -215,7 +215,7 @@ def poll(polls: int) -> None:
     worker = rig.worker.connector
     half = worker.worker
     keys = [i.to_bytes(36, "big") for i in range(512)]
-    data = half.blocks.empty(len(keys))
+    data = half.blocks.empty([len(keys)])
     half.store.put(keys, memoryview(data.numpy()))
     # Idle, as on a step that has nothing to say.
     worker.bind_connector_metadata(rig.scheduler.schedule().kv_connector_metadata)

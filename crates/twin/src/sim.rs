@@ -317,6 +317,8 @@ pub(crate) struct Sim<'a> {
     /// Tokens reach clients later than their passes end.
     tells_later: bool,
     pub(crate) frames: Frames,
+    /// So many requests came and went at one time that time will not go on.
+    refuses_all: bool,
     pub(crate) faults: Faults,
     /// Slots and tickets of requests that wait in the frontend, as every worker was busy.
     waiting: VecDeque<(u32, u64)>,
@@ -403,6 +405,7 @@ impl<'a> Sim<'a> {
             looks_first: false,
             tells_later,
             frames: Frames::default(),
+            refuses_all: false,
             faults: Faults::new(cluster),
             awake: Vec::new(),
             reserved: Vec::new(),
@@ -456,6 +459,16 @@ impl<'a> Sim<'a> {
             self.admit_waiting(sink);
             self.take_arrivals(sink)?;
             self.begin_passes(sink)?;
+            if self.refuses_all {
+                cut = Some(format!(
+                    "stuck: more than {} came at {}, were refused, and each let the next one begin; let them \
+                     wait (`router.queue_max`), raise the busy thresholds of `[router]`, or send them again \
+                     later (`--retries`)",
+                    counted(self.options.in_flight_max as u64, "request"),
+                    self.now
+                ));
+                break;
+            }
             if self.flights.len() > self.options.in_flight_max {
                 cut = Some(format!(
                     "unstable: {} under way at {}, and more come than are answered",
@@ -658,11 +671,17 @@ impl<'a> Sim<'a> {
     /// Takes what is due now.
     fn take_arrivals(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         // A workload without end may have all of its requests due at one time.
-        while self.flights.len() <= self.options.in_flight_max
+        // So may a closed loop whose requests are refused: each lets the next begin, at that time.
+        let most = self.options.in_flight_max;
+        let mut came = 0;
+        while self.flights.len() <= most
+            && came <= most
             && let Some(request) = self.schedule.pop(self.now)?
         {
+            came += 1;
             self.arrive(request, sink);
         }
+        self.refuses_all = came > most && self.flights.len() <= most;
         Ok(())
     }
 

@@ -214,6 +214,25 @@ fn requests_without_end_at_one_time_end_the_run() {
     }
 }
 
+/// Found by random files: clients of a closed loop that are refused ask again at the same time, for ever.
+#[test]
+fn a_closed_loop_that_is_refused_for_ever_ends_the_run() {
+    let load = workload(
+        "duration_s = 5\n[arrival]\nkind = \"closed\"\nconcurrency = 40\n[[class]]\nisl = 200\nosl = 100\n",
+    );
+    let options = Options {
+        in_flight_max: 5_000,
+        ..Options::default()
+    };
+    let busy = "[router]\npolicy = \"random\"\nbusy_kv_share = 0.01\n";
+    let outcome = run(&constant(8, busy), &load, &options, &mut ());
+    let cut = outcome.cut.unwrap();
+    assert!(
+        cut.contains("stuck: more than 5,000 requests") && cut.contains("`--retries`"),
+        "{cut}"
+    );
+}
+
 #[test]
 fn who_watches_can_end_the_run() {
     struct Impatient;

@@ -3,6 +3,7 @@
 mod doctor;
 mod hand_over;
 mod kv;
+mod net;
 mod planes;
 mod results;
 mod serve;

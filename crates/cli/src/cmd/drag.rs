@@ -16,7 +16,7 @@ use slipstream_report::table::{counted, grouped};
 use slipstream_report::{RunReport, compare};
 
 use crate::cmd::cluster_args::ClusterArgs;
-use crate::cmd::workload_args::WorkloadArgs;
+use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets};
 use crate::out;
 
 /// Flags of `slipstream drag`.
@@ -26,14 +26,8 @@ pub(crate) struct Args {
     cluster: ClusterArgs,
     #[command(flatten)]
     what: WorkloadArgs,
-    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
-    #[arg(
-        long,
-        value_name = "KEY=VALUE",
-        requires = "workload",
-        help_heading = "What to send"
-    )]
-    workload_set: Vec<String>,
+    #[command(flatten)]
+    sets: WorkloadSets,
     /// Run both sides so many times as fast as the modelled cluster
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     speedup: f64,
@@ -61,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.cluster.resolve_live(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
-    args.what.workload(&args.workload_set)?;
+    args.what.workload(&args.sets.workload_set)?;
     let own;
     let dir = if let Some(dir) = &args.keep {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
@@ -202,7 +196,12 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .args(args.what.flags())
         .args(same_seed(&args.what))
         .arg(format!("--time-scale={}", args.scale()))
-        .args(args.workload_set.iter().map(|set| format!("--set={set}")))
+        .args(
+            args.sets
+                .workload_set
+                .iter()
+                .map(|set| format!("--set={set}")),
+        )
         .arg("--trace-stages")
         .arg("--drag")
         .arg(dir.join("live.csv"))
@@ -229,7 +228,8 @@ fn twin(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .arg(format!("--time-scale={}", args.scale()))
         .arg(format!("--speedup={}", args.speedup))
         .args(
-            args.workload_set
+            args.sets
+                .workload_set
                 .iter()
                 .map(|set| format!("--workload-set={set}")),
         )

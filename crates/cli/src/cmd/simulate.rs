@@ -17,7 +17,7 @@ use slipstream_twin::{Options, Outcome};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::watch::{WatchArgs, Watcher};
-use crate::cmd::workload_args::{WorkloadArgs, time};
+use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets, time};
 use crate::out;
 
 /// Flags of `slipstream simulate`.
@@ -27,14 +27,8 @@ pub(crate) struct Args {
     cluster: ClusterArgs,
     #[command(flatten)]
     what: WorkloadArgs,
-    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
-    #[arg(
-        long,
-        value_name = "KEY=VALUE",
-        requires = "workload",
-        help_heading = "What to send"
-    )]
-    workload_set: Vec<String>,
+    #[command(flatten)]
+    sets: WorkloadSets,
 
     /// End the run at this simulated time, though requests are under way
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
@@ -87,7 +81,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some((cluster, settings)) = args.cluster.resolve_with_settings(&[])? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let (workload, name) = args.what.workload(&args.workload_set)?;
+    let (workload, name) = args.what.workload(&args.sets.workload_set)?;
     anyhow::ensure!(
         args.speedup.is_finite() && args.speedup > 0.0,
         "--speedup is {}, but must be above 0",
@@ -163,7 +157,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             ],
             texts: vec![
                 ("Cluster, every value".into(), settings.to_toml()),
-                ("Workload".into(), args.what.text(&args.workload_set)?),
+                ("Workload".into(), args.what.text(&args.sets.workload_set)?),
             ],
         };
         failures.extend(out::save(path, &page.render()));

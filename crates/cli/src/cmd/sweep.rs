@@ -19,7 +19,7 @@ use slipstream_twin::sweep::{Point, Vary, as_good, combinations, front};
 use slipstream_twin::{Options, Outcome};
 
 use crate::cmd::cluster_args::ClusterArgs;
-use crate::cmd::workload_args::{WorkloadArgs, time};
+use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets, time};
 use crate::out;
 
 /// Configurations of one sweep at most.
@@ -35,14 +35,8 @@ pub(crate) struct Args {
     vary: Vec<Vary>,
     #[command(flatten)]
     what: WorkloadArgs,
-    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
-    #[arg(
-        long,
-        value_name = "KEY=VALUE",
-        requires = "workload",
-        help_heading = "What to send"
-    )]
-    workload_set: Vec<String>,
+    #[command(flatten)]
+    sets: WorkloadSets,
 
     /// End each run at this simulated time, though requests are under way
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
@@ -96,7 +90,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--tolerance is {}, but must be 0 to 50 (percent)",
         args.tolerance
     );
-    let (workload, name) = args.what.workload(&args.workload_set)?;
+    let (workload, name) = args.what.workload(&args.sets.workload_set)?;
     let runs = combinations(&args.vary);
     ensure!(
         runs.len() <= RUNS_MAX,
@@ -363,7 +357,7 @@ fn page(
                 "Cluster, every value (of the first configuration)".into(),
                 settings,
             ),
-            ("Workload".into(), args.what.text(&args.workload_set)?),
+            ("Workload".into(), args.what.text(&args.sets.workload_set)?),
         ],
     };
     Ok(page.render())

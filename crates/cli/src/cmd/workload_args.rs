@@ -71,6 +71,19 @@ pub(crate) struct WorkloadArgs {
     pub(crate) on_bad_line: Option<BadLineArg>,
 }
 
+/// Keys laid over the workload file, where `--set` is the cluster file's.
+#[derive(clap::Args)]
+pub(crate) struct WorkloadSets {
+    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
+    #[arg(
+        long,
+        value_name = "KEY=VALUE",
+        requires = "workload",
+        help_heading = "What to send"
+    )]
+    pub(crate) workload_set: Vec<String>,
+}
+
 /// The workload file with `sets` laid over it, and where each value came from.
 pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Settings)> {
     let name = path.display().to_string();

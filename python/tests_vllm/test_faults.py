@@ -93,7 +93,7 @@ def test_a_transfer_that_goes_wrong_is_recomputed(
         assert second.scheduler.reset_prefix_cache(reset_connector=True)
         second.step()
         wait_for_hit(second, prompt, BLOCKS)
-        for _ in range(100):
+        for _ in range(10_000):
             if run(second, prompt) == 0:
                 break
             # The workers' own connection is made again a little later.

@@ -146,7 +146,7 @@ def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
             assert first.ask(run=prompt) == PROMPT_BLOCKS
             wait_for_hit(second, prompt, PROMPT_BLOCKS)
             # The workers' own connection stands a little later, perhaps.
-            for _ in range(100):
+            for _ in range(10_000):
                 if run(second, prompt) == 0:
                     break
                 assert second.scheduler.reset_prefix_cache(reset_connector=True)

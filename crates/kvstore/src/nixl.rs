@@ -5,7 +5,7 @@
 //! posted and polled. Nothing is linked, so nothing of it is needed where it is not used.
 //!
 //! Source of the functions, their arguments and their codes: `src/bindings/rust/wrapper.h` of
-//! github.com/ai-dynamo/nixl, 1.5.
+//! NIXL 1.5.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};

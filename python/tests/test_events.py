@@ -335,7 +335,7 @@ def test_the_tail_says_what_it_cannot_read(binary, context):
     finally:
         process.kill()
     assert process.returncode == 1
-    assert "stored 2 blocks of 16 (32 tokens); removed 1 blocks; cleared all blocks" in out
+    assert "stored 2 blocks of 16 (32 tokens); removed 1 block; cleared all blocks" in out
     if "BlockStolen" not in errors:  # the first message that was heard may be the good one
         pytest.skip("the bad message came before the subscription")
     assert "type `BlockStolen`, which is not known" in errors

@@ -579,3 +579,11 @@ def test_nixl_that_is_missing_or_unknown_is_named_with_what_to_install(
         Store(block_bytes=BLOCK, host_bytes=BLOCK, nixl=find_library(), **listen)
     with pytest.raises(OSError, match="takes NIXL, which is not set up"):
         Store(block_bytes=BLOCK, host_bytes=BLOCK, **listen)
+
+
+def test_who_cannot_listen_is_told_why(tmp_path: Path) -> None:
+    identity = {"tensor_parallel": "1", "pipeline_parallel": "1", "rank": "0"}
+    identity |= {"block_size": "16", "block_bytes": "1"}
+    listen = [f"unix://{tmp_path}/no-folder/peer"]
+    with pytest.raises(OSError, match=r"listening failed \(No such file or directory"):
+        Store(block_bytes=BLOCK, host_bytes=BLOCK, identity=identity, listen=listen)

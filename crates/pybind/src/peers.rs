@@ -21,6 +21,7 @@ use crate::groups::{Groups, all_hold};
 use crate::keys::KeyMirror;
 use crate::lock;
 use crate::meeting::{Meeting, attend};
+use crate::store::in_full;
 
 /// A peer that could not be reached is tried again after this.
 const RETRY: Duration = Duration::from_millis(500);
@@ -181,7 +182,7 @@ impl Links {
         let links = links.map(|(address, name)| Link::new(name.into(), vec![address], None));
         let list = Mutex::new(links.collect());
         let endpoint =
-            Endpoint::start(options).map_err(|error| PyOSError::new_err(error.to_string()))?;
+            Endpoint::start(options).map_err(|error| PyOSError::new_err(in_full(&error)))?;
         let links = Links {
             endpoint,
             list,

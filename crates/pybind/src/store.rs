@@ -570,8 +570,8 @@ fn tracing_warn(error: &TierError) {
     tracing::warn!("a block is computed again: {}", in_full(error));
 }
 
-/// What a tier says, and what the system said to it.
-fn in_full(error: &TierError) -> String {
+/// What an error says, and what the system said to whoever met it.
+pub(crate) fn in_full(error: &dyn Error) -> String {
     match error.source() {
         Some(source) => format!("{error} ({source})"),
         None => error.to_string(),

@@ -257,7 +257,13 @@ impl Remote {
                 return;
             }
         };
-        tracing::info!("{} runs {:?}", peer.name, peer.workers);
+        let runs: Vec<_> = peer.workers.iter().map(ToString::to_string).collect();
+        tracing::info!(
+            "{} runs {} (shard {})",
+            peer.name,
+            runs.join(" "),
+            shard.index
+        );
         // Also when this task is dropped at shutdown.
         let mut connection = Connection {
             remote: self.clone(),

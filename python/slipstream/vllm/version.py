@@ -20,10 +20,10 @@ def check_version(version: str | None = None) -> None:
     if version is None:
         try:
             version = metadata.version("vllm")
-        except metadata.PackageNotFoundError as error:
+        except metadata.PackageNotFoundError:
             raise ImportError(
                 f"slipstream.vllm needs vLLM, which is not installed: pip install '{wanted}'"
-            ) from error
+            ) from None
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         raise ImportError(

@@ -34,7 +34,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct RunArgs {
-    /// Configuration files (TOML); Days' files are read as they are
+    /// Configuration files (TOML); those of Days, another simulator, are read as they are
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Override a key of the files; may be repeated

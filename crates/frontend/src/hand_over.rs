@@ -630,16 +630,21 @@ impl Shard {
         }
     }
 
-    /// The prompt's worker did not take it, or has given it up.
-    pub(crate) fn on_prompt_lost(&self, reply: &Rc<Reply>, index: u32, stream: StreamAddr) {
+    /// A worker of the two has given its part, `stream`, up.
+    pub(crate) fn on_part_lost(&self, reply: &Rc<Reply>, index: u32, stream: StreamAddr) {
         let mut state = reply.state.borrow_mut();
+        let answers = state.target(index).worker;
         let Some(remote) = state.remote(index) else {
             return;
         };
-        if remote.stream.as_ref().map(Registration::addr) != Some(stream) {
-            return;
-        }
-        let worker = remote.rank.worker;
+        let prompt = remote.stream.as_ref().map(Registration::addr);
+        let worker = if prompt == Some(stream) {
+            remote.rank.worker
+        } else if remote.answer_sent && remote.again.start.addr == stream {
+            answers
+        } else {
+            return; // of an earlier attempt
+        };
         drop(state);
         if let Err(error) = self.try_elsewhere(reply, index, NotTaken::By(worker)) {
             self.metrics.streams_lost.add(1);

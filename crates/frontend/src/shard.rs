@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::registry::Registry;
-use slipstream_base::{RankId, SimTime, WorkerId, mix};
+use slipstream_base::{FinishReason, RankId, SimTime, WorkerId, mix};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::ring::{Polled, SendError, ShardPort};
@@ -489,21 +489,37 @@ impl Shard {
                 })
                 .is_some(),
             Entry::End { stream, end } => {
-                let prompt = self.table.with(stream, |feed| {
+                let ended = self.table.with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
-                    if foreign(speaker(&state, feed)) {
+                    let worker = speaker(&state, feed);
+                    if foreign(worker) {
                         return None;
                     }
+                    let (reply, sequence) = (feed.reply.clone(), feed.sequence);
                     if feed.leg == Leg::Prompt {
-                        return Some((feed.reply.clone(), feed.sequence));
+                        return Some(Cut::Prompt(reply, sequence));
                     }
-                    state.on_end(feed.sequence, &end, &self.metrics);
+                    // Nobody asked the worker to: it shuts down. What has sent nothing goes elsewhere.
+                    if end.reason == FinishReason::Abort && !state.has_ended(sequence) {
+                        if state.remote(sequence).is_some() {
+                            return Some(Cut::Prompt(reply, sequence));
+                        }
+                        if let Some(again) = state.take_kept(sequence) {
+                            return Some(Cut::Kept(reply, sequence, again, worker));
+                        }
+                    }
+                    state.on_end(sequence, &end, &self.metrics);
                     None
                 });
-                let known = prompt.is_some();
-                if let Some(Some((reply, index))) = prompt {
-                    // Only a worker that shuts down ends a prompt.
-                    self.on_prompt_lost(&reply, index, self.addr(stream));
+                let known = ended.is_some();
+                match ended.flatten() {
+                    None => {}
+                    Some(Cut::Prompt(reply, index)) => {
+                        self.on_part_lost(&reply, index, self.addr(stream));
+                    }
+                    Some(Cut::Kept(reply, index, again, worker)) => {
+                        self.retry(&reply, index, again, worker);
+                    }
                 }
                 known
             }
@@ -597,6 +613,14 @@ impl Shard {
         let addr = self.addr(stream);
         self.send_control(ToWorker::Kill { rank, addr });
     }
+}
+
+/// What a worker that shuts down has ended before its first token.
+enum Cut {
+    /// A sequence whose prompt is elsewhere, at either worker.
+    Prompt(Rc<Reply>, u32),
+    /// A sequence that this worker had to itself.
+    Kept(Rc<Reply>, u32, Again, WorkerId),
 }
 
 /// The worker that has something to say by the stream of `feed`.

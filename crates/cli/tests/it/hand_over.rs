@@ -335,3 +335,53 @@ fn a_worker_killed_during_the_transfer_leaves_nothing_at_the_other() {
         drop(prefill);
     }
 }
+
+/// A decode worker that ends before the prompt has come, or while an answer waits for its first token,
+/// has said nothing of it: another one answers, once.
+#[test]
+fn what_an_ending_worker_had_not_begun_is_answered_elsewhere() {
+    let end_at_once = "--set=live.drain_timeout_s=0";
+    for (order, stuck) in [("pull", true), ("push", true), ("pull", false)] {
+        let order = format!("--set=kv.hand_over={order}");
+        let dir = tempfile::tempdir().unwrap();
+        let (network, apart) = if stuck {
+            (STUCK, "--set=router.remote_prefill_tokens_min=16")
+        } else {
+            (
+                &[] as &[&str],
+                "--set=router.remote_prefill_tokens_min=4096",
+            )
+        };
+        let step = if stuck { QUICK } else { FROZEN };
+        let server = frontend(dir.path(), &[network, &[&order, apart, step]].concat());
+        let prefill = worker(dir.path(), "p", "0", &[step]);
+        let mut decode: Vec<_> = ["0", "1"]
+            .iter()
+            .map(|index| worker(dir.path(), "d", index, &[step, end_at_once]))
+            .collect();
+        await_ready(&server, 3);
+        let mut client = begin(&server, &completion(&prompt(64), 5, false));
+        let sent = "slipstream_kv_sent_bytes_total";
+        if stuck {
+            server.await_metric(sent, |bytes| bytes > 0.0);
+        } else {
+            let used = "slipstream_worker_used_blocks";
+            server.await_metric(used, |used| used > 0.0);
+        }
+        let bytes = server.metric(sent);
+        let at_second = "slipstream_router_requests{worker=\"w3\",engine=\"0\"}";
+        let victim = usize::from(server.metric(at_second) > 0.0);
+        assert!(decode.remove(victim).terminate().success());
+        server.await_metric("slipstream_streams_retried_total", |count| count == 1.0);
+        if stuck {
+            server.await_metric(sent, |now| now == 2.0 * bytes);
+        }
+        // There is no third.
+        assert!(decode.remove(0).terminate().success());
+        let answer = client.answer();
+        let aborted = answer.text().contains("\"finish_reason\":\"abort\"");
+        assert!(answer.status >= 500 || aborted, "{}", answer.text());
+        await_empty_workers(&server);
+        drop(prefill);
+    }
+}

@@ -95,7 +95,8 @@ pub struct Point {
 /// From the top down: of those that give the most, or hardly less, the cheapest is on the front; then
 /// the same among those that cost less than it by more than `tolerance`, and so on. So for each point
 /// there is one on the front that gives at most `tolerance` less and costs at most `tolerance` more.
-/// Without tolerance those are the points that no other one beats (the first of equal ones).
+/// Without tolerance those are the points that no other one beats (the first of equal ones). Points
+/// that give nothing are never on the front.
 ///
 /// A relation such as "beaten by more than the tolerance" would not do: through a chain of small steps,
 /// each within the tolerance, the cheapest point could beat one that gives twice as much.
@@ -118,6 +119,10 @@ pub fn front(points: &[Point], tolerance: f64) -> Vec<bool> {
     let mut left = by_cost.len();
     while left > 0 {
         let best = most[left - 1];
+        if best <= 0.0 {
+            // What gives nothing is not worth having, however cheap.
+            break;
+        }
         let found = by_cost[..left]
             .iter()
             .position(|&at| points[at].gain * more >= best)
@@ -267,10 +272,11 @@ mod tests {
             let kept: Vec<&Point> = all.iter().zip(&on).filter(|p| *p.1).map(|p| p.0).collect();
             // Products of these shares and small whole numbers are exact to the last bit or two.
             let more = (1.0 + tolerance) * (1.0 + 1e-12);
-            for point in &all {
+            for point in all.iter().filter(|point| point.gain > 0.0) {
                 let held = kept.iter().any(|k| k.gain * more >= point.gain && k.cost <= point.cost * more);
                 prop_assert!(held, "{:?} of {:?}", point, all);
             }
+            prop_assert!(kept.iter().all(|point| point.gain > 0.0));
             let mut by_cost = kept;
             by_cost.sort_by(|a, b| a.cost.total_cmp(&b.cost));
             for pair in by_cost.windows(2) {

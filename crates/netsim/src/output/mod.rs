@@ -55,8 +55,12 @@ pub struct SizeClass {
 }
 
 impl SizeClass {
-    /// Mean, p50, p99 and maximum as tables show them: `-` for a p99 of too few flows.
+    /// Mean, p50, p99 and maximum as tables show them: `-` for those of no flow, and for a p99 of too
+    /// few.
     fn four(&self, values: &[f64; 4], show: impl Fn(f64) -> String) -> [String; 4] {
+        if self.finished == 0 {
+            return std::array::from_fn(|_| "-".to_owned());
+        }
         let mut cells = values.map(show);
         if self.leaves_out() {
             "-".clone_into(&mut cells[2]);

@@ -98,6 +98,33 @@ def test_another_engine_loads_what_this_one_saved(
     first.close()
 
 
+def test_a_failed_load_without_room_holds_up_no_load_that_has_ended(store: DoubleStore) -> None:
+    # The first of three gets nothing and vLLM gives its blocks away; what the others hold and will
+    # need leaves no room for it. They wait behind it, and their loads have ended, too.
+    rig, prompt = filled(store)
+    first, *others = [
+        rig.add(prompt[: BLOCK * 4] + rig.tokens(BLOCK * 14), max_tokens=2) for _ in range(3)
+    ]
+    store.hold_back = True
+    rig.step()
+    assert len(store.held_back) == 3
+    jobs = sorted(store.held_back)
+    # 63 blocks, of which loads hold 12; a request of 18 does not fit into the 17 that will be left.
+    rig.pool.get_new_blocks(38)
+    store.held_back = jobs[:1]
+    store.let_go(failed=tuple(range(4)))
+    store.held_back = jobs[1:]
+    store.let_go()
+    store.hold_back = False
+    for _ in range(200):
+        wait_loaded(rig)
+        if not rig.scheduler.has_unfinished_requests():
+            break
+        rig.step()
+    assert not rig.scheduler.has_unfinished_requests(), (first, others)
+    rig.close()
+
+
 def test_a_lookup_may_be_asked_any_number_of_times(store: DoubleStore) -> None:
     rig, prompt = filled(store)
     request = rig.scheduler.requests[rig.add(prompt, max_tokens=1)]

@@ -111,6 +111,10 @@ class SchedulerHalf:
         # How many tokens a request may load whose load has failed: once what came of it, as far as
         # vLLM did not keep that; then none, so that it computes rather than wait again.
         self._limits: dict[str, int] = {}
+        # Requests whose load has failed and that are to step aside once, and those that have in
+        # this step.
+        self._aside: set[str] = set()
+        self._stepped_aside: set[str] = set()
         # Ranks whose keys are not known: what they tell counts from their next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
@@ -142,8 +146,16 @@ class SchedulerHalf:
     def lookup(self, request: Any, computed_tokens: int) -> int | None:
         """Return how many tokens beyond `computed_tokens` can be loaded; `None`: ask again.
 
-        Changes nothing but a count, so it may be asked any number of times.
+        Changes nothing that another look-up in the same step would see, so it may be asked any
+        number of times.
+
+        A request whose load has failed is put off by a step. vLLM 0.33 has given its blocks away,
+        but keeps it before the requests that hold some (`Scheduler.kv_holding_waiting`): if there
+        was no room for it now, those would never hear that their own loads have ended.
         """
+        if request.request_id in self._aside:
+            self._stepped_aside.add(request.request_id)
+            return None
         groups = self._groups
         # The last token is computed in any case, for its output.
         end = min(request.num_tokens - 1, self._limits.get(request.request_id, request.num_tokens))
@@ -198,6 +210,7 @@ class SchedulerHalf:
         """Forget the request."""
         self._loading.pop(request.request_id, None)
         self._limits.pop(request.request_id, None)
+        self._aside.discard(request.request_id)
         self._sources.pop(request.request_id, None)
 
     # Once a step.
@@ -205,6 +218,9 @@ class SchedulerHalf:
     def build(self, plan: Any = None) -> SlipstreamMetadata:
         """Return what the workers have to know of this step: O(changes)."""
         feed, step = self.feed, None
+        if self._stepped_aside:
+            self._aside -= self._stepped_aside
+            self._stepped_aside.clear()
         if feed is None:
             self._say_unbound()
         else:
@@ -270,6 +286,7 @@ class SchedulerHalf:
             if name in self._loading:
                 kept = self._loading[name] or 0
                 self._limits[name] = 0 if name in self._limits else kept
+                self._aside.add(name)
         for name in (*failed, *finished):
             self._loading.pop(name, None)
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from rig import BLOCK, Rig
 from slipstream.vllm import SlipstreamConnector
-from slipstream.vllm.identity import identity_of
+from slipstream.vllm.identity import hash_seed, identity_of
+from slipstream.vllm.open import disk_folder
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -50,6 +51,19 @@ def test_host_memory_gives_back_what_the_device_forgot() -> None:
     assert rig.scheduler.reset_prefix_cache()
     assert run(rig, prompt) == 0, "a reset ends nothing for good"
     rig.close()
+
+
+def test_no_folder_is_made_that_the_next_start_cannot_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    identity = {"hash_algorithm": "xxhash", "hash_seed": hash_seed("xxhash")}
+    assert disk_folder(str(tmp_path), identity) is None
+    assert "set PYTHONHASHSEED" in caplog.text
+    assert not list(tmp_path.iterdir())
+    for seed in ("7", "random"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        assert disk_folder(str(tmp_path), identity | {"hash_seed": hash_seed("xxhash")})
 
 
 def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = "1"
 """Of the bytes of a block in a store: layers one after the other, each as it lies in its cache."""
 
+RANDOM = "random ("
+"""How a seed begins that vLLM draws; `PYTHONHASHSEED=random` is the seed `random`."""
+
 
 def hash_seed(algorithm: str) -> str:
     """Return what the engine's first block is hashed with.
@@ -29,7 +32,12 @@ def hash_seed(algorithm: str) -> str:
     given = os.environ.get("PYTHONHASHSEED")
     if given is not None:
         return given
-    return "vLLM's own" if algorithm.startswith("sha256") else f"random ({uuid.uuid4()})"
+    return "vLLM's own" if algorithm.startswith("sha256") else f"{RANDOM}{uuid.uuid4()})"
+
+
+def is_random(seed: str) -> bool:
+    """Whether a `hash_seed` of this module is of one process alone."""
+    return seed.startswith(RANDOM)
 
 
 def positions_of(model: ModelConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 from pathlib import Path
@@ -13,10 +14,13 @@ from slipstream._native import Peers as NativePeers
 from slipstream._native import Store as NativeStore
 from slipstream.nixl import find_library, is_wanted
 from slipstream.options import of_rank
+from slipstream.vllm.identity import is_random
 
 if TYPE_CHECKING:
     from slipstream.options import Options
     from slipstream.store import Store
+
+logger = logging.getLogger("slipstream.vllm")
 
 
 def open_store(
@@ -37,7 +41,7 @@ def open_store(
     return NativeStore(
         block_bytes=block_bytes,
         host_bytes=options.host_bytes,
-        disk_dir=str(disk_folder(options.disk_dir, identity)) if options.disk_dir else None,
+        disk_dir=disk_folder(options.disk_dir, identity),
         disk_bytes=options.disk_bytes,
         ttl_s=options.ttl_s,
         keys_max=options.keys_max,
@@ -64,17 +68,26 @@ def own_name(rank: int) -> str:
     return f"{socket.gethostname()}, process {os.getpid()}, rank {rank}"
 
 
-def disk_folder(disk_dir: str, identity: dict[str, str]) -> Path:
+def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
     """Return the folder for blocks that mean the same: another model's are not found by its keys.
 
-    What made the folder's name is written beside it, for people.
+    What made the folder's name is written beside it, for people. `None` if there is to be none.
     """
+    if not disk_dir:
+        return None
+    if is_random(identity["hash_seed"]):
+        logger.warning(
+            "slipstream: `disk_dir` is not used: with the hash algorithm %s each start hashes "
+            "otherwise, so nothing on disk would ever be found again; set PYTHONHASHSEED",
+            identity["hash_algorithm"],
+        )
+        return None
     text = json.dumps(identity, indent=2, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = Path(disk_dir).expanduser() / name
     folder.mkdir(parents=True, exist_ok=True)
     folder.with_suffix(".json").write_text(text + "\n")
-    return folder
+    return str(folder)
 
 
 def open_peers(

@@ -26,6 +26,8 @@ class Options:
     """Saves blocks that the engine fills."""
     saving_bytes_max: int = 1 << 30
     """Bytes that may wait to be stored; blocks beyond are not saved, and counted."""
+    loading_bytes_max: int = 1 << 30
+    """Host memory that loads come into on their way to the device, per rank, bytes."""
     load_blocks_min: int = 1
     """Hits of fewer blocks are not worth a load."""
     load_deadline_s: float = 10.0

@@ -56,7 +56,9 @@ class DoubleStore:
         deadline_s: float,
     ) -> None:
         assert len(sources) == len(keys)
-        self.held_back.append((job, keys, into.cast("B")))
+        with self._changed:
+            self.held_back.append((job, keys, into.cast("B")))
+            self._changed.notify_all()
         if not self.hold_back:
             self.let_go()
 

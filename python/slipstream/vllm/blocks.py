@@ -98,6 +98,8 @@ class Blocks:
         self.block_bytes = max(self.group_bytes)
         self.layout = ", ".join(group.layout for group in self.groups)
         self._cuda = self.device.type == "cuda"
+        self.pins = self._cuda
+        """Host memory is pinned, which takes its time."""
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         # Held while a thread writes to the caches.
         self._writing = threading.Lock()
@@ -123,7 +125,11 @@ class Blocks:
 
     def empty(self, counts: Sequence[int]) -> torch.Tensor:
         """Host memory for so many blocks of each group."""
-        return torch.empty(self.size(counts), dtype=torch.uint8, pin_memory=self._cuda)
+        return self.staging(self.size(counts))
+
+    def staging(self, size: int) -> torch.Tensor:
+        """Host memory of so many bytes, as copies to and from the device want it."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pins)
 
     def _parts(self, blocks: Sequence[list[int]], data: torch.Tensor) -> Any:
         """For each group with blocks: it, their ids, and their place in `data`."""

@@ -225,6 +225,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             rank=rank,
             load_deadline_s=self.options.load_deadline_s,
             saving_bytes_max=self.options.saving_bytes_max,
+            loading_bytes_max=self.options.loading_bytes_max,
             stats_interval_s=self.options.stats_interval_s,
             tell_tiers=tell_tiers,
         )
@@ -269,8 +270,11 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         meta = self._connector_metadata
-        if isinstance(meta, SlipstreamMetadata) and meta.loads:
-            self.worker.load(meta.loads)
+        if isinstance(meta, SlipstreamMetadata) and (meta.loads or meta.cancels):
+            if meta.loads:
+                self.worker.load(meta.loads)
+            if meta.cancels:
+                self.worker.cancel(meta.cancels)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no forward pass uses blocks that are being loaded."""

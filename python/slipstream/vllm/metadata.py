@@ -38,6 +38,8 @@ class SlipstreamMetadata(KVConnectorMetadata):
     """Their block ids, in the same order."""
     loads: list[Load] = field(default_factory=list)
     """Loads to begin in this step."""
+    cancels: list[str] = field(default_factory=list)
+    """Requests that have ended while they were loaded."""
     reset: bool = False
     """Forget all stored blocks first."""
     resend: bool = False

@@ -103,6 +103,7 @@ class SchedulerHalf:
         self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
         self._pool: Any = None
         self._loads: list[Load] = []
+        self._cancels: list[str] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
         self._reset = False
         # Requests whose load has not ended on every rank, and the tokens that are known to have
@@ -207,8 +208,10 @@ class SchedulerHalf:
         return self._sources.pop(request.request_id, None)
 
     def finished(self, request: Any) -> None:
-        """Forget the request."""
-        self._loading.pop(request.request_id, None)
+        """Forget the request; what is loaded for it is wanted no longer."""
+        if request.request_id in self._loading:
+            del self._loading[request.request_id]
+            self._cancels.append(request.request_id)
         self._limits.pop(request.request_id, None)
         self._aside.discard(request.request_id)
         self._sources.pop(request.request_id, None)
@@ -230,10 +233,12 @@ class SchedulerHalf:
             if self._by_priority and plan.preempted_req_ids and feed.wants_new:
                 computed = computed_blocks(plan, self._layout)
             step = feed.step(computed)
-        if step is None and not (self._loads or self._reset or self._resend):
+        if step is None and not (self._loads or self._cancels or self._reset or self._resend):
             return NOTHING
-        meta = SlipstreamMetadata(loads=self._loads, reset=self._reset, resend=self._resend)
-        self._loads, self._reset, self._resend = [], False, False
+        meta = SlipstreamMetadata(
+            loads=self._loads, cancels=self._cancels, reset=self._reset, resend=self._resend
+        )
+        self._loads, self._cancels, self._reset, self._resend = [], [], False, False
         if step is not None:
             meta.keys, keys, blocks = step
             if keys and self._has_tails:

@@ -29,6 +29,7 @@ METRICS = {
     "store_failed_blocks": ("Blocks that a tier could not take.", "tier"),
     "disk_dropped_blocks": ("Blocks not written to disk because it was too slow.", None),
     "load_failed_blocks": ("Blocks that were to be loaded and are recomputed.", "reason"),
+    "load_canceled_blocks": ("Blocks not loaded because their request was aborted.", None),
     "load_unexpected_ends": ("Loads that a store ended twice, or too late.", None),
     "fetched_bytes": ("Bytes fetched from peers.", None),
     "served_blocks": ("Blocks given to peers.", None),

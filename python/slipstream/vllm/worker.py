@@ -5,7 +5,8 @@
   start_load_kv ── Store.load ··· Store.wait ──► loader thread ── scatter ──► deque ──► poll
 ```
 
-The engine's thread never waits for either thread, for a transfer or for a peer.
+Loads go in parts, as staging memory comes free; of several loads each has its turn. The engine's
+thread never waits for any thread, for a transfer or for a peer.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from slipstream._native import take_warnings
-from slipstream.vllm.blocks import COPY_BYTES
+from slipstream.vllm.blocks import COPY_BYTES, ReleasedError
 from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
+from slipstream.vllm.staging import Place, Staging
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,10 @@ GRACE_S = 1.0
 WAIT_S = 0.2
 """How long the loader waits for a store before it looks whether it has to end."""
 
+PARTS_AT_ONCE = 2
+"""Parts of one load that the store has at a time: one is read while the other is copied, and a
+large load leaves room for others."""
+
 TIER_MESSAGES_MAX = 4
 """Messages about single tiers that go to the scheduler in one step: two for each."""
 
@@ -50,24 +56,54 @@ REMEDIES = {
     "deadline": "disk, peer or network are slow; raise load_deadline_s, or load_blocks_min",
     "lost": "the connection to the peer ended, and is made again; see what became of the peer",
     "copy": "see the error before this",
+    "internal": "see the error before this, and please report it",
+    "refused": "see the error before this, and please report it",
 }
 """What to do, by why blocks did not come."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnderWay:
     """A load that has not ended yet."""
 
     load: Load
     cache: Blocks
     """Where it goes; another one after the engine has slept."""
-    staging: torch.Tensor
     after: Any
     """Point of the device's stream that the blocks are free from."""
-    give_up: float
-    """When it is taken as failed whatever the store says, by `time.monotonic`."""
+    deadline: float
+    """When the store has to end it, by `time.monotonic`."""
     resets: int
     """Resets before it began: what comes after another one is not to be used."""
+    groups: list[int]
+    """Where each group's blocks end in `load.blocks`."""
+    begun: int = 0
+    """Blocks that the store was asked for, or that nobody wants any more."""
+    parts: int = 0
+    """Parts that have not ended."""
+    failed: set[int] = field(default_factory=set)
+    reason: str = ""
+    is_canceled: bool = False
+    is_late: bool = False
+    """Nobody waits for the parts that have not ended."""
+    has_ended: bool = False
+
+    def counts(self, start: int, end: int) -> list[int]:
+        """How many of these blocks are of each group."""
+        edges = pairwise([0, *self.groups])
+        return [max(0, min(end, high) - max(start, low)) for low, high in edges]
+
+
+@dataclass(slots=True)
+class Part:
+    """Blocks of a load that the store is asked for together."""
+
+    of: UnderWay
+    start: int
+    end: int
+    place: Place
+    is_copied: bool = False
+    """The loader has taken it up."""
 
 
 @dataclass(slots=True)
@@ -94,6 +130,7 @@ class WorkerHalf:
         rank: int,
         load_deadline_s: float,
         saving_bytes_max: int,
+        loading_bytes_max: int,
         stats_interval_s: float,
         tell_tiers: bool = False,
     ) -> None:
@@ -103,10 +140,15 @@ class WorkerHalf:
         self.rank = rank
         self._deadline_s = load_deadline_s
         self._saving_bytes_max = saving_bytes_max
-        self._jobs_made = 0
         self._resets = 0
-        self.under_way: dict[int, UnderWay] = {}
-        self._deadlines: deque[tuple[float, int]] = deque()
+        # Below, all of loads is under the lock.
+        self._parts_made = 0
+        self._parts: dict[int, Part] = {}
+        self._under_way: dict[str, UnderWay] = {}
+        # Loads with blocks that the store can be asked for: whose turn it is comes first.
+        self._turns: deque[UnderWay] = deque()
+        self._deadlines: deque[UnderWay] = deque()
+        self.staging = Staging(blocks, loading_bytes_max)
         self._ended: deque[Ended] = deque()
         self._failed_blocks: set[int] = set()
         self._kept: dict[str, int] = {}
@@ -119,6 +161,8 @@ class WorkerHalf:
         self._lock = threading.Lock()
         # Tells tests that something was saved or loaded; the engine's thread never waits on it.
         self.moved = threading.Condition(self._lock)
+        # Tells the stager that memory is short, or that the end has come.
+        self._short = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._told: dict[str, int] = {}
         self._stats_interval_s = stats_interval_s
@@ -127,6 +171,7 @@ class WorkerHalf:
         self._threads = [
             threading.Thread(target=self._save_all, name="slipstream-save", daemon=True),
             threading.Thread(target=self._load_all, name="slipstream-load", daemon=True),
+            threading.Thread(target=self._stage_all, name="slipstream-stage", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -148,30 +193,104 @@ class WorkerHalf:
 
     def load(self, loads: list[Load]) -> None:
         """Begin to load."""
+        now = time.monotonic()
         for load in loads:
-            try:
-                staging = self.blocks.empty([count for _, count in load.parts])
-            except (RuntimeError, MemoryError) as error:
-                logger.warning(
-                    "slipstream: no memory to load %d blocks of request %s, which are computed: %s",
-                    len(load.blocks),
-                    load.request_id,
-                    error,
-                )
-                self._count("load_failed_blocks.memory", len(load.blocks))
-                with self._lock:
-                    self._ended.append(Ended(load.request_id, [], whole=True))
-                continue
-            self._jobs_made += 1
+            groups = list(accumulate(count for _, count in load.parts))
+            begun = UnderWay(
+                load, self.blocks, self.blocks.now(), now + self._deadline_s, self._resets, groups
+            )
             with self._lock:
                 self.loading += 1
-            job, now = self._jobs_made, self.blocks.now()
-            give_up = time.monotonic() + self._deadline_s + GRACE_S
-            self.under_way[job] = UnderWay(load, self.blocks, staging, now, give_up, self._resets)
-            self._deadlines.append((give_up, job))
-            self.store.load(
-                job, load.keys, load.sources, memoryview(staging.numpy()), self._deadline_s
-            )
+                self._under_way[load.request_id] = begun
+                self._turns.append(begun)
+                self._deadlines.append(begun)
+        self._stage()
+
+    def cancel(self, names: list[str]) -> None:
+        """Ask for nothing more of these requests' loads, which nobody wants any more."""
+        with self._lock:
+            for name in names:
+                under_way = self._under_way.get(name)
+                if under_way is not None:
+                    # What the store still writes goes into staging memory, not into the cache.
+                    under_way.is_canceled = under_way.is_late = True
+                    self._skip_rest(under_way)
+                    self._end_if_done(under_way)
+
+    def _skip_rest(self, under_way: UnderWay) -> None:
+        """Ask for no more of a load."""
+        count = len(under_way.load.blocks)
+        under_way.failed.update(range(under_way.begun, count))
+        under_way.begun = count
+        if under_way in self._turns:
+            self._turns.remove(under_way)
+
+    def _stage(self) -> None:
+        """Ask the store for as many parts as there is memory for. Waits for nothing."""
+        while True:
+            with self._lock:
+                part = self._next_part()
+                if part is None:
+                    return
+                self._parts_made += 1
+                number = self._parts_made
+                self._parts[number] = part
+            load, deadline = part.of.load, part.of.deadline
+            try:
+                self.store.load(
+                    number,
+                    load.keys[part.start : part.end],
+                    load.sources[part.start : part.end],
+                    memoryview(part.place.bytes.numpy()),
+                    max(0.0, deadline - time.monotonic()),
+                )
+            # Whatever a store says to one load, others go on.
+            except Exception:
+                logger.exception("slipstream: the store refused a load")
+                self._end(number, set(range(part.end - part.start)), "refused")
+
+    def _next_part(self) -> Part | None:
+        """Take the next part of the load whose turn it is; `None`: none, or no memory for it."""
+        while self._turns:
+            under_way = self._turns[0]
+            start, end = under_way.begun, len(under_way.load.blocks)
+            size = 0
+            for group, high in enumerate(under_way.groups):
+                at = max(start, 0 if group == 0 else under_way.groups[group - 1])
+                each = under_way.cache.group_bytes[group]
+                room = (self.staging.slab_bytes - size) // each
+                if high > at and room < high - at:
+                    end = at + room
+                    size += room * each
+                    break
+                size += max(0, high - at) * each
+            try:
+                place = self.staging.take(size)
+            except (RuntimeError, MemoryError) as error:
+                self._no_memory(under_way, error)
+                continue
+            if place is None:
+                self._short.notify()
+                return None
+            self._turns.popleft()
+            under_way.begun = end
+            under_way.parts += 1
+            if end < len(under_way.load.blocks) and under_way.parts < PARTS_AT_ONCE:
+                self._turns.append(under_way)
+            return Part(under_way, start, end, place)
+        return None
+
+    def _no_memory(self, under_way: UnderWay, error: Exception) -> None:
+        logger.warning(
+            "slipstream: no memory to load %d blocks of request %s, which are computed; lower "
+            "`loading_bytes_max` or `host_bytes`: %s",
+            len(under_way.load.blocks) - under_way.begun,
+            under_way.load.request_id,
+            error,
+        )
+        under_way.reason = "memory"
+        self._skip_rest(under_way)
+        self._end_if_done(under_way)
 
     def save(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy blocks out of the cache, to be stored by and by."""
@@ -268,29 +387,36 @@ class WorkerHalf:
 
     def close(self) -> None:
         """End the threads; what is being saved is finished, what is being loaded fails."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            for under_way in list(self._under_way.values()):
+                under_way.reason = under_way.reason or "closed"
+                self._skip_rest(under_way)
+                self._end_if_done(under_way)
+            self._short.notify()
         self._saves.put(None)
         self._threads[0].join()
         self.store.close()
         self._threads[1].join()
+        self._threads[2].join()
 
     def _give_up_late_ones(self) -> None:
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, job = self._deadlines.popleft()
-            # Whoever takes a load out of the map ends it; the loader does so before it touches
-            # the cache.
-            under_way = self.under_way.pop(job, None)
-            if under_way is not None:
+        late = time.monotonic() - GRACE_S
+        while self._deadlines and self._deadlines[0].deadline <= late:
+            under_way = self._deadlines.popleft()
+            with self._lock:
+                if under_way.has_ended:
+                    continue
+                # What it waits for is the store, or memory of loads that the store does not end.
                 logger.warning(
                     "slipstream: the store did not end the load of request %s; it is recomputed; "
                     "please report this with the log",
                     under_way.load.request_id,
                 )
-                self._count("load_failed_blocks.abandoned", len(under_way.load.blocks))
-                with self._lock:
-                    self._ended.append(Ended(under_way.load.request_id, [], whole=True))
-                    self.loading -= 1
+                under_way.is_late = True
+                under_way.reason = "abandoned"
+                self._skip_rest(under_way)
+                self._end_if_done(under_way)
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
@@ -327,64 +453,161 @@ class WorkerHalf:
                 self.saving_bytes -= size
                 self.moved.notify_all()
 
+    # The stager's thread.
+
+    def _stage_all(self) -> None:
+        """Make memory for loads, which may take long, beside the engine's thread."""
+        while True:
+            with self._lock:
+                self._short.wait_for(
+                    lambda: self._closing or (bool(self._turns) and self.staging.can_grow())
+                )
+                if self._closing:
+                    return
+            try:
+                slab = self.staging.make_slab()
+            except (RuntimeError, MemoryError) as error:
+                with self._lock:
+                    # Another part's memory may do; without any there is nothing to wait for.
+                    self.staging.grow_no_more()
+                    if not self.staging.slabs:
+                        for under_way in list(self._turns):
+                            self._no_memory(under_way, error)
+                        self.staging.grow_again()
+                continue
+            with self._lock:
+                self.staging.slabs.append(slab)
+            self._stage()
+
     # The loader's thread.
 
     def _load_all(self) -> None:
-        while not (self._closing and not self.under_way):
-            for job, failed, reason in self.store.wait(WAIT_S):
-                self._end(job, set(failed), reason or "unnamed")
+        while not (self._closing and not self._parts):
+            for number, failed, reason in self.store.wait(WAIT_S):
+                try:
+                    self._end(number, set(failed), reason or "unnamed")
+                # One load that goes wrong must not end all others.
+                except Exception:
+                    logger.exception("slipstream: a load could not be ended; it is recomputed")
+                    self._end_anyhow(number)
             for text in take_warnings():
                 logger.warning("slipstream: %s", text)
             if self._closing:
                 # The store was closed, and has failed what was under way.
-                self.under_way.clear()
+                with self._lock:
+                    self._parts.clear()
 
-    def _end(self, job: int, failed: set[int], reason: str) -> None:
-        under_way = self.under_way.pop(job, None)
-        if under_way is None:
-            with self._lock:
+    def _end(self, number: int, failed: set[int], reason: str) -> None:
+        """Copy what came of a part into the cache, and end its load if that was the last one."""
+        with self._lock:
+            part = self._parts.get(number)
+            if part is None or part.is_copied:
                 self._counts["load_unexpected_ends"] += 1
                 self.moved.notify_all()
-            return
-        load, blocks = under_way.load, under_way.cache
-        counts = [count for _, count in load.parts]
-        failed &= set(range(len(load.blocks)))
-        kept = None
+                return
+            part.is_copied = True
+            under_way = part.of
+            wanted = not under_way.is_late and under_way.resets == self._resets
+            if under_way.has_ended and not under_way.is_canceled:
+                self._counts["load_unexpected_ends"] += 1
+        failed = {part.start + i for i in failed if i < part.end - part.start}
+        good = [i for i in range(part.start, part.end) if i not in failed]
+        # Of several groups nothing is kept of a load that failed.
         if failed and not self._takes_parts():
-            kept, good = self._kept_of(load, failed), []
-        else:
-            # Without its first block nothing of a load is of use, and the request must not ask for
-            # it again: a block that is damaged for good would be asked for without end.
-            good = [] if 0 in failed else [i for i in range(len(load.blocks)) if i not in failed]
-        if good and under_way.resets == self._resets:
+            good = []
+        if good and wanted:
             try:
-                rows = under_way.staging
-                if failed:
-                    counts = [len(good)]
-                    rows = rows.view(len(load.blocks), -1)[good].view(-1)
-                ends = list(accumulate(counts, initial=0))
-                ids = [load.blocks[i] for i in good]
-                parts = [ids[start:end] for start, end in pairwise(ends)]
-                blocks.scatter(parts, rows, under_way.after)
+                self._scatter(part, good)
             # Whatever goes wrong with a device's copy, the request is recomputed.
-            except Exception:
-                logger.exception("slipstream: loaded blocks could not be put into the KV cache")
-                good, reason = [], "copy"
+            except Exception as error:
+                reason = "sleep" if isinstance(error, ReleasedError) else "copy"
+                if reason == "copy":
+                    logger.exception("slipstream: loaded blocks could not be put into the KV cache")
+                failed = set(range(part.start, part.end))
         with self._lock:
-            # A reset may have come while the blocks were copied.
-            if under_way.resets != self._resets:
-                good, reason, kept = [], "reset", None
-            elif good and blocks.is_released:
-                good, reason = [], "sleep"
-            lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
-            self._ended.append(Ended(load.request_id, lost, whole=not good, kept=kept))
-            self.loading -= 1
+            self._let_go(number, part)
+            if not wanted:
+                self._skip_rest(under_way)
+            if failed:
+                under_way.failed |= failed
+                under_way.reason = under_way.reason or reason
+                # What follows a block that did not come is of no use.
+                if self._takes_parts():
+                    self._skip_rest(under_way)
+            if under_way.begun < len(under_way.load.blocks) and under_way not in self._turns:
+                self._turns.append(under_way)
+            self._end_if_done(under_way)
+        self._stage()
+
+    def _end_anyhow(self, number: int) -> None:
+        """Fail the load of a part whose end has gone wrong."""
+        with self._lock:
+            part = self._parts.get(number)
+            if part is None:
+                return
+            self._let_go(number, part)
+            part.of.reason, part.of.is_late = "internal", True
+            self._skip_rest(part.of)
+            self._end_if_done(part.of)
+        self._stage()
+
+    def _let_go(self, number: int, part: Part) -> None:
+        del self._parts[number]
+        part.of.parts -= 1
+        self.staging.give_back(part.place)
+
+    def _scatter(self, part: Part, good: list[int]) -> None:
+        under_way, rows = part.of, part.place.bytes
+        counts = under_way.counts(part.start, part.end)
+        if len(good) < part.end - part.start:
+            counts = [len(good)]
+            rows = rows.view(part.end - part.start, -1)[[i - part.start for i in good]].view(-1)
+        ends = list(accumulate(counts, initial=0))
+        ids = [under_way.load.blocks[i] for i in good]
+        blocks = [ids[start:end] for start, end in pairwise(ends)]
+        under_way.cache.scatter(blocks, rows, under_way.after)
+
+    def _end_if_done(self, under_way: UnderWay) -> None:
+        """Tell of a load all whose parts have ended, or whose last ones nobody waits for."""
+        if under_way.has_ended or under_way.begun < len(under_way.load.blocks):
+            return
+        if under_way.parts and not under_way.is_late:
+            return
+        # A part that is being copied touches the cache: it is waited for.
+        if any(part.of is under_way and part.is_copied for part in self._parts.values()):
+            return
+        under_way.has_ended = True
+        load, reason = under_way.load, under_way.reason
+        self.loading -= 1
+        if self._under_way.get(load.request_id) is under_way:
+            del self._under_way[load.request_id]
+        if under_way.is_canceled:
+            self._ended.append(Ended(load.request_id, [], whole=False))
+            self._counts["load_canceled_blocks"] += len(under_way.failed)
             self.moved.notify_all()
-            self._counts["loaded_blocks"] += len(good)
-            self._counts["loaded_bytes"] += blocks.size(counts) if good else 0
-            if lost:
-                self._counts[f"load_failed_blocks.{reason}"] += len(lost)
+            return
+        failed, kept = under_way.failed, None
+        if under_way.is_late:
+            failed = set(range(len(load.blocks)))
+        # Without its first block nothing of a load is of use, and the request must not ask for
+        # it again: a block that is damaged for good would be asked for without end.
+        good = 0 if 0 in failed else len(load.blocks) - len(failed)
+        if failed and not self._takes_parts():
+            kept, good = self._kept_of(load, failed), 0
+        # A reset may have come while the blocks were copied.
+        if under_way.resets != self._resets:
+            good, reason, kept = 0, "reset", None
+        elif good and under_way.cache.is_released:
+            good, reason = 0, "sleep"
+        lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
+        self._ended.append(Ended(load.request_id, lost, whole=not good, kept=kept))
+        self._counts["loaded_blocks"] += good
+        if good:
+            counts = under_way.counts(0, len(load.blocks))
+            counts[0] -= len(failed)
+            self._counts["loaded_bytes"] += under_way.cache.size(counts)
         if lost:
+            self._counts[f"load_failed_blocks.{reason}"] += len(lost)
             logger.warning(
                 "slipstream: %d of %d blocks of request %s did not come and are recomputed (%s)%s",
                 len(lost),
@@ -393,6 +616,7 @@ class WorkerHalf:
                 reason,
                 f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
             )
+        self.moved.notify_all()
 
     def _takes_parts(self) -> bool:
         """Whether vLLM can go on from the first block of a load that failed.

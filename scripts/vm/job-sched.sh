@@ -89,27 +89,28 @@ check "the kernel's log is clean" [ ! -s /tmp/bad ]
 cat /tmp/bad
 
 # ---- latencies ----
-# Goals: EEVDF's median over ours, per mille. Ours repeats within 1 %; EEVDF's differs by up to 10 %
-# from boot to boot (pipe 11.1 to 12.2 us), so a test fails only 10 % below its goal.
+# Goals: EEVDF's median over ours, per mille. They are shown, and are no test: EEVDF's differs from boot
+# to boot (pipe 11.1 to 12.2 us, eventfd 9.4 or 11.6). Ours repeats within 6 % by the clock that counts
+# instructions, so what fails is more than 10 % above what it takes, ns.
 echo
 echo "wake-up p50, us    EEVDF     ours   EEVDF/ours   goal"
-row() { # NAME EEVDF OURS GOAL
+row() { # NAME EEVDF OURS GOAL MOST
   ratio=$(awk "BEGIN { printf \"%d\", 1000 * $2 / $3 }")
   verdict=ok; [ "$ratio" -ge "$4" ] || verdict=missed
-  [ "$ratio" -ge $(($4 * 9 / 10)) ] || { verdict=FAIL; failed=1; }
+  awk "BEGIN { exit !(1000 * $3 <= $5) }" || { verdict=FAIL; failed=1; }
   awk "BEGIN { printf \"%-16s %7.2f  %7.2f   %10.2f   %4.2f  $verdict\n\", \"$1\", $2, $3, $ratio / 1000, $4 / 1000 }"
 }
 medians /tmp/eevdf.json > /tmp/eevdf; medians /tmp/ours.json > /tmp/ours
-while read -r name goal; do
-  row "$name" "$(sed -n "s/^$name //p" /tmp/eevdf)" "$(sed -n "s/^$name //p" /tmp/ours)" "$goal"
+while read -r name goal most; do
+  row "$name" "$(sed -n "s/^$name //p" /tmp/eevdf)" "$(sed -n "s/^$name //p" /tmp/ours)" "$goal" "$most"
 done <<G
-pipe 1600
-unix 1400
-tcp 1150
-epoll 1150
-eventfd 900
-futex 900
+pipe 1600 7550
+unix 1400 10350
+tcp 1150 26330
+epoll 1150 27960
+eventfd 900 13050
+futex 900 12850
 G
 # A waker that goes on for 500 us: at most 10 % worse, once learned.
-row "unix, lingering" "$(medians /tmp/eevdf-linger.json | cut -d' ' -f2)" "$(medians /tmp/ours-linger.json | cut -d' ' -f2)" 909
+row "unix, lingering" "$(medians /tmp/eevdf-linger.json | cut -d' ' -f2)" "$(medians /tmp/ours-linger.json | cut -d' ' -f2)" 909 10830
 exit $failed

@@ -19,12 +19,10 @@ use crate::trim::TrimPort;
 /// No limit on waiting packets.
 pub(crate) const UNLIMITED: u32 = u32::MAX;
 
-/// `Port::flags`: the link is down.
-const DOWN: u8 = 1;
 /// `Port::flags`: every arrival takes the long way (queue management, loss injection, byte limit).
-const MANAGED: u8 = 2;
+const MANAGED: u8 = 1;
 /// `Port::flags`: the length of the queue is not tracked, for nobody asks.
-const UNTRACKED: u8 = 4;
+const UNTRACKED: u8 = 2;
 
 /// Service starts that a port keeps itself; more go to a ring.
 const INLINE: u32 = 6;
@@ -356,16 +354,10 @@ impl Fabric {
         }
     }
 
-    /// Admission at a port that is not plain: down, lossy, managed or limited in bytes.
+    /// Admission at a port that is not plain: lossy, managed or limited in bytes.
     fn manage(&mut self, index: usize, net: &Net, now: u64, event: &mut Event) -> bool {
         let (port, rest) = (&mut self.ports[index], &mut self.port_rest[index]);
         let kind = self.kinds[port.kind as usize];
-        if port.flags & DOWN != 0 {
-            rest.drops += 1;
-            self.tally.fault_drops += 1;
-            self.count_drop(*event);
-            return false;
-        }
         if self.loss > 0.0 {
             let key = self.seed ^ mix::mix64(u64::from(self.port_ids[index]));
             let arrivals = port.packets + u64::from(rest.drops);

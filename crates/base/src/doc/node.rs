@@ -117,6 +117,15 @@ impl Node {
         }
     }
 
+    /// Whether a node at `keys` satisfies `test`; every item of an array on the way is looked at.
+    pub(super) fn any(&self, keys: &[&str], test: &dyn Fn(&Node) -> bool) -> bool {
+        match (&self.kind, keys) {
+            (_, []) => test(self),
+            (Kind::Array(items), _) => items.iter().any(|item| item.any(keys, test)),
+            (_, [key, rest @ ..]) => self.child(key).is_some_and(|node| node.any(rest, test)),
+        }
+    }
+
     /// The item at `path` in nested arrays, as far as there is one.
     pub(super) fn item(&self, path: &[usize]) -> &Node {
         match (&self.kind, path) {
@@ -155,8 +164,9 @@ pub struct Doc {
 }
 
 impl Doc {
-    /// A document larger than this is refused: it is not a configuration.
-    const BYTES_MAX: usize = 4 << 20;
+    /// A document larger than this is refused: it is not a configuration. Enough for 250,000 flows
+    /// written out; more are a list (a tree of a document takes about fifty times its text).
+    pub const BYTES_MAX: usize = 64 << 20;
     /// Parts of a key in a flag or variable. Trees are walked and dropped recursively; for
     /// documents, the parser refuses deep nesting.
     const DEPTH_MAX: usize = 64;

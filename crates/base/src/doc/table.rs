@@ -185,6 +185,30 @@ impl<'a> Table<'a> {
             .is_some_and(|n| matches!(n.kind, Kind::Table(_)))
     }
 
+    /// Whether a value that the file has at `path` (keys joined by dots, from here) satisfies `test`;
+    /// values from flags and the environment do not count. Of an array of tables on the way every
+    /// item is looked at. The keys do not become known by it: this tells kinds of files apart before
+    /// they are read.
+    pub fn any(&self, path: &str, test: impl Fn(&Value<'_>) -> bool) -> bool {
+        let keys: Vec<&str> = path.split('.').collect();
+        let passes = |node: &Node| {
+            matches!(node.key_at, Origin::File { .. }) && test(&Value::of(&node.kind))
+        };
+        self.node.is_some_and(|n| n.any(&keys, &passes))
+    }
+
+    /// Whether a table of the document at `path` lacks the last key of it; as [`Table::any`]. A
+    /// table that is not there lacks nothing.
+    pub fn any_lacks(&self, path: &str) -> bool {
+        let mut keys: Vec<&str> = path.split('.').collect();
+        let last = keys.pop().unwrap_or_default();
+        let lacks = |node: &Node| match &node.kind {
+            Kind::Array(items) => items.iter().any(|item| item.child(last).is_none()),
+            _ => node.child(last).is_none(),
+        };
+        self.node.is_some_and(|n| n.any(&keys, &lacks))
+    }
+
     /// Whether this table itself stands in the document.
     pub fn is_present(&self) -> bool {
         self.node.is_some()
@@ -393,7 +417,7 @@ impl<'a> Table<'a> {
             .collect()
     }
 
-    /// Reads every table of the array under `key` (`[[event]]`); at most 65,536 of them.
+    /// Reads every table of the array under `key` (`[[event]]`); at most 262,144 of them.
     pub fn array<R>(&self, key: &str, mut read: impl FnMut(usize, &Table<'_>) -> R) -> Vec<R> {
         let Some(node) = self.node(key) else {
             return Vec::new();
@@ -410,7 +434,7 @@ impl<'a> Table<'a> {
             self.cx.note(node.key_at.clone(), message, None);
             return Vec::new();
         };
-        let max = self.at_most(1 << 16, items.len(), node);
+        let max = self.at_most(1 << 18, items.len(), node);
         items
             .iter()
             .take(max)

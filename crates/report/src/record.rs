@@ -99,6 +99,17 @@ pub fn is_parquet(path: &Path) -> bool {
         .is_some_and(|ending| ending.eq_ignore_ascii_case("parquet"))
 }
 
+/// Whether this binary can write the format that the name of `path` asks for.
+///
+/// # Errors
+/// [`RecordError::NoParquet`] if not.
+pub fn check_format(path: &Path) -> Result<(), RecordError> {
+    if is_parquet(path) && cfg!(not(feature = "parquet")) {
+        return Err(RecordError::NoParquet);
+    }
+    Ok(())
+}
+
 /// A file that has its name only once it is complete: `NAME.partial` before, so that what a full disk
 /// or a killed process leaves behind is known for what it is. What is no plain file (a pipe, a
 /// device) is written as it is.
@@ -124,6 +135,17 @@ impl Partial {
         let file = File::create(&partial)?;
         let rename = Some((partial, path.to_owned()));
         Ok((file, Partial { rename }))
+    }
+
+    /// Removes the file that was begun.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub fn discard(mut self) -> io::Result<()> {
+        match self.rename.take() {
+            Some((partial, _)) => std::fs::remove_file(partial),
+            None => Ok(()),
+        }
     }
 
     /// Gives the complete file its name.
@@ -172,10 +194,7 @@ impl RecordWriter<BufWriter<File>> {
     /// # Errors
     /// [`RecordError`] if the file cannot be created or is to be Parquet in a build without.
     pub fn create(path: &Path, columns: &[Column]) -> Result<Self, RecordError> {
-        #[cfg(not(feature = "parquet"))]
-        if is_parquet(path) {
-            return Err(RecordError::NoParquet);
-        }
+        check_format(path)?;
         let (file, partial) = Partial::create(path)?;
         let sink = BufWriter::new(file);
         #[cfg(feature = "parquet")]

@@ -16,6 +16,17 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
+/// Writes to stdout what `write` produces, piece by piece, and flushes it.
+///
+/// # Errors
+/// If stdout cannot be written; see [`is_broken_pipe`].
+pub(crate) fn stream(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let mut stdout = io::BufWriter::with_capacity(1 << 16, io::stdout().lock());
+    write(&mut stdout)
+        .and_then(|()| stdout.flush())
+        .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
+}
+
 /// Writes `text` to a file of its own; what went wrong, in words, if it could not be written.
 pub(crate) fn save(path: &Path, text: &str) -> Option<String> {
     let error = slipstream_report::record::save_text(path, text).err()?;

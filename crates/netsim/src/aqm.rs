@@ -21,11 +21,19 @@ pub enum Aqm {
         weight: f64,
         /// Mark ECN-capable packets between the thresholds instead of dropping them.
         ecn: bool,
+        /// With `ecn`: mark them at and above `max` too (as Days does), where others drop them.
+        ecn_above: bool,
     },
     /// Marks ECN-capable packets that find more than `packets` waiting (DCTCP's K; RFC 8257
     /// section 3.1); others pass until the queue is full.
     EcnThreshold {
         /// Threshold, packets.
+        packets: u32,
+    },
+    /// Marks ECN-capable packets that would be number `packets` + 1 or later to wait, and drops
+    /// others there (Days' `ECN_THRESHOLD`).
+    EcnLimit {
+        /// Packets that may wait unmarked.
         packets: u32,
     },
     /// Marks ECN-capable packets with a probability that rises from 0 at `min_bytes` to
@@ -72,6 +80,7 @@ impl Aqm {
                 probability,
                 weight,
                 ecn,
+                ecn_above,
             } => {
                 if at.idle_ns > 0 && *average < 1e-3 {
                     *average = 0.0;
@@ -89,7 +98,8 @@ impl Aqm {
                     return Verdict::Pass;
                 }
                 if share >= max {
-                    return Verdict::Drop;
+                    let mark = ecn && ecn_above && ect;
+                    return if mark { Verdict::Mark } else { Verdict::Drop };
                 }
                 let p = probability * (share - min) / (max - min);
                 if mix::unit(at.draw) >= p {
@@ -105,6 +115,15 @@ impl Aqm {
                     Verdict::Mark
                 } else {
                     Verdict::Pass
+                }
+            }
+            Aqm::EcnLimit { packets } => {
+                if at.waiting < packets {
+                    Verdict::Pass
+                } else if ect {
+                    Verdict::Mark
+                } else {
+                    Verdict::Drop
                 }
             }
             Aqm::EcnRamp {

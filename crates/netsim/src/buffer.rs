@@ -57,6 +57,22 @@ pub struct Pfc {
     /// Quanta after which a pause that still holds is sent again; 0: not before it has run out and a
     /// packet of its class comes.
     pub refresh: u16,
+    /// Thresholds of each priority by all its bytes that wait behind a link. They take the place of
+    /// `xoff_bytes`, `alpha`, `xon_gap_bytes` and `headroom_bytes`.
+    pub by_priority: Option<[Thresholds; PFC_CLASSES]>,
+    /// Switches pause the links of hosts too.
+    pub host_links: bool,
+}
+
+/// When a priority of a link is paused, by the bytes of it that wait behind that link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Paused at and above, bytes.
+    pub xoff_bytes: u64,
+    /// Goes on at and below, bytes.
+    pub xon_bytes: u64,
+    /// A packet that would make it more than this is dropped, bytes.
+    pub capacity_bytes: u64,
 }
 
 impl Pfc {
@@ -86,12 +102,12 @@ pub fn headroom_bytes(bits_per_s: u64, delay_ns: u64, packet_bytes: u64) -> u64 
 }
 
 /// The rules of all switches.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Rules {
     pub(crate) shared: Option<SharedBuffer>,
     pub(crate) pfc: Option<Pfc>,
     /// Bytes of headroom by class of link.
-    pub(crate) headroom: [u64; 3],
+    pub(crate) headroom: Vec<u64>,
 }
 
 impl Rules {
@@ -207,11 +223,14 @@ impl Fabric {
             self.take_memory(memory, size);
             return true;
         }
-        let Some(pfc) = net.rules.pfc else {
+        let Some(pfc) = &net.rules.pfc else {
             unreachable!("a class is lossless by PFC")
         };
-        let xoff = self.xoff(net, memory, &pfc);
         let c = pfc_class(class);
+        if let Some(thresholds) = &pfc.by_priority {
+            return self.admit_by_priority(net, now, (memory, ingress), (c, thresholds[c]), size);
+        }
+        let xoff = self.xoff(net, memory, pfc);
         // With α above 1 the threshold may be more than there is.
         let free = net.rules.shared.map_or(u64::MAX, |shared| {
             shared
@@ -240,8 +259,35 @@ impl Fabric {
             at.pauses += 1;
             self.tally.pauses += 1;
             self.tell_upstream(net, now, ingress, c, true);
-            self.refresh_later(net, now, &pfc, (ingress, c));
+            self.refresh_later(net, now, pfc, (ingress, c));
         }
+        true
+    }
+
+    /// As [`Fabric::admit`], by thresholds on all bytes of a priority behind a link.
+    fn admit_by_priority(
+        &mut self,
+        net: &Net,
+        now: u64,
+        (memory, ingress): (u32, u32),
+        (c, rule): (usize, Thresholds),
+        size: u64,
+    ) -> bool {
+        let at = &mut self.ingresses[ingress as usize];
+        if at.held[c] + size > rule.capacity_bytes {
+            at.drops += 1;
+            self.memories[memory as usize].drops += 1;
+            return false;
+        }
+        at.held[c] += size;
+        let pause = at.held[c] >= rule.xoff_bytes && at.off >> c & 1 == 0;
+        if pause {
+            at.off |= 1 << c;
+            at.pauses += 1;
+            self.tally.pauses += 1;
+            self.tell_upstream(net, now, ingress, c, true);
+        }
+        self.take_memory(memory, size);
         true
     }
 
@@ -307,6 +353,15 @@ impl Fabric {
         }
         let c = pfc_class(class);
         let at = &mut self.ingresses[ingress as usize];
+        if let Some(thresholds) = net.rules.pfc.as_ref().and_then(|p| p.by_priority.as_ref()) {
+            at.held[c] -= size;
+            self.memories[memory as usize].used -= size;
+            if at.off >> c & 1 == 1 && at.held[c] <= thresholds[c].xon_bytes {
+                at.off &= !(1 << c);
+                self.tell_upstream(net, now, ingress, c, false);
+            }
+            return;
+        }
         // The headroom empties first, so that it is whole again for the next pause.
         let from_over = at.over[c].min(size);
         at.over[c] -= from_over;
@@ -314,8 +369,8 @@ impl Fabric {
         self.memories[memory as usize].used -= size - from_over;
         let at = &self.ingresses[ingress as usize];
         if at.off >> c & 1 == 1 && at.over[c] == 0 {
-            let Some(pfc) = net.rules.pfc else { return };
-            let (held, xoff) = (at.held[c], self.xoff(net, memory, &pfc));
+            let Some(pfc) = &net.rules.pfc else { return };
+            let (held, xoff) = (at.held[c], self.xoff(net, memory, pfc));
             // With nothing left nothing else would take the pause back.
             if held == 0 || held.saturating_add(pfc.xon_gap_bytes) <= xoff {
                 self.ingresses[ingress as usize].off &= !(1 << c);

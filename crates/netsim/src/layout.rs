@@ -20,7 +20,7 @@ use crate::scheduled::{Discipline, Room, Scheduled};
 use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
-use crate::topology::{End, PortId, Tier};
+use crate::topology::{End, PortId, Tier, Topology};
 use crate::transport::Paced;
 use crate::transport::bbr::Bbr;
 use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
@@ -59,8 +59,10 @@ impl Builder {
     pub(crate) fn new(scenario: Scenario, execution: Execution) -> Result<Self, Error> {
         check_values(&scenario)?;
         let links = &scenario.links;
-        let classes: Vec<LinkClass> = [links.host.unwrap_or(links.edge), links.edge, links.core]
+        let tiers = [links.host.unwrap_or(links.edge), links.edge, links.core];
+        let classes: Vec<LinkClass> = tiers
             .iter()
+            .chain(scenario.topology.own_links())
             .map(|l| LinkClass {
                 bits_per_s: l.bits_per_s,
                 delay_ns: l.delay_ns,
@@ -424,7 +426,7 @@ impl Builder {
                         .outages
                         .entry(step - 1)
                         .or_insert_with(|| Outages {
-                            class: tier_class(topology.tier(port)),
+                            class: link_class(topology, port),
                             spans: Vec::new(),
                         })
                         .spans
@@ -472,23 +474,28 @@ impl Builder {
 
     /// Notes through which link a packet comes to each port of a new row.
     fn add_ingresses(&mut self, path: &[PortId], steps: &[Step]) {
-        let from = self.net.steps.len() - self.net.stride;
+        let row_at = self.net.steps.len() - self.net.stride;
         self.net.ingress.resize(self.net.steps.len(), NO_INGRESS);
         for i in 1..path.len() {
             let (upstream, port) = (path[i - 1], path[i]);
             let End::Node(node) = self.scenario.topology.port_ends(port).0 else {
                 continue;
             };
+            let from = self.scenario.topology.port_ends(upstream).0;
+            let spared = self.scenario.queue.pfc.is_some_and(|pfc| !pfc.host_links);
+            if spared && matches!(from, End::Host(_)) {
+                continue;
+            }
             // A link that leads into a switch has a single port at its head.
             if self.ingress_of[upstream as usize] == 0 {
                 let shard = steps[i].shard() as u32;
                 let memory = self.memory(shard, node);
-                let class = tier_class(self.scenario.topology.tier(upstream));
+                let class = link_class(&self.scenario.topology, upstream);
                 let ingresses = &mut self.fabrics[shard as usize].ingresses;
                 ingresses.push(Ingress::new(steps[i - 1], memory, class));
                 self.ingress_of[upstream as usize] = ingresses.len() as u32;
             }
-            self.net.ingress[from + i] = self.ingress_of[upstream as usize] - 1;
+            self.net.ingress[row_at + i] = self.ingress_of[upstream as usize] - 1;
         }
     }
 
@@ -504,7 +511,7 @@ impl Builder {
             _ => topology.part_of_port(port) % self.shards,
         };
         let from_host = matches!(topology.port_ends(port).0, End::Host(_));
-        let class = tier_class(topology.tier(port));
+        let class = link_class(&topology, port);
         // A host's own queue is its memory: no limit, nothing that drops.
         let managed = !from_host
             && (self.scenario.queue.aqm != Aqm::TailDrop || self.scenario.queue.loss > 0.0);
@@ -523,13 +530,21 @@ impl Builder {
         // form too; a ring has up to twice as many places, and is looked through when it is full.
         let link = self.net.classes[class as usize];
         let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
-        let long = capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 30;
+        // On slow links waits are longer than a ring's 32 bits hold, whatever the limit.
+        let slow = link.bits_per_s < 1_000_000;
+        let long =
+            slow || capacity != UNLIMITED && (u64::from(capacity) + 2) * packet_ns >= 1 << 30;
         let queue = &self.scenario.queue;
         let exact = queue.discipline != Discipline::Fifo
             || queue.capacity_bytes > 0
             || self.whole_switches
             || long;
-        let scheduled = if from_host { self.host_turns } else { exact };
+        let scheduled = if from_host {
+            self.host_turns || slow
+        } else {
+            exact
+        };
+        let priorities = queue.priorities;
         let room = Room {
             lossy: !from_host,
             capacity_bytes: match queue.capacity_bytes {
@@ -541,6 +556,7 @@ impl Builder {
                 End::Node(node) if self.counts_memory() => self.memory(shard, node),
                 _ => NO_SWITCH,
             },
+            priorities,
         };
         let trim = self.scenario.queue.trim;
         let fabric = &mut self.fabrics[shard as usize];
@@ -585,10 +601,17 @@ fn tier_class(tier: Tier) -> u8 {
     }
 }
 
+/// Index of the class of a port's link.
+fn link_class(topology: &Topology, port: PortId) -> u8 {
+    topology
+        .own_link(port)
+        .map_or_else(|| tier_class(topology.tier(port)), |own| 3 + own)
+}
+
 /// Shared buffers and PFC with the headroom of each class of link.
 fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules {
     let queue = &scenario.queue;
-    let mut headroom = [0; 3];
+    let mut headroom = vec![0; classes.len()];
     if let Some(pfc) = queue.pfc {
         for (bytes, link) in headroom.iter_mut().zip(classes) {
             *bytes = pfc.headroom_bytes.unwrap_or_else(|| {
@@ -918,7 +941,8 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         ("link", Some(links.edge)),
         ("core link", Some(links.core)),
     ];
-    for (name, link) in named {
+    let own = scenario.topology.own_links().iter();
+    for (name, link) in named.into_iter().chain(own.map(|&l| ("edge", Some(l)))) {
         let Some(Link {
             bits_per_s,
             delay_ns,
@@ -926,9 +950,9 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         else {
             continue;
         };
-        if !(1_000_000..=1_000_000_000_000_000).contains(&bits_per_s) {
+        if !(1..=1_000_000_000_000_000).contains(&bits_per_s) {
             return Err(Error::Value(format!(
-                "a {name} of {bits_per_s} bit/s cannot be simulated; use 1 Mb/s to 1 Pb/s"
+                "a {name} of {bits_per_s} bit/s cannot be simulated; use 1 bit/s to 1 Pb/s"
             )));
         }
         if delay_ns > 2_000_000_000 {
@@ -938,7 +962,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         }
     }
     let queue = &scenario.queue;
-    if queue.pfc.is_some() && links.host.is_none() {
+    if queue.pfc.is_some_and(|pfc| pfc.host_links) && links.host.is_none() {
         return Err(Error::Value(
             "PFC pauses the links of hosts too, but they are not modeled; set `link.host_links = \
              true`"
@@ -975,7 +999,14 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         }
     }
     let hosts = scenario.topology.host_count();
-    let mut ids = BTreeSet::new();
+    // A sorted list, as millions of flows would make a tree slow.
+    let mut ids: Vec<u64> = scenario.flows.iter().map(|flow| flow.id).collect();
+    ids.sort_unstable();
+    let twice: BTreeSet<u64> = ids
+        .windows(2)
+        .filter(|pair| pair[0] == pair[1])
+        .map(|pair| pair[0])
+        .collect();
     for flow in &scenario.flows {
         let fault = |what: String| {
             Err(Error::Flow {
@@ -983,7 +1014,7 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
                 what,
             })
         };
-        if !ids.insert(flow.id) {
+        if twice.contains(&flow.id) {
             return fault("this number is used twice; number flows apart".into());
         }
         for (name, host) in [("source", flow.src), ("destination", flow.dst)] {

@@ -171,7 +171,7 @@ impl<'a> Router<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::topology::{FatTree, Graph, LeafSpine};
+    use crate::topology::{FatTree, Graph, HostOrder, LeafSpine};
 
     fn check_fast_is_generic(topology: &Topology, pairs: impl Iterator<Item = (Host, Host)>) {
         let none = BTreeSet::new();
@@ -216,9 +216,11 @@ mod tests {
     fn ports_and_their_ends_agree() {
         for topology in [
             Topology::FatTree(FatTree::new(4, 3).unwrap()),
+            Topology::FatTree(FatTree::new(4, 3).unwrap().numbered(HostOrder::ByOrdinal)),
+            Topology::Graph(Graph::rails(16, 2, 4, 3).unwrap()),
             Topology::LeafSpine(LeafSpine::new(3, 2, 4).unwrap()),
             Topology::Graph(Graph::torus(2, 3).unwrap()),
-            Topology::Graph(Graph::dragonfly(2, 3, 1).unwrap()),
+            Topology::Graph(Graph::dragonfly(2, 3, 1, HostOrder::ByOrdinal).unwrap()),
         ] {
             use crate::topology::End;
             let mut seen = BTreeSet::new();
@@ -247,7 +249,7 @@ mod tests {
     #[test]
     fn a_dragonfly_joins_each_pair_of_groups_once() {
         let (a, h) = (4, 2);
-        let topology = Topology::Graph(Graph::dragonfly(1, a, h).unwrap());
+        let topology = Topology::Graph(Graph::dragonfly(1, a, h, HostOrder::BySwitch).unwrap());
         let mut pairs = BTreeSet::new();
         let mut near = Vec::new();
         for node in 0..topology.node_count() {

@@ -1,7 +1,7 @@
 //! What a run is: plain values, made by hand or by a configuration reader.
 
 use crate::aqm::Aqm;
-use crate::buffer::{Pfc, SharedBuffer};
+use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
 use crate::failure::Failure;
 use crate::route::Routing;
 use crate::scheduled::Discipline;
@@ -12,7 +12,7 @@ use crate::trim::Trim;
 /// Rate and delay of the links of one tier.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Rate, bits/s; at least 1 Mb/s.
+    /// Rate, bits/s; from 1 to 10^15.
     pub bits_per_s: u64,
     /// Propagation delay, ns.
     pub delay_ns: u64,
@@ -48,6 +48,8 @@ pub struct Queue {
     pub pfc: Option<Pfc>,
     /// Ports trim instead of dropping; discipline and capacity have no effect then.
     pub trim: Option<Trim>,
+    /// PFC's priority of each of the first classes; usually its own number.
+    pub priorities: [u8; PFC_CLASSES],
 }
 
 /// A distribution, drawn from by number, so that draws do not depend on the order of events.

@@ -32,6 +32,10 @@ pub enum Discipline {
     Wfq(Vec<u32>),
     /// Virtual clock (Zhang, SIGCOMM 1990): stamps advance by vtick ns a packet.
     VirtualClock(Vec<u64>),
+    /// Virtual clock whose stamps advance with a packet's size: by class, s a bit.
+    VirtualClockBits(Vec<f64>),
+    /// Arrival order over so many priorities, each of which PFC may pause on its own.
+    PriorityFifo(u8),
 }
 
 impl Discipline {
@@ -44,6 +48,8 @@ impl Discipline {
             | Discipline::Wrr(v)
             | Discipline::Wfq(v) => v.len(),
             Discipline::VirtualClock(v) => v.len(),
+            Discipline::VirtualClockBits(v) => v.len(),
+            Discipline::PriorityFifo(n) => usize::from(*n),
         }
     }
 }
@@ -76,7 +82,12 @@ pub(crate) struct Room {
     pub(crate) memory: u32,
     /// Loss injection: not at a host's own port.
     pub(crate) lossy: bool,
+    /// PFC's priority of each of the first classes.
+    pub(crate) priorities: [u8; PFC_CLASSES],
 }
+
+/// Each class is the priority of its number.
+pub(crate) const OWN_PRIORITIES: [u8; PFC_CLASSES] = [0, 1, 2, 3, 4, 5, 6, 7];
 
 impl Default for Room {
     fn default() -> Self {
@@ -84,6 +95,7 @@ impl Default for Room {
             capacity_bytes: u64::MAX,
             memory: NO_SWITCH,
             lossy: false,
+            priorities: OWN_PRIORITIES,
         }
     }
 }
@@ -110,7 +122,9 @@ pub(crate) struct Scheduled {
     /// Index of the shard's memories; [`NO_SWITCH`]: a host's port.
     memory: u32,
     lossy: bool,
-    /// Bit c: class c is paused by PFC.
+    /// PFC's priority of each of the first classes; later ones go by their own number.
+    priorities: [u8; PFC_CLASSES],
+    /// Bit p: priority p is paused by PFC.
     paused: u8,
     paused_at: [u64; PFC_CLASSES],
     /// When a pause runs out; `u64::MAX`: when it is taken back.
@@ -131,6 +145,7 @@ pub(crate) struct Scheduled {
 impl Scheduled {
     pub(crate) fn new(classes: usize, spec: crate::fabric::PortSpec, room: Room) -> Self {
         Scheduled {
+            priorities: room.priorities,
             classes: vec![Class::default(); classes],
             class: spec.class,
             delay_ns: u64::from(spec.delay_ns),
@@ -188,19 +203,40 @@ impl Scheduled {
                 c.tag = c.tag.max(now) + vticks[class];
                 c.tag
             }
+            Discipline::VirtualClockBits(vticks) => {
+                let ns = (vticks[class] * 8e9 * size as f64) as u64;
+                c.tag = c.tag.max(now).saturating_add(ns);
+                c.tag
+            }
+            // One more with every packet that is taken.
+            Discipline::PriorityFifo(_) => self.packets + u64::from(self.waiting),
             _ => 0,
         }
     }
 
-    /// Class and place in the path table of each packet that waits.
+    /// PFC's priority and place in the path table of each packet that waits.
     pub(crate) fn waiting_rows(&self) -> impl Iterator<Item = (usize, u32)> {
         let classes = self.classes.iter().enumerate();
-        classes.flat_map(|(class, c)| c.queue.iter().map(move |packet| (class, packet.1)))
+        classes.flat_map(|(class, c)| {
+            let priority = self.priority(class);
+            c.queue.iter().map(move |packet| (priority, packet.1))
+        })
+    }
+
+    /// The priority by which PFC knows packets of `class`.
+    #[inline]
+    fn priority(&self, class: usize) -> usize {
+        self.priorities
+            .get(class)
+            .map_or(class, |&priority| usize::from(priority))
     }
 
     #[inline]
     fn is_paused(&self, class: usize) -> bool {
-        class < PFC_CLASSES && self.paused >> class & 1 == 1
+        self.paused != 0 && {
+            let priority = self.priority(class);
+            priority < PFC_CLASSES && self.paused >> priority & 1 == 1
+        }
     }
 
     /// Whether a class has a packet and may send.
@@ -219,7 +255,10 @@ impl Scheduled {
                 .filter(|&i| !self.classes[i].queue.is_empty() && !self.is_paused(i))
                 .max_by_key(|&i| (priorities[i], std::cmp::Reverse(i)))
                 .unwrap_or(0),
-            Discipline::Wfq(_) | Discipline::VirtualClock(_) => (0..self.classes.len())
+            Discipline::Wfq(_)
+            | Discipline::VirtualClock(_)
+            | Discipline::VirtualClockBits(_)
+            | Discipline::PriorityFifo(_) => (0..self.classes.len())
                 .filter(|&i| !self.is_paused(i))
                 .filter_map(|i| self.classes[i].queue.front().map(|p| (p.3, i)))
                 .min()
@@ -287,10 +326,10 @@ impl Fabric {
             && (port.capacity != UNLIMITED && port.waiting >= port.capacity
                 || port.waiting_bytes.saturating_add(u64::from(size)) > port.capacity_bytes);
         let room = (port.memory, net.ingress_at(at));
-        let queued = port.classes[class].bytes;
+        let (queued, priority) = (port.classes[class].bytes, port.priority(class));
         if full
             || verdict == Verdict::Drop
-            || !idle && !self.admit(net, now, room, class, (u64::from(size), queued))
+            || !idle && !self.admit(net, now, room, priority, (u64::from(size), queued))
         {
             self.scheduled[step.index()].drops += 1;
             self.count_drop(event);
@@ -415,7 +454,7 @@ impl Fabric {
         port.bytes += u64::from(size);
         port.wait_ns_max = port.wait_ns_max.max(now - came);
         let arrival = port.busy + port.delay_ns;
-        let memory = port.memory;
+        let (memory, priority) = (port.memory, port.priority(class));
         let turn = if port.waiting == 0 {
             port.turns.pop_front()
         } else {
@@ -426,7 +465,7 @@ impl Fabric {
         self.wake(now, step);
         if !straight {
             let room = (memory, net.ingress_at(at as usize));
-            self.release(net, now, room, class, u64::from(size));
+            self.release(net, now, room, priority, u64::from(size));
         }
         if let Some(sender) = turn {
             self.schedule(now, Kind::Timer, sender.0, 0);

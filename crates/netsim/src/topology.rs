@@ -4,6 +4,7 @@
 //! shape allows it. A fat-tree with k = 96 costs as much to make as one with k = 4.
 
 use crate::error::Error;
+use crate::scenario::Link;
 
 /// A switch; numbered densely from 0.
 pub type Node = u32;
@@ -38,11 +39,52 @@ pub enum Topology {
 /// architecture", SIGCOMM 2008): k pods of k/2 edge and k/2 aggregation switches, k²/4 cores.
 ///
 /// Node numbers: edge switches pod by pod, then aggregation switches, then cores; aggregation
-/// switch g of each pod reaches cores g·k/2 to g·k/2 + k/2 − 1.
+/// switch g of each pod reaches cores g·k/2 to g·k/2 + k/2 − 1. Host numbers: see [`HostOrder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FatTree {
     k: u32,
     hosts_per_edge: u32,
+    order: HostOrder,
+}
+
+/// How hosts are numbered where every edge switch has equally many.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostOrder {
+    /// Switch after switch: host = switch · hosts per switch + ordinal.
+    #[default]
+    BySwitch,
+    /// The first host of every switch, then the second of every switch, and so on: host = ordinal ·
+    /// switches + switch. Days numbers hosts so.
+    ByOrdinal,
+}
+
+/// Hosts as a grid: equally many on each of some switches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Switches with hosts.
+    pub switches: u32,
+    /// Hosts of a switch.
+    pub per_switch: u32,
+    /// How they are numbered.
+    pub order: HostOrder,
+}
+
+impl Grid {
+    /// Index of `host`'s switch among those with hosts, and its place at that switch.
+    pub fn place(self, host: Host) -> (u32, u32) {
+        match self.order {
+            HostOrder::BySwitch => (host / self.per_switch, host % self.per_switch),
+            HostOrder::ByOrdinal => (host % self.switches, host / self.switches),
+        }
+    }
+
+    /// The host at a place.
+    pub fn host(self, switch: u32, ordinal: u32) -> Host {
+        match self.order {
+            HostOrder::BySwitch => switch * self.per_switch + ordinal,
+            HostOrder::ByOrdinal => ordinal * self.switches + switch,
+        }
+    }
 }
 
 impl FatTree {
@@ -61,7 +103,37 @@ impl FatTree {
                 "hosts_per_edge must be from 1 to 4096, not {hosts_per_edge}"
             )));
         }
-        Ok(FatTree { k, hosts_per_edge })
+        Ok(FatTree {
+            k,
+            hosts_per_edge,
+            order: HostOrder::BySwitch,
+        })
+    }
+
+    /// The same fat-tree with its hosts numbered in another order.
+    #[must_use]
+    pub fn numbered(self, order: HostOrder) -> Self {
+        FatTree { order, ..self }
+    }
+
+    fn grid(self) -> Grid {
+        Grid {
+            switches: self.k * self.half(),
+            per_switch: self.hosts_per_edge,
+            order: self.order,
+        }
+    }
+
+    /// Place of a host when they are counted switch after switch.
+    fn slot(self, host: Host) -> u32 {
+        let (switch, ordinal) = self.grid().place(host);
+        switch * self.hosts_per_edge + ordinal
+    }
+
+    /// The host at a place so counted.
+    fn host_at(self, slot: u32) -> Host {
+        self.grid()
+            .host(slot / self.hosts_per_edge, slot % self.hosts_per_edge)
     }
 
     fn half(self) -> u32 {
@@ -81,8 +153,8 @@ impl FatTree {
 
     fn host_block(self, host: Host, part: u32) -> PortId {
         let h = self.half();
-        let per_pod = h * self.hosts_per_edge;
-        (host / per_pod) * self.ports_per_pod() + 4 * h * h + part * per_pod + host % per_pod
+        let (per_pod, slot) = (h * self.hosts_per_edge, self.slot(host));
+        (slot / per_pod) * self.ports_per_pod() + 4 * h * h + part * per_pod + slot % per_pod
     }
 }
 
@@ -131,7 +203,17 @@ pub struct Graph {
     tier: Vec<Tier>,
     /// Host h is attached to switch `hosts[h]`.
     hosts: Vec<Node>,
+    /// Hosts go by their own numbers; if not, by the number of the node that they hang on.
+    numbered: bool,
+    /// Place in `own` plus one of each directed edge; empty if all edges are as their tier.
+    own_of: Vec<u8>,
+    /// Rates and delays that single edges have.
+    own: Vec<Link>,
 }
+
+/// Different rates and delays that the edges of a graph may have, at most: with those of the three
+/// tiers, as many as a port can name.
+pub const EDGE_LINKS_MAX: usize = 253;
 
 impl Graph {
     /// A graph from its edges; host h hangs on node `hosts[h]`.
@@ -190,6 +272,77 @@ impl Graph {
             to: directed.iter().map(|e| e.1).collect(),
             tier: directed.iter().map(|e| e.2).collect(),
             hosts,
+            numbered: false,
+            own_of: Vec::new(),
+            own: Vec::new(),
+        })
+    }
+
+    /// Gives single edges rates and delays of their own: (node, node, link), each in both
+    /// directions.
+    ///
+    /// # Errors
+    /// If there is no such edge, or there are more than [`EDGE_LINKS_MAX`] different links.
+    pub fn with_links(mut self, links: &[(Node, Node, Link)]) -> Result<Self, Error> {
+        self.own_of = vec![0; self.to.len()];
+        for &(a, b, link) in links {
+            let at = match self.own.iter().position(|l| *l == link) {
+                Some(at) => at,
+                None if self.own.len() < EDGE_LINKS_MAX => {
+                    self.own.push(link);
+                    self.own.len() - 1
+                }
+                None => {
+                    return Err(Error::Topology(format!(
+                        "the edges have more than {EDGE_LINKS_MAX} different rates and delays"
+                    )));
+                }
+            };
+            for (from, to) in [(a, b), (b, a)] {
+                let Ok(place) = self.neighbors(from).binary_search(&to) else {
+                    return Err(Error::Topology(format!("there is no edge [{a}, {b}]")));
+                };
+                self.own_of[self.first[from as usize] as usize + place] = at as u8 + 1;
+            }
+        }
+        Ok(self)
+    }
+
+    /// The same graph with hosts that go by their own numbers, so that a node may have several.
+    #[must_use]
+    pub fn with_numbered_hosts(self) -> Self {
+        Graph {
+            numbered: true,
+            ..self
+        }
+    }
+
+    fn grid(&self) -> Option<Grid> {
+        let first = *self.hosts.first()?;
+        let hosts = self.hosts.len();
+        let run = self.hosts.iter().take_while(|&&n| n == first).count();
+        // Ordinal after ordinal: the switches of the first repeat.
+        if run == 1
+            && let Some(period) = self.hosts[1..].iter().position(|&n| n == first)
+        {
+            let period = period + 1;
+            let repeats = hosts.is_multiple_of(period)
+                && self
+                    .hosts
+                    .chunks(period)
+                    .all(|c| c == &self.hosts[..period]);
+            return repeats.then_some(Grid {
+                switches: period as u32,
+                per_switch: (hosts / period) as u32,
+                order: HostOrder::ByOrdinal,
+            });
+        }
+        let even = hosts.is_multiple_of(run)
+            && self.hosts.chunks(run).all(|c| c.iter().all(|&n| n == c[0]));
+        even.then_some(Grid {
+            switches: (hosts / run) as u32,
+            per_switch: run as u32,
+            order: HostOrder::BySwitch,
         })
     }
 
@@ -223,11 +376,11 @@ impl Graph {
 
     /// A dragonfly (Kim, Dally, Scott, Abts, ISCA 2008): groups of `a` routers, all linked to
     /// each other, with `p` hosts and `h` global links a router; a·h + 1 groups, so that each
-    /// pair of groups shares one global link.
+    /// pair of groups shares one global link. Hosts go by their own numbers, in `order`.
     ///
     /// # Errors
     /// If a number is 0 or there are too many routers.
-    pub fn dragonfly(p: u32, a: u32, h: u32) -> Result<Self, Error> {
+    pub fn dragonfly(p: u32, a: u32, h: u32, order: HostOrder) -> Result<Self, Error> {
         let groups = u64::from(a) * u64::from(h) + 1;
         if p == 0 || a == 0 || h == 0 || groups * u64::from(a) > 1_000_000 {
             return Err(Error::Topology(format!(
@@ -253,8 +406,48 @@ impl Graph {
                 }
             }
         }
-        let hosts = (0..groups * a).flat_map(|r| std::iter::repeat_n(r, p as usize));
-        Graph::new(&edges, hosts.collect())
+        let routers = groups * a;
+        let grid = Grid {
+            switches: routers,
+            per_switch: p,
+            order,
+        };
+        let hosts = (0..routers * p).map(|h| grid.place(h).0).collect();
+        Graph::new(&edges, hosts).map(Graph::with_numbered_hosts)
+    }
+
+    /// A rail-optimized fabric of one layer of leaf switches, as SimAI's Spectrum-X files describe
+    /// it: GPU i is in server i / `per_server` and on rail i mod `per_server`; a segment is
+    /// `nics_per_leaf` servers, each (segment, rail) has a leaf, and every leaf is linked to every
+    /// spine. Nodes: leaves segment by segment, then spines.
+    ///
+    /// # Errors
+    /// If the GPUs do not fill whole segments, or a number is 0 or too large.
+    pub fn rails(
+        gpus: u32,
+        per_server: u32,
+        nics_per_leaf: u32,
+        spines: u32,
+    ) -> Result<Self, Error> {
+        let segment = u64::from(per_server) * u64::from(nics_per_leaf);
+        if segment == 0 || spines == 0 || gpus == 0 || gpus > 1_000_000 || spines > 8192 {
+            return Err(Error::Topology(format!(
+                "a rail fabric needs gpus (at most 1000000), gpus_per_server, nics_per_asw and psws \
+                 (at most 8192) of at least 1, not {gpus}, {per_server}, {nics_per_leaf}, {spines}"
+            )));
+        }
+        if !u64::from(gpus).is_multiple_of(segment) {
+            return Err(Error::Topology(format!(
+                "{gpus} GPUs are not a whole number of segments of {segment} (gpus_per_server · \
+                 nics_per_asw); use a multiple of {segment}"
+            )));
+        }
+        let leaves = gpus / segment as u32 * per_server;
+        let edges: Vec<_> = (0..leaves)
+            .flat_map(|leaf| (0..spines).map(move |s| (leaf, leaves + s, Tier::Edge)))
+            .collect();
+        let leaf = |gpu: u32| gpu / segment as u32 * per_server + gpu % per_server;
+        Graph::new(&edges, (0..gpus).map(leaf).collect()).map(Graph::with_numbered_hosts)
     }
 
     fn neighbors(&self, node: Node) -> &[Node] {
@@ -314,26 +507,24 @@ impl Topology {
         }
     }
 
-    /// Switches with hosts: where `pairing` looks for partners. Empty for a graph with uneven
-    /// numbers of hosts.
-    pub fn hosts_per_edge(&self) -> Option<u32> {
+    /// Hosts by switch: where `pairing` looks for partners. `None` for a graph with uneven numbers
+    /// of hosts.
+    pub fn grid(&self) -> Option<Grid> {
         match self {
-            Topology::FatTree(t) => Some(t.hosts_per_edge),
-            Topology::LeafSpine(t) => Some(t.hosts_per_leaf),
-            Topology::Graph(g) => {
-                let first = *g.hosts.first()?;
-                let run = g.hosts.iter().take_while(|&&n| n == first).count();
-                let even = g.hosts.len().is_multiple_of(run)
-                    && g.hosts.chunks(run).all(|c| c.iter().all(|&n| n == c[0]));
-                even.then_some(run as u32)
-            }
+            Topology::FatTree(t) => Some(t.grid()),
+            Topology::LeafSpine(t) => Some(Grid {
+                switches: t.leaves,
+                per_switch: t.hosts_per_leaf,
+                order: HostOrder::BySwitch,
+            }),
+            Topology::Graph(g) => g.grid(),
         }
     }
 
     /// The switch that `host` is attached to.
     pub fn attachment(&self, host: Host) -> Node {
         match self {
-            Topology::FatTree(t) => host / t.hosts_per_edge,
+            Topology::FatTree(t) => t.grid().place(host).0,
             Topology::LeafSpine(t) => host / t.hosts_per_leaf,
             Topology::Graph(g) => g.hosts[host as usize],
         }
@@ -470,8 +661,8 @@ impl Topology {
                     _ => {
                         let per_pod = h * t.hosts_per_edge;
                         let rest = local - 4 * h * h;
-                        let host = pod * per_pod + rest % per_pod;
-                        let switch = End::Node(host / t.hosts_per_edge);
+                        let slot = pod * per_pod + rest % per_pod;
+                        let (host, switch) = (t.host_at(slot), End::Node(slot / t.hosts_per_edge));
                         if rest < per_pod {
                             (switch, End::Host(host))
                         } else {
@@ -529,6 +720,40 @@ impl Topology {
         }
     }
 
+    /// Rates and delays that single edges have, if any do.
+    pub fn own_links(&self) -> &[Link] {
+        match self {
+            Topology::Graph(g) => &g.own,
+            _ => &[],
+        }
+    }
+
+    /// Index in [`Topology::own_links`] of a port's link; `None` if it is as its tier.
+    pub fn own_link(&self, port: PortId) -> Option<u8> {
+        match self {
+            Topology::Graph(g) => g.own_of.get(port as usize)?.checked_sub(1),
+            _ => None,
+        }
+    }
+
+    /// Whether hosts go by the number of the node that they hang on.
+    pub fn names_hosts_by_node(&self) -> bool {
+        matches!(self, Topology::Graph(g) if !g.numbered)
+    }
+
+    /// The host that goes by `number` in a file; `None` if none does.
+    pub fn host_named(&self, number: u32) -> Option<Host> {
+        match self {
+            // Found by search: such graphs are written by hand.
+            Topology::Graph(g) if !g.numbered => g
+                .hosts
+                .iter()
+                .position(|&node| node == number)
+                .map(|h| h as Host),
+            _ => (number < self.host_count()).then_some(number),
+        }
+    }
+
     /// Parts of the network that only links with a delay join: pods, or leaves. 1 if there is no
     /// such split.
     pub fn parts(&self) -> u32 {
@@ -575,7 +800,7 @@ impl Topology {
     /// The part that owns a host.
     pub fn part_of_host(&self, host: Host) -> u32 {
         match self {
-            Topology::FatTree(t) => host / (t.half() * t.hosts_per_edge),
+            Topology::FatTree(t) => t.grid().place(host).0 / t.half(),
             Topology::LeafSpine(t) => host / t.hosts_per_leaf,
             Topology::Graph(_) => 0,
         }

@@ -1,6 +1,7 @@
 //! `slipstream net`: the packet-level network on its own.
 
-use std::io::IsTerminal;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -9,15 +10,16 @@ use anyhow::Context;
 use clap::Subcommand;
 use slipstream_base::doc::Doc;
 use slipstream_des::Spin;
-use slipstream_netsim::config::{self, Config};
+use slipstream_netsim::config::{self, Config, Means};
 use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};
 use slipstream_report::record::ColumnType::{F64, Text, U64};
-use slipstream_report::record::{Cell, Column, RecordError, RecordWriter};
+use slipstream_report::record::{Cell, Column, Partial, RecordError, RecordWriter, check_format};
 
 use slipstream_report::table::counted;
 
 use crate::cmd::memory;
+use crate::out;
 
 /// Simulate a packet network.
 #[derive(clap::Args)]
@@ -37,6 +39,10 @@ struct RunArgs {
     /// Configuration files (TOML); those of Days, another simulator, are read as they are
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Read the files as slipstream's or as those of Days, where a key means two things [default:
+    /// by their keys]
+    #[arg(long, value_name = "DIALECT", value_parser = ["slipstream", "days"])]
+    dialect: Option<String>,
     /// Override a key of the files; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -72,11 +78,12 @@ struct RunArgs {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Command::Run(args) = &args.command;
-    let (mut failed, mut stuck) = (false, false);
+    check_flags(args)?;
+    let (mut failed, mut incomplete) = (false, false);
     for file in &args.files {
         match run_file(file, args) {
-            Ok(true) => {}
-            Ok(false) => stuck = true,
+            Ok(Outcome::Complete) => {}
+            Ok(Outcome::Stuck | Outcome::Unwritten) => incomplete = true,
             Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
             Err(error) => {
                 eprintln!("error: {error:#}");
@@ -86,23 +93,49 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     Ok(if failed {
         ExitCode::from(2)
-    } else if stuck {
+    } else if incomplete {
         ExitCode::from(1)
     } else {
         ExitCode::SUCCESS
     })
 }
 
-/// Runs a file; false if the run found a deadlock.
-fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
-    let text = std::fs::read(file).with_context(|| format!("reading {}", file.display()))?;
-    let begin = (Instant::now(), cpu_s());
-    let mut doc = Doc::parse(&file.to_string_lossy(), &text);
-    for set in &args.set {
-        doc.set(set);
+/// Several runs would write one file, each over the one before.
+fn check_flags(args: &RunArgs) -> anyhow::Result<()> {
+    let named = [
+        ("--csv", args.csv.is_some()),
+        ("--html", args.html.is_some()),
+        ("--perfetto", args.perfetto.is_some()),
+        ("--flows", args.flows.is_some()),
+    ];
+    if let Some((flag, _)) = named.iter().find(|(_, given)| *given) {
+        anyhow::ensure!(
+            args.files.len() == 1,
+            "{flag} names one output, but there are {} configuration files; run them one at a time",
+            args.files.len()
+        );
     }
-    let load = |path: &Path| std::fs::read_to_string(path).map_err(|error| error.to_string());
-    let config = config::read_with(doc, &load).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
+    Ok(())
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, PartialEq)]
+enum Outcome {
+    Complete,
+    /// The network locked up.
+    Stuck,
+    /// The run is complete, but a file of its results could not be written.
+    Unwritten,
+}
+
+/// Runs a file.
+fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
+    let begin = (Instant::now(), cpu_s());
+    let config = read(file, args)?;
+    let outputs = Outputs::plan(file, args, &config)?;
+    if let Some(note) = &config.dialect_note {
+        eprintln!("note: {}: {note}", file.display());
+    }
     let execution = Execution {
         threads: args.threads.unwrap_or_else(super::cores),
         // Who names a number gets it.
@@ -114,7 +147,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
         .with_context(|| file.display().to_string())?;
     let ready = (Instant::now(), cpu_s());
     let duration_ns = config.scenario.duration_ns;
-    let show = args.progress || std::io::stderr().is_terminal();
+    let show = args.progress || io::stderr().is_terminal();
     let mut last = ready.0;
     let mut progress = |now: u64, events: u64| {
         if show && last.elapsed().as_millis() >= 200 {
@@ -146,34 +179,13 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
         windows: simulation.windows(),
     };
     let result = simulation.result();
-    write_csv(&config, &result, args)?;
     let name = file.display().to_string();
-    let write = |path: &Path, text: String| {
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
-    };
-    if let Some(path) = &args.html {
-        write(path, output::html(&name, &config, &result, &cost))?;
-    }
-    if let Some(path) = &args.perfetto {
-        write(path, output::perfetto(&config, &result))?;
-    }
-    if let Some(path) = &args.flows {
-        write_flows(path, &config, &result)
-            .with_context(|| format!("writing {}", path.display()))?;
-    }
-    let text = if args.json {
-        let mut json = output::json(&name, &config, &result, &cost);
-        if args.totals
-            && let Some(members) = json.as_object_mut()
-        {
-            members.remove("flows");
-            members.remove("ports");
-        }
-        format!("{json}\n")
+    let failures = outputs.write(&name, &config, &result, &cost);
+    if args.json {
+        out::stream(|sink| output::write_json(sink, &name, &config, &result, &cost, args.totals))?;
     } else {
-        output::text(&name, &config, &result, &cost)
-    };
-    crate::out::print(&text)?;
+        out::print(&output::text(&name, &config, &result, &cost))?;
+    }
     let events_a_window = result.totals.events / cost.windows.max(1);
     if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
         eprintln!(
@@ -182,30 +194,179 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<bool> {
             counted(events_a_window, "event")
         );
     }
+    out::complain(&failures);
     if let Some(deadlock) = &result.deadlock {
         let what = output::deadlock_text(&config, deadlock);
         eprintln!("error: {name}: PFC deadlock {what}");
     }
-    Ok(result.deadlock.is_none())
+    Ok(match (&result.deadlock, failures.is_empty()) {
+        (_, false) => Outcome::Unwritten,
+        (Some(_), true) => Outcome::Stuck,
+        (None, true) => Outcome::Complete,
+    })
 }
 
-fn write_csv(config: &Config, result: &RunResult, args: &RunArgs) -> anyhow::Result<()> {
-    let Some(folder) = args.csv.as_ref().or(config.log_path.as_ref()) else {
-        return Ok(());
-    };
-    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let series = output::series_csv(config, result);
-    for (name, text) in [
-        ("sources.csv", Some(output::sources_csv(result))),
-        ("sinks.csv", Some(output::sinks_csv(config, result))),
-        ("switches.csv", Some(output::switches_csv(config, result))),
-        ("series.csv", series),
-    ] {
-        let Some(text) = text else { continue };
-        let path = folder.join(name);
-        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+/// Reads a configuration and the files that it names.
+fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
+    // One byte more than is read shows that there is more.
+    let limit = Doc::BYTES_MAX as u64 + 1;
+    let mut text = Vec::new();
+    let opened = File::open(file).and_then(|f| f.take(limit).read_to_end(&mut text));
+    opened.with_context(|| format!("reading {}", file.display()))?;
+    let mut doc = Doc::parse(&file.to_string_lossy(), &text);
+    if let Some(dialect) = &args.dialect {
+        doc.set(&format!("dialect={dialect}"));
     }
-    Ok(())
+    for set in &args.set {
+        doc.set(set);
+    }
+    let open = |path: &Path| -> Result<Box<dyn BufRead>, String> {
+        let file = File::open(path).map_err(|error| error.to_string())?;
+        Ok(Box::new(BufReader::new(file)))
+    };
+    let means = Means {
+        open: &open,
+        memory_bytes_max: memory_at_hand(),
+    };
+    config::read_with(doc, &means).map_err(|mistakes| anyhow::anyhow!("{mistakes}"))
+}
+
+/// The files that a run writes. They are checked before it, so that hours of it are not lost to a
+/// folder that is not there.
+struct Outputs {
+    csv: Option<PathBuf>,
+    html: Option<PathBuf>,
+    perfetto: Option<PathBuf>,
+    flows: Option<PathBuf>,
+}
+
+/// Names of the tables in the folder of `--csv`.
+const TABLES: [&str; 4] = ["sources.csv", "sinks.csv", "switches.csv", "series.csv"];
+
+impl Outputs {
+    /// The files that flags and configuration name.
+    ///
+    /// # Errors
+    /// If one cannot be written, or two are the same.
+    fn plan(input: &Path, args: &RunArgs, config: &Config) -> anyhow::Result<Outputs> {
+        let outputs = Outputs {
+            csv: args.csv.clone().or(config.log_path.clone()),
+            html: args.html.clone(),
+            perfetto: args.perfetto.clone(),
+            flows: args.flows.clone(),
+        };
+        let tables = if config.scenario.sample_ns.is_some() {
+            &TABLES[..]
+        } else {
+            &TABLES[..3]
+        };
+        if let Some(folder) = &outputs.csv {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("creating {}", folder.display()))?;
+        }
+        if let Some(flows) = &outputs.flows {
+            check_format(flows).with_context(|| format!("writing {}", flows.display()))?;
+        }
+        let files = [&outputs.html, &outputs.perfetto, &outputs.flows];
+        let files = files.into_iter().flatten().cloned();
+        let folder = outputs.csv.iter();
+        let tables = folder.flat_map(|folder| tables.iter().map(move |name| folder.join(name)));
+        let mut seen = Vec::new();
+        for path in files.chain(tables) {
+            check_writable(&path).with_context(|| format!("writing {}", path.display()))?;
+            let place = whole_path(&path);
+            anyhow::ensure!(
+                !seen.contains(&place),
+                "two outputs are to be written to {}; give each a file of its own",
+                path.display()
+            );
+            anyhow::ensure!(
+                place != whole_path(input),
+                "{} is the configuration itself; write the output to another file",
+                path.display()
+            );
+            seen.push(place);
+        }
+        Ok(outputs)
+    }
+
+    /// Writes all that can be written; what could not, in words.
+    fn write(&self, name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Vec<String> {
+        let mut failures = Vec::new();
+        let mut save = |path: &Path, write: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
+            if let Err(error) = save(path, write) {
+                failures.push(out::incomplete(path, &error.into()));
+            }
+        };
+        if let Some(folder) = &self.csv {
+            save(&folder.join(TABLES[0]), &|f| {
+                output::write_sources_csv(f, result)
+            });
+            save(&folder.join(TABLES[1]), &|f| {
+                output::write_sinks_csv(f, config, result)
+            });
+            save(&folder.join(TABLES[2]), &|f| {
+                output::write_switches_csv(f, config, result)
+            });
+            if result.series.is_some() {
+                save(&folder.join(TABLES[3]), &|f| {
+                    output::write_series_csv(f, config, result)
+                });
+            }
+        }
+        if let Some(path) = &self.html {
+            save(path, &|f| {
+                f.write_all(output::html(name, config, result, cost).as_bytes())
+            });
+        }
+        if let Some(path) = &self.perfetto {
+            save(path, &|f| {
+                f.write_all(output::perfetto(config, result).as_bytes())
+            });
+        }
+        if let Some(path) = &self.flows
+            && let Err(error) = write_flows(path, config, result)
+        {
+            failures.push(out::incomplete(path, &error.into()));
+        }
+        failures
+    }
+}
+
+/// A path by which equal files have equal names, as far as they exist.
+fn whole_path(path: &Path) -> PathBuf {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    path.canonicalize().unwrap_or_else(|_| {
+        let folder = folder.canonicalize().unwrap_or(folder.to_owned());
+        folder.join(path.file_name().unwrap_or_default())
+    })
+}
+
+/// Whether a file can be created at `path`: creates it under the name that it has while it is
+/// written, and removes it.
+fn check_writable(path: &Path) -> io::Result<()> {
+    let meta = std::fs::metadata(path);
+    if meta.as_ref().is_ok_and(std::fs::Metadata::is_dir) {
+        return Err(io::Error::other("it is a folder; name a file in it"));
+    }
+    // Opening a pipe would wait for its reader.
+    if meta.is_ok_and(|meta| !meta.is_file()) {
+        return Ok(());
+    }
+    let (_, partial) = Partial::create(path)?;
+    partial.discard()
+}
+
+/// Writes a file, which has its name only once it is complete.
+fn save(path: &Path, write: &dyn Fn(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let (file, mut partial) = Partial::create(path)?;
+    let mut sink = BufWriter::new(file);
+    write(&mut sink)?;
+    sink.flush()?;
+    partial.complete()
 }
 
 /// A record a flow, as CSV or Parquet.

@@ -233,3 +233,170 @@ fn progress_is_shown_where_it_is_asked_for() {
     // The line is cleared at the end.
     assert!(shown.2.ends_with("\r\x1b[K"), "{:?}", shown.2);
 }
+
+/// Every output is tried before the run, so that none of its time is spent for nothing: a run of a
+/// simulated hour that would take minutes is refused at once.
+#[test]
+fn outputs_that_cannot_be_written_are_refused_before_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = TWO.replace("duration = 1.0", "duration = 1e6").replace(
+        "size = 12500, arr_dist = 0.0",
+        "duration = 1e6, arr_dist = 2e-5",
+    );
+    let file = write(dir.path(), "long.toml", &long);
+    let taken = write(dir.path(), "taken", "a file, not a folder");
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    std::fs::create_dir(dir.path().join("folder")).unwrap();
+    let (below, none) = (format!("{taken}/below"), path("none/deep.csv"));
+    let folder = path("folder");
+    let mut cases = vec![
+        (vec!["--html", &below], "writing"),
+        (vec!["--html", &none], "No such file"),
+        (vec!["--html", &folder], "it is a folder"),
+        (vec!["--perfetto", &below], "writing"),
+        (vec!["--flows", &none], "No such file"),
+        (vec!["--csv", &below], "creating"),
+        (vec!["--csv", &taken], "creating"),
+        (vec!["--html", &file], "the configuration itself"),
+    ];
+    let page = path("page.html");
+    cases.push((vec!["--html", &page, "--perfetto", &page], "two outputs"));
+    let (sources, sources_folder) = (path("tables/sources.csv"), path("tables"));
+    cases.push((
+        vec!["--flows", &sources, "--csv", &sources_folder],
+        "two outputs",
+    ));
+    let parquet = path("flows.parquet");
+    if cfg!(not(feature = "parquet")) {
+        cases.push((vec!["--flows", &parquet], "--features parquet"));
+    }
+    for (flags, part) in cases {
+        let mut args = vec!["net", "run", &file];
+        args.extend(&flags);
+        let (code, out, err) = run(&args);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{flags:?}: {err}");
+        assert!(err.contains(part), "{flags:?}: {err}");
+    }
+    let left: Vec<_> = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".partial"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+    // One file for several runs would hold the last one alone.
+    let (code, _, err) = run(&["net", "run", &file, &file, "--html", &page]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("run them one at a time"), "{err}");
+}
+
+/// What fails at the end (a disk that is full by then) costs that file and nothing else.
+#[test]
+fn a_file_that_fails_at_the_end_does_not_take_the_others_with_it() {
+    if !Path::new("/dev/full").exists() {
+        eprintln!("skipped: there is no /dev/full");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = write(dir.path(), "two.toml", TWO);
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (page, tables, flows) = (path("page.html"), path("tables"), path("flows.csv"));
+    for (flags, json) in [
+        (["--html", "/dev/full", "--flows", &flows], false),
+        (["--flows", "/dev/full", "--html", &page], true),
+    ] {
+        let mut args = vec!["net", "run", &file, "--csv", &tables];
+        args.extend(flags);
+        if json {
+            args.push("--json");
+        }
+        let (code, out, err) = run(&args);
+        assert_eq!(code, Some(1), "{err}");
+        assert!(
+            err.contains("/dev/full") && err.contains("No space"),
+            "{err}"
+        );
+        let digest = if json {
+            let value: Value = serde_json::from_str(&out).unwrap();
+            value["digest"].as_str().unwrap().to_owned()
+        } else {
+            "digest".to_owned()
+        };
+        assert!(out.contains(&digest), "{out}");
+        assert_eq!(read(&dir.path().join("tables/sources.csv")).len(), 3);
+    }
+    assert_eq!(read(Path::new(&flows)).len(), 3);
+    assert!(std::fs::read_to_string(&page).unwrap().contains("<svg"));
+}
+
+/// Hosts 0 and 8 of a fat-tree whose edge switches have two hosts each.
+const TREE: &str = "seed = 1\nduration = 1.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = { k = 4, \
+    hosts_per_edge = 2 }\n[link]\npropagation_ns = 1000\n[switch]\nport_rate = 1e9\n[[flow]]\n\
+    flow_type = \"PacketDistribution\"\ngraph = [[0, 8]]\ntraffic = { size = 1250, arr_dist = 0.0, \
+    pkt_size_dist = 1250 }\n";
+
+#[test]
+fn the_dialect_is_told_and_can_be_chosen() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = write(dir.path(), "tree.toml", TREE);
+    let hops = |flags: &[&str]| {
+        let mut args = vec!["net", "run", "--json", &file];
+        args.extend(flags);
+        let (code, out, err) = run(&args);
+        assert_eq!(code, Some(0), "{err}");
+        let value: Value = serde_json::from_str(&out).unwrap();
+        let hops = value["totals"]["packet_hops"].as_u64().unwrap();
+        (value["dialect"].as_str().unwrap().to_owned(), hops, err)
+    };
+    // For Days the two hosts share a switch.
+    let (dialect, count, err) = hops(&["--dialect=days"]);
+    assert_eq!((dialect.as_str(), count, err.as_str()), ("days", 2, ""));
+    let (dialect, count, err) = hops(&["--dialect=slipstream"]);
+    assert_eq!(
+        (dialect.as_str(), count, err.as_str()),
+        ("slipstream", 6, "")
+    );
+    // Nothing settles it: a note says what was taken, and how to choose.
+    let (dialect, count, err) = hops(&[]);
+    assert_eq!((dialect.as_str(), count), ("slipstream", 6));
+    assert!(
+        err.starts_with("note: ") && err.contains("dialect = \"days\""),
+        "{err}"
+    );
+    let (code, text, _) = run(&["net", "run", &file, "--dialect", "days"]);
+    assert_eq!(code, Some(0));
+    assert!(text.contains("dialect        days: it is named"), "{text}");
+    let (code, _, err) = run(&["net", "run", &file, "--dialect", "ns3"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("days"), "{err}");
+}
+
+#[test]
+fn flows_come_from_a_list_beside_the_configuration() {
+    let dir = tempfile::tempdir().unwrap();
+    let toml = TREE.split("[[flow]]").next().unwrap().to_owned()
+        + "[[flow_list]]\nfile = \"flows.csv\"\nclass = 0\n";
+    let file = write(dir.path(), "listed.toml", &toml);
+    let rows: String = (0..5_000)
+        .map(|i| format!("{},{},{}\n", i % 16, (i + 1 + i / 16 % 15) % 16, 100 + i))
+        .collect();
+    write(dir.path(), "flows.csv", &format!("src,dst,bytes\n{rows}"));
+    let result = json(&file, &[]);
+    let flows = result["flows"].as_array().unwrap();
+    assert_eq!(flows.len(), 5_000);
+    let bytes: u64 = flows.iter().map(|f| f["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(bytes, (0..5_000).map(|i| 100 + i).sum::<u64>());
+    write(dir.path(), "flows.csv", "src,dst,bytes\n0,99,5\n");
+    let (code, _, err) = run(&["net", "run", &file]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("flows.csv:2: `dst`") && err.contains("host 99"),
+        "{err}"
+    );
+    std::fs::remove_file(dir.path().join("flows.csv")).unwrap();
+    let (code, _, err) = run(&["net", "run", &file]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("flows.csv") && err.contains("No such file"),
+        "{err}"
+    );
+}

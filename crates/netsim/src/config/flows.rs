@@ -1,33 +1,61 @@
-//! `[[flow]]`, `[[flow_set]]`, `[[collective]]` and `[[collective_set]]`.
+//! `[[flow]]`, `[[flow_set]]`, `[[flow_list]]`, `[[collective]]`, `[[collective_set]]` and
+//! `[[compute]]`.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::path::Path;
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::io::Read as _;
+use std::ops::Range;
 
 use slipstream_base::doc::{Table, Value};
 use slipstream_base::mix;
 
-use super::network::{Network, ROUTINGS, host_of, seconds};
-use super::{note, ns};
-use crate::collective::{Collective, Kind};
+use super::flow_list::{self, Row};
+use super::network::{Network, ROUTINGS, no_host, seconds};
+use super::order::{Item, read_item};
+use super::{Dialect, Means, note, ns};
+use crate::buffer::PFC_CLASSES;
 use crate::route::Routing;
 use crate::scenario::{
     After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths,
-    Roce, Tcp, Transport,
+    Queue, Roce, Tcp, Transport,
 };
+use crate::scheduled::Discipline;
 use crate::sizes::Sizes;
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
 type Waits = Vec<(u64, u64)>;
 
+/// A flow as read; its class follows when all are known.
+pub(super) struct Made {
+    pub(super) flow: Flow,
+    /// Priorities of 802.1Q, of its data and of its answers.
+    priority: u8,
+    answer_priority: u8,
+    /// The file gives its class.
+    has_class: bool,
+}
+
+/// Memory that a flow takes besides its own: endpoints, rows of the path table, packets under way
+/// (measured over fat-trees; a bound for refusing early, not an account).
+const FLOW_BYTES: u64 = 1_000;
+
 pub(super) struct Reader<'a> {
-    network: &'a Network,
-    seed: u64,
+    pub(super) network: &'a Network,
+    pub(super) dialect: Dialect,
+    pub(super) seed: u64,
     duration_s: f64,
     waits: RefCell<Waits>,
     sets: Cell<u64>,
-    collectives: Cell<u32>,
-    load: &'a dyn Fn(&Path) -> Result<String, String>,
+    pub(super) collectives: Cell<u32>,
+    /// Hosts of a graph by the nodes that they go by.
+    by_node: Option<HashMap<u32, u32>>,
+    /// Numbers of flows that the file gives, and the next that may be free.
+    given: HashSet<u64>,
+    next_id: Cell<u64>,
+    /// Flows so far.
+    count: Cell<u64>,
+    notes: RefCell<BTreeSet<String>>,
+    means: &'a Means<'a>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -84,40 +112,31 @@ enum Algorithm {
     Bbr,
 }
 
-const KINDS: &[(&str, Kind)] = &[
-    ("Broadcast", Kind::Broadcast),
-    ("Gather", Kind::Gather),
-    ("AllReduce", Kind::AllReduce),
-    ("RingAllReduce", Kind::RingAllReduce),
-    ("TreeAllReduce", Kind::TreeAllReduce),
-    ("RecursiveDoubling", Kind::RecursiveDoubling),
-    ("AllGather", Kind::AllGather),
-    ("ReduceScatter", Kind::ReduceScatter),
-    ("AllToAll", Kind::AllToAll),
-];
-
 /// Flows of a set, at most.
 const FLOWS_MAX: u64 = 10_000_000;
 
 /// What all flows of a table have in common.
 #[derive(Clone)]
-struct Template {
-    transport: Transport,
-    demand: Demand,
+pub(super) struct Template {
+    pub(super) transport: Transport,
+    pub(super) demand: Demand,
     start_ns: u64,
-    routing: Option<Routing>,
+    pub(super) routing: Option<Routing>,
     packet_bytes: u32,
     header_bytes: u32,
     ack_bytes: u32,
     class: u8,
     answer_class: u8,
+    has_class: bool,
+    priority: u8,
+    answer_priority: u8,
     /// Sizes are drawn for each flow of a set.
     sizes: Option<Sizes>,
 }
 
 impl Template {
-    fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> Flow {
-        Flow {
+    pub(super) fn flow(&self, id: u64, src: u32, dst: u32, paths: Paths) -> Made {
+        let flow = Flow {
             id,
             src,
             dst,
@@ -132,6 +151,12 @@ impl Template {
             answer_class: self.answer_class,
             after: Vec::new(),
             collective: None,
+        };
+        Made {
+            flow,
+            priority: self.priority,
+            answer_priority: self.answer_priority,
+            has_class: self.has_class,
         }
     }
 }
@@ -139,59 +164,98 @@ impl Template {
 impl<'a> Reader<'a> {
     pub(super) fn new(
         network: &'a Network,
+        dialect: Dialect,
         seed: u64,
         duration_s: f64,
-        load: &'a dyn Fn(&Path) -> Result<String, String>,
+        means: &'a Means<'a>,
     ) -> Self {
+        let topology = &network.topology;
+        let by_node = topology.names_hosts_by_node().then(|| {
+            // Of several hosts on a node the first goes by it.
+            let hosts = (0..topology.host_count()).rev();
+            hosts.map(|h| (topology.attachment(h), h)).collect()
+        });
         Reader {
             network,
+            dialect,
             seed,
             duration_s,
             waits: RefCell::default(),
             sets: Cell::new(0),
             collectives: Cell::new(0),
-            load,
+            by_node,
+            given: HashSet::new(),
+            next_id: Cell::new(0),
+            count: Cell::new(0),
+            notes: RefCell::default(),
+            means,
         }
     }
 
-    pub(super) fn read(&self, root: &Table<'_>) -> Vec<Flow> {
-        let mut flows: Vec<Flow> = root
-            .array("flow", |_, t| self.read_flow(t))
-            .into_iter()
-            .flatten()
-            .collect();
-        flows.extend(
-            root.array("flow_set", |_, t| self.read_set(t))
-                .into_iter()
-                .flatten(),
-        );
-        for made in root.array("collective", |_, t| self.read_collective(t)) {
-            append(&mut flows, made);
+    pub(super) fn read(mut self, root: &Table<'_>, notes: &mut Vec<String>) -> Vec<Made> {
+        let given = RefCell::new(HashSet::new());
+        root.any("flow.flow_id", |value| {
+            if let Value::Integer(id) = value {
+                given.borrow_mut().insert(*id as u64);
+            }
+            false
+        });
+        self.given = given.into_inner();
+        let (mut flows, mut items) = (Vec::new(), Vec::new());
+        let mut keep = |flows: &mut Vec<Made>, made: (Item, Vec<Made>)| {
+            let (mut item, made) = made;
+            let from = flows.len();
+            append(flows, made);
+            item.flows = from..flows.len();
+            items.push(item);
+        };
+        for made in root.array("flow", |_, t| (read_item(t), self.read_flow(t))) {
+            keep(&mut flows, made);
         }
-        for made in root.array("collective_set", |_, t| self.read_collective_set(t)) {
-            append(&mut flows, made);
+        for made in root.array("flow_set", |_, t| (read_item(t), self.read_set(t))) {
+            keep(&mut flows, made);
+        }
+        for made in root.array("flow_list", |_, t| (read_item(t), self.read_list(t))) {
+            keep(&mut flows, made);
+        }
+        for made in root.array("collective", |_, t| (read_item(t), self.read_collective(t))) {
+            keep(&mut flows, made);
+        }
+        for made in root.array("collective_set", |_, t| {
+            (read_item(t), self.read_collective_set(t))
+        }) {
+            keep(&mut flows, made);
+        }
+        for made in root.array("compute", |_, t| (self.read_compute(t), Vec::new())) {
+            keep(&mut flows, made);
         }
         if flows.is_empty() {
             root.mistake(
                 "flow",
                 "the file describes no traffic",
-                "add a [[flow]], [[flow_set]] or [[collective]]",
+                "add a [[flow]], [[flow_set]], [[flow_list]] or [[collective]]",
             );
         }
+        self.link_items(root, &items, &mut flows);
         self.link_waits(root, &mut flows);
+        notes.extend(self.notes.take());
         flows
     }
 
     /// Turns flow numbers of `starts_after` and `starts_before` into indices.
-    fn link_waits(&self, root: &Table<'_>, flows: &mut [Flow]) {
+    fn link_waits(&self, root: &Table<'_>, flows: &mut [Made]) {
         let waits = self.waits.take();
         if waits.is_empty() {
             return;
         }
-        let by_id: HashMap<u64, usize> = flows.iter().enumerate().map(|(i, f)| (f.id, i)).collect();
+        let by_id: HashMap<u64, usize> = flows
+            .iter()
+            .enumerate()
+            .map(|(i, made)| (made.flow.id, i))
+            .collect();
         for (waiting, first) in waits {
             match (by_id.get(&waiting), by_id.get(&first)) {
-                (Some(&i), Some(&flow)) => flows[i].after.push(After {
+                (Some(&i), Some(&flow)) => flows[i].flow.after.push(After {
                     flow: flow as u32,
                     until: Finished::Acknowledged,
                     delay_ns: 0,
@@ -212,15 +276,63 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn read_flow(&self, t: &Table<'_>) -> Vec<Flow> {
-        let id: u64 = t.get("flow_id").required("number the flow: flow_id = 1", 0);
-        let template = self.read_template(t);
-        for (key, before) in [("starts_before", true), ("starts_after", false)] {
-            for other in read_ids(t, key) {
-                let wait = if before { (other, id) } else { (id, other) };
-                self.waits.borrow_mut().push(wait);
+    pub(super) fn note(&self, note: String) {
+        self.notes.borrow_mut().insert(note);
+    }
+
+    /// Numbers for `count` flows from `first` on; without it from the next that is free.
+    pub(super) fn take_ids(&self, first: Option<u64>, count: u64) -> u64 {
+        let first = first.unwrap_or_else(|| {
+            let mut next = self.next_id.get();
+            // Numbers that the file gives stay free; they are few beside those that it leaves out.
+            if count == 1 {
+                while self.given.contains(&next) {
+                    next += 1;
+                }
+            } else if let Some(last) = self.given.iter().max() {
+                next = next.max(last + 1);
             }
+            next
+        });
+        self.next_id.set(first.saturating_add(count));
+        first
+    }
+
+    /// Whether `count` more flows can be simulated; if not, notes why, before they are made.
+    pub(super) fn has_room(&self, t: &Table<'_>, key: &str, count: u64) -> bool {
+        let total = self.count.get() + count;
+        let need = total.saturating_mul(FLOW_BYTES + size_of::<Made>() as u64);
+        let have = self.means.memory_bytes_max;
+        // As many as the parts of a network can number, one for each shard.
+        let parts = self.network.topology.parts().min(crate::net::SHARDS_MAX);
+        let most = crate::net::INDEX_MAX as u64 * u64::from(parts);
+        if need > have {
+            t.mistake(
+                key,
+                format!(
+                    "{total} flows need about {} MiB, more than the {} MiB at hand",
+                    need >> 20,
+                    have >> 20
+                ),
+                "use fewer flows, or a machine with more memory",
+            );
+            return false;
         }
+        if total > most.min(FLOWS_MAX) {
+            t.mistake(
+                key,
+                format!("{total} flows are more than this network can hold"),
+                format!("use at most {}", most.min(FLOWS_MAX)),
+            );
+            return false;
+        }
+        self.count.set(total);
+        true
+    }
+
+    fn read_flow(&self, t: &Table<'_>) -> Vec<Made> {
+        let id: Option<u64> = t.get("flow_id").optional();
+        let template = self.read_template(t);
         let path: Option<Vec<u32>> = t.get("path").optional();
         let pairs = self.read_pairs(t, path.as_deref());
         if pairs.is_empty() {
@@ -230,6 +342,11 @@ impl<'a> Reader<'a> {
                 "add graph = [[sender, receiver]]",
             );
         }
+        if !self.has_room(t, "graph", pairs.len() as u64) {
+            return Vec::new();
+        }
+        let id = self.take_ids(id, pairs.len() as u64);
+        self.read_order(t, id..id + 1);
         let paths = match path {
             Some(nodes) => Paths::Explicit(nodes),
             None => Paths::By(template.routing.unwrap_or(self.network.routing)),
@@ -241,8 +358,80 @@ impl<'a> Reader<'a> {
             .collect()
     }
 
+    /// `starts_before` and `starts_after`, which hold for each of the flows `ids`.
+    fn read_order(&self, t: &Table<'_>, ids: Range<u64>) {
+        for (key, before) in [("starts_before", true), ("starts_after", false)] {
+            for other in read_ids(t, key) {
+                for id in ids.clone() {
+                    let wait = if before { (other, id) } else { (id, other) };
+                    self.waits.borrow_mut().push(wait);
+                }
+            }
+        }
+    }
+
+    /// `[[flow_list]]`: flows from a file, a line each.
+    fn read_list(&self, t: &Table<'_>) -> Vec<Made> {
+        let path = t
+            .path("file")
+            .required("name the file: file = \"flows.csv\"", "".into());
+        let mut template = self.read_template_of(t, true);
+        let mut made: Vec<Made> = Vec::new();
+        if path.as_os_str().is_empty() {
+            return made;
+        }
+        let paths = Paths::By(template.routing.unwrap_or(self.network.routing));
+        let (start_ns, class, answer_class) =
+            (template.start_ns, template.class, template.answer_class);
+        let (has_class, priority) = (template.has_class, template.priority);
+        let mut full = false;
+        let mut take = |row: Row| -> Result<(), String> {
+            let name = |key: &str, number: u32| {
+                self.find_host(number)
+                    .ok_or_else(|| format!("`{key}`: {}", no_host(&self.network.topology, number)))
+            };
+            let (src, dst) = (name("src", row.src)?, name("dst", row.dst)?);
+            if src == dst {
+                return Err(format!("host {} sends to itself", row.src));
+            }
+            if made.len().is_multiple_of(4096) && !self.has_room(t, "file", 4096) {
+                full = true;
+                return Err("too many flows".into());
+            }
+            template.demand = match template.demand {
+                // Packets keep their gaps.
+                Demand::Paced(arrivals) => Demand::Paced(Arrivals {
+                    bytes: Some(row.bytes),
+                    duration_ns: None,
+                    ..arrivals
+                }),
+                Demand::Bytes(_) => Demand::Bytes(row.bytes),
+            };
+            template.start_ns = start_ns.saturating_add(row.start_ns);
+            template.class = row.class.unwrap_or(class);
+            template.answer_class = row.class.unwrap_or(answer_class);
+            template.has_class = has_class || row.class.is_some();
+            template.priority = row.priority.unwrap_or(priority);
+            template.answer_priority = template.priority;
+            let id = self.take_ids(row.id, 1);
+            made.push(template.flow(id, src, dst, paths.clone()));
+            Ok(())
+        };
+        let outcome = (self.means.open)(&path)
+            .map_err(|what| vec![format!("{}: {what}", path.display())])
+            .and_then(|file| flow_list::read(&path, file, &mut take));
+        if let Err(problems) = outcome
+            && !full
+        {
+            for problem in problems {
+                t.mistake("file", problem, "see `[[flow_list]]` in docs/netsim.md");
+            }
+        }
+        made
+    }
+
     /// Sender and receiver of each flow in `graph`, or the ends of `path`.
-    fn read_pairs(&self, t: &Table<'_>, path: Option<&[u32]>) -> Vec<(u32, u32)> {
+    pub(super) fn read_pairs(&self, t: &Table<'_>, path: Option<&[u32]>) -> Vec<(u32, u32)> {
         let graph: Option<Vec<Vec<u32>>> = t.get("graph").optional();
         let graph = graph.unwrap_or_else(|| match path {
             Some([first, .., last]) => vec![vec![*first, *last]],
@@ -266,14 +455,23 @@ impl<'a> Reader<'a> {
         pairs
     }
 
-    fn host(&self, t: &Table<'_>, key: &str, number: u32) -> Option<u32> {
-        host_of(&self.network.topology, number)
-            .map_err(|error| note(t, key, &error))
-            .ok()
+    fn find_host(&self, number: u32) -> Option<u32> {
+        match &self.by_node {
+            Some(by_node) => by_node.get(&number).copied(),
+            None => self.network.topology.host_named(number),
+        }
     }
 
-    fn read_set(&self, t: &Table<'_>) -> Vec<Flow> {
-        let first: u64 = t.get("first_flow_id").or(0);
+    pub(super) fn host(&self, t: &Table<'_>, key: &str, number: u32) -> Option<u32> {
+        let found = self.find_host(number);
+        if found.is_none() {
+            note(t, key, &no_host(&self.network.topology, number));
+        }
+        found
+    }
+
+    fn read_set(&self, t: &Table<'_>) -> Vec<Made> {
+        let first: Option<u64> = t.get("first_flow_id").optional();
         let pairing = t.choice("pairing", PAIRINGS).or(Pairing::Random);
         let hosts = self.network.topology.host_count();
         let load: Option<f64> = t
@@ -321,17 +519,26 @@ impl<'a> Reader<'a> {
             );
             return Vec::new();
         }
+        // Of a `span` as many as fit; they are counted when they are made.
+        let known = if span_ns.is_some() && !t.has("flow_count") {
+            0
+        } else {
+            u64::from(count)
+        };
+        if !self.has_room(t, "flow_count", known) {
+            return Vec::new();
+        }
         let paths = Paths::By(template.routing.unwrap_or(self.network.routing));
-        let per_edge = self.network.topology.hosts_per_edge();
+        let grid = self.network.topology.grid();
         let by_switch = matches!(pairing, Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext);
-        if by_switch && per_edge.is_none() {
+        if by_switch && grid.is_none() {
             t.mistake(
                 "pairing",
                 "`pairing` by switch needs equally many hosts on every switch",
                 "use pairing = \"Random\"",
             );
+            return Vec::new();
         }
-        let per_edge = per_edge.unwrap_or(1);
         let stream = mix::draw(self.seed ^ 0x7061_6972, set);
         let partners = match pairing {
             Pairing::Permutation => permutation(stream, hosts),
@@ -343,28 +550,30 @@ impl<'a> Reader<'a> {
             .unwrap_or(0);
         let pair = |i: u32| {
             let src = i % hosts;
-            match pairing {
-                Pairing::Permutation => (src, partners[src as usize]),
+            match (pairing, grid) {
+                (Pairing::Permutation, _) => (src, partners[src as usize]),
                 // Senders in order of their numbers, the sink left out.
-                Pairing::Incast => {
+                (Pairing::Incast, _) => {
                     let src = i % (hosts - 1);
                     (src + u32::from(src >= sink), sink)
                 }
                 // Sender after sender, each to all others.
-                Pairing::AllToAll => {
+                (Pairing::AllToAll, _) => {
                     let (src, to) = (i / (hosts - 1) % hosts, i % (hosts - 1));
                     (src, (src + 1 + to) % hosts)
                 }
-                Pairing::Random => random_pair(stream, u64::from(i), hosts),
-                Pairing::SwitchOffsetHalf => {
-                    let switches = hosts / per_edge;
-                    let switch = (src / per_edge + switches / 2) % switches;
-                    (src, switch * per_edge + src % per_edge)
+                (Pairing::Random, _) => random_pair(stream, u64::from(i), hosts),
+                (Pairing::SwitchOffsetHalf, Some(grid)) => {
+                    let (switch, ordinal) = grid.place(src);
+                    let partner = (switch + grid.switches / 2) % grid.switches;
+                    (src, grid.host(partner, ordinal))
                 }
-                Pairing::SameSwitchNext => {
-                    let switch = src / per_edge;
-                    (src, switch * per_edge + (src % per_edge + 1) % per_edge)
+                (Pairing::SameSwitchNext, Some(grid)) => {
+                    let (switch, ordinal) = grid.place(src);
+                    (src, grid.host(switch, (ordinal + 1) % grid.per_switch))
                 }
+                // Refused above.
+                (Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext, None) => (src, src),
             }
         };
         let arrivals = load.map(|load| self.arrivals(load, pairing == Pairing::Incast, &template));
@@ -377,10 +586,15 @@ impl<'a> Reader<'a> {
             return Vec::new();
         }
         let gap_ns = arrivals.and_then(Result::ok);
-        let (mut start, mut flows) = (0.0, Vec::new());
+        let first = self.take_ids(first, known);
+        let (mut start, mut flows) = (0.0, Vec::with_capacity(known as usize));
         for i in 0..count {
+            if known == 0 && i.is_multiple_of(4096) && !self.has_room(t, "span", 4096) {
+                return Vec::new();
+            }
             let (src, dst) = pair(i);
-            let mut flow = template.flow(first + u64::from(i), src, dst, paths.clone());
+            let mut made = template.flow(first + u64::from(i), src, dst, paths.clone());
+            let flow = &mut made.flow;
             if let Some(sizes) = &template.sizes {
                 flow.demand = Demand::Bytes(sizes.sample(stream ^ 0x7369_7a65, u64::from(i)));
             }
@@ -393,8 +607,11 @@ impl<'a> Reader<'a> {
                 }
                 flow.start_ns = flow.start_ns.saturating_add(start as u64);
             }
-            flows.push(flow);
+            flows.push(made);
         }
+        let last = first + flows.len() as u64;
+        self.next_id.set(last);
+        self.read_order(t, first..last);
         flows
     }
 
@@ -423,7 +640,14 @@ impl<'a> Reader<'a> {
     fn read_sizes(&self, t: &Table<'_>) -> Option<Sizes> {
         if t.has("size_csv") {
             let path = t.path("size_csv").optional()?;
-            let text = (self.load)(&path);
+            let text = (self.means.open)(&path).and_then(|file| {
+                let mut text = String::new();
+                // A distribution has some hundred points.
+                file.take(1 << 20)
+                    .read_to_string(&mut text)
+                    .map_err(|error| error.to_string())?;
+                Ok(text)
+            });
             return match text.and_then(|text| Sizes::from_csv(&text)) {
                 Ok(sizes) => Some(sizes),
                 Err(what) => {
@@ -462,16 +686,24 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn read_template(&self, t: &Table<'_>) -> Template {
+    pub(super) fn read_template(&self, t: &Table<'_>) -> Template {
+        self.read_template_of(t, false)
+    }
+
+    /// `listed`: sizes come from elsewhere.
+    fn read_template_of(&self, t: &Table<'_>, listed: bool) -> Template {
         let kind = t.choice("flow_type", FLOW_TYPES).or(FlowType::Tcp);
         let routing = read_routing(t);
         let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
-        let ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
+        let mut ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
+        let priority = t.get("priority").within(0..=7u32).or(0) as u8;
+        let has_class = t.has("class") || t.has("answer_class");
         let class = t.get("class").within(0..=255u32).or(0) as u8;
         let answer_class = t
             .get("answer_class")
             .within(0..=255u32)
             .or(u32::from(class)) as u8;
+        let mut answer_priority = priority;
         let duration_s = self.duration_s;
         // NDP sprays unless told otherwise.
         let routing = match kind {
@@ -489,8 +721,13 @@ impl<'a> Reader<'a> {
                     "remove one of them",
                 );
             }
-            // A stand-in until each flow draws its own.
-            let bytes = size.or(sizes.is_some().then_some(1));
+            if listed {
+                for key in ["size", "duration"] {
+                    t.refuse(key, "is what the list of flows gives", "remove it");
+                }
+            }
+            // A stand-in until each flow has its own.
+            let bytes = size.or((listed || sizes.is_some()).then_some(1));
             let duration_ns = seconds(t, "duration");
             let gap = read_dist(t, "arr_dist");
             let size = read_dist(t, "pkt_size_dist");
@@ -509,7 +746,12 @@ impl<'a> Reader<'a> {
             }
             let transport = match kind {
                 FlowType::Tcp => Transport::Tcp(t.table("tcp", read_tcp)),
-                FlowType::Roce => Transport::Roce(t.table("roce", read_roce)),
+                FlowType::Roce => {
+                    let (roce, answers) = self.read_queue_pair(t);
+                    answer_priority = answers.priority.unwrap_or(priority);
+                    ack_bytes = answers.bytes.unwrap_or(ack_bytes);
+                    Transport::Roce(roce)
+                }
                 FlowType::Ndp => Transport::Ndp(t.table("ndp", read_ndp)),
                 FlowType::Packets => Transport::Packets,
             };
@@ -518,6 +760,13 @@ impl<'a> Reader<'a> {
                     "size",
                     "RoCE and NDP flows are messages of a known size",
                     "give `size` in bytes",
+                );
+            }
+            if kind != FlowType::Roce {
+                t.refuse(
+                    "dcqcn",
+                    "has no effect on this type of flow",
+                    "write flow_type = \"DCQCN\" or \"RoCE\", or remove it",
                 );
             }
             let paced =
@@ -554,197 +803,233 @@ impl<'a> Reader<'a> {
                 ack_bytes,
                 class,
                 answer_class,
+                has_class,
+                priority,
+                answer_priority,
                 sizes,
             }
         })
     }
 
-    fn read_collective(&self, t: &Table<'_>) -> Vec<Flow> {
-        let first: u64 = t.get("first_flow_id").or(0);
-        let kind = t
-            .choice("collective_type", KINDS)
-            .required("name the collective", Kind::RingAllReduce);
-        let template = self.read_template(t);
-        let _: Option<u32> = t.get("flow_count").optional();
-        let paths: Vec<Vec<u32>> = t.get("paths").or(Vec::new());
-        let sources: Vec<u32> = t.get("sources").or(Vec::new());
-        let sinks: Vec<u32> = t.get("sinks").or(Vec::new());
-        let compute_ns = t.get::<f64>("compute_s").within(0.0..=1e6).or(0.0);
-        let skew = t.get::<f64>("skew").within(0.0..=10.0).or(0.0);
-        let pairs = if t.has("graph") {
-            self.read_pairs(t, None)
-        } else {
-            Vec::new()
-        };
-        self.expand(
-            t,
-            first,
-            kind,
-            &template,
-            &pairs,
-            &paths,
-            &sources,
-            &sinks,
-            ns(compute_ns),
-            skew,
-        )
-    }
-
-    fn read_collective_set(&self, t: &Table<'_>) -> Vec<Flow> {
-        let mut first: u64 = t.get("first_flow_id").or(0);
-        let kind = t
-            .choice("collective_type", KINDS)
-            .required("name the collective", Kind::RingAllReduce);
-        let template = self.read_template(t);
-        let count: usize = t.get::<u32>("collective_count").or(1) as usize;
-        let _: Option<u32> = t.get("flow_count").optional();
-        let compute_ns = t.get::<f64>("compute_s").within(0.0..=1e6).or(0.0);
-        let skew = t.get::<f64>("skew").within(0.0..=10.0).or(0.0);
-        let paths: Vec<Vec<Vec<u32>>> = t.get("paths").or(Vec::new());
-        let sources: Vec<Vec<u32>> = t.get("sources").or(Vec::new());
-        let sinks: Vec<Vec<u32>> = t.get("sinks").or(Vec::new());
-        let graphs: Vec<Vec<Vec<u32>>> = t.get("graph").or(Vec::new());
-        let mut flows = Vec::new();
-        for i in 0..count {
-            let mut pairs = Vec::new();
-            for pair in graphs.get(i).map_or(&[][..], Vec::as_slice) {
-                if let [a, b] = pair[..]
-                    && let (Some(a), Some(b)) = (self.host(t, "graph", a), self.host(t, "graph", b))
-                {
-                    pairs.push((a, b));
-                }
-            }
-            let none = Vec::new();
-            let none_paths = Vec::new();
-            let made = self.expand(
-                t,
-                first,
-                kind,
-                &template,
-                &pairs,
-                paths.get(i).unwrap_or(&none_paths),
-                sources.get(i).unwrap_or(&none),
-                sinks.get(i).unwrap_or(&none),
-                ns(compute_ns),
-                skew,
-            );
-            first += made.len() as u64;
-            append(&mut flows, made);
-        }
-        flows
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the keys of one table")]
-    fn expand(
-        &self,
-        t: &Table<'_>,
-        first: u64,
-        kind: Kind,
-        template: &Template,
-        pairs: &[(u32, u32)],
-        paths: &[Vec<u32>],
-        sources: &[u32],
-        sinks: &[u32],
-        compute_ns: u64,
-        skew: f64,
-    ) -> Vec<Flow> {
-        let list = |key: &str, numbers: &[u32]| -> Vec<u32> {
-            numbers
-                .iter()
-                .filter_map(|&n| self.host(t, key, n))
-                .collect()
-        };
-        let (mut sources, mut sinks) = (list("sources", sources), list("sinks", sinks));
-        let mut explicit = HashMap::new();
-        for path in paths {
-            let [a, .., b] = path[..] else {
+    /// `roce`, and `dcqcn` of Days: a queue pair and its answers.
+    fn read_queue_pair(&self, t: &Table<'_>) -> (Roce, Answers) {
+        let (mut roce, mut answers) = t.table("roce", |t| {
+            let mut roce = read_roce(t);
+            let answers = self.read_days_roce(t, &mut roce);
+            (roce, answers)
+        });
+        if t.has("dcqcn") {
+            if t.any("roce.dcqcn", |_| true) {
                 t.mistake(
-                    "paths",
-                    "`paths` has a path of fewer than two nodes",
-                    "list its nodes",
+                    "dcqcn",
+                    "`traffic.dcqcn` and `traffic.roce.dcqcn` both give constants",
+                    "remove one of them",
                 );
-                continue;
+            }
+            let cnp;
+            (roce.dcqcn, cnp) = t.table("dcqcn", |t| self.read_days_dcqcn(t));
+            answers.priority = answers.priority.or(cnp);
+        }
+        (roce, answers)
+    }
+
+    /// Keys of `[traffic.roce]` that Days has.
+    fn read_days_roce(&self, t: &Table<'_>, roce: &mut Roce) -> Answers {
+        if let Some(timeout) = t
+            .get::<u64>("retransmit_timeout_ns")
+            .within(0..=NEVER_NS)
+            .optional()
+        {
+            // 0: lost packets go again when a NACK asks for them, and not otherwise.
+            roce.retry_ns = if timeout == 0 {
+                NEVER_NS
+            } else {
+                timeout.max(1_000)
             };
-            if let (Some(src), Some(dst)) = (self.host(t, "paths", a), self.host(t, "paths", b)) {
-                explicit.insert((src, dst), path.clone());
-                if !t.has("sources") {
-                    push_new(&mut sources, src);
-                }
-                if !t.has("sinks") {
-                    push_new(&mut sinks, dst);
-                }
+        }
+        let window: Option<u64> = t.get("window_bytes").within(0..=1u64 << 40).optional();
+        roce.window_bytes = window.unwrap_or(roce.window_bytes);
+        if t.get("variable_window").or(false) {
+            t.refuse(
+                "variable_window",
+                "is not modeled: a window that shrinks with the rate",
+                "write variable_window = false, or leave it out",
+            );
+        }
+        if t.has("nack_interval_ns") {
+            let _: Option<u64> = t.get("nack_interval_ns").optional();
+            self.note(
+                "`traffic.roce.nack_interval_ns` has no effect: a gap is asked for once".into(),
+            );
+        }
+        Answers {
+            priority: t
+                .get::<u32>("feedback_priority")
+                .within(0..=7u32)
+                .optional()
+                .map(|p| p as u8),
+            bytes: t.get("ack_size_bytes").within(1..=9_000u32).optional(),
+        }
+    }
+
+    /// `[traffic.dcqcn]` of Days, and the priority of notifications.
+    fn read_days_dcqcn(&self, t: &Table<'_>) -> (Option<Dcqcn>, Option<u8>) {
+        let usual = Dcqcn::default();
+        let gbit = |key: &str| {
+            t.get::<f64>(key)
+                .check(|&g| g > 0.0 && g <= 1e6, "above 0 and at most 1e6 Gb/s")
+                .optional()
+                .map(|g| g * 1e9)
+        };
+        let (first, min, max) = (
+            gbit("rate_gbps"),
+            gbit("min_rate_gbps"),
+            gbit("max_rate_gbps"),
+        );
+        let least = min.unwrap_or(usual.rate_bits_per_s_min);
+        if [first, max].into_iter().flatten().any(|rate| rate < least)
+            || first.zip(max).is_some_and(|(first, max)| first > max)
+        {
+            t.mistake(
+                "rate_gbps",
+                "the rates of `traffic.dcqcn` do not rise",
+                "give min_rate_gbps <= rate_gbps <= max_rate_gbps",
+            );
+        }
+        let time = |key: &str, usual: u64| {
+            t.get::<f64>(key)
+                .within(0.0..=1e18)
+                .optional()
+                .map_or(usual, |time| (time.round() as u64).max(1_000))
+        };
+        let cut: f64 = t.get("mi_factor").or(0.5);
+        if cut != 0.5 {
+            t.refuse(
+                "mi_factor",
+                "is not modeled: a notification cuts the rate by half of alpha",
+                "write mi_factor = 0.5",
+            );
+        }
+        for key in ["pacing_interval_ns", "rtt_ns"] {
+            if t.has(key) {
+                let _: Option<f64> = t.get(key).optional();
+                self.note(format!(
+                    "`traffic.dcqcn.{key}` has no effect: packets are paced at the rate itself"
+                ));
             }
         }
-        for &(a, b) in pairs {
-            push_new(&mut sources, a);
-            push_new(&mut sinks, b);
+        let dcqcn = Dcqcn {
+            gain: t.get("g").within(1e-9..=1.0).or(usual.gain),
+            timer_ns: time("rp_timer_ns", usual.timer_ns),
+            alpha_timer_ns: time("alpha_timer_ns", usual.alpha_timer_ns),
+            byte_counter: t
+                .get("increase_byte_threshold")
+                .within(1_000..=1u64 << 40)
+                .or(usual.byte_counter),
+            fast_steps: usual.fast_steps,
+            additive_bits_per_s: gbit("ai_rate_gbps").unwrap_or(usual.additive_bits_per_s),
+            hyper_bits_per_s: gbit("hai_rate_gbps").unwrap_or(usual.hyper_bits_per_s),
+            cnp_interval_ns: time("cnp_interval_ns", usual.cnp_interval_ns),
+            rate_bits_per_s_min: min.unwrap_or(usual.rate_bits_per_s_min),
+            rate_bits_per_s_max: max,
+            rate_bits_per_s_first: first,
+        };
+        let priority = t.get::<u32>("cnp_priority").within(0..=7u32).optional();
+        (Some(dcqcn), priority.map(|p| p as u8))
+    }
+}
+
+/// How a queue pair's answers travel, as far as the file says.
+struct Answers {
+    priority: Option<u8>,
+    bytes: Option<u32>,
+}
+
+/// A timeout that no run reaches.
+const NEVER_NS: u64 = 1_000_000_000_000_000_000;
+
+/// Gives flows their classes: those of the file, or as Days finds them.
+///
+/// Days schedules a flow in class `id mod classes` and pauses it by its 802.1Q priority; here one
+/// class serves both, and a table leads from classes to priorities.
+pub(super) fn settle_classes(
+    root: &Table<'_>,
+    dialect: Dialect,
+    mut made: Vec<Made>,
+    queue: &mut Queue,
+    notes: &mut Vec<String>,
+) -> Vec<Flow> {
+    let classes = queue.discipline.classes() as u64;
+    let fifo = queue.discipline == Discipline::Fifo;
+    if dialect == Dialect::Days && !fifo {
+        for made in made.iter_mut().filter(|made| !made.has_class) {
+            let class = (made.flow.id % classes) as u8;
+            (made.flow.class, made.flow.answer_class) = (class, class);
         }
-        let Some(bytes) = template.demand.bytes() else {
-            t.mistake(
-                "traffic",
-                "a collective needs `traffic.size`, its bytes a host",
-                "give `size` in bytes",
-            );
-            return Vec::new();
-        };
-        let collective = Collective {
-            kind,
-            sources,
-            sinks,
-            bytes,
-            compute_ns,
-            skew,
-            seed: mix::draw(self.seed ^ 0x636f_6c6c, first),
-        };
-        let steps = match collective.steps() {
-            Ok(steps) => steps,
-            Err(what) => {
-                t.mistake(
-                    "collective_type",
-                    what,
-                    "list the hosts in `sources` and `sinks`",
+    }
+    let by_priority = queue.pfc.is_some_and(|pfc| pfc.by_priority.is_some());
+    if !by_priority {
+        if made.iter().any(|made| made.priority > 0) {
+            notes.push("`priority` has no effect without link.mode = \"Pfc\"".into());
+        }
+        return made.into_iter().map(|made| made.flow).collect();
+    }
+    let used: BTreeSet<u8> = made
+        .iter()
+        .flat_map(|made| [made.priority, made.answer_priority])
+        .collect();
+    if fifo && used.len() > 1 {
+        // Order of arrival, but each priority can be paused alone.
+        queue.discipline = Discipline::PriorityFifo(PFC_CLASSES as u8);
+        for made in &mut made {
+            made.flow.class = made.priority;
+            made.flow.answer_class = made.answer_priority;
+        }
+        return made.into_iter().map(|made| made.flow).collect();
+    }
+    let mut of_class: [Option<u8>; 256] = [None; 256];
+    for made in &made {
+        let last = classes.saturating_sub(1) as u8;
+        for (class, priority) in [
+            (made.flow.class, made.priority),
+            (made.flow.answer_class, made.answer_priority),
+        ] {
+            let known = of_class[usize::from(class.min(last))].get_or_insert(priority);
+            if *known != priority {
+                root.mistake(
+                    "switch",
+                    format!(
+                        "class {class} of the discipline has flows of the priorities {known} and \
+                         {priority}, which PFC would have to pause one by one"
+                    ),
+                    "give the flows of a class one priority, or write discipline = \"FIFO\"",
                 );
                 return Vec::new();
             }
-        };
-        let number = self.collectives.replace(self.collectives.get() + 1);
-        let routing = Paths::By(template.routing.unwrap_or(self.network.routing));
-        steps
-            .into_iter()
-            .enumerate()
-            .map(|(i, step)| {
-                let paths = explicit
-                    .get(&(step.src, step.dst))
-                    .map_or_else(|| routing.clone(), |p| Paths::Explicit(p.clone()));
-                let mut flow = template.flow(first + i as u64, step.src, step.dst, paths);
-                flow.demand = Demand::Bytes(step.bytes);
-                flow.after = step
-                    .after
-                    .iter()
-                    .map(|&flow| After {
-                        flow,
-                        until: Finished::Delivered,
-                        delay_ns: compute_ns,
-                    })
-                    .collect();
-                flow.collective = Some(number);
-                flow
-            })
-            .collect()
+        }
     }
-}
-
-fn push_new(list: &mut Vec<u32>, item: u32) {
-    if !list.contains(&item) {
-        list.push(item);
+    if of_class[PFC_CLASSES..].iter().any(Option::is_some) {
+        root.mistake(
+            "switch",
+            "PFC tells apart the first 8 classes of a discipline, and the file uses more",
+            "use at most 8 classes beside link.mode = \"Pfc\"",
+        );
     }
+    for (class, priority) in queue.priorities.iter_mut().zip(of_class) {
+        *class = priority.unwrap_or(*class);
+    }
+    made.into_iter().map(|made| made.flow).collect()
 }
 
 /// Appends flows whose dependencies count from their own first.
-fn append(flows: &mut Vec<Flow>, mut made: Vec<Flow>) {
+pub(super) fn append(flows: &mut Vec<Made>, mut made: Vec<Made>) {
+    if flows.is_empty() {
+        *flows = made;
+        return;
+    }
     let offset = flows.len() as u32;
-    for flow in &mut made {
-        for after in &mut flow.after {
+    for made in &mut made {
+        for after in &mut made.flow.after {
             after.flow += offset;
         }
     }
@@ -930,6 +1215,7 @@ fn read_dcqcn(t: &Table<'_>) -> Dcqcn {
         hyper_bits_per_s: rate("rate_hai", usual.hyper_bits_per_s),
         cnp_interval_ns: time("cnp_interval", usual.cnp_interval_ns),
         rate_bits_per_s_min: rate("rate_min", usual.rate_bits_per_s_min),
+        ..usual
     }
 }
 

@@ -1,16 +1,35 @@
-//! Reads a TOML file into a [`Scenario`]: Days' files as they are, and our own keys beside them.
+//! Reads a TOML file into a [`Scenario`]: Days' files as they are, and our own keys.
 //!
-//! Every mistake is reported with its line; a key that nobody knows is one. Keys that steer the
-//! execution of Days' engine are accepted and named in [`Config::notes`].
+//! Every mistake is reported with its line, an unknown key too. Keys without effect on results are
+//! accepted and named in [`Config::notes`]. What Days has and this simulator does not model is refused
+//! by name. `dialect` decides where a key means two things.
 
+mod collectives;
+mod dialect;
+mod flow_list;
 mod flows;
 mod network;
+mod order;
 
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
 use slipstream_base::doc::{Doc, Mistakes, Table};
 
+pub use dialect::Dialect;
+
 use crate::scenario::Scenario;
+
+/// Opens a file that a configuration names; the error says why not.
+pub type Open<'a> = dyn Fn(&Path) -> Result<Box<dyn BufRead>, String> + 'a;
+
+/// What a reader may use.
+pub struct Means<'a> {
+    /// Opens the files that the configuration names.
+    pub open: &'a Open<'a>,
+    /// Memory that flows may take, bytes: more flows are refused before they are made.
+    pub memory_bytes_max: u64,
+}
 
 /// A file's content.
 #[derive(Clone, Debug)]
@@ -19,12 +38,20 @@ pub struct Config {
     pub scenario: Scenario,
     /// Folder for `sources.csv`, `sinks.csv` and `switches.csv`, if the file names one.
     pub log_path: Option<PathBuf>,
+    /// Whose meaning the file was read with.
+    pub dialect: Dialect,
+    /// Why.
+    pub dialect_because: String,
+    /// Set where the choice of the dialect changes results and the file does not settle it.
+    pub dialect_note: Option<String>,
     /// What was accepted without effect, for people.
     pub notes: Vec<String>,
 }
 
-/// Knobs of Days' executor: no meaning here.
+/// Keys of Days that do not change results.
 const EXECUTION: &[&str] = &[
+    "csv_logging",
+    "legacy_e5_metrics",
     "ui_interval",
     "progress",
     "log_interval",
@@ -44,25 +71,27 @@ const EXECUTION: &[&str] = &[
 /// All mistakes together, each with its place. What only shows when paths are laid (hosts that are
 /// cut off, flows that wait in a circle) is found by [`crate::Simulation::new`].
 pub fn read(doc: Doc) -> Result<Config, Mistakes> {
-    read_with(doc, &|path| {
-        Err(format!("{} is not read here", path.display()))
-    })
+    read_with(
+        doc,
+        &Means {
+            open: &|path| Err(format!("{} is not read here", path.display())),
+            memory_bytes_max: u64::MAX,
+        },
+    )
 }
 
-/// Reads `doc`, and through `load` the files that it names (distributions of sizes).
+/// Reads `doc`, and the files that it names (distributions of sizes, lists of flows).
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_with(
-    doc: Doc,
-    load: &dyn Fn(&Path) -> Result<String, String>,
-) -> Result<Config, Mistakes> {
+pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Mistakes> {
     let (config, _) = doc.read(|root| {
+        let chosen = dialect::choose(root);
         let mut notes = Vec::new();
         for key in EXECUTION {
             if root.has(key) {
                 notes.push(format!(
-                    "`{key}` steers the execution of Days' engine and has no effect here"
+                    "`{key}` does not change results: it steers the execution or logs of Days"
                 ));
             }
         }
@@ -87,9 +116,12 @@ pub fn read_with(
             .get("duration")
             .check(|&d| d > 0.0 && d < 1e9, "above 0 and below 1e9 s")
             .or(1500.0);
-        let network = network::read(root);
-        let reader = flows::Reader::new(&network, seed, duration_s, load);
-        let flows = reader.read(root);
+        refuse_workload(root);
+        let mut network = network::read(root, chosen.dialect, &mut notes);
+        let reader = flows::Reader::new(&network, chosen.dialect, seed, duration_s, means);
+        let made = reader.read(root, &mut notes);
+        let flows =
+            flows::settle_classes(root, chosen.dialect, made, &mut network.queue, &mut notes);
         let report_s: Option<f64> = root
             .get("report_interval")
             .check(|&s| s > 0.0, "above 0 s")
@@ -98,6 +130,9 @@ pub fn read_with(
             log_path: root
                 .has("log_path")
                 .then(|| root.path("log_path").or("output".into())),
+            dialect: chosen.dialect,
+            dialect_because: chosen.because,
+            dialect_note: chosen.note,
             notes,
             scenario: Scenario {
                 seed,
@@ -114,6 +149,18 @@ pub fn read_with(
         }
     })?;
     Ok(config)
+}
+
+/// `[workload.aicb]`: traces of training, which Days runs by SimAI's rules.
+fn refuse_workload(root: &Table<'_>) {
+    if root.any("workload", |_| true) {
+        root.refuse(
+            "workload",
+            "is not read: its AICB trace needs SimAI's communicator groups, sizes and NVLink delays, \
+             none of which is modeled here",
+            "write its collectives as [[collective]] and its computation as [[compute]]",
+        );
+    }
 }
 
 /// Seconds to ns.

@@ -1,16 +1,16 @@
 //! `[topology]`, `[link]`, `[routing]` and `[switch]`.
 
-use slipstream_base::doc::Table;
+use slipstream_base::doc::{Scalar, Table, Value};
 
-use super::{note, ns};
+use super::{Dialect, note, ns};
 use crate::Error;
 use crate::aqm::Aqm;
-use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
+use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer, Thresholds};
 use crate::failure::{Failure, Target};
 use crate::route::Routing;
 use crate::scenario::{Link, Links, Queue};
-use crate::scheduled::Discipline;
-use crate::topology::{FatTree, Graph, LeafSpine, Tier, Topology};
+use crate::scheduled::{Discipline, OWN_PRIORITIES};
+use crate::topology::{FatTree, Graph, HostOrder, LeafSpine, Node, Tier, Topology};
 use crate::trim::Trim;
 
 /// The network part of a file.
@@ -22,10 +22,40 @@ pub(super) struct Network {
     pub(super) spray_paths: u32,
     pub(super) failures: Vec<Failure>,
     pub(super) notice_ns: u64,
+    /// GPUs of a server, in a rail fabric.
+    pub(super) gpus_per_server: Option<u32>,
+}
+
+/// What `[topology]`, or `edges` and `hosts`, say.
+struct Layout {
+    topology: Topology,
+    /// Hosts per edge switch, if the file gives them.
+    hosts_given: Option<u32>,
+    /// Host links were asked for (`topology.model_host_attachment`).
+    attachment: bool,
+    /// Edges with a rate or a delay of their own.
+    edges: Vec<OwnEdge>,
+    rails: Option<Rails>,
+}
+
+/// An edge that gives its own rate, bits/s, or delay, ns.
+struct OwnEdge {
+    ends: (Node, Node),
+    bits_per_s: Option<u64>,
+    delay_ns: Option<u64>,
+}
+
+/// Links of a rail fabric.
+struct Rails {
+    gpus_per_server: u32,
+    nic_bits_per_s: u64,
+    uplink_bits_per_s: u64,
+    delay_ns: u64,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 enum Category {
+    SpectrumX,
     FatTree,
     LeafSpine,
     Torus,
@@ -37,6 +67,7 @@ const CATEGORIES: &[(&str, Category)] = &[
     ("LeafSpine", Category::LeafSpine),
     ("Torus", Category::Torus),
     ("Dragonfly", Category::Dragonfly),
+    ("SpectrumX", Category::SpectrumX),
 ];
 
 /// Words of `routing`; Days' and ours.
@@ -45,70 +76,189 @@ pub(super) const ROUTINGS: &[(&str, Routing)] = &[
     ("ECMP", Routing::Ecmp),
     ("FatTreeEcmp", Routing::Ecmp),
     ("Spray", Routing::Spray),
+    ("SimAiEcmp", Routing::Ecmp),
 ];
 
-pub(super) fn read(root: &Table<'_>) -> Network {
-    let topology = read_topology(root);
+pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> Network {
+    let mut layout = read_topology(root, dialect);
     // Days' newer engine always models the links of hosts; its older one does not. Keys that only
     // the newer one knows tell them apart.
-    let newer =
-        root.has("link") || root.has("routing") || matches!(topology.1, Some(hosts) if hosts > 1);
-    let (rate, queue) = root.table("switch", read_switch);
-    let links = root.table("link", |t| read_links(t, rate, newer || topology.2));
+    let newer = root.has("link")
+        || root.has("routing")
+        || layout.rails.is_some()
+        || matches!(layout.hosts_given, Some(hosts) if hosts > 1);
+    let asked: Option<bool> = root.get("model_host_attachment").optional();
+    let host_links = asked.unwrap_or(newer || layout.attachment);
+    let rails_rate = layout.rails.as_ref().map(|rails| rails.uplink_bits_per_s);
+    let (rate, mut queue) = root.table("switch", |t| read_switch(t, dialect, rails_rate, notes));
+    let links = root.table("link", |t| {
+        let mut links = read_links(t, rate, host_links, &layout);
+        if let Some(rails) = &layout.rails {
+            let link = |bits_per_s| Link {
+                bits_per_s,
+                delay_ns: rails.delay_ns,
+            };
+            links = Links {
+                host: Some(link(rails.nic_bits_per_s)),
+                edge: link(rails.uplink_bits_per_s),
+                core: link(rails.uplink_bits_per_s),
+            };
+        }
+        if asked == Some(false) && links.host.is_some() && !t.has("host") {
+            links.host = None;
+        }
+        read_link_pfc(t, &mut queue, notes);
+        links
+    });
+    layout.topology = with_own_links(root, layout.topology, &layout.edges, links.edge);
     let (routing, spray_paths, notice_ns) = root.table("routing", |t| {
+        if t.any("policy", |v| *v == Value::String("SimAiEcmp")) {
+            notes.push(
+                "`routing.policy` SimAiEcmp: spines are chosen by our own hash, not by SimAI's"
+                    .into(),
+            );
+        }
         (
             t.choice("policy", ROUTINGS).or(Routing::ShortestPath),
             t.get("spray_paths").within(1..=4096u32).or(64),
             seconds(t, "convergence").unwrap_or(0),
         )
     });
-    let failures = root.array("failure", |_, t| read_failure(t, &topology.0));
+    let failures = root.array("failure", |_, t| read_failure(t, &layout.topology));
     Network {
-        topology: topology.0,
+        topology: layout.topology,
         links,
         queue,
         routing,
         spray_paths,
         failures: failures.into_iter().flatten().collect(),
         notice_ns,
+        gpus_per_server: layout.rails.map(|rails| rails.gpus_per_server),
     }
 }
 
-/// The topology; hosts per edge switch if that was given; and whether host links were asked for.
-fn read_topology(root: &Table<'_>) -> (Topology, Option<u32>, bool) {
-    let stand_in = || Topology::FatTree(FatTree::new(4, 1).expect("4 is even"));
-    if root.has("edges") {
-        if root.has("topology") {
-            root.mistake(
-                "topology",
-                "`topology` and `edges` both say what the network is",
-                "remove one of them",
-            );
-        }
-        let edges: Vec<Vec<u32>> = root.get("edges").or(Vec::new());
-        let mut pairs = Vec::new();
-        for edge in &edges {
-            if let [a, b] = edge[..] {
-                pairs.push((a, b, Tier::Edge));
-            } else {
-                root.mistake(
-                    "edges",
-                    format!("`edges` has an entry of {} numbers", edge.len()),
-                    "write each edge as [node, node]",
-                );
-            }
-        }
-        let hosts: Vec<u32> = root
-            .get("hosts")
-            .required("list the nodes that are hosts: hosts = [0, 1]", vec![0]);
-        return match Graph::new(&pairs, hosts) {
-            Ok(graph) => (Topology::Graph(graph), None, false),
-            Err(error) => {
-                note(root, "edges", &error);
-                (stand_in(), None, false)
-            }
-        };
+/// Gives edges their own rates and delays; what an edge does not say is that of all.
+fn with_own_links(
+    root: &Table<'_>,
+    topology: Topology,
+    edges: &[OwnEdge],
+    common: Link,
+) -> Topology {
+    let Topology::Graph(graph) = topology else {
+        return topology;
+    };
+    if edges.is_empty() {
+        return Topology::Graph(graph);
     }
+    let own: Vec<(Node, Node, Link)> = edges
+        .iter()
+        .map(|edge| {
+            let link = Link {
+                bits_per_s: edge.bits_per_s.unwrap_or(common.bits_per_s),
+                delay_ns: edge.delay_ns.unwrap_or(common.delay_ns),
+            };
+            (edge.ends.0, edge.ends.1, link)
+        })
+        .collect();
+    match graph.clone().with_links(&own) {
+        Ok(graph) => Topology::Graph(graph),
+        Err(error) => {
+            note(root, "edges", &error);
+            Topology::Graph(graph)
+        }
+    }
+}
+
+fn stand_in() -> Topology {
+    Topology::FatTree(FatTree::new(4, 1).expect("4 is even"))
+}
+
+/// `edges` and `hosts` or `host_nodes`.
+fn read_graph(root: &Table<'_>) -> Layout {
+    let mut layout = Layout {
+        topology: stand_in(),
+        hosts_given: None,
+        attachment: false,
+        edges: Vec::new(),
+        rails: None,
+    };
+    if root.has("topology") {
+        root.mistake(
+            "topology",
+            "`topology` and `edges` both say what the network is",
+            "remove one of them",
+        );
+    }
+    let edges: Vec<Vec<f64>> = root.get("edges").or(Vec::new());
+    let mut pairs = Vec::with_capacity(edges.len());
+    for edge in &edges {
+        let node = |n: f64| (n.fract() == 0.0 && (0.0..4e9).contains(&n)).then_some(n as u32);
+        let ends = match edge[..] {
+            [a, b] | [a, b, _] | [a, b, _, _] => node(a).zip(node(b)),
+            _ => None,
+        };
+        let Some((a, b)) = ends else {
+            root.mistake(
+                "edges",
+                format!("`edges` has the entry {edge:?}, which names no two nodes"),
+                "write each edge as [node, node], [node, node, bit/s] or [node, node, bit/s, ns]",
+            );
+            continue;
+        };
+        pairs.push((a, b, Tier::Edge));
+        let (rate, delay) = (edge.get(2), edge.get(3));
+        let bad =
+            rate.is_some_and(|r| !RATES.contains(r)) || delay.is_some_and(|d| !DELAYS.contains(d));
+        if bad {
+            root.mistake(
+                "edges",
+                format!("`edges` has the entry {edge:?}, whose rate or delay is out of range"),
+                "give a rate from 1 to 1e15 bit/s and a delay from 0 to 2e9 ns",
+            );
+        } else if rate.is_some() {
+            layout.edges.push(OwnEdge {
+                ends: (a, b),
+                bits_per_s: rate.map(|r| r.round() as u64),
+                delay_ns: delay.map(|d| d.round() as u64),
+            });
+        }
+    }
+    // Hosts go by the node that they hang on, so a node has one; with `host_nodes` they go by their
+    // own numbers.
+    let numbered = root.has("host_nodes");
+    let hosts: Vec<u32> = if numbered {
+        root.refuse(
+            "hosts",
+            "says where hosts are, and so does `host_nodes`",
+            "keep `hosts` for one host a node, named by its node, or `host_nodes`",
+        );
+        root.get("host_nodes").or(vec![0])
+    } else {
+        root.get("hosts").required(
+            "list the nodes that are hosts: hosts = [0, 1]; or the node of each host: host_nodes = \
+             [0, 0, 1]",
+            vec![0],
+        )
+    };
+    match Graph::new(&pairs, hosts) {
+        Ok(graph) if numbered => layout.topology = Topology::Graph(graph.with_numbered_hosts()),
+        Ok(graph) => layout.topology = Topology::Graph(graph),
+        Err(error) => {
+            layout.edges.clear();
+            note(root, "edges", &error);
+        }
+    }
+    layout
+}
+
+fn read_topology(root: &Table<'_>, dialect: Dialect) -> Layout {
+    if root.has("edges") {
+        return read_graph(root);
+    }
+    let order = match dialect {
+        Dialect::Days => HostOrder::ByOrdinal,
+        Dialect::Slipstream => HostOrder::BySwitch,
+    };
     root.table("topology", |t| {
         let category = t.choice("category", CATEGORIES).required(
             "give the network: [topology] category = \"FatTree\", or edges and hosts",
@@ -116,6 +266,7 @@ fn read_topology(root: &Table<'_>) -> (Topology, Option<u32>, bool) {
         );
         let attachment: bool = t.get("model_host_attachment").or(false);
         let mut hosts_given = None;
+        let mut rails = None;
         let (key, made) = match category {
             Category::FatTree => t.table("fat_tree", |t| {
                 let k: u32 = t
@@ -134,7 +285,8 @@ fn read_topology(root: &Table<'_>) -> (Topology, Option<u32>, bool) {
                 hosts_given = hosts;
                 (
                     "fat_tree",
-                    FatTree::new(k, hosts.unwrap_or(1)).map(Topology::FatTree),
+                    FatTree::new(k, hosts.unwrap_or(1))
+                        .map(|tree| Topology::FatTree(tree.numbered(order))),
                 )
             }),
             Category::LeafSpine => t.table("leaf_spine", |t| {
@@ -153,20 +305,87 @@ fn read_topology(root: &Table<'_>) -> (Topology, Option<u32>, bool) {
                 ("torus", Graph::torus(dim, n).map(Topology::Graph))
             }),
             Category::Dragonfly => t.table("dragonfly", |t| {
-                let p = t.get("p").or(1);
-                let a = t.get("a").required("give the routers of a group", 2);
-                let h = t.get("h").or(1);
-                ("dragonfly", Graph::dragonfly(p, a, h).map(Topology::Graph))
+                let (p, a, h) = read_dragonfly(t);
+                let made = Graph::dragonfly(p, a, h, order).map(Topology::Graph);
+                ("dragonfly", made)
+            }),
+            Category::SpectrumX => t.table("spectrum_x", |t| {
+                let (made, read) = read_rails(t);
+                rails = Some(read);
+                ("spectrum_x", made.map(Topology::Graph))
             }),
         };
-        match made {
-            Ok(topology) => (topology, hosts_given, attachment),
-            Err(error) => {
-                note(t, key, &error);
-                (stand_in(), None, attachment)
-            }
+        let topology = made.unwrap_or_else(|error| {
+            note(t, key, &error);
+            stand_in()
+        });
+        Layout {
+            topology,
+            hosts_given,
+            attachment,
+            edges: Vec::new(),
+            rails,
         }
     })
+}
+
+/// Hosts and global links of a router, routers of a group: (p, a, h), by our keys or those of Days.
+fn read_dragonfly(t: &Table<'_>) -> (u32, u32, u32) {
+    let days = [
+        "hosts_per_router",
+        "routers_per_group",
+        "global_ports_per_router",
+    ];
+    if days.iter().any(|key| t.has(key)) {
+        for key in ["p", "a", "h"] {
+            t.refuse(
+                key,
+                "and the keys of Days both say how large the dragonfly is",
+                "keep one of the two",
+            );
+        }
+        return (
+            t.get(days[0]).or(1),
+            t.get(days[1]).required("give the routers of a group", 2),
+            t.get(days[2])
+                .required("give the global links of a router", 1),
+        );
+    }
+    (
+        t.get("p").or(1),
+        t.get("a").required("give the routers of a group", 2),
+        t.get("h").or(1),
+    )
+}
+
+/// `[topology.spectrum_x]`: a rail-optimized fabric, its rates and delays.
+fn read_rails(t: &Table<'_>) -> (Result<Graph, Error>, Rails) {
+    let number = |key: &str| t.get::<u32>(key).required("give it: Days asks for it", 1);
+    let (gpus, per_server) = (number("gpus"), number("gpus_per_server"));
+    let (nics, spines) = (number("nics_per_asw"), number("psws"));
+    let rate = |key: &str| {
+        read_rate(t, key).unwrap_or_else(|| {
+            if !t.has(key) {
+                t.mistake(
+                    key,
+                    format!("`{key}` is missing"),
+                    "give the rate of these links in bit/s",
+                );
+            }
+            1_000_000_000
+        })
+    };
+    let rails = Rails {
+        gpus_per_server: per_server,
+        nic_bits_per_s: rate("nic_rate_bps"),
+        uplink_bits_per_s: rate("uplink_rate_bps"),
+        delay_ns: t.get("link_delay_ns").within(0..=2_000_000_000u64).or(0),
+    };
+    // NVLink and the type of a GPU serve collectives within a server, which are refused.
+    let _: Option<f64> = t.get("nvlink_rate_bps").optional();
+    let _: Option<u64> = t.get("nvlink_delay_ns").optional();
+    let _: Option<String> = t.get("gpu_type").optional();
+    (Graph::rails(gpus, per_server, nics, spines), rails)
 }
 
 /// `[[failure]]`: what, when, and when it is repaired.
@@ -205,24 +424,41 @@ fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
     Some(failure)
 }
 
-/// A rate in bit/s: at least 1 Mb/s, and a whole number after rounding.
+/// Rates that can be simulated, bit/s, and delays, ns.
+const RATES: std::ops::RangeInclusive<f64> = 1.0..=1e15;
+const DELAYS: std::ops::RangeInclusive<f64> = 0.0..=2e9;
+
+/// A rate in bit/s, rounded to a whole number.
 fn read_rate(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)
-        .check(
-            |&r| (1e6..=1e15).contains(&r),
-            "a rate in bit/s from 1e6 to 1e15",
-        )
+        .check(|r| RATES.contains(r), "a rate in bit/s from 1 to 1e15")
         .optional()
         .map(|r| r.round() as u64)
 }
 
-fn read_links(t: &Table<'_>, rate: u64, host_links: bool) -> Links {
-    let delay = |t: &Table<'_>| {
-        t.get::<f64>("propagation_ns")
-            .within(0.0..=2e9)
+fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Links {
+    let delay_of = |t: &Table<'_>, key: &str| {
+        t.get::<f64>(key)
+            .within(DELAYS)
             .optional()
             .map(|d| d.round() as u64)
     };
+    let delay = |t: &Table<'_>| delay_of(t, "propagation_ns");
+    if layout.rails.is_some() {
+        for key in [
+            "propagation_ns",
+            "propagation_tiers",
+            "host",
+            "edge",
+            "core",
+        ] {
+            t.refuse(
+                key,
+                "has no place beside a SpectrumX topology, which gives its own rates and delays",
+                "use `topology.spectrum_x.link_delay_ns` and its rates",
+            );
+        }
+    }
     let common = Link {
         bits_per_s: rate,
         delay_ns: delay(t).unwrap_or(0),
@@ -235,11 +471,144 @@ fn read_links(t: &Table<'_>, rate: u64, host_links: bool) -> Links {
         })
     };
     let host = tier("host");
+    let (mut host, mut edge, mut core) = (host, tier("edge"), tier("core"));
+    if t.has("propagation_tiers") {
+        if !matches!(layout.topology, Topology::FatTree(_)) {
+            t.mistake(
+                "propagation_tiers",
+                "`link.propagation_tiers` names the tiers of a fat-tree, and this is none",
+                "give `link.propagation_ns`",
+            );
+        }
+        if t.has("propagation_ns") {
+            t.mistake(
+                "propagation_ns",
+                "`link.propagation_ns` and `link.propagation_tiers` both give delays",
+                "remove one of them",
+            );
+        }
+        t.table("propagation_tiers", |t| {
+            for (key, link) in [
+                ("host_to_edge_ns", &mut host),
+                ("edge_to_aggregation_ns", &mut edge),
+                ("aggregation_to_core_ns", &mut core),
+            ] {
+                link.delay_ns = delay_of(t, key).unwrap_or(link.delay_ns);
+            }
+        });
+    }
     Links {
         host: (modeled || t.has("host")).then_some(host),
-        edge: tier("edge"),
-        core: tier("core"),
+        edge,
+        core,
     }
+}
+
+/// Eight numbers, one for each priority of 802.1Q.
+struct Eight([u64; PFC_CLASSES]);
+
+impl Scalar for Eight {
+    const MUST: &'static str = "eight numbers, one for each priority from 0 to 7";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        Vec::<u64>::read(value)?.try_into().ok().map(Eight)
+    }
+    fn to_toml(&self) -> String {
+        self.0.to_vec().to_toml()
+    }
+}
+
+/// `link.mode` and `[link.pfc]` of Days.
+fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
+    let on = t
+        .choice("mode", &[("None", false), ("Pfc", true)])
+        .or(false);
+    if !on {
+        t.refuse(
+            "pfc",
+            "has no effect without mode = \"Pfc\"",
+            "add mode = \"Pfc\" to [link], or remove [link.pfc]",
+        );
+        return;
+    }
+    if queue.pfc.is_some() {
+        t.mistake(
+            "mode",
+            "`link.mode` and `switch.pfc` both say how links are paused",
+            "remove one of them",
+        );
+    }
+    if queue.trim.is_some() {
+        t.mistake(
+            "mode",
+            "`link.mode` is Pfc, but ports that trim have two queues of their own",
+            "choose another `switch.drop`",
+        );
+    }
+    queue.pfc = t.table("pfc", |t| {
+        let eight = |key: &str, usual: u64| t.get::<Eight>(key).or(Eight([usual; PFC_CLASSES])).0;
+        // The defaults of Days.
+        let (xoff, xon) = (eight("xoff", 65_536), eight("xon", 49_152));
+        let (capacity, quanta) = (eight("buffer_capacity", 0), eight("pause_quanta", 65_535));
+        let host_links: bool = t.get("host_links").or(false);
+        for key in ["by_tier", "headroom_by_rate"] {
+            t.refuse(
+                key,
+                "is not read: thresholds by tier or rate are not modeled",
+                "give `xoff`, `xon` and `buffer_capacity` for all switches",
+            );
+        }
+        for key in ["pause_quanta", "refresh_interval", "drain_interval"] {
+            if t.has(key) {
+                let _: Option<f64> = (key != "pause_quanta")
+                    .then(|| t.get(key).optional())
+                    .flatten();
+                notes.push(format!(
+                    "`link.pfc.{key}` has no effect: a pause lasts until it is taken back, as in Days' \
+                     newer engine"
+                ));
+            }
+        }
+        let mut classes = 0u8;
+        let mut thresholds = [Thresholds {
+            xoff_bytes: u64::MAX,
+            xon_bytes: 0,
+            capacity_bytes: u64::MAX,
+        }; PFC_CLASSES];
+        for p in 0..PFC_CLASSES {
+            // 0 switches a priority off.
+            if xoff[p] == 0 || quanta[p] == 0 {
+                continue;
+            }
+            let limit = if capacity[p] == 0 { u64::MAX } else { capacity[p] };
+            if xon[p] >= xoff[p] || xoff[p] > limit {
+                t.mistake(
+                    "xoff",
+                    format!(
+                        "priority {p} has xon {}, xoff {} and buffer_capacity {}",
+                        xon[p], xoff[p], capacity[p]
+                    ),
+                    "they must rise: xon < xoff <= buffer_capacity (0: no limit)",
+                );
+            }
+            classes |= 1 << p;
+            thresholds[p] = Thresholds {
+                xoff_bytes: xoff[p],
+                xon_bytes: xon[p],
+                capacity_bytes: limit,
+            };
+        }
+        (classes != 0).then_some(Pfc {
+            xoff_bytes: Some(u64::MAX),
+            alpha: 1.0,
+            xon_gap_bytes: 0,
+            headroom_bytes: Some(0),
+            classes,
+            quanta: None,
+            refresh: 0,
+            by_priority: Some(thresholds),
+            host_links,
+        })
+    });
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -264,8 +633,28 @@ const DROPS: &[(&str, Drop)] = &[
     ("Trim", Drop::Trim),
 ];
 
-fn read_switch(t: &Table<'_>) -> (u64, Queue) {
-    let rate = read_rate(t, "port_rate").unwrap_or_else(|| {
+fn read_switch(
+    t: &Table<'_>,
+    dialect: Dialect,
+    rails_rate: Option<u64>,
+    notes: &mut Vec<String>,
+) -> (u64, Queue) {
+    if t.has("run_batch_size") {
+        let _: Option<f64> = t.get("run_batch_size").optional();
+        notes.push(
+            "`switch.run_batch_size` does not change results: it steers the execution of Days"
+                .into(),
+        );
+    }
+    if rails_rate.is_some() {
+        t.refuse(
+            "port_rate",
+            "has no place beside a SpectrumX topology",
+            "use its nic_rate_bps and uplink_rate_bps",
+        );
+    }
+    let given = rails_rate.or_else(|| read_rate(t, "port_rate"));
+    let rate = given.unwrap_or_else(|| {
         if !t.has("port_rate") {
             t.mistake(
                 "port_rate",
@@ -276,19 +665,15 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
         1_000_000_000
     });
     let capacity = t.get("capacity").within(0..=1_000_000u32).or(0);
-    let discipline = read_discipline(t);
+    let discipline = read_discipline(t, dialect, notes);
     let drop = t.choice("drop", DROPS).or(Drop::Tail);
+    let ramp = read_days_ramp(t, drop);
     let trim = (drop == Drop::Trim).then(|| t.table("trim", read_trim));
     let aqm = match drop {
         Drop::Tail | Drop::Trim => Aqm::TailDrop,
-        Drop::Red => read_red(t, false),
-        Drop::RedEcn => read_red(t, true),
-        Drop::Threshold => Aqm::EcnThreshold {
-            packets: t.get("ecn_threshold").required(
-                "give the packets above which arrivals are marked, such as ecn_threshold = 65",
-                65,
-            ),
-        },
+        Drop::Red => read_red(t, false, dialect),
+        Drop::RedEcn => read_red(t, true, dialect),
+        Drop::Threshold => read_ecn_threshold(t, dialect, capacity),
         Drop::Ramp => t.table("ecn_ramp", |t| Aqm::EcnRamp {
             min_bytes: t.get("kmin").required("give Kmin in bytes", 5_000),
             max_bytes: t.get("kmax").required("give Kmax in bytes", 200_000),
@@ -304,6 +689,11 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
     }
     let loss = t.get("loss").within(0.0..=1.0).or(0.0);
     let capacity_bytes = t.get("capacity_bytes").within(0..=1u64 << 40).or(0);
+    let (aqm, capacity, capacity_bytes) = match ramp {
+        // A queue with a ramp is limited by its bytes alone.
+        Some((ramp, bytes)) => (ramp, 0, bytes),
+        None => (aqm, capacity, capacity_bytes),
+    };
     let shared = t.has("shared").then(|| t.table("shared", read_shared));
     let pfc = t
         .has("pfc")
@@ -327,8 +717,110 @@ fn read_switch(t: &Table<'_>) -> (u64, Queue) {
             shared,
             pfc,
             trim,
+            priorities: OWN_PRIORITIES,
         },
     )
+}
+
+/// `ecn_threshold`: a share of the capacity (Days), or packets (ours).
+fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
+    let value: Option<f64> = t
+        .get("ecn_threshold")
+        .check(
+            |&v: &f64| v > 0.0 && (v <= 1.0 || v.fract() == 0.0 && v <= 1e6),
+            "a share of the capacity, above 0 and at most 1, or a whole number of packets",
+        )
+        .optional();
+    // 1 is all of the capacity in Days, and a packet here.
+    let share = match (dialect, value) {
+        (Dialect::Days, None) => Some(0.8),
+        (Dialect::Days, Some(v)) if v <= 1.0 => Some(v),
+        (Dialect::Slipstream, Some(v)) if v < 1.0 => Some(v),
+        _ => None,
+    };
+    if let Some(share) = share {
+        if capacity == 0 {
+            t.mistake(
+                "ecn_threshold",
+                "`switch.ecn_threshold` is a share of the capacity, but that is 0",
+                "give `switch.capacity` in packets",
+            );
+        }
+        return Aqm::EcnLimit {
+            packets: (share * f64::from(capacity)).floor() as u32,
+        };
+    }
+    if value.is_none() && !t.has("ecn_threshold") {
+        t.mistake(
+            "ecn_threshold",
+            "`switch.ecn_threshold` is missing",
+            "give the packets above which arrivals are marked, such as ecn_threshold = 65",
+        );
+    }
+    Aqm::EcnThreshold {
+        packets: value.unwrap_or(65.0) as u32,
+    }
+}
+
+/// `ecn = { kmin_bytes, kmax_bytes, pmax }` and `ecn_capacity_bytes` of Days: a ramp, and the bytes
+/// that its queues hold.
+fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
+    t.refuse(
+        "ecn_by_rate",
+        "is not read: one rule of marking holds for all ports",
+        "give `ecn` with the row of the links that matter",
+    );
+    let bytes: Option<u64> = t
+        .get("ecn_capacity_bytes")
+        .within(1..=1u64 << 40)
+        .optional();
+    if !t.has("ecn") {
+        if bytes.is_some() && !t.has("ecn_by_rate") {
+            t.mistake(
+                "ecn_capacity_bytes",
+                "`switch.ecn_capacity_bytes` limits queues with a ramp, and there is none",
+                "add ecn = { kmin_bytes, kmax_bytes, pmax }, or use `capacity_bytes`",
+            );
+        }
+        return None;
+    }
+    if drop != Drop::Tail {
+        t.mistake(
+            "ecn",
+            "`switch.ecn` marks, and so does `switch.drop`",
+            "write drop = \"TailDrop\", or remove `ecn`",
+        );
+    }
+    if bytes.is_none() && !t.has("ecn_capacity_bytes") {
+        t.mistake(
+            "ecn",
+            "`switch.ecn` has no `ecn_capacity_bytes` beside it",
+            "give the bytes at which such a queue drops",
+        );
+    }
+    let bytes = bytes.unwrap_or(1 << 20);
+    let aqm = t.table("ecn", |t| {
+        let min = t.get("kmin_bytes").required("give Kmin in bytes", 1u64);
+        let max = t.get("kmax_bytes").required("give Kmax in bytes", 2u64);
+        let probability = t
+            .get("pmax")
+            .check(|&p: &f64| p > 0.0 && p <= 1.0, "above 0 and at most 1")
+            .required("give the probability at Kmax", 1.0);
+        if min == 0 || min > max || max > bytes {
+            t.mistake(
+                "kmin_bytes",
+                format!("kmin_bytes is {min}, kmax_bytes {max} and ecn_capacity_bytes {bytes}"),
+                "they must rise, from at least 1",
+            );
+        }
+        // Days marks all at Kmax and above, our ramp above its end: a byte less is the same.
+        Aqm::EcnRamp {
+            min_bytes: min.max(1) - 1,
+            max_bytes: max.max(1) - 1,
+            probability,
+        }
+    });
+    Some((aqm, bytes))
 }
 
 fn read_trim(t: &Table<'_>) -> Trim {
@@ -405,11 +897,39 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
             .iter()
             .filter(|&&c| (c as usize) < PFC_CLASSES)
             .fold(0, |mask, c| mask | 1 << c),
+        by_priority: None,
+        host_links: true,
     }
 }
 
-/// `discipline`, with `weights`, or `priorities` and `vticks` as pairs (class, value).
-fn read_discipline(t: &Table<'_>) -> Discipline {
+/// Numbers by class: a list of them, or pairs [class, number].
+struct ByClass(Vec<f64>);
+
+impl Scalar for ByClass {
+    const MUST: &'static str =
+        "a number for each class, or pairs [class, number] with each class once";
+    fn read(value: &Value<'_>) -> Option<Self> {
+        if let Some(list) = Vec::<f64>::read(value) {
+            return Some(ByClass(list));
+        }
+        let pairs = Vec::<Vec<f64>>::read(value)?;
+        let mut values = vec![None; pairs.len()];
+        for pair in &pairs {
+            let [class, number] = pair[..] else {
+                return None;
+            };
+            // A class that is no place of the list, or is there twice, leaves another empty.
+            *values.get_mut(class as usize)? = Some(number);
+        }
+        values.into_iter().collect::<Option<_>>().map(ByClass)
+    }
+    fn to_toml(&self) -> String {
+        self.0.to_toml()
+    }
+}
+
+/// `discipline`, with `weights`, `priorities` or `vticks`.
+fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> Discipline {
     const WORDS: &[(&str, u8)] = &[
         ("FIFO", 0),
         ("SP", 1),
@@ -417,33 +937,47 @@ fn read_discipline(t: &Table<'_>) -> Discipline {
         ("WRR", 3),
         ("WFQ", 4),
         ("VC", 5),
+        ("VirtualClock", 5),
     ];
-    let pairs = |key: &str| -> Vec<u64> {
-        let pairs: Vec<Vec<u64>> = t.get(key).required("list pairs [class, value]", Vec::new());
-        let mut values = vec![0; pairs.len()];
-        for pair in &pairs {
-            match pair[..] {
-                [class, value] if (class as usize) < values.len() => {
-                    values[class as usize] = value;
-                }
-                _ => t.mistake(
+    let kind = t.choice("discipline", WORDS).or(0);
+    let used = match kind {
+        1 => "priorities",
+        2..=4 => "weights",
+        5 => "vticks",
+        _ => "",
+    };
+    // Days' files carry keys of other disciplines.
+    for key in ["weights", "priorities", "vticks"] {
+        if key != used && t.has(key) {
+            let _: Option<ByClass> = t.get(key).optional();
+            notes.push(format!("`switch.{key}` has no effect with this discipline"));
+        }
+    }
+    let by_class = |key: &str, usual: Vec<f64>, fits: &dyn Fn(f64) -> bool, must: &str| {
+        let values = t
+            .get::<ByClass>(key)
+            .check(
+                |list| !list.0.is_empty() && list.0.len() <= 256 && list.0.iter().all(|&v| fits(v)),
+                must,
+            )
+            .optional();
+        match values {
+            Some(values) => values.0,
+            // Days has defaults for these, we ask.
+            None if t.has(key) || dialect == Dialect::Days => usual,
+            None => {
+                t.mistake(
                     key,
-                    format!(
-                        "`{key}` must list each class from 0 to {} once",
-                        values.len() - 1
-                    ),
-                    "write pairs [class, value]",
-                ),
+                    format!("`switch.{key}` is missing"),
+                    format!("give each class its number, such as {key} = [1, 2]"),
+                );
+                usual
             }
         }
-        if values.is_empty() {
-            values.push(0);
-        }
-        values
     };
+    let whole = |v: f64| v.fract() == 0.0 && (0.0..=4_294_967_295.0).contains(&v);
     let weights = || -> Vec<u32> {
-        let weights: Vec<u32> = t
-            .get::<Vec<u32>>("weights")
+        t.get::<Vec<u32>>("weights")
             .check(
                 |w| {
                     !w.is_empty()
@@ -455,25 +989,33 @@ fn read_discipline(t: &Table<'_>) -> Discipline {
             .required(
                 "list a weight for each class, such as weights = [1, 2]",
                 vec![1],
-            );
-        weights
+            )
     };
-    match t.choice("discipline", WORDS).or(0) {
-        1 => Discipline::StrictPriority(pairs("priorities").iter().map(|&p| p as u32).collect()),
+    match kind {
+        1 => {
+            let must = "1 to 256 whole numbers, the larger first";
+            let list = by_class("priorities", vec![1.0], &whole, must);
+            Discipline::StrictPriority(list.iter().map(|&p| p as u32).collect())
+        }
         2 => Discipline::Drr(weights()),
         3 => Discipline::Wrr(weights()),
         4 => Discipline::Wfq(weights()),
-        5 => Discipline::VirtualClock(pairs("vticks")),
-        _ => {
-            // Days' FIFO files may carry the others' keys.
-            let _: Option<Vec<u32>> = t.get("weights").optional();
-            Discipline::Fifo
+        5 if dialect == Dialect::Days => {
+            let must = "1 to 256 numbers of s a bit, above 0";
+            let fits = |v: f64| v > 0.0 && v <= 1e6;
+            Discipline::VirtualClockBits(by_class("vticks", vec![1.0], &fits, must))
         }
+        5 => {
+            let must = "1 to 256 whole numbers of ns a packet";
+            let list = by_class("vticks", vec![1.0], &whole, must);
+            Discipline::VirtualClock(list.iter().map(|&v| v as u64).collect())
+        }
+        _ => Discipline::Fifo,
     }
 }
 
 /// Days' constants: 70 % and 90 % of the capacity, probability 0.8, weight 2^-9.
-fn read_red(t: &Table<'_>, ecn: bool) -> Aqm {
+fn read_red(t: &Table<'_>, ecn: bool, dialect: Dialect) -> Aqm {
     t.table("red", |t| {
         let min = t.get("min").within(0.0..=1.0).or(0.7);
         let max = t.get("max").within(0.0..=1.0).or(0.9);
@@ -490,6 +1032,7 @@ fn read_red(t: &Table<'_>, ecn: bool) -> Aqm {
             probability: t.get("probability").within(0.0..=1.0).or(0.8),
             weight: t.get("weight").within(1e-9..=1.0).or(1.0 / 512.0),
             ecn,
+            ecn_above: dialect == Dialect::Days,
         }
     })
 }
@@ -504,15 +1047,19 @@ pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
 
 /// `Error` for a host that a file names and that is none.
 pub(super) fn host_of(topology: &Topology, number: u32) -> Result<u32, Error> {
-    match topology {
-        // In a graph, hosts are named by the node that they hang on.
-        Topology::Graph(_) => (0..topology.host_count())
-            .find(|&h| topology.attachment(h) == number)
-            .ok_or_else(|| Error::Topology(format!("node {number} is not in `hosts`"))),
-        _ if number < topology.host_count() => Ok(number),
-        _ => Err(Error::Topology(format!(
+    topology
+        .host_named(number)
+        .ok_or_else(|| no_host(topology, number))
+}
+
+/// That no host goes by `number`.
+pub(super) fn no_host(topology: &Topology, number: u32) -> Error {
+    Error::Topology(if topology.names_hosts_by_node() {
+        format!("node {number} is not in `hosts`")
+    } else {
+        format!(
             "host {number} does not exist; hosts are 0 to {}",
             topology.host_count() - 1
-        ))),
-    }
+        )
+    })
 }

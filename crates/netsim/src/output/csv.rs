@@ -1,6 +1,8 @@
-//! Days' three tables, with its columns.
+//! Days' three tables, with its columns. Each is written row by row.
+//!
+//! All fail if the sink does.
 
-use std::fmt::Write as _;
+use std::io::{self, Write};
 
 use crate::config::Config;
 use crate::result::RunResult;
@@ -10,11 +12,14 @@ fn seconds(ns: u64) -> f64 {
 }
 
 /// One row a flow: what its sender did.
-pub fn sources_csv(result: &RunResult) -> String {
-    let mut out = "id,flow_id,start_time,end_time,sent_packets,packet_sizes,ack_bytes\n".to_owned();
+///
+/// # Errors
+/// If `out` fails.
+pub fn write_sources_csv(out: &mut dyn Write, result: &RunResult) -> io::Result<()> {
+    let head = "id,flow_id,start_time,end_time,sent_packets,packet_sizes,ack_bytes";
+    writeln!(out, "{head}")?;
     for (i, f) in result.flows.iter().enumerate() {
-        // Writing to a String cannot fail.
-        let _ = writeln!(
+        writeln!(
             out,
             "{i},{},{},{},{},{},{}",
             f.id,
@@ -23,21 +28,24 @@ pub fn sources_csv(result: &RunResult) -> String {
             f.packets_sent,
             f.bytes_sent,
             f.bytes_acked
-        );
+        )?;
     }
-    out
+    Ok(())
 }
 
 /// One row a flow: what its receiver got. Delays in seconds; empty where packets were lost.
-pub fn sinks_csv(config: &Config, result: &RunResult) -> String {
-    let mut out = "id,flow_id,start_time,end_time,received_packets,received_sizes,\
-                   queueing_delay_mean,one_way_delay_mean\n"
-        .to_owned();
+///
+/// # Errors
+/// If `out` fails.
+pub fn write_sinks_csv(out: &mut dyn Write, config: &Config, result: &RunResult) -> io::Result<()> {
+    let head = "id,flow_id,start_time,end_time,received_packets,received_sizes,\
+                queueing_delay_mean,one_way_delay_mean";
+    writeln!(out, "{head}")?;
     for (i, f) in result.flows.iter().enumerate() {
         let delay = f.one_way_delay_ns_mean;
         let ideal = result.path_ns.get(i).copied().unwrap_or(0) as f64;
         let show = |ns: Option<f64>| ns.map_or(String::new(), |ns| format!("{}", ns / 1e9));
-        let _ = writeln!(
+        writeln!(
             out,
             "{i},{},{},{},{},{},{},{}",
             config.scenario.flows[i].id,
@@ -47,18 +55,25 @@ pub fn sinks_csv(config: &Config, result: &RunResult) -> String {
             f.bytes_received,
             show(delay.map(|d| (d - ideal).max(0.0))),
             show(delay)
-        );
+        )?;
     }
-    out
+    Ok(())
 }
 
 /// One row a port in use.
-pub fn switches_csv(config: &Config, result: &RunResult) -> String {
-    let mut out =
-        "from,to,packets,bytes,drops,marks,wait_max,waiting_bytes_max,pauses,paused\n".to_owned();
+///
+/// # Errors
+/// If `out` fails.
+pub fn write_switches_csv(
+    out: &mut dyn Write,
+    config: &Config,
+    result: &RunResult,
+) -> io::Result<()> {
+    let head = "from,to,packets,bytes,drops,marks,wait_max,waiting_bytes_max,pauses,paused";
+    writeln!(out, "{head}")?;
     for p in &result.ports {
         let (from, to) = config.scenario.topology.port_ends(p.port);
-        let _ = writeln!(
+        writeln!(
             out,
             "{from},{to},{},{},{},{},{},{},{},{}",
             p.packets,
@@ -69,23 +84,32 @@ pub fn switches_csv(config: &Config, result: &RunResult) -> String {
             p.waiting_bytes_max,
             p.pauses,
             seconds(p.paused_ns)
-        );
+        )?;
     }
-    out
+    Ok(())
 }
 
 /// One row a sample and port: what waited at that time, and the interval that ends there. Ports
-/// without traffic in an interval have no row.
-pub fn series_csv(config: &Config, result: &RunResult) -> Option<String> {
-    let series = result.series.as_ref()?;
-    let mut out = "time,from,to,backlog_bytes,utilization,drops,marks\n".to_owned();
+/// without traffic in an interval have no row. Without samples nothing is written.
+///
+/// # Errors
+/// If `out` fails.
+pub fn write_series_csv(
+    out: &mut dyn Write,
+    config: &Config,
+    result: &RunResult,
+) -> io::Result<()> {
+    let Some(series) = &result.series else {
+        return Ok(());
+    };
+    writeln!(out, "time,from,to,backlog_bytes,utilization,drops,marks")?;
     for (i, &time) in series.times_ns.iter().enumerate() {
         for (sample, &port) in series.at(i).iter().zip(&series.ports) {
             if *sample == crate::series::PortSample::default() {
                 continue;
             }
             let (from, to) = config.scenario.topology.port_ends(port);
-            let _ = writeln!(
+            writeln!(
                 out,
                 "{},{from},{to},{},{},{},{}",
                 seconds(time),
@@ -93,8 +117,8 @@ pub fn series_csv(config: &Config, result: &RunResult) -> Option<String> {
                 sample.utilization,
                 sample.drops,
                 sample.marks
-            );
+            )?;
         }
     }
-    Some(out)
+    Ok(())
 }

@@ -1,54 +1,98 @@
 //! The stable form for programs.
 
-use serde_json::{Value, json as object};
+use std::io::{self, Write};
+
+use serde_json::{Map, Value, json as object};
 
 use super::{Cost, collectives, goodput, size_classes, transport_name};
 use crate::config::Config;
-use crate::result::RunResult;
+use crate::result::{FlowResult, PortResult, RunResult};
+use crate::scenario::Flow;
 
-/// The run as JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`, `ports`, `cost`. Times end in
-/// `_ns`, absent ones are null.
-pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Value {
+/// Writes the run as one line of JSON: `totals`, `goodput`, `size_classes`, `collectives`, `flows`,
+/// `ports`, `cost`. Times end in `_ns`, absent ones are null. Flows and ports are written one at a
+/// time, so that memory does not grow with them; `totals` leaves them out.
+///
+/// # Errors
+/// If `out` fails.
+pub fn write_json(
+    out: &mut dyn Write,
+    name: &str,
+    config: &Config,
+    result: &RunResult,
+    cost: &Cost,
+    totals: bool,
+) -> io::Result<()> {
+    let mut members = head(name, config, result, cost);
+    if !totals {
+        members.insert("flows".into(), Value::Null);
+        members.insert("ports".into(), Value::Null);
+    }
+    let mut mark = b"{";
+    for (key, value) in &members {
+        out.write_all(mark)?;
+        mark = b",";
+        write!(out, "{}:", Value::from(key.as_str()))?;
+        match key.as_str() {
+            "flows" => {
+                let flows = result.flows.iter().zip(&config.scenario.flows);
+                let rows = flows
+                    .zip(&result.ideal_ns)
+                    .map(|((f, spec), &ideal_ns)| flow(f, spec, ideal_ns));
+                write_array(out, rows)?;
+            }
+            "ports" => write_array(out, result.ports.iter().map(|p| port(config, p)))?,
+            _ => serde_json::to_writer(&mut *out, value)?,
+        }
+    }
+    out.write_all(b"}\n")
+}
+
+fn write_array(out: &mut dyn Write, rows: impl Iterator<Item = Value>) -> io::Result<()> {
+    out.write_all(b"[")?;
+    for (i, row) in rows.enumerate() {
+        if i > 0 {
+            out.write_all(b",")?;
+        }
+        serde_json::to_writer(&mut *out, &row)?;
+    }
+    out.write_all(b"]")
+}
+
+fn flow(f: &FlowResult, spec: &Flow, ideal_ns: u64) -> Value {
+    object!({
+        "id": f.id, "src": f.src, "dst": f.dst,
+        "transport": transport_name(&spec.transport),
+        "start_ns": f.start_ns, "delivered_ns": f.delivered_ns, "acked_ns": f.acked_ns,
+        "ideal_ns": ideal_ns,
+        "bytes": f.bytes, "bytes_acked": f.bytes_acked,
+        "packets_sent": f.packets_sent, "bytes_sent": f.bytes_sent,
+        "retransmitted": f.retransmitted, "acks": f.acks,
+        "fast_retransmits": f.fast_retransmits, "timeouts": f.timeouts,
+        "nacks": f.nacks, "notifications": f.notifications,
+        "rate_bits_per_s": f.rate_bits_per_s,
+        "cwnd": f.cwnd, "ssthresh": f.ssthresh,
+        "bytes_in_order": f.bytes_in_order,
+        "packets_received": f.packets_received, "bytes_received": f.bytes_received,
+        "first_ns": f.first_ns, "last_ns": f.last_ns,
+        "one_way_delay_ns_mean": f.one_way_delay_ns_mean,
+    })
+}
+
+fn port(config: &Config, p: &PortResult) -> Value {
+    let (from, to) = config.scenario.topology.port_ends(p.port);
+    object!({
+        "from": from.to_string(), "to": to.to_string(),
+        "packets": p.packets, "bytes": p.bytes, "drops": p.drops, "marks": p.marks,
+        "wait_ns_max": p.wait_ns_max, "waiting_bytes_max": p.waiting_bytes_max,
+        "pauses": p.pauses, "paused_ns": p.paused_ns,
+    })
+}
+
+/// All members but flows and ports.
+fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<String, Value> {
     let t = &result.totals;
     let scenario = &config.scenario;
-    let flows: Vec<Value> = result
-        .flows
-        .iter()
-        .zip(&scenario.flows)
-        .zip(&result.ideal_ns)
-        .map(|((f, spec), ideal)| {
-            object!({
-                "id": f.id, "src": f.src, "dst": f.dst,
-                "transport": transport_name(&spec.transport),
-                "start_ns": f.start_ns, "delivered_ns": f.delivered_ns, "acked_ns": f.acked_ns,
-                "ideal_ns": ideal,
-                "bytes": f.bytes, "bytes_acked": f.bytes_acked,
-                "packets_sent": f.packets_sent, "bytes_sent": f.bytes_sent,
-                "retransmitted": f.retransmitted, "acks": f.acks,
-                "fast_retransmits": f.fast_retransmits, "timeouts": f.timeouts,
-                "nacks": f.nacks, "notifications": f.notifications,
-                "rate_bits_per_s": f.rate_bits_per_s,
-                "cwnd": f.cwnd, "ssthresh": f.ssthresh,
-                "bytes_in_order": f.bytes_in_order,
-                "packets_received": f.packets_received, "bytes_received": f.bytes_received,
-                "first_ns": f.first_ns, "last_ns": f.last_ns,
-                "one_way_delay_ns_mean": f.one_way_delay_ns_mean,
-            })
-        })
-        .collect();
-    let ports: Vec<Value> = result
-        .ports
-        .iter()
-        .map(|p| {
-            let (from, to) = scenario.topology.port_ends(p.port);
-            object!({
-                "from": from.to_string(), "to": to.to_string(),
-                "packets": p.packets, "bytes": p.bytes, "drops": p.drops, "marks": p.marks,
-                "wait_ns_max": p.wait_ns_max, "waiting_bytes_max": p.waiting_bytes_max,
-                "pauses": p.pauses, "paused_ns": p.paused_ns,
-            })
-        })
-        .collect();
     let classes: Vec<Value> = size_classes(config, result)
         .iter()
         .map(|c| {
@@ -116,8 +160,9 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             "hosts": tier(0), "switches": tier(1), "cores": tier(2),
         })
     });
-    object!({
+    let head = object!({
         "name": name,
+        "dialect": config.dialect.word(),
         "seed": scenario.seed,
         "digest": format!("{:016x}", result.digest),
         "totals": {
@@ -132,8 +177,6 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
         "goodput": goodput,
         "size_classes": classes,
         "collectives": collectives,
-        "flows": flows,
-        "ports": ports,
         "switches": switches,
         "deadlock": deadlock,
         "series": series,
@@ -144,5 +187,9 @@ pub fn json(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Val
             "rss_bytes_max": cost.rss_bytes_max, "threads": cost.threads,
             "shards": cost.shards, "windows": cost.windows,
         },
-    })
+    });
+    match head {
+        Value::Object(members) => members,
+        _ => unreachable!("an object was written above"),
+    }
 }

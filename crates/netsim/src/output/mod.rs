@@ -6,9 +6,9 @@ mod json;
 mod perfetto;
 mod text;
 
-pub use csv::{series_csv, sinks_csv, sources_csv, switches_csv};
+pub use csv::{write_series_csv, write_sinks_csv, write_sources_csv, write_switches_csv};
 pub use html::html;
-pub use json::json;
+pub use json::write_json;
 pub use perfetto::perfetto;
 pub use text::{deadlock_text, text};
 

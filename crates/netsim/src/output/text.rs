@@ -44,6 +44,10 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             counted(result.ports.len() as u64, "port")
         ),
     );
+    line(
+        "dialect",
+        format!("{}: {}", config.dialect.word(), config.dialect_because),
+    );
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     for flow in &scenario.flows {
         *kinds.entry(transport_name(&flow.transport)).or_default() += 1;

@@ -26,6 +26,10 @@ pub struct Dcqcn {
     pub cnp_interval_ns: u64,
     /// The rate never falls below, bits/s. Not in the paper: 10 Mb/s keeps a flow alive.
     pub rate_bits_per_s_min: f64,
+    /// The rate never rises above, bits/s; `None`: the link's.
+    pub rate_bits_per_s_max: Option<f64>,
+    /// Rate until the first notification, bits/s; `None`: the highest.
+    pub rate_bits_per_s_first: Option<f64>,
 }
 
 impl Default for Dcqcn {
@@ -40,6 +44,8 @@ impl Default for Dcqcn {
             hyper_bits_per_s: 400e6,
             cnp_interval_ns: 50_000,
             rate_bits_per_s_min: 10e6,
+            rate_bits_per_s_max: None,
+            rate_bits_per_s_first: None,
         }
     }
 }
@@ -64,11 +70,14 @@ pub(crate) struct ReactionPoint {
 impl ReactionPoint {
     /// A flow starts at line rate with α = 1 (section 3.1).
     pub(crate) fn new(p: Dcqcn, line_bits_per_s: f64) -> Self {
+        let line = p.rate_bits_per_s_max.unwrap_or(f64::INFINITY);
+        let line = line.min(line_bits_per_s);
+        let first = p.rate_bits_per_s_first.unwrap_or(line).min(line);
         ReactionPoint {
             p,
-            current: line_bits_per_s,
-            target: line_bits_per_s,
-            line: line_bits_per_s,
+            current: first,
+            target: first,
+            line,
             alpha: 1.0,
             by_timer: 0,
             by_bytes: 0,

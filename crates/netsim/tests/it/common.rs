@@ -2,6 +2,7 @@
 
 use slipstream_base::doc::Doc;
 use slipstream_netsim::config::{self, Config};
+use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};
 
 pub(crate) fn config(toml: &str) -> Config {
@@ -47,4 +48,12 @@ pub(crate) fn pair(rate: &str, switch: &str, flow: &str) -> String {
          [link]\nhost_links = false\npropagation_ns = 1000\n\
          [switch]\nport_rate = {rate}\n{switch}\n{flow}\n"
     )
+}
+
+/// The run as `--json` prints it.
+pub(crate) fn json(name: &str, config: &Config, result: &RunResult) -> serde_json::Value {
+    let mut out = Vec::new();
+    let cost = Cost::default();
+    output::write_json(&mut out, name, config, result, &cost, false).expect("a Vec takes all");
+    serde_json::from_slice(&out).expect("JSON")
 }

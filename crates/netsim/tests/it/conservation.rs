@@ -6,7 +6,7 @@ use slipstream_netsim::{Execution, Simulation};
 use crate::common::config;
 
 /// Runs step by step of simulated time and checks the balance after each.
-fn check_balance(toml: &str) {
+pub(crate) fn check_balance(toml: &str) {
     let mut scenario = config(toml).scenario;
     let end = scenario.duration_ns;
     for part in 1..=8 {

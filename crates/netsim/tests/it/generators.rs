@@ -1,9 +1,11 @@
 //! Traffic that is generated: patterns, sizes, load.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, Cursor};
+use std::path::Path;
 
 use slipstream_base::doc::Doc;
-use slipstream_netsim::config;
+use slipstream_netsim::config::{self, Means};
 use slipstream_netsim::scenario::Flow;
 
 use crate::common::error;
@@ -73,10 +75,15 @@ fn sizes_come_from_a_file_beside_the_configuration() {
     let toml = file("flow_count = 50\ntraffic = { size_csv = \"sizes.csv\" }\n");
     let read = |content: Result<&str, &str>| {
         let doc = Doc::parse("some/where/net.toml", toml.as_bytes());
-        config::read_with(doc, &|path| {
+        let open = |path: &Path| -> Result<Box<dyn BufRead>, String> {
             assert_eq!(path.to_string_lossy(), "some/where/sizes.csv");
-            content.map(str::to_owned).map_err(str::to_owned)
-        })
+            Ok(Box::new(Cursor::new(content?.to_owned())))
+        };
+        let means = Means {
+            open: &open,
+            memory_bytes_max: u64::MAX,
+        };
+        config::read_with(doc, &means)
     };
     let config = read(Ok("bytes,p\n500,0\n700,1\n")).unwrap();
     assert_eq!(config.scenario.flows.len(), 50);

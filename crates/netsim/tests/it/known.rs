@@ -184,7 +184,7 @@ fn bad_input_is_answered() {
                 .to_owned(),
             "even k",
         ),
-        (pair("0", "", &tcp("")), "must be a rate in bit/s from 1e6"),
+        (pair("0", "", &tcp("")), "must be a rate in bit/s from 1 "),
         (
             pair("1e9", "capasity = 3", &tcp("")),
             "did you mean `capacity`?",

@@ -3,8 +3,10 @@
 mod changes;
 mod common;
 mod conservation;
+mod days;
 mod generators;
 mod goldens;
+mod graphs;
 mod known;
 mod lossless;
 mod ndp;

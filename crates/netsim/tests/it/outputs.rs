@@ -2,7 +2,7 @@
 
 use slipstream_netsim::output::{self, Cost};
 
-use crate::common::{config, example, pair, run, run_on};
+use crate::common::{config, example, json, pair, run, run_on};
 
 fn packets(rest: &str) -> String {
     format!(
@@ -140,7 +140,7 @@ fn completion_times_of_few_flows_have_no_p99() {
         "{text}"
     );
     assert!(text.contains("-: too few samples"), "{text}");
-    let json = output::json("x", &config, &result, &Cost::default());
+    let json = json("x", &config, &result);
     assert!(json["size_classes"][0]["fct_ns"]["p99"].is_number());
     assert!(json["goodput"]["flow_bits_per_s_p50"].as_f64().unwrap() > 0.0);
 }
@@ -200,12 +200,69 @@ fn reports_hold_the_run() {
         counters.count(),
         4 * result.series.as_ref().unwrap().times_ns.len()
     );
-    let csv = output::series_csv(&config, &result).unwrap();
+    let mut csv = Vec::new();
+    output::write_series_csv(&mut csv, &config, &result).unwrap();
+    let csv = String::from_utf8(csv).unwrap();
+    assert!(csv.lines().count() > 1);
     assert!(csv.lines().all(|l| l.split(',').count() == 7));
-    let json = output::json("x", &config, &result, &cost);
+    let json = json("x", &config, &result);
     assert_eq!(json["series"]["hosts"][0]["drops"], 0);
     assert_eq!(
         json["switches"].as_array().unwrap().len(),
         result.memories.len()
     );
+}
+
+/// A sink that takes so many bytes in pieces and then fails.
+struct Full {
+    left: usize,
+    largest: usize,
+}
+
+impl std::io::Write for Full {
+    fn write(&mut self, piece: &[u8]) -> std::io::Result<usize> {
+        self.largest = self.largest.max(piece.len());
+        if piece.len() > self.left {
+            return Err(std::io::Error::other("full"));
+        }
+        self.left -= piece.len();
+        Ok(piece.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Neither flows nor ports are ever held as one text, and `totals` leaves them out.
+#[test]
+fn json_is_written_piece_by_piece() {
+    let toml = example("collectives.toml");
+    let (config, result) = (config(&toml), run(&toml));
+    let cost = Cost::default();
+    let mut whole = Vec::new();
+    output::write_json(&mut whole, "x", &config, &result, &cost, false).unwrap();
+    let mut sink = Full {
+        left: usize::MAX,
+        largest: 0,
+    };
+    output::write_json(&mut sink, "x", &config, &result, &cost, false).unwrap();
+    assert!(result.flows.len() > 200 && whole.len() > 100_000);
+    assert!(sink.largest < 4_096, "{} of {}", sink.largest, whole.len());
+    let value: serde_json::Value = serde_json::from_slice(&whole).unwrap();
+    assert_eq!(value["flows"].as_array().unwrap().len(), result.flows.len());
+    assert_eq!(value["ports"].as_array().unwrap().len(), result.ports.len());
+    assert_eq!(
+        whole.iter().position(|b| *b == b'\n'),
+        Some(whole.len() - 1)
+    );
+    let mut totals = Vec::new();
+    output::write_json(&mut totals, "x", &config, &result, &cost, true).unwrap();
+    let short: serde_json::Value = serde_json::from_slice(&totals).unwrap();
+    assert!(short.get("flows").is_none() && short.get("ports").is_none());
+    assert_eq!(short["totals"], value["totals"]);
+    // A full disk is an error, wherever it comes.
+    for left in [0, 10, whole.len() / 2, whole.len() - 1] {
+        let mut sink = Full { left, largest: 0 };
+        assert!(output::write_json(&mut sink, "x", &config, &result, &cost, false).is_err());
+    }
 }

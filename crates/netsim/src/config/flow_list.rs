@@ -1,0 +1,346 @@
+//! A list of flows in a file of its own: CSV with a header, or JSON, an object a line. It is read as
+//! a stream, so its length is limited by the memory of the flows alone.
+
+use std::io::{BufRead, Read as _};
+use std::path::Path;
+
+/// A line is no longer than this, bytes.
+const LINE_BYTES_MAX: u64 = 4096;
+/// Problems of a file that are told; with more it has gone wrong as a whole.
+const PROBLEMS_MAX: usize = 10;
+
+/// A flow of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Row {
+    pub(super) id: Option<u64>,
+    pub(super) src: u32,
+    pub(super) dst: u32,
+    pub(super) bytes: u64,
+    /// After the `initial_delay` of the list, ns.
+    pub(super) start_ns: u64,
+    pub(super) class: Option<u8>,
+    pub(super) priority: Option<u8>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Column {
+    Id,
+    Src,
+    Dst,
+    Bytes,
+    StartS,
+    StartNs,
+    Class,
+    Priority,
+}
+
+const COLUMNS: [(&str, Column); 8] = [
+    ("id", Column::Id),
+    ("src", Column::Src),
+    ("dst", Column::Dst),
+    ("bytes", Column::Bytes),
+    ("start_s", Column::StartS),
+    ("start_ns", Column::StartNs),
+    ("class", Column::Class),
+    ("priority", Column::Priority),
+];
+
+fn column(name: &str) -> Result<Column, String> {
+    COLUMNS
+        .iter()
+        .find(|(word, _)| *word == name)
+        .map(|(_, column)| *column)
+        .ok_or_else(|| {
+            let words: Vec<&str> = COLUMNS.iter().map(|(word, _)| *word).collect();
+            format!("unknown column `{name}`; known are {}", words.join(", "))
+        })
+}
+
+/// A row while it is put together.
+#[derive(Default)]
+struct Draft {
+    id: Option<u64>,
+    src: Option<u32>,
+    dst: Option<u32>,
+    bytes: Option<u64>,
+    start_ns: Option<u64>,
+    class: Option<u8>,
+    priority: Option<u8>,
+}
+
+impl Draft {
+    fn set(&mut self, column: Column, text: &str) -> Result<(), String> {
+        fn number<T: std::str::FromStr>(text: &str, must: &str) -> Result<T, String> {
+            text.parse()
+                .map_err(|_| format!("is `{text}`, but must be {must}"))
+        }
+        let host = "the number of a host";
+        match column {
+            Column::Id => self.id = Some(number(text, "a whole number")?),
+            Column::Src => self.src = Some(number(text, host)?),
+            Column::Dst => self.dst = Some(number(text, host)?),
+            Column::Bytes => {
+                let bytes: u64 = number(text, "a whole number of bytes, at least 1")?;
+                if bytes == 0 {
+                    return Err("is 0, but a flow sends at least 1 byte".into());
+                }
+                self.bytes = Some(bytes);
+            }
+            Column::StartNs => self.start_ns = Some(number(text, "a whole number of ns")?),
+            Column::StartS => {
+                let start: f64 = number(text, "a number of s")?;
+                if !(0.0..1e9).contains(&start) {
+                    return Err(format!("is `{text}`, but must be from 0 to 1e9 s"));
+                }
+                self.start_ns = Some(super::ns(start));
+            }
+            Column::Class => self.class = Some(number(text, "a class from 0 to 255")?),
+            Column::Priority => {
+                let priority: u8 = number(text, "a priority from 0 to 7")?;
+                if priority > 7 {
+                    return Err(format!("is {priority}, but must be from 0 to 7"));
+                }
+                self.priority = Some(priority);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<Row, String> {
+        let missing = |name: &str| format!("`{name}` is missing");
+        Ok(Row {
+            id: self.id,
+            src: self.src.ok_or_else(|| missing("src"))?,
+            dst: self.dst.ok_or_else(|| missing("dst"))?,
+            bytes: self.bytes.ok_or_else(|| missing("bytes"))?,
+            start_ns: self.start_ns.unwrap_or(0),
+            class: self.class,
+            priority: self.priority,
+        })
+    }
+}
+
+/// Reads the list `file`, named `path`, and hands its flows to `take` in order.
+///
+/// # Errors
+/// What is wrong, with path and line, at most ten of them.
+pub(super) fn read(
+    path: &Path,
+    mut file: Box<dyn BufRead>,
+    take: &mut dyn FnMut(Row) -> Result<(), String>,
+) -> Result<(), Vec<String>> {
+    let ending = path.extension().map(|e| e.to_string_lossy().to_lowercase());
+    let json = match ending.as_deref() {
+        Some("csv") => false,
+        Some("jsonl" | "ndjson") => true,
+        _ => {
+            return Err(vec![format!(
+                "{}: a list of flows is .csv, .jsonl or .ndjson",
+                path.display()
+            )]);
+        }
+    };
+    let mut problems = Vec::new();
+    let mut header: Option<Vec<Column>> = None;
+    let (mut line, mut number, mut rows) = (String::new(), 0u64, 0u64);
+    loop {
+        line.clear();
+        number += 1;
+        let place = |what: String| format!("{}:{number}: {what}", path.display());
+        let got = (&mut file).take(LINE_BYTES_MAX).read_line(&mut line);
+        match got {
+            Ok(0) => break,
+            Ok(n) if n as u64 == LINE_BYTES_MAX && !line.ends_with('\n') => {
+                problems.push(place(format!("a line of more than {LINE_BYTES_MAX} bytes")));
+                break;
+            }
+            Ok(_) => {}
+            Err(error) => {
+                problems.push(place(error.to_string()));
+                break;
+            }
+        }
+        let text = line.trim();
+        if text.is_empty() || !json && text.starts_with('#') {
+            continue;
+        }
+        let row = if json {
+            json_row(text)
+        } else if let Some(header) = &header {
+            csv_row(header, text)
+        } else {
+            match csv_header(text) {
+                Ok(columns) => {
+                    header = Some(columns);
+                    continue;
+                }
+                Err(what) => {
+                    problems.push(place(what));
+                    break;
+                }
+            }
+        };
+        rows += 1;
+        if let Err(what) = row.and_then(&mut *take) {
+            problems.push(place(what));
+            if problems.len() == PROBLEMS_MAX {
+                break;
+            }
+        }
+    }
+    if rows == 0 && problems.is_empty() {
+        problems.push(format!("{}: it lists no flows", path.display()));
+    }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(problems)
+    }
+}
+
+fn csv_header(text: &str) -> Result<Vec<Column>, String> {
+    let mut columns = Vec::new();
+    for name in text.split(',') {
+        let column = column(name.trim())?;
+        if columns.contains(&column) {
+            return Err(format!("the column `{}` is there twice", name.trim()));
+        }
+        columns.push(column);
+    }
+    for (name, needed) in &COLUMNS[1..4] {
+        if !columns.contains(needed) {
+            return Err(format!(
+                "the first line names no column `{name}`; it must name src, dst and bytes"
+            ));
+        }
+    }
+    if columns.contains(&Column::StartS) && columns.contains(&Column::StartNs) {
+        return Err("start_s and start_ns both say when a flow starts; keep one".into());
+    }
+    Ok(columns)
+}
+
+/// All cells are numbers, so nothing is quoted.
+fn csv_row(header: &[Column], text: &str) -> Result<Row, String> {
+    let cells = text.split(',').count();
+    if cells != header.len() {
+        return Err(format!(
+            "{cells} cells, but the first line names {}",
+            header.len()
+        ));
+    }
+    let mut draft = Draft::default();
+    for (&column, cell) in header.iter().zip(text.split(',')) {
+        let cell = cell.trim();
+        // An empty cell leaves a value out.
+        if !cell.is_empty() {
+            let named = |what| format!("`{}` {what}", name_of(column));
+            draft.set(column, cell).map_err(named)?;
+        }
+    }
+    draft.finish()
+}
+
+fn name_of(column: Column) -> &'static str {
+    COLUMNS
+        .iter()
+        .find(|(_, c)| *c == column)
+        .map_or("", |(name, _)| name)
+}
+
+fn json_row(text: &str) -> Result<Row, String> {
+    use serde_json::Value;
+    let value: Value = serde_json::from_str(text).map_err(|error| format!("no JSON: {error}"))?;
+    let Value::Object(members) = value else {
+        return Err("must be an object, such as {\"src\": 0, \"dst\": 1, \"bytes\": 1000}".into());
+    };
+    let mut draft = Draft::default();
+    if members.contains_key("start_s") && members.contains_key("start_ns") {
+        return Err("start_s and start_ns both say when the flow starts; keep one".into());
+    }
+    for (name, value) in &members {
+        let column = column(name)?;
+        match value {
+            Value::Null => {}
+            Value::Number(number) => draft
+                .set(column, &number.to_string())
+                .map_err(|what| format!("`{name}` {what}"))?,
+            _ => return Err(format!("`{name}` must be a number")),
+        }
+    }
+    draft.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(name: &str, text: &'static str) -> Result<Vec<Row>, String> {
+        let mut rows = Vec::new();
+        let mut take = |row| {
+            rows.push(row);
+            Ok(())
+        };
+        read(Path::new(name), Box::new(text.as_bytes()), &mut take)
+            .map_err(|problems| problems.join("\n"))?;
+        Ok(rows)
+    }
+
+    #[test]
+    fn both_forms_give_the_same_flows() {
+        let csv = rows(
+            "f.csv",
+            "# two flows\nsrc, dst,bytes,start_s,class,id\n0,1,1000,0.5,,\n3,2,7,,2,99\n",
+        )
+        .unwrap();
+        let json = rows(
+            "f.jsonl",
+            "{\"src\": 0, \"dst\": 1, \"bytes\": 1000, \"start_ns\": 500000000}\n\n\
+             {\"dst\": 2, \"src\": 3, \"bytes\": 7, \"class\": 2, \"id\": 99, \"priority\": null}",
+        )
+        .unwrap();
+        assert_eq!(csv, json);
+        assert_eq!((csv[0].start_ns, csv[1].id), (500_000_000, Some(99)));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_line() {
+        for (name, text, part) in [
+            (
+                "f.csv",
+                "src,dst,bytes\n0,1,5\n0,x,5\n",
+                "f.csv:3: `dst` is `x`",
+            ),
+            ("f.csv", "src,dst,bytes\n0,1\n", "f.csv:2: 2 cells"),
+            ("f.csv", "src,dst,bytes\n0,1,0\n", "at least 1 byte"),
+            (
+                "f.csv",
+                "src,dst,bytes\n0,,5\n",
+                "f.csv:2: `dst` is missing",
+            ),
+            ("f.csv", "src,dst\n0,1\n", "names no column `bytes`"),
+            ("f.csv", "src,dst,bytes,src\n", "twice"),
+            ("f.csv", "src,dst,bytes,size\n", "unknown column `size`"),
+            ("f.csv", "src,dst,bytes,start_s,start_ns\n", "keep one"),
+            ("f.csv", "src,dst,bytes\n", "lists no flows"),
+            ("f.csv", "", "lists no flows"),
+            ("f.jsonl", "{\"src\": 0}\n", "f.jsonl:1: `dst` is missing"),
+            ("f.jsonl", "[0, 1]\n", "must be an object"),
+            (
+                "f.jsonl",
+                "{\"src\": -1, \"dst\": 1, \"bytes\": 2}\n",
+                "`src` is `-1`",
+            ),
+            ("f.jsonl", "src,dst\n", "no JSON"),
+            ("f.txt", "", "is .csv, .jsonl or .ndjson"),
+        ] {
+            let error = rows(name, text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        let many = "src,dst,bytes\n".to_owned() + &"x,1,2\n".repeat(50);
+        let error = rows("f.csv", many.leak()).unwrap_err();
+        assert_eq!(error.lines().count(), PROBLEMS_MAX);
+        let long = " ".repeat(5000) + "\n";
+        assert!(rows("f.csv", long.leak()).unwrap_err().contains("4096"));
+    }
+}

@@ -1,0 +1,240 @@
+//! `name`, `after` and `[[compute]]`: which flows wait for which, by the names of their tables.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use slipstream_base::doc::{Scalar, Table, Value};
+
+use super::flows::{Made, Reader};
+use crate::scenario::{After, Finished};
+
+/// A table that others may name in `after`.
+pub(super) struct Item {
+    name: Option<String>,
+    after: Vec<String>,
+    /// Its flows.
+    pub(super) flows: Range<usize>,
+    /// Hosts that compute, and for how long, ns.
+    compute: Option<(Vec<u32>, u64)>,
+}
+
+/// Dependencies that `after` may stand for, at most: 16 bytes each.
+const WAITS_MAX: usize = 1 << 24;
+
+impl Reader<'_> {
+    /// `[[compute]]`: hosts that are busy for a time between two others of its kind.
+    pub(super) fn read_compute(&self, t: &Table<'_>) -> Item {
+        let mut item = read_item(t);
+        let hosts: Vec<u32> = t
+            .get("hosts")
+            .required("list the hosts that compute", Vec::new());
+        let hosts = hosts
+            .iter()
+            .filter_map(|&host| self.host(t, "hosts", host))
+            .collect();
+        let time = t
+            .get::<u64>("duration_ns")
+            .within(0..=1_000_000_000_000_000_000)
+            .required("say how long, in ns", 0);
+        if item.name.is_none() {
+            t.mistake(
+                "name",
+                "the computation has no name, so nothing can wait for it",
+                "add name = \"compute0\" and name it in `after`",
+            );
+        }
+        item.compute = Some((hosts, time));
+        item
+    }
+
+    /// Turns names of `after` into dependencies of flows. A flow waits, at its sender, for what its
+    /// sender has a part in.
+    pub(super) fn link_items(&self, root: &Table<'_>, items: &[Item], flows: &mut [Made]) {
+        if items.iter().all(|item| item.after.is_empty()) {
+            return;
+        }
+        let mut by_name = HashMap::new();
+        for (i, item) in items.iter().enumerate() {
+            if let Some(name) = &item.name
+                && by_name.insert(name.as_str(), i).is_some()
+            {
+                root.mistake(
+                    "name",
+                    format!("the name `{name}` is given twice"),
+                    "give each table a name of its own",
+                );
+                return;
+            }
+        }
+        let names = Names {
+            items,
+            by_name,
+            flows: items
+                .iter()
+                .map(|item| {
+                    item.flows
+                        .clone()
+                        .map(|i| (flows[i].flow.src, flows[i].flow.dst))
+                })
+                .map(Iterator::collect)
+                .collect(),
+        };
+        let mut total = 0;
+        for item in items.iter().filter(|item| !item.after.is_empty()) {
+            let mut known: HashMap<u32, Result<Wait, String>> = HashMap::new();
+            for i in item.flows.clone() {
+                let src = flows[i].flow.src;
+                let wait = known.entry(src).or_insert_with(|| {
+                    let mut wait = Wait::default();
+                    for name in &item.after {
+                        names.complete(name, src, 0, 0, &mut wait)?;
+                    }
+                    Ok(wait)
+                });
+                let wait = match wait {
+                    Ok(wait) => wait,
+                    Err(what) => {
+                        root.mistake("after", what.clone(), "correct `after`");
+                        return;
+                    }
+                };
+                total += wait.after.len();
+                if total > WAITS_MAX {
+                    root.mistake(
+                        "after",
+                        format!("`after` stands for more than {WAITS_MAX} dependencies of flows"),
+                        "let fewer flows wait for fewer",
+                    );
+                    return;
+                }
+                let flow = &mut flows[i].flow;
+                flow.start_ns = flow.start_ns.saturating_add(wait.start_ns);
+                flow.after.extend(wait.after.iter().copied());
+            }
+            if item.flows.is_empty() {
+                let name = item.name.as_deref().unwrap_or_default();
+                let used = items.iter().any(|i| i.after.iter().any(|a| a == name));
+                if let Some(after) = item
+                    .after
+                    .iter()
+                    .find(|n| !names.by_name.contains_key(n.as_str()))
+                {
+                    root.mistake("after", names.unknown(after), "correct `after`");
+                } else if !used {
+                    self.note(format!(
+                        "[[compute]] `{name}` delays nothing: nothing names it in `after`"
+                    ));
+                }
+            }
+        }
+    }
+}
+
+/// What a flow waits for.
+#[derive(Default)]
+struct Wait {
+    start_ns: u64,
+    after: Vec<After>,
+}
+
+/// Tables by name, to find what `after` stands for.
+struct Names<'a> {
+    items: &'a [Item],
+    by_name: HashMap<&'a str, usize>,
+    /// Sender and receiver of each flow of an item.
+    flows: Vec<Vec<(u32, u32)>>,
+}
+
+impl Names<'_> {
+    fn unknown(&self, name: &str) -> String {
+        let mut names: Vec<&str> = self.by_name.keys().copied().collect();
+        names.sort_unstable();
+        names.truncate(10);
+        format!(
+            "nothing has the name `{name}`; there are: {}",
+            names.join(", ")
+        )
+    }
+
+    /// Adds to `wait` that `host` waits for its part of `name` and then `delay_ns`.
+    fn complete(
+        &self,
+        name: &str,
+        host: u32,
+        delay_ns: u64,
+        depth: usize,
+        wait: &mut Wait,
+    ) -> Result<(), String> {
+        let Some(&at) = self.by_name.get(name) else {
+            return Err(self.unknown(name));
+        };
+        if depth > self.items.len() {
+            return Err(format!("`{name}` waits for itself"));
+        }
+        let item = &self.items[at];
+        if let Some((hosts, time)) = &item.compute {
+            if !hosts.contains(&host) {
+                return Err(format!(
+                    "host {host} waits for `{name}`, which it takes no part in; add it to `hosts`"
+                ));
+            }
+            let delay_ns = delay_ns.saturating_add(*time);
+            if item.after.is_empty() {
+                wait.start_ns = wait.start_ns.max(delay_ns);
+            }
+            for name in &item.after {
+                self.complete(name, host, delay_ns, depth + 1, wait)?;
+            }
+            return Ok(());
+        }
+        let flows = &self.flows[at];
+        let ends = |i: usize| flows[i];
+        let (mut gets, mut sends) = (Vec::new(), Vec::new());
+        for i in 0..flows.len() {
+            if ends(i).1 == host {
+                gets.push(i);
+            }
+            if ends(i).0 == host {
+                sends.push(i);
+            }
+        }
+        // What comes to the host, or what it sends, or all of it.
+        let (waits_for, until) = match (gets.is_empty(), sends.is_empty()) {
+            (false, _) => (gets, Finished::Delivered),
+            (true, false) => (sends, Finished::Acknowledged),
+            (true, true) => ((0..flows.len()).collect(), Finished::Delivered),
+        };
+        wait.after.extend(waits_for.into_iter().map(|i| After {
+            flow: (item.flows.start + i) as u32,
+            until,
+            delay_ns,
+        }));
+        Ok(())
+    }
+}
+
+/// `name` and `after` of a table.
+pub(super) fn read_item(t: &Table<'_>) -> Item {
+    struct Words(Vec<String>);
+    impl Scalar for Words {
+        const MUST: &'static str = "a name or a list of names";
+        fn read(value: &Value<'_>) -> Option<Self> {
+            String::read(value)
+                .map(|name| vec![name])
+                .or_else(|| Vec::<String>::read(value))
+                .map(Words)
+        }
+        fn to_toml(&self) -> String {
+            self.0.to_toml()
+        }
+    }
+    Item {
+        name: t.get("name").optional(),
+        after: t
+            .get::<Words>("after")
+            .optional()
+            .map_or_else(Vec::new, |words| words.0),
+        flows: 0..0,
+        compute: None,
+    }
+}

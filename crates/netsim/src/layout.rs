@@ -962,6 +962,18 @@ fn check_values(scenario: &Scenario) -> Result<(), Error> {
         }
     }
     let queue = &scenario.queue;
+    let slow = named
+        .iter()
+        .filter_map(|(_, link)| *link)
+        .chain(scenario.topology.own_links().iter().copied())
+        .any(|link| link.bits_per_s < 1_000_000);
+    if queue.trim.is_some() && slow {
+        return Err(Error::Value(
+            "ports that trim keep times of 32 bits, too short for links below 1 Mb/s; use faster \
+             links, or another `switch.drop`"
+                .into(),
+        ));
+    }
     if queue.pfc.is_some_and(|pfc| pfc.host_links) && links.host.is_none() {
         return Err(Error::Value(
             "PFC pauses the links of hosts too, but they are not modeled; set `link.host_links = \

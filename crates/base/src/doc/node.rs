@@ -164,9 +164,9 @@ pub struct Doc {
 }
 
 impl Doc {
-    /// A document larger than this is refused: it is not a configuration. Enough for 250,000 flows
-    /// written out; more are a list (a tree of a document takes about fifty times its text).
-    pub const BYTES_MAX: usize = 64 << 20;
+    /// A document larger than this is refused: while it is read it takes about a hundred times its
+    /// text, which is 1.6 GB of memory here.
+    pub const BYTES_MAX: usize = 16 << 20;
     /// Parts of a key in a flag or variable. Trees are walked and dropped recursively; for
     /// documents, the parser refuses deep nesting.
     const DEPTH_MAX: usize = 64;

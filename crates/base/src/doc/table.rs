@@ -134,7 +134,18 @@ impl<'a> Table<'a> {
     /// Ends the reading of this table: what nobody asked for is unknown.
     pub(super) fn close(&self) {
         let known = self.known.borrow();
-        let table = dotted(&self.path);
+        // Items of a long array have the same keys, so those of the first stand for all: hints need
+        // no more, and memory does not grow with them.
+        const ITEMS_APART: usize = 64;
+        let first: Vec<Step> = self
+            .path
+            .iter()
+            .map(|step| match step {
+                Step::Index(at) if *at >= ITEMS_APART => Step::Index(0),
+                step => step.clone(),
+            })
+            .collect();
+        let table = dotted(&first);
         self.cx
             .known
             .borrow_mut()
@@ -904,6 +915,40 @@ mod tests {
                 "{shown}"
             );
         }
+    }
+
+    #[test]
+    fn a_document_can_be_looked_at_before_it_is_read() {
+        let text = "[a]\nx = 1\n[[b]]\ny = 2\n[b.c]\nz = \"w\"\n[[b]]\n[b.c]\n";
+        let mut doc = Doc::parse("f.toml", text.as_bytes());
+        doc.set("a.flag=1");
+        let (found, unknown) = {
+            let mut found = Vec::new();
+            let error = doc.read(|root| {
+                let word = |v: &Value<'_>| *v == Value::String("w");
+                found = vec![
+                    root.any("a.x", |v| *v == Value::Integer(1)),
+                    root.any("b.c.z", word),
+                    root.any("b.c", |_| true),
+                    root.any("a.x", word),
+                    root.any("b.d", |_| true),
+                    root.any("a.flag", |_| true), // not in the file
+                    root.any_lacks("b.y"),
+                    root.any_lacks("b.c.z"),
+                    root.any_lacks("a.x"),
+                    root.any_lacks("none.x"),
+                ];
+            });
+            (found, error.unwrap_err().to_string())
+        };
+        assert_eq!(
+            found,
+            [
+                true, true, true, false, false, false, true, true, false, false
+            ]
+        );
+        // Looking makes nothing known.
+        assert!(unknown.contains("unknown key `a`"), "{unknown}");
     }
 
     #[test]

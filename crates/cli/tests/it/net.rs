@@ -376,9 +376,8 @@ fn flows_come_from_a_list_beside_the_configuration() {
     let toml = TREE.split("[[flow]]").next().unwrap().to_owned()
         + "[[flow_list]]\nfile = \"flows.csv\"\nclass = 0\n";
     let file = write(dir.path(), "listed.toml", &toml);
-    let rows: String = (0..5_000)
-        .map(|i| format!("{},{},{}\n", i % 16, (i + 1 + i / 16 % 15) % 16, 100 + i))
-        .collect();
+    let row = |i: u32| format!("{},{},{}\n", i % 16, (i + 1 + i / 16 % 15) % 16, 100 + i);
+    let rows = (0..5_000).map(row).collect::<Vec<_>>().concat();
     write(dir.path(), "flows.csv", &format!("src,dst,bytes\n{rows}"));
     let result = json(&file, &[]);
     let flows = result["flows"].as_array().unwrap();

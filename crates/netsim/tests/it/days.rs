@@ -250,6 +250,7 @@ fn ports_may_be_as_slow_as_the_first_examples() {
     assert_eq!(run(&toml(3)).totals.data_drops, 6);
     check_balance(&toml(3));
     assert!(error(&toml(1).replace("8000", "0.5")).contains("from 1 to 1e15"));
+    assert!(error(&toml(1).replace("TailDrop", "Trim")).contains("below 1 Mb/s"));
 }
 
 /// Bytes of each of two flows through the port to host 3 while both have packets: the shares of

@@ -602,7 +602,7 @@ fn tier_class(tier: Tier) -> u8 {
 }
 
 /// Index of the class of a port's link.
-fn link_class(topology: &Topology, port: PortId) -> u8 {
+pub(crate) fn link_class(topology: &Topology, port: PortId) -> u8 {
     topology
         .own_link(port)
         .map_or_else(|| tier_class(topology.tier(port)), |own| 3 + own)

@@ -81,6 +81,11 @@ fn examples_come_to_what_they_did() {
         &[],
         (206, 67_918, 0, 0x96e8_6de7_a258_5e16),
     );
+    check_golden(
+        "days-dialect.toml",
+        &[],
+        (119, 14_410, 0, 0x010b_f8e8_0a61_5755),
+    );
     check_golden("paths.toml", &[], (3, 10_410, 6, 0xcb99_c1e4_7b61_02fb));
     check_golden("classes.toml", &[], (3, 11_480, 516, 0x5237_ba96_2879_9573));
     check_golden(

@@ -89,6 +89,7 @@ void slip_n_layout(u32 *sizes)
 	sizes[5] = sizeof(struct slip_placement);
 	sizes[6] = sizeof(struct slip_env);
 	sizes[7] = sizeof(struct slip_heads);
+	sizes[8] = sizeof(struct slip_domain);
 }
 
 void slip_n_params_default(struct slip_params *p) { slip_params_default(p); }
@@ -120,20 +121,38 @@ u64 slip_n_slice(const struct slip_params *p, const struct slip_task *t, const s
 	return slip_slice(p, t, llc);
 }
 
-void slip_n_on_runnable(const struct slip_params *p, struct slip_task *t,
-			const struct slip_llc *llc, u64 now)
+void slip_n_on_runnable(const struct slip_params *p, struct slip_task *t, struct slip_llc *llc,
+			struct slip_domain *d, u64 now)
 {
-	slip_on_runnable(p, t, llc, now);
+	slip_on_runnable(p, t, llc, d, now);
 }
 
-u64 slip_n_queue_key(const struct slip_task *t, u64 slice) { return slip_queue_key(t, slice); }
+void slip_n_on_kept(const struct slip_params *p, struct slip_task *t, const struct slip_domain *d)
+{
+	slip_on_kept(p, t, d);
+}
+
+void slip_n_on_turn(struct slip_task *t) { slip_on_turn(t); }
+
+void slip_n_change_domain(struct slip_task *t, const struct slip_domain *from,
+			  const struct slip_domain *to)
+{
+	slip_change_domain(t, from, to);
+}
+
+u64 slip_n_queue_key(const struct slip_task *t, const struct slip_domain *d, u64 slice)
+{
+	return slip_queue_key(t, d, slice);
+}
+
+u64 slip_n_charge(struct slip_task *t, u64 exec_ns) { return slip_charge(t, exec_ns); }
 
 void slip_n_on_sync_wake(struct slip_task *t, u64 exec_ns) { slip_on_sync_wake(t, exec_ns); }
 
 u32 slip_n_account(const struct slip_params *p, struct slip_task *t, u32 id, struct slip_llc *llc,
-		   u64 exec_ns, u32 blocked)
+		   const struct slip_domain *from, struct slip_domain *d, u64 exec_ns, u32 blocked)
 {
-	return slip_account(p, t, id, llc, exec_ns, blocked != 0);
+	return slip_account(p, t, id, llc, from, d, exec_ns, blocked != 0);
 }
 
 u32 slip_n_may_leave(const struct slip_params *p, const struct slip_task *t, u32 saturated, u64 now)

@@ -34,6 +34,7 @@ int main(int argc, char **argv)
 	struct slip_llc *llcs = calloc(LLCS, sizeof(*llcs));
 	struct slip_cpu *cpus = calloc(CPUS, sizeof(*cpus));
 	struct slip_task *tasks = calloc(TASKS, sizeof(*tasks));
+	struct slip_domain *domains = calloc(LLCS * SLIP_DOMAINS, sizeof(*domains));
 	struct slip_params p;
 	u64 steps, step, now = 0;
 
@@ -60,13 +61,15 @@ int main(int argc, char **argv)
 		struct slip_task *t = &tasks[below(TASKS)];
 		struct slip_cpu *cpu = &cpus[below(CPUS)];
 		struct slip_llc *llc = &llcs[cpu->llc];
+		struct slip_domain *from = &domains[t->llc * SLIP_DOMAINS + t->domain];
+		struct slip_domain *d = &domains[cpu->llc * SLIP_DOMAINS + t->domain];
 
 		now += below(3000000);
-		switch (below(9)) {
+		switch (below(11)) {
 		case 0: {
 			u64 before[LLCS], claimed = 0, grown = 0;
 			struct slip_wake w = {
-				.now = now, .rnd = word(), .flags = (u32)below(32), .nr_llcs = LLCS,
+				.now = now, .rnd = word(), .flags = (u32)below(64), .nr_llcs = LLCS,
 				.waker_cpu = (u32)below(CPUS), .prev_cpu = (u32)below(CPUS),
 				.waker_queued = (u32)below(2),
 			};
@@ -90,7 +93,8 @@ int main(int argc, char **argv)
 			    out.path == SLIP_FAR_IDLE)
 				CHECK(cpus[out.cpu].llc == out.llc);
 			/* A class's LLCs bind every path but those of the task's own CPU mask. */
-			if (out.path != SLIP_MASK_IDLE && out.path != SLIP_QUEUE_CPU &&
+			if (out.path < SLIP_MASK_IDLE + !(w.flags & SLIP_WAKE_MASKED) * 3 &&
+			    out.path != SLIP_MASK_IDLE && out.path != SLIP_QUEUE_CPU &&
 			    slip_lowest_bit(t->llc_mask) < LLCS)
 				CHECK(slip_llc_ok(t, out.llc));
 			break;
@@ -103,12 +107,21 @@ int main(int argc, char **argv)
 			slip_llc_update(&p, llc);
 			break;
 		case 3: {
-			u64 clock = llc->vclock, vtime = t->llc == cpu->llc ? t->vtime : clock;
+			u64 clock = d->clock, vclock = llc->vclock, vtime = t->vtime;
 			u64 exec_ns = t->exec_ns + below(3000000);
+			bool blocked = below(2), moved = t->llc != cpu->llc;
+			s64 lag = (s64)(t->vtime - from->clock);
+			u32 queued = t->queued;
 
-			slip_account(&p, t, cpu->llc, llc, exec_ns, below(2));
-			CHECK(!slip_before(llc->vclock, clock));
-			CHECK(!slip_before(t->vtime, vtime));
+			slip_account(&p, t, cpu->llc, llc, from, d, exec_ns, blocked);
+			CHECK(!slip_before(d->clock, clock) && !slip_before(llc->vclock, vclock));
+			/* Only what a task owes that ran alone is bounded. */
+			CHECK(moved || !queued || !slip_before(t->vtime, vtime));
+			/* Neither credit nor debt is lost on the way, nor grows. */
+			if (moved && lag >= -(s64)SLIP_LAG_MAX_NS && lag <= 1000000000)
+				CHECK(!queued || (s64)(t->vtime - clock) >= lag);
+			CHECK(!slip_before(d->clock + d->offset, llc->vclock - p.slice_max_ns));
+			CHECK(!blocked || !slip_before(t->vtime, d->clock - p.slice_max_ns));
 			CHECK(t->runs_on_llc >= 1 && t->llc == cpu->llc);
 			CHECK(t->block_ns <= 8 * p.wake_idle_ns && t->level < SLIP_LEVELS);
 			CHECK(t->honest <= p.trust_after && !t->handed + !t->sync_ns > 0);
@@ -121,10 +134,12 @@ int main(int argc, char **argv)
 		case 5: {
 			u64 slice = slip_slice(&p, t, llc);
 
-			slip_on_runnable(&p, t, llc, now);
+			slip_on_runnable(&p, t, llc, d, now);
 			CHECK(slice >= p.slice_min_ns && slice <= p.slice_max_ns);
-			CHECK(!slip_before(slip_queue_key(t, slice), t->vtime));
-			CHECK(!slip_before(t->vtime, llc->vclock - p.slice_max_ns));
+			CHECK(!slip_before(slip_queue_key(t, d, slice), t->vtime + d->offset));
+			CHECK(!slip_before(t->vtime, d->clock - SLIP_LAG_MAX_NS));
+			CHECK(!slip_before(d->clock + d->offset, llc->vclock - p.slice_max_ns));
+			CHECK(!slip_before(llc->vclock, d->clock + d->offset));
 			break;
 		}
 		case 6: {
@@ -137,6 +152,34 @@ int main(int argc, char **argv)
 			CHECK(!slip_tick_wants_kick(&p, llc, cpu, now));
 			CHECK(slip_tick_wants_kick(&p, llc, cpu, now + p.wake_idle_ns) ==
 			      (!trusted || waits));
+			break;
+		}
+		case 9: {
+			struct slip_domain *to = &domains[t->llc * SLIP_DOMAINS + below(SLIP_DOMAINS)];
+			s64 lag = (s64)(t->vtime - from->clock), after;
+
+			slip_change_domain(t, from, to);
+			t->domain = (u32)(to - &domains[t->llc * SLIP_DOMAINS]);
+			after = (s64)(t->vtime - to->clock);
+			CHECK(after >= -(s64)SLIP_LAG_MAX_NS && after <= 1000000000);
+			CHECK(after == lag || lag < -(s64)SLIP_LAG_MAX_NS || lag > 1000000000);
+			break;
+		}
+		case 10: {
+			struct slip_heads h = {
+				.cpu_key = below(8), .llc_key = below(8), .prev_key = below(8),
+				.has_cpu = (u32)below(2), .has_llc = (u32)below(2),
+				.has_prev = (u32)below(2),
+			};
+			u32 chosen = slip_choose(&h);
+
+			/* What goes on or is taken is there, and nothing that is there comes before it. */
+			CHECK(chosen != SLIP_FROM_PREV || (h.has_prev && (h.has_cpu || h.has_llc)));
+			CHECK(chosen != SLIP_FROM_PREV || !h.has_cpu || h.prev_key < h.cpu_key);
+			CHECK(chosen != SLIP_FROM_PREV || !h.has_llc || h.prev_key < h.llc_key);
+			CHECK(chosen != SLIP_FROM_CPU || (h.has_cpu && (!h.has_llc || h.cpu_key <= h.llc_key)));
+			CHECK(chosen != SLIP_FROM_LLC || (h.has_llc && (!h.has_cpu || h.llc_key < h.cpu_key)));
+			CHECK(chosen != SLIP_FROM_NONE || (!h.has_cpu && !h.has_llc));
 			break;
 		}
 		case 7:
@@ -159,6 +202,7 @@ int main(int argc, char **argv)
 	free(llcs);
 	free(cpus);
 	free(tasks);
+	free(domains);
 	printf("%llu steps\n", (unsigned long long)steps);
 	return 0;
 }

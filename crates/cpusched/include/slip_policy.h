@@ -20,6 +20,8 @@
 #define SLIP_WEIGHT	100u	/* weight of a task of nice 0, as sched_ext counts */
 #define SLIP_LOAD_SCALE	1024u	/* load of an LLC with one runnable task a CPU */
 #define SLIP_STEAL_TRIES	4u	/* hand-overs of other CPUs looked at per dispatch */
+#define SLIP_DOMAINS	8u	/* per LLC: 0 tasks of any CPU, the others sets of CPU masks */
+#define SLIP_LAG_MAX_NS	50000000ull	/* credit that a runnable task may gather, virtual ns */
 
 #define slip_inline static inline __attribute__((always_inline, unused))
 
@@ -33,7 +35,7 @@ enum slip_path {
 	SLIP_MASK_IDLE,		/* a task with its own CPU mask: to an idle CPU of the mask */
 	SLIP_PREEMPT,		/* into the LLC's queue, and its previous CPU's hog is preempted */
 	SLIP_QUEUE_LLC,		/* into the LLC's queue, by virtual time */
-	SLIP_QUEUE_CPU,		/* a task with its own CPU mask: into one CPU's queue */
+	SLIP_QUEUE_CPU,		/* a task of one CPU: into that CPU's queue */
 	SLIP_PATHS,
 };
 
@@ -48,6 +50,9 @@ enum slip_counter {
 	SLIP_C_KEPT,		/* slices renewed because nobody else wanted the CPU */
 	SLIP_C_TRUSTED,		/* hand-overs by wakers that kept their word: nobody may take them */
 	SLIP_C_MADE_ROOM,	/* wakers sent off their CPU at the tick for such a hand-over */
+	SLIP_C_REENQUEUED,	/* tasks taken back from a CPU that a real-time task took */
+	SLIP_C_RESCUED,		/* idle CPUs that the timer woke for a task that waited */
+	SLIP_C_AGED,		/* tasks that waited so long that the timer sent them to a CPU */
 	SLIP_COUNTERS,
 };
 
@@ -72,7 +77,7 @@ struct slip_params {
 
 /* A task. Zeroed at birth, then slip_task_init(). */
 struct slip_task {
-	u64 vtime;		/* weighted run time, ns at weight 100 */
+	u64 vtime;		/* weighted run time, ns at weight 100, on its domain's clock */
 	u64 exec_ns;		/* CPU time that slip_account() has seen */
 	u64 queued_at;		/* when it last became runnable */
 	u64 burst_ns;		/* CPU time since it last blocked */
@@ -87,6 +92,8 @@ struct slip_task {
 	u32 handed;		/* its sync wake-up was handed over: SLIP_HANDED_* */
 	u32 honest;		/* hints in a row that it kept */
 	u32 no_hand_off;	/* its class wants an idle CPU rather than a hand-over */
+	u32 domain;		/* below SLIP_DOMAINS: of its LLC; else SLIP_DOMAINS + its only CPU */
+	u32 queued;		/* it got its CPU in competition: from a queue, or against one */
 	u32 pad;
 };
 
@@ -102,9 +109,23 @@ struct slip_cpu {
 	u32 pad;
 };
 
+/*
+ * Tasks that compete for the same CPUs: those of any CPU, those of one mask, those of one CPU. Each
+ * domain has a clock of its own, because virtual time passes at another rate where more compete.
+ * `offset` leads from there to the LLC's clock, on which tasks of several domains are compared.
+ *
+ * A domain whose clock falls behind the LLC's by more than a slice is moved up as a whole. So the
+ * shares inside of a domain are those of the weights, whatever the others do, and no domain gathers
+ * more than a slice of credit against the others.
+ */
+struct slip_domain {
+	u64 clock;		/* virtual time of the latest task that got a CPU in competition */
+	u64 offset;
+};
+
 /* The CPUs that share a cache. */
 struct slip_llc {
-	u64 vclock;		/* virtual time: that of the latest task that started here */
+	u64 vclock;		/* virtual time of the domain that is furthest */
 	u64 idle_mask;		/* bit per CPU */
 	u64 handover_mask;	/* bit per CPU on which a hand-over waits */
 	u32 nr_cpus;
@@ -132,6 +153,7 @@ struct slip_wake {
 #define SLIP_WAKE_WAKER_OK	4u	/* the wakee may run on the waker's CPU */
 #define SLIP_WAKE_PREV_OK	8u	/* the wakee may run on its previous CPU */
 #define SLIP_WAKE_MASKED	16u	/* the wakee may not run on every CPU */
+#define SLIP_WAKE_SINGLE	32u	/* the wakee may run on one CPU only */
 
 /* The decision. `cpu` is valid for all paths but those into the LLC's queue. */
 struct slip_placement {
@@ -255,9 +277,10 @@ slip_inline u32 slip_llc_load(const struct slip_llc *llc)
 
 /* ---- tasks ------------------------------------------------------------------------------- */
 
-slip_inline void slip_task_init(struct slip_task *t, u32 weight, u32 llc, u64 vclock)
+/* `clock`: that of the task's domain. */
+slip_inline void slip_task_init(struct slip_task *t, u32 weight, u32 llc, u64 clock)
 {
-	t->vtime = vclock;
+	t->vtime = clock;
 	t->weight = weight ? weight : SLIP_WEIGHT;
 	t->llc = llc;
 	t->level = 0;
@@ -288,27 +311,83 @@ slip_inline u64 slip_slice(const struct slip_params *p, const struct slip_task *
 }
 
 /*
- * A task became runnable: its virtual time catches up with its LLC's, less one slice of credit, so
- * that a long sleep earns no monopoly. On another LLC it starts at that LLC's clock.
+ * Brings a domain and its LLC level: the LLC's clock is that of the furthest domain, and none is
+ * more than the longest slice behind. Stores, no additions: two CPUs that do it at once agree.
  */
-slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task *t,
-				  const struct slip_llc *llc, u64 now)
+slip_inline void slip_domain_sync(const struct slip_params *p, struct slip_llc *llc,
+				  struct slip_domain *d)
 {
-	u64 floor = llc->vclock - p->slice_max_ns;
+	u64 at = d->clock + d->offset;
 
-	t->queued_at = now;
-	if (slip_before(t->vtime, floor))
-		t->vtime = floor;
+	if (slip_before(llc->vclock, at))
+		llc->vclock = at;
+	else if (slip_before(at, llc->vclock - p->slice_max_ns))
+		d->offset = llc->vclock - p->slice_max_ns - d->clock;
 }
 
 /*
- * Key in a queue ordered by virtual time: the task's virtual deadline, i.e. where its virtual time
- * will stand after one slice. Among equals the one that asks for less goes first (as in EEVDF);
- * the share of the CPU depends on virtual time alone.
+ * A task leaves one domain for another, because its mask changed or another LLC took it. What it is
+ * owed, or owes, comes along: within the bounds for a runnable task, and a second the other way.
  */
-slip_inline u64 slip_queue_key(const struct slip_task *t, u64 slice)
+slip_inline void slip_change_domain(struct slip_task *t, const struct slip_domain *from,
+				    const struct slip_domain *to)
 {
-	return t->vtime + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	s64 lag = (s64)(t->vtime - from->clock);
+
+	if (lag < -(s64)SLIP_LAG_MAX_NS)
+		lag = -(s64)SLIP_LAG_MAX_NS;
+	if (lag > 1000000000)
+		lag = 1000000000;
+	t->vtime = to->clock + (u64)lag;
+}
+
+/*
+ * A task is about to be queued: its virtual time catches up with its domain's, so that credit is
+ * bounded. The bound is far enough that it does not touch tasks that compete with each other, whose
+ * order is what makes their shares; it is for one that cannot use what it is due, on one CPU.
+ */
+slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task *t,
+				  struct slip_llc *llc, struct slip_domain *d, u64 now)
+{
+	u64 floor = d->clock - SLIP_LAG_MAX_NS;
+
+	t->queued_at = now;
+	t->queued = 1;
+	if (slip_before(t->vtime, floor))
+		t->vtime = floor;
+	slip_domain_sync(p, llc, d);
+}
+
+/*
+ * A task ran where no other wanted the CPU just then: it earns no credit by that, and what it owes is
+ * bounded: by four of its slices, or one if that is more than half a second. Less would be wrong
+ * where a CPU is contended by turns, because of masks; more would let a light task, which was alone
+ * on its CPU, wait for long.
+ */
+slip_inline void slip_on_kept(const struct slip_params *p, struct slip_task *t,
+			      const struct slip_domain *d)
+{
+	u64 slice = p->slice_max_ns * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	u64 most = d->clock + slip_min(4 * slice, slip_max(slice, 500000000));
+
+	t->queued = 0;
+	if (slip_before(t->vtime, d->clock - p->slice_max_ns))
+		t->vtime = d->clock - p->slice_max_ns;
+	else if (slip_before(most, t->vtime))
+		t->vtime = most;
+}
+
+/* The running task goes on for another slice, because it comes before those that wait. */
+slip_inline void slip_on_turn(struct slip_task *t) { t->queued = 1; }
+
+/*
+ * Key in a queue: the task's virtual deadline on the LLC's clock, i.e. where its virtual time will
+ * stand after one slice. Among equals the one that asks for less goes first (as in EEVDF); the share
+ * of the CPU depends on virtual time alone.
+ */
+slip_inline u64 slip_queue_key(const struct slip_task *t, const struct slip_domain *d, u64 slice)
+{
+	return t->vtime + d->offset + slice * SLIP_WEIGHT / (t->weight ? t->weight : 1);
 }
 
 /*
@@ -341,41 +420,56 @@ slip_inline bool slip_learn(const struct slip_params *p, struct slip_task *t, u6
 	return lied;
 }
 
+/* Charges a task for the CPU time that it has used up to `exec_ns`. Returns what was new. */
+slip_inline u64 slip_charge(struct slip_task *t, u64 exec_ns)
+{
+	u64 used = exec_ns - t->exec_ns;
+
+	t->exec_ns = exec_ns;
+	t->vtime += t->weight == SLIP_WEIGHT ? used :
+					       used * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	t->burst_ns += used;
+	return used;
+}
+
 /*
  * Takes into account what a task did since the last call: when it wakes up (`blocked`), and when
  * its slice has ended or it was preempted. It has used `exec_ns` of CPU time in all, of late on
- * LLC `id`.
+ * LLC `id`, where `d` is its domain; `from` is its domain on the LLC it was on before.
  *
  * Nothing at all is called when a task gets or leaves a CPU. Those are the hottest moments of a
  * hand-over, and the surroundings count its CPU time anyway. Returns as slip_learn().
  */
 slip_inline bool slip_account(const struct slip_params *p, struct slip_task *t, u32 id,
-			      struct slip_llc *llc, u64 exec_ns, bool blocked)
+			      struct slip_llc *llc, const struct slip_domain *from,
+			      struct slip_domain *d, u64 exec_ns, bool blocked)
 {
-	u64 used = exec_ns - t->exec_ns;
 	bool lied = 0;
 
-	t->exec_ns = exec_ns;
 	if (t->llc != id) {
-		/* Its virtual time was counted on another clock; it starts level on this one. */
+		slip_change_domain(t, from, d);
 		t->llc = id;
 		t->runs_on_llc = 0;
-		t->vtime = llc->vclock;
 	}
 	if (t->runs_on_llc < ~0u)
 		t->runs_on_llc++;
-	if (slip_before(llc->vclock, t->vtime))
-		llc->vclock = t->vtime;
-	t->vtime += t->weight == SLIP_WEIGHT ? used :
-					       used * SLIP_WEIGHT / (t->weight ? t->weight : 1);
+	if (t->queued && slip_before(d->clock, t->vtime))
+		d->clock = t->vtime;
+	slip_domain_sync(p, llc, d);
+	slip_charge(t, exec_ns);
+	if (!t->queued)
+		slip_on_kept(p, t, d);
 	if (t->sync_ns)
 		lied = slip_learn(p, t, exec_ns);
-	t->burst_ns += used;
 	if (!blocked) {
 		if (t->burst_ns >= slip_level_slice(p, t->level) && t->level < SLIP_LEVELS - 1)
 			t->level++;
 		return lied;
 	}
+	/* A long sleep earns no monopoly: one slice of credit. */
+	t->queued = 0;
+	if (slip_before(t->vtime, d->clock - p->slice_max_ns))
+		t->vtime = d->clock - p->slice_max_ns;
 	if (t->level > 0 && t->burst_ns < slip_level_slice(p, t->level - 1) / 2)
 		t->level--;
 	t->burst_ns = 0;
@@ -517,12 +611,20 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 		return;
 	}
 
-	if (w->flags & SLIP_WAKE_MASKED) {
-		cpu = slip_env_claim_masked(env);
+	if (w->flags & SLIP_WAKE_SINGLE) {
 		out->path = SLIP_QUEUE_CPU;
+		return;
+	}
+	if (w->flags & SLIP_WAKE_MASKED) {
+		/* It waits in the queue of the LLC that it comes from; any CPU of its mask takes it. */
+		out->llc = w->prev_llc;
+		cpu = slip_env_claim_masked(env);
 		if (cpu >= 0) {
 			out->path = SLIP_MASK_IDLE;
 			out->cpu = (u32)cpu;
+		} else if (p->preempt && (w->flags & SLIP_WAKE_PREV_OK) && wakee->level == 0 &&
+			   prev_task_level == SLIP_LEVELS - 1) {
+			out->path = SLIP_PREEMPT;
 		}
 		return;
 	}
@@ -638,28 +740,35 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 /* Where a CPU that needs work may find it. */
 enum slip_source {
 	SLIP_FROM_HANDOVER = 0,	/* the task handed to this CPU */
-	SLIP_FROM_CPU,		/* tasks bound to this CPU's queue */
-	SLIP_FROM_LLC,		/* the LLC's queue */
+	SLIP_FROM_CPU,		/* tasks of this CPU alone */
+	SLIP_FROM_LLC,		/* the LLC's queue: the first task that may run here */
 	SLIP_FROM_NONE,		/* nothing here: other CPUs' hand-overs, then other LLCs */
+	SLIP_FROM_PREV,		/* the task that runs goes on: its slice ended, its turn did not */
 };
 
 struct slip_heads {
 	u64 cpu_key;		/* key of the first task in the CPU's own queue */
 	u64 llc_key;		/* key of the first task in the LLC's queue */
+	u64 prev_key;		/* key that the running task would have if it were queued now */
 	u32 has_handover;
 	u32 has_cpu;
 	u32 has_llc;
-	u32 pad;
+	u32 has_prev;		/* the running task could go on; it is in no queue yet */
 };
 
 /*
  * The queue to take from next. The hand-over goes first: nobody was waiting when it was made, so
- * at most one task runs ahead of those that came since. Otherwise by virtual time.
+ * at most one task runs ahead of those that came since. Otherwise by virtual time. The running task
+ * competes with those that wait: if it always gave way, a heavy task would get every other slice.
  */
 slip_inline u32 slip_choose(const struct slip_heads *h)
 {
 	if (h->has_handover)
 		return SLIP_FROM_HANDOVER;
+	if (h->has_prev && (h->has_cpu || h->has_llc) &&
+	    (!h->has_cpu || slip_before(h->prev_key, h->cpu_key)) &&
+	    (!h->has_llc || slip_before(h->prev_key, h->llc_key)))
+		return SLIP_FROM_PREV;
 	if (h->has_cpu && (!h->has_llc || !slip_before(h->llc_key, h->cpu_key)))
 		return SLIP_FROM_CPU;
 	if (h->has_llc)

@@ -16,9 +16,13 @@ pub const WAKE_WAKER_OK: u32 = 4;
 pub const WAKE_PREV_OK: u32 = 8;
 /// The wakee may not run on every CPU.
 pub const WAKE_MASKED: u32 = 16;
+/// The wakee may run on one CPU only.
+pub const WAKE_SINGLE: u32 = 32;
+/// Domains of an LLC: 0 for tasks of any CPU, the others for sets of CPU masks. `SLIP_DOMAINS`.
+pub const DOMAINS: u32 = 8;
 
 /// Counters in the order of `enum slip_path`, then `enum slip_counter`.
-pub const COUNTERS: [&str; 18] = [
+pub const COUNTERS: [&str; 21] = [
     "handoff",
     "prev_idle",
     "llc_core",
@@ -37,6 +41,9 @@ pub const COUNTERS: [&str; 18] = [
     "kept",
     "trusted",
     "made_room",
+    "reenqueued",
+    "rescued",
+    "aged",
 ];
 /// Index of a counter by name.
 ///
@@ -105,6 +112,8 @@ pub struct Task {
     pub handed: u32,
     pub honest: u32,
     pub no_hand_off: u32,
+    pub domain: u32,
+    pub queued: u32,
     pub pad: u32,
 }
 
@@ -118,6 +127,15 @@ pub struct Cpu {
     pub bit: u32,
     pub level: u32,
     pub pad: u32,
+}
+
+/// `struct slip_domain`: tasks that compete for the same CPUs, and their virtual clock.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // documented field by field in the header
+pub struct Domain {
+    pub clock: u64,
+    pub offset: u64,
 }
 
 /// `struct slip_llc`.
@@ -169,10 +187,11 @@ pub struct Placement {
 pub struct Heads {
     pub cpu_key: u64,
     pub llc_key: u64,
+    pub prev_key: u64,
     pub has_handover: u32,
     pub has_cpu: u32,
     pub has_llc: u32,
-    pub pad: u32,
+    pub has_prev: u32,
 }
 
 /// A place to take work from, in the order of `enum slip_source`.
@@ -180,12 +199,14 @@ pub struct Heads {
 pub enum Source {
     /// The task handed to this CPU.
     Handover,
-    /// Tasks bound to this CPU.
+    /// Tasks of this CPU alone.
     Cpu,
-    /// The LLC's queue.
+    /// The LLC's queue: the first task that may run here.
     Llc,
     /// Nothing here.
     None,
+    /// The task that runs goes on.
+    Prev,
 }
 
 #[repr(C)]
@@ -202,7 +223,7 @@ struct Env {
 
 // References: C sees the pointers that they are, and `Option<&T>` is a pointer that may be null.
 unsafe extern "C" {
-    fn slip_n_layout(sizes: &mut [u32; 8]);
+    fn slip_n_layout(sizes: &mut [u32; 9]);
     fn slip_n_params_default(p: &mut Params);
     fn slip_n_place(
         p: &Params,
@@ -218,14 +239,20 @@ unsafe extern "C" {
     fn slip_n_llc_load(llc: &Llc) -> u32;
     fn slip_n_task_init(t: &mut Task, weight: u32, llc: u32, vclock: u64);
     fn slip_n_slice(p: &Params, t: &Task, llc: &Llc) -> u64;
-    fn slip_n_on_runnable(p: &Params, t: &mut Task, llc: &Llc, now: u64);
-    fn slip_n_queue_key(t: &Task, slice: u64) -> u64;
+    fn slip_n_on_runnable(p: &Params, t: &mut Task, llc: &mut Llc, d: &mut Domain, now: u64);
+    fn slip_n_on_kept(p: &Params, t: &mut Task, d: &Domain);
+    fn slip_n_on_turn(t: &mut Task);
+    fn slip_n_change_domain(t: &mut Task, from: &Domain, to: &Domain);
+    fn slip_n_queue_key(t: &Task, d: &Domain, slice: u64) -> u64;
+    fn slip_n_charge(t: &mut Task, exec_ns: u64) -> u64;
     fn slip_n_on_sync_wake(t: &mut Task, exec_ns: u64);
     fn slip_n_account(
         p: &Params,
         t: &mut Task,
         id: u32,
         llc: &mut Llc,
+        from: &Domain,
+        d: &mut Domain,
         exec_ns: u64,
         blocked: u32,
     ) -> u32;
@@ -264,8 +291,8 @@ impl Params {
 
 /// Whether the Rust mirrors have the C structs' sizes.
 pub fn layout_matches() -> bool {
-    let mut c = [0u32; 8];
-    // SAFETY: the function writes exactly eight words.
+    let mut c = [0u32; 9];
+    // SAFETY: the function writes exactly nine words.
     unsafe { slip_n_layout(&mut c) };
     let rust = [
         size_of::<Params>(),
@@ -276,6 +303,7 @@ pub fn layout_matches() -> bool {
         size_of::<Placement>(),
         size_of::<Env>(),
         size_of::<Heads>(),
+        size_of::<Domain>(),
     ];
     c.iter().zip(rust).all(|(&c, rust)| c as usize == rust)
 }
@@ -305,6 +333,7 @@ pub fn choose(heads: &Heads) -> Source {
         0 => Source::Handover,
         1 => Source::Cpu,
         2 => Source::Llc,
+        4 => Source::Prev,
         _ => Source::None,
     }
 }
@@ -320,6 +349,8 @@ pub struct Core {
     pub cpus: Vec<Cpu>,
     /// One entry per task.
     pub tasks: Vec<Task>,
+    /// [`DOMAINS`] per LLC, then one per CPU for the tasks of that CPU alone.
+    pub domains: Vec<Domain>,
     cpus_per_llc: u32,
     threads_per_core: u32,
 }
@@ -352,6 +383,7 @@ impl Core {
             llcs: vec![llc; nr_llcs as usize],
             cpus,
             tasks: Vec::new(),
+            domains: vec![Domain::default(); (nr_llcs * DOMAINS + nr_llcs * cpus_per_llc) as usize],
             cpus_per_llc,
             threads_per_core,
         }
@@ -370,14 +402,39 @@ impl Core {
         }
     }
 
-    /// Adds a task whose home is the LLC of `cpu`; returns its index.
+    /// Index in `domains` of a task's domain on an LLC.
+    fn domain(&self, domain: u32, llc: u32) -> usize {
+        if domain < DOMAINS {
+            (llc * DOMAINS + domain) as usize
+        } else {
+            self.llcs.len() * DOMAINS as usize + (domain - DOMAINS) as usize
+        }
+    }
+
+    /// Adds a task whose home is the LLC of `cpu`, and which may run anywhere; returns its index.
     pub fn add_task(&mut self, weight: u32, cpu: u32) -> usize {
         let llc = self.cpus[cpu as usize].llc;
+        let clock = self.domains[self.domain(0, llc)].clock;
         let mut t = Task::default();
         // SAFETY: `t` is a live, aligned Task; nothing is kept.
-        unsafe { slip_n_task_init(&mut t, weight, llc, self.llcs[llc as usize].vclock) };
+        unsafe { slip_n_task_init(&mut t, weight, llc, clock) };
         self.tasks.push(t);
         self.tasks.len() - 1
+    }
+
+    /// A task's CPU mask changed: below [`DOMAINS`] the domain of its mask (0: any CPU), else
+    /// `DOMAINS` and the only CPU. What the task is owed comes along.
+    ///
+    /// # Panics
+    /// If there is no such CPU.
+    pub fn set_domain(&mut self, task: usize, domain: u32) {
+        let t = self.tasks[task];
+        let from = self.domains[self.domain(t.domain, t.llc)];
+        let to = self.domains[self.domain(domain, t.llc)];
+        let t = &mut self.tasks[task];
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_change_domain(t, &from, &to) };
+        t.domain = domain;
     }
 
     /// Where a waking task goes. `wake`'s LLC fields are filled in here.
@@ -440,15 +497,45 @@ impl Core {
         unsafe { slip_n_slice(&self.params, &self.tasks[task], &self.llcs[llc as usize]) }
     }
 
-    /// A task became runnable and is about to be queued on `llc`; returns its key there.
+    /// A task is about to be queued on `llc`; returns its key there.
     pub fn on_runnable(&mut self, task: usize, llc: u32, now: u64) -> u64 {
         let slice = self.slice(task, llc);
-        let t = &mut self.tasks[task];
-        // SAFETY: live, aligned structs; nothing is kept.
+        let domain = self.domain(self.tasks[task].domain, llc);
+        let d = &mut self.domains[domain];
+        let (t, l) = (&mut self.tasks[task], &mut self.llcs[llc as usize]);
+        // SAFETY: live, aligned structs, all distinct; nothing is kept.
         unsafe {
-            slip_n_on_runnable(&self.params, t, &self.llcs[llc as usize], now);
-            slip_n_queue_key(t, slice)
+            slip_n_on_runnable(&self.params, t, l, d, now);
+            slip_n_queue_key(t, d, slice)
         }
+    }
+
+    /// The key that a task would have if it were queued on `llc`.
+    pub fn key(&self, task: usize, llc: u32) -> u64 {
+        let t = &self.tasks[task];
+        let d = &self.domains[self.domain(t.domain, llc)];
+        // SAFETY: reads live structs.
+        unsafe { slip_n_queue_key(t, d, self.slice(task, llc)) }
+    }
+
+    /// A task keeps its CPU because no other wants it.
+    pub fn on_kept(&mut self, task: usize) {
+        let domain = self.domain(self.tasks[task].domain, self.tasks[task].llc);
+        let (t, d) = (&mut self.tasks[task], &self.domains[domain]);
+        // SAFETY: live, aligned structs; nothing is kept.
+        unsafe { slip_n_on_kept(&self.params, t, d) };
+    }
+
+    /// The running task goes on for another slice, because it comes before those that wait.
+    pub fn on_turn(&mut self, task: usize) {
+        // SAFETY: a live, aligned struct; nothing is kept.
+        unsafe { slip_n_on_turn(&mut self.tasks[task]) };
+    }
+
+    /// Charges a task for the CPU time it has used, without accounting for a whole run.
+    pub fn charge(&mut self, task: usize, exec_ns: u64) -> u64 {
+        // SAFETY: a live, aligned struct; nothing is kept.
+        unsafe { slip_n_charge(&mut self.tasks[task], exec_ns) }
     }
 
     /// The running task makes a wake-up with the sync hint; it has used `exec_ns` of CPU time.
@@ -462,9 +549,13 @@ impl Core {
     /// that it made turned out a lie.
     pub fn account(&mut self, task: usize, cpu: u32, exec_ns: u64, blocked: bool) -> bool {
         let id = self.cpus[cpu as usize].llc;
+        let t = self.tasks[task];
+        let from = self.domains[self.domain(t.domain, t.llc)];
+        let domain = self.domain(t.domain, id);
+        let d = &mut self.domains[domain];
         let (t, llc) = (&mut self.tasks[task], &mut self.llcs[id as usize]);
         // SAFETY: live, aligned structs, all distinct; nothing is kept.
-        unsafe { slip_n_account(&self.params, t, id, llc, exec_ns, blocked as u32) != 0 }
+        unsafe { slip_n_account(&self.params, t, id, llc, &from, d, exec_ns, blocked as u32) != 0 }
     }
 
     /// Whether a task may leave its LLC, and whether that is `saturated`.
@@ -830,13 +921,20 @@ mod tests {
 
         #[test]
         fn dispatch_takes_the_hand_over_first_and_then_the_smaller_key(
-            (cpu_key, llc_key) in (any::<u64>(), any::<u64>()),
-            (has_handover, has_cpu, has_llc) in (0u32..2, 0u32..2, 0u32..2),
+            (cpu_key, llc_key, prev_key) in (any::<u64>(), any::<u64>(), any::<u64>()),
+            (has_handover, has_cpu, has_llc, has_prev) in (0u32..2, 0u32..2, 0u32..2, 0u32..2),
         ) {
-            let heads = Heads { cpu_key, llc_key, has_handover, has_cpu, has_llc, pad: 0 };
-            let llc_first = (llc_key.wrapping_sub(cpu_key) as i64) < 0;
+            let heads = Heads { cpu_key, llc_key, prev_key, has_handover, has_cpu, has_llc, has_prev };
+            let before = |a: u64, b: u64| (a.wrapping_sub(b) as i64) < 0;
+            let llc_first = before(llc_key, cpu_key);
+            // The running task goes on only against others, and only if it comes before each.
+            let prev_first = has_prev == 1
+                && has_cpu + has_llc > 0
+                && (has_cpu == 0 || before(prev_key, cpu_key))
+                && (has_llc == 0 || before(prev_key, llc_key));
             let expected = match (has_handover, has_cpu, has_llc) {
                 (1, ..) => Source::Handover,
+                _ if prev_first => Source::Prev,
                 (_, 1, 1) if llc_first => Source::Llc,
                 (_, 1, _) => Source::Cpu,
                 (_, _, 1) => Source::Llc,

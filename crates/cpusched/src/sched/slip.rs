@@ -140,7 +140,7 @@ impl Slipstream {
             has_handover: self.handover[cpu as usize].is_some() as u32,
             has_cpu: !own.is_empty() as u32,
             has_llc: !shared.is_empty() as u32,
-            pad: 0,
+            ..Heads::default()
         };
         match policy::choose(&heads) {
             Source::Handover => {
@@ -149,7 +149,8 @@ impl Slipstream {
             }
             Source::Cpu => return self.bound[cpu as usize].pop_first().map(|e| e.2),
             Source::Llc => return self.pop_llc(llc),
-            Source::None => {}
+            // A task whose slice ended is in a queue here.
+            Source::None | Source::Prev => {}
         }
         let mut mask = self.core.llcs[llc as usize].handover_mask;
         let bit = self.core.cpus[cpu as usize].bit;
@@ -176,7 +177,10 @@ impl Slipstream {
 
 impl Scheduler for Slipstream {
     fn add_task(&mut self, weight: u32, home: u32, pinned: Option<u32>) {
-        self.core.add_task(weight, home);
+        let task = self.core.add_task(weight, home);
+        if let Some(cpu) = pinned {
+            self.core.set_domain(task, policy::DOMAINS + cpu);
+        }
         self.pinned.push(pinned);
         self.exec.push((0, home));
     }
@@ -196,7 +200,7 @@ impl Scheduler for Slipstream {
         let prev_cpu = pinned.unwrap_or(w.prev_cpu);
         flags |= policy::WAKE_PREV_OK;
         if pinned.is_some() {
-            flags |= policy::WAKE_MASKED;
+            flags |= policy::WAKE_MASKED | policy::WAKE_SINGLE;
         }
         let waker_cpu = w.waker_cpu as usize;
         let waker_queued = self.local[waker_cpu].len()

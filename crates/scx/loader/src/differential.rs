@@ -2,7 +2,7 @@
 //! build, on random inputs. Needs the right to load BPF programs; skips with a message without.
 
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
-use slipstream_cpusched::policy::{Core, Llc, Params, Placement, Task, Wake};
+use slipstream_cpusched::policy::{Core, DOMAINS, Domain, Llc, Params, Placement, Task, Wake};
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/decide.bpf.o"));
 const LLCS: u32 = 4;
@@ -65,8 +65,18 @@ impl Bytes {
             t.handed,
             t.honest,
             t.no_hand_off,
+            t.domain,
+            t.queued,
             0,
         ]);
+    }
+
+    /// The domain of the tasks that may run anywhere, by LLC.
+    fn domains(&mut self, core: &Core) {
+        for llc in 0..LLCS {
+            let d = core.domains[(llc * DOMAINS) as usize];
+            self.u64s(&[d.clock, d.offset]);
+        }
     }
 
     fn llc(&mut self, l: &Llc) {
@@ -92,6 +102,8 @@ fn task(r: &mut Rng) -> Task {
         handed: r.below(2) as u32,
         honest: r.below(6) as u32,
         no_hand_off: u32::from(r.below(8) == 0),
+        domain: 0,
+        queued: r.below(2) as u32,
         pad: 0,
     }
 }
@@ -130,6 +142,12 @@ fn kernel_and_native_build_decide_alike() {
             llc.saturated = u32::from(r.below(3) == 0);
             llc.overloaded = u32::from(r.below(6) == 0);
         }
+        for llc in 0..LLCS {
+            core.domains[(llc * DOMAINS) as usize] = Domain {
+                clock: r.time(),
+                offset: r.time(),
+            };
+        }
         let (waker_cpu, prev_cpu) = (r.below(32) as u32, r.below(32) as u32);
         let prev_level = r.below(3) as u32;
         core.cpus[prev_cpu as usize].level = prev_level;
@@ -143,7 +161,7 @@ fn kernel_and_native_build_decide_alike() {
             prev_llc: prev_cpu / PER_LLC,
             waker_queued: u32::from(r.below(4) == 0),
             nr_llcs: LLCS,
-            flags: r.below(32) as u32 | if r.below(2) == 0 { 13 } else { 0 },
+            flags: r.below(64) as u32 | if r.below(2) == 0 { 13 } else { 0 },
             pad: 0,
         };
         let (exec_ns, stop_ns, blocked) = (r.time(), r.time(), r.below(2) == 0);
@@ -166,6 +184,7 @@ fn kernel_and_native_build_decide_alike() {
         ]);
         input.u32s(&[0; 4]);
         core.llcs.iter().for_each(|l| input.llc(l));
+        input.domains(&core);
         input.u32s(&[prev_level, masked as u32]);
         input.u64s(&[exec_ns, stop_ns, 0, 0]);
         input.u32s(&[0, u32::from(blocked), 0, 0]);
@@ -195,6 +214,7 @@ fn kernel_and_native_build_decide_alike() {
             .extend(&input.0[expected.0.len()..expected.0.len() + 48]);
         expected.u32s(&[out.path, out.cpu, out.llc, out.refused]);
         core.llcs.iter().for_each(|l| expected.llc(l));
+        expected.domains(&core);
         expected.u32s(&[prev_level, masked as u32]);
         expected.u64s(&[exec_ns, stop_ns, slice, key]);
         expected.u32s(&[u32::from(lied), u32::from(blocked), u32::from(trusted), 0]);

@@ -2,7 +2,7 @@
 //!
 //! Written field by field; libbpf refuses a value of another size than the map's.
 
-use slipstream_cpusched::policy::Params;
+use slipstream_cpusched::policy::{DOMAINS, Params};
 use slipstream_scx::classes::{Class, Rule, Subject};
 use slipstream_scx::topology::Topology;
 
@@ -52,12 +52,16 @@ pub fn params(p: &Params) -> Vec<u8> {
 
 /// `struct slip_config`.
 pub fn config(p: &Params, t: &Topology, rules: usize, cgroup_rules: bool) -> Vec<u8> {
-    Bytes(params(p))
+    let mut online = [0u64; CPUS_MAX as usize / 64];
+    for &cpu in t.cpus.keys() {
+        online[cpu as usize / 64] |= 1 << (cpu % 64);
+    }
+    let b = Bytes(params(p))
         .u32(t.llcs.len() as u32)
         .u32(t.cpus.len() as u32)
         .u32(rules as u32)
-        .u32(u32::from(cgroup_rules))
-        .0
+        .u32(u32::from(cgroup_rules));
+    online.iter().fold(b, |b, &word| b.u64(word)).0
 }
 
 /// All of `struct slip_cpu_state`; a CPU that is not there has no LLC.
@@ -69,7 +73,7 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
         }
     }
     let one = |b: Bytes, (llc, bit): &(u32, u32)| {
-        // The hand-over's time, place, level; then the queue and what fills the cache line.
+        // The hand-over's time, place, level; then the own domain, the counts and the padding.
         let b = b.u64(0).u32(*llc).u32(*bit).u64(0);
         (0..5).fold(b, |b, _| b.u64(0))
     };
@@ -81,7 +85,9 @@ pub fn llcs(t: &Topology) -> Vec<u8> {
     let one = |b: Bytes, i: usize| {
         let nr_cpus = t.llcs.get(i).map_or(0, Vec::len) as u32;
         let mut b = b.u64(0).u64(0).u64(0);
-        b = b.u32(nr_cpus).u32(0).u32(1).u32(0).u64(0);
+        b = b.u32(nr_cpus).u32(0).u32(1).u32(0);
+        // The count of its queue, and the domains' clocks and offsets.
+        b = (0..1 + 2 * DOMAINS).fold(b, |b, _| b.u64(0));
         b.0.extend(if nr_cpus > 0 {
             cores(t, i)
         } else {

@@ -132,6 +132,11 @@ fn run(args: &Run) -> anyhow::Result<()> {
         .map(|s| Instant::now() + Duration::from_secs(s));
     let mut seen = BTreeSet::new();
     loop {
+        // Before the topology: the kernel refuses the scheduler if a CPU came or went since.
+        let hotplug_seq = std::fs::read_to_string("/sys/kernel/sched_ext/hotplug_seq")
+            .ok()
+            .and_then(|text| text.trim().parse().ok())
+            .unwrap_or(0);
         let topology = Topology::read(Path::new("/sys"))?;
         seen.extend(topology.cpus.keys().copied());
         let gone = seen.iter().filter(|c| !topology.cpus.contains_key(c));
@@ -141,7 +146,7 @@ fn run(args: &Run) -> anyhow::Result<()> {
         params.wake_idle_ns = wake_idle_us * 1_000;
         params.hand_off = u32::from(!args.no_hand_off);
         params.learn = u32::from(!args.no_learn);
-        let (object, _link) = load(&params, &topology, &classes)?;
+        let (object, _link) = load(&params, &topology, &classes, hotplug_seq)?;
         eprintln!(
             "slipstream schedules {} CPUs in {} LLCs; hand-over up to {wake_idle_us} us; \
              end this process to go back to the kernel's scheduler",
@@ -189,7 +194,12 @@ fn map<'o>(object: &'o Object, name: &str) -> anyhow::Result<libbpf_rs::Map<'o>>
     found.with_context(|| format!("the BPF object has no map `{name}`; rebuild it"))
 }
 
-fn load(params: &Params, t: &Topology, classes: &Classes) -> anyhow::Result<(Object, Link)> {
+fn load(
+    params: &Params,
+    t: &Topology,
+    classes: &Classes,
+    hotplug_seq: u64,
+) -> anyhow::Result<(Object, Link)> {
     if t.llcs.len() > intf::LLCS_MAX || t.cpus.keys().any(|&id| id >= intf::CPUS_MAX) {
         bail!(
             "{} LLCs and CPU numbers up to {}: at most {} LLCs and CPU {} are supported",
@@ -222,6 +232,15 @@ fn load(params: &Params, t: &Topology, classes: &Classes) -> anyhow::Result<(Obj
             .set_initial_value(&value)
             .with_context(|| format!("filling section `{name}`"))?;
     }
+    // The first member of our `struct sched_ext_ops`; 0 is not looked at.
+    open.maps_mut()
+        .find(|m| m.name() == "slipstream")
+        .and_then(|mut m| {
+            let member = m.initial_value_mut()?.get_mut(..8)?;
+            member.copy_from_slice(&hotplug_seq.to_ne_bytes());
+            Some(())
+        })
+        .context("the BPF object has no scheduler; rebuild it")?;
     let mut object = open.load().context("the kernel refused the BPF program")?;
 
     let set = |name: &str, key: u32, value: &[u8]| -> anyhow::Result<()> {

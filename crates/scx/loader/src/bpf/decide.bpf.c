@@ -20,6 +20,7 @@ struct decide {
 	struct slip_wake wake;
 	struct slip_placement out;
 	struct slip_llc llcs[LLCS];
+	struct slip_domain domains[LLCS];	/* that of both tasks, by LLC */
 	u32 prev_level;
 	s32 masked_cpu;
 	u64 exec_ns;	/* the waker's CPU time at its wake-up */
@@ -102,6 +103,7 @@ int decide_once(void *ctx)
 	u32 zero = 0;
 	struct decide *d = bpf_map_lookup_elem(&decide, &zero);
 	struct slip_env env = { .d = d };
+	struct slip_domain *domain;
 	struct slip_llc *llc;
 
 	(void)ctx;
@@ -111,11 +113,14 @@ int decide_once(void *ctx)
 	llc = slip_env_llc(&env, d->out.llc);
 	if (!llc)
 		return 2;
-	slip_on_runnable(&d->params, &d->wakee, llc, d->wake.now);
+	domain = &d->domains[d->out.llc & (LLCS - 1)];
+	slip_on_runnable(&d->params, &d->wakee, llc, domain, d->wake.now);
 	d->slice = slip_slice(&d->params, &d->wakee, llc);
-	d->key = slip_queue_key(&d->wakee, d->slice);
+	d->key = slip_queue_key(&d->wakee, domain, d->slice);
 	slip_on_sync_wake(&d->waker, d->exec_ns);
 	d->trusted = slip_trusted(&d->params, &d->waker);
-	d->lied = slip_account(&d->params, &d->waker, d->out.llc, llc, d->stop_ns, d->blocked != 0);
+	d->lied = slip_account(&d->params, &d->waker, d->out.llc, llc,
+			       &d->domains[d->waker.llc & (LLCS - 1)], domain, d->stop_ns,
+			       d->blocked != 0);
 	return 0;
 }

@@ -19,25 +19,26 @@ struct slip_config {
 	u32 nr_cpus;
 	u32 nr_rules;
 	u32 cgroup_rules;	/* tasks are looked up by cgroup */
+	u64 online[SLIP_CPUS_MAX / 64];	/* a task whose mask has all of these may run anywhere */
 };
 
-/* Whether a queue may hold somebody: see may_hold() in slipstream.bpf.c. */
-struct slip_queue {
-	u32 put;
-	u32 empty_at;
-};
-
-/* A CPU and the queue of the tasks bound to it; one cache line. */
+/* A CPU, and what is known of the queue of the tasks of that CPU alone; one cache line. */
 struct slip_cpu_state {
 	struct slip_cpu cpu;
-	struct slip_queue bound;
-	u64 pad[4];
+	struct slip_domain own;	/* the domain of those tasks */
+	u32 bound_put;		/* tasks ever put there ... */
+	u32 bound_empty_at;	/* ... and that count when it was last found empty */
+	u32 seen_put;		/* its LLC's `put` when this CPU last looked for work */
+	u32 pull_hint;		/* 1 + the LLC that it was woken to take a task from */
+	u64 pad;
 };
 
-/* An LLC, its queue, its CPUs by bit, and how their hardware threads pair. */
+/* An LLC, its queue, its domains, its CPUs by bit, and how their hardware threads pair. */
 struct slip_llc_state {
 	struct slip_llc llc;
-	struct slip_queue queue;
+	u32 put;		/* tasks that were put into the queue, or are about to be */
+	u32 pad;
+	struct slip_domain domains[SLIP_DOMAINS];
 	u64 pair_first;		/* bits whose next bit is their only sibling */
 	u64 single;		/* bits of CPUs without a sibling */
 	u32 cpu_of_bit[64];

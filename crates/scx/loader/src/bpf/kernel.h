@@ -61,6 +61,14 @@ struct task_struct {
 	char comm[16];
 } __co_re;
 
+struct scx_cpu_release_args {
+	int reason;
+} __co_re;
+
+struct scx_dump_ctx {
+	int kind;
+} __co_re;
+
 enum scx_exit_kind { SCX_EXIT_NONE = 0 };
 
 struct scx_exit_info {
@@ -80,12 +88,19 @@ struct scx_exit_task_args {
 
 /* A part of the kernel's: libbpf copies the members over by name. */
 struct sched_ext_ops {
+	u64 hotplug_seq;	/* first: the loader writes it */
 	s32 (*select_cpu)(struct task_struct *p, s32 prev_cpu, u64 wake_flags);
 	void (*enqueue)(struct task_struct *p, u64 enq_flags);
 	void (*dispatch)(s32 cpu, struct task_struct *prev);
 	void (*tick)(struct task_struct *p);
 	void (*update_idle)(s32 cpu, bool idle);
+	void (*set_cpumask)(struct task_struct *p, const struct cpumask *mask);
+	void (*cpu_release)(s32 cpu, struct scx_cpu_release_args *args);
+	void (*enable)(struct task_struct *p);
 	s32 (*init_task)(struct task_struct *p, struct scx_init_task_args *args);
+	void (*dump)(struct scx_dump_ctx *ctx);
+	void (*dump_cpu)(struct scx_dump_ctx *ctx, s32 cpu, bool idle);
+	void (*dump_task)(struct scx_dump_ctx *ctx, struct task_struct *p);
 	s32 (*init)(void);
 	void (*exit)(struct scx_exit_info *ei);
 	u64 flags;
@@ -101,12 +116,14 @@ struct bpf_iter_scx_dsq {
 #define SCX_OPS_KEEP_BUILTIN_IDLE	1ull
 #define SCX_WAKE_SYNC	0x10ull
 #define SCX_ENQ_WAKEUP	1ull
-#define SCX_KICK_IDLE	1ull
 #define SCX_KICK_PREEMPT	2ull
 #define SCX_TASK_QUEUED	1u
 #define SCX_DSQ_LOCAL	(1ull << 63 | 2)
 #define SCX_DSQ_LOCAL_ON	(1ull << 63 | 1ull << 62)
+#define SCX_PICK_IDLE_CORE	1ull
+#define SCX_DSQ_ITER_REV	(1ull << 16)
 #define PF_EXITING	0x4u
+#define CLOCK_MONOTONIC	1
 
 extern const struct rq runqueues __ksym; /* one per CPU */
 
@@ -127,5 +144,10 @@ extern int bpf_iter_scx_dsq_new(struct bpf_iter_scx_dsq *it, u64 dsq_id, u64 fla
 extern struct task_struct *bpf_iter_scx_dsq_next(struct bpf_iter_scx_dsq *it) __ksym;
 extern void bpf_iter_scx_dsq_destroy(struct bpf_iter_scx_dsq *it) __ksym;
 extern bool bpf_cpumask_test_cpu(u32 cpu, const struct cpumask *cpumask) __ksym;
+extern void bpf_rcu_read_lock(void) __ksym;
+extern void bpf_rcu_read_unlock(void) __ksym;
+extern u32 bpf_cpumask_first(const struct cpumask *cpumask) __ksym;
+extern u32 scx_bpf_reenqueue_local(void) __ksym __weak;
+extern void scx_bpf_dump_bstr(char *fmt, unsigned long long *data, u32 data__sz) __ksym;
 
 #endif

@@ -2,11 +2,22 @@
 /*
  * scx_slipstream: the placement policy of slip_policy.h on a running kernel.
  *
- * Queues (DSQs): one per LLC, ordered by virtual deadline, for tasks that may run anywhere; one per
- * CPU, ordered alike, for tasks with a CPU mask of their own; one per CPU for the task that was
- * handed over to it. The last is not SCX_DSQ_LOCAL, from which nobody could take it.
+ * Queues (DSQs): one per LLC, ordered by virtual deadline, for all tasks that more than one CPU may
+ * run; one per CPU, ordered alike, for tasks of that CPU alone; one per CPU for the task that was
+ * handed over to it. The last is not SCX_DSQ_LOCAL, from which no other CPU could take it. Taking
+ * the first task of an LLC's queue, the kernel skips those whose mask excludes the taking CPU.
  *
- * What decides is in the header; here are the maps, the kernel's queues and who is told what.
+ * No task waits beside an idle CPU of its mask:
+ *
+ * - Who queues a task looks for an idle CPU of its mask, and the kick that wakes it is carried out
+ *   by an interrupt after the insertion. (The insertion itself takes place after ops.enqueue has
+ *   returned; nothing that ops.enqueue does may count on it.)
+ * - A CPU that goes idle compares its LLC's `put` with what it was before it last looked for work.
+ * - The CPU that a task last ran on, on whose run queue the kernel counts it, looks for work when its
+ *   own task leaves or its slice ends.
+ * - At each tick, and by a timer where no CPU has ticks for us, queues are compared with idle CPUs.
+ *
+ * Decisions are in the header; here are the maps, the kernel's queues and the callbacks.
  */
 #include "kernel.h"
 #include "slip_policy.h"
@@ -17,16 +28,21 @@ char _license[] SEC("license") = "GPL";
 #define DSQ_CPU		0x10000ull	/* + cpu: tasks bound to it */
 #define DSQ_HANDOVER	0x20000ull	/* + cpu: the task handed to it */
 #define PULL_LOOKS	8	/* tasks of another LLC's queue that a pull looks at */
-#define RECLASSIFY_RUNS	1024u	/* runs after which a task's cgroup is looked up again */
+#define PEEKS		8	/* tasks of its LLC's queue that a CPU looks at for one it may run */
+#define RESCUE_LOOKS	4	/* tasks of a queue for which the tick and the timer look for a CPU */
+#define RECLASSIFY_NS	100000000ull	/* after which a task's cgroup is looked up again */
+#define TIMER_NS	100000000ull
+#define AGED_NS		2000000000ull	/* a task that waited this long goes ahead of the order */
 
 struct task_ctx {
 	struct slip_task t;
 	u64 comm[2];		/* the name that its class was found by */
-	u32 class_runs;		/* runs since then */
+	u64 classed_at;
 	u32 class_weight;	/* 0: by nice value */
 	u32 path;		/* placement, from select_cpu to enqueue */
 	u32 llc;
 	u32 selected;		/* select_cpu saw this wake-up */
+	u32 accounted;		/* ops.dispatch accounted for its run, ops.enqueue need not */
 	u32 pad;
 };
 
@@ -56,7 +72,8 @@ struct {
 /* Class of a cgroup; kept up to date by the loader. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
 	__type(key, u64);
 	__type(value, u32);
 } slip_cgroups SEC(".maps");
@@ -82,6 +99,17 @@ struct {
 	__type(value, struct slip_exit);
 } slip_exit SEC(".maps");
 
+struct timer_slot {
+	struct bpf_timer timer;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, struct timer_slot);
+} slip_timer SEC(".maps");
+
 struct slip_env {
 	struct task_struct *p;
 };
@@ -106,24 +134,25 @@ static __always_inline struct slip_llc_state *llc_of(u32 id)
 }
 
 /*
- * Whether a queue may hold somebody, without asking the kernel, which would look it up by its id.
- * Who puts a task there counts `put` up afterwards; who finds the queue empty writes down the count
- * that it had read before. A late writer leaves a difference, so that somebody looks in vain.
+ * Whether tasks of this CPU alone may wait for it, without asking the kernel. They are queued, with
+ * the insertion, under the CPU's run queue lock, and it looks for work under the same: so unlike an
+ * LLC's queue this one can be counted.
  */
-static __always_inline bool may_hold(struct slip_queue *q)
+static __always_inline bool has_bound(struct slip_cpu_state *c)
 {
-	return q->put != q->empty_at;
+	return c->bound_put != c->bound_empty_at;
 }
 
-static __always_inline bool take(struct slip_queue *q, u64 dsq)
+static __always_inline bool take_bound(struct slip_cpu_state *c, s32 cpu)
 {
-	u32 put = *(volatile u32 *)&q->put;
+	u32 put = c->bound_put;
 
-	if (put == q->empty_at)
+	if (put == c->bound_empty_at)
 		return 0;
-	if (scx_bpf_dsq_move_to_local(dsq))
+	if (scx_bpf_dsq_move_to_local(DSQ_CPU + cpu))
 		return 1;
-	q->empty_at = put;
+	if (scx_bpf_dsq_nr_queued(DSQ_CPU + cpu) <= 0)
+		c->bound_empty_at = put;
 	return 0;
 }
 
@@ -135,6 +164,21 @@ static __always_inline u32 cpu_of_bit(struct slip_llc_state *llc, u32 bit)
 {
 	barrier_var(bit);
 	return llc->cpu_of_bit[bit & 63];
+}
+
+/* A task's domain on LLC `id`. */
+static __always_inline struct slip_domain *domain_of(const struct slip_task *t, u32 id)
+{
+	u32 domain = t->domain;
+
+	/* As in cpu_of_bit(): the masks are for the verifier. */
+	barrier_var(domain);
+	if (domain >= SLIP_DOMAINS) {
+		domain -= SLIP_DOMAINS;
+		barrier_var(domain);
+		return &cpu_of(domain)->own;
+	}
+	return &llc_of(id)->domains[domain & (SLIP_DOMAINS - 1)];
 }
 
 static __always_inline void count(u32 counter)
@@ -160,20 +204,39 @@ static __always_inline u64 random_word(u64 now, u32 cpu)
 
 static __always_inline struct slip_llc *slip_env_llc(struct slip_env *env, u32 id)
 {
-	struct slip_llc_state *s;
-	u32 queued;
-
 	(void)env;
-	if (id >= slip_config.nr_llcs)
-		return NULL;
-	s = llc_of(id);
-	/* The queue's length is the kernel's to know. */
-	queued = may_hold(&s->queue) ? (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) : 0;
+	/* `nr_queued` is as old as the last look at the queue; only heuristics depend on it. */
+	return id < slip_config.nr_llcs ? &llc_of(id)->llc : NULL;
+}
+
+/* How many tasks wait in an LLC's queue, and the flags that follow from it. */
+static __always_inline void set_queued(struct slip_llc_state *s, u32 queued)
+{
 	if (queued != s->llc.nr_queued) {
 		s->llc.nr_queued = queued;
 		slip_llc_update(params(), &s->llc);
 	}
-	return &s->llc;
+}
+
+static __always_inline u32 look_queued(struct slip_llc_state *s, u32 id)
+{
+	u32 queued = (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id));
+
+	set_queued(s, queued);
+	return queued;
+}
+
+/* Takes the first task of an LLC's queue that this CPU may run. */
+static __always_inline bool take_llc(struct slip_llc_state *s, u32 id)
+{
+	if (scx_bpf_dsq_move_to_local(id)) {
+		if (s->llc.nr_queued)
+			look_queued(s, id);
+		return 1;
+	}
+	if (s->llc.nr_queued)
+		look_queued(s, id);
+	return 0;
 }
 
 static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
@@ -187,19 +250,23 @@ static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
 	return 1;
 }
 
-/* Claims a CPU of `mask`. Our bit may be late; the kernel's own decides, and ours follows. */
+/*
+ * Claims a CPU of `mask`. The kernel's bit decides, and only who won that clears ours: were ours
+ * cleared first, a CPU that has set ours and not yet the kernel's would be idle and not be found.
+ */
 static __always_inline s32 claim_of(struct slip_llc_state *s, u64 mask)
 {
 	u32 cpu, bit, i;
 
-	for (i = 0; i < 2; i++) {
+	for (i = 0; i < 3; i++) {
 		bit = slip_lowest_bit(mask);
 		if (bit >= 64)
 			return -1;
 		cpu = cpu_of_bit(s, bit);
-		__sync_fetch_and_and(&s->llc.idle_mask, ~slip_bit(bit));
-		if (scx_bpf_test_and_clear_cpu_idle(cpu))
+		if (scx_bpf_test_and_clear_cpu_idle(cpu)) {
+			__sync_fetch_and_and(&s->llc.idle_mask, ~slip_bit(bit));
 			return (s32)cpu;
+		}
 		mask &= ~slip_bit(bit);
 	}
 	return -1;
@@ -222,9 +289,24 @@ static s32 slip_env_claim_thread(struct slip_env *env, u32 id)
 	return claim_of(s, s->llc.idle_mask);
 }
 
+/* Claims an idle CPU of a task's mask: on an idle core if there is one. */
+static __always_inline s32 claim_in(const struct cpumask *mask)
+{
+	s32 cpu = scx_bpf_pick_idle_cpu(mask, SCX_PICK_IDLE_CORE);
+	struct slip_cpu *c;
+
+	if (cpu < 0)
+		cpu = scx_bpf_pick_idle_cpu(mask, 0);
+	if (cpu < 0)
+		return -1;
+	c = &cpu_of(cpu)->cpu;
+	__sync_fetch_and_and(&llc_of(c->llc)->llc.idle_mask, ~slip_bit(c->bit));
+	return cpu;
+}
+
 static s32 slip_env_claim_masked(struct slip_env *env)
 {
-	return env->p ? scx_bpf_pick_idle_cpu(env->p->cpus_ptr, 0) : -1;
+	return env->p ? claim_in(env->p->cpus_ptr) : -1;
 }
 
 /* ---- classes ------------------------------------------------------------------------------ */
@@ -246,8 +328,11 @@ static __always_inline u32 class_by_name(const u64 *comm)
 	return SLIP_NO_CLASS;
 }
 
-/* Finds a task's class anew when its name changed, and now and then, as it may change cgroups. */
-static __always_inline void classify(struct task_struct *p, struct task_ctx *tc)
+/*
+ * Finds a task's class anew when its name changed, and each RECLASSIFY_NS, as it may change cgroups
+ * and the loader learns of new ones. Called wherever a task is placed, queued or goes on.
+ */
+static __always_inline void classify(struct task_struct *p, struct task_ctx *tc, u64 now)
 {
 	u64 comm[2];
 	u32 id;
@@ -257,11 +342,12 @@ static __always_inline void classify(struct task_struct *p, struct task_ctx *tc)
 		return;
 	__builtin_memset(comm, 0, sizeof(comm));
 	bpf_probe_read_kernel_str(comm, sizeof(comm), p->comm);
-	if (comm[0] == tc->comm[0] && comm[1] == tc->comm[1] && tc->class_runs++ < RECLASSIFY_RUNS)
+	if (comm[0] == tc->comm[0] && comm[1] == tc->comm[1] && tc->classed_at &&
+	    now - tc->classed_at < RECLASSIFY_NS)
 		return;
 	tc->comm[0] = comm[0];
 	tc->comm[1] = comm[1];
-	tc->class_runs = 0;
+	tc->classed_at = now;
 	id = class_by_name(comm);
 	if (id == SLIP_NO_CLASS && slip_config.cgroup_rules) {
 		u64 cgroup = BPF_CORE_READ(p, cgroups, dfl_cgrp, kn, id);
@@ -277,23 +363,42 @@ static __always_inline void classify(struct task_struct *p, struct task_ctx *tc)
 	tc->class_weight = class ? class->weight : 0;
 }
 
-/*
- * A task that disabled its own migration may be taken by its CPU alone, whatever its mask says. The
- * running task's count includes that of this program.
- */
-static __always_inline bool is_masked(struct task_struct *p)
+/* The domain of a task's CPU mask. Masks that share a domain by chance share its clock, no more. */
+static __always_inline u32 domain_of_mask(struct task_struct *p)
 {
-	u32 own = p == bpf_get_current_task_btf();
+	const struct cpumask *mask = p->cpus_ptr;
+	u64 hash = 0;
+	u32 i, lacks = 0;
 
-	return (u32)p->nr_cpus_allowed < slip_config.nr_cpus || p->migration_disabled > own;
+	if (p->nr_cpus_allowed == 1)
+		return SLIP_DOMAINS + (bpf_cpumask_first(mask) & (SLIP_CPUS_MAX - 1));
+	bpf_for(i, 0, SLIP_CPUS_MAX / 64) {
+		u64 word = 0, online = slip_config.online[i & (SLIP_CPUS_MAX / 64 - 1)];
+
+		if (!online)
+			continue;
+		bpf_probe_read_kernel(&word, sizeof(word), &mask->bits[i]);
+		lacks |= (online & ~word) != 0;
+		hash = slip_mix(hash ^ (online & word));
+	}
+	return lacks ? 1 + (u32)(hash % (SLIP_DOMAINS - 1)) : 0;
+}
+
+static __always_inline bool is_masked(const struct task_ctx *tc)
+{
+	return tc->t.domain != 0;
 }
 
 /* Tells the policy what `p` did since it last woke or was queued. */
 static __always_inline void account(struct task_struct *p, struct task_ctx *tc,
 				    struct slip_cpu *last, bool blocked)
 {
+	struct slip_domain *d = domain_of(&tc->t, last->llc);
+	u32 was = tc->t.llc;
+
 	tc->t.weight = tc->class_weight ? tc->class_weight : p->scx.weight;
 	if (slip_account(params(), &tc->t, last->llc, &llc_of(last->llc)->llc,
+			 was == last->llc ? d : domain_of(&tc->t, was), d,
 			 p->se.sum_exec_runtime, blocked))
 		count(SLIP_C_HINT_LIED);
 }
@@ -325,7 +430,7 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 	w.prev_cpu = prev_cpu;
 	prev = &cpu_of(prev_cpu)->cpu;
 	here = &cpu_of(w.waker_cpu)->cpu;
-	classify(p, tc);
+	classify(p, tc, w.now);
 	account(p, tc, prev, 1);
 	tc->t.queued_at = w.now;
 	w.rnd = random_word(w.now, w.waker_cpu);
@@ -334,7 +439,7 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 	w.nr_llcs = slip_config.nr_llcs;
 	w.waker_queued = 0;
 	w.flags = 0;
-	if (is_masked(p)) {
+	if (is_masked(tc)) {
 		w.flags |= SLIP_WAKE_MASKED;
 		if (bpf_cpumask_test_cpu(w.waker_cpu, p->cpus_ptr))
 			w.flags |= SLIP_WAKE_WAKER_OK;
@@ -369,7 +474,7 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 		tc->path = to.path;
 		tc->llc = to.llc;
 		tc->selected = 1;
-		return (w.flags & SLIP_WAKE_PREV_OK) || to.path != SLIP_QUEUE_CPU ? prev_cpu : (s32)to.cpu;
+		return prev_cpu;
 	}
 	llc = &llc_of(to.llc)->llc;
 	slice = slip_slice(params(), &tc->t, llc);
@@ -386,78 +491,115 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 	return to.cpu;
 }
 
-static __always_inline void kick_idle(struct slip_env *env, u32 llc)
+/*
+ * Wakes a CPU that was claimed, to take a task from LLC `from`. Not SCX_KICK_IDLE: the kernel drops
+ * such a kick when the CPU is just then not idle, though it may be past its look for work.
+ */
+static __always_inline void kick_for(s32 cpu, u32 from)
 {
-	s32 cpu = slip_env_claim_thread(env, llc);
+	struct slip_cpu_state *c = cpu_of(cpu);
 
-	if (cpu >= 0)
-		scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+	if (c->cpu.llc != from)
+		c->pull_hint = from + 1;
+	scx_bpf_kick_cpu(cpu, 0);
+}
+
+/* Wakes an idle CPU for a task that waits, or will in a moment, in LLC `id`'s queue. */
+static __always_inline bool kick_idle(struct task_struct *p, const struct task_ctx *tc, u32 id)
+{
+	struct slip_env env = { .p = p };
+	s32 cpu;
+
+	if (is_masked(tc))
+		cpu = claim_in(p->cpus_ptr);
+	else
+		cpu = llc_of(id)->llc.idle_mask ? slip_env_claim_thread(&env, id) : -1;
+	if (cpu < 0)
+		return 0;
+	kick_for(cpu, id);
+	return 1;
 }
 
 SEC("struct_ops/slip_enqueue")
 void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 {
 	struct task_ctx *tc = task_of(p);
-	struct slip_env env = { .p = p };
 	u32 cpu = scx_bpf_task_cpu(p), id;
 	struct slip_cpu_state *c = cpu_of(cpu);
 	struct slip_llc_state *s;
-	struct slip_llc *llc;
-	u64 slice, key;
+	struct slip_domain *d;
+	u64 slice, key, now;
 	bool placed;
 
-	if (!tc) {
-		/* Not ours to decide: the built-in queue loses nobody. */
+	id = c->cpu.llc;
+	if (!tc || id >= slip_config.nr_llcs) {
+		/* Not ours to decide: the built-in queue loses no task. */
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, 1000000, enq_flags);
 		return;
 	}
-	id = c->cpu.llc;
+	now = scx_bpf_now();
 	/* select_cpu is not asked for tasks of one CPU. */
 	placed = tc->selected && (enq_flags & SCX_ENQ_WAKEUP);
 	tc->selected = 0;
-	if (!placed)
+	if (tc->accounted && !(enq_flags & SCX_ENQ_WAKEUP)) {
+		slip_charge(&tc->t, p->se.sum_exec_runtime);
+	} else if (!placed) {
+		classify(p, tc, now);
 		account(p, tc, &c->cpu, enq_flags & SCX_ENQ_WAKEUP);
-	else if (!is_masked(p))
-		id = tc->llc;
-	s = llc_of(id);
-	llc = slip_env_llc(&env, id);
-	if (!llc) {
-		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, 1000000, enq_flags);
-		return;
 	}
-	slip_on_runnable(params(), &tc->t, llc, scx_bpf_now());
-	slice = slip_slice(params(), &tc->t, llc);
-	key = slip_queue_key(&tc->t, slice);
-	if (is_masked(p)) {
+	tc->accounted = 0;
+	if (placed && !is_masked(tc))
+		id = tc->llc;
+	else if (!is_masked(tc) && !slip_llc_ok(&tc->t, id) &&
+		 slip_lowest_bit(tc->t.llc_mask) < slip_config.nr_llcs)
+		id = slip_lowest_bit(tc->t.llc_mask); /* its class is new */
+	s = llc_of(id);
+	d = domain_of(&tc->t, id);
+	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
+	slice = slip_slice(params(), &tc->t, &s->llc);
+	key = slip_queue_key(&tc->t, d, slice);
+	if (tc->t.domain >= SLIP_DOMAINS) {
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
-		__sync_fetch_and_add(&c->bound.put, 1);
-		if (slip_env_claim_cpu(&env, cpu))
-			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+		c->bound_put++;
+		/* The kernel wakes an idle CPU itself: the task is on its run queue. */
+		if ((enq_flags & SCX_ENQ_WAKEUP) && slip_config.params.preempt &&
+		    tc->t.level == 0 && c->cpu.level == SLIP_LEVELS - 1)
+			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 		return;
 	}
 	scx_bpf_dsq_insert_vtime(p, id, slice, key, enq_flags);
-	__sync_fetch_and_add(&s->queue.put, 1);
-	/* A CPU may have gone idle since the search; it would sleep beside a waiting task. */
-	if (llc->idle_mask)
-		kick_idle(&env, id);
-	else if (placed && tc->path == SLIP_PREEMPT)
+	set_queued(s, (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) + 1);
+	__sync_fetch_and_add(&s->put, 1);
+	if (!kick_idle(p, tc, id) && placed && tc->path == SLIP_PREEMPT)
 		scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 }
 
-/* The key of the first task of a queue. */
-static __always_inline u64 first_key(u64 dsq)
+/*
+ * The key of the first task of a queue that `cpu` may run; false if there is none. Beyond a few that
+ * it may not run the key is that of the last one, which is a bound.
+ */
+static __always_inline bool first_key(u64 dsq, s32 cpu, u32 looks, u64 *key)
 {
 	struct bpf_iter_scx_dsq it;
 	struct task_struct *p;
-	u64 key = 0;
+	bool found = 0;
+	u32 i;
 
 	if (!bpf_iter_scx_dsq_new(&it, dsq, 0)) {
-		p = bpf_iter_scx_dsq_next(&it);
-		if (p)
-			key = p->scx.dsq_vtime;
+		for (i = 0; i < looks; i++) {
+			p = bpf_iter_scx_dsq_next(&it);
+			if (!p) {
+				found = 0;
+				break;
+			}
+			found = 1;
+			*key = p->scx.dsq_vtime;
+			if (bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+				break;
+		}
 	}
 	bpf_iter_scx_dsq_destroy(&it);
-	return key;
+	return found;
 }
 
 static __always_inline bool steal_handover(struct slip_llc_state *s, u32 own_bit, u64 now)
@@ -485,8 +627,11 @@ static __always_inline bool steal_handover(struct slip_llc_state *s, u32 own_bit
 	return 0;
 }
 
-/* Takes the first task of LLC `far`'s queue that may leave it. */
-static __always_inline bool pull(u32 own, u32 far, u64 now)
+/*
+ * Takes the first task of LLC `far`'s queue that may leave it and may run here. Where an idle CPU was
+ * woken to do so (`asked`), how long it has been there does not count.
+ */
+static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 {
 	struct bpf_iter_scx_dsq it;
 	struct task_struct *p;
@@ -501,8 +646,10 @@ static __always_inline bool pull(u32 own, u32 far, u64 now)
 			if (!p)
 				break;
 			tc = task_of(p);
-			if (!tc || !slip_llc_ok(&tc->t, own) ||
-			    !slip_may_leave(params(), &tc->t, 0, now))
+			if (!tc || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+				continue;
+			if (!is_masked(tc) && (!slip_llc_ok(&tc->t, own) ||
+					       (!asked && !slip_may_leave(params(), &tc->t, 0, now))))
 				continue;
 			moved = scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL, 0);
 			if (moved)
@@ -513,69 +660,145 @@ static __always_inline bool pull(u32 own, u32 far, u64 now)
 	return moved;
 }
 
+/* What a CPU does when its own queues hold nothing for it. */
+static __always_inline bool look_elsewhere(s32 cpu, struct slip_cpu_state *c,
+					   struct slip_llc_state *s, u32 id)
+{
+	struct slip_env env = {};
+	u32 hint = c->pull_hint;
+	u64 now;
+	s32 far;
+
+	if (slip_config.nr_llcs <= 1 && !s->llc.handover_mask)
+		return 0;
+	now = scx_bpf_now();
+	if (s->llc.handover_mask && steal_handover(s, c->cpu.bit, now))
+		return 1;
+	if (slip_config.nr_llcs <= 1)
+		return 0;
+	if (hint) {
+		c->pull_hint = 0;
+		if (hint <= slip_config.nr_llcs && pull(cpu, id, hint - 1, 1, now)) {
+			look_queued(llc_of(hint - 1), hint - 1);
+			count(SLIP_C_FAR_PULL);
+			return 1;
+		}
+	}
+	far = slip_pull_from(&env, id, slip_config.nr_llcs, random_word(now, cpu));
+	if (far < 0)
+		return 0;
+	if (!pull(cpu, id, far, 0, now)) {
+		look_queued(llc_of(far), far);
+		return 0;
+	}
+	look_queued(llc_of(far), far);
+	count(SLIP_C_FAR_PULL);
+	return 1;
+}
+
 SEC("struct_ops/slip_dispatch")
 void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 {
 	struct slip_cpu_state *c = cpu_of(cpu);
-	struct slip_env env = {};
+	struct task_ctx *tc = NULL;
 	struct slip_heads heads;
 	u32 id = c->cpu.llc, from;
 	struct slip_llc_state *s = llc_of(id);
-	u64 now;
-	s32 far;
+	u64 slice = 0;
 
+	c->seen_put = *(volatile u32 *)&s->put;
 	if (s->llc.handover_mask & slip_bit(c->cpu.bit)) {
-		slip_handover_taken(&s->llc, &c->cpu);
 		if (scx_bpf_dsq_move_to_local(DSQ_HANDOVER + cpu)) {
+			slip_handover_taken(&s->llc, &c->cpu);
 			count(SLIP_C_RAN_NEXT);
 			return;
 		}
+		/* Stolen, or gone with its task; the bit is cleared by nobody else then. */
+		if (scx_bpf_dsq_nr_queued(DSQ_HANDOVER + cpu) <= 0)
+			slip_handover_taken(&s->llc, &c->cpu);
 	}
 	heads.has_handover = 0;
-	heads.has_cpu = may_hold(&c->bound);
-	heads.has_llc = may_hold(&s->queue);
-	if (heads.has_cpu || heads.has_llc) {
-		if (heads.has_cpu && heads.has_llc) {
-			heads.cpu_key = first_key(DSQ_CPU + cpu);
-			heads.llc_key = first_key(id);
+	heads.has_prev = 0;
+	heads.has_llc = 0;
+	heads.has_cpu = has_bound(c);
+	if (prev && (prev->scx.flags & SCX_TASK_QUEUED))
+		tc = task_of(prev);
+	if (!tc && !heads.has_cpu) {
+		/* The common case, a task that blocked: no keys to compare. */
+		if (take_llc(s, id))
+			return;
+	} else {
+		if (tc) {
+			classify(prev, tc, scx_bpf_now());
+			account(prev, tc, &c->cpu, 0);
+			tc->accounted = 1;
+			slice = slip_slice(params(), &tc->t, &s->llc);
+			heads.prev_key = slip_queue_key(&tc->t, domain_of(&tc->t, id), slice);
+			heads.has_prev = bpf_cpumask_test_cpu(cpu, prev->cpus_ptr) &&
+					 (is_masked(tc) || slip_llc_ok(&tc->t, id));
 		}
+		if (heads.has_cpu)
+			heads.has_cpu = first_key(DSQ_CPU + cpu, cpu, 1, &heads.cpu_key);
+		heads.has_llc = first_key(id, cpu, PEEKS, &heads.llc_key);
 		from = slip_choose(&heads);
-		/* What was chosen may have been taken meanwhile: then the other queue. */
+		if (from == SLIP_FROM_PREV) {
+			slip_on_turn(&tc->t);
+			prev->scx.slice = slice;
+			tc->accounted = 0;
+			count(SLIP_C_KEPT);
+			return;
+		}
+		/* Another CPU may have taken it since: then the other queue. */
 		if (from == SLIP_FROM_CPU) {
-			if (take(&c->bound, DSQ_CPU + cpu) || take(&s->queue, id))
+			if (take_bound(c, cpu) || take_llc(s, id))
 				return;
 		} else {
-			if (take(&s->queue, id) || take(&c->bound, DSQ_CPU + cpu))
+			if (take_llc(s, id) || take_bound(c, cpu))
 				return;
 		}
 	}
-	if (slip_config.nr_llcs > 1 || s->llc.handover_mask) {
-		now = scx_bpf_now();
-		if (s->llc.handover_mask && steal_handover(s, c->cpu.bit, now))
-			return;
-		if (slip_config.nr_llcs > 1) {
-			far = slip_pull_from(&env, id, slip_config.nr_llcs, random_word(now, cpu));
-			if (far >= 0 && pull(id, far, now)) {
-				count(SLIP_C_FAR_PULL);
-				return;
-			}
-		}
-	}
+	if (look_elsewhere(cpu, c, s, id))
+		return;
 	if (!prev) {
 		/* Idle, and kicked for nothing: the kernel does not call update_idle() again. */
 		slip_cpu_set_idle(params(), &s->llc, &c->cpu, 1);
 		return;
 	}
-	if (prev->scx.flags & SCX_TASK_QUEUED) {
-		/* Nobody else wants the CPU: go on, with a slice of ours, not the kernel's 20 ms. */
-		struct task_ctx *tc = task_of(prev);
+	if (tc) {
+		/* No other task wants the CPU: go on, with a slice of ours, not the kernel's 20 ms. */
+		slip_on_kept(params(), &tc->t, domain_of(&tc->t, id));
+		prev->scx.slice = slice;
+		tc->accounted = 0;
+		count(SLIP_C_KEPT);
+	}
+}
 
-		if (tc && !prev->scx.slice) {
-			account(prev, tc, &c->cpu, 0);
-			prev->scx.slice = slip_slice(params(), &tc->t, &s->llc);
-			count(SLIP_C_KEPT);
+/*
+ * Wakes idle CPUs for the first tasks of LLC `id`'s queue. Returns how many. This and slip_send_aged() are
+ * global functions, which the verifier looks at once and not in each of their callers.
+ */
+__attribute__((noinline)) u32 slip_rescue(u32 id)
+{
+	struct bpf_iter_scx_dsq it;
+	struct task_struct *p;
+	u32 i, woken = 0;
+
+	bpf_rcu_read_lock(); /* the timer comes from a program that may sleep */
+	if (!bpf_iter_scx_dsq_new(&it, id, 0)) {
+		for (i = 0; i < RESCUE_LOOKS; i++) {
+			struct task_ctx *tc;
+
+			p = bpf_iter_scx_dsq_next(&it);
+			if (!p)
+				break;
+			tc = task_of(p);
+			if (tc && kick_idle(p, tc, id))
+				woken++;
 		}
 	}
+	bpf_iter_scx_dsq_destroy(&it);
+	bpf_rcu_read_unlock();
+	return woken;
 }
 
 SEC("struct_ops/slip_tick")
@@ -586,7 +809,8 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 	struct slip_cpu *c = &cpu_of(cpu)->cpu;
 	struct slip_env env = { .p = NULL };
 	const struct rq *rq = bpf_this_cpu_ptr(&runqueues);
-	struct slip_llc_state *s = llc_of(c->llc);
+	u32 id = c->llc;
+	struct slip_llc_state *s = llc_of(id);
 	u64 now = scx_bpf_now();
 	s32 target, idle;
 
@@ -597,21 +821,84 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 			count(SLIP_C_MADE_ROOM);
 		}
 	}
-	/* Should a queue ever hold a task unknown to its count, it waits a tick at most. */
-	if (!may_hold(&s->queue) && scx_bpf_dsq_nr_queued(c->llc) > 0)
-		__sync_fetch_and_add(&s->queue.put, 1);
-	if (slip_tick_wants_kick(params(), &s->llc, c, now))
-		target = c->llc;
-	else
-		target = slip_tick_far(params(), &env, c->llc, slip_config.nr_llcs,
-				       random_word(now, cpu));
+	if (slip_tick_wants_kick(params(), &s->llc, c, now)) {
+		idle = slip_env_claim_thread(&env, id);
+		if (idle >= 0) {
+			scx_bpf_kick_cpu(idle, 0);
+			count(SLIP_C_TICK_KICK);
+		}
+		return;
+	}
+	if (id >= slip_config.nr_llcs || !look_queued(s, id))
+		return;
+	if (slip_rescue(id)) {
+		count(SLIP_C_TICK_KICK);
+		return;
+	}
+	target = slip_tick_far(params(), &env, id, slip_config.nr_llcs, random_word(now, cpu));
 	if (target < 0)
 		return;
 	idle = slip_env_claim_thread(&env, target);
 	if (idle >= 0) {
-		scx_bpf_kick_cpu(idle, SCX_KICK_IDLE);
+		kick_for(idle, id);
 		count(SLIP_C_TICK_KICK);
 	}
+}
+
+/*
+ * A task that waited for AGED_NS is sent to the CPU it last ran on, ahead of the order. Looks at the
+ * last tasks of the queue, who are owed the least; one at a time. The order by virtual time bounds
+ * no wait by itself: that of a task of nice 19 among many hogs is as long as EEVDF's.
+ */
+__attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
+{
+	struct bpf_iter_scx_dsq it;
+	struct task_struct *p;
+	u32 i, sent = 0;
+
+	bpf_rcu_read_lock(); /* the timer comes from a program that may sleep */
+	if (!bpf_iter_scx_dsq_new(&it, dsq, SCX_DSQ_ITER_REV)) {
+		for (i = 0; i < RESCUE_LOOKS; i++) {
+			struct task_ctx *tc;
+
+			p = bpf_iter_scx_dsq_next(&it);
+			if (!p)
+				break;
+			tc = task_of(p);
+			if (!tc || now < tc->t.queued_at || now - tc->t.queued_at < AGED_NS)
+				continue;
+			if (scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL_ON | scx_bpf_task_cpu(p), 0)) {
+				count(SLIP_C_AGED);
+				sent = 1;
+				break;
+			}
+		}
+	}
+	bpf_iter_scx_dsq_destroy(&it);
+	bpf_rcu_read_unlock();
+	return sent;
+}
+
+static int on_timer(void *map, int *key, struct bpf_timer *timer)
+{
+	u64 now = scx_bpf_now();
+	u32 i;
+
+	bpf_for(i, 0, SLIP_LLCS_MAX) {
+		if (i >= slip_config.nr_llcs)
+			break;
+		if (!look_queued(llc_of(i), i))
+			continue;
+		if (slip_rescue(i))
+			count(SLIP_C_RESCUED);
+		slip_send_aged(i, now);
+	}
+	bpf_for(i, 0, SLIP_CPUS_MAX) {
+		if (cpu_of(i)->cpu.llc < slip_config.nr_llcs && has_bound(cpu_of(i)))
+			slip_send_aged(DSQ_CPU + i, now);
+	}
+	bpf_timer_start(timer, TIMER_NS, 0);
+	return 0;
 }
 
 SEC("struct_ops/slip_update_idle")
@@ -622,11 +909,67 @@ void BPF_PROG(slip_update_idle, s32 cpu, bool idle)
 
 	slip_cpu_set_idle(params(), &s->llc, &c->cpu, idle);
 	/*
-	 * Who queues a task looks for idle CPUs afterwards, and we look at the queues after saying
-	 * that we idle: one of the two sees the other.
+	 * Who queues a task counts `put` up and then looks for idle CPUs, and we say that we idle and
+	 * then read `put`: one of the two sees the other. The task itself may not be there yet, so
+	 * it is the count that is compared, with that before our own look.
 	 */
-	if (idle && (may_hold(&s->queue) || may_hold(&c->bound)))
-		scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+	if (idle && (*(volatile u32 *)&s->put != c->seen_put || has_bound(c)))
+		scx_bpf_kick_cpu(cpu, 0);
+}
+
+/*
+ * A real-time task takes the CPU. What waits in its local queue goes back to ops.enqueue, and its
+ * hand-over is free for any other CPU at once.
+ */
+SEC("struct_ops/slip_cpu_release")
+void BPF_PROG(slip_cpu_release, s32 cpu, struct scx_cpu_release_args *args)
+{
+	struct slip_cpu *c = &cpu_of(cpu)->cpu;
+	struct slip_llc_state *s = llc_of(c->llc);
+	struct slip_env env = {};
+	u32 zero = SLIP_C_REENQUEUED, back;
+	u64 *n;
+	s32 idle;
+
+	c->level = 0;
+	if (bpf_ksym_exists(scx_bpf_reenqueue_local)) {
+		back = scx_bpf_reenqueue_local();
+		n = bpf_map_lookup_elem(&slip_stats, &zero);
+		if (n && back)
+			*n += back;
+	}
+	if (s->llc.handover_mask & slip_bit(c->bit)) {
+		c->handover_at = 0;
+		idle = slip_env_claim_thread(&env, c->llc);
+		if (idle >= 0)
+			scx_bpf_kick_cpu(idle, 0);
+	}
+}
+
+SEC("struct_ops/slip_set_cpumask")
+void BPF_PROG(slip_set_cpumask, struct task_struct *p, const struct cpumask *mask)
+{
+	struct task_ctx *tc = task_of(p);
+	u32 domain = domain_of_mask(p);
+
+	if (!tc || tc->t.domain == domain)
+		return;
+	{
+		struct slip_domain *from = domain_of(&tc->t, tc->t.llc);
+
+		tc->t.domain = domain;
+		slip_change_domain(&tc->t, from, domain_of(&tc->t, tc->t.llc));
+	}
+}
+
+/* A task comes from another scheduling class: what it used there is not ours to charge. */
+SEC("struct_ops/slip_enable")
+void BPF_PROG(slip_enable, struct task_struct *p)
+{
+	struct task_ctx *tc = task_of(p);
+
+	if (tc)
+		tc->t.exec_ns = p->se.sum_exec_runtime;
 }
 
 SEC("struct_ops/slip_init_task")
@@ -638,7 +981,8 @@ s32 BPF_PROG(slip_init_task, struct task_struct *p, struct scx_init_task_args *a
 
 	if (!tc)
 		return -12; /* ENOMEM */
-	slip_task_init(&tc->t, p->scx.weight, id, llc_of(id)->llc.vclock);
+	tc->t.domain = domain_of_mask(p);
+	slip_task_init(&tc->t, p->scx.weight, id, domain_of(&tc->t, id)->clock);
 	tc->t.exec_ns = p->se.sum_exec_runtime;
 	return 0;
 }
@@ -646,8 +990,9 @@ s32 BPF_PROG(slip_init_task, struct task_struct *p, struct scx_init_task_args *a
 SEC("struct_ops.s/slip_init")
 s32 BPF_PROG(slip_init)
 {
+	struct timer_slot *slot;
+	u32 i, zero = 0;
 	s32 err;
-	u32 i;
 
 	bpf_for(i, 0, SLIP_LLCS_MAX) {
 		if (i >= slip_config.nr_llcs)
@@ -665,7 +1010,69 @@ s32 BPF_PROG(slip_init)
 		if (err)
 			return err;
 	}
-	return 0;
+	slot = bpf_map_lookup_elem(&slip_timer, &zero);
+	if (!slot)
+		return -12; /* ENOMEM */
+	err = bpf_timer_init(&slot->timer, &slip_timer, CLOCK_MONOTONIC);
+	if (!err)
+		err = bpf_timer_set_callback(&slot->timer, on_timer);
+	if (!err)
+		err = bpf_timer_start(&slot->timer, TIMER_NS, 0);
+	return err;
+}
+
+/* ---- what the kernel prints when it ends the scheduler ------------------------------------- */
+
+#define dump(fmt, args...)                                                              \
+	do {                                                                            \
+		static char text[] = fmt;                                               \
+		unsigned long long values[___bpf_narg(args)];                           \
+                                                                                        \
+		___bpf_fill(values, args);                                              \
+		scx_bpf_dump_bstr(text, values, sizeof(values));                        \
+	} while (0)
+
+SEC("struct_ops/slip_dump")
+void BPF_PROG(slip_dump, struct scx_dump_ctx *to)
+{
+	u32 i;
+
+	bpf_for(i, 0, SLIP_LLCS_MAX) {
+		struct slip_llc_state *s = llc_of(i);
+
+		if (i >= slip_config.nr_llcs)
+			break;
+		dump("LLC %u: cpus %u idle %llx handovers %llx queued %d (cached %u) put %u", i,
+		     s->llc.nr_cpus, s->llc.idle_mask, s->llc.handover_mask,
+		     scx_bpf_dsq_nr_queued(i), s->llc.nr_queued, s->put);
+		dump("LLC %u: clock %llu saturated %u overloaded %u", i, s->llc.vclock,
+		     s->llc.saturated, s->llc.overloaded);
+	}
+}
+
+SEC("struct_ops/slip_dump_cpu")
+void BPF_PROG(slip_dump_cpu, struct scx_dump_ctx *to, s32 cpu, bool idle)
+{
+	struct slip_cpu_state *c = cpu_of(cpu);
+
+	if (c->cpu.llc >= slip_config.nr_llcs)
+		return;
+	dump("LLC %u bit %u level %u own queue %d (put %u, empty at %u) hand-overs %d seen put %u",
+	     c->cpu.llc, c->cpu.bit, c->cpu.level, scx_bpf_dsq_nr_queued(DSQ_CPU + cpu),
+	     c->bound_put, c->bound_empty_at, scx_bpf_dsq_nr_queued(DSQ_HANDOVER + cpu),
+	     c->seen_put);
+}
+
+SEC("struct_ops/slip_dump_task")
+void BPF_PROG(slip_dump_task, struct scx_dump_ctx *to, struct task_struct *p)
+{
+	struct task_ctx *tc = task_of(p);
+
+	if (!tc)
+		return;
+	dump("LLC %u domain %u weight %u level %u vtime %llu queued at %llu path %u handed %u",
+	     tc->t.llc, tc->t.domain, tc->t.weight, tc->t.level, tc->t.vtime, tc->t.queued_at,
+	     tc->path, tc->t.handed);
 }
 
 SEC("struct_ops/slip_exit_op")
@@ -689,10 +1096,20 @@ struct sched_ext_ops slipstream = {
 	.dispatch = (void *)slip_dispatch,
 	.tick = (void *)slip_tick,
 	.update_idle = (void *)slip_update_idle,
+	.set_cpumask = (void *)slip_set_cpumask,
+	.cpu_release = (void *)slip_cpu_release,
+	.enable = (void *)slip_enable,
 	.init_task = (void *)slip_init_task,
+	.dump = (void *)slip_dump,
+	.dump_cpu = (void *)slip_dump_cpu,
+	.dump_task = (void *)slip_dump_task,
 	.init = (void *)slip_init,
 	.exit = (void *)slip_exit_op,
 	.flags = SCX_OPS_KEEP_BUILTIN_IDLE,
-	.timeout_ms = 5000,
+	/*
+	 * The kernel's longest. A task of one CPU waits as long as a real-time task keeps that CPU;
+	 * before 7.0 the kernel reserves no share for our class.
+	 */
+	.timeout_ms = 30000,
 	.name = "slipstream",
 };

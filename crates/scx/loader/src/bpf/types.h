@@ -36,6 +36,11 @@ enum {
 #define BPF_F_NO_PREALLOC	1u
 #define BPF_LOCAL_STORAGE_GET_F_CREATE	1ull
 
+/* The kernel finds it in a map's value by its name and size. */
+struct bpf_timer {
+	__u64 __opaque[2];
+} __attribute__((aligned(8)));
+
 struct bpf_iter_num {
 	__u64 __opaque[1];
 } __attribute__((aligned(8)));

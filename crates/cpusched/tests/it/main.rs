@@ -2,4 +2,5 @@
 
 mod config;
 mod host;
+mod queues;
 mod sanitized;

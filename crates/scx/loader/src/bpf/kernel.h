@@ -147,7 +147,9 @@ extern bool bpf_cpumask_test_cpu(u32 cpu, const struct cpumask *cpumask) __ksym;
 extern void bpf_rcu_read_lock(void) __ksym;
 extern void bpf_rcu_read_unlock(void) __ksym;
 extern u32 bpf_cpumask_first(const struct cpumask *cpumask) __ksym;
-extern u32 scx_bpf_reenqueue_local(void) __ksym __weak;
+/* Before 7.3 it returns a count, since then nothing; libbpf leaves out what follows the `___`. */
+extern u32 scx_bpf_reenqueue_local___count(void) __ksym __weak;
+extern void scx_bpf_reenqueue_local___void(void) __ksym __weak;
 extern void scx_bpf_dump_bstr(char *fmt, unsigned long long *data, u32 data__sz) __ksym;
 
 #endif

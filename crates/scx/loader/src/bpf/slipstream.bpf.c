@@ -932,11 +932,13 @@ void BPF_PROG(slip_cpu_release, s32 cpu, struct scx_cpu_release_args *args)
 	s32 idle;
 
 	c->level = 0;
-	if (bpf_ksym_exists(scx_bpf_reenqueue_local)) {
-		back = scx_bpf_reenqueue_local();
+	if (bpf_ksym_exists(scx_bpf_reenqueue_local___count)) {
+		back = scx_bpf_reenqueue_local___count();
 		n = bpf_map_lookup_elem(&slip_stats, &zero);
 		if (n && back)
 			*n += back;
+	} else if (bpf_ksym_exists(scx_bpf_reenqueue_local___void)) {
+		scx_bpf_reenqueue_local___void();
 	}
 	if (s->llc.handover_mask & slip_bit(c->bit)) {
 		c->handover_at = 0;

@@ -39,11 +39,11 @@ struct Bytes(Vec<u8>);
 
 impl Bytes {
     fn u64s(&mut self, words: &[u64]) {
-        words.iter().for_each(|w| self.0.extend(w.to_ne_bytes()));
+        self.0.extend(words.iter().flat_map(|w| w.to_ne_bytes()));
     }
 
     fn u32s(&mut self, words: &[u32]) {
-        words.iter().for_each(|w| self.0.extend(w.to_ne_bytes()));
+        self.0.extend(words.iter().flat_map(|w| w.to_ne_bytes()));
     }
 
     fn task(&mut self, t: &Task) {
@@ -112,7 +112,7 @@ fn task(r: &mut Rng) -> Task {
 fn kernel_and_native_build_decide_alike() {
     let loaded = ObjectBuilder::default()
         .open_memory(PROGRAM)
-        .and_then(|o| o.load());
+        .and_then(libbpf_rs::OpenObject::load);
     let object = match loaded {
         Ok(object) => object,
         Err(e) => {

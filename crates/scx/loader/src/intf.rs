@@ -87,7 +87,7 @@ pub fn llcs(t: &Topology) -> Vec<u8> {
         let mut b = b.u64(0).u64(0).u64(0);
         b = b.u32(nr_cpus).u32(0).u32(1).u32(0);
         // The count of its queue, and the domains' clocks and offsets.
-        b = (0..1 + 2 * DOMAINS).fold(b, |b, _| b.u64(0));
+        b = (0..=2 * DOMAINS).fold(b, |b, _| b.u64(0));
         b.0.extend(if nr_cpus > 0 {
             cores(t, i)
         } else {

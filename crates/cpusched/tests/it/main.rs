@@ -1,6 +1,7 @@
 //! The simulator against answers known by other means, and the policy on whole hosts.
 
 mod config;
+mod deferred;
 mod host;
 mod queues;
 mod sanitized;

@@ -1110,7 +1110,7 @@ struct sched_ext_ops slipstream = {
 	.flags = SCX_OPS_KEEP_BUILTIN_IDLE,
 	/*
 	 * The kernel's longest. A task of one CPU waits as long as a real-time task keeps that CPU;
-	 * before 7.0 the kernel reserves no share for our class.
+	 * Linux 6.18 reserves no share for our class.
 	 */
 	.timeout_ms = 30000,
 	.name = "slipstream",

@@ -88,6 +88,11 @@ scx:
 test-sched:
 	scripts/vm/test-sched.sh
 
+# The same under all kinds of load at once, 10 seeds of 60 virtual seconds on 4 and 8 CPUs (hours).
+.PHONY: soak-sched
+soak-sched:
+	scripts/vm/soak.sh
+
 # Blocks by NIXL, on the library of its PyPI package (70 MB); skips with the reason where there is none.
 .PHONY: test-nixl
 test-nixl:

@@ -55,6 +55,19 @@ for pid in $hogs; do
 done
 check "eight hogs have a CPU each (the least ran $((least / 1000000)) ms in 1 s)" [ $least -ge 900000000 ]
 kill $hogs; hogs=
+# Twelve hogs on eight CPUs have two thirds of one each; a mask across the sockets has both its CPUs.
+check_hogs() { # NAME N LEAST MOST, of /tmp/load
+  worst=$(sed -n 's/^hog[0-9]* //p' /tmp/load | sort -n | sed -n '1p;$p' | tr '\n' ' ')
+  check "$1: $worst per mille each" [ "${worst% * }" -ge "$2" -a "$(echo $worst | cut -d' ' -f2)" -le "$3" ]
+}
+/bin/load share 2 12@f > /tmp/load
+check_hogs "twelve hogs share eight CPUs alike, 667 expected" 600 733
+/bin/load share 1 4@3-4 > /tmp/load
+check_hogs "four hogs of a mask with one CPU of each socket, 500 expected" 475 525
+/bin/load soak 4 2 > /tmp/load
+late=$(sed -n 's/^late_max_us \([0-9]*\).*/\1/p' /tmp/load)
+check "soak: 1 ms sleeps are late by $late us at most" [ -n "$late" -a "$late" -le 300000 ]
+check "and the scheduler stays" is enabled
 # A class of the second socket's CPUs stays there.
 printf '#!/bin/sh\nwhile :; do usleep 1000; done\n' > /tmp/far; chmod +x /tmp/far
 wrong=0

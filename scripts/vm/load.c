@@ -5,7 +5,7 @@
  *
  *   load requests WORKERS MESSENGERS THINK_US WORK_US SECONDS   message threads wake workers by futex
  *   load share SECONDS GROUP...      CPU time of hogs; a group is N@CPUS[:NICE][:rt], "4@0-1:5"
- *   load leave SECONDS CPU GROUP     hogs found on CPU end after SECONDS; then the others' CPU time
+ *   load leave SECONDS CPU GROUP     half of the hogs end, as they are found on CPU; then the others' time
  *   load delay SECONDS CPUS GROUP... how late a sleeper on CPUS wakes up beside hogs
  *   load pair SECONDS CPUS CPUS      two threads wake each other by pipe; the longest round
  *   load soak SECONDS SEED           all of it, changing at random; the longest a sleeper was late
@@ -128,6 +128,7 @@ struct hog {
 static struct hog hogs[THREADS];
 static int nr_hogs;
 static atomic_bool leave_now;
+static atomic_int nr_left;
 
 static void *run_hog(void *arg)
 {
@@ -137,7 +138,8 @@ static void *run_hog(void *arg)
 	while (!stop) {
 		spin(20000);
 		h->ran = clock_of(CLOCK_THREAD_CPUTIME_ID);
-		if (leave_now && h->leave >= 0 && sched_getcpu() == h->leave) {
+		if (leave_now && h->leave >= 0 && sched_getcpu() == h->leave &&
+		    atomic_fetch_add(&nr_left, 1) < nr_hogs / 2) {
 			h->left = true;
 			break;
 		}

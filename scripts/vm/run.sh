@@ -8,6 +8,7 @@
 #   NUMA=1        two nodes, halves of 8 CPUs
 #   TIMEOUT=600   seconds for the whole VM
 #   FILES="a b"   files for the guest's /files
+#   JOB_ARGS=     arguments of the job
 #
 # Exit status: that of the job; 97 when it was never seen to end, 124 on time-out.
 #
@@ -37,6 +38,7 @@ for p in "${programs[@]}"; do
 done
 for f in "${files[@]}"; do cp -L "$f" "$root/files/"; done
 cp "$job" "$root/job.sh"; chmod +x "$root/job.sh"
+echo "${JOB_ARGS:-}" > "$root/job.args"
 # libbpf reads the kernel's configuration there for __kconfig variables.
 cp "$VM/kernel/config" "$root/boot/config-$(cat "$VM/kernel/release")"
 echo 'root:x:0:0:root:/root:/bin/sh' > "$root/etc/passwd"
@@ -47,7 +49,7 @@ mount -t proc none /proc; mount -t sysfs none /sys; mount -t devtmpfs none /dev
 mkdir -p /dev/shm; mount -t tmpfs none /dev/shm; mount -t tmpfs none /tmp; mount -t tmpfs none /run
 mount -t bpf none /sys/fs/bpf; mount -t cgroup2 none /sys/fs/cgroup
 ip link set lo up
-/job.sh
+/job.sh $(cat /job.args)
 echo "@@EXIT $?"
 sync; poweroff -f
 I

@@ -26,7 +26,8 @@ cargo fetch --locked --quiet --manifest-path crates/scx/loader/Cargo.toml ||
 make scx build
 # Among them: the decision as BPF, run by this kernel, against the native build.
 cargo test --quiet --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
-programs=(target/release/slipstream-scx target/release/slipstream)
+scripts/vm/build-load.sh
+programs=(target/release/slipstream-scx target/release/slipstream "$VM/load")
 start=$SECONDS
 # Both at once; the clocks inside count instructions and do not feel each other.
 second=$(mktemp); trap 'rm -f "$second"' EXIT

@@ -1,8 +1,10 @@
 """The key set and the pool's feed, without vLLM: a pool of our own stands in for its."""
 
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,17 +191,37 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.34.0", "1.0", "dev", "0.3"])
-def test_an_untested_vllm_is_refused_by_name(version: str) -> None:
+def import_beside(tmp_path: Path, version: str, **environment: str) -> str:
+    """Import the connector beside a module `vllm` of no distribution; returns what it says."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from importlib import metadata\n"
-            f"metadata.version = lambda name: {version!r}\n"
-            "import slipstream.vllm",
-        ],
+        [sys.executable, "-c", "import slipstream.vllm"],
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), **environment},
     )
-    assert f"was not tested with vLLM {version}: pip install 'vllm>=" in run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize(
+    "version", ["0.30.0", "0.34.0", "0.34.0.dev5+gabcdef", "1.0", "dev", "0.3", "0.1.dev1+gabcdef"]
+)
+def test_an_untested_vllm_is_refused_by_name(tmp_path: Path, version: str) -> None:
+    said = import_beside(tmp_path, version)
+    assert f"was not tested with vLLM {version}: pip install 'vllm>=" in said
+    assert "SLIPSTREAM_ANY_VLLM=1" in said
+
+
+@pytest.mark.parametrize(
+    "version", ["0.32.0", "0.33.0+cpu", "0.33.1.dev123+gabcdef", "0.33.0rc2.dev7+gabc.d20261120"]
+)
+def test_the_module_is_asked_for_its_version(tmp_path: Path, version: str) -> None:
+    said = import_beside(tmp_path, version)
+    # It is taken, and what fails is the first import of something that this module does not have.
+    assert "not tested" not in said and "No module named" in said
+
+
+def test_an_untested_vllm_runs_if_told_to(tmp_path: Path) -> None:
+    said = import_beside(tmp_path, "0.40.0", SLIPSTREAM_ANY_VLLM="1")
+    assert "vLLM 0.40.0 is untested" in said and "was not tested" not in said

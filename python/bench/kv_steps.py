@@ -2,11 +2,14 @@
 
     make bench-vllm
 
-Sweeps the number of cached blocks with 32 decoding requests of fixed length, times `schedule()`,
+Sweeps the number of cached blocks with 32 decoding requests, times `schedule()`,
 `update_from_output()` and `build_connector_meta()` for several connectors, fits the slope of the
-last one over cache size, and draws it. All set-ups stand side by side, and each size is measured
-in rounds that go from one to the next, so that a busy machine hits them alike. Times are p50 over
-the steps of all rounds, wall and thread CPU.
+last one over cache size, and draws it. The requests' prompts differ in length by one token each, so
+that two of them fill a block in every step, as in an engine under load; with `--lockstep` all fill
+one in the same step, and nothing changes in 15 of 16. Every set-up has an engine of its own. Each
+size is measured in rounds that visit all of them in turn, each time in another order, so that a
+busy machine slows them alike. Times are p50 over the steps of all rounds, wall and thread CPU;
+ratios are medians over rounds of what one round measured.
 """
 
 import argparse
@@ -31,6 +34,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 SIZES = (2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 128_000, 192_000, 256_000)
 """Cached blocks: nine bins."""
+
+IDLE_SIZES = (16_000, 64_000)
+"""Of steps in which nothing changes, two bins."""
 
 REQUESTS = 32
 STEP_MS = 7.0
@@ -79,6 +85,28 @@ class Walk(NoOp):
             self.added, self.removed = now - self.last, self.last - now
             self.last = now
         return self.meta
+
+
+class Defer(NoOp):
+    """Puts every request off: what vLLM itself pays for looking at it again."""
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[None, bool]:
+        return None, False
+
+
+class Unsettled:
+    """Peers whose keys are never known."""
+
+    def longest(self, *args: Any) -> tuple[str, int]:
+        return "", args[-1]
+
+    def is_settled(self) -> bool:
+        return False
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 OURS = {"connector": "SlipstreamConnector", "module": "slipstream.vllm"}
@@ -143,12 +171,14 @@ def make(setup: dict[str, Any], num_blocks: int) -> Rig:
     return Rig(num_blocks=num_blocks, **arguments)
 
 
-def measure(rig: Rig, steps: int) -> dict[str, Clock]:
-    """Time decode steps of the same 32 requests, made new for each size."""
-    for _ in range(REQUESTS):
-        rig.add(rig.tokens(BLOCK * 8), max_tokens=steps + 30)
+def measure(rig: Rig, steps: int, lockstep: bool) -> dict[str, Clock]:
+    """Time decode steps of 32 requests, made new for each round."""
+    for n in range(REQUESTS):
+        phase = 0 if lockstep else n % BLOCK
+        rig.add(rig.tokens(BLOCK * 8 + phase), max_tokens=steps + 30)
     for _ in range(10):
         rig.step()
+    before = len(cached(rig.pool))
     clocks = {name: Clock() for name in ("schedule", "update", "meta")}
     scheduler, connector = rig.scheduler, rig.connector
     if connector is not None:
@@ -162,6 +192,8 @@ def measure(rig: Rig, steps: int) -> dict[str, Clock]:
         update(plan, rig.output(plan))
     if connector is not None:
         connector.build_connector_meta = plain
+    filled = len(cached(rig.pool)) - before
+    assert lockstep or filled == steps * REQUESTS // BLOCK, f"{filled} blocks in {steps} steps"
     for name in list(scheduler.requests):
         rig.abort(name)
     rig.step()
@@ -178,31 +210,34 @@ def slope(points: list[tuple[int, float]]) -> float:
 def churn(chosen: dict[str, dict[str, Any]], steps: int, rounds: int, blocks: int) -> None:
     """Prefill 8,176 unseen tokens a step with a full pool: 511 keys in, 511 out."""
     rigs = {name: make(setup, blocks) for name, setup in chosen.items()}
-    clocks = {name: (Clock(), Clock()) for name in rigs}
+    taken: Rounds = {name: [] for name in rigs}
     for rig in rigs.values():
         fill(rig, blocks - 100)
     gc.collect()
     gc.freeze()
-    for round_ in range(rounds):
-        for name, rig in rigs.items():
-            clock, meta = Clock(), Clock()
-            schedule = clock.wrap(rig.scheduler.schedule)
+    # The first round fills the pool.
+    for round_ in range(rounds + 1):
+        for name in in_turn(list(rigs), round_):
+            rig, clocks = rigs[name], {"schedule": Clock(), "meta": Clock()}
+            schedule = clocks["schedule"].wrap(rig.scheduler.schedule)
             if rig.connector is not None:
-                plain = type(rig.connector).build_connector_meta.__get__(rig.connector)
-                rig.connector.build_connector_meta = meta.wrap(plain)
+                plain = rig.connector.build_connector_meta
+                rig.connector.build_connector_meta = clocks["meta"].wrap(plain)
             for _ in range(steps):
                 rig.add(rig.tokens(BLOCK * 511), max_tokens=1)
                 plan = schedule()
                 rig.scheduler.update_from_output(plan, rig.output(plan))
+            if rig.connector is not None:
+                rig.connector.build_connector_meta = plain
             if round_ > 0:
-                clocks[name][0].add(clock)
-                clocks[name][1].add(meta)
-    base, base_cpu = clocks["none"][0].p50(), clocks["none"][0].p50_cpu()
-    for name, (clock, meta) in clocks.items():
-        over, over_cpu = clock.p50() / base - 1, clock.p50_cpu() / base_cpu - 1
+                taken[name].append(clocks)
+    for name in rigs:
+        whole, meta = joined(taken[name], "schedule"), joined(taken[name], "meta")
+        over, over_cpu = (
+            (ratio(taken, name, "none", "schedule", cpu=cpu) - 1) * 100 for cpu in (False, True)
+        )
         print(
-            f"| {name} | {clock.p50():.0f} | {clock.p50_cpu():.0f} "
-            f"| {over * 100:+.0f} / {over_cpu * 100:+.0f} "
+            f"| {name} | {whole.p50():.0f} | {whole.p50_cpu():.0f} | {over:+.0f} / {over_cpu:+.0f} "
             f"| {meta.p50():.1f} |",
             flush=True,
         )
@@ -252,6 +287,35 @@ def poll(polls: int) -> None:
     rig.close()
 
 
+def deferred(requests: int, steps: int, rounds: int) -> None:
+    """Time steps in which many requests wait for a peer whose keys are not known yet."""
+    rigs = {
+        "puts off, no more": Rig(num_blocks=600, connector="Defer", module="kv_steps"),
+        "slipstream": Rig(num_blocks=600, extra={"lookup_wait_s": 3600}, **OURS),
+    }
+    rigs["slipstream"].connector.scheduler.follow(Unsettled())
+    for rig in rigs.values():
+        for _ in range(requests):
+            rig.add(rig.tokens(BLOCK * 8), max_tokens=1)
+    taken: Rounds = {name: [] for name in rigs}
+    # In the first round every request is looked up once.
+    for round_ in range(rounds + 1):
+        for name in in_turn(list(rigs), round_):
+            rig, clock = rigs[name], Clock()
+            schedule = clock.wrap(rig.scheduler.schedule)
+            for _ in range(steps):
+                plan = schedule()
+                assert not plan.num_scheduled_tokens
+                rig.scheduler.update_from_output(plan, rig.output(plan))
+            if round_ > 0:
+                taken[name].append({"schedule": clock})
+    base = "puts off, no more"
+    for name in rigs:
+        clock = joined(taken[name], "schedule")
+        over = (ratio(taken, name, base, "schedule") - 1) * 100
+        print(f"| {name} | {clock.p50() / 1e3:.1f} | {clock.p50_cpu() / 1e3:.1f} | {over:+.0f} |")
+
+
 def say_poll(name: str, clock: Clock) -> None:
     """Print one row."""
     print(
@@ -278,8 +342,8 @@ def resync(keys: int) -> None:
 
 
 def draw(
-    results: dict[str, list[tuple[int, float]]],
-    steps: dict[str, list[tuple[int, float]]],
+    results: "Points",
+    steps: "Points",
     path: Path,
 ) -> None:
     """Draw `build_connector_meta` over cache size, and each bin's step time against none."""
@@ -293,9 +357,12 @@ def draw(
         left.plot([n for n, _ in points], [t for _, t in points], marker="o", label=name)
     left.set_xscale("log")
     left.set_yscale("log")
-    left.axhline(6, color="gray", linestyle=":", label="mark: 6 µs")
+    if "no-op" in results:
+        target = [4 * t for _, t in results["no-op"]]
+        sizes = [n for n, _ in results["no-op"]]
+        left.plot(sizes, target, color="gray", linestyle=":", label="target: 4 times the no-op")
     left.set_xlabel("cached blocks")
-    left.set_ylabel("build_connector_meta, µs (thread CPU, p50)")
+    left.set_ylabel("build_connector_meta, µs (wall, p50)")
     left.grid(visible=True, which="major", alpha=0.3)
     left.legend(fontsize=8)
     shown = [name for name in steps if name not in ("none", "walk, gated off")]
@@ -320,7 +387,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-blocks", type=int, default=SIZES[-1])
     parser.add_argument("--setups", default=";".join(SETUPS), help="names, separated by semicolons")
-    parser.add_argument("--only", choices=["sweep", "churn", "poll"])
+    parser.add_argument("--only", choices=["sweep", "churn", "deferred", "poll"])
+    parser.add_argument("--lockstep", action="store_true", help="all requests fill blocks at once")
     parser.add_argument("--plot", type=Path, help="draw to this PNG file")
     args = parser.parse_args()
     sizes = [n for n in SIZES if n <= args.max_blocks]
@@ -329,8 +397,16 @@ def main() -> None:
         parser.error(f"no such set-up: {', '.join(unknown)}; known: {'; '.join(SETUPS)}")
     if args.only in (None, "sweep"):
         sweep({name: SETUPS[name] for name in wanted}, sizes, args)
+    if args.only is None and not args.lockstep:
+        print()
+        idle = {**vars(args), "lockstep": True, "plot": None}
+        names = [name for name in wanted if not name.startswith("walk")]
+        some = [n for n in sizes if n in IDLE_SIZES] or sizes[-1:]
+        sweep({name: SETUPS[name] for name in names}, some, argparse.Namespace(**idle))
     if args.only in (None, "churn"):
-        print("\n| churn, full pool of 20,000 | schedule() wall | CPU | over none, % | meta wall |")
+        print(
+            "\n| churn, full pool of 20,000 | schedule(), µs | CPU | over, %, wall / CPU | meta |"
+        )
         print("|---|---|---|---|---|")
         names = (
             "none",
@@ -338,13 +414,63 @@ def main() -> None:
             "slipstream, no saves",
             "slipstream",
             "slipstream, followed",
+            "NixlConnector",
+            "MooncakeConnector",
             "walk",
         )
-        churn({name: SETUPS[name] for name in names}, 15, args.rounds + 1, 20_000)
+        churn({name: SETUPS[name] for name in names}, 15, args.rounds, 20_000)
+    if args.only in (None, "deferred"):
+        print("\n| 10,000 requests that wait for a peer's keys | schedule(), ms | CPU | over, % |")
+        print("|---|---|---|---|")
+        deferred(10_000, 5, args.rounds)
     if args.only in (None, "poll"):
         print("\n| worker half, µs | p50 | p99 | CPU p50 | CPU p99 |\n|---|---|---|---|---|")
         poll(20_000)
         resync(64_000)
+
+
+Points = dict[str, list[tuple[int, float]]]
+"""By set-up: cached blocks and a time, in µs."""
+
+Cells = dict[str, list[str]]
+"""By set-up: a table's cells, one for each number of cached blocks."""
+
+
+def print_table(title: str, counts: list[int], cells: Cells) -> None:
+    """Print one table: a row for each set-up, a column for each number of cached blocks."""
+    print(f"\n{title}, at so many cached blocks:\n")
+    print(f"| scheduler with | {' | '.join(f'{n / 1000:.1f}k' for n in counts)} |")
+    print("|---" * (len(counts) + 1) + "|")
+    for name, row in cells.items():
+        print(f"| {name} | {' | '.join(row)} |", flush=True)
+
+
+Rounds = dict[str, list[dict[str, Clock]]]
+"""By set-up, for each round: what was timed in it."""
+
+
+def joined(rounds: list[dict[str, Clock]], part: str) -> Clock:
+    """Return all times of one part."""
+    clock = Clock()
+    for each in rounds:
+        clock.add(each[part])
+    return clock
+
+
+def ratio(rounds: Rounds, name: str, base: str, *parts: str, cpu: bool = True) -> float:
+    """Return how many times as long as another set-up's these parts took: median over rounds."""
+
+    def taken(each: dict[str, Clock]) -> float:
+        return sum(each[part].p50_cpu() if cpu else each[part].p50() for part in parts)
+
+    pairs = zip(rounds[name], rounds[base], strict=True)
+    return statistics.median(taken(ours) / taken(theirs) for ours, theirs in pairs)
+
+
+def in_turn(names: list[str], round_: int) -> list[str]:
+    """Return the set-ups in the order of this round: each comes first once."""
+    first = round_ % len(names)
+    return names[first:] + names[:first]
 
 
 def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> None:
@@ -355,48 +481,61 @@ def sweep(chosen: dict[str, dict[str, Any]], sizes: list[int], args: Any) -> Non
             rigs[name] = make(setup, sizes[-1] + 6000)
         except (ImportError, RuntimeError, AssertionError, ValueError, AttributeError) as error:
             print(f"{name} is left out: {type(error).__name__}: {str(error)[:80]}")
-    print("µs, p50; wall / thread CPU; in brackets, schedule() and update_from_output() together ")
-    print("over the no-op connector, %, by CPU time\n")
-    print("| scheduler with | cached blocks | schedule() | update_from_output() | meta |")
-    print("|---|---|---|---|---|")
-    results: dict[str, list[tuple[int, float]]] = {}
-    walls: dict[str, list[tuple[int, float]]] = {}
-    steps: dict[str, list[tuple[int, float]]] = {}
+    base = "no-op" if "no-op" in rigs else next(iter(rigs))
+    kind = "all in one step of 16" if args.lockstep else "two in every step"
+    results: Points = {}
+    walls: Points = {}
+    steps: Points = {}
+    # For each table, the set-up's cells by size.
+    metas: Cells = {}
+    times: Cells = {}
+    wholes: Cells = {}
+    counts: list[int] = []
     for size in sizes:
-        clocks = {name: {k: Clock() for k in ("schedule", "update", "meta")} for name in rigs}
+        rounds: Rounds = {name: [] for name in rigs}
         for rig in rigs.values():
             fill(rig, size)
         gc.collect()
         gc.freeze()
-        for _ in range(args.rounds):
-            for name, rig in rigs.items():
-                for part, clock in measure(rig, args.steps).items():
-                    clocks[name][part].add(clock)
-        base = clocks.get("no-op", next(iter(clocks.values())))
-        whole = base["schedule"].p50_cpu() + base["update"].p50_cpu()
+        for round_ in range(args.rounds):
+            for name in in_turn(list(rigs), round_):
+                rounds[name].append(measure(rigs[name], args.steps, args.lockstep))
         for name, rig in rigs.items():
-            s, u, m = (clocks[name][part] for part in ("schedule", "update", "meta"))
+            s, u, m = (joined(rounds[name], part) for part in ("schedule", "update", "meta"))
             blocks = len(cached(rig.pool))
             steps.setdefault(name, []).append((blocks, s.p50_cpu() + u.p50_cpu()))
+            over = [(ratio(rounds, name, base, part) - 1) * 100 for part in ("schedule", "update")]
+            wholes.setdefault(name, []).append(
+                f"{s.p50_cpu():.0f} ({over[0]:+.1f}), {u.p50_cpu():.0f} ({over[1]:+.1f})"
+            )
             if rig.connector is not None:
                 results.setdefault(name, []).append((blocks, m.p50_cpu()))
                 walls.setdefault(name, []).append((blocks, m.p50()))
-            over = ((s.p50_cpu() + u.p50_cpu()) / whole - 1) * 100
-            print(
-                f"| {name} | {blocks} | {s.p50():.0f} / {s.p50_cpu():.0f} | {u.p50():.0f} / "
-                f"{u.p50_cpu():.0f} ({over:+.1f}) | {m.p50():.2f} / {m.p50_cpu():.2f} |",
-                flush=True,
-            )
-    print("\n| connector | slope, µs per 1,000 blocks, wall / CPU | at 13k, CPU | of 7 ms, % |")
-    print("|---|---|---|---|")
-    for name, points in results.items():
-        near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
-        at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
-        wall = slope(walls[name])
-        share = at / (STEP_MS * 1e3) * 100
-        print(f"| {name} | {wall:.4f} / {slope(points):.4f} | {at:.1f} | {share:.2f} |")
+                metas.setdefault(name, []).append(f"{m.p50():.2f} / {m.p50_cpu():.2f}")
+                ratios = [ratio(rounds, name, base, "meta", cpu=cpu) for cpu in (False, True)]
+                times.setdefault(name, []).append(f"{ratios[0]:.1f} / {ratios[1]:.1f}")
+        counts.append(blocks)
+        print(f"measured at {blocks} blocks", file=sys.stderr)
+    kind = "all in one step of 16" if args.lockstep else "two in every step"
+    print(f"\n{REQUESTS} decoding requests, which fill a block of {BLOCK} tokens each: {kind}.")
+    print_table("build_connector_meta, µs p50, wall / CPU", counts, metas)
+    print_table(f"build_connector_meta, times the {base} connector's, wall / CPU", counts, times)
+    print_table(
+        f"schedule(), update_from_output(), µs CPU p50 (over the {base} connector, %)",
+        counts,
+        wholes,
+    )
+    if len(sizes) > 1:
+        print("\n| connector | slope, µs per 1,000 blocks, wall / CPU | at 13k, CPU | of 7 ms, % |")
+        print("|---|---|---|---|")
+        for name, points in results.items():
+            near = min(points, key=lambda p: abs(p[0] - REPORT_BLOCKS))
+            at = near[1] + slope(points) * (REPORT_BLOCKS - near[0]) / 1000
+            wall = slope(walls[name])
+            share = at / (STEP_MS * 1e3) * 100
+            print(f"| {name} | {wall:.4f} / {slope(points):.4f} | {at:.1f} | {share:.2f} |")
     if args.plot:
-        draw(results, steps, args.plot)
+        draw(walls, steps, args.plot)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -111,6 +112,9 @@ class Rig:
     With a worker, a model is made up whose KV is a function of the tokens: a block's bytes repeat
     its hash. Before each step all blocks that a real model would read are compared with that.
 
+    With `async_scheduling`, vLLM's default, each step is planned before the one before it has run:
+    a step of the rig plans, then runs what was planned before and takes its output.
+
     `shapes` are the groups of layers. With `tp` and `pp` there are so many ranks, each with a
     worker half; ranks of one stage of `pp` have the same layers. What the workers say reaches the
     scheduler through vLLM's own `KVOutputAggregator`.
@@ -131,6 +135,7 @@ class Rig:
         policy: str = "recompute",
         log_stats: bool = False,
         scheduling: str = "fcfs",
+        async_scheduling: bool = False,
         long_prefill_tokens: int = 0,
         shapes: tuple[Shape, ...] = (Shape(),),
         tp: int = 1,
@@ -139,6 +144,8 @@ class Rig:
         self.shapes, self.tp, self.pp = shapes, tp, pp
         self.rng = random.Random(seed)
         self._made = 0
+        self.is_async = async_scheduling
+        self._planned: tuple[Any, dict[str, Planned]] | None = None
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(MODEL))
             model = ModelConfig(
@@ -168,7 +175,7 @@ class Rig:
                     max_model_len=131072,
                     is_encoder_decoder=False,
                     enable_chunked_prefill=True,
-                    async_scheduling=False,
+                    async_scheduling=async_scheduling,
                     policy=scheduling,
                     long_prefill_token_threshold=long_prefill_tokens,
                 ),
@@ -197,7 +204,7 @@ class Rig:
         self.kv_cache_config.hash_block_size = self.hash_block
         init_none_hash(sha256_cbor)
         self._hasher = get_request_block_hasher(self.hash_block, sha256_cbor)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -246,18 +253,29 @@ class Rig:
         """Abort a request, as a client that hangs up does."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def output(self, plan: Any, connector_output: Any = None) -> ModelRunnerOutput:
+    def look(self, plan: Any) -> "dict[str, Planned]":
+        """Keep what the scheduler knows of a plan's requests just after it was made."""
+        return {
+            name: Planned(
+                request := self.scheduler.requests[name],
+                self.scheduler.kv_cache_manager.get_block_ids(name),
+                # A step's tokens count as computed when it is planned.
+                request.num_computed_tokens,
+                not request.is_prefill_chunk,
+            )
+            for name in plan.num_scheduled_tokens
+        }
+
+    def output(
+        self, plan: Any, connector_output: Any = None, planned: "dict[str, Planned] | None" = None
+    ) -> ModelRunnerOutput:
         """Make up what a model would have said to the plan."""
-        names = list(plan.num_scheduled_tokens)
-        requests = self.scheduler.requests
+        planned = planned if planned is not None else self.look(plan)
         return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
+            req_ids=list(planned),
+            req_id_to_index={name: i for i, name in enumerate(planned)},
             sampled_token_ids=[
-                [self.rng.randrange(1, 32000)]
-                if requests[name].num_computed_tokens >= requests[name].num_tokens
-                else []
-                for name in names
+                [self.rng.randrange(1, 32000)] if each.samples else [] for each in planned.values()
             ],
             kv_connector_output=connector_output,
         )
@@ -265,17 +283,26 @@ class Rig:
     def step(self) -> Any:
         """Run one step; returns its plan."""
         plan = self.scheduler.schedule()
-        self.scheduler.update_from_output(plan, self.told(plan))
+        planned = self.look(plan)
+        if self.is_async:
+            before, self._planned = self._planned, (plan, planned)
+            if before is not None:
+                self.scheduler.update_from_output(before[0], self.told(*before))
+        else:
+            self.scheduler.update_from_output(plan, self.told(plan, planned))
         return plan
 
-    def told(self, plan: Any) -> ModelRunnerOutput:
+    def told(self, plan: Any, planned: "dict[str, Planned]") -> ModelRunnerOutput:
         """Run the workers; return what all of them said as the executor gives it on."""
-        output = self.output(plan)
+        output = self.output(plan, planned=planned)
         if len(self.workers) == 1:
-            return replace(output, kv_connector_output=self.workers[0].run(plan))
+            return replace(output, kv_connector_output=self.workers[0].run(plan, planned))
         if not self.workers:
             return output
-        outputs = [replace(output, kv_connector_output=worker.run(plan)) for worker in self.workers]
+        outputs = [
+            replace(output, kv_connector_output=worker.run(plan, planned))
+            for worker in self.workers
+        ]
         # The last stage's first rank speaks for the model (`MultiprocExecutor.output_rank`).
         return self._aggregator.aggregate(outputs, self.tp * (self.pp - 1))
 
@@ -298,6 +325,18 @@ class Rig:
                 return
             self.step()
         raise RuntimeError(f"requests are left after {steps_max} steps")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request of a plan, as it was when the plan was made."""
+
+    request: Request
+    tables: tuple[list[int], ...]
+    """Its block ids, by group."""
+    end: int
+    """Its tokens whose KV is there once the plan has run."""
+    samples: bool
 
 
 class Worker:
@@ -337,23 +376,31 @@ class Worker:
         self.read_blocks = [0] * len(rig.shapes)
         """By group."""
 
-    def run(self, plan: Any) -> Any:
+    def run(self, plan: Any, planned: dict[str, Planned] | None = None) -> Any:
         """Do what a worker does in a step; returns what it tells the scheduler's connector."""
+        planned = planned if planned is not None else self.rig.look(plan)
         self.active.pre_forward(plan)
-        self.forward(plan)
+        self.forward(plan, planned)
         self.active.finish_forward()
         return self.active.post_forward(plan.finished_req_ids)
 
-    def forward(self, plan: Any) -> None:
+    def forward(self, plan: Any, planned: dict[str, Planned]) -> None:
         """Read the blocks that are computed, and fill those that this step computes."""
         for name, count in plan.num_scheduled_tokens.items():
-            request = self.rig.scheduler.requests[name]
-            tables = self.rig.scheduler.kv_cache_manager.get_block_ids(name)
-            # The scheduler counts a step's tokens as computed when it has planned it.
-            end = request.num_computed_tokens
+            request, end = planned[name].request, planned[name].end
             begin = end - count
-            for group, (shape, ids) in enumerate(zip(self.rig.shapes, tables, strict=True)):
+            groups = enumerate(zip(self.rig.shapes, planned[name].tables, strict=True))
+            for group, (shape, ids) in groups:
                 first, last = begin // shape.block, end // shape.block
+                if request.is_finished():
+                    # Its end was not known yet when this was planned. Nobody else may have its
+                    # blocks before this has run, and what is beyond its last token is of no use.
+                    for i in range(first, last):
+                        known = (i + 1) * shape.block <= request.num_tokens
+                        useless = bytes([1]) * shape.page * len(self.layers[group])
+                        data = self.block(request, group, i) if known else useless
+                        self.write(ids[i], data, group)
+                    continue
                 for i in range(shape.first(begin), first):
                     assert ids[i] != 0, f"{name} reads the null block as block {i} of {group}"
                     self.read_blocks[group] += 1

@@ -1,21 +1,25 @@
 """What a block pool caches, followed change by change.
 
-vLLM offers no listener for its `BlockPool`, but every key it adds goes through
-`_insert_block_hash`, every one it drops through `_remove_cached_block_hashes`, and a flush through
-`reset_prefix_cache` (vLLM 0.33, `vllm/v1/core/block_pool.py`). `PoolFeed` wraps the three on the
-pool it is given. This module does not import vLLM: any object with these methods will do.
+vLLM offers no listener for its `BlockPool`. Blocks that a request has filled get their keys in
+`cache_full_blocks`, one call per request: `FilledFeed` wraps it, which is all that saving takes.
+`PoolFeed` keeps an index of all keys: every key is added by `_insert_block_hash` and dropped by
+`_remove_cached_block_hashes`, and all are dropped by `reset_prefix_cache` (vLLM 0.33,
+`vllm/v1/core/block_pool.py`). This module does not import vLLM: any object with these methods will
+do.
 """
 
 import inspect
 import logging
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from types import SimpleNamespace
 from typing import Any
 
-from slipstream._native import KeySet
+from slipstream._native import FilledBlocks, KeyMirror, KeySet, StepMetadata
 
 logger = logging.getLogger("slipstream.vllm")
 
+FILLS = "fills"
 HOOKS = "hooks"
 EVENTS = "events"
 RESYNC = "resync"
@@ -42,6 +46,17 @@ NO_KEYS: tuple[list[bytes], list[int]] = ([], [])
 Step = tuple[bytes | None, list[bytes], list[int]]
 """The message for who follows the keys, if any; new keys, and the blocks that hold them."""
 
+
+FILL_PARAMETERS = (
+    "request",
+    "blocks",
+    "num_cached_blocks",
+    "num_full_blocks",
+    "block_size",
+    "kv_cache_group_id",
+    "block_mask",
+)
+"""What `cache_full_blocks` takes, in this order."""
 
 PARAMETERS = {
     "_insert_block_hash": ("block_hash_with_group_id", "block", "num_tokens"),
@@ -106,6 +121,180 @@ def install_hooks(pool: Any, log: Log) -> None:
         pool.reset_prefix_cache = reset_and_log
     except (AttributeError, TypeError) as error:
         raise HookError(str(error)) from error
+
+
+Fill = Callable[[Any, list[Any], int, int, int, int, list[bool] | None], None]
+
+
+def fill_method(pool: Any) -> Fill:
+    """Return the pool's method that gives filled blocks their keys.
+
+    Raises
+    ------
+    HookError
+        If it has none that takes what is known.
+    """
+    try:
+        method: Fill = pool.cache_full_blocks
+    except AttributeError as error:
+        raise HookError(str(error)) from error
+    parameters = inspect.signature(method).parameters
+    if tuple(parameters) != FILL_PARAMETERS:
+        raise HookError(f"`cache_full_blocks` takes other arguments than known: {[*parameters]}")
+    return method
+
+
+def set_fill_method(pool: Any, method: Fill) -> None:
+    """Have the pool call this one instead."""
+    try:
+        pool.cache_full_blocks = method
+    except (AttributeError, TypeError) as error:
+        raise HookError(str(error)) from error
+
+
+def install_fill_hook(pool: Any, log: list[Any]) -> None:
+    """Append the blocks that get a key to `log`.
+
+    Raises
+    ------
+    HookError
+        If the pool lacks the method, or does not let it be replaced.
+    """
+    cache = fill_method(pool)
+    append, extend = log.append, log.extend
+
+    # Called once per request that has filled a block, on the engine's critical path.
+    def cache_and_log(
+        request: Any,
+        blocks: list[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        cache(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
+        if num_full_blocks - num_cached_blocks == 1:
+            append(blocks[num_cached_blocks])
+        else:
+            extend(blocks[num_cached_blocks:num_full_blocks])
+
+    set_fill_method(pool, cache_and_log)
+
+
+def install_run_hook(pool: Any, runs: "deque[Run]") -> None:
+    """Append to `runs` which tokens of which request are in blocks that get a key.
+
+    Raises
+    ------
+    HookError
+        If the pool lacks the method, or does not let it be replaced.
+    """
+    cache = fill_method(pool)
+
+    def cache_and_note(
+        request: Any,
+        blocks: list[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        cache(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
+        if num_full_blocks > num_cached_blocks:
+            runs.append(
+                (request, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+            )
+
+    set_fill_method(pool, cache_and_note)
+
+
+Run = tuple[Any, int, int, int, int]
+"""A request, its first block of a run and the one after the last, their tokens, and their group."""
+
+
+class FilledFeed:
+    """Follows which blocks of a pool are filled, as saving them takes, and keeps no index.
+
+    `stored` has what each rank's store holds: what all have is not saved again. `tokens` is the
+    size of each group's blocks where vLLM caches some that are not full, else empty. `slow` builds
+    the steps that have more than blocks to save, and those that preempt requests `by_priority`.
+
+    What a step saves has its content once the forward pass of that step has run: a key enters the
+    pool in the step whose pass computes its block, when the output of that pass is taken (where
+    steps are scheduled ahead of outputs), or when a load has ended; and a block that is given to
+    another request loses its key before. A block is saved if it has a key when the step has been
+    planned.
+
+    Raises
+    ------
+    HookError
+        If the pool does not have what this takes.
+    """
+
+    mode = FILLS
+    reason = ""
+
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        stored: list[KeyMirror],
+        tokens: Sequence[int],
+        slow: Callable[[Any], StepMetadata],
+        by_priority: bool = False,
+        saves: bool = True,
+    ) -> None:
+        self_test_fills(pool)
+        self._pool = pool
+        self._log: list[Any] = []
+        self._blocks = FilledBlocks(self._log, pool, stored, list(tokens), slow, by_priority)
+        self.wants_new = saves
+        self.uncomputed_total = 0
+        """Blocks whose keys were dropped, as a request was planned and preempted in one step."""
+        self.build = self._blocks.build
+        self.build_with = self._blocks.build_with
+        if saves:
+            install_fill_hook(pool, self._log)
+        logger.info("slipstream: follows the blocks that are filled by a hook")
+
+    def call_slow(self, pending: bool) -> None:
+        """Have `slow` build the next step, and those after it until this is set back."""
+        self._blocks.pending = pending
+
+    @property
+    def log_errors_total(self) -> int:
+        """Steps whose blocks could not be read."""
+        return self._blocks.errors_total
+
+    def drop_uncomputed(self, computed: Set[int]) -> None:
+        """Take the keys of the step's blocks out of the pool that nothing computes.
+
+        `computed` are the blocks that are whole once the step's forward pass is done. Where vLLM
+        schedules by priority, it may plan a request and preempt it in one step, and leaves the keys
+        of its blocks in the pool: another request that hit them would read other tokens' KV.
+        """
+        uncomputed = {block.block_id for block in self._log} - computed
+        blocks = self._pool.blocks
+        self.uncomputed_total += sum(blocks[n].block_hash is not None for n in uncomputed)
+        self._pool.evict_blocks(uncomputed)
 
 
 def cached(pool: Any) -> dict[bytes, Any]:
@@ -378,6 +567,61 @@ class PoolFeed:
                 keys.append(key)
                 blocks.append(block.block_id)
         return keys, blocks
+
+
+def self_test_fills(pool: Any) -> None:
+    """Check on a small pool of the same class that its blocks are read as its map shows them.
+
+    Raises
+    ------
+    HookError
+        If they are not.
+    """
+    try:
+        probe = type(pool)(num_gpu_blocks=6, enable_caching=True, hash_block_size=16)
+        log: list[Any] = []
+        install_fill_hook(probe, log)
+        feed = FilledBlocks(log, probe, [KeyMirror()], [], None, False)
+        hashes = [bytes([n]) * 32 for n in (1, 2, 3)]
+        request = SimpleNamespace(block_hashes=hashes)
+        blocks = probe.get_new_blocks(4)
+
+        def fill(held: list[Any], first: int, end: int) -> None:
+            probe.cache_full_blocks(
+                request=request,
+                blocks=held,
+                num_cached_blocks=first,
+                num_full_blocks=end,
+                block_size=16,
+                kv_cache_group_id=0,
+                block_mask=None,
+            )
+
+        def check(expected: list[tuple[int, Any]], what: str) -> None:
+            meta = feed.build(None)
+            keys = [hashes[at] + bytes(4) for at, _ in expected]
+            ids = [block.block_id for _, block in expected]
+            if feed.errors_total or (meta.save_keys, meta.save_blocks) != (keys, ids):
+                raise HookError(f"the self-test saw other blocks after {what}")
+            if not set(keys) <= set(cached(probe)):
+                raise HookError("the self-test's keys did not reach the pool's map")
+
+        fill(blocks[:3], 0, 2)
+        check([(0, blocks[0]), (1, blocks[1])], "two blocks were filled")
+        fill([blocks[3]], 0, 1)
+        check([], "a second block of one content was filled")
+        fill(blocks[:3], 2, 3)
+        probe.evict_blocks({blocks[2].block_id})
+        check([], "an eviction")
+        probe.free_blocks(blocks)
+        fill(blocks[:3], 2, 3)
+        probe.reset_prefix_cache()
+        check([], "a flush")
+    except HookError:
+        raise
+    # As above: another version's pool is not the one known, whatever it raises.
+    except Exception as error:
+        raise HookError(f"the self-test failed: {type(error).__name__}: {error}") from error
 
 
 def self_test(pool: Any) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from double import DoubleStore
 from rig import BLOCK, Rig, Shape
-from slipstream.pool import cached
 from slipstream.vllm import connector as connector_module
 from slipstream.vllm.blocks import Blocks, LayoutError
 from slipstream.vllm.groups import Group, GroupError, read_groups
@@ -39,6 +38,8 @@ MODELS = {
     "chunks": (Shape("chunk", 5 * BLOCK), Shape()),
     # As Gemma 4: pages of one size, of other numbers of tokens.
     "two sizes": (Shape(block=2 * BLOCK, heads=2), Shape("window", 90)),
+    # Windows that reach over all of the prompts below.
+    "wide windows": (Shape(), Shape("window", 64 * BLOCK), Shape("chunk", 64 * BLOCK)),
     "padded": (Shape(), Shape("window", 64, heads=3, padded=4096)),
 }
 
@@ -159,9 +160,14 @@ def test_what_the_device_has_is_not_loaded(store: DoubleStore) -> None:
 
 
 def check_recomputed(
-    rig: Rig, store: DoubleStore, prompt: list[int], failed: tuple[int, ...], kept: int
+    rig: Rig,
+    store: DoubleStore,
+    prompt: list[int],
+    failed: tuple[int, ...],
+    kept: int,
+    again: bool = True,
 ) -> None:
-    """Blocks of a load fail; what came before them is loaded once more, and the rest computed."""
+    """Blocks of a load fail; what came before them is kept or loaded again, the rest computed."""
     store.hold_back = True
     load = add_and_load(rig, prompt)
     assert len(load.keys) > max(failed)
@@ -171,7 +177,7 @@ def check_recomputed(
     for _ in range(3):
         rig.step()
     loads = [keys for _, keys, _ in store.held_back]
-    assert len(loads) == (kept > 0)
+    assert len(loads) == (kept > 0 and again)
     store.hold_back = False
     store.let_go()
     wait_loaded(rig)
@@ -193,6 +199,85 @@ def test_what_came_before_a_failed_block_is_loaded_again(
     check_recomputed(rig, store, prompt, failed, kept)
 
 
+@pytest.mark.parametrize(
+    ("failed", "kept"),
+    # Blocks 0 to 11 of each of the three groups.
+    [((0,), 0), ((11,), 11), ((5, 9), 5), ((12 + 4,), 4), ((7, 24 + 3), 3), ((24,), 0)],
+)
+def test_what_came_before_a_failed_block_is_kept(
+    store: DoubleStore, failed: tuple[int, ...], kept: int
+) -> None:
+    rig, prompt = filled(store, "wide windows")
+    check_recomputed(rig, store, prompt, failed, kept, again=False)
+
+
+def test_a_block_that_the_device_had_is_kept_when_a_load_fails(store: DoubleStore) -> None:
+    rig, prompt = filled(store, "wide windows")
+    rig.add(prompt[: 4 * BLOCK + 1], max_tokens=1)
+    rig.step()
+    wait_loaded(rig)
+    rig.drain()
+    # Of each group, blocks 4 to 11; the first of them fails in the second group.
+    check_recomputed(rig, store, prompt, (8,), 4, again=False)
+
+
+class OnePeer:
+    """A peer that is said to have every block."""
+
+    name = "tcp://peer"
+
+    def longest(
+        self, groups: Any, stored: Any, hashes: Any, start: int, end: int, found: int
+    ) -> tuple[str, int]:
+        return self.name, end - end % groups.hit_tokens
+
+    def is_settled(self) -> bool:
+        return True
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def test_of_a_peers_blocks_only_those_that_failed_are_asked_for_again(store: DoubleStore) -> None:
+    rig, prompt = filled(store, "window")
+    # This engine's store has nothing; the blocks are a peer's.
+    theirs = dict(store.blocks)
+    rig.connector.reset_cache()
+    rig.step()
+    rig.step()
+    rig.connector.scheduler.follow(OnePeer())
+    store.hold_back = True
+    load = add_and_load(rig, prompt)
+    assert set(load.sources) == {OnePeer.name} and not store.blocks
+    store.blocks = theirs
+    store.hold_back, puts = False, []
+    put = store.put
+
+    def note(keys: list[bytes], data: memoryview) -> int:
+        puts.extend(keys)
+        return put(keys, data)
+
+    store.put = note  # type: ignore[method-assign]
+    store.let_go((9,))
+    wait_loaded(rig)
+    assert puts == [key for i, key in enumerate(load.keys) if i != 9]
+    check_stored(rig, store)
+    again: list[Any] = []
+    for _ in range(4):
+        again += rig.step().kv_connector_metadata.loads
+    (second,) = again
+    # Up to the block that failed, and of the windows what is read there.
+    assert second.parts == [(0, 9), (5, 4), (5, 4)]
+    came = {key for key, source in zip(second.keys, second.sources, strict=True) if not source}
+    assert came == set(second.keys) & set(puts) and len(came) == 9 + 1 + 1
+    wait_loaded(rig)
+    rig.drain()
+    assert rig.worker.computed_blocks == 3
+    rig.close()
+
+
 def test_a_load_that_fails_twice_is_computed(store: DoubleStore) -> None:
     rig, prompt = filled(store, "window")
     store.hold_back = True
@@ -209,8 +294,11 @@ def test_a_load_that_fails_twice_is_computed(store: DoubleStore) -> None:
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", MODELS)
-def test_any_run_reads_only_right_blocks(store: DoubleStore, model: str, scheduling: str) -> None:
+def test_any_run_reads_only_right_blocks(
+    store: DoubleStore, model: str, ahead: bool, scheduling: str
+) -> None:
     seed = sorted(MODELS).index(model)
     rng = random.Random(seed)
     rig = Rig(
@@ -219,6 +307,7 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, model: str, schedul
         max_num_batched_tokens=512,
         seed=seed,
         scheduling=scheduling,
+        async_scheduling=ahead,
         long_prefill_tokens=rng.choice([0, 5 * BLOCK]),
         shapes=MODELS[model],
         **OURS,
@@ -259,8 +348,6 @@ def test_any_run_reads_only_right_blocks(store: DoubleStore, model: str, schedul
         preempted += len(plan.preempted_req_ids or ())
         finished += len(plan.finished_req_ids)
         live = [name for name in live if name in rig.scheduler.requests]
-        rig.connector.feed.flush()
-        assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
     store.hold_back = False
     # All that are left end, and a long queue would only take longer.
     for name in live[5:]:

@@ -11,6 +11,7 @@ from slipstream.vllm import connector as connector_module
 from slipstream.vllm.blocks import Blocks, LayoutError
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 COUNT = 12
 
@@ -96,8 +97,20 @@ def test_caches_that_cannot_be_shared_are_refused() -> None:
 
 def test_what_the_halves_say_can_be_sent() -> None:
     load = Load("r", [b"k" * 36], [3], [""], [(0, 1)])
-    meta = SlipstreamMetadata(b"keys", [b"k" * 36], [3], [load], True, False)
-    assert pickle.loads(pickle.dumps(meta)) == meta
+    meta = SlipstreamMetadata(b"keys", [b"k" * 36], [3], [load], ["s"], True, False)
+    there = pickle.loads(pickle.dumps(meta))
+    assert there == meta and isinstance(there, KVConnectorMetadata)
+    assert (there.keys, there.save_keys, there.save_blocks) == (b"keys", [b"k" * 36], [3])
+    assert (there.loads, there.cancels) == ([load], ["s"])
+    assert (there.reset, there.resend, there.only_saves) == (True, False, False)
+    saves = SlipstreamMetadata(save_keys=[b"k" * 20, b"l" * 20], save_blocks=[1, 1 << 31])
+    there = pickle.loads(pickle.dumps(saves))
+    assert there == saves != meta and there.only_saves and not there.saves_nothing
+    assert (there.save_keys, there.save_blocks) == ([b"k" * 20, b"l" * 20], [1, 1 << 31])
+    with pytest.raises(ValueError, match="2 keys to save, and 1 blocks"):
+        SlipstreamMetadata(save_keys=[b"k" * 36] * 2, save_blocks=[3])
+    with pytest.raises(ValueError, match="a key has 20 bytes, and those before it 36"):
+        SlipstreamMetadata(save_keys=[b"k" * 36, b"k" * 20], save_blocks=[3, 4])
     told = SlipstreamWorkerMetadata({0: [b"a"]}).aggregate(
         SlipstreamWorkerMetadata({1: [b"b"]}, [("disk", b"d")], {"r": 64, "s": 16})
     )
@@ -127,7 +140,7 @@ def test_a_block_is_a_hit_when_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch
 def test_a_pool_that_was_not_handed_over_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(num_blocks=64, connector="SlipstreamConnector", module="slipstream.vllm")
     half = rig.connector.scheduler
-    half.feed = None
+    half.feed, half.build = None, half._build
     with caplog.at_level("WARNING", "slipstream.vllm"):
         for _ in range(3):
             rig.step()

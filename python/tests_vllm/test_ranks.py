@@ -154,7 +154,11 @@ def test_a_request_waits_for_its_last_rank(stores: dict[int, DoubleStore]) -> No
         ("one", {1: (7,)}, 7),
         ("one", {0: (9,), 3: (4, 11)}, 4),
         ("one", {2: tuple(range(12))}, 0),
-        # Of several it is loaded once more.
+        # So it does of several whose windows reach as far.
+        ("wide windows", {1: (7,)}, 7),
+        ("wide windows", {0: (9,), 3: (12 + 4, 24 + 6)}, 4),
+        ("wide windows", {1: (24,), 2: (3,)}, 0),
+        # Of others it is loaded once more.
         ("window", {1: (7,)}, 7),
         ("window", {0: (9,), 3: (13,)}, 9),
         ("window", {3: (0,)}, 0),
@@ -176,13 +180,38 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(
     for _ in range(3):
         rig.step()
     for store in stores.values():
-        assert len(store.held_back) == (kept > 0 and model != "one")
+        assert len(store.held_back) == (kept > 0 and model == "window")
         store.hold_back = False
         store.let_go()
     wait_loaded(rig)
     rig.drain()
     assert computed(rig) == 12 - kept
     assert not rig.connector.scheduler._loading and not rig.connector.scheduler._limits
+    rig.close()
+
+
+def test_what_one_rank_keeps_is_not_kept_where_another_has_nothing(
+    stores: dict[int, DoubleStore],
+) -> None:
+    rig, prompt = filled(shapes=MODELS["wide windows"], tp=2)
+    for store in stores.values():
+        store.hold_back = True
+    begin(rig, prompt)
+    stores[0].let_go((9,))
+    wait_loaded(rig, 0)
+    rig.step()
+    # All of the other rank's blocks come, and its cache is taken away before it says so.
+    stores[1].let_go()
+    wait_loaded(rig, 1)
+    rig.workers[1].connector.worker.release()
+    for cache in rig.workers[1].caches.values():
+        cache.zero_()
+    rig.workers[1].connector.restore_kv_caches()
+    for store in stores.values():
+        store.hold_back = False
+        store.blocks.clear()
+    rig.drain()
+    assert computed(rig) == 12
     rig.close()
 
 

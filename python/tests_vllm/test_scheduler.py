@@ -3,9 +3,19 @@
 import random
 
 import pytest
-from rig import BLOCK, Rig
-from slipstream.pool import CHECK_STEPS, EVENTS, HOOKS, RESYNC, RESYNC_STEPS, cached
+from rig import BLOCK, Rig, Shape
+from slipstream.pool import (
+    CHECK_STEPS,
+    EVENTS,
+    FILLS,
+    HOOKS,
+    RESYNC,
+    RESYNC_STEPS,
+    block_ids,
+    cached,
+)
 from slipstream.vllm import SlipstreamConnector
+from slipstream.vllm.metadata import NOTHING
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
@@ -103,11 +113,91 @@ def test_reset_empties_both_halves() -> None:
     check_equal(rig, worker)
 
 
-def test_nothing_is_sent_while_nobody_follows() -> None:
+def test_nothing_is_kept_while_nobody_follows() -> None:
     rig = Rig(num_blocks=64, **OURS)
-    rig.add(rig.tokens(BLOCK * 10), max_tokens=4)
-    assert all(rig.step().kv_connector_metadata.keys is None for _ in range(6))
-    assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool)) != set()
+    assert rig.connector.feed.mode == FILLS
+    name = rig.add(rig.tokens(BLOCK * 10 + 1), max_tokens=4)
+    keys = [
+        bytes(block_hash) + bytes(4) for block_hash in rig.scheduler.requests[name].block_hashes
+    ]
+    meta = rig.step().kv_connector_metadata
+    assert meta.keys is None and meta.save_keys == keys
+    assert [cached(rig.pool)[key].block_id for key in keys] == meta.save_blocks
+    assert all(rig.step().kv_connector_metadata == NOTHING for _ in range(3))
+
+
+@pytest.mark.parametrize("shapes", [(Shape(),), (Shape(block=2 * BLOCK), Shape("window", 90))])
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_new_key_is_saved_once_with_a_block_that_holds_it(
+    seed: int, scheduling: str, shapes: tuple[Shape, ...]
+) -> None:
+    rng = random.Random(seed)
+    # Few blocks for the requests below, so that eviction and preemption happen all the time.
+    rig = Rig(
+        num_blocks=80 + 20 * len(shapes),
+        max_num_batched_tokens=512,
+        long_prefill_tokens=5 * BLOCK,
+        scheduling=scheduling,
+        shapes=shapes,
+        seed=seed,
+        **OURS,
+    )
+    assert rig.connector.feed.mode == FILLS
+    prefixes = [rig.tokens(BLOCK * 8) for _ in range(3)]
+    saved, preempted = 0, 0
+    for _ in range(400):
+        match rng.randrange(8):
+            case 0 | 1:
+                shared = rng.choice(prefixes)[: BLOCK * rng.randrange(9)]
+                tokens = shared + rig.tokens(rng.randrange(1, 300))
+                priority = rng.randrange(3)
+                rig.add(tokens, max_tokens=rng.randrange(1, 200), priority=priority)
+            case 2 if rig.scheduler.requests:
+                rig.abort(rng.choice(list(rig.scheduler.requests)))
+            case 3:
+                held = [b.block_id for b in rig.pool.blocks if b.block_hash is not None]
+                rig.pool.evict_blocks(set(rng.sample(held, min(3, len(held)))))
+            case 4 if rng.randrange(9) == 0:
+                for name in list(rig.scheduler.requests):
+                    rig.abort(name)
+                assert rig.scheduler.reset_prefix_cache()
+        before = set(cached(rig.pool))
+        plan = rig.step()
+        preempted += len(plan.preempted_req_ids or ())
+        meta = plan.kv_connector_metadata
+        now = cached(rig.pool)
+        new = {key for key in now.keys() - before if is_full(rig, key)}
+        assert new <= set(meta.save_keys) <= now.keys()
+        assert len(set(meta.save_keys)) == len(meta.save_keys) == len(set(meta.save_blocks))
+        for key, block_id in zip(meta.save_keys, meta.save_blocks, strict=True):
+            assert block_id in block_ids(now[key])
+        saved += len(meta.save_keys)
+    assert saved > 300 and preempted, "the run must reach what it is there to test"
+    assert rig.connector.feed.log_errors_total == 0
+
+
+def is_full(rig: Rig, key: bytes) -> bool:
+    """Whether a key in the pool is of a whole block, and not of a prompt's tail in it."""
+    block = rig.pool.blocks[next(iter(block_ids(cached(rig.pool)[key])))]
+    size = rig.shapes[int.from_bytes(key[-4:], "big")].block
+    return block.block_hash == key and block.block_hash_num_tokens % size == 0
+
+
+def test_a_pool_whose_blocks_are_unlike_known_ones_ends_no_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(num_blocks=64, extra={"stats_interval_s": 0}, **OURS)
+    rig.step()
+    rig.connector.feed._log.append(object())
+    rig.add(rig.tokens(BLOCK * 3), max_tokens=2)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        assert rig.step().kv_connector_metadata.saves_nothing
+        rig.connector.get_kv_connector_stats()
+    assert "blocks of a step are not saved" in caplog.text and "_block_hash" in caplog.text
+    assert rig.connector.feed.log_errors_total == 1
+    rig.add(rig.tokens(BLOCK * 3), max_tokens=2)
+    assert len(rig.step().kv_connector_metadata.save_keys) == 3, "later ones are"
 
 
 def test_full_pool_does_not_deadlock() -> None:
@@ -180,7 +270,7 @@ def test_kv_events_with_short_hashes_are_not_believed(caplog: pytest.LogCaptureF
 def test_keys_that_went_unseen_are_found_by_their_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = Rig(num_blocks=64, **OURS)
+    rig = Rig(num_blocks=64, extra={"follow": True}, **OURS)
     rig.add(rig.tokens(BLOCK * 10), max_tokens=4)
     rig.step()
     cached(rig.pool).popitem()
@@ -192,7 +282,7 @@ def test_keys_that_went_unseen_are_found_by_their_number(
 
 
 def test_a_replaced_map_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(num_blocks=64, **OURS)
+    rig = Rig(num_blocks=64, extra={"follow": True}, **OURS)
     rig.add(rig.tokens(BLOCK * 10), max_tokens=4)
     rig.step()
     # As a later vLLM might flush, on a path that the hooks do not see.

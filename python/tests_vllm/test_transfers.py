@@ -4,6 +4,7 @@
 """
 
 import random
+import time
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from double import DoubleStore
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rig import BLOCK, Rig
 from slipstream import pool as pool_module
-from slipstream.pool import EVENTS, HOOKS, NOTHING, RESYNC, block_ids, cached
+from slipstream.pool import EVENTS, FILLS, HOOKS, NOTHING, RESYNC, block_ids, cached
 from slipstream.vllm import SlipstreamConnector
 from slipstream.vllm import connector as connector_module
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request, RequestStatus
 
@@ -429,9 +431,185 @@ def test_a_lost_message_is_asked_for_again(store: DoubleStore) -> None:
     rig.close()
 
 
-def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+def recorded_events(rig: Rig) -> list[Any]:
+    """A list of the connector's KV events from now on, which vLLM does not see."""
+    half, events = rig.connector.scheduler, list[Any]()
+    take = half.take_events
+    half.take_events = lambda: events.extend(take()) or ()
+    return events
 
+
+def test_kv_events_of_the_host_tier_have_tokens_and_parents(store: DoubleStore) -> None:
+    rig = Rig(num_blocks=64, kv_events=True, **OURS)
+    prompt = rig.tokens(BLOCK * 3 + 1)
+    name = rig.add(prompt, max_tokens=BLOCK * 2 + 4)
+    request = rig.scheduler.requests[name]
+    events = recorded_events(rig)
+    while rig.scheduler.has_unfinished_requests():
+        rig.step()
+        wait_saved(rig)
+    # What the workers tell of their stores comes with the next output.
+    rig.step()
+    chain: dict[Any, Any] = {None: b""}
+    told: list[int] = []
+    parent_hash = None
+    for event in events:
+        assert event.parent_block_hash in chain, "a parent is told of before what follows it"
+        assert len(event.token_ids) == BLOCK * len(event.block_hashes) > 0
+        assert event.parent_block_hash == parent_hash
+        for block_hash in event.block_hashes:
+            chain[block_hash] = event
+            parent_hash = block_hash
+        told += event.token_ids
+    assert told == list(request.all_token_ids)[: BLOCK * 5]
+    # An indexer that hashes the tokens itself comes to the same blocks.
+    again = rig.scheduler.requests[rig.add(told, max_tokens=1)]
+    assert [maybe_convert_block_hash(h) for h in again.block_hashes] == list(chain)[1:]
+    rig.close()
+
+
+def test_blocks_of_several_prompts_are_told_chain_by_chain(store: DoubleStore) -> None:
+    rig = Rig(num_blocks=160, kv_events=True, **OURS)
+    shared = rig.tokens(BLOCK * 4)
+    prompts = [shared + rig.tokens(BLOCK * n + 1) for n in (1, 2, 3)]
+    events = recorded_events(rig)
+    rig.add(prompts[0], max_tokens=1)
+    rig.step()
+    for prompt in prompts[1:]:
+        rig.add(prompt, max_tokens=1)
+    rig.drain()
+    wait_saved(rig)
+    rig.step()
+    tokens: dict[Any, list[int]] = {None: []}
+    left = list(events)
+    while left:
+        ready = [event for event in left if event.parent_block_hash in tokens]
+        assert ready, "every parent is told of"
+        for event in ready:
+            left.remove(event)
+            before = tokens[event.parent_block_hash]
+            for i, block_hash in enumerate(event.block_hashes):
+                before = before + event.token_ids[i * BLOCK : (i + 1) * BLOCK]
+                tokens[block_hash] = before
+    expected = {tuple(p[: BLOCK * n]) for p in prompts for n in range(1, len(p) // BLOCK + 1)}
+    assert {tuple(t) for t in tokens.values() if t} == expected
+    rig.close()
+
+
+def test_blocks_whose_tokens_are_not_known_are_told_by_hash(store: DoubleStore) -> None:
+    first, _ = filled(store)
+    first.close()
+    store.closed = False
+    store.request_snapshot()
+    rig = Rig(num_blocks=64, kv_events=True, seed=1, **OURS)
+    rig.connector.update_connector_output(rig.worker.run(rig.scheduler.schedule()))
+    (event,) = rig.connector.take_events()
+    assert len(event.block_hashes) == 12
+    assert event.token_ids == [] and event.parent_block_hash is None
+    rig.close()
+
+
+def test_without_kv_events_nothing_is_noted_of_tokens(store: DoubleStore) -> None:
+    rig, _ = filled(store)
+    assert not rig.connector.scheduler._runs and not rig.connector.scheduler._chains._links
+    assert "install_run_hook" not in rig.pool.cache_full_blocks.__qualname__
+    rig.close()
+
+
+def test_failed_loads_do_not_flood_the_log(
+    store: DoubleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(num_blocks=200, extra={"stats_interval_s": 0}, **OURS)
+    prompts = [rig.tokens(BLOCK * 4 + 1) for _ in range(20)]
+    for prompt in prompts:
+        rig.add(prompt, max_tokens=1)
+    rig.drain()
+    settle(rig)
+    assert rig.scheduler.reset_prefix_cache()
+    store.hold_back = True
+    for prompt in prompts:
+        rig.add(prompt, max_tokens=1)
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig.step()
+        store.let_go((0,))
+        wait_loaded(rig)
+        rig.step()
+        said = [text for text in caplog.messages if "did not come" in text]
+        assert len(said) == 1 and "1 of 4 blocks" not in said[0]
+        now = time.monotonic()
+        monkeypatch.setattr("slipstream.flood.time.monotonic", lambda: now + 11)
+        rig.step()
+    said = [text for text in caplog.messages if "did not come" in text]
+    assert len(said) == 2 and said[1].endswith("19 like it since the last")
+    assert rig.worker.connector.worker._counts["load_failed_blocks.checksum"] == 80
+    store.hold_back = False
+    rig.drain()
+    rig.close()
+
+
+def test_blocks_that_vllm_allocates_otherwise_are_computed(
+    store: DoubleStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, prompt = filled(store)
+    allocated = rig.connector.update_state_after_alloc
+
+    def other_blocks(request: Any, blocks: Any, tokens: int) -> None:
+        held = list(blocks.blocks[0])
+        held[7] = rig.pool.null_block
+        allocated(request, type(blocks)((held,)), tokens)
+
+    rig.connector.update_state_after_alloc = other_blocks
+    with caplog.at_level("WARNING", "slipstream.vllm"):
+        rig.add(prompt, max_tokens=3)
+        assert not rig.step().kv_connector_metadata.loads[0].blocks
+        rig.drain()
+    assert "vLLM has allocated other blocks than a hit needs (full 16)" in caplog.text
+    assert rig.worker.computed_blocks == 12
+    scheduler = rig.connector.scheduler
+    assert scheduler.counts["load_failed_blocks.layout"] == 12
+    assert not (scheduler._limits or scheduler._loading or scheduler._hit_starts)
+    rig.close()
+
+
+def test_requests_that_wait_for_peers_are_not_looked_up_again(store: DoubleStore) -> None:
+    rig, prompt = filled(store, extra={"lookup_wait_s": 3600})
+
+    class Unsettled:
+        settled, looks = False, 0
+
+        def longest(self, *args: Any) -> tuple[str, int]:
+            self.looks += 1
+            return "", args[-1]
+
+        def is_settled(self) -> bool:
+            return self.settled
+
+        def counters(self) -> dict[str, int]:
+            return {}
+
+        def close(self) -> None: ...
+
+    peers = Unsettled()
+    rig.connector.scheduler.follow(peers)
+    names = [rig.add(prompt[:-1] + [n] * 40, max_tokens=1) for n in range(1, 31)]
+    for _ in range(20):
+        assert not rig.step().num_scheduled_tokens
+    assert peers.looks == len(names), "one look each, however many steps they wait"
+    assert rig.connector.scheduler.counts["lookup_deferred"] == len(names)
+    rig.abort(names[0])
+    assert len(rig.connector.scheduler._deferred) == len(names) - 1
+    peers.settled = True
+    for _ in range(200):
+        wait_loaded(rig)
+        if not rig.scheduler.has_unfinished_requests():
+            break
+        rig.step()
+    assert not rig.scheduler.has_unfinished_requests()
+    assert not rig.connector.scheduler._deferred
+    rig.close()
+
+
+def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
     rig = Rig(num_blocks=64, kv_events=True, **OURS)
     name = rig.add(rig.tokens(BLOCK * 3), max_tokens=1)
     hashes = [maybe_convert_block_hash(h) for h in rig.scheduler.requests[name].block_hashes]
@@ -450,7 +628,7 @@ def test_kv_events_tell_of_the_host_tier(store: DoubleStore) -> None:
 
 
 @pytest.mark.parametrize("events", [False, True])
-@pytest.mark.parametrize("mode", [EVENTS, HOOKS])
+@pytest.mark.parametrize("mode", [EVENTS, HOOKS, FILLS])
 def test_a_step_that_preempts_saves_what_it_computes_and_nothing_else(
     store: DoubleStore, mode: str, events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +639,7 @@ def test_a_step_that_preempts_saves_what_it_computes_and_nothing_else(
         long_prefill_tokens=2 * BLOCK,
         scheduling="priority",
         kv_events=events or mode == EVENTS,
-        extra={"hooks": mode == HOOKS},
+        extra={"hooks": mode != EVENTS, "follow": mode == HOOKS},
         **OURS,
     )
     assert rig.connector.feed.mode == mode
@@ -490,8 +668,9 @@ def test_a_step_that_preempts_saves_what_it_computes_and_nothing_else(
     settle(rig)
     check_stored(rig, store)
     assert len(store.blocks) == 12 and rig.connector.feed.log_errors_total == 0
-    rig.connector.feed.flush()
-    assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
+    if mode != FILLS:
+        rig.connector.feed.flush()
+        assert set(rig.connector.feed.keys.keys()) == set(cached(rig.pool))
     rig.close()
 
 
@@ -583,10 +762,16 @@ def check_stored(rig: Rig, store: DoubleStore) -> None:
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
-@pytest.mark.parametrize("mode", [HOOKS, EVENTS, RESYNC])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", [FILLS, HOOKS, EVENTS, RESYNC])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(3))
 def test_any_run_reads_only_right_blocks(
-    store: DoubleStore, seed: int, mode: str, scheduling: str, monkeypatch: pytest.MonkeyPatch
+    store: DoubleStore,
+    seed: int,
+    ahead: bool,
+    mode: str,
+    scheduling: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     # As late as in a pool of 16,000 blocks after 256 steps.
@@ -598,8 +783,9 @@ def test_any_run_reads_only_right_blocks(
         max_num_batched_tokens=512,
         seed=seed,
         scheduling=scheduling,
+        async_scheduling=ahead,
         kv_events=mode == EVENTS,
-        extra={"hooks": mode == HOOKS},
+        extra={"hooks": mode in (FILLS, HOOKS), "follow": mode == HOOKS},
         long_prefill_tokens=rng.choice([0, 5 * BLOCK]),
         **OURS,
     )

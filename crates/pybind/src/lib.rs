@@ -9,6 +9,7 @@ mod groups;
 mod keys;
 mod meeting;
 mod peers;
+mod steps;
 mod store;
 mod warnings;
 
@@ -28,6 +29,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<groups::Groups>()?;
     module.add_class::<keys::KeySet>()?;
     module.add_class::<keys::KeyMirror>()?;
+    module.add_class::<steps::StepMetadata>()?;
+    module.add_class::<steps::FilledBlocks>()?;
     module.add_class::<store::Store>()?;
     module.add_class::<peers::Peers>()
 }

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from slipstream._native import KeyMirror
+from slipstream.flood import FloodGate
 from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
 from slipstream.vllm.groups import read_groups
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from slipstream.pool import PoolFeed
+    from slipstream.pool import FilledFeed, PoolFeed
 
 logger = logging.getLogger("slipstream.vllm")
 
@@ -79,6 +80,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches: dict[str, torch.Tensor] = {}
         self._mirror = KeyMirror()
         self.mirror_errors_total = 0
+        self._warnings = FloodGate(logger)
         self._told: dict[str, int] = {}
         if role is not KVConnectorRole.SCHEDULER:
             return
@@ -106,7 +108,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
-    def feed(self) -> PoolFeed:
+    def feed(self) -> FilledFeed | PoolFeed:
         """The pool's keys, as the scheduler half knows them."""
         feed = self.scheduler.feed
         if feed is None:
@@ -116,6 +118,8 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Begin to follow the pool."""
         self.scheduler.bind(gpu_block_pool)
+        # Called in every step: by this, what has to be done in Rust is called there at once.
+        setattr(self, "build_connector_meta", self.scheduler.build)  # noqa: B010  it is a method
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Follow the peers, now that the workers have said what blocks are like."""
@@ -158,9 +162,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what changed since the last step: O(changes)."""
-        scheduler = self._scheduler
-        assert scheduler is not None, "the scheduler calls its own half"
-        return scheduler.build(scheduler_output)
+        return self._scheduler.build(scheduler_output)  # type: ignore[union-attr]  # its own half
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers told."""
@@ -251,7 +253,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Follow the scheduler's keys; do first what has to come first."""
         super().bind_connector_metadata(connector_metadata)
-        if not isinstance(connector_metadata, SlipstreamMetadata):
+        if not isinstance(connector_metadata, SlipstreamMetadata) or connector_metadata.only_saves:
             return
         if self._worker is not None and (connector_metadata.reset or connector_metadata.resend):
             self._worker.begin(connector_metadata)
@@ -260,7 +262,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self._mirror.apply(connector_metadata.keys)
             except ValueError as error:
                 self.mirror_errors_total += 1
-                logger.warning("slipstream: a worker no longer knows what is cached: %s", error)
+                self._warnings.warning(
+                    "mirror", "slipstream: a worker no longer knows what is cached: %s", error
+                )
 
     @property
     def mirror(self) -> KeyMirror:
@@ -270,7 +274,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         meta = self._connector_metadata
-        if isinstance(meta, SlipstreamMetadata) and (meta.loads or meta.cancels):
+        if isinstance(meta, SlipstreamMetadata) and not meta.only_saves:
             if meta.loads:
                 self.worker.load(meta.loads)
             if meta.cancels:
@@ -287,7 +291,9 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Copy what this step has filled; it is stored by another thread."""
         meta = self._connector_metadata
-        if isinstance(meta, SlipstreamMetadata) and meta.save_keys and self._worker is not None:
+        if self._worker is None or not isinstance(meta, SlipstreamMetadata):
+            return
+        if not meta.saves_nothing:
             self._worker.save(meta.save_keys, meta.save_blocks)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

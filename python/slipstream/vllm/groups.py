@@ -48,6 +48,18 @@ class Group:
             return f"full {self.block_size}"
         return f"{self.kind} {self.reach} of {self.block_size}"
 
+    def first_read(self, tokens: int) -> int:
+        """Return the first block that a token after so many others reads.
+
+        As `slipstream_kvindex::Group` has it.
+        """
+        match self.kind:
+            case "window":
+                return max(tokens - self.reach + 1, 0) // self.block_size
+            case "chunk":
+                return tokens // self.reach * self.reach // self.block_size
+        return 0
+
     def shape(self) -> tuple[str, int, int]:
         """Return what look-ups have to know."""
         return self.kind, self.block_size, self.reach

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from slipstream._native import StepMetadata
+
 
 @dataclass(slots=True)
 class Load:
@@ -26,28 +28,14 @@ class Load:
     """For each group, the place of its first block in the prompt, and how many there are."""
 
 
-@dataclass
-class SlipstreamMetadata(KVConnectorMetadata):
-    """What the scheduler half tells the workers in one step."""
+SlipstreamMetadata = StepMetadata
+"""What the scheduler half tells the workers in one step: keys and ids of the blocks to save in flat
+buffers, and the `Load`s and cancels of the few steps that have some."""
 
-    keys: bytes | None = None
-    """What changed in the set of cached keys; `None` if nothing did or nobody follows."""
-    save_keys: list[bytes] = field(default_factory=list)
-    """Keys of the blocks that this step fills, to be stored after its forward pass."""
-    save_blocks: list[int] = field(default_factory=list)
-    """Their block ids, in the same order."""
-    loads: list[Load] = field(default_factory=list)
-    """Loads to begin in this step."""
-    cancels: list[str] = field(default_factory=list)
-    """Requests that have ended while they were loaded."""
-    reset: bool = False
-    """Forget all stored blocks first."""
-    resend: bool = False
-    """Tell all stored keys anew: a message about them was lost."""
-
+KVConnectorMetadata.register(SlipstreamMetadata)
 
 NOTHING = SlipstreamMetadata()
-"""Shared by all steps that have nothing to tell; never changed."""
+"""Shared by all steps that have nothing to tell; it cannot be changed."""
 
 
 @dataclass

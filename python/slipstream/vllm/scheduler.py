@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from slipstream._native import Groups, KeyMirror, take_warnings
-from slipstream.pool import PoolFeed
+from slipstream.flood import FloodGate
+from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_hook
 from slipstream.told import TierEvents
+from slipstream.vllm.chains import RUNS_MAX, Chains, removed_event
 from slipstream.vllm.groups import by_group, group_of
 from slipstream.vllm.metadata import (
     NOTHING,
@@ -31,7 +28,7 @@ from slipstream.vllm.metadata import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Callable, Sequence, Set
 
     from slipstream.options import Options
     from slipstream.vllm.groups import Layout
@@ -44,9 +41,18 @@ MEDIUMS = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 HERE = ""
 """The source that is this engine's own store."""
 
-NULL_BLOCK = 0
-"""The block that stands where none is needed any more. Source: vLLM 0.33, `BlockPool.null_block`,
-the first that its pool gives out."""
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """A load that has not ended on every rank."""
+
+    request: Any
+    start: int
+    """Tokens that were cached before."""
+    end: int
+    """Tokens of the hit."""
+    kept: int | None = None
+    """Of a load that failed on some rank: the tokens that are known to have come on all."""
 
 
 class Peers(Protocol):
@@ -88,13 +94,17 @@ class SchedulerHalf:
         events: bool,
         by_priority: bool = False,
     ) -> None:
-        self.feed: PoolFeed | None = None
+        self.feed: FilledFeed | PoolFeed | None = None
+        self.build: Callable[[Any], SlipstreamMetadata] = self._build
+        """Returns what the workers have to know of a step: O(changes)."""
         self.peers: Peers | None = None
         self.stored = [KeyMirror() for _ in range(ranks)]
-        """What each rank's store holds; a block can be loaded if all of them have it."""
+        """What each rank's store holds; a block can be loaded if all of them have it. The list is
+        shared with Rust, and stays the same."""
         self.counts: Counter[str] = Counter()
         self._counts_told: dict[str, int] = {}
         self._counts_due = 0.0
+        self._warnings = FloodGate(logger)
         self._options = options
         self._layout = layout
         self._by_priority = by_priority
@@ -102,13 +112,13 @@ class SchedulerHalf:
         # Where blocks are longer than hashes, vLLM caches some that are not full.
         self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
         self._pool: Any = None
+        # The block that stands where none is needed any more.
+        self._null_block = 0
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
         self._reset = False
-        # Requests whose load has not ended on every rank, and the tokens that are known to have
-        # come on all ranks where some did not.
-        self._loading: dict[str, int | None] = {}
+        self._loading: dict[str, Loading] = {}
         # How many tokens a request may load whose load has failed: once what came of it, as far as
         # vLLM did not keep that; then none, so that it computes rather than wait again.
         self._limits: dict[str, int] = {}
@@ -116,26 +126,66 @@ class SchedulerHalf:
         # this step.
         self._aside: set[str] = set()
         self._stepped_aside: set[str] = set()
+        # Requests that wait for peers whose keys are not known: how many of its tokens were cached
+        # at the look-up, and until when, by `time.monotonic`.
+        self._deferred: dict[str, tuple[int, float]] = {}
+        # Tokens that were cached when a hit was found, by request.
+        self._hit_starts: dict[str, int] = {}
         # Ranks whose keys are not known: what they tell counts from their next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
         self._unbound_said = False
         self._events: list[KVCacheEvent] | None = [] if events else None
         self._tiers = TierEvents()
+        self._runs: deque[Run] = deque(maxlen=RUNS_MAX)
+        self._chains = Chains(self._runs, layout.hash_tokens)
 
     def bind(self, pool: Any) -> None:
         """Begin to follow the pool."""
         self._pool = pool
+        null_block = getattr(pool, "null_block", None)
+        self._null_block = getattr(null_block, "block_id", self._null_block)
         options = self._options
         saves = options.save and options.host_bytes > 0
-        self.feed = PoolFeed(
-            pool,
-            hooks=options.hooks,
-            keys_max=options.keys_max,
-            wants_new=saves,
-            by_priority=self._by_priority,
-        )
-        self.feed.keys.set_consumed(options.follow)
+        self.feed, self.build = None, self._build
+        if options.hooks and not options.follow:
+            try:
+                self.feed = FilledFeed(
+                    pool,
+                    stored=self.stored,
+                    tokens=[group.block_size for group in self._layout.groups]
+                    if self._has_tails
+                    else [],
+                    slow=self._build,
+                    by_priority=self._by_priority and saves,
+                    saves=saves,
+                )
+                self.build = self.feed.build
+                self._call_build()
+            except HookError as error:
+                logger.info("slipstream: keeps an index of all cached keys: %s", error)
+        if self.feed is None:
+            self.feed = PoolFeed(
+                pool,
+                hooks=options.hooks,
+                keys_max=options.keys_max,
+                wants_new=saves,
+                by_priority=self._by_priority,
+            )
+            self.feed.keys.set_consumed(options.follow)
+        if self._events is not None and saves:
+            try:
+                install_run_hook(pool, self._runs)
+            except HookError as error:
+                logger.warning(
+                    "slipstream: KV events of blocks outside of the device are without tokens: %s",
+                    error,
+                )
+
+    def _call_build(self) -> None:
+        """Have the next step built here: it has more than blocks to save."""
+        if isinstance(self.feed, FilledFeed):
+            self.feed.call_slow(True)
 
     def follow(self, peers: Peers | None) -> None:
         """Look blocks up at these peers, and no longer at others."""
@@ -156,22 +206,37 @@ class SchedulerHalf:
         """
         if request.request_id in self._aside:
             self._stepped_aside.add(request.request_id)
+            self._call_build()
+            return None
+        peers = self.peers
+        deferred = self._deferred.get(request.request_id)
+        if (
+            deferred is not None
+            and peers is not None
+            and deferred[0] == computed_tokens
+            and time.monotonic() < deferred[1]
+            and not peers.is_settled()
+        ):
             return None
         groups = self._groups
         # The last token is computed in any case, for its output.
         end = min(request.num_tokens - 1, self._limits.get(request.request_id, request.num_tokens))
         _, _, found = self._find(request.block_hashes, computed_tokens, end)
-        if (
-            found + groups.hit_tokens <= end
-            and self.peers is not None
-            and not self.peers.is_settled()
+        if found + groups.hit_tokens <= end and peers is not None and not peers.is_settled():
+            waited_s = time.time() - request.arrival_time
             # Of another host's clock, or before one was set back, it may be from the future.
-            and 0 <= time.time() - request.arrival_time < self._options.lookup_wait_s
-        ):
-            self.counts["lookup_deferred"] += 1
-            return None
+            if 0 <= waited_s < self._options.lookup_wait_s:
+                until = time.monotonic() + self._options.lookup_wait_s - waited_s
+                self.counts["lookup_deferred"] += deferred is None
+                self._deferred[request.request_id] = computed_tokens, until
+                return None
+        if deferred is not None:
+            del self._deferred[request.request_id]
         tokens = found - computed_tokens
-        return tokens if tokens >= self._options.load_blocks_min * groups.hit_tokens else 0
+        if tokens < self._options.load_blocks_min * groups.hit_tokens:
+            return 0
+        self._hit_starts[request.request_id] = computed_tokens
+        return tokens
 
     def _find(self, hashes: list[bytes], start: int, end: int) -> tuple[int, str, int]:
         """Return the hit of what is here, who adds most to it, and the hit with that; in tokens."""
@@ -182,26 +247,54 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Note a load into the blocks that were allocated for it."""
+        start = self._hit_starts.pop(request.request_id, None)
         if external_tokens == 0:
             return
-        # vLLM has allocated what the hit covers, and no more before the load has ended.
-        end = len(blocks.blocks[0]) * self._layout.groups[0].block_size
-        start = end - external_tokens
+        if start is None:
+            self._fail_load(request, external_tokens, "has asked for no hit")
+            return
+        end = start + external_tokens
         hashes = request.block_hashes
         found, peer, _ = self._find(hashes, start, end)
         keys, parts, here = self._groups.plan(self.stored, hashes, start, end)
-        into: list[int] = []
-        for held, (first, count) in zip(blocks.blocks, parts, strict=True):
-            into += [block.block_id for block in held[first : first + count]]
-        assert len(into) == len(keys) and NULL_BLOCK not in into, (
-            f"vLLM has allocated other blocks than a hit of {end} tokens needs ({self._layout})"
-        )
+        into = self._places(blocks.blocks, parts)
+        if into is None or len(into) != len(keys):
+            self._fail_load(request, external_tokens, "has allocated other blocks than a hit needs")
+            return
         self._loads.append(
             Load(request.request_id, keys, into, [HERE if own else peer for own in here], parts)
         )
-        self._loading[request.request_id] = None
+        self._loading[request.request_id] = Loading(request, start, end)
         split = {CacheHitSource.HOST: found - start, CacheHitSource.P2P: end - found}
         self._sources[request.request_id] = {tier: n for tier, n in split.items() if n}
+        self._call_build()
+
+    def _places(self, blocks: Any, parts: list[tuple[int, int]]) -> list[int] | None:
+        """Return the blocks that a load goes into; `None` if they are not what its hit needs."""
+        if len(blocks) != len(parts):
+            return None
+        into: list[int] = []
+        for held, (first, count) in zip(blocks, parts, strict=True):
+            into += [block.block_id for block in held[first : first + count]]
+        return None if self._null_block in into else into
+
+    def _fail_load(self, request: Any, tokens: int, why: str) -> None:
+        """Let vLLM compute a hit after all: it waits for a load, which the workers fail at once."""
+        self._warnings.warning(
+            "blocks",
+            "slipstream: %d tokens of request %s are computed, as vLLM %s (%s); use a vLLM version "
+            "that docs/connector.md lists",
+            tokens,
+            request.request_id,
+            why,
+            self._layout,
+        )
+        self.counts["load_failed_blocks.layout"] += tokens // self._layout.groups[0].block_size
+        self._loads.append(
+            Load(request.request_id, [], [], [], [(0, 0)] * len(self._layout.groups))
+        )
+        self._loading[request.request_id] = Loading(request, tokens, tokens)
+        self._call_build()
 
     def hit_sources(self, request: Any) -> dict[CacheHitSource, int] | None:
         """Return where the tokens of the request's load come from."""
@@ -209,43 +302,57 @@ class SchedulerHalf:
 
     def finished(self, request: Any) -> None:
         """Forget the request; what is loaded for it is wanted no longer."""
-        if request.request_id in self._loading:
-            del self._loading[request.request_id]
-            self._cancels.append(request.request_id)
-        self._limits.pop(request.request_id, None)
-        self._aside.discard(request.request_id)
-        self._sources.pop(request.request_id, None)
+        name = request.request_id
+        if self._loading.pop(name, None) is not None:
+            self._cancels.append(name)
+            self._call_build()
+        self._limits.pop(name, None)
+        self._aside.discard(name)
+        self._sources.pop(name, None)
+        self._deferred.pop(name, None)
+        self._hit_starts.pop(name, None)
 
     # Once a step.
 
-    def build(self, plan: Any = None) -> SlipstreamMetadata:
-        """Return what the workers have to know of this step: O(changes)."""
-        feed, step = self.feed, None
+    def _build(self, plan: Any = None) -> SlipstreamMetadata:
+        """Build any step; `build` calls this for those that have more than blocks to save."""
+        feed = self.feed
         if self._stepped_aside:
             self._aside -= self._stepped_aside
             self._stepped_aside.clear()
+        computed = None
+        # By priority, a request that this step has planned already may give way to another: the
+        # pool has its blocks' keys, and no forward pass fills them.
+        if (
+            feed is not None
+            and self._by_priority
+            and feed.wants_new
+            and plan is not None
+            and plan.preempted_req_ids
+        ):
+            computed = computed_blocks(plan, self._layout)
+        loads, cancels, reset, resend = self._loads, self._cancels, self._reset, self._resend
+        self._loads, self._cancels, self._reset, self._resend = [], [], False, False
+        if isinstance(feed, FilledFeed):
+            if computed is not None:
+                feed.drop_uncomputed(computed)
+            feed.call_slow(False)
+            return feed.build_with(loads, cancels, reset, resend)
+        step = None
         if feed is None:
             self._say_unbound()
         else:
-            computed = None
-            # By priority, a request that this step has planned already may give way to another: the
-            # pool has its blocks' keys, and no forward pass fills them.
-            if self._by_priority and plan.preempted_req_ids and feed.wants_new:
-                computed = computed_blocks(plan, self._layout)
             step = feed.step(computed)
-        if step is None and not (self._loads or self._cancels or self._reset or self._resend):
-            return NOTHING
-        meta = SlipstreamMetadata(
-            loads=self._loads, cancels=self._cancels, reset=self._reset, resend=self._resend
-        )
-        self._loads, self._cancels, self._reset, self._resend = [], [], False, False
-        if step is not None:
-            meta.keys, keys, blocks = step
-            if keys and self._has_tails:
-                keys, blocks = self._whole(keys, blocks)
-            if keys:
-                meta.save_keys, meta.save_blocks = self._not_stored(keys, blocks)
-        return meta
+        if step is None:
+            if not (loads or cancels or reset or resend):
+                return NOTHING
+            return SlipstreamMetadata(loads=loads, cancels=cancels, reset=reset, resend=resend)
+        message, keys, blocks = step
+        if keys and self._has_tails:
+            keys, blocks = self._whole(keys, blocks)
+        if keys:
+            keys, blocks = self._not_stored(keys, blocks)
+        return SlipstreamMetadata(message, keys, blocks, loads, cancels, reset, resend)
 
     def _say_unbound(self) -> None:
         if not self._unbound_said:
@@ -283,17 +390,37 @@ class SchedulerHalf:
         if isinstance(meta, SlipstreamWorkerMetadata):
             self._heard_of_stores(meta)
             for name, tokens in meta.kept.items():
-                if name in self._loading:
-                    before = self._loading[name]
-                    self._loading[name] = tokens if before is None else min(before, tokens)
+                loading = self._loading.get(name)
+                if loading is not None:
+                    loading.kept = tokens if loading.kept is None else min(loading.kept, tokens)
         for name in failed:
             # Of a request that is gone nothing is noted.
-            if name in self._loading:
-                kept = self._loading[name] or 0
-                self._limits[name] = 0 if name in self._limits else kept
-                self._aside.add(name)
+            if (loading := self._loading.get(name)) is not None:
+                self._failed(name, loading)
         for name in (*failed, *finished):
             self._loading.pop(name, None)
+
+    def _failed(self, name: str, loading: Loading) -> None:
+        """Go on with what came of a load that failed, if that is of use."""
+        kept = loading.kept or 0
+        whole = kept - kept % self._groups.hit_tokens
+        # A group with a window has no other blocks than the hit reads, as vLLM frees those before:
+        # it is of use where what is kept reads none of these.
+        if (
+            whole
+            and whole >= loading.start
+            and all(
+                group.first_read(whole) == group.first_read(loading.end)
+                for group in self._layout.groups
+            )
+        ):
+            # vLLM 0.33 has set this to 0 for a request that was reported as failed
+            # (`Scheduler._handle_failed_recving`); it keeps the blocks of so many tokens and
+            # computes the rest (`_update_waiting_for_remote_kv`).
+            loading.request.num_computed_tokens = whole
+            return
+        self._limits[name] = 0 if name in self._limits else kept
+        self._aside.add(name)
 
     def _heard_of_stores(self, meta: SlipstreamWorkerMetadata) -> None:
         for rank, messages in meta.stored.items():
@@ -307,7 +434,13 @@ class SchedulerHalf:
                     self.counts["message_errors"] += 1
                     self._unknown.add(rank)
                     self._resend = True
-                    logger.warning("slipstream: rank %d has to tell its keys anew: %s", rank, error)
+                    self._call_build()
+                    self._warnings.warning(
+                        f"keys of {rank}",
+                        "slipstream: rank %d has to tell its keys anew: %s",
+                        rank,
+                        error,
+                    )
         if meta.tiers and self._events is not None:
             self._note_events(meta.tiers)
 
@@ -320,16 +453,19 @@ class SchedulerHalf:
                     continue
                 # Where there is one group, events need not name it.
                 number = group if len(groups) > 1 else None
-                self._events.append(
-                    removed_event(some, MEDIUMS[tier], number)
-                    if gone
-                    else stored_event(some, groups[group].block_size, MEDIUMS[tier], number)
-                )
+                if gone:
+                    self._events.append(removed_event(some, MEDIUMS[tier], number))
+                else:
+                    size = groups[group].block_size
+                    self._events += self._chains.stored_events(some, size, MEDIUMS[tier], number)
         if self._tiers.error:
             self.counts["message_errors"] += 1
             self._resend = True
-            logger.warning(
-                "slipstream: the tiers have to tell their keys anew: %s", self._tiers.error
+            self._call_build()
+            self._warnings.warning(
+                "tiers",
+                "slipstream: the tiers have to tell their keys anew: %s",
+                self._tiers.error,
             )
 
     def take_events(self) -> Sequence[KVCacheEvent]:
@@ -341,10 +477,11 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Forget all stored blocks, here at once and in the workers with the next step."""
-        self.stored = [KeyMirror() for _ in self.stored]
+        self.stored[:] = [KeyMirror() for _ in self.stored]
         self._unknown = set(range(len(self.stored)))
         # Without being asked, a store tells what it drops, which is no snapshot.
         self._reset = self._resend = True
+        self._call_build()
 
     def new_counts(self) -> dict[str, int] | None:
         """Tell now and then what was counted since it was last told, if anything was."""
@@ -354,6 +491,7 @@ class SchedulerHalf:
         self._counts_due = now + self._options.stats_interval_s
         for text in take_warnings():
             logger.warning("slipstream: %s", text)
+        self._warnings.tell_counts()
         totals = dict(self.counts)
         if self.peers is not None:
             totals.update(self.peers.counters())
@@ -392,31 +530,3 @@ def computed_blocks(plan: Any, layout: Layout) -> set[int]:
             first = max(begins[name] // group.block_size - BEHIND_BLOCKS, 0)
             computed.update(ids[first : (begins[name] + count) // group.block_size])
     return computed
-
-
-def external(key: bytes) -> Any:
-    """Return a key's block hash as vLLM's KV events name it."""
-    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
-
-    return maybe_convert_block_hash(BlockHash(key[:-4]))
-
-
-def stored_event(keys: list[bytes], block_size: int, medium: str, group: int | None) -> BlockStored:
-    """Return the event for blocks stored outside the device, whose tokens are not known here."""
-    return BlockStored(
-        block_hashes=[external(key) for key in keys],
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=block_size,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-        group_idx=group,
-    )
-
-
-def removed_event(keys: list[bytes], medium: str, group: int | None) -> BlockRemoved:
-    """Return the event for blocks that are stored no longer."""
-    return BlockRemoved(
-        block_hashes=[external(key) for key in keys], medium=medium, group_idx=group
-    )

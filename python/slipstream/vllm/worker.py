@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from slipstream._native import take_warnings
+from slipstream.flood import FloodGate
 from slipstream.vllm.blocks import COPY_BYTES, ReleasedError
 from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
 from slipstream.vllm.staging import Place, Staging
 
 if TYPE_CHECKING:
-    import torch
-
     from slipstream.store import Store
     from slipstream.vllm.blocks import Blocks
 
@@ -115,8 +115,12 @@ class Ended:
     whole: bool
     """Nothing that came may be used."""
     kept: int | None = None
-    """Of a load that failed in part: the tokens before the first block that did not come, where
-    vLLM cannot be told of blocks (`KVConnectorTransferResults.failed_recving`)."""
+    """Of a load that failed: the tokens before the first block that did not come, where vLLM cannot
+    be told of blocks (`KVConnectorTransferResults.failed_recving`)."""
+
+    def void(self) -> None:
+        """Nothing that came may be used."""
+        self.whole, self.kept = True, 0
 
 
 class WorkerHalf:
@@ -164,6 +168,7 @@ class WorkerHalf:
         # Tells the stager that memory is short, or that the end has come.
         self._short = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
+        self._warnings = FloodGate(logger)
         self._told: dict[str, int] = {}
         self._stats_interval_s = stats_interval_s
         self._stats_due = 0.0
@@ -184,7 +189,7 @@ class WorkerHalf:
             with self._lock:
                 self._resets += 1
                 for ended in self._ended:
-                    ended.whole = True
+                    ended.void()
             # Waits for the blocks that are being stored just now; resets are rare.
             with self._putting:
                 self.store.reset()
@@ -202,6 +207,11 @@ class WorkerHalf:
             with self._lock:
                 self.loading += 1
                 self._under_way[load.request_id] = begun
+                if not load.blocks:
+                    # The scheduler's half has no use for the blocks that vLLM has allocated.
+                    begun.is_late = True
+                    self._end_if_done(begun)
+                    continue
                 self._turns.append(begun)
                 self._deadlines.append(begun)
         self._stage()
@@ -281,7 +291,8 @@ class WorkerHalf:
         return None
 
     def _no_memory(self, under_way: UnderWay, error: Exception) -> None:
-        logger.warning(
+        self._warnings.warning(
+            "memory",
             "slipstream: no memory to load %d blocks of request %s, which are computed; lower "
             "`loading_bytes_max` or `host_bytes`: %s",
             len(under_way.load.blocks) - under_way.begun,
@@ -311,7 +322,8 @@ class WorkerHalf:
             gathered, ready = self.blocks.gather(parts)
         # A device that has no memory left is no reason to end the engine.
         except RuntimeError as error:
-            logger.warning(
+            self._warnings.warning(
+                "gather",
                 "slipstream: blocks are not saved; if the device has no memory left, lower "
                 "`saving_bytes_max` or --gpu-memory-utilization: %s",
                 error,
@@ -324,9 +336,10 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """Tell which loads have ended since the last call. A poll: waits for nobody."""
-        results = KVConnectorTransferResults()
-        if self._deadlines:
+        deadlines = self._deadlines
+        if deadlines and deadlines[0].deadline <= time.monotonic() - GRACE_S:
             self._give_up_late_ones()
+        results = KVConnectorTransferResults()
         while self._ended:
             ended = self._ended.popleft()
             results.finished_recving.add(ended.request_id)
@@ -367,6 +380,7 @@ class WorkerHalf:
         if now < self._stats_due:
             return None
         self._stats_due = now + self._stats_interval_s
+        self._warnings.tell_counts()
         totals = self.store.counters()
         with self._lock:
             totals.update(self._counts)
@@ -383,7 +397,7 @@ class WorkerHalf:
         self.blocks.release()
         with self._lock:
             for ended in self._ended:
-                ended.whole = True
+                ended.void()
 
     def close(self) -> None:
         """End the threads; what is being saved is finished, what is being loaded fails."""
@@ -399,6 +413,7 @@ class WorkerHalf:
         self.store.close()
         self._threads[1].join()
         self._threads[2].join()
+        self._warnings.tell_counts(at_once=True)
 
     def _give_up_late_ones(self) -> None:
         late = time.monotonic() - GRACE_S
@@ -408,7 +423,8 @@ class WorkerHalf:
                 if under_way.has_ended:
                     continue
                 # What it waits for is the store, or memory of loads that the store does not end.
-                logger.warning(
+                self._warnings.warning(
+                    "abandoned",
                     "slipstream: the store did not end the load of request %s; it is recomputed; "
                     "please report this with the log",
                     under_way.load.request_id,
@@ -512,12 +528,13 @@ class WorkerHalf:
                 self._counts["load_unexpected_ends"] += 1
         failed = {part.start + i for i in failed if i < part.end - part.start}
         good = [i for i in range(part.start, part.end) if i not in failed]
-        # Of several groups nothing is kept of a load that failed.
-        if failed and not self._takes_parts():
-            good = []
-        if good and wanted:
+        stores = not self._takes_parts()
+        if wanted and (good or stores):
             try:
-                self._scatter(part, good)
+                if good:
+                    self._scatter(part, good)
+                if stores:
+                    self._store_what_came(part, failed)
             # Whatever goes wrong with a device's copy, the request is recomputed.
             except Exception as error:
                 reason = "sleep" if isinstance(error, ReleasedError) else "copy"
@@ -557,15 +574,52 @@ class WorkerHalf:
         self.staging.give_back(part.place)
 
     def _scatter(self, part: Part, good: list[int]) -> None:
+        """Copy what came of a part into the cache."""
         under_way, rows = part.of, part.place.bytes
         counts = under_way.counts(part.start, part.end)
+        blocks: list[list[int]] = []
+        kept: list[torch.Tensor] = []
+        first, begin = part.start, 0
+        wanted = set(good)
+        for count, size in zip(counts, under_way.cache.group_bytes, strict=True):
+            here = [i for i in range(first, first + count) if i in wanted]
+            end = begin + count * size
+            group_rows = rows[begin:end]
+            if len(here) < count:
+                places = [i - first for i in here]
+                group_rows = group_rows.view(count, size)[places].view(-1)
+            kept.append(group_rows)
+            blocks.append([under_way.load.blocks[i] for i in here])
+            first, begin = first + count, end
         if len(good) < part.end - part.start:
-            counts = [len(good)]
-            rows = rows.view(part.end - part.start, -1)[[i - part.start for i in good]].view(-1)
-        ends = list(accumulate(counts, initial=0))
-        ids = [under_way.load.blocks[i] for i in good]
-        blocks = [ids[start:end] for start, end in pairwise(ends)]
+            rows = torch.cat(kept)
         under_way.cache.scatter(blocks, rows, under_way.after)
+
+    def _store_what_came(self, part: Part, failed: set[int]) -> None:
+        """Store the blocks that peers sent of a load that failed: the next one asks for the rest.
+
+        Called for the load's last part, while its blocks are the request's: vLLM gives them away
+        when it is told that the load has failed.
+        """
+        under_way, load = part.of, part.of.load
+        with self._lock:
+            if under_way.parts > 1 or under_way.begun < len(load.blocks):
+                return
+            lost = under_way.failed | failed
+            if not lost or self._closing:
+                return
+        came = [i for i, source in enumerate(load.sources) if source and i not in lost]
+        if not came:
+            return
+        counts = under_way.counts(0, len(load.blocks))
+        ends = list(accumulate(counts, initial=0))
+        blocks = [
+            [load.blocks[i] for i in came if start <= i < end] for start, end in pairwise(ends)
+        ]
+        gathered, ready = under_way.cache.gather(blocks)
+        with self._lock:
+            self.saving_bytes += gathered.numel()
+        self._store([load.keys[i] for i in came], gathered, ready, under_way.resets)
 
     def _end_if_done(self, under_way: UnderWay) -> None:
         """Tell of a load all whose parts have ended, or whose last ones nobody waits for."""
@@ -586,21 +640,26 @@ class WorkerHalf:
             self._counts["load_canceled_blocks"] += len(under_way.failed)
             self.moved.notify_all()
             return
-        failed, kept = under_way.failed, None
+        failed = under_way.failed
         if under_way.is_late:
+            # What a store ends later does not count.
             failed = set(range(len(load.blocks)))
         # Without its first block nothing of a load is of use, and the request must not ask for
         # it again: a block that is damaged for good would be asked for without end.
         good = 0 if 0 in failed else len(load.blocks) - len(failed)
+        kept = 0
         if failed and not self._takes_parts():
             kept, good = self._kept_of(load, failed), 0
         # A reset may have come while the blocks were copied.
         if under_way.resets != self._resets:
-            good, reason, kept = 0, "reset", None
-        elif good and under_way.cache.is_released:
-            good, reason = 0, "sleep"
+            good, kept, reason = 0, 0, "reset"
+        elif (good or kept) and under_way.cache.is_released:
+            good, kept, reason = 0, 0, "sleep"
         lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
-        self._ended.append(Ended(load.request_id, lost, whole=not good, kept=kept))
+        # Every rank that fails tells what it kept, as the least of them counts.
+        self._ended.append(
+            Ended(load.request_id, lost, whole=not good, kept=None if good else kept)
+        )
         self._counts["loaded_blocks"] += good
         if good:
             counts = under_way.counts(0, len(load.blocks))
@@ -608,7 +667,8 @@ class WorkerHalf:
             self._counts["loaded_bytes"] += under_way.cache.size(counts)
         if lost:
             self._counts[f"load_failed_blocks.{reason}"] += len(lost)
-            logger.warning(
+            self._warnings.warning(
+                f"load {reason}",
                 "slipstream: %d of %d blocks of request %s did not come and are recomputed (%s)%s",
                 len(lost),
                 len(load.blocks),

@@ -3,6 +3,7 @@
 The rig compares the bytes of every block that is read with its tokens, in every step.
 """
 
+import itertools
 import logging
 import resource
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from faults import Fault, Proxy, flip, flip_frame, replace_frame, short
 from rig import BLOCK, Rig
 from slipstream import KeySet
-from slipstream.flood import FloodGate
+from slipstream.limited import LimitedLog
 from slipstream.vllm.metadata import SlipstreamWorkerMetadata
 from test_peers import wait_for_hit
 from test_store import run, step_until_stored
@@ -249,7 +250,9 @@ def test_messages_about_keys_that_make_no_sense_are_counted_and_asked_for_again(
     wait_saved(rig)
     step_until_stored(rig, BLOCKS)
     half = rig.connector.scheduler
-    half._warnings = FloodGate(logging.getLogger("slipstream.vllm"), interval_s=0)
+    # A minute passes from one look at the clock to the next: every warning is logged.
+    minutes = itertools.count(0.0, 60.0)
+    half._limited = LimitedLog(logging.getLogger("slipstream.vllm"), lambda: next(minutes))
 
     def tell(*messages: bytes) -> None:
         half.heard(SlipstreamWorkerMetadata({0: list(messages)}), set())

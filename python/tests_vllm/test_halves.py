@@ -97,12 +97,12 @@ def test_caches_that_cannot_be_shared_are_refused() -> None:
 
 def test_what_the_halves_say_can_be_sent() -> None:
     load = Load("r", [b"k" * 36], [3], [""], [(0, 1)])
-    meta = SlipstreamMetadata(b"keys", [b"k" * 36], [3], [load], ["s"], True, False)
+    meta = SlipstreamMetadata(b"keys", [b"k" * 36], [3], [load], ["s"], True, False, True)
     there = pickle.loads(pickle.dumps(meta))
     assert there == meta and isinstance(there, KVConnectorMetadata)
     assert (there.keys, there.save_keys, there.save_blocks) == (b"keys", [b"k" * 36], [3])
     assert (there.loads, there.cancels) == ([load], ["s"])
-    assert (there.reset, there.resend, there.only_saves) == (True, False, False)
+    assert (there.reset, there.resend, there.detach, there.only_saves) == (True, False, True, False)
     saves = SlipstreamMetadata(save_keys=[b"k" * 20, b"l" * 20], save_blocks=[1, 1 << 31])
     there = pickle.loads(pickle.dumps(saves))
     assert there == saves != meta and there.only_saves and not there.saves_nothing

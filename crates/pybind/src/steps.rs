@@ -75,6 +75,7 @@ struct Extras {
     cancels: Py<PyList>,
     reset: bool,
     resend: bool,
+    detach: bool,
 }
 
 impl Extras {
@@ -84,6 +85,7 @@ impl Extras {
             && self.cancels.bind(py).is_empty()
             && !self.reset
             && !self.resend
+            && !self.detach
     }
 }
 
@@ -96,6 +98,7 @@ type Parts<'py> = (
     Bound<'py, PyList>,
     bool,
     bool,
+    bool,
 );
 
 #[pymethods]
@@ -103,7 +106,7 @@ impl StepMetadata {
     #[new]
     #[pyo3(signature = (
         keys=None, save_keys=Vec::new(), save_blocks=Vec::new(), loads=None, cancels=None,
-        reset=false, resend=false
+        reset=false, resend=false, detach=false
     ))]
     #[allow(clippy::too_many_arguments)] // the parts of a step, each by its name
     fn new(
@@ -115,6 +118,7 @@ impl StepMetadata {
         cancels: Option<Py<PyList>>,
         reset: bool,
         resend: bool,
+        detach: bool,
     ) -> PyResult<StepMetadata> {
         if save_keys.len() != save_blocks.len() {
             return Err(PyValueError::new_err(format!(
@@ -134,6 +138,7 @@ impl StepMetadata {
             cancels: list(cancels),
             reset,
             resend,
+            detach,
         };
         Ok(StepMetadata::with(py, saves, extras))
     }
@@ -187,6 +192,12 @@ impl StepMetadata {
         self.extras.as_ref().is_some_and(|extras| extras.resend)
     }
 
+    /// Use neither disk nor peers from now on: their blocks are of other weights.
+    #[getter]
+    fn detach(&self) -> bool {
+        self.extras.as_ref().is_some_and(|extras| extras.detach)
+    }
+
     /// Whether there is nothing to save.
     #[getter]
     fn saves_nothing(&self) -> bool {
@@ -212,7 +223,8 @@ impl StepMetadata {
                 same_keys
                     && ours.loads.bind(py).eq(&theirs.loads)?
                     && ours.cancels.bind(py).eq(&theirs.cancels)?
-                    && (ours.reset, ours.resend) == (theirs.reset, theirs.resend)
+                    && (ours.reset, ours.resend, ours.detach)
+                        == (theirs.reset, theirs.resend, theirs.detach)
             }
             _ => false,
         };
@@ -222,19 +234,20 @@ impl StepMetadata {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let (loads, cancels) = (self.loads(py), self.cancels(py));
         Ok(format!(
-            "StepMetadata(saves {} blocks, loads={}, cancels={}, reset={}, resend={})",
+            "StepMetadata(saves {} blocks, loads={}, cancels={}, reset={}, resend={}, detach={})",
             self.saves.iter().len(),
             loads.bind(py).repr()?,
             cancels.bind(py).repr()?,
             self.reset(),
-            self.resend()
+            self.resend(),
+            self.detach()
         ))
     }
 
     /// Makes one of what [`StepMetadata::__reduce__`] gives.
     #[staticmethod]
     fn join(parts: Parts<'_>) -> PyResult<StepMetadata> {
-        let (records, record_bytes, keys, loads, cancels, reset, resend) = parts;
+        let (records, record_bytes, keys, loads, cancels, reset, resend, detach) = parts;
         let records = records.as_bytes();
         let fits = match record_bytes {
             0 => records.is_empty(),
@@ -257,6 +270,7 @@ impl StepMetadata {
             cancels: cancels.unbind(),
             reset,
             resend,
+            detach,
         };
         Ok(StepMetadata::with(py, saves, extras))
     }
@@ -272,6 +286,7 @@ impl StepMetadata {
             this.cancels(py).into_bound(py),
             this.reset(),
             this.resend(),
+            this.detach(),
         );
         Ok((py.get_type::<StepMetadata>().getattr("join")?, (parts,)))
     }
@@ -546,6 +561,7 @@ impl FilledBlocks {
         cancels: Py<PyList>,
         reset: bool,
         resend: bool,
+        detach: bool,
     ) -> StepMetadata {
         let extras = Extras {
             keys: None,
@@ -553,6 +569,7 @@ impl FilledBlocks {
             cancels,
             reset,
             resend,
+            detach,
         };
         StepMetadata::with(py, self.take(py), extras)
     }

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from slipstream._native import KeyMirror
-from slipstream.flood import FloodGate
+from slipstream.limited import LimitedLog
 from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
 from slipstream.vllm.groups import read_groups
@@ -80,7 +80,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches: dict[str, torch.Tensor] = {}
         self._mirror = KeyMirror()
         self.mirror_errors_total = 0
-        self._warnings = FloodGate(logger)
+        self._limited = LimitedLog(logger)
         self._told: dict[str, int] = {}
         if role is not KVConnectorRole.SCHEDULER:
             return
@@ -262,7 +262,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self._mirror.apply(connector_metadata.keys)
             except ValueError as error:
                 self.mirror_errors_total += 1
-                self._warnings.warning(
+                self._limited.warning(
                     "mirror", "slipstream: a worker no longer knows what is cached: %s", error
                 )
 

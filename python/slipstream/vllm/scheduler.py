@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from slipstream._native import Groups, KeyMirror, take_warnings
-from slipstream.flood import FloodGate
+from slipstream.limited import LimitedLog
 from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_hook
 from slipstream.told import TierEvents
 from slipstream.vllm.chains import RUNS_MAX, Chains, removed_event
@@ -104,7 +104,7 @@ class SchedulerHalf:
         self.counts: Counter[str] = Counter()
         self._counts_told: dict[str, int] = {}
         self._counts_due = 0.0
-        self._warnings = FloodGate(logger)
+        self._limited = LimitedLog(logger)
         self._options = options
         self._layout = layout
         self._by_priority = by_priority
@@ -117,7 +117,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
-        self._reset = False
+        self._reset = self._detach = False
         self._loading: dict[str, Loading] = {}
         # How many tokens a request may load whose load has failed: once what came of it, as far as
         # vLLM did not keep that; then none, so that it computes rather than wait again.
@@ -280,7 +280,7 @@ class SchedulerHalf:
 
     def _fail_load(self, request: Any, tokens: int, why: str) -> None:
         """Let vLLM compute a hit after all: it waits for a load, which the workers fail at once."""
-        self._warnings.warning(
+        self._limited.warning(
             "blocks",
             "slipstream: %d tokens of request %s are computed, as vLLM %s (%s); use a vLLM version "
             "that docs/connector.md lists",
@@ -332,12 +332,13 @@ class SchedulerHalf:
         ):
             computed = computed_blocks(plan, self._layout)
         loads, cancels, reset, resend = self._loads, self._cancels, self._reset, self._resend
+        detach, self._detach = self._detach, False
         self._loads, self._cancels, self._reset, self._resend = [], [], False, False
         if isinstance(feed, FilledFeed):
             if computed is not None:
                 feed.drop_uncomputed(computed)
             feed.call_slow(False)
-            return feed.build_with(loads, cancels, reset, resend)
+            return feed.build_with(loads, cancels, reset, resend, detach)
         step = None
         if feed is None:
             self._say_unbound()
@@ -346,13 +347,13 @@ class SchedulerHalf:
         if step is None:
             if not (loads or cancels or reset or resend):
                 return NOTHING
-            return SlipstreamMetadata(loads=loads, cancels=cancels, reset=reset, resend=resend)
+            step = None, [], []
         message, keys, blocks = step
         if keys and self._has_tails:
             keys, blocks = self._whole(keys, blocks)
         if keys:
             keys, blocks = self._not_stored(keys, blocks)
-        return SlipstreamMetadata(message, keys, blocks, loads, cancels, reset, resend)
+        return SlipstreamMetadata(message, keys, blocks, loads, cancels, reset, resend, detach)
 
     def _say_unbound(self) -> None:
         if not self._unbound_said:
@@ -435,7 +436,7 @@ class SchedulerHalf:
                     self._unknown.add(rank)
                     self._resend = True
                     self._call_build()
-                    self._warnings.warning(
+                    self._limited.warning(
                         f"keys of {rank}",
                         "slipstream: rank %d has to tell its keys anew: %s",
                         rank,
@@ -462,7 +463,7 @@ class SchedulerHalf:
             self.counts["message_errors"] += 1
             self._resend = True
             self._call_build()
-            self._warnings.warning(
+            self._limited.warning(
                 "tiers",
                 "slipstream: the tiers have to tell their keys anew: %s",
                 self._tiers.error,
@@ -475,8 +476,12 @@ class SchedulerHalf:
         events, self._events = self._events, []
         return events
 
-    def reset(self) -> None:
-        """Forget all stored blocks, here at once and in the workers with the next step."""
+    def reset(self, *, detach: bool = False) -> None:
+        """Forget all stored blocks, here at once and in the workers with the next step.
+
+        With `detach` the workers use neither disk nor peers from then on.
+        """
+        self._detach |= detach
         self.stored[:] = [KeyMirror() for _ in self.stored]
         self._unknown = set(range(len(self.stored)))
         # Without being asked, a store tells what it drops, which is no snapshot.
@@ -491,7 +496,7 @@ class SchedulerHalf:
         self._counts_due = now + self._options.stats_interval_s
         for text in take_warnings():
             logger.warning("slipstream: %s", text)
-        self._warnings.tell_counts()
+        self._limited.flush()
         totals = dict(self.counts)
         if self.peers is not None:
             totals.update(self.peers.counters())

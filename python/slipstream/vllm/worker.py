@@ -12,6 +12,7 @@ thread never waits for any thread, for a transfer or for a peer.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from slipstream._native import take_warnings
-from slipstream.flood import FloodGate
+from slipstream.limited import LimitedLog
 from slipstream.vllm.blocks import COPY_BYTES, ReleasedError
 from slipstream.vllm.groups import by_group
 from slipstream.vllm.metadata import Load, SlipstreamMetadata, SlipstreamWorkerMetadata
@@ -139,6 +140,7 @@ class WorkerHalf:
         tell_tiers: bool = False,
     ) -> None:
         self._tell_tiers = tell_tiers
+        self._limited = LimitedLog(logger)
         self.store = store
         self.blocks = blocks
         self.rank = rank
@@ -168,7 +170,6 @@ class WorkerHalf:
         # Tells the stager that memory is short, or that the end has come.
         self._short = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
-        self._warnings = FloodGate(logger)
         self._told: dict[str, int] = {}
         self._stats_interval_s = stats_interval_s
         self._stats_due = 0.0
@@ -291,8 +292,8 @@ class WorkerHalf:
         return None
 
     def _no_memory(self, under_way: UnderWay, error: Exception) -> None:
-        self._warnings.warning(
-            "memory",
+        self._limited.warning(
+            "no memory to load",
             "slipstream: no memory to load %d blocks of request %s, which are computed; lower "
             "`loading_bytes_max` or `host_bytes`: %s",
             len(under_way.load.blocks) - under_way.begun,
@@ -322,8 +323,8 @@ class WorkerHalf:
             gathered, ready = self.blocks.gather(parts)
         # A device that has no memory left is no reason to end the engine.
         except RuntimeError as error:
-            self._warnings.warning(
-                "gather",
+            self._limited.warning(
+                "not saved",
                 "slipstream: blocks are not saved; if the device has no memory left, lower "
                 "`saving_bytes_max` or --gpu-memory-utilization: %s",
                 error,
@@ -380,7 +381,6 @@ class WorkerHalf:
         if now < self._stats_due:
             return None
         self._stats_due = now + self._stats_interval_s
-        self._warnings.tell_counts()
         totals = self.store.counters()
         with self._lock:
             totals.update(self._counts)
@@ -413,7 +413,7 @@ class WorkerHalf:
         self.store.close()
         self._threads[1].join()
         self._threads[2].join()
-        self._warnings.tell_counts(at_once=True)
+        self._limited.flush(now=math.inf)
 
     def _give_up_late_ones(self) -> None:
         late = time.monotonic() - GRACE_S
@@ -423,7 +423,7 @@ class WorkerHalf:
                 if under_way.has_ended:
                     continue
                 # What it waits for is the store, or memory of loads that the store does not end.
-                self._warnings.warning(
+                self._limited.warning(
                     "abandoned",
                     "slipstream: the store did not end the load of request %s; it is recomputed; "
                     "please report this with the log",
@@ -508,6 +508,7 @@ class WorkerHalf:
                     self._end_anyhow(number)
             for text in take_warnings():
                 logger.warning("slipstream: %s", text)
+            self._limited.flush()
             if self._closing:
                 # The store was closed, and has failed what was under way.
                 with self._lock:
@@ -667,8 +668,8 @@ class WorkerHalf:
             self._counts["loaded_bytes"] += under_way.cache.size(counts)
         if lost:
             self._counts[f"load_failed_blocks.{reason}"] += len(lost)
-            self._warnings.warning(
-                f"load {reason}",
+            self._limited.warning(
+                f"did not come: {reason}",
                 "slipstream: %d of %d blocks of request %s did not come and are recomputed (%s)%s",
                 len(lost),
                 len(load.blocks),

@@ -10,10 +10,11 @@
 //! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
 //! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory, TCP and
 //!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same;
-//!   [`discovery`]: how stores find each other in a folder.
+//!   [`discovery`]: how stores find each other in a folder; [`content`]: which weights a model has.
 
 pub mod arena;
 pub mod clock;
+pub mod content;
 mod copy;
 pub mod discovery;
 #[cfg(any(test, fuzzing))]
@@ -43,4 +44,11 @@ pub use transport::{
 /// what was forged.
 pub fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
+}
+
+/// A lock whose holder panicked guards plain data: whoever comes next may have it.
+fn held<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
 }

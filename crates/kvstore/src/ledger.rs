@@ -22,6 +22,20 @@ pub(crate) struct Ledger<V> {
     pub(crate) stats: TierStats,
 }
 
+/// What a ledger held before it was cleared.
+pub(crate) struct Cleared<V> {
+    entries: LruCache<Box<[u8]>, Entry<V>>,
+    _due: VecDeque<(SimTime, u64, Box<[u8]>)>,
+    _changes: Vec<TierChange>,
+}
+
+impl<V> Cleared<V> {
+    /// Takes out one value.
+    pub(crate) fn pop(&mut self) -> Option<V> {
+        self.entries.pop_lru().map(|(_, entry)| entry.value)
+    }
+}
+
 struct Entry<V> {
     value: V,
     bytes: u64,
@@ -135,6 +149,20 @@ impl<V: Copy> Ledger<V> {
 
     pub(crate) fn until(&self, now: SimTime) -> SimTime {
         self.ttl_ns.map_or(SimTime::MAX, |ttl| now + ttl)
+    }
+
+    /// Forgets all entries, in a time that does not depend on how many there are. What is returned
+    /// takes its time to drop, and may be dropped by any thread.
+    #[must_use]
+    pub(crate) fn clear(&mut self) -> Cleared<V> {
+        self.changes_lost |= !(self.entries.is_empty() && self.changes.is_empty());
+        self.stats.blocks = 0;
+        self.stats.bytes = 0;
+        Cleared {
+            entries: std::mem::replace(&mut self.entries, LruCache::unbounded()),
+            _due: std::mem::take(&mut self.due),
+            _changes: std::mem::take(&mut self.changes),
+        }
     }
 
     pub(crate) fn keys(&self) -> Vec<Box<[u8]>> {

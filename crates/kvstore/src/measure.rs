@@ -542,19 +542,22 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
         block_bytes: size,
         ttl_ns: None,
     })?;
-    let disk = |name: &str, sync| {
+    let disk = |name: &str, sync, dirty_bytes, count: usize| {
         let disk = DiskOptions {
-            path: folder.join(name),
-            bytes: (count * (size + 4096)) as u64,
-            ttl_ns: None,
             sync,
+            dirty_bytes,
+            ..DiskOptions::new(&folder.join(name), (count * (size + 4096)) as u64)
         };
         DiskTier::open(clock::now(), clock::unix_ns(), disk)
     };
     let cases: [(&str, Arc<dyn Tier>, f64); 3] = [
         ("host memory", memory, 20.0),
-        ("disk, synced", disk("synced", true)?, 1.0),
-        ("disk, not synced", disk("plain", false)?, 2.0),
+        ("disk, synced", disk("synced", true, u64::MAX, count)?, 1.0),
+        (
+            "disk, not synced",
+            disk("plain", false, u64::MAX, count)?,
+            2.0,
+        ),
     ];
     for (name, tier, turns) in cases {
         let (mut put, mut got) = (Duration::ZERO, Duration::ZERO);
@@ -588,12 +591,71 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
             ));
         }
     }
+    rows.extend(writers(options, folder)?);
     let start = Instant::now();
     let turns = 200;
     let sum = (0..turns).fold(0, |sum, _| sum ^ checksum(std::hint::black_box(&block)));
     std::hint::black_box(sum);
     let rate = (turns * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
     rows.push(Row::new("tier", "checksum of 1 MiB", rate, "GB/s"));
+    Ok(rows)
+}
+
+/// Several writers with a bound on what is not on the disk, as a store writes.
+fn writers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
+    const WRITERS: u64 = 4;
+    const DIRTY_BYTES: u64 = 1 << 30;
+    let mut rows = Vec::new();
+    for (size, mark) in [(64 << 10, 1.0), (1 << 20, 1.5)] {
+        // Less than the bound, so that it is the system's memory that takes it.
+        let bytes = ((options.scale * 4e8) as u64).clamp(4 << 20, DIRTY_BYTES / 2);
+        let count = bytes / size as u64 / WRITERS;
+        let path = folder.join(format!("writers-{size}"));
+        let tier = DiskTier::open(
+            clock::now(),
+            clock::unix_ns(),
+            DiskOptions {
+                dirty_bytes: DIRTY_BYTES,
+                ..DiskOptions::new(&path, 4 * bytes)
+            },
+        )?;
+        let write = &|writer: u64| {
+            let mut block = vec![0; size];
+            for n in writer * count..(writer + 1) * count {
+                block[..8].copy_from_slice(&n.to_le_bytes());
+                tier.put(clock::now(), &key(size, n), &block)?;
+            }
+            Ok::<_, TierError>(())
+        };
+        let (start, cpu) = (Instant::now(), process_cpu_s());
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..WRITERS)
+                .map(|writer| scope.spawn(move || write(writer)))
+                .collect();
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().expect("a writer does not panic"))
+        })?;
+        let written = (WRITERS * count * size as u64) as f64;
+        let (wall, cpu) = (start.elapsed().as_secs_f64(), process_cpu_s() - cpu);
+        let mut block = vec![0; size];
+        for n in 0..WRITERS * count {
+            if !tier.get(clock::now(), &key(size, n), &mut block)? || block[..8] != n.to_le_bytes()
+            {
+                return Err(MeasureError::Wrong(format!("block {n} is gone")));
+            }
+        }
+        let what = format!("disk, {WRITERS} writers, put {} KiB", size >> 10);
+        rows.push(Row::new("tier", what.clone(), written / wall / 1e9, "GB/s").mark(mark));
+        rows.push(Row::new(
+            "tier",
+            format!("{what}, per CPU second"),
+            written / cpu / 1e9,
+            "GB/s",
+        ));
+        drop(tier);
+        std::fs::remove_dir_all(&path)?;
+    }
     Ok(rows)
 }
 

@@ -1,56 +1,114 @@
 //! Blocks in files, one each, that survive their process.
 //!
 //! ```text
-//!   header (64 bytes): magic, version, lengths, time to live, checksums │ key │ block
+//!   FOLDER/lock               held by the process that uses the folder
+//!   FOLDER/blocks/KEY.kv      header (64 bytes): magic, lengths, time to live, checksums │ key │ block
+//!   FOLDER/old-N/             blocks that were dropped all at once and are removed by and by
 //! ```
 //!
-//! A file is written under a name that nobody looks for, synced, and renamed: under its own name it
-//! is whole, or it is not there. A machine that loses power may lose the rename, which is a miss.
-//! Whatever else happens to a file, its checksums tell.
+//! A file is written under a name that no reader looks for, and renamed: under its own name it is
+//! whole, or it is not there, unless the machine loses power. Then it may be torn, of the last
+//! [`DiskOptions::dirty_bytes`] at most, and its checksums say so.
+//!
+//! Paths are relative to an open folder, so that a write that is under way when all blocks are
+//! dropped ends among those that were dropped.
 
+use std::collections::VecDeque;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use slipstream_base::SimTime;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Medium, Tier, TierChange, TierError, TierStats};
 use crate::checksum;
-use crate::ledger::{Ledger, Why};
+use crate::ledger::{Cleared, Ledger, Why};
 
 const MAGIC: [u8; 8] = *b"SLIPKVB1";
 const HEADER_BYTES: usize = 64;
 /// Longer keys than this are named by their hash: a file's name has at most 255 bytes.
 const NAMED_KEY_BYTES_MAX: usize = 100;
+/// Where blocks are, and how the names of folders begin whose blocks were dropped.
+const BLOCKS: &str = "blocks";
+const OLD: &str = "old-";
+/// Times that a block makes room on a full disk before it is given up.
+const FULL_RETRIES: usize = 8;
 
 /// Where a disk tier is, and how large.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
     /// A folder of its own; made if it is not there.
     pub path: PathBuf,
-    /// Bytes of all files together.
+    /// Bytes of all files together, and of those of `others`.
     pub bytes: u64,
     /// How long a block is kept, ns; `None`: until it is evicted.
     pub ttl_ns: Option<u64>,
     /// Whether a block is on the disk, and not only in the system's memory, before it counts as
     /// stored. Without it a process may die at any moment, but not the machine.
     pub sync: bool,
+    /// Bytes that may be in the system's memory only, without `sync`. Writers that would exceed it
+    /// wait for the disk; a sync begins at half of it. `u64::MAX`: the system decides.
+    pub dirty_bytes: u64,
+    /// Folders of other tiers, least recently used first. Blocks in those that no process uses make
+    /// room before any in this one.
+    pub others: Vec<PathBuf>,
 }
 
-/// Files in a folder. All calls do disk I/O and take their time; none holds a lock meanwhile.
+impl DiskOptions {
+    /// A tier of `bytes` in a folder, with neither a time to live nor syncs.
+    pub fn new(path: &Path, bytes: u64) -> DiskOptions {
+        DiskOptions {
+            path: path.to_path_buf(),
+            bytes,
+            ttl_ns: None,
+            sync: false,
+            dirty_bytes: u64::MAX,
+            others: Vec::new(),
+        }
+    }
+}
+
+/// Files in a folder. All calls do disk I/O and take their time, but [`Tier::clear`]; none holds a
+/// lock during I/O on blocks.
 pub struct DiskTier {
     options: DiskOptions,
     state: Mutex<State>,
-    /// Held while the tier lives, so that nobody else opens the folder.
+    dirty: Mutex<Dirty>,
+    synced: Condvar,
+    /// Whether there are folders of dropped blocks.
+    has_old: AtomicBool,
+    /// Held while the tier lives, so that no other process opens the folder.
     lock: File,
 }
 
 struct State {
     ledger: Ledger<Len>,
     temporary: u64,
+    blocks: Arc<OwnedFd>,
+    epoch: u64,
+    /// Bytes of files that are being written.
+    reserved: u64,
+    others: Others,
+    cleared: Vec<Cleared<Len>>,
+}
+
+impl State {
+    fn bytes(&self) -> u64 {
+        self.ledger.stats.bytes + self.reserved + self.others.bytes
+    }
+}
+
+/// What is not on the disk yet.
+#[derive(Default)]
+struct Dirty {
+    bytes: u64,
+    is_syncing: bool,
 }
 
 /// Bytes of the block.
@@ -62,7 +120,7 @@ impl DiskTier {
     ///
     /// # Errors
     ///
-    /// [`TierError::Disk`] if the folder cannot be used, [`TierError::InUse`] if somebody does.
+    /// [`TierError::Disk`] if the folder cannot be used, [`TierError::InUse`] if a process does.
     pub fn open(
         now: SimTime,
         unix_ns: u64,
@@ -74,7 +132,8 @@ impl DiskTier {
             what,
             source,
         };
-        fs::create_dir_all(root).map_err(|error| disk("creating the folder", root, error))?;
+        let folder = root.join(BLOCKS);
+        fs::create_dir_all(&folder).map_err(|error| disk("creating the folder", root, error))?;
         let lock_path = root.join("lock");
         let lock = File::create(&lock_path).map_err(|error| disk("creating", &lock_path, error))?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -84,11 +143,14 @@ impl DiskTier {
             }
             Err(error) => return Err(disk("locking", &lock_path, error.into())),
         }
+        let blocks = open_folder(&folder).map_err(|error| disk("opening", &folder, error))?;
         let mut ledger = Ledger::new(options.ttl_ns);
         let mut found = Vec::new();
-        let entries = fs::read_dir(root).map_err(|error| disk("reading", root, error))?;
+        let entries = fs::read_dir(&folder).map_err(|error| disk("reading", &folder, error))?;
         for entry in entries {
-            let path = entry.map_err(|error| disk("reading", root, error))?.path();
+            let path = entry
+                .map_err(|error| disk("reading", &folder, error))?
+                .path();
             match path.extension().and_then(|extension| extension.to_str()) {
                 // Of a process that died while it wrote.
                 Some("part") => remove_file(&path),
@@ -126,12 +188,21 @@ impl DiskTier {
             );
         }
         ledger.stats.stored_total = 0; // not by this process
+        let others = Others::find(&options.others);
         let tier = DiskTier {
             options,
             state: Mutex::new(State {
                 ledger,
                 temporary: 0,
+                blocks: Arc::new(blocks),
+                epoch: 0,
+                reserved: 0,
+                others,
+                cleared: Vec::new(),
             }),
+            dirty: Mutex::default(),
+            synced: Condvar::new(),
+            has_old: AtomicBool::new(true),
             lock,
         };
         tier.expire(now, usize::MAX);
@@ -139,45 +210,129 @@ impl DiskTier {
         Ok(Arc::new(tier))
     }
 
+    /// Removes up to `count_max` files of blocks that [`Tier::clear`] has dropped; returns how many.
+    /// To be called now and then.
+    pub fn sweep(&self, count_max: usize) -> usize {
+        let cleared = self.state().cleared.pop();
+        drop(cleared); // not under the lock
+        if !self.has_old.swap(false, Ordering::AcqRel) {
+            return 0;
+        }
+        let mut count = 0;
+        let Ok(entries) = fs::read_dir(&self.options.path) else {
+            return 0;
+        };
+        for entry in entries.flatten() {
+            if !entry
+                .file_name()
+                .as_encoded_bytes()
+                .starts_with(OLD.as_bytes())
+            {
+                continue;
+            }
+            let folder = entry.path();
+            for file in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                if count == count_max {
+                    self.has_old.store(true, Ordering::Release);
+                    return count;
+                }
+                remove_file(&file.path());
+                count += 1;
+            }
+            // A write that is under way may leave one file more.
+            if fs::remove_dir(&folder).is_err() {
+                self.has_old.store(true, Ordering::Release);
+            }
+        }
+        count
+    }
+
+    /// Waits until everything that is stored is on the disk.
+    ///
+    /// # Errors
+    ///
+    /// [`TierError::Disk`] if the disk refuses.
+    pub fn flush(&self) -> Result<(), TierError> {
+        rustix::fs::syncfs(&self.lock).map_err(|error| TierError::Disk {
+            path: self.options.path.clone(),
+            what: "syncing",
+            source: error.into(),
+        })
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        crate::held(&self.state)
     }
 
     fn path_of(&self, key: &[u8]) -> PathBuf {
-        self.options.path.join(name_of(key))
+        self.options.path.join(BLOCKS).join(name_of(key))
     }
 
-    /// Evicts until `bytes` more fit.
+    /// Evicts one block, of other folders first. `false`: there is none.
+    fn evict(&self, mut state: MutexGuard<'_, State>) -> bool {
+        if state.others.bytes > 0 {
+            let file = state.others.pop();
+            drop(state);
+            if let Some(file) = file {
+                file.remove();
+            }
+            return true;
+        }
+        let Some(key) = state.ledger.oldest(|_| true) else {
+            return false;
+        };
+        state.ledger.remove(&key, Why::Evicted);
+        let blocks = Arc::clone(&state.blocks);
+        drop(state);
+        self.unlink(&blocks, &key);
+        true
+    }
+
+    /// Evicts until `bytes` more fit, and takes that room.
     fn make_room(&self, bytes: u64) {
         loop {
-            let evicted = {
-                let mut state = self.state();
-                if state.ledger.stats.bytes + bytes <= self.options.bytes {
-                    return;
-                }
-                let Some(key) = state.ledger.oldest(|_| true) else {
-                    return;
-                };
-                state.ledger.remove(&key, Why::Evicted);
-                key
-            };
-            remove_file(&self.path_of(&evicted));
+            let mut state = self.state();
+            if state.bytes() + bytes <= self.options.bytes {
+                state.reserved += bytes;
+                return;
+            }
+            if !self.evict(state) {
+                self.state().reserved += bytes;
+                return;
+            }
+        }
+    }
+
+    fn unlink(&self, blocks: &OwnedFd, key: &[u8]) {
+        match rustix::fs::unlinkat(blocks, name_of(key), AtFlags::empty()) {
+            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+            Err(error) => tracing::warn!(
+                "{} cannot be removed: {}",
+                self.path_of(key).display(),
+                io::Error::from(error)
+            ),
         }
     }
 
     fn forget(&self, key: &[u8], why: Why) -> bool {
-        let was_held = self.state().ledger.remove(key, why).is_some();
+        let mut state = self.state();
+        let was_held = state.ledger.remove(key, why).is_some();
+        let blocks = Arc::clone(&state.blocks);
+        drop(state);
         if was_held {
-            remove_file(&self.path_of(key));
+            self.unlink(&blocks, key);
         }
         was_held
     }
 
-    fn write(&self, part: &Path, path: &Path, key: &[u8], bytes: &[u8]) -> Result<(), TierError> {
-        let disk = |what| {
-            let path = part.to_path_buf();
-            move |source| TierError::Disk { path, what, source }
-        };
+    /// Writes a block's file into `blocks`.
+    fn write(
+        &self,
+        blocks: &OwnedFd,
+        part: &str,
+        key: &[u8],
+        bytes: &[u8],
+    ) -> Result<(), TierError> {
         let until_unix_ns = self
             .options
             .ttl_ns
@@ -188,13 +343,65 @@ impl DiskTier {
             checksum: checksum(bytes),
             until_unix_ns,
         };
-        let mut file = File::create_new(part).map_err(disk("creating"))?;
-        file.write_all(&head.bytes()).map_err(disk("writing"))?;
-        file.write_all(bytes).map_err(disk("writing"))?;
-        if self.options.sync {
-            file.sync_data().map_err(disk("syncing"))?;
+        let head = head.bytes();
+        let mut retries = 0;
+        loop {
+            let written = write_file(blocks, part, &head, bytes, self.options.sync);
+            let (what, error) = match written {
+                Ok(()) => break,
+                Err(why) => why,
+            };
+            let _ = rustix::fs::unlinkat(blocks, part, AtFlags::empty());
+            // Others fill the disk, too: then the cap is what is left of it.
+            if is_full(&error) && retries < FULL_RETRIES && self.evict(self.state()) {
+                retries += 1;
+                continue;
+            }
+            return Err(TierError::Disk {
+                path: self.options.path.join(BLOCKS).join(part),
+                what,
+                source: error,
+            });
         }
-        fs::rename(part, path).map_err(disk("renaming"))
+        rustix::fs::renameat(blocks, part, blocks, name_of(key)).map_err(|error| {
+            let _ = rustix::fs::unlinkat(blocks, part, AtFlags::empty());
+            TierError::Disk {
+                path: self.path_of(key),
+                what: "renaming",
+                source: error.into(),
+            }
+        })
+    }
+
+    /// Notes bytes that are not on the disk; waits for it if they are too many.
+    fn note_dirty(&self, bytes: u64) {
+        let max = self.options.dirty_bytes;
+        if self.options.sync || max == u64::MAX {
+            return;
+        }
+        let mut dirty = crate::held(&self.dirty);
+        dirty.bytes += bytes;
+        loop {
+            if dirty.bytes > max / 2 && !dirty.is_syncing {
+                let begun = dirty.bytes;
+                dirty.is_syncing = true;
+                drop(dirty);
+                if let Err(error) = self.flush() {
+                    tracing::warn!("{error}: blocks may be lost with the machine's power");
+                }
+                dirty = crate::held(&self.dirty);
+                dirty.bytes -= begun;
+                dirty.is_syncing = false;
+                self.synced.notify_all();
+            } else if dirty.bytes > max {
+                dirty = self
+                    .synced
+                    .wait(dirty)
+                    .unwrap_or_else(PoisonError::into_inner);
+            } else {
+                return;
+            }
+        }
     }
 }
 
@@ -203,7 +410,17 @@ impl Tier for DiskTier {
         Medium::Disk
     }
 
-    fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError> {
+    fn epoch(&self) -> u64 {
+        self.state().epoch
+    }
+
+    fn put_in(
+        &self,
+        epoch: u64,
+        now: SimTime,
+        key: &[u8],
+        bytes: &[u8],
+    ) -> Result<bool, TierError> {
         let size = file_bytes(key.len(), bytes.len() as u64);
         if size > self.options.bytes || key.len() > usize::from(u16::MAX) {
             self.state().ledger.stats.failed_total += 1;
@@ -212,40 +429,45 @@ impl Tier for DiskTier {
                 max: usize::try_from(self.options.bytes).unwrap_or(usize::MAX),
             });
         }
-        let number = {
+        let (number, blocks) = {
             let mut state = self.state();
-            if state.ledger.touch(now, key).is_some() {
+            if state.epoch != epoch || state.ledger.touch(now, key).is_some() {
                 return Ok(false);
             }
             state.temporary += 1;
-            state.temporary
+            (state.temporary, Arc::clone(&state.blocks))
         };
         self.expire(now, 16);
         self.make_room(size);
-        let part = self.options.path.join(format!("{number}.part"));
-        if let Err(error) = self.write(&part, &self.path_of(key), key, bytes) {
-            remove_file(&part);
-            self.state().ledger.stats.failed_total += 1;
+        let written = self.write(&blocks, &format!("{number}.part"), key, bytes);
+        let mut state = self.state();
+        state.reserved -= size;
+        if state.epoch != epoch {
+            return Ok(false);
+        }
+        if let Err(error) = written {
+            state.ledger.stats.failed_total += 1;
             return Err(error);
         }
-        let mut state = self.state();
         if state.ledger.peek(SimTime::ZERO, key).is_some() {
             // Another thread was faster, or its time has come: the file is ours either way.
             state.ledger.remove(key, Why::Expired);
         }
         let until = state.ledger.until(now);
         state.ledger.enter(key, bytes.len() as u64, size, until);
+        drop(state);
+        self.note_dirty(size);
         Ok(true)
     }
 
     fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError> {
-        let len = {
+        let (len, blocks, epoch) = {
             let mut state = self.state();
             let Some(len) = state.ledger.touch(now, key) else {
                 state.ledger.stats.misses_total += 1;
                 return Ok(false);
             };
-            len
+            (len, Arc::clone(&state.blocks), state.epoch)
         };
         if len != out.len() as u64 {
             return Err(TierError::Length {
@@ -253,28 +475,35 @@ impl Tier for DiskTier {
                 got: len as usize,
             });
         }
-        match read_block(&self.path_of(key), key, out) {
-            Ok(true) => {
-                self.state().ledger.stats.hits_total += 1;
-                return Ok(true);
-            }
+        let read = read_block(&blocks, key, out);
+        let mut state = self.state();
+        if let Ok(true) = read {
+            state.ledger.stats.hits_total += 1;
+            return Ok(true);
+        }
+        state.ledger.stats.misses_total += 1;
+        let is_current = state.epoch == epoch;
+        drop(state);
+        if !is_current {
+            return Ok(false);
+        }
+        match read {
             // Evicted or removed meanwhile: no harm done.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 self.forget(key, Why::Removed);
             }
-            Ok(false) => {
+            Err(error) => {
+                tracing::warn!("{} cannot be read: {error}", self.path_of(key).display());
+                self.forget(key, Why::Corrupt);
+            }
+            Ok(_) => {
                 tracing::warn!(
                     "{} is not what was stored; it is removed, and its block computed again",
                     self.path_of(key).display()
                 );
                 self.forget(key, Why::Corrupt);
             }
-            Err(error) => {
-                tracing::warn!("{} cannot be read: {error}", self.path_of(key).display());
-                self.forget(key, Why::Corrupt);
-            }
         }
-        self.state().ledger.stats.misses_total += 1;
         Ok(false)
     }
 
@@ -310,14 +539,192 @@ impl Tier for DiskTier {
     fn stats(&self) -> TierStats {
         self.state().ledger.stats
     }
+
+    fn clear(&self) {
+        let root = &self.options.path;
+        let mut state = self.state();
+        let cleared = state.ledger.clear();
+        state.cleared.push(cleared);
+        state.epoch += 1;
+        // From the rename on no start finds the blocks again.
+        let moved = (|| {
+            let old = format!("{OLD}{}", crate::clock::unix_ns());
+            fs::rename(root.join(BLOCKS), root.join(old))?;
+            fs::create_dir(root.join(BLOCKS))?;
+            open_folder(&root.join(BLOCKS))
+        })();
+        match moved {
+            Ok(blocks) => state.blocks = Arc::new(blocks),
+            Err(error) => {
+                tracing::warn!(
+                    "{} cannot be emptied: {error}; stop the engine and delete it",
+                    root.display()
+                );
+            }
+        }
+        self.has_old.store(true, Ordering::Release);
+    }
 }
 
 impl Drop for DiskTier {
     fn drop(&mut self) {
+        // Folders that were used last are the last to make room.
+        let _ = self.lock.set_modified(SystemTime::now());
         // Closing is not enough: a child that another thread is about to start has the file open
         // as well until it begins.
         let _ = rustix::fs::flock(&self.lock, FlockOperation::Unlock);
     }
+}
+
+/// Files of folders that no process uses.
+#[derive(Default)]
+struct Others {
+    folders: VecDeque<Other>,
+    bytes: u64,
+}
+
+struct Other {
+    path: PathBuf,
+    /// Oldest first, with their bytes.
+    files: VecDeque<(PathBuf, u64)>,
+}
+
+/// A file of another folder that is to go.
+struct OtherFile {
+    folder: PathBuf,
+    path: PathBuf,
+    is_last: bool,
+}
+
+impl Others {
+    fn find(folders: &[PathBuf]) -> Others {
+        let mut others = Others::default();
+        for path in folders {
+            if use_other(path).is_none() {
+                continue;
+            }
+            let mut files = Vec::new();
+            list_files(path, &mut files, 0);
+            files.sort();
+            let files: VecDeque<_> = files
+                .into_iter()
+                .map(|(_, path, len)| (path, len))
+                .collect();
+            others.bytes += files.iter().map(|(_, len)| len).sum::<u64>();
+            if !files.is_empty() {
+                others.folders.push_back(Other {
+                    path: path.clone(),
+                    files,
+                });
+            }
+        }
+        others
+    }
+
+    fn pop(&mut self) -> Option<OtherFile> {
+        let folder = self.folders.front_mut()?;
+        let popped = folder.files.pop_front().map(|(path, len)| {
+            self.bytes -= len;
+            OtherFile {
+                folder: folder.path.clone(),
+                path,
+                is_last: folder.files.is_empty(),
+            }
+        });
+        if folder.files.is_empty() {
+            self.folders.pop_front();
+        }
+        if self.folders.is_empty() {
+            self.bytes = 0;
+        }
+        popped
+    }
+}
+
+impl OtherFile {
+    /// Removes it, unless a process has begun to use its folder.
+    fn remove(&self) {
+        let Some(_lock) = use_other(&self.folder) else {
+            return;
+        };
+        remove_file(&self.path);
+        if self.is_last {
+            let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+            for entry in entries {
+                let _ = fs::remove_dir(entry.path());
+            }
+            remove_file(&self.folder.join("lock"));
+            if fs::remove_dir(&self.folder).is_ok() {
+                remove_file(&self.folder.with_extension("json"));
+            }
+        }
+    }
+}
+
+/// The lock of another folder; `None` if a process holds it.
+fn use_other(folder: &Path) -> Option<File> {
+    let lock = File::options()
+        .read(true)
+        .open(folder.join("lock"))
+        .or_else(|_| File::open(folder));
+    let lock = lock.ok()?;
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+        .ok()
+        .map(|()| lock)
+}
+
+/// Files of blocks in a folder and those in it, with when they were written and their bytes.
+fn list_files(folder: &Path, out: &mut Vec<(SystemTime, PathBuf, u64)>, depth: usize) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let Ok(meta) = entry.metadata() else { continue };
+        if meta.is_dir() && depth == 0 {
+            list_files(&path, out, depth + 1);
+        } else if path.extension().is_some_and(|e| e == "kv" || e == "part") {
+            let written = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            out.push((written, path, meta.len()));
+        }
+    }
+}
+
+fn open_folder(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+    )
+}
+
+/// Writes a new file; where it failed, what did.
+fn write_file(
+    folder: &OwnedFd,
+    name: &str,
+    head: &[u8],
+    block: &[u8],
+    sync: bool,
+) -> Result<(), (&'static str, io::Error)> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o644))
+        .map_err(|error| ("creating", error.into()))?;
+    let mut file = File::from(file);
+    let mut slices = [IoSlice::new(head), IoSlice::new(block)];
+    let mut slices = &mut slices[..];
+    while !slices.is_empty() {
+        match file.write_vectored(slices) {
+            Ok(0) => return Err(("writing", io::ErrorKind::WriteZero.into())),
+            Ok(count) => IoSlice::advance_slices(&mut slices, count),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(("writing", error)),
+        }
+    }
+    if sync {
+        file.sync_data().map_err(|error| ("syncing", error))?;
+    }
+    Ok(())
 }
 
 /// What a file says before its block.
@@ -384,8 +791,14 @@ fn read_head(path: &Path) -> io::Result<Head> {
 }
 
 /// Whether the file has this very block, whole; it is in `out` then.
-fn read_block(path: &Path, key: &[u8], out: &mut [u8]) -> io::Result<bool> {
-    let mut file = File::open(path)?;
+fn read_block(folder: &OwnedFd, key: &[u8], out: &mut [u8]) -> io::Result<bool> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let mut file = File::from(rustix::fs::openat(
+        folder,
+        name_of(key),
+        flags,
+        Mode::empty(),
+    )?);
     let whole: io::Result<bool> = (|| {
         let Some(head) = Head::read(&mut file)? else {
             return Ok(false);

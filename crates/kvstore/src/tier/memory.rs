@@ -7,7 +7,7 @@ use slipstream_base::SimTime;
 use super::{Medium, Tier, TierChange, TierError, TierStats};
 use crate::arena::Arena;
 use crate::checksum;
-use crate::ledger::{Ledger, Why};
+use crate::ledger::{Cleared, Ledger, Why};
 
 /// How large a memory tier is.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +40,10 @@ struct State {
     pins: Vec<u32>,
     /// Places without a key that become free with their last pin.
     doomed: Vec<bool>,
+    /// Places of blocks that were dropped all at once; they become free one by one, when needed.
+    cleared: Vec<Cleared<Place>>,
+    /// How often all blocks were dropped.
+    epoch: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -113,6 +117,8 @@ impl MemoryTier {
                 free: (0..slots as u32).rev().collect(),
                 pins: vec![0; slots],
                 doomed: vec![false; slots],
+                cleared: Vec::new(),
+                epoch: 0,
             }),
         }))
     }
@@ -189,6 +195,16 @@ impl State {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
         }
+        while let Some(cleared) = self.cleared.last_mut() {
+            let Some(place) = cleared.pop() else {
+                self.cleared.pop();
+                continue;
+            };
+            self.release(place.slot);
+            if let Some(slot) = self.free.pop() {
+                return Some(slot);
+            }
+        }
         if let Some(key) = self.ledger.pop_due(now)
             && let Some(place) = self.ledger.remove(&key, Why::Expired)
         {
@@ -218,7 +234,17 @@ impl Tier for MemoryTier {
         Medium::Host
     }
 
-    fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError> {
+    fn epoch(&self) -> u64 {
+        self.state().epoch
+    }
+
+    fn put_in(
+        &self,
+        epoch: u64,
+        now: SimTime,
+        key: &[u8],
+        bytes: &[u8],
+    ) -> Result<bool, TierError> {
         if bytes.len() > self.block_bytes {
             self.state().ledger.stats.failed_total += 1;
             return Err(TierError::TooLarge {
@@ -228,7 +254,7 @@ impl Tier for MemoryTier {
         }
         let slot = {
             let mut state = self.state();
-            if state.ledger.touch(now, key).is_some() {
+            if state.epoch != epoch || state.ledger.touch(now, key).is_some() {
                 return Ok(false);
             }
             let Some(slot) = state.take_free(now) else {
@@ -245,6 +271,10 @@ impl Tier for MemoryTier {
             checksum: checksum(bytes),
         };
         let mut state = self.state();
+        if state.epoch != epoch {
+            state.free.push(slot);
+            return Ok(false);
+        }
         if let Some(other) = state.ledger.peek(SimTime::ZERO, key) {
             if state.ledger.peek(now, key).is_some() {
                 state.free.push(slot); // another thread was faster
@@ -327,6 +357,13 @@ impl Tier for MemoryTier {
 
     fn stats(&self) -> TierStats {
         self.state().ledger.stats
+    }
+
+    fn clear(&self) {
+        let mut state = self.state();
+        let cleared = state.ledger.clear();
+        state.cleared.push(cleared);
+        state.epoch += 1;
     }
 }
 

@@ -43,7 +43,21 @@ pub trait Tier: Send + Sync {
     ///
     /// [`TierError::TooLarge`], [`TierError::Pinned`] (a retry may help) and [`TierError::Disk`].
     /// The block is not held then.
-    fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError>;
+    fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError> {
+        self.put_in(self.epoch(), now, key, bytes)
+    }
+
+    /// How often [`Tier::clear`] was called.
+    fn epoch(&self) -> u64;
+
+    /// As [`Tier::put`], unless [`Tier::clear`] was called since `epoch`: then the block is of before,
+    /// is not stored, and the answer is `false`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Tier::put`].
+    fn put_in(&self, epoch: u64, now: SimTime, key: &[u8], bytes: &[u8])
+    -> Result<bool, TierError>;
 
     /// Copies a block to `out` after which it has been verified, or says that there is none.
     /// `out` may hold anything after a miss.
@@ -72,12 +86,9 @@ pub trait Tier: Send + Sync {
     /// Counts so far.
     fn stats(&self) -> TierStats;
 
-    /// Drops everything.
-    fn clear(&self) {
-        for key in self.keys() {
-            self.remove(&key);
-        }
-    }
+    /// Drops everything, in a time that does not depend on how much there is; what it took is freed
+    /// later. [`Tier::take_changes`] says that changes are lost.
+    fn clear(&self);
 }
 
 /// A block came or went.

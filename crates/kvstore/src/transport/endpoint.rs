@@ -475,9 +475,10 @@ fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, s
                 continue;
             }
             block.resize(len, 0);
+            let epoch = memory.epoch();
             // A block that cannot be read or finds no room is absent, and counted by its tier.
             if let Ok(true) = deeper.get(now, key, &mut block)
-                && let Err(error) = memory.put(now, key, &block)
+                && let Err(error) = memory.put_in(epoch, now, key, &block)
             {
                 tracing::warn!("a block that a peer asked for stays on disk: {error}");
             }

@@ -292,12 +292,7 @@ fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
 fn blocks_on_disk_come_by_way_of_memory() {
     on_each(|at| {
         let folder = tempfile::tempdir().unwrap();
-        let options = crate::DiskOptions {
-            path: folder.path().to_path_buf(),
-            bytes: 1 << 30,
-            ttl_ns: None,
-            sync: false,
-        };
+        let options = crate::DiskOptions::new(folder.path(), 1 << 30);
         let disk = crate::DiskTier::open(clock::now(), clock::unix_ns(), options).unwrap();
         for n in 0..20 {
             disk.put(clock::now(), &key(n), &block(n)).unwrap();
@@ -329,7 +324,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
         assert_eq!(short.failed.len(), 1);
         assert!(memory.stats().blocks <= 3);
         // A file that was damaged is absent, and nothing else.
-        for entry in std::fs::read_dir(folder.path()).unwrap() {
+        for entry in std::fs::read_dir(folder.path().join("blocks")).unwrap() {
             let path = entry.unwrap().path();
             let mut bytes = std::fs::read(&path).unwrap();
             if let Some(last) = bytes.last_mut() {

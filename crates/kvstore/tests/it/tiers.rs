@@ -42,10 +42,8 @@ fn memory(blocks: usize, ttl_ns: Option<u64>) -> Arc<MemoryTier> {
 
 fn disk_options(path: &Path, blocks: u64, ttl_ns: Option<u64>) -> DiskOptions {
     DiskOptions {
-        path: path.to_path_buf(),
-        bytes: blocks * (BLOCK as u64 + 100), // 64 of header, 36 of key
         ttl_ns,
-        sync: false,
+        ..DiskOptions::new(path, blocks * (BLOCK as u64 + 100)) // 64 of header, 36 of key
     }
 }
 
@@ -297,7 +295,7 @@ fn a_smaller_cap_holds_from_the_start() {
 }
 
 fn block_files(folder: &Path) -> Vec<std::path::PathBuf> {
-    let entries = fs::read_dir(folder)
+    let entries = fs::read_dir(folder.join("blocks"))
         .unwrap()
         .map(|entry| entry.unwrap().path());
     entries
@@ -422,7 +420,7 @@ fn blocks_survive_kill_9_at_any_moment() {
         // One less if it was killed between making room and filling it.
         let found = (0..200).filter(|&n| get(&*tier, 0, n)).count();
         assert!((39..=40).contains(&found), "{found} of 40 blocks are there");
-        let parts = fs::read_dir(folder.path()).unwrap();
+        let parts = fs::read_dir(folder.path().join("blocks")).unwrap();
         assert!(
             parts
                 .map(|e| e.unwrap().path())
@@ -448,9 +446,9 @@ fn a_full_disk_is_told_and_harms_no_other_block() {
         assert_eq!(tier.stats().failed_total, 1);
         assert!(get(&*tier, 0, 1) && !get(&*tier, 0, 2));
         assert_eq!(
-            fs::read_dir(&folder).unwrap().count(),
-            2,
-            "a block and the lock"
+            fs::read_dir(folder.join("blocks")).unwrap().count(),
+            1,
+            "a block"
         );
         let memory = MemoryTier::new(MemoryOptions {
             bytes: 1 << 20,
@@ -476,6 +474,211 @@ fn a_full_disk_is_told_and_harms_no_other_block() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && text.contains("full disk survived"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// Dropping all blocks touches no file of a block, and no start finds one again.
+#[test]
+fn clear_takes_one_rename_and_lasts() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = disk(folder.path(), 1_000, None);
+    for n in 0..500 {
+        put(&*tier, 0, n);
+    }
+    let mut changes = Vec::new();
+    assert!(tier.take_changes(&mut changes));
+    tier.clear();
+    assert!(!tier.take_changes(&mut changes) && tier.keys().is_empty());
+    assert_eq!((tier.stats().blocks, tier.stats().bytes), (0, 0));
+    assert!((0..500).all(|n| !get(&*tier, 0, n)));
+    let old: Vec<_> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| {
+            path.file_name()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .starts_with("old-")
+        })
+        .collect();
+    assert_eq!(old.len(), 1);
+    assert_eq!(fs::read_dir(&old[0]).unwrap().count(), 500);
+    assert!(put(&*tier, 0, 7));
+    drop(tier);
+    let tier = disk(folder.path(), 1_000, None);
+    assert_eq!(tier.keys(), [key(7).into()]);
+    assert_eq!(tier.sweep(300), 300);
+    assert_eq!(tier.sweep(300), 200);
+    assert_eq!(tier.sweep(300), 0);
+    assert!(!old[0].exists() && get(&*tier, 0, 7));
+}
+
+#[test]
+fn a_block_of_before_a_clear_is_not_stored_after_it() {
+    on_each(3, None, |tier| {
+        for n in 0..3 {
+            put(tier, 0, n);
+        }
+        let before = tier.epoch();
+        tier.clear();
+        assert!(!tier.put_in(before, SimTime(0), &key(3), &block(3)).unwrap());
+        assert!(!get(tier, 0, 3) && tier.stats().blocks == 0);
+        // The places of what was dropped are free.
+        for n in 10..13 {
+            assert!(put(tier, 0, n));
+        }
+        assert!((10..13).all(|n| get(tier, 0, n)));
+        assert_eq!((tier.stats().evicted_total, tier.stats().blocks), (0, 3));
+    });
+}
+
+/// Files of all tiers below a folder, in bytes.
+fn bytes_below(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    entries
+        .map(|entry| match entry.metadata().unwrap() {
+            meta if meta.is_dir() => bytes_below(&entry.path()),
+            meta => meta.len(),
+        })
+        .sum()
+}
+
+#[test]
+fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_others() {
+    let root = tempfile::tempdir().unwrap();
+    let [oldest, newer, used, own] = ["a", "b", "c", "d"].map(|name| root.path().join(name));
+    for folder in [&oldest, &newer] {
+        let tier = disk(folder, 10, None);
+        for n in 0..4 {
+            put(&*tier, 0, n);
+        }
+        fs::write(folder.with_extension("json"), "{}").unwrap();
+    }
+    let in_use = disk(&used, 10, None);
+    for n in 0..4 {
+        put(&*in_use, 0, n);
+    }
+    let options = DiskOptions {
+        others: vec![oldest.clone(), newer.clone(), used.clone()],
+        ..disk_options(&own, 10, None)
+    };
+    let tier = open(0, clock::unix_ns(), options.clone());
+    for n in 0..2 {
+        put(&*tier, 0, n);
+    }
+    assert_eq!(block_files(&oldest).len(), 4, "there is room for ten");
+    for n in 2..4 {
+        put(&*tier, 0, n);
+    }
+    assert_eq!(
+        (block_files(&oldest).len(), block_files(&newer).len()),
+        (2, 4)
+    );
+    for n in 4..8 {
+        put(&*tier, 0, n);
+    }
+    assert!(!oldest.exists() && !oldest.with_extension("json").exists());
+    assert_eq!(block_files(&newer).len(), 2);
+    // A folder that is taken into use is left alone from then on.
+    let newer_tier = disk(&newer, 10, None);
+    for n in 8..20 {
+        put(&*tier, 0, n);
+    }
+    assert_eq!(newer_tier.stats().blocks, 2);
+    assert!(
+        (2..4).all(|n| get(&*newer_tier, 0, n)),
+        "the oldest went first"
+    );
+    assert!((0..4).all(|n| get(&*in_use, 0, n)), "the folder is in use");
+    assert!(bytes_below(&own) <= options.bytes);
+    assert_eq!(tier.stats().blocks, 10);
+    drop(newer_tier);
+    // A smaller cap holds for all from the start.
+    drop(tier);
+    let tier = open(
+        0,
+        clock::unix_ns(),
+        DiskOptions {
+            bytes: 3 * (BLOCK as u64 + 100),
+            ..options
+        },
+    );
+    assert_eq!(tier.stats().blocks, 3);
+    assert!(!newer.exists());
+}
+
+#[test]
+fn many_writers_keep_the_cap_and_lose_no_block() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = DiskOptions {
+        // So small that each writer meets the bound on what is not on the disk.
+        dirty_bytes: 4 * BLOCK as u64,
+        ..disk_options(folder.path(), 60, None)
+    };
+    let tier = open(0, clock::unix_ns(), options.clone());
+    std::thread::scope(|scope| {
+        for thread in 0..6 {
+            let tier = &tier;
+            scope.spawn(move || {
+                for n in 0..40 {
+                    put(&**tier, 0, (thread * 20 + n) % 120);
+                }
+            });
+        }
+    });
+    assert_eq!(tier.stats().blocks, 60);
+    assert!(bytes_below(folder.path()) <= options.bytes);
+    assert_eq!(block_files(folder.path()).len(), 60);
+    drop(tier);
+    let tier = open(0, clock::unix_ns(), options);
+    assert_eq!((tier.stats().blocks, tier.stats().corrupt_total), (60, 0));
+}
+
+/// Something else has filled the disk: older blocks make room, below the cap that was given.
+#[test]
+fn on_a_full_disk_older_blocks_make_room() {
+    if let Some(folder) = role("tmpfs") {
+        let tier = disk(&folder, 1_000_000, None);
+        for n in 0..500 {
+            put(&*tier, 0, n);
+        }
+        let stats = tier.stats();
+        assert_eq!(stats.failed_total, 0);
+        assert!(stats.blocks > 20 && stats.evicted_total > 100, "{stats:?}");
+        assert!(get(&*tier, 0, 499) && !get(&*tier, 0, 0));
+        say("room was made");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // A small file system of our own; a user may be given one in a namespace.
+    let test = child(
+        "tiers::on_a_full_disk_older_blocks_make_room",
+        "tmpfs",
+        folder.path(),
+    );
+    let mut command = Command::new("unshare");
+    command
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c"])
+        .arg("mount -t tmpfs -o size=512k none \"$SLIPSTREAM_KV_FOLDER\" || exit 77; exec \"$@\"")
+        .arg("sh")
+        .arg(test.get_program())
+        .args(test.get_args());
+    for (name, value) in test.get_envs() {
+        command.env(name, value.unwrap());
+    }
+    let output = match command.output() {
+        Ok(output) if output.status.code() != Some(77) && output.status.code() != Some(1) => output,
+        _ => {
+            eprintln!("skipped: no mount namespace of our own (unshare --user --mount)");
+            return;
+        }
+    };
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("room was made"),
         "{text}{}",
         String::from_utf8_lossy(&output.stderr)
     );

@@ -6,8 +6,12 @@ use crate::wire::{Kind, Reader, WireError, frame, put_text};
 /// refuse each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// Model, as its users name it, with revision and adapter where there are some.
+    /// Model, as its users name it.
     pub model: String,
+    /// What its weights contain ([`crate::content::digest`]).
+    pub weights: String,
+    /// What else of the model decides its blocks: configuration, tokenizer, adapters.
+    pub config: String,
     /// vLLM's `prefix_caching_hash_algo`.
     pub hash_algo: String,
     /// Where hash chains begin: vLLM's `get_none_hash_seed`, or `PYTHONHASHSEED`.
@@ -30,10 +34,12 @@ pub struct Profile {
 }
 
 impl Profile {
-    fn fields(&self) -> [(&'static str, String); 10] {
+    fn fields(&self) -> [(&'static str, String); 12] {
         let ranks = |(size, rank): (u32, u32)| format!("rank {rank} of {size}");
         [
             ("model", self.model.clone()),
+            ("weights", self.weights.clone()),
+            ("config", self.config.clone()),
             ("hash_algo", self.hash_algo.clone()),
             ("hash_seed", self.hash_seed.clone()),
             ("block_size", self.block_size.to_string()),
@@ -158,6 +164,8 @@ mod tests {
     fn profile() -> Profile {
         Profile {
             model: "m".into(),
+            weights: "w".into(),
+            config: "c".into(),
             hash_algo: "sha256_cbor".into(),
             hash_seed: "0".into(),
             block_size: 16,
@@ -191,6 +199,8 @@ mod tests {
             }
         };
         check(&|p| p.model = "n".into(), "model", ["m", "n"]);
+        check(&|p| p.weights = "v".into(), "weights", ["w", "v"]);
+        check(&|p| p.config = "d".into(), "config", ["c", "d"]);
         check(
             &|p| p.hash_algo = "xxhash".into(),
             "hash_algo",

@@ -5,6 +5,7 @@
 //!
 //! Panics become Python exceptions by pyo3; what comes from Python is checked where it comes in.
 
+mod content;
 mod groups;
 mod keys;
 mod meeting;
@@ -26,6 +27,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     warnings::collect();
     module.add_function(wrap_pyfunction!(warnings::take_warnings, module)?)?;
+    module.add_function(wrap_pyfunction!(content::digest_files, module)?)?;
     module.add_class::<groups::Groups>()?;
     module.add_class::<keys::KeySet>()?;
     module.add_class::<keys::KeyMirror>()?;

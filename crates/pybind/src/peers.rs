@@ -109,6 +109,8 @@ pub(crate) fn profile(given: &Bound<'_, PyDict>) -> PyResult<Profile> {
     );
     Ok(Profile {
         model: text("model")?,
+        weights: text("weights")?,
+        config: text("config")?,
         hash_algo: text("hash_algorithm")?,
         hash_seed: text("hash_seed")?,
         block_size: number("block_size")?,

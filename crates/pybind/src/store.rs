@@ -2,7 +2,7 @@
 //! buffers.
 //!
 //! ```text
-//!   put ──► host tier, queue ──► writer thread ──► disk tier
+//!   put ──► host tier, queue ──► writer threads ──► disk tier
 //!   load ──► queue ──► reader threads: host tier, else disk tier ──► buffer ──► ended ──► wait
 //!   housekeeper: what has expired, what changed in the tiers ──► messages ──► take_message
 //! ```
@@ -10,16 +10,18 @@
 //! Blocks of peers are fetched into the caller's buffer by kvstore's transport; one more thread polls
 //! for the end of fetches and keeps the connections up.
 //!
-//! The engine's thread calls `load`, `take_message`, `counters` and `request_snapshot`, which take
-//! locks that are held for some hundred instructions only. `put` and `wait` are for threads that
-//! may wait.
+//! The engine's thread calls `load`, `take_message`, `counters`, `request_snapshot`, `reset` and
+//! `detach`, which take locks that are held for some hundred instructions only; `reset` also renames
+//! a folder. `put`, `wait` and `close` are for threads that may wait.
+//!
+//! `resets` counts resets: a block that was pinned or read before one is not stored after it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::error::Error;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -40,6 +42,14 @@ use crate::peers::{Contacts, Links, Served, meeting, profile};
 
 /// Threads that read for loads. Two, so that one slow disk read does not hold up host memory.
 const READERS: usize = 2;
+/// Threads that write to disk. One is bound by the latency of creating and renaming files.
+const WRITERS: usize = 4;
+/// Files of dropped blocks that are removed in one turn of the housekeeper.
+const SWEEP_MAX: usize = 64;
+/// How often a store that is closed looks whether its writers have ended, and how long it waits
+/// beyond the limit for a write that has begun.
+const WRITERS_POLL: Duration = Duration::from_millis(1);
+const LAST_WRITE: Duration = Duration::from_secs(2);
 /// How often the housekeeper looks for blocks whose time has come, and for changes.
 const HOUSEKEEPING: Duration = Duration::from_millis(20);
 /// How often the end of a fetch is looked for, and how often where none is under way.
@@ -270,13 +280,19 @@ struct Shared {
     writes_came: Condvar,
     ended: Mutex<VecDeque<Ended>>,
     ended_came: Condvar,
-    /// Held for reading while a block is stored, and for writing while all are dropped.
-    storing: RwLock<()>,
+    /// Times that all blocks were dropped.
+    resets: AtomicU64,
+    /// Neither disk nor peers are used any more.
+    is_detached: AtomicBool,
+    /// Writers go on with what is queued until then, once `stop` is set.
+    drain_until: Mutex<Option<Instant>>,
     /// Fetches are under way.
     poll_soon: AtomicBool,
     /// The thread that polls for their end.
     poller: OnceLock<Thread>,
     stop: AtomicBool,
+    /// The disk has refused the last block.
+    refused: AtomicBool,
     writes_dropped: AtomicU64,
     /// Of the books, to be read without their lock.
     untold: Arc<AtomicU64>,
@@ -314,6 +330,25 @@ impl Shared {
             _into: into,
         });
         self.ended_came.notify_one();
+    }
+
+    /// Waits for a key to write; `None` at the end, when all are written or there is no time left.
+    fn next_write(&self) -> Option<Box<[u8]>> {
+        let mut queue = lock(&self.writes);
+        loop {
+            if self.stop.load(Ordering::Acquire) {
+                let until = *lock(&self.drain_until);
+                let has_time = until.is_some_and(|until| Instant::now() < until);
+                return if has_time { queue.pop_front() } else { None };
+            }
+            if let Some(key) = queue.pop_front() {
+                return Some(key);
+            }
+            queue = self
+                .writes_came
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     fn read(&self) {
@@ -441,14 +476,14 @@ impl Shared {
             Ok(false) => {}
             Err(error) => tracing_warn(&error),
         }
+        let epoch = self.host.epoch();
         let Some(disk) = self.disk() else {
             return false;
         };
         match disk.get(now, key, out) {
             Ok(true) => {
-                let _storing = self.storing.read().unwrap_or_else(PoisonError::into_inner);
                 // Wanted once, wanted again. Where there is no room it stays on disk.
-                let _ = self.host.put(now, key, out);
+                let _ = self.host.put_in(epoch, now, key, out);
                 true
             }
             Ok(false) => false,
@@ -460,28 +495,67 @@ impl Shared {
     }
 
     fn write(&self) {
-        let mut refused = false;
-        while let Some(key) = self.next(&self.writes, &self.writes_came) {
-            let Some(disk) = self.disk() else { return };
-            let _storing = self.storing.read().unwrap_or_else(PoisonError::into_inner);
-            let now = clock::now();
-            // It may be gone by now: the disk was slower than the host tier is large.
+        while let Some(key) = self.next_write() {
+            let resets = self.resets.load(Ordering::Acquire);
+            let Some(disk) = self.disk() else {
+                continue; // detached, which has counted what was queued
+            };
+            let (epoch, now) = (disk.epoch(), clock::now());
             let Some(block) = self.host.pin(now, &key) else {
+                // The disk was slower than the host tier is large.
+                self.writes_dropped.fetch_add(1, Ordering::Relaxed);
                 continue;
             };
+            if self.resets.load(Ordering::Acquire) != resets {
+                continue; // which of both the block is of is not known
+            }
             // A full disk is said once, not for each block; they are counted.
-            match disk.put(now, &key, block.bytes()) {
-                Ok(_) if refused => {
-                    refused = false;
+            match disk.put_in(epoch, now, &key, block.bytes()) {
+                Ok(_) if self.refused.swap(false, Ordering::AcqRel) => {
                     tracing::warn!("blocks are written to disk again");
                 }
-                Err(error) if !refused => {
-                    refused = true;
+                Err(error) if !self.refused.swap(true, Ordering::AcqRel) => {
                     let text = in_full(&error);
                     tracing::warn!("blocks are in memory only, not on disk: {text}");
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// Takes what waits for the disk off its queue, and counts it as dropped.
+    fn drop_writes(&self) -> usize {
+        let dropped = std::mem::take(&mut *lock(&self.writes));
+        self.writes_dropped
+            .fetch_add(dropped.len() as u64, Ordering::Relaxed);
+        dropped.len()
+    }
+
+    /// Ends the connections to peers; loads that wait for them fail.
+    fn drop_links(&self, reason: &'static str) {
+        let links = lock(&self.links).take();
+        if let Some(links) = &links {
+            // Fetches end with their connections, and tell what had come until then.
+            links.disconnect();
+            let end = Instant::now() + LAST_FETCHES;
+            while !lock(&self.fetching).fetches.is_empty() && Instant::now() < end {
+                if !links.poll(|done| self.fetched(&done)) {
+                    std::thread::park_timeout(POLL);
+                }
+            }
+        }
+        // Ends the transport's thread; nothing is written to any buffer from here on.
+        drop(links);
+        let mut fetching = lock(&self.fetching);
+        let Fetching { loads, fetches } = &mut *fetching;
+        for (_, (job, places)) in fetches.drain() {
+            if let Some(pending) = loads.get_mut(&job) {
+                pending.failed.extend(places);
+                pending.reason = reason;
+            }
+        }
+        for (job, pending) in loads.drain() {
+            self.end(job, pending.failed, pending.reason, pending.into);
         }
     }
 
@@ -491,6 +565,7 @@ impl Shared {
             self.host.expire(clock::now(), EXPIRE_MAX);
             if let Some(disk) = self.disk() {
                 disk.expire(clock::now(), EXPIRE_MAX);
+                disk.sweep(SWEEP_MAX);
             }
             self.tell();
         }
@@ -586,12 +661,17 @@ fn to_python(error: TierError) -> PyErr {
 #[pyclass(module = "slipstream._native")]
 pub(crate) struct Store {
     shared: Arc<Shared>,
+    /// How long it may take to write what waits for the disk.
+    close: Duration,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    writers: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[pymethods]
 impl Store {
     /// `block_bytes` by group. `ttl_s` 0: blocks of any age are served. `disk_dir` `None`: no disk.
+    /// `disk_others`: folders whose blocks count as well ([`DiskOptions::others`]). `close_s`: how
+    /// long [`Store::close`] writes what waits for the disk.
     /// `tell_tiers`: for [`Store::take_tier_message`]. `nixl`: its library, which `nixl:` addresses
     /// take.
     /// `peer_names`: what `sources` of loads call the peers, if not by their addresses. `peers_dir`:
@@ -599,9 +679,10 @@ impl Store {
     #[new]
     #[allow(clippy::similar_names)]
     #[pyo3(signature = (
-        *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, ttl_s=0.0, keys_max=2048,
-        identity=None, name="", listen=Vec::new(), peers=Vec::new(), peer_names=None,
-        tell_tiers=false, nixl=None, peers_dir=None, engine=""
+        *, block_bytes, host_bytes, disk_dir=None, disk_bytes=0, disk_others=Vec::new(),
+        disk_dirty_bytes=1 << 30, close_s=30.0, ttl_s=0.0, keys_max=2048, identity=None, name="",
+        listen=Vec::new(), peers=Vec::new(), peer_names=None, tell_tiers=false, nixl=None,
+        peers_dir=None, engine=""
     ))]
     #[allow(clippy::too_many_arguments, clippy::too_many_lines)]
     fn new(
@@ -609,6 +690,9 @@ impl Store {
         host_bytes: usize,
         disk_dir: Option<PathBuf>,
         disk_bytes: u64,
+        disk_others: Vec<PathBuf>,
+        disk_dirty_bytes: u64,
+        close_s: f64,
         ttl_s: f64,
         keys_max: usize,
         identity: Option<&Bound<'_, PyDict>>,
@@ -632,10 +716,10 @@ impl Store {
         let host = MemoryTier::new(options).map_err(to_python)?;
         let disk = disk_dir.map(|path| {
             let options = DiskOptions {
-                path,
-                bytes: disk_bytes,
                 ttl_ns,
-                sync: true,
+                dirty_bytes: disk_dirty_bytes,
+                others: disk_others,
+                ..DiskOptions::new(&path, disk_bytes)
             };
             DiskTier::open(clock::now(), clock::unix_ns(), options)
         });
@@ -675,7 +759,7 @@ impl Store {
             }
             _ => None,
         };
-        let has_links = links.is_some();
+        let (has_links, has_disk) = (links.is_some(), disk.is_some());
         let untold = Arc::new(AtomicU64::new(0));
         let shared = Arc::new(Shared {
             sizes,
@@ -700,10 +784,13 @@ impl Store {
             writes_came: Condvar::new(),
             ended: Mutex::default(),
             ended_came: Condvar::new(),
-            storing: RwLock::new(()),
+            resets: AtomicU64::new(0),
+            is_detached: AtomicBool::new(false),
+            drain_until: Mutex::new(None),
             poll_soon: AtomicBool::new(false),
             poller: OnceLock::new(),
             stop: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
             writes_dropped: AtomicU64::new(0),
             untold,
             put_failed: AtomicU64::new(0),
@@ -711,12 +798,19 @@ impl Store {
         shared.tell();
         let store = Store {
             shared,
+            close: Duration::from_secs_f64(close_s.clamp(0.0, 1e6)),
             threads: Mutex::default(),
+            writers: Mutex::default(),
         };
         for _ in 0..READERS {
             store.spawn("kv-read", Shared::read)?;
         }
-        store.spawn("kv-write", Shared::write)?;
+        if has_disk {
+            for _ in 0..WRITERS {
+                let thread = store.start("kv-write", Shared::write)?;
+                lock(&store.writers).push(thread);
+            }
+        }
         store.spawn("kv-house", Shared::keep_house)?;
         if has_links {
             store.spawn("kv-poll", Shared::poll_peers)?;
@@ -728,6 +822,7 @@ impl Store {
                     let published = lock(&published).take();
                     attend(published, &[(&meeting, &*links)], || {
                         shared.stop.load(Ordering::Acquire)
+                            || shared.is_detached.load(Ordering::Acquire)
                     });
                 }
             })?;
@@ -746,16 +841,13 @@ impl Store {
         let shared = &self.shared;
         let places = shared.sizes.places(&keys)?;
         let data = buffer(data, &places, false)?;
+        let epoch = shared.host.epoch();
         let result = py.detach(|| {
-            let _storing = shared
-                .storing
-                .read()
-                .unwrap_or_else(PoisonError::into_inner);
             let (mut held, mut failed) = (0, None);
             for (key, place) in keys.iter().zip(places.windows(2)) {
                 // SAFETY: `slipstream.store.Store`: nobody writes to `data` until this returns.
                 let block = unsafe { data.bytes(place[0], place[1] - place[0]) };
-                match shared.host.put(clock::now(), key, block) {
+                match shared.host.put_in(epoch, clock::now(), key, block) {
                     Ok(_) => held += 1,
                     Err(error) => {
                         shared.put_failed.fetch_add(1, Ordering::Relaxed);
@@ -765,13 +857,13 @@ impl Store {
             }
             (held, failed)
         });
-        if shared.disk().is_some() {
+        if shared.disk().is_some() && shared.host.epoch() == epoch {
             let mut writes = lock(&shared.writes);
             let room = WRITES_MAX.saturating_sub(writes.len());
             let dropped = keys.len().saturating_sub(room) as u64;
             shared.writes_dropped.fetch_add(dropped, Ordering::Relaxed);
             writes.extend(keys.into_iter().take(room));
-            shared.writes_came.notify_one();
+            shared.writes_came.notify_all();
         }
         py.detach(|| shared.tell());
         match result {
@@ -890,21 +982,37 @@ impl Store {
         Ok(counts)
     }
 
-    /// Forgets all blocks. Waits for what is being stored just now.
-    fn reset(&self, py: Python<'_>) {
+    /// Forgets all blocks. What they took is freed later.
+    fn reset(&self) {
         let shared = &self.shared;
-        py.detach(|| {
-            let _storing = shared
-                .storing
-                .write()
-                .unwrap_or_else(PoisonError::into_inner);
-            lock(&shared.writes).clear();
-            shared.host.clear();
-            if let Some(disk) = shared.disk() {
-                disk.clear();
-            }
-            shared.tell();
-        });
+        shared.resets.fetch_add(1, Ordering::AcqRel);
+        lock(&shared.writes).clear();
+        // In this order: a block that was read from disk before is not put into memory after.
+        if let Some(disk) = shared.disk() {
+            disk.clear();
+        }
+        shared.host.clear();
+    }
+
+    /// Forgets the blocks in memory and lets go of disk and peers for good: what is stored from now on
+    /// means something else than what they hold. Blocks on disk stay, for who has that identity.
+    fn detach(&self) -> PyResult<()> {
+        let shared = &self.shared;
+        if shared.is_detached.swap(true, Ordering::AcqRel) {
+            self.reset();
+            return Ok(());
+        }
+        shared.resets.fetch_add(1, Ordering::AcqRel);
+        let disk = lock(&shared.disk).take();
+        shared.drop_writes();
+        shared.host.clear();
+        // Connections take their time to end, and the folder's lock goes with the last of them.
+        self.spawn("kv-detach", move |shared| {
+            shared.drop_links("detached");
+            lock(&shared.books).forget(DISK);
+        })?;
+        drop(disk);
+        Ok(())
     }
 
     /// Where peers reach this store.
@@ -914,9 +1022,12 @@ impl Store {
         self.shared.links().and_then(address).unwrap_or_default()
     }
 
-    /// Ends all threads; loads that have not begun fail.
+    /// Ends all threads; loads that have not begun fail. Blocks that wait for the disk are written
+    /// first, as far as time allows; the rest is counted.
     fn close(&self, py: Python<'_>) {
         let shared = &self.shared;
+        let until = Instant::now() + self.close;
+        lock(&shared.drain_until).get_or_insert(until);
         shared.stop.store(true, Ordering::Release);
         py.detach(|| {
             // Under their locks, so that no thread misses it between its look and its wait.
@@ -935,32 +1046,9 @@ impl Store {
                 thread.thread().unpark();
                 let _ = thread.join();
             }
+            self.end_writers(until);
             *lock(&shared.disk) = None;
-            let links = lock(&shared.links).take();
-            if let Some(links) = &links {
-                // Fetches end with their connections, and tell what had come until then.
-                links.disconnect();
-                let end = Instant::now() + LAST_FETCHES;
-                while !lock(&shared.fetching).fetches.is_empty() && Instant::now() < end {
-                    if !links.poll(|done| shared.fetched(&done)) {
-                        std::thread::park_timeout(POLL);
-                    }
-                }
-            }
-            // Ends the transport's thread; nothing is written to any buffer from here on.
-            drop(links);
-            let mut fetching = lock(&shared.fetching);
-            let Fetching { loads, fetches } = &mut *fetching;
-            for (_, (job, places)) in fetches.drain() {
-                if let Some(pending) = loads.get_mut(&job) {
-                    pending.failed.extend(places);
-                    pending.reason = "closed";
-                }
-            }
-            for (job, pending) in loads.drain() {
-                shared.end(job, pending.failed, pending.reason, pending.into);
-            }
-            drop(fetching);
+            shared.drop_links("closed");
             drop(lock(&shared.ended));
             shared.ended_came.notify_all();
         });
@@ -969,15 +1057,42 @@ impl Store {
 
 impl Store {
     fn spawn(&self, name: &str, work: impl Fn(&Shared) + Send + 'static) -> PyResult<()> {
+        let thread = self.start(name, work)?;
+        lock(&self.threads).push(thread);
+        Ok(())
+    }
+
+    /// Waits for the writers to write what is queued, until a moment.
+    fn end_writers(&self, until: Instant) {
+        let mut writers = std::mem::take(&mut *lock(&self.writers));
+        let end = until + LAST_WRITE;
+        while !writers.is_empty() && Instant::now() < end {
+            writers.retain(|writer| !writer.is_finished());
+            std::thread::sleep(WRITERS_POLL);
+        }
+        // A write that a disk never ends cannot be called back: it is left to itself.
+        let dropped = self.shared.drop_writes() + writers.len();
+        if dropped > 0 {
+            tracing::warn!(
+                "{dropped} blocks were not written to disk in the {:.0?} that the store had to \
+                 close; raise `close_s`",
+                self.close
+            );
+        }
+    }
+
+    fn start(
+        &self,
+        name: &str,
+        work: impl Fn(&Shared) + Send + 'static,
+    ) -> PyResult<JoinHandle<()>> {
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new()
             .name(name.into())
             .spawn(move || work(&shared));
-        let thread = thread.map_err(|error| {
+        thread.map_err(|error| {
             PyRuntimeError::new_err(format!("no thread for the store: {error}; raise ulimit -u"))
-        })?;
-        lock(&self.threads).push(thread);
-        Ok(())
+        })
     }
 }
 

@@ -1,29 +1,99 @@
-//! What Rust has to say to a person, kept until Python asks for it and logs it.
+//! Warnings of Rust code, kept until Python takes them and logs them.
 //!
 //! Threads of the store may hold locks that Python's thread waits for, so they must not wait for
 //! the interpreter, as logging does.
+//!
+//! Of the warnings that one place in the code emits, the first few of each minute are kept; the rest
+//! is counted, and the count is a warning when the minute is over.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt::Write;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use tracing::callsite::Identifier;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
+use crate::lock;
+
 /// Warnings kept; older ones give way, and are counted.
 const KEPT_MAX: usize = 256;
+/// Warnings of one place that are kept in each window.
+const SAME_MAX: u64 = 3;
+const WINDOW: Duration = Duration::from_secs(60);
 
+#[derive(Default)]
 struct Kept {
     texts: VecDeque<String>,
     dropped: usize,
+    /// By place in the code, of which there are few.
+    places: Option<HashMap<Identifier, Place>>,
+}
+
+/// What one place in the code has emitted in its window.
+struct Place {
+    began: Instant,
+    count: u64,
+    last: String,
 }
 
 static KEPT: Mutex<Kept> = Mutex::new(Kept {
     texts: VecDeque::new(),
     dropped: 0,
+    places: None,
 });
+
+impl Kept {
+    fn keep(&mut self, text: String) {
+        if self.texts.len() == KEPT_MAX {
+            self.texts.pop_front();
+            self.dropped += 1;
+        }
+        self.texts.push_back(text);
+    }
+
+    fn note(&mut self, place: Identifier, text: String, now: Instant) {
+        self.end_windows(now);
+        let places = self.places.get_or_insert_default();
+        let noted = places.entry(place).or_insert_with(|| Place {
+            began: now,
+            count: 0,
+            last: String::new(),
+        });
+        noted.count += 1;
+        if noted.count > SAME_MAX {
+            noted.last = text;
+            return;
+        }
+        self.keep(text);
+    }
+
+    /// Ends the windows that are over, and says what was left out in them.
+    fn end_windows(&mut self, now: Instant) {
+        let Some(places) = &mut self.places else {
+            return;
+        };
+        let mut texts = Vec::new();
+        places.retain(|_, place| {
+            let is_over = now.duration_since(place.began) >= WINDOW;
+            if is_over && place.count > SAME_MAX {
+                texts.push(format!(
+                    "{} more warnings like this in {} s, the last one: {}",
+                    place.count - SAME_MAX,
+                    WINDOW.as_secs(),
+                    place.last
+                ));
+            }
+            !is_over
+        });
+        for text in texts {
+            self.keep(text);
+        }
+    }
+}
 
 struct Collector;
 
@@ -42,12 +112,8 @@ impl Subscriber for Collector {
     fn event(&self, event: &Event<'_>) {
         let mut text = Text(String::new());
         event.record(&mut text);
-        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.texts.len() == KEPT_MAX {
-            kept.texts.pop_front();
-            kept.dropped += 1;
-        }
-        kept.texts.push_back(text.0);
+        let place = event.metadata().callsite();
+        lock(&KEPT).note(place, text.0, Instant::now());
     }
 
     fn enter(&self, _: &Id) {}
@@ -73,13 +139,17 @@ pub(crate) fn collect() {
     let _ = tracing::subscriber::set_global_default(Collector);
 }
 
-/// Returns and forgets the warnings since the last call.
+/// Returns and forgets the warnings since the last call. `ahead_s`: as if it were so much later, for
+/// tests and for the last call of a process.
 #[pyfunction]
-pub(crate) fn take_warnings() -> Vec<String> {
-    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+#[pyo3(signature = (ahead_s=0.0))]
+pub(crate) fn take_warnings(ahead_s: f64) -> Vec<String> {
+    let mut kept = lock(&KEPT);
+    let ahead = Duration::from_secs_f64(ahead_s.clamp(0.0, 1e6));
+    kept.end_windows(Instant::now() + ahead);
     let mut texts: Vec<String> = kept.texts.drain(..).collect();
     if kept.dropped > 0 {
-        texts.push(format!("{} warnings more were dropped", kept.dropped));
+        texts.push(format!("{} more warnings were dropped", kept.dropped));
         kept.dropped = 0;
     }
     texts

@@ -108,5 +108,10 @@ test-vllm:
 bench-vllm:
 	BENCH=1 ./scripts/test-vllm.sh --plot docs/connector-steps.png
 
+# The same with models that compute (3 GB more): SETUP=1 makes their environment, else it skips.
+.PHONY: test-vllm-real
+test-vllm-real:
+	./scripts/test-vllm-real.sh
+
 wheel:
 	maturin build --release --locked --out out

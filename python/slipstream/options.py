@@ -19,7 +19,12 @@ class Options:
     disk_dir: str = ""
     """Folder where blocks are kept as well, and outlive the engine. Empty: none."""
     disk_bytes: int = 64 << 30
-    """Disk for blocks, per rank, bytes."""
+    """Disk for blocks, per rank, bytes: of this model, and of those that were served before and
+    whose folders no process uses, which make room first, the least recently used before others."""
+    disk_dirty_bytes: int = 1 << 30
+    """Bytes that may be written and not on the disk yet, per rank."""
+    close_s: float = 30.0
+    """How long a shutdown writes what waits for the disk, seconds; what is left is counted."""
     ttl_s: float = 0.0
     """Blocks older than this are not served, seconds. 0: any age."""
     save: bool = True
@@ -34,8 +39,12 @@ class Options:
     """A load that takes longer fails, and its blocks are recomputed. Seconds."""
     lookup_wait_s: float = 0.05
     """How long after its arrival a request may wait for a peer whose keys are not known yet."""
+    weights: str = "full"
+    """How the model's weights are identified. `full`: every byte of their files, once for each
+    version of a file; `sampled`: some of each tensor; `model_id`: that says it."""
     model_id: str = ""
-    """What peers know the model by. Empty: what `vllm serve` was given, which may be a path."""
+    """A name that changes whenever weights, adapters or configuration do: with it, what cannot be
+    identified is shared and kept on disk all the same. Peers must have the same."""
     listen: list[str] = field(default_factory=list)
     """Where this engine serves its blocks: `tcp://IP:PORT`; `unix:///PATH` to peers on the host,
     which read its memory in place; `nixl://IP:PORT` to peers that read it by NIXL. Rank `r` adds
@@ -57,7 +66,16 @@ class Options:
     """How often counts are given to vLLM's metrics, seconds."""
 
 
-POSITIVE = ("peer_keys_max", "load_blocks_min", "load_deadline_s", "keys_max")
+WEIGHTS = ("full", "sampled", "model_id")
+"""Values of `Options.weights`."""
+
+POSITIVE = (
+    "disk_dirty_bytes",
+    "peer_keys_max",
+    "load_blocks_min",
+    "load_deadline_s",
+    "keys_max",
+)
 """Options that make no sense at 0."""
 
 
@@ -87,8 +105,12 @@ def read_options(given: Mapping[str, Any]) -> Options:
             wrong.append(f"`{name}` is {value!r}, but takes {kind.__name__}")
         elif kind in (int, float) and (value < 0 or (value == 0 and name in POSITIVE)):
             wrong.append(f"`{name}` is {value}, which is too small")
+        elif name == "weights" and value not in WEIGHTS:
+            wrong.append(f"`weights` is {value!r}, but takes one of {', '.join(WEIGHTS)}")
         else:
             values[name] = value
+    if values.get("weights") == "model_id" and not values.get("model_id"):
+        wrong.append("`weights` is 'model_id', which needs a `model_id`")
     if values.get("host_bytes") == 0:
         useless = [
             name for name in ("disk_dir", "listen", "peers", "peers_dir") if values.get(name)

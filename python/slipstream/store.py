@@ -55,8 +55,14 @@ class Store(Protocol):
     def reset(self) -> None:
         """Forget all blocks. Loads under way fail."""
 
+    def detach(self) -> None:
+        """Forget the blocks in memory, and use neither disk nor peers from now on."""
+
     def address(self) -> str:
         """`host:port` where peers reach this store; empty if they cannot."""
 
     def close(self) -> None:
-        """End all threads and connections; loads under way fail."""
+        """End all threads and connections; loads under way fail.
+
+        Blocks that wait for the disk are written first, as far as a limit of time allows.
+        """

@@ -1,6 +1,7 @@
 """The store of one rank, without vLLM."""
 
 import json
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from slipstream import KeyMirror
 from slipstream._native import Store, take_warnings
+from slipstream.limited import LimitedLog
 from slipstream.nixl import find_library, is_wanted
 from slipstream.options import OptionError, Options, of_engine, of_rank, read_options
 from slipstream.told import TIERS, TierEvents
@@ -52,6 +54,12 @@ class Opened:
         assert ended[0] == self.jobs
         return into, sorted(ended[1]), ended[2]
 
+    def load_from(self, peer: str, n: int) -> tuple[int, list[int], str]:
+        """Load one block that a peer is said to hold; returns how it ended."""
+        self.jobs += 1
+        self.store.load(self.jobs, [key(n)], [peer], memoryview(bytearray(BLOCK)), 10.0)
+        return self.wait()
+
     def wait(self) -> tuple[int, list[int], str]:
         (ended,) = self.store.wait(30.0)
         return ended
@@ -64,6 +72,12 @@ class Opened:
             if message := self.store.take_message():
                 self.mirror.apply(message)
             assert time.monotonic() < end, f"holds {len(self.mirror)} keys"
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_of_before() -> None:
+    """Each test has its own window of warnings of which only the first few are kept."""
+    take_warnings(ahead_s=1e6)
 
 
 @pytest.fixture
@@ -170,13 +184,13 @@ def test_disk_serves_what_memory_has_lost(tmp_path: Path) -> None:
     assert again.store.counters()["hit_blocks.host"] == 1, "what was read from disk is in memory"
     again.store.reset()
     check(again.load(7), None)
-    assert not list(tmp_path.glob("*.kv"))
+    assert not list(tmp_path.glob("blocks/*.kv"))
     again.store.close()
 
 
 def wait_for_files(folder: Path, count: int) -> None:
     end = time.monotonic() + 30
-    while len(list(folder.glob("*.kv"))) < count:
+    while len(list(folder.glob("blocks/*.kv"))) < count:
         assert time.monotonic() < end
 
 
@@ -415,7 +429,7 @@ def test_a_damaged_file_is_a_miss_and_says_so(tmp_path: Path) -> None:
     opened.put(1)
     wait_for_files(tmp_path, 1)
     opened.store.close()
-    (file,) = tmp_path.glob("*.kv")
+    (file,) = tmp_path.glob("blocks/*.kv")
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
@@ -450,9 +464,9 @@ def test_a_killed_process_leaves_whole_blocks_only(tmp_path: Path, round_: int) 
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 24)
-    files = len(list(tmp_path.glob("*.kv")))
+    files = len(list(tmp_path.glob("blocks/*.kv")))
     assert files >= 3 and not list(tmp_path.glob("*.part"))
-    numbers = [n for n in range(1, 5000) if (tmp_path / f"{key(n).hex()}.kv").exists()]
+    numbers = [n for n in range(1, 5000) if (tmp_path / "blocks" / f"{key(n).hex()}.kv").exists()]
     if not numbers:
         numbers = list(range(1, files + 1))
     into, failed, _ = opened.load(*numbers[:200])
@@ -587,3 +601,126 @@ def test_who_cannot_listen_is_told_why(tmp_path: Path) -> None:
     listen = [f"unix://{tmp_path}/no-folder/peer"]
     with pytest.raises(OSError, match=r"listening failed \(No such file or directory"):
         Store(block_bytes=BLOCK, host_bytes=BLOCK, identity=identity, listen=listen)
+
+
+def test_a_close_writes_what_waits_for_the_disk(tmp_path: Path) -> None:
+    opened = Opened(host_bytes=3000 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 30)
+    for n in range(0, 3000, 100):
+        assert opened.put(*range(n, n + 100)) == 100
+    opened.store.close()
+    assert len(list(tmp_path.glob("blocks/*.kv"))) == 3000
+    counts = opened.store.counters()
+    assert counts["disk_dropped_blocks"] == 0
+    again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 30)
+    check(again.load(0, 1500, 2999), 0, 1500, 2999)
+    again.store.close()
+
+
+def test_a_close_without_time_says_how_many_blocks_it_drops(tmp_path: Path) -> None:
+    opened = Opened(
+        host_bytes=4000 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 30, close_s=0.0
+    )
+    opened.put(*range(4000))
+    take_warnings()
+    opened.store.close()
+    written = len(list(tmp_path.glob("blocks/*.kv")))
+    dropped = opened.store.counters()["disk_dropped_blocks"]
+    assert written + dropped == 4000, "each block is on disk, or counted"
+    if dropped:
+        assert any(f"{dropped} blocks were not written" in text for text in take_warnings())
+
+
+def test_blocks_that_memory_gave_up_before_they_were_written_are_counted(tmp_path: Path) -> None:
+    opened = Opened(host_bytes=2 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 30)
+    for n in range(0, 400, 2):
+        opened.put(n, n + 1)
+    opened.store.close()
+    written = len(list(tmp_path.glob("blocks/*.kv")))
+    assert written + opened.store.counters()["disk_dropped_blocks"] == 400
+
+
+def test_a_reset_removes_no_file_by_itself_and_the_files_go_by_and_by(tmp_path: Path) -> None:
+    opened = Opened(host_bytes=1000 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 30)
+    opened.put(*range(1000))
+    wait_for_files(tmp_path, 1000)
+    opened.store.reset()
+    check(opened.load(1), None)
+    opened.put(5000)
+    opened.follow_until({5000})
+    end = time.monotonic() + 60
+    while list(tmp_path.glob("old-*")):
+        assert time.monotonic() < end
+    opened.store.close()
+    again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 30)
+    again.follow_until({5000})
+    again.store.close()
+
+
+def test_a_detached_store_keeps_to_memory(tmp_path: Path) -> None:
+    disk = {"disk_dir": str(tmp_path), "disk_bytes": 1 << 30}
+    opened = Opened(identity=IDENTITY, name="a", listen=[f"unix://{tmp_path}/s"], **disk)
+    opened.put(1, 2)
+    wait_for_files(tmp_path, 2)
+    peer = Opened(identity=IDENTITY, name="b", peers=[f"unix://{tmp_path}/s"])
+    while peer.load_from(f"unix://{tmp_path}/s", 1)[2]:
+        pass
+    opened.store.detach()
+    check(opened.load(1), None)
+    opened.put(3)
+    opened.follow_until({3})
+    check(opened.load(3), 3)
+    assert opened.store.address() == ""
+    assert peer.load_from(f"unix://{tmp_path}/s", 3)[2], "the peer gets nothing of it"
+    opened.store.detach()
+    check(opened.load(3), None)
+    opened.store.close()
+    again = Opened(**disk)
+    again.follow_until({1, 2})
+    again.store.close()
+    peer.store.close()
+
+
+def test_warnings_of_one_kind_are_counted_after_the_first_few(tmp_path: Path) -> None:
+    opened = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 24)
+    opened.put(*range(40))
+    wait_for_files(tmp_path, 40)
+    opened.store.close()
+    for file in tmp_path.glob("blocks/*.kv"):
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    take_warnings(ahead_s=1e6)
+    again = Opened(disk_dir=str(tmp_path), disk_bytes=1 << 24)
+    check(again.load(*range(40)), *([None] * 40))
+    assert again.store.counters()["corrupt_blocks.disk"] == 40
+    assert len([text for text in take_warnings() if "is not what was stored" in text]) == 3
+    (left,) = [text for text in take_warnings(ahead_s=61.0) if "is not what was stored" in text]
+    assert left.startswith("37 more warnings like this in 60 s, the last one: ")
+    assert not take_warnings(ahead_s=200.0), "they are said once"
+    again.store.close()
+
+
+def test_logged_warnings_of_one_kind_are_counted_after_the_first_few(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    limited = LimitedLog(logging.getLogger("test"), lambda: now[0])
+    for n in range(10):
+        limited.warning("a", "load %d failed", n)
+    limited.warning("b", "something else")
+    assert [record.getMessage() for record in caplog.records] == [
+        "load 0 failed",
+        "load 1 failed",
+        "load 2 failed",
+        "something else",
+    ]
+    caplog.clear()
+    limited.flush()
+    assert not caplog.records
+    now[0] = 60.0
+    limited.flush()
+    limited.warning("a", "load %d failed", 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "7 more warnings like this in 60 s, the last one: load 9 failed",
+        "load 10 failed",
+    ]

@@ -130,7 +130,7 @@ def test_torn_disk_files_are_recomputed(
     prompt = first.tokens(BLOCK * BLOCKS + 3)
     run(first, prompt)
     wait_saved(first)
-    while len(list(tmp_path.glob("*/*.kv"))) < BLOCKS:
+    while len(list(tmp_path.glob("*/blocks/*.kv"))) < BLOCKS:
         pass
     keys = [bytes(h) + bytes(4) for h in request_hashes(first, prompt)]
     first.close()
@@ -138,7 +138,7 @@ def test_torn_disk_files_are_recomputed(
     step_until_stored(second, BLOCKS)
     # After the start, which looks at the heads of all files.
     for place in (7, 20):
-        (file,) = tmp_path.glob(f"*/{keys[place].hex()}.kv")
+        (file,) = tmp_path.glob(f"*/blocks/{keys[place].hex()}.kv")
         file.write_bytes(tear(bytearray(file.read_bytes())))
     assert run(second, prompt) == BLOCKS - 7
     told = counts(second)
@@ -152,13 +152,13 @@ def test_a_file_under_another_blocks_name_is_not_that_block(tmp_path: Path) -> N
     prompt = first.tokens(BLOCK * BLOCKS + 3)
     run(first, prompt)
     wait_saved(first)
-    while len(list(tmp_path.glob("*/*.kv"))) < BLOCKS:
+    while len(list(tmp_path.glob("*/blocks/*.kv"))) < BLOCKS:
         pass
     keys = [bytes(h) + bytes(4) for h in request_hashes(first, prompt)]
     first.close()
     second = engine(disk_dir=str(tmp_path))
     step_until_stored(second, BLOCKS)
-    (one,), (other,) = (tmp_path.glob(f"*/{keys[place].hex()}.kv") for place in (3, 4))
+    (one,), (other,) = (tmp_path.glob(f"*/blocks/{keys[place].hex()}.kv") for place in (3, 4))
     one.write_bytes(other.read_bytes())
     assert run(second, prompt) == BLOCKS - 3
     assert counts(second)["corrupt_blocks.disk"] == 1
@@ -192,14 +192,14 @@ def test_a_full_disk_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureF
         wait_saved(rig)
         while counts(rig)["store_failed_blocks.disk"] < BLOCKS:
             rig.step()
-        assert not list(tmp_path.glob("*/*.kv")) and not list(tmp_path.glob("*/*.part"))
+        assert not list(tmp_path.glob("*/blocks/*"))
         # Host memory has them all the same.
         step_until_stored(rig, BLOCKS)
         assert rig.scheduler.reset_prefix_cache()
         assert run(rig, prompts[0]) == 0
     assert run(rig, prompts[1]) == BLOCKS
     wait_saved(rig)
-    while len(list(tmp_path.glob("*/*.kv"))) < BLOCKS:
+    while len(list(tmp_path.glob("*/blocks/*.kv"))) < BLOCKS:
         rig.step()
     while "blocks are written to disk again" not in caplog.text:
         rig.step()
@@ -216,7 +216,7 @@ def test_a_disk_of_few_bytes_gives_up_the_oldest_blocks(tmp_path: Path) -> None:
     wait_saved(rig)
     while counts(rig)["evicted_blocks.disk"] < BLOCKS - 10:
         rig.step()
-    assert sum(f.stat().st_size for f in tmp_path.glob("*/*.kv")) <= 10 * file_bytes
+    assert sum(f.stat().st_size for f in tmp_path.glob("*/blocks/*.kv")) <= 10 * file_bytes
     rig.close()
 
 

@@ -127,7 +127,7 @@ def test_blocks_that_a_peer_has_on_disk_only_are_loaded(tmp_path: Path) -> None:
         prompts = [second.tokens(BLOCK * PROMPT_BLOCKS + 3) for _ in range(2)]
         for done, prompt in enumerate(prompts, 1):
             assert first.ask(run=prompt) == PROMPT_BLOCKS
-            while len(list(disk.glob("*/*.kv"))) < PROMPT_BLOCKS * done:
+            while len(list(disk.glob("*/blocks/*.kv"))) < PROMPT_BLOCKS * done:
                 pass
         wait_for_hit(second, prompts[0], PROMPT_BLOCKS)
         assert run(second, prompts[0]) == 0

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from rig import BLOCK, Rig
+from slipstream.options import Options
 from slipstream.vllm import SlipstreamConnector
+from slipstream.vllm.content import content_of
 from slipstream.vllm.identity import hash_seed, identity_of
 from slipstream.vllm.open import disk_folder
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
@@ -57,7 +59,7 @@ def test_no_folder_is_made_that_the_next_start_cannot_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    identity = {"hash_algorithm": "xxhash", "hash_seed": hash_seed("xxhash")}
+    identity = {"rank": "0", "hash_algorithm": "xxhash", "hash_seed": hash_seed("xxhash")}
     assert disk_folder(str(tmp_path), identity) is None
     assert "set PYTHONHASHSEED" in caplog.text
     assert not list(tmp_path.iterdir())
@@ -72,7 +74,7 @@ def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:
     assert run(first, prompt) == 20
     wait_saved(first)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    while len(list(folder.glob("*.kv"))) < 20:
+    while len(list(folder.glob("blocks/*.kv"))) < 20:
         settle(first)
     first.close()
     second = engine(disk_dir=str(tmp_path))
@@ -154,7 +156,8 @@ def test_what_changes_the_bytes_of_a_block_changes_its_identity(
     half, model = rig.worker.connector, rig.config.model_config
 
     def identity() -> dict[str, str]:
-        return identity_of(rig.config, half._layout, half.worker.blocks, "m")
+        content = content_of(rig.config, Options(model_id="m"))
+        return identity_of(rig.config, half._layout, half.worker.blocks, content)
 
     def differs(at: object, name: str, value: object) -> set[str]:
         before = identity()
@@ -162,8 +165,11 @@ def test_what_changes_the_bytes_of_a_block_changes_its_identity(
         return {key for key, text in identity().items() if text != before[key]}
 
     assert differs(model, "max_model_len", 4096) == set(), "it does not decide any bytes"
-    assert differs(model, "revision", "main") == {"model"}
-    assert differs(model, "quantization", "fp8") == {"dtype"}
+    assert differs(model, "revision", "main") == set(), "a name decides nothing"
+    assert differs(model, "quantization", "fp8") == {"dtype", "config"}
+    assert differs(model, "hf_overrides", {"rope_theta": 7.0}) == {"config"}
+    assert differs(model, "hf_overrides", lambda config: config) == {"config"}
+    assert differs(model, "hf_overrides", {}) == {"config"}
     config = model.hf_text_config
     assert differs(config, "rope_parameters", {"rope_theta": 7.0}) == {"layout"}
     assert differs(config, "rope_parameters", {"rope_type": "longrope"}) == {"layout"}

@@ -31,13 +31,15 @@ def key(n: int) -> Any:
     return make_offload_key(n.to_bytes(32, "big"), 0)
 
 
-def spec(events: bool = False) -> Any:
+def spec(events: bool = False, data_parallel_index: int = 0) -> Any:
     """As much of an offloading spec as a tier looks at."""
     config = SimpleNamespace(
         groups=(SimpleNamespace(tokens_per_block=16, layer_names=("a", "b")),),
         model=SimpleNamespace(name="m", dtype="float16"),
         cache=SimpleNamespace(tokens_per_hash=16),
-        parallel=SimpleNamespace(tp_size=1, pp_size=1),
+        parallel=SimpleNamespace(
+            tp_size=1, pp_size=1, world_size=1, data_parallel_index=data_parallel_index
+        ),
     )
     return SimpleNamespace(
         config=config,
@@ -49,7 +51,7 @@ def spec(events: bool = False) -> Any:
 class Offloading:
     """vLLM's manager with a pool of six chunks, and our tier behind it."""
 
-    def __init__(self, events: bool = False, **options: Any) -> None:
+    def __init__(self, events: bool = False, data_parallel_index: int = 0, **options: Any) -> None:
         region = SharedOffloadRegion(
             engine_id=f"test-{uuid4()}",
             num_chunks=CHUNKS,
@@ -64,10 +66,11 @@ class Offloading:
                 "type": "SlipstreamTier",
                 "module_path": "slipstream.vllm.tier",
                 "host_bytes": 64 * CHUNK,
+                "model_id": "m",
                 **options,
             },
             self.view,
-            spec(events),
+            spec(events, data_parallel_index),
         )
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.manager.on_new_request(CONTEXT)
@@ -137,7 +140,7 @@ def test_chunks_outlive_the_engine_on_disk(tmp_path: Path) -> None:
         first.store(n)
     first.settle(10)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    while len(list(folder.glob("*.kv"))) < 10:
+    while len(list(folder.glob("blocks/*.kv"))) < 10:
         first.step()
     first.close()
     second = Offloading(disk_dir=str(tmp_path))
@@ -207,3 +210,45 @@ def test_another_engine_takes_chunks_from_this_one(tmp_path: Path) -> None:
 def test_a_tier_without_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="`host_bytes` above 0"):
         Offloading(host_bytes=0)
+
+
+def test_engines_of_a_data_parallel_group_have_folders_of_their_own(tmp_path: Path) -> None:
+    first = Offloading(disk_dir=str(tmp_path))
+    second = Offloading(disk_dir=str(tmp_path), data_parallel_index=1)
+    first.store(1)
+    second.store(2)
+    first.close()
+    second.close()
+    assert len(list(tmp_path.glob("*/blocks/*.kv"))) == 1
+    assert len(list(tmp_path.glob("engine-1/*/blocks/*.kv"))) == 1
+
+
+def test_after_an_update_of_the_weights_no_chunk_is_of_the_old_ones(tmp_path: Path) -> None:
+    made = Offloading(disk_dir=str(tmp_path), listen=[f"unix://{tmp_path}/s"])
+    for n in range(1, 11):
+        made.store(n)
+    made.settle(10)
+    while len(list(tmp_path.glob("*/blocks/*.kv"))) < 10:
+        made.step()
+    made.tier.weights_changed("a test")
+    made.settle(0)
+    assert made.load(1) is None
+    made.store(20)
+    made.settle(1)
+    made.close()
+    again = Offloading(disk_dir=str(tmp_path))
+    again.settle(10)
+    assert again.load(20) is None, "what came after the update is of other weights"
+    assert again.load(1) == 1
+    again.close()
+
+
+def test_a_tier_of_a_model_that_nothing_identifies_keeps_nothing_for_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Offloading(disk_dir=str(tmp_path), model_id="")
+    made.store(1)
+    made.settle(1)
+    made.close()
+    assert not list(tmp_path.iterdir())
+    assert "`disk_dir` is not used" in caplog.text and "set `model_id`" in caplog.text

@@ -24,6 +24,7 @@ from slipstream._native import KeyMirror
 from slipstream.limited import LimitedLog
 from slipstream.options import of_engine, read_options
 from slipstream.vllm.blocks import Blocks
+from slipstream.vllm.content import content_if_shared, warn_if_private
 from slipstream.vllm.groups import read_groups
 from slipstream.vllm.identity import identity_of
 from slipstream.vllm.metadata import (
@@ -34,6 +35,7 @@ from slipstream.vllm.metadata import (
 from slipstream.vllm.open import open_peers, open_store
 from slipstream.vllm.scheduler import SchedulerHalf
 from slipstream.vllm.stats import SlipstreamPromMetrics, SlipstreamStats
+from slipstream.vllm.updates import unwatch_weights, watch_weights
 from slipstream.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = read_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._scheduler: SchedulerHalf | None = None
+        # The weights have changed in this life; the workers have yet to be told.
+        self._is_detached = False
         self._worker: WorkerHalf | None = None
         self._caches: dict[str, torch.Tensor] = {}
         self._mirror = KeyMirror()
@@ -97,6 +101,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             events=events is not None and events.enable_kv_cache_events,
             by_priority=vllm_config.scheduler_config.policy == "priority",
         )
+        watch_weights(self.weights_changed)
 
     # Scheduler half.
 
@@ -136,7 +141,8 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                     [identity["rank"] for identity in told],
                 )
             return
-        self.scheduler.follow(open_peers(self.options, told, self._engine))
+        if not self._is_detached:
+            self.scheduler.follow(open_peers(self.options, told, self._engine))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """As `set_xfer_handshake_metadata`, where ranks share the layers, too."""
@@ -199,6 +205,18 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.reset()
         return True
 
+    def weights_changed(self, cause: str) -> None:
+        """Forget all stored blocks, and let go of disk and peers: they are of other weights."""
+        if not self._is_detached:
+            self._is_detached = True
+            logger.warning(
+                "slipstream: %s may have changed the weights: stored blocks are dropped, and "
+                "neither disk nor peers are used until the engine is started again",
+                cause,
+            )
+        self.scheduler.follow(None)
+        self.scheduler.reset(detach=True)
+
     # Worker half.
 
     @property
@@ -213,7 +231,10 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = kv_caches
         blocks = self._blocks()
         rank = self._parallel.rank
-        self.identity = identity_of(self._vllm_config, self._layout, blocks, self.options.model_id)
+        content = content_if_shared(self._vllm_config, self.options)
+        self.identity = identity_of(self._vllm_config, self._layout, blocks, content)
+        if rank == 0:
+            warn_if_private(content, self.options, self.identity)
         events = self._vllm_config.kv_events_config
         tell_tiers = rank == 0 and events is not None and events.enable_kv_cache_events
         store = open_store(
@@ -348,4 +369,5 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
+            unwatch_weights(self.weights_changed)
             self._scheduler.close()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from slipstream.vllm.blocks import Blocks
+    from slipstream.vllm.content import Content
     from slipstream.vllm.groups import Layout
 
 
@@ -56,15 +57,17 @@ def positions_of(model: ModelConfig) -> str:
 
 
 def identity_of(
-    vllm_config: VllmConfig, layout: Layout, blocks: Blocks, model_id: str
+    vllm_config: VllmConfig, layout: Layout, blocks: Blocks, content: Content
 ) -> dict[str, str]:
     """Return everything that decides what the bytes under a key are."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     model = vllm_config.model_config
-    name, dtype = model_id or model.model, str(model.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
     return {
         "format": FORMAT_VERSION,
-        "model": f"{name}@{model.revision}" if model.revision else name,
+        "model": content.model,
+        "weights": content.weights,
+        "config": content.config,
         "dtype": f"{dtype}, weights {model.quantization}" if model.quantization else dtype,
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(cache.block_size),

@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from slipstream._native import Peers as NativePeers
 from slipstream._native import Store as NativeStore
 from slipstream.nixl import find_library, is_wanted
 from slipstream.options import of_rank
+from slipstream.vllm.content import is_private
 from slipstream.vllm.identity import is_random
 
 if TYPE_CHECKING:
@@ -38,11 +41,16 @@ def open_store(
     """
     if options.host_bytes == 0:
         return None
+    options = shareable(options, identity)
+    folder = disk_folder(options.disk_dir, identity)
     return NativeStore(
         block_bytes=block_bytes,
         host_bytes=options.host_bytes,
-        disk_dir=disk_folder(options.disk_dir, identity),
+        disk_dir=folder,
         disk_bytes=options.disk_bytes,
+        disk_others=other_folders(folder, rank, ranks_of(identity)) if folder else [],
+        disk_dirty_bytes=options.disk_dirty_bytes,
+        close_s=options.close_s,
         ttl_s=options.ttl_s,
         keys_max=options.keys_max,
         identity=identity,
@@ -56,6 +64,18 @@ def open_store(
         peers_dir=meeting_place(options),
         engine=engine,
     )
+
+
+def shareable(options: Options, identity: dict[str, str]) -> Options:
+    """Return the options without disk and peers, where nothing says what the model is."""
+    if not is_private(identity):
+        return options
+    return replace(options, disk_dir="", listen=[], peers=[], peers_dir="")
+
+
+def ranks_of(identity: dict[str, str]) -> int:
+    """Return how many ranks an engine has."""
+    return int(identity["tensor_parallel"]) * int(identity["pipeline_parallel"])
 
 
 def meeting_place(options: Options) -> str | None:
@@ -84,10 +104,33 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
         return None
     text = json.dumps(identity, indent=2, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    folder = Path(disk_dir).expanduser() / name
+    # The rank is in the name for who tidies up.
+    folder = Path(disk_dir).expanduser() / f"{name}-{identity['rank']}"
     folder.mkdir(parents=True, exist_ok=True)
     folder.with_suffix(".json").write_text(text + "\n")
     return str(folder)
+
+
+FOLDER = re.compile(r"[0-9a-f]{16}(?:-(\d+))?")
+"""Names of folders for blocks, with their rank; earlier releases left that out."""
+
+
+def other_folders(own: str, rank: int, ranks: int) -> list[str]:
+    """Return the folders of other identities that this rank has to tidy up, the last used last.
+
+    Of ranks that this engine does not have, each rank takes its part.
+    """
+    found = []
+    for path in Path(own).parent.iterdir():
+        match = FOLDER.fullmatch(path.name)
+        if not match or not path.is_dir() or path == Path(own):
+            continue
+        if int(match[1] or 0) % ranks == rank:
+            try:
+                found.append(((path / "lock").stat().st_mtime_ns, str(path)))
+            except OSError:
+                found.append((0, str(path)))
+    return [path for _, path in sorted(found)]
 
 
 def open_peers(
@@ -98,6 +141,8 @@ def open_peers(
     `identities` are those of all ranks of this engine. Each rank of a peer is followed, as a block
     can be loaded from it only if all its ranks have it.
     """
+    if identities:
+        options = shareable(options, identities[0])
     if not (options.peers or options.peers_dir):
         return None
     ranks = range(len(identities))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -31,10 +32,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from slipstream._native import KeyMirror, take_warnings
-from slipstream.options import read_options
+from slipstream.limited import LimitedLog
+from slipstream.options import Options, of_engine, read_options
 from slipstream.told import TierEvents
-from slipstream.vllm.identity import FORMAT_VERSION, hash_seed
+from slipstream.vllm.content import Content, content_if_shared, unidentified, warn_if_private
+from slipstream.vllm.identity import FORMAT_VERSION, hash_seed, positions_of
 from slipstream.vllm.open import open_peers, open_store
+from slipstream.vllm.updates import unwatch_weights, watch_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,6 +65,8 @@ class Job:
     keys: list[OffloadKey]
     begun: float
     unended: int
+    updates: int
+    """Changes of the weights before it began: what comes after another one is not to be used."""
     failed: set[int] = field(default_factory=set)
 
 
@@ -82,9 +88,16 @@ class SlipstreamTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._options = read_options({"host_bytes": 1 << 30} | options)
+        parallel = offloading_spec.config.parallel
+        self._options = of_engine(
+            read_options({"host_bytes": 1 << 30} | options),
+            parallel.data_parallel_index,
+            parallel.world_size,
+        )
         self._pool = primary_kv_view.cast("B")
-        identity = identity_of_spec(offloading_spec, self.block_size_bytes, self._options.model_id)
+        content, positions = content_of_caller(self._options)
+        identity = identity_of_spec(offloading_spec, self.block_size_bytes, content, positions)
+        warn_if_private(content, self._options, identity)
         events = offloading_spec.kv_events_config.enable_kv_cache_events
         engine = str(uuid.uuid4())
         store = open_store(self._options, identity, self.block_size_bytes, 0, events, engine)
@@ -101,8 +114,11 @@ class SlipstreamTier(SecondaryTierManager):
         self._parts_made = 0
         self._jobs: set[int] = set()
         self._results: deque[JobResult] = deque()
+        self._putting = threading.Lock()
         self._stores: queue.SimpleQueue[tuple[Job, list[int]] | None] = queue.SimpleQueue()
         self._ended = threading.Condition()
+        self._updates = 0
+        self._limited = LimitedLog(logger)
         self._closing = False
         self._threads = [
             threading.Thread(target=self._store_all, name="slipstream-store", daemon=True),
@@ -110,6 +126,25 @@ class SlipstreamTier(SecondaryTierManager):
         ]
         for thread in self._threads:
             thread.start()
+        watch_weights(self.weights_changed)
+
+    def weights_changed(self, cause: str) -> None:
+        """Forget all chunks, and let go of disk and peers: they are of other weights."""
+        if self._updates == 0:
+            logger.warning(
+                "slipstream: %s may have changed the weights: the tier's chunks are dropped, and "
+                "neither disk nor peers are used until the engine is started again",
+                cause,
+            )
+        with self._ended:
+            self._updates += 1
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
+        with self._putting:
+            self.store.detach()
+        self.held = KeyMirror()
+        self.store.request_snapshot()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether the store or a peer has the chunk, as far as is known now."""
@@ -147,12 +182,14 @@ class SlipstreamTier(SecondaryTierManager):
 
     def _begin(self, submitted: TransferJob) -> tuple[Job, list[int]]:
         keys = list(submitted.keys)
-        job = Job(submitted.job_id, keys, time.monotonic(), len(keys))
+        job = Job(submitted.job_id, keys, time.monotonic(), len(keys), self._updates)
         with self._ended:
             self._jobs.add(job.job_id)
         return job, [int(chunk) for chunk in submitted.chunk_ids]
 
     def _end(self, job: Job) -> None:
+        if job.updates != self._updates:
+            job.failed.update(range(len(job.keys)))
         good = [key for place, key in enumerate(job.keys) if place not in job.failed]
         result = JobResult(
             job.job_id,
@@ -228,6 +265,7 @@ class SlipstreamTier(SecondaryTierManager):
         if self._closing:
             return
         self._closing = True
+        unwatch_weights(self.weights_changed)
         self._stores.put(None)
         self._threads[0].join()
         self.store.close()
@@ -243,9 +281,13 @@ class SlipstreamTier(SecondaryTierManager):
             job, chunks = item
             for place, (key, chunk) in enumerate(zip(job.keys, chunks, strict=True)):
                 try:
-                    self.store.put([key], self._pool[chunk * size : (chunk + 1) * size])
+                    with self._putting:
+                        if job.updates == self._updates:
+                            self.store.put([key], self._pool[chunk * size : (chunk + 1) * size])
                 except (OSError, ValueError) as error:
-                    logger.warning("slipstream: a chunk could not be stored: %s", error)
+                    self._limited.warning(
+                        "store", "slipstream: a chunk could not be stored: %s", error
+                    )
                     job.failed.add(place)
             self._end(job)
 
@@ -258,23 +300,45 @@ class SlipstreamTier(SecondaryTierManager):
                     continue
                 if failed:
                     job.failed.add(place)
-                    logger.warning("slipstream: a chunk was not loaded (%s); recomputed", reason)
+                    self._limited.warning(
+                        reason, "slipstream: a chunk was not loaded (%s); recomputed", reason
+                    )
                 job.unended -= 1
                 if job.unended == 0:
                     self._end(job)
             for text in take_warnings():
                 logger.warning("slipstream: %s", text)
+            self._limited.flush()
             if self._closing and not self._parts:
                 return
 
 
-def identity_of_spec(spec: Any, chunk_bytes: int, model_id: str) -> dict[str, str]:
+def content_of_caller(options: Options) -> tuple[Content, str]:
+    """Identify the model of the engine that makes a tier, and how it turns positions.
+
+    vLLM gives a tier the model's name alone, which may be a path, and no revision. The engine's
+    configuration is an argument of the connector that is being made.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        config: Any = frame.f_locals.get("vllm_config")
+        if type(config).__name__ == "VllmConfig":
+            return content_if_shared(config, options), positions_of(config.model_config)
+    return unidentified("vLLM has not given its configuration", options), ""
+
+
+def identity_of_spec(
+    spec: Any, chunk_bytes: int, content: Content, positions: str
+) -> dict[str, str]:
     """Return everything that decides what the bytes under a key are."""
     config = spec.config
     groups = [f"{group.tokens_per_block}x{len(group.layer_names)}" for group in config.groups]
     return {
         "format": f"tier {FORMAT_VERSION}",
-        "model": model_id or config.model.name,
+        "model": content.model,
+        "weights": content.weights,
+        "config": content.config,
         "dtype": str(config.model.dtype),
         "kv_cache_dtype": str(config.model.dtype),
         "block_size": str(config.cache.tokens_per_hash),
@@ -282,7 +346,8 @@ def identity_of_spec(spec: Any, chunk_bytes: int, model_id: str) -> dict[str, st
         # vLLM does not tell a tier the hash function; keys of another one are never asked for.
         "hash_algorithm": "vLLM's",
         "hash_seed": hash_seed("sha256"),
-        "layout": f"chunks of {spec.blocks_per_chunk} blocks, {' '.join(groups)}",
+        "layout": f"chunks of {spec.blocks_per_chunk} blocks, {' '.join(groups)}, "
+        f"positions {positions}",
         "tensor_parallel": str(config.parallel.tp_size),
         "pipeline_parallel": str(config.parallel.pp_size),
         "rank": "0",

@@ -193,7 +193,10 @@ class WorkerHalf:
                     ended.void()
             # Waits for the blocks that are being stored just now; resets are rare.
             with self._putting:
-                self.store.reset()
+                if meta.detach:
+                    self.store.detach()
+                else:
+                    self.store.reset()
         if meta.resend:
             self.store.request_snapshot()
 

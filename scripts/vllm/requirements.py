@@ -36,7 +36,8 @@ def main() -> None:
             continue
         need.marker = None
         if bool(ALONE.match(name)) == ("--without-dependencies" in flags):
-            wanted.append(str(need))
+            # A registry has no local versions, such as torch 2.13.0+cpu.
+            wanted.append(re.sub(r"(==[\d.]+)\+\w+", r"\1", str(need)))
     print("\n".join(wanted))
 
 

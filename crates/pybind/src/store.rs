@@ -1003,6 +1003,10 @@ impl Store {
             return Ok(());
         }
         shared.resets.fetch_add(1, Ordering::AcqRel);
+        // Peers that know keys of before must not get what is stored under them from now on.
+        if let Some(links) = shared.links() {
+            links.endpoint.stop_serving();
+        }
         let disk = lock(&shared.disk).take();
         shared.drop_writes();
         shared.host.clear();

@@ -123,6 +123,8 @@ pub(super) struct Shared {
     pub(super) sleeping: AtomicBool,
     pub(super) stop: AtomicBool,
     pub(super) snapshot_wanted: AtomicBool,
+    /// Peers get no more blocks.
+    pub(super) is_mute: AtomicBool,
     pub(super) counters: Counters,
 }
 
@@ -237,6 +239,7 @@ impl Endpoint {
             sleeping: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             snapshot_wanted: AtomicBool::new(false),
+            is_mute: AtomicBool::new(false),
             counters: Counters::default(),
             options,
         });
@@ -286,6 +289,12 @@ impl Endpoint {
     pub fn take_snapshot_wanted(&self) -> bool {
         self.shared.snapshot_wanted.load(Ordering::Acquire)
             && self.shared.snapshot_wanted.swap(false, Ordering::AcqRel)
+    }
+
+    /// Gives no more blocks to peers, which find all of them absent from now on. To be called before
+    /// the memory it serves is cleared to hold something else.
+    pub fn stop_serving(&self) {
+        self.shared.is_mute.store(true, Ordering::SeqCst);
     }
 
     /// Asks a peer for a snapshot of its keys.
@@ -476,6 +485,10 @@ fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, s
             }
             block.resize(len, 0);
             let epoch = memory.epoch();
+            // After the epoch: what is cleared once this endpoint is mute stays so.
+            if shared.is_mute.load(Ordering::SeqCst) {
+                break;
+            }
             // A block that cannot be read or finds no room is absent, and counted by its tier.
             if let Ok(true) = deeper.get(now, key, &mut block)
                 && let Err(error) = memory.put_in(epoch, now, key, &block)

@@ -697,7 +697,12 @@ impl Run {
         let stay = conn.way != Way::Stream;
         for wanted in &get.blocks {
             let tier = self.shared.options.serves.as_ref();
-            let Some(pin) = tier.and_then(|tier| tier.pin(now, &wanted.key)) else {
+            let mut pinned = tier.and_then(|tier| tier.pin(now, &wanted.key));
+            // After the pin: a block that is of later than the last one is not given away.
+            if self.shared.is_mute.load(Ordering::SeqCst) {
+                pinned = None;
+            }
+            let Some(pin) = pinned else {
                 count(&counters.absent, 1);
                 answers.push(Answer::Absent);
                 continue;

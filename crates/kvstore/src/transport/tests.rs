@@ -254,6 +254,40 @@ fn fetch(
 }
 
 #[test]
+fn who_stops_serving_gives_nothing_that_is_stored_later() {
+    on_each(|at| {
+        let memory = tier(3);
+        let folder = tempfile::tempdir().unwrap();
+        let options = crate::DiskOptions::new(folder.path(), 1 << 30);
+        let disk = crate::DiskTier::open(clock::now(), clock::unix_ns(), options).unwrap();
+        disk.put(clock::now(), &key(7), &block(7)).unwrap();
+        let server = start(EndpointOptions {
+            listen: vec![at],
+            serves: Some(Arc::clone(&memory)),
+            deeper: Some(disk),
+            ..EndpointOptions::new("server", profile())
+        });
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let region = Region::new(BLOCK);
+        let before = fetch(&client, peer, &region, &[(0, BLOCK)], LONG);
+        assert!(before.failed.is_empty(), "{before:?}");
+        server.stop_serving();
+        memory.clear();
+        memory.put(clock::now(), &key(0), &block(1)).unwrap();
+        for n in [0, 7] {
+            let after = fetch(&client, peer, &region, &[(n, BLOCK)], LONG);
+            assert_eq!(after.failed, [(0, FetchError::Absent)]);
+        }
+        assert_eq!(
+            memory.len_of(clock::now(), &key(7)),
+            None,
+            "nor takes it from disk"
+        );
+    });
+}
+
+#[test]
 fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
     on_each(|at| {
         let tier = tier(30);

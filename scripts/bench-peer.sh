@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# NVIDIA Dynamo 1.6.1's frontend and mocker beside ours: same machine, same client, same load, in
-# turn. Installs Dynamo from PyPI into SCRATCH (about 700 MB; kept for the next run). The mocker and
-# our worker get CPUs 0-1, the frontends and the client 2-3. SCALE=N divides the requests.
+# NVIDIA Dynamo 1.6.1's frontend and mocker, and ours: same machine, same client, same load, in turn.
+# Ours runs twice: with the tokenizer that Dynamo uses (Hugging Face's `tokenizers`, the same file),
+# and with the built-in one, which has the same vocabulary. First at speed-up 1e6, where engines are
+# endlessly fast; then at a real pace, with engine steps of 12 ms on both sides.
+#
+# Installs Dynamo from PyPI into SCRATCH (about 700 MB; kept for the next run). The mocker and our
+# worker get the first half of the CPUs, the frontends and the client the second.
+#   SCALE=N           divides the requests
+#   ONLY=fast, real   one of the two paces
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath "${SLIPSTREAM_BIN:-${CARGO_TARGET_DIR:-target}/release/slipstream}")
@@ -16,7 +22,10 @@ cleanup() {
   rm -r "$out"
 }
 trap cleanup EXIT
-WORKER_CPUS=0,1 FRONTEND_CPUS=2,3 CLIENT_CPUS=2,3
+half=$(($(nproc) / 2))
+WORKER_CPUS=0-$((half > 0 ? half - 1 : 0))
+FRONTEND_CPUS=$half-$(($(nproc) - 1))
+CLIENT_CPUS=$FRONTEND_CPUS
 
 if [ ! -x "$scratch/venv/bin/python" ] || ! "$scratch/venv/bin/python" -c 'import dynamo.frontend' 2>/dev/null; then
   "$python" -m venv "$scratch/venv"
@@ -42,7 +51,18 @@ if not (folder / "generation_config.json").exists():
 PYTHON
 fi
 
-start_dynamo() { # start_dynamo WORKERS
+if [ ! -f "$scratch/step.npz" ]; then
+  # Step times as the mocker reads them: 12 ms for every prompt and every batch.
+  "$scratch/venv/bin/python" - "$scratch/step.npz" <<'PYTHON'
+import sys
+import numpy
+ends, ms = numpy.array([1.0, 1e6]), 12.0
+numpy.savez(sys.argv[1], prefill_isl=ends, prefill_ttft_ms=numpy.full(2, ms),
+    decode_active_kv_tokens=ends, decode_context_length=ends, decode_itl=numpy.full((2, 2), ms))
+PYTHON
+fi
+
+start_dynamo() { # start_dynamo WORKERS [flags of the mocker]
   rm -rf "$out/kv"
   port=$((20000 + RANDOM % 20000))
   export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV="$out/kv" DYN_EVENT_PLANE=zmq DYN_REQUEST_PLANE=tcp \
@@ -52,7 +72,7 @@ start_dynamo() { # start_dynamo WORKERS
     --http-port "$port" --router-mode kv --kv-cache-block-size 64 >"$out/log" 2>&1 &
   pids=($!)
   pin "$WORKER_CPUS" "$scratch/venv/bin/python" -m dynamo.mocker --model-path "$scratch/model" \
-    --model-name mock --block-size 64 --speedup-ratio 1000000 --num-workers "$1" >>"$out/log" 2>&1 &
+    --model-name mock --block-size 64 --num-workers "$1" "${@:2}" >>"$out/log" 2>&1 &
   pids+=($!)
   url=http://127.0.0.1:$port
   for _ in $(seq 300); do
@@ -63,19 +83,33 @@ start_dynamo() { # start_dynamo WORKERS
   exit 1
 }
 
-pair() { # pair NAME WORKERS CONCURRENCY ISL OSL THEIRS OURS (requests)
-  start_dynamo "$2"
+compare() { # compare NAME WORKERS CONCURRENCY ISL OSL THEIRS OURS (requests)
+  start_dynamo "$2" "${dynamo[@]}"
   load "$1-dynamo" "$3" "$4" "$5" $(($6 / scale)) --model mock
   stop_all
-  start_two "$2" --set engine.block_size=64 --set router.policy=kv
-  load "$1-slipstream" "$3" "$4" "$5" $(($7 / scale))
+  local flags=(--set engine.block_size=64 --set router.policy=kv "${ours[@]}")
+  start_two "$2" "${flags[@]}" --set "model.tokenizer=$scratch/model"
+  load "$1-same-tokenizer" "$3" "$4" "$5" $((($6 + $7) / 2 / scale))
+  stop_all
+  start_two "$2" "${flags[@]}"
+  load "$1-built-in" "$3" "$4" "$5" $(($7 / scale))
   stop_all
   printf '\n== %s: %s worker(s), c=%s, %s/%s\n' "$1" "$2" "$3" "$4" "$5"
-  "$bin" bench compare "$out/$1"-{dynamo,slipstream}.json
+  "$bin" bench compare "$out/$1"-{dynamo,same-tokenizer,built-in}.json
 }
 
 printf '%s, %s cores, load %s\n' "$(uname -srm)" "$(nproc)" "$(cut -d' ' -f1-3 /proc/loadavg)"
-pair latency 1 1 128 32 300 20000
-pair fidelity 1 256 1024 1024 1024 16384
-pair peak 1 256 128 1 20000 150000
-for workers in 1 2 4 8; do pair "workers-$workers" "$workers" 256 256 32 8000 80000; done
+if [ "${ONLY:-fast}" = fast ]; then
+  SPEEDUP=1000000 dynamo=(--speedup-ratio 1000000) ours=()
+  compare latency 1 1 128 32 300 20000
+  compare fidelity 1 256 1024 1024 1024 16384
+  compare peak 1 256 128 1 20000 150000
+  for workers in 1 2 4 8; do compare "workers-$workers" "$workers" 256 256 32 8000 80000; done
+fi
+if [ "${ONLY:-real}" = real ]; then
+  SPEEDUP=1 dynamo=(--speedup-ratio 1 --planner-profile-data "$scratch/step.npz")
+  ours=(--set engine.timing.kind=constant --set engine.timing.step_ns=12000000)
+  compare real-1 1 1 256 64 20 20
+  compare real-64 1 64 256 128 1280 1280
+  compare real-256 1 256 256 128 5120 5120
+fi

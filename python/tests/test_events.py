@@ -1,8 +1,9 @@
 """KV events and forward-pass metrics, as vLLM's consumers read and vLLM's engines write them.
 
-`msgspec` structs with vLLM's field names decode what the server publishes over ZeroMQ, and
-`slipstream events tail` reads what those structs encode. Source of the names: vLLM,
-`vllm/distributed/kv_events.py`; Dynamo, `forward_pass_metrics.py`.
+`msgspec` structs declared as vLLM's decode what the server publishes over ZeroMQ, and
+`slipstream events tail` reads what those structs encode. Source of the names: vLLM 0.33,
+`vllm/distributed/kv_events.py`; Dynamo 1.6, `forward_pass_metrics.py`. vLLM's own classes are used
+in `python/tests_vllm/test_kv_events.py`, Dynamo's below if `ai-dynamo` is installed.
 """
 
 import json
@@ -41,6 +42,12 @@ class BlockStored(KVCacheEvent):
     lora_name: str | None
     extra_keys: list[tuple | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -49,14 +56,24 @@ class BlockRemoved(KVCacheEvent):
     block_hashes: list[int | bytes]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
     """As vLLM declares it."""
 
 
-class KVEventBatch(msgspec.Struct, omit_defaults=True):
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """As vLLM declares it."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class MapBatch(msgspec.Struct, omit_defaults=True):
+    """A batch as a map, which Slipstream published before."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -213,13 +230,14 @@ def test_msgspec_decodes_what_the_server_publishes(start, context):
         batches = []
         while True:
             assert replay.poll(PATIENCE_MS)
-            empty, sequence, payload = replay.recv_multipart()
-            assert empty == b""
+            empty, topic, sequence, payload = replay.recv_multipart()
+            assert (empty, topic) == (b"", b"")
             if int.from_bytes(sequence, "big", signed=True) == -1:
                 assert payload == b""
                 break
             assert int.from_bytes(sequence, "big") == len(batches)
             batches.append(msgspec.msgpack.decode(payload, type=KVEventBatch))
+            assert msgspec.msgpack.encode(batches[-1]) == payload
         assert len(batches) > last
         stored = [event for batch in batches for event in batch.events]
         assert all(isinstance(event, BlockStored) for event in stored)
@@ -244,6 +262,37 @@ def test_msgspec_decodes_what_the_server_publishes(start, context):
         assert len(first.token_ids) == len(tokens) // 16 * 16
         # Blocks of the answer follow those of the prompt.
         assert any(event.parent_block_hash == first.block_hashes[-1] for event in stored[1:])
+
+
+def test_dynamos_own_class_decodes_forward_pass_metrics_to_the_same_bytes(start, context):
+    reason = "pip install --no-deps ai-dynamo==1.6.1"
+    dynamo = pytest.importorskip("dynamo.common.forward_pass_metrics", reason=reason)
+    (port,) = free_ports(1)
+    endpoint = f"tcp://127.0.0.1:{port}"
+    sets = {"live.events.bus": "zmq", "live.events.fpm_endpoint": endpoint, "live.events.kv": "false"}
+    flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    with start("--speedup", "0", *flags) as server:
+        client = server.client()
+        model = client.models.list().data[0].id
+
+        def ask() -> None:
+            client.completions.create(model=model, prompt="sheep " * 40, max_tokens=40)
+
+        fpm = context.socket(zmq.SUB)
+        fpm.connect(endpoint)
+        fpm.subscribe("")
+        payloads = [heard(fpm, ask)[2]]
+        # A pass, and the heartbeat of a rank that has nothing to do.
+        idle = False
+        while not idle:
+            assert fpm.poll(PATIENCE_MS)
+            payloads.append(fpm.recv_multipart()[2])
+            idle = dynamo.decode(payloads[-1]).wall_time == 0
+        for payload in payloads:
+            metrics = dynamo.decode(payload)
+            assert metrics is not None, "Dynamo skips what it cannot read"
+            assert dynamo.encode(metrics) == payload
+        assert metrics.scheduled_requests == dynamo.ScheduledRequestMetrics()
 
 
 @contextmanager
@@ -277,18 +326,15 @@ OLD = OldBatch(
     ],
     3,
 )
-NEW = KVEventBatch(
-    1.5,
-    [
-        BlockStored([1, 2**64 - 1], None, list(range(32)), 16, None, "GPU", None, [None, ("x", 1)]),
-        BlockRemoved([b"\x01" * 32], "CPU"),
-        AllBlocksCleared(),
-    ],
-    3,
-)
+EVENTS = [
+    BlockStored([1, 2**64 - 1], None, list(range(32)), 16, None, "GPU", None, [None, ("x", 1)]),
+    BlockRemoved([b"\x01" * 32], "CPU"),
+    AllBlocksCleared(),
+]
+NEW, MAP = KVEventBatch(1.5, EVENTS, 3), MapBatch(1.5, EVENTS, 3)
 
 
-@pytest.mark.parametrize(("batch", "medium"), [(OLD, None), (NEW, "GPU")])
+@pytest.mark.parametrize(("batch", "medium"), [(OLD, None), (NEW, "GPU"), (MAP, "GPU")])
 def test_the_tail_reads_what_msgspec_encodes(binary, context, batch, medium):
     publisher = context.socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
@@ -306,7 +352,8 @@ def test_the_tail_reads_what_msgspec_encodes(binary, context, batch, medium):
     event = line["event"]
     assert (event["ts"], event["data_parallel_rank"]) == (1.5, 3)
     stored, removed, cleared = event["events"]
-    assert stored == {**STORED, "medium": medium}
+    keys = {} if medium is None else {"extra_keys": [None, ["x", 1]]}
+    assert stored == {**STORED, "medium": medium, **keys}
     assert removed["type"] == "BlockRemoved"
     assert removed["block_hashes"] == ([1] if medium is None else [[1] * 32])
     assert cleared == {"type": "AllBlocksCleared"}

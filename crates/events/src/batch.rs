@@ -71,7 +71,6 @@ pub struct Record {
     /// Number among the rank's events of this kind.
     pub sequence: u64,
     start: u32,
-    frames: u32,
     payload: u32,
     end: u32,
 }
@@ -95,12 +94,6 @@ impl Batch {
     /// One event as ZMTP frames.
     pub(crate) fn record_wire(&self, record: &Record) -> Bytes {
         self.bytes.slice(record.start as usize..record.end as usize)
-    }
-
-    /// The frames of an event that follow its topic.
-    pub(crate) fn after_topic(&self, record: &Record) -> Bytes {
-        self.bytes
-            .slice(record.frames as usize..record.end as usize)
     }
 
     /// The payload of an event.
@@ -182,7 +175,6 @@ impl Lane {
         }
         let start = bytes.len();
         bytes.extend_from_slice(topic_frame);
-        let frames = bytes.len();
         bytes.extend_from_slice(&[1, 8]); // a short frame, which more follow
         bytes.extend_from_slice(&sequence.to_be_bytes());
         // A frame in its long form, whose length is known in a moment.
@@ -196,7 +188,6 @@ impl Lane {
             rank,
             sequence,
             start: start as u32,
-            frames: frames as u32,
             payload: payload as u32,
             end: end as u32,
         });
@@ -375,7 +366,6 @@ mod tests {
             rank: 7,
             sequence: 2,
             start: 0,
-            frames: 3,
             payload: 3 + 10 + 9,
             end: 3 + 10 + 9 + 5,
         }

@@ -1,10 +1,19 @@
-//! KV events as vLLM publishes them: MessagePack batches that say which blocks a rank's cache
-//! gained and lost.
+//! KV events as vLLM publishes them: MessagePack batches that list the blocks a rank's cache gained
+//! and lost.
 //!
-//! vLLM (`vllm/distributed/kv_events.py`) writes maps today and wrote positional arrays before;
-//! both are read, maps are written. A batch is `{ts, events, data_parallel_rank}`; an event is one
-//! of [`KvEvent`], told apart by `type` in a map and by the first item in an array. Fields that
-//! vLLM adds and this crate does not know are skipped.
+//! ```text
+//! [ts, [event, …], data_parallel_rank]
+//! event: {"type": "BlockStored", "block_hashes": [h, …], "parent_block_hash": h or nil,
+//!         "token_ids": [t, …], "block_size": n, "lora_id": nil, "medium": "GPU", "lora_name": nil,
+//!         "extra_keys": [nil, …], "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+//!        {"type": "BlockRemoved", "block_hashes": [h], "medium": "GPU", "group_idx": 0}
+//!        {"type": "AllBlocksCleared"}
+//! ```
+//!
+//! Source: vLLM 0.33, `vllm/distributed/kv_events.py` (the batch is `array_like`, events are tagged
+//! maps that omit defaults), and `BlockPool` for which fields are set. The golden test compares bytes
+//! with those of vLLM's own classes. The reader also takes batches that are maps, and events that are
+//! positional arrays, which older publishers write. It skips fields that it does not know.
 
 use serde::Serialize;
 use slipstream_base::kv_event::StoredBlocks;
@@ -12,17 +21,22 @@ use slipstream_base::{BlockHash, KvOp, TokenId};
 
 use crate::msgpack::{self, DecodeError, Reader};
 
-/// Where blocks lie that a GPU holds, in vLLM's word.
+/// vLLM's name for the memory of a GPU.
 pub const MEDIUM_GPU: &str = "GPU";
 
-/// A batch of events of one rank: what one pass changed.
+/// vLLM's name for the cache of layers that attend to the whole context.
+pub const FULL_ATTENTION: &str = "full_attention";
+
+/// A batch of events of one rank: the changes of one step.
+///
+/// Serializes (JSON) as a map; the wire format is [`KvEventBatch::to_vec`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct KvEventBatch {
     /// When it was made, seconds since 1970.
     pub ts: f64,
     /// In the order in which they happened.
     pub events: Vec<KvEvent>,
-    /// The rank; vLLM leaves it out where there is one.
+    /// The rank in its worker. vLLM always sets it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_rank: Option<u32>,
 }
@@ -31,42 +45,81 @@ pub struct KvEventBatch {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "type")]
 pub enum KvEvent {
-    /// Blocks were stored, each following the one before it.
-    BlockStored {
-        /// Their hashes.
-        block_hashes: Vec<ExternalHash>,
-        /// The block before the first; none if that one opens a prompt.
-        parent_block_hash: Option<ExternalHash>,
-        /// Their tokens, `block_size` a block; empty where they are not known (a prompt that came
-        /// as hashes, a snapshot).
-        token_ids: Vec<TokenId>,
-        /// Tokens a block.
-        block_size: u32,
-        /// Number of the LoRA adapter (deprecated in vLLM).
-        lora_id: Option<u64>,
-        /// Where they lie: [`MEDIUM_GPU`].
-        medium: Option<String>,
-        /// The LoRA adapter.
-        lora_name: Option<String>,
-        /// Group of layers that they belong to, in a hybrid cache.
-        #[serde(skip_serializing_if = "Option::is_none")]
-        group_idx: Option<u32>,
-    },
-    /// Blocks are gone.
-    BlockRemoved {
-        /// Their hashes.
-        block_hashes: Vec<ExternalHash>,
-        /// Where they lay.
-        medium: Option<String>,
-        /// Group of layers that they belonged to, in a hybrid cache.
-        #[serde(skip_serializing_if = "Option::is_none")]
-        group_idx: Option<u32>,
-    },
+    /// Blocks were stored, each the successor of the one before it.
+    BlockStored(Box<BlockStored>),
+    /// Blocks were evicted.
+    BlockRemoved(BlockRemoved),
     /// Every block is gone.
     AllBlocksCleared {},
 }
 
-/// A block's hash: a number, or bytes, as vLLM is configured.
+/// Blocks that were stored, each the successor of the one before it.
+///
+/// The fields from `extra_keys` on are left out of the wire format if they are `None`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct BlockStored {
+    /// Hashes in prefix order. Shape `[n]`.
+    pub block_hashes: Vec<ExternalHash>,
+    /// The block before the first; `None` if that one opens a prompt.
+    pub parent_block_hash: Option<ExternalHash>,
+    /// Tokens of the blocks, shape `[n * block_size]`. Empty if unknown: a prompt given as hashes, or
+    /// a snapshot.
+    pub token_ids: Vec<TokenId>,
+    /// Tokens per block.
+    pub block_size: u32,
+    /// Number of the LoRA adapter (deprecated in vLLM).
+    pub lora_id: Option<u64>,
+    /// Where they are stored, such as [`MEDIUM_GPU`].
+    pub medium: Option<String>,
+    /// The LoRA adapter.
+    pub lora_name: Option<String>,
+    /// What went into each block's hash besides its tokens. Shape `[n]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
+    /// Group of layers, in a hybrid cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group_idx: Option<u32>,
+    /// Kind of that group's cache, such as [`FULL_ATTENTION`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache_spec_kind: Option<String>,
+    /// Its window, tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache_spec_sliding_window: Option<u32>,
+    /// `LOCAL` or `REMOTE`, as the publisher sees it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub locality: Option<String>,
+    /// The offloading tier that published the event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ownership: Option<String>,
+    /// The session whose request stored the blocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
+    /// Tokens beyond each block that went into its hash. Shape `[n][any]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lookahead_token_ids: Option<Vec<Vec<TokenId>>>,
+}
+
+/// Blocks that were evicted.
+///
+/// The fields from `group_idx` on are left out of the wire format if they are `None`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct BlockRemoved {
+    /// Their hashes. vLLM publishes an event per block.
+    pub block_hashes: Vec<ExternalHash>,
+    /// Where they were stored.
+    pub medium: Option<String>,
+    /// Group of layers, in a hybrid cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group_idx: Option<u32>,
+    /// `LOCAL` or `REMOTE`, as the publisher sees it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub locality: Option<String>,
+    /// The offloading tier that published the event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ownership: Option<String>,
+}
+
+/// A block's hash: a number or bytes, as vLLM is configured.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ExternalHash {
     /// 64 bits.
@@ -84,10 +137,41 @@ impl Serialize for ExternalHash {
     }
 }
 
+/// A value that went into a block's hash besides its tokens: the name of a LoRA adapter, a cache
+/// salt, a pair of an image's identifier and its offset, or a digest of embeddings.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum ExtraKey {
+    /// Text.
+    Text(String),
+    /// Bytes.
+    Bytes(Box<[u8]>),
+    /// A whole number from 0.
+    Uint(u64),
+    /// A negative number.
+    Int(i64),
+    /// Several values.
+    List(Vec<ExtraKey>),
+}
+
 impl KvEventBatch {
-    /// Serialized into a new buffer.
+    /// The wire format, in a new buffer.
     pub fn to_vec(&self) -> Vec<u8> {
-        rmp_serde::to_vec_named(self).expect("numbers and strings in memory always serialize")
+        let mut out = Vec::new();
+        msgpack::array(&mut out, 3);
+        msgpack::float(&mut out, self.ts);
+        msgpack::array(&mut out, self.events.len() as u32);
+        for event in &self.events {
+            match event {
+                KvEvent::BlockStored(stored) => stored.write(&mut out),
+                KvEvent::BlockRemoved(removed) => removed.write(&mut out),
+                KvEvent::AllBlocksCleared {} => write_cleared(&mut out),
+            }
+        }
+        write_or_nil(&mut out, self.data_parallel_rank, |out, rank| {
+            msgpack::uint(out, rank.into());
+        });
+        out
     }
 
     /// Reads a batch: maps, positional arrays, or a mix.
@@ -119,9 +203,162 @@ impl KvEventBatch {
     }
 }
 
+impl BlockStored {
+    fn write(&self, out: &mut Vec<u8>) {
+        use msgpack::{array, map16, string, uint};
+        let optional = [
+            self.extra_keys.is_some(),
+            self.group_idx.is_some(),
+            self.kv_cache_spec_kind.is_some(),
+            self.kv_cache_spec_sliding_window.is_some(),
+            self.locality.is_some(),
+            self.ownership.is_some(),
+            self.session_id.is_some(),
+            self.lookahead_token_ids.is_some(),
+        ];
+        let optional = optional.iter().filter(|&&is_some| is_some).count() as u16;
+        // `msgspec` chooses the header for all 16 fields of vLLM's class before it omits any.
+        map16(out, 8 + optional);
+        string(out, "type");
+        string(out, "BlockStored");
+        write_hashes(out, &self.block_hashes);
+        string(out, "parent_block_hash");
+        write_or_nil(out, self.parent_block_hash.as_ref(), write_hash);
+        string(out, "token_ids");
+        write_tokens(out, &self.token_ids);
+        string(out, "block_size");
+        uint(out, self.block_size.into());
+        string(out, "lora_id");
+        write_or_nil(out, self.lora_id, uint);
+        string(out, "medium");
+        write_or_nil(out, self.medium.as_deref(), string);
+        string(out, "lora_name");
+        write_or_nil(out, self.lora_name.as_deref(), string);
+        write_if_some(
+            out,
+            "extra_keys",
+            self.extra_keys.as_ref(),
+            |out, blocks| {
+                array(out, blocks.len() as u32);
+                for keys in blocks {
+                    write_or_nil(out, keys.as_deref(), write_keys);
+                }
+            },
+        );
+        write_if_some(out, "group_idx", self.group_idx, |out, group| {
+            uint(out, group.into());
+        });
+        let kind = self.kv_cache_spec_kind.as_deref();
+        write_if_some(out, "kv_cache_spec_kind", kind, string);
+        let window = self.kv_cache_spec_sliding_window;
+        write_if_some(
+            out,
+            "kv_cache_spec_sliding_window",
+            window,
+            |out, window| {
+                uint(out, window.into());
+            },
+        );
+        write_if_some(out, "locality", self.locality.as_deref(), string);
+        write_if_some(out, "ownership", self.ownership.as_deref(), string);
+        write_if_some(out, "session_id", self.session_id.as_deref(), string);
+        let lookahead = self.lookahead_token_ids.as_ref();
+        write_if_some(out, "lookahead_token_ids", lookahead, |out, blocks| {
+            array(out, blocks.len() as u32);
+            for tokens in blocks {
+                write_tokens(out, tokens);
+            }
+        });
+    }
+}
+
+impl BlockRemoved {
+    fn write(&self, out: &mut Vec<u8>) {
+        use msgpack::{map, string, uint};
+        let optional = [
+            self.group_idx.is_some(),
+            self.locality.is_some(),
+            self.ownership.is_some(),
+        ];
+        let optional = optional.iter().filter(|&&is_some| is_some).count() as u32;
+        map(out, 3 + optional);
+        string(out, "type");
+        string(out, "BlockRemoved");
+        write_hashes(out, &self.block_hashes);
+        string(out, "medium");
+        write_or_nil(out, self.medium.as_deref(), string);
+        write_if_some(out, "group_idx", self.group_idx, |out, group| {
+            uint(out, group.into());
+        });
+        write_if_some(out, "locality", self.locality.as_deref(), string);
+        write_if_some(out, "ownership", self.ownership.as_deref(), string);
+    }
+}
+
+fn write_cleared(out: &mut Vec<u8>) {
+    msgpack::map(out, 1);
+    msgpack::string(out, "type");
+    msgpack::string(out, "AllBlocksCleared");
+}
+
+fn write_hashes(out: &mut Vec<u8>, hashes: &[ExternalHash]) {
+    msgpack::string(out, "block_hashes");
+    msgpack::array(out, hashes.len() as u32);
+    for hash in hashes {
+        write_hash(out, hash);
+    }
+}
+
+fn write_hash(out: &mut Vec<u8>, hash: &ExternalHash) {
+    match hash {
+        ExternalHash::Int(hash) => msgpack::uint(out, *hash),
+        ExternalHash::Bytes(hash) => msgpack::bytes(out, hash),
+    }
+}
+
+fn write_tokens(out: &mut Vec<u8>, tokens: &[TokenId]) {
+    msgpack::array(out, tokens.len() as u32);
+    for &token in tokens {
+        msgpack::uint(out, token.into());
+    }
+}
+
+fn write_keys(out: &mut Vec<u8>, keys: &[ExtraKey]) {
+    msgpack::array(out, keys.len() as u32);
+    for key in keys {
+        match key {
+            ExtraKey::Text(text) => msgpack::string(out, text),
+            ExtraKey::Bytes(bytes) => msgpack::bytes(out, bytes),
+            ExtraKey::Uint(number) => msgpack::uint(out, *number),
+            ExtraKey::Int(number) => msgpack::int(out, *number),
+            ExtraKey::List(keys) => write_keys(out, keys),
+        }
+    }
+}
+
+fn write_or_nil<T>(out: &mut Vec<u8>, value: Option<T>, write: impl FnOnce(&mut Vec<u8>, T)) {
+    match value {
+        Some(value) => write(out, value),
+        None => msgpack::nil(out),
+    }
+}
+
+/// A field with a default of `None`: vLLM omits it then.
+fn write_if_some<T>(
+    out: &mut Vec<u8>,
+    name: &str,
+    value: Option<T>,
+    write: impl FnOnce(&mut Vec<u8>, T),
+) {
+    if let Some(value) = value {
+        msgpack::string(out, name);
+        write(out, value);
+    }
+}
+
 /// Fields of a positional batch.
 const BATCH_FIELDS: &[&str] = &["ts", "events", "data_parallel_rank"];
-/// Of a positional event, after its type. vLLM has only ever added fields at the end.
+/// Fields of a positional event, after its type. vLLM has only ever added fields at the end.
 const STORED_FIELDS: &[&str] = &[
     "block_hashes",
     "parent_block_hash",
@@ -132,8 +369,20 @@ const STORED_FIELDS: &[&str] = &[
     "lora_name",
     "extra_keys",
     "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "session_id",
+    "lookahead_token_ids",
 ];
-const REMOVED_FIELDS: &[&str] = &["block_hashes", "medium", "group_idx"];
+const REMOVED_FIELDS: &[&str] = &[
+    "block_hashes",
+    "medium",
+    "group_idx",
+    "locality",
+    "ownership",
+];
 
 /// Fields of a struct, in a map by name or in an array by place.
 struct Fields {
@@ -156,7 +405,7 @@ impl Fields {
         Ok(Fields { len, places: None })
     }
 
-    /// Name of field number `place`; empty if it lies behind those that are known.
+    /// Name of field number `place`; empty if it is behind those that are known.
     fn name<'b>(&self, place: usize, reader: &mut Reader<'b>) -> Result<&'b str, DecodeError> {
         match self.places {
             Some(names) => Ok(names.get(place).copied().unwrap_or("")),
@@ -180,7 +429,8 @@ fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
         fields = Fields::open(reader, "a KV event", &[])?;
         kind = type_of(reader, fields.len, at)?;
     }
-    let mut parts = Parts::default();
+    let mut stored = BlockStored::default();
+    let mut found = Found::default();
     if fields.places.is_some() {
         fields.places = Some(match kind {
             "BlockStored" => STORED_FIELDS,
@@ -189,25 +439,29 @@ fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
         });
     }
     for place in 0..fields.len {
-        parts.read(fields.name(place, reader)?, reader)?;
+        read_field(fields.name(place, reader)?, reader, &mut stored, &mut found)?;
     }
-    let missing = |name: &str| Reader::value_error(at, format!("{kind} without `{name}`"));
+    let require = |found: bool, name: &str| match found {
+        true => Ok(()),
+        false => Err(Reader::value_error(at, format!("{kind} without `{name}`"))),
+    };
     match kind {
-        "BlockStored" => Ok(KvEvent::BlockStored {
-            block_hashes: parts.block_hashes.ok_or_else(|| missing("block_hashes"))?,
-            parent_block_hash: parts.parent_block_hash,
-            token_ids: parts.token_ids.ok_or_else(|| missing("token_ids"))?,
-            block_size: parts.block_size.ok_or_else(|| missing("block_size"))?,
-            lora_id: parts.lora_id,
-            medium: parts.medium,
-            lora_name: parts.lora_name,
-            group_idx: parts.group_idx,
-        }),
-        "BlockRemoved" => Ok(KvEvent::BlockRemoved {
-            block_hashes: parts.block_hashes.ok_or_else(|| missing("block_hashes"))?,
-            medium: parts.medium,
-            group_idx: parts.group_idx,
-        }),
+        "BlockStored" => {
+            require(found.block_hashes, "block_hashes")?;
+            require(found.token_ids, "token_ids")?;
+            require(found.block_size, "block_size")?;
+            Ok(KvEvent::BlockStored(Box::new(stored)))
+        }
+        "BlockRemoved" => {
+            require(found.block_hashes, "block_hashes")?;
+            Ok(KvEvent::BlockRemoved(BlockRemoved {
+                block_hashes: stored.block_hashes,
+                medium: stored.medium,
+                group_idx: stored.group_idx,
+                locality: stored.locality,
+                ownership: stored.ownership,
+            }))
+        }
         "AllBlocksCleared" => Ok(KvEvent::AllBlocksCleared {}),
         _ => Err(Reader::value_error(
             at,
@@ -231,48 +485,66 @@ fn type_of<'b>(reader: &Reader<'b>, len: usize, at: usize) -> Result<&'b str, De
     Err(Reader::value_error(at, "a KV event without a `type`"))
 }
 
-/// Fields of all events.
+/// Which of the required fields an event has.
 #[derive(Default)]
-struct Parts {
-    block_hashes: Option<Vec<ExternalHash>>,
-    parent_block_hash: Option<ExternalHash>,
-    token_ids: Option<Vec<TokenId>>,
-    block_size: Option<u32>,
-    lora_id: Option<u64>,
-    medium: Option<String>,
-    lora_name: Option<String>,
-    group_idx: Option<u32>,
+struct Found {
+    block_hashes: bool,
+    token_ids: bool,
+    block_size: bool,
 }
 
-impl Parts {
-    fn read(&mut self, name: &str, reader: &mut Reader<'_>) -> Result<(), DecodeError> {
-        match name {
-            "block_hashes" => {
-                let len = reader.array("block_hashes")?;
-                let hashes = (0..len)
-                    .map(|_| read_hash(reader))
-                    .collect::<Result<_, _>>()?;
-                self.block_hashes = Some(hashes);
-            }
-            "parent_block_hash" => self.parent_block_hash = optional(reader, read_hash)?,
-            "token_ids" => {
-                let len = reader.array("token_ids")?;
-                let tokens = (0..len)
-                    .map(|_| reader.u32("a token"))
-                    .collect::<Result<_, _>>()?;
-                self.token_ids = Some(tokens);
-            }
-            "block_size" => self.block_size = Some(reader.u32("block_size")?),
-            "lora_id" => self.lora_id = optional(reader, |r| r.uint("lora_id"))?,
-            "medium" => self.medium = optional(reader, |r| Ok(r.str("medium")?.to_owned()))?,
-            "lora_name" => {
-                self.lora_name = optional(reader, |r| Ok(r.str("lora_name")?.to_owned()))?;
-            }
-            "group_idx" => self.group_idx = optional(reader, |r| r.u32("group_idx"))?,
-            _ => reader.skip("a field")?,
+/// Reads the field `name` of an event of either kind into `event`.
+fn read_field(
+    name: &str,
+    reader: &mut Reader<'_>,
+    event: &mut BlockStored,
+    found: &mut Found,
+) -> Result<(), DecodeError> {
+    match name {
+        "block_hashes" => {
+            event.block_hashes = list(reader, "block_hashes", read_hash)?;
+            found.block_hashes = true;
         }
-        Ok(())
+        "parent_block_hash" => event.parent_block_hash = optional(reader, read_hash)?,
+        "token_ids" => {
+            event.token_ids = list(reader, "token_ids", |r| r.u32("a token"))?;
+            found.token_ids = true;
+        }
+        "block_size" => {
+            event.block_size = reader.u32("block_size")?;
+            found.block_size = true;
+        }
+        "lora_id" => event.lora_id = optional(reader, |r| r.uint("lora_id"))?,
+        "medium" => event.medium = text(reader, "medium")?,
+        "lora_name" => event.lora_name = text(reader, "lora_name")?,
+        "extra_keys" => {
+            event.extra_keys = optional(reader, |reader| {
+                list(reader, "extra_keys", |reader| {
+                    optional(reader, |reader| read_keys(reader, EXTRA_KEYS_DEPTH_MAX))
+                })
+            })?;
+        }
+        "group_idx" => event.group_idx = optional(reader, |r| r.u32("group_idx"))?,
+        "kv_cache_spec_kind" => event.kv_cache_spec_kind = text(reader, "kv_cache_spec_kind")?,
+        "kv_cache_spec_sliding_window" => {
+            event.kv_cache_spec_sliding_window =
+                optional(reader, |r| r.u32("kv_cache_spec_sliding_window"))?;
+        }
+        "locality" => event.locality = text(reader, "locality")?,
+        "ownership" => event.ownership = text(reader, "ownership")?,
+        "session_id" => event.session_id = text(reader, "session_id")?,
+        "lookahead_token_ids" => {
+            event.lookahead_token_ids = optional(reader, |reader| {
+                list(reader, "lookahead_token_ids", |reader| {
+                    list(reader, "a block's lookahead_token_ids", |r| {
+                        r.u32("a token")
+                    })
+                })
+            })?;
+        }
+        _ => reader.skip("a field")?,
     }
+    Ok(())
 }
 
 fn read_hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
@@ -281,6 +553,46 @@ fn read_hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
         Some(bytes) => Ok(ExternalHash::Bytes(bytes.into())),
         None => reader.uint(what).map(ExternalHash::Int),
     }
+}
+
+/// Extra keys are pairs at most; anything much deeper is no key.
+const EXTRA_KEYS_DEPTH_MAX: u32 = 4;
+
+fn read_keys(reader: &mut Reader<'_>, depth: u32) -> Result<Vec<ExtraKey>, DecodeError> {
+    let what = "an extra key";
+    list(reader, "extra keys of a block", |reader| {
+        if reader.is_array() {
+            let Some(depth) = depth.checked_sub(1) else {
+                let message = format!("{what} is nested deeper than {EXTRA_KEYS_DEPTH_MAX}");
+                return Err(Reader::value_error(reader.at(), message));
+            };
+            return read_keys(reader, depth).map(ExtraKey::List);
+        }
+        if let Some(bytes) = reader.bytes(what)? {
+            return Ok(ExtraKey::Bytes(bytes.into()));
+        }
+        match reader.peek(what)? {
+            0xa0..=0xbf | 0xd9..=0xdb => Ok(ExtraKey::Text(reader.str(what)?.to_owned())),
+            0xe0..=0xff | 0xd0..=0xd3 => {
+                let number = reader.uint(what)? as i64;
+                Ok(u64::try_from(number).map_or(ExtraKey::Int(number), ExtraKey::Uint))
+            }
+            _ => reader.uint(what).map(ExtraKey::Uint),
+        }
+    })
+}
+
+fn text(reader: &mut Reader<'_>, what: &'static str) -> Result<Option<String>, DecodeError> {
+    optional(reader, |reader| Ok(reader.str(what)?.to_owned()))
+}
+
+fn list<T>(
+    reader: &mut Reader<'_>,
+    what: &'static str,
+    mut read: impl FnMut(&mut Reader<'_>) -> Result<T, DecodeError>,
+) -> Result<Vec<T>, DecodeError> {
+    let len = reader.array(what)?;
+    (0..len).map(|_| read(reader)).collect()
 }
 
 fn optional<'b, T>(
@@ -300,19 +612,19 @@ pub struct KvChanges<'c> {
     pub ts: f64,
     /// The rank in its worker.
     pub dp_rank: u16,
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// What changed.
+    /// The changes.
     pub ops: &'c [KvOp],
-    /// Tokens of the stored blocks, one entry for each [`KvOp::Stored`]; none if not known.
+    /// Tokens of the stored blocks, one entry for each [`KvOp::Stored`]; `None` if unknown.
     pub blocks: Option<&'c StoredBlocks>,
     /// Number of the first stored block of `ops` among `blocks`.
     pub first_block: usize,
-    /// Root of chains whose first blocks are told by it alone, where `blocks` is not known.
+    /// Root of chains without a salt.
     pub root: BlockHash,
 }
 
-/// A run of changes that one event tells.
+/// A run of changes that one event publishes.
 struct Run {
     /// Ops `start..end`.
     start: usize,
@@ -331,7 +643,14 @@ impl KvChanges<'_> {
         parent == self.root || self.blocks.is_some_and(|blocks| blocks.is_first(block))
     }
 
-    /// Runs of stored blocks that follow each other, of removed ones, and single clearings.
+    /// The extra key of a stored block that follows `parent`: the salt of a prompt's first block.
+    /// Only the chain's root reaches the engine, not the salt, so the root stands in for it.
+    fn salt(&self, is_first: bool, parent: BlockHash) -> Option<String> {
+        (is_first && parent != self.root).then(|| format!("{:016x}", parent.0))
+    }
+
+    /// Runs of stored blocks that follow each other; single removals and clearings, as vLLM
+    /// publishes an event for each.
     fn runs(&self) -> impl Iterator<Item = Run> + '_ {
         let mut at = 0;
         let mut block = self.first_block;
@@ -339,26 +658,18 @@ impl KvChanges<'_> {
             let first = self.ops.get(at)?;
             let (start, first_block) = (at, block);
             at += 1;
-            match first {
-                KvOp::Stored { hash, .. } => {
-                    let known = self.tokens(block).is_empty();
+            if let KvOp::Stored { hash, .. } = first {
+                let known = self.tokens(block).is_empty();
+                block += 1;
+                let mut last = *hash;
+                while let Some(KvOp::Stored { hash, parent }) = self.ops.get(at)
+                    && *parent == last
+                    && self.tokens(block).is_empty() == known
+                {
+                    last = *hash;
+                    at += 1;
                     block += 1;
-                    let mut last = *hash;
-                    while let Some(KvOp::Stored { hash, parent }) = self.ops.get(at)
-                        && *parent == last
-                        && self.tokens(block).is_empty() == known
-                    {
-                        last = *hash;
-                        at += 1;
-                        block += 1;
-                    }
                 }
-                KvOp::Removed { .. } => {
-                    while let Some(KvOp::Removed { .. }) = self.ops.get(at) {
-                        at += 1;
-                    }
-                }
-                KvOp::Cleared => {}
             }
             Some(Run {
                 start,
@@ -375,27 +686,35 @@ impl KvChanges<'_> {
             let block_hashes = ops
                 .iter()
                 .filter_map(hash_of)
-                .map(|hash| ExternalHash::Int(hash.0));
+                .map(|hash| ExternalHash::Int(hash.0))
+                .collect();
             match ops[0] {
-                KvOp::Stored { parent, .. } => KvEvent::BlockStored {
-                    block_hashes: block_hashes.collect(),
-                    parent_block_hash: (!self.is_first(run.block, parent))
-                        .then_some(ExternalHash::Int(parent.0)),
-                    token_ids: (run.block..run.block + ops.len())
-                        .flat_map(|block| self.tokens(block))
-                        .copied()
-                        .collect(),
-                    block_size: self.block_size,
-                    lora_id: None,
+                KvOp::Stored { parent, .. } => {
+                    let is_first = self.is_first(run.block, parent);
+                    let salt = self.salt(is_first, parent);
+                    let mut extra_keys = vec![None; ops.len()];
+                    extra_keys[0] = salt.map(|salt| vec![ExtraKey::Text(salt)]);
+                    KvEvent::BlockStored(Box::new(BlockStored {
+                        block_hashes,
+                        parent_block_hash: (!is_first).then_some(ExternalHash::Int(parent.0)),
+                        token_ids: (run.block..run.block + ops.len())
+                            .flat_map(|block| self.tokens(block))
+                            .copied()
+                            .collect(),
+                        block_size: self.block_size,
+                        medium: Some(MEDIUM_GPU.to_owned()),
+                        extra_keys: Some(extra_keys),
+                        group_idx: Some(0),
+                        kv_cache_spec_kind: Some(FULL_ATTENTION.to_owned()),
+                        ..BlockStored::default()
+                    }))
+                }
+                KvOp::Removed { .. } => KvEvent::BlockRemoved(BlockRemoved {
+                    block_hashes,
                     medium: Some(MEDIUM_GPU.to_owned()),
-                    lora_name: None,
-                    group_idx: None,
-                },
-                KvOp::Removed { .. } => KvEvent::BlockRemoved {
-                    block_hashes: block_hashes.collect(),
-                    medium: Some(MEDIUM_GPU.to_owned()),
-                    group_idx: None,
-                },
+                    group_idx: Some(0),
+                    ..BlockRemoved::default()
+                }),
                 KvOp::Cleared => KvEvent::AllBlocksCleared {},
             }
         });
@@ -409,22 +728,25 @@ impl KvChanges<'_> {
     /// Appends the batch to `out`: the bytes of [`KvEventBatch::to_vec`] without the copies in
     /// between.
     pub fn write(&self, out: &mut Vec<u8>) {
-        use msgpack::{array, float, map, nil, string, uint};
-        map(out, 3);
-        string(out, "ts");
+        use msgpack::{array, float, map, map16, nil, string, uint};
+        array(out, 3);
         float(out, self.ts);
-        string(out, "events");
         array(out, self.runs().count() as u32);
         for run in self.runs() {
             let ops = &self.ops[run.start..run.end];
             match ops[0] {
                 KvOp::Stored { parent, .. } => {
-                    map(out, 8);
+                    map16(out, 11); // as in `BlockStored::write`
                     string(out, "type");
                     string(out, "BlockStored");
-                    write_hashes(out, ops);
+                    string(out, "block_hashes");
+                    array(out, ops.len() as u32);
+                    for hash in ops.iter().filter_map(hash_of) {
+                        uint(out, hash.0);
+                    }
                     string(out, "parent_block_hash");
-                    if self.is_first(run.block, parent) {
+                    let is_first = self.is_first(run.block, parent);
+                    if is_first {
                         nil(out);
                     } else {
                         uint(out, parent.0);
@@ -444,32 +766,37 @@ impl KvChanges<'_> {
                     string(out, MEDIUM_GPU);
                     string(out, "lora_name");
                     nil(out);
+                    string(out, "extra_keys");
+                    array(out, ops.len() as u32);
+                    match self.salt(is_first, parent) {
+                        Some(salt) => {
+                            array(out, 1);
+                            string(out, &salt);
+                        }
+                        None => nil(out),
+                    }
+                    out.resize(out.len() + ops.len() - 1, msgpack::NIL);
+                    string(out, "group_idx");
+                    uint(out, 0);
+                    string(out, "kv_cache_spec_kind");
+                    string(out, FULL_ATTENTION);
                 }
-                KvOp::Removed { .. } => {
-                    map(out, 3);
+                KvOp::Removed { hash } => {
+                    map(out, 4);
                     string(out, "type");
                     string(out, "BlockRemoved");
-                    write_hashes(out, ops);
+                    string(out, "block_hashes");
+                    array(out, 1);
+                    uint(out, hash.0);
                     string(out, "medium");
                     string(out, MEDIUM_GPU);
+                    string(out, "group_idx");
+                    uint(out, 0);
                 }
-                KvOp::Cleared => {
-                    map(out, 1);
-                    string(out, "type");
-                    string(out, "AllBlocksCleared");
-                }
+                KvOp::Cleared => write_cleared(out),
             }
         }
-        string(out, "data_parallel_rank");
         uint(out, self.dp_rank.into());
-    }
-}
-
-fn write_hashes(out: &mut Vec<u8>, ops: &[KvOp]) {
-    msgpack::string(out, "block_hashes");
-    msgpack::array(out, ops.len() as u32);
-    for hash in ops.iter().filter_map(hash_of) {
-        msgpack::uint(out, hash.0);
     }
 }
 
@@ -477,14 +804,6 @@ fn hash_of(op: &KvOp) -> Option<BlockHash> {
     match op {
         KvOp::Stored { hash, .. } | KvOp::Removed { hash } => Some(*hash),
         KvOp::Cleared => None,
-    }
-}
-
-/// Appends a hash as it is on the wire; for those who write events of their own.
-pub fn write_hash(out: &mut Vec<u8>, hash: &ExternalHash) {
-    match hash {
-        ExternalHash::Int(hash) => msgpack::uint(out, *hash),
-        ExternalHash::Bytes(hash) => msgpack::bytes(out, hash),
     }
 }
 
@@ -589,32 +908,26 @@ mod tests {
         ];
         let batch = changes(&ops, Some(&blocks)).to_batch();
         let [
-            KvEvent::BlockStored {
-                block_hashes,
-                parent_block_hash: None,
-                token_ids,
-                ..
-            },
-            KvEvent::BlockStored {
-                parent_block_hash: Some(ExternalHash::Int(1)),
-                ..
-            },
-            KvEvent::BlockRemoved {
-                block_hashes: gone, ..
-            },
+            KvEvent::BlockStored(first),
+            KvEvent::BlockStored(second),
+            KvEvent::BlockRemoved(removed),
+            KvEvent::BlockRemoved(_),
             KvEvent::AllBlocksCleared {},
         ] = &batch.events[..]
         else {
             panic!("{batch:?}")
         };
-        assert_eq!(block_hashes.len(), 2);
-        assert_eq!(token_ids, &[1, 1, 2, 2]);
-        assert_eq!(gone.len(), 2);
+        assert_eq!(first.block_hashes.len(), 2);
+        assert_eq!(first.parent_block_hash, None);
+        assert_eq!(first.token_ids, [1, 1, 2, 2]);
+        assert_eq!(second.parent_block_hash, Some(ExternalHash::Int(1)));
+        assert_eq!(removed.block_hashes, [ExternalHash::Int(8)]);
     }
 
     #[test]
     fn positional_arrays_are_read() {
-        // What vLLM wrote before it wrote maps: ["BlockStored", hashes, parent, tokens, size, lora].
+        // What vLLM wrote before events became maps:
+        // ["BlockStored", hashes, parent, tokens, size, lora].
         let positional = (
             1.5,
             (
@@ -633,21 +946,16 @@ mod tests {
         );
         let batch = KvEventBatch::decode(&rmp_serde::to_vec(&positional).unwrap()).unwrap();
         assert_eq!((batch.ts, batch.data_parallel_rank), (1.5, Some(3)));
-        let stored = KvEvent::BlockStored {
+        let stored = KvEvent::BlockStored(Box::new(BlockStored {
             block_hashes: vec![ExternalHash::Int(1), ExternalHash::Int(2)],
-            parent_block_hash: None,
             token_ids: vec![5, 6, 7, 8],
             block_size: 2,
-            lora_id: None,
-            medium: None,
-            lora_name: None,
-            group_idx: None,
-        };
-        let removed = KvEvent::BlockRemoved {
+            ..BlockStored::default()
+        }));
+        let removed = KvEvent::BlockRemoved(BlockRemoved {
             block_hashes: vec![ExternalHash::Int(1)],
-            medium: None,
-            group_idx: None,
-        };
+            ..BlockRemoved::default()
+        });
         assert_eq!(
             batch.events,
             [stored, removed, KvEvent::AllBlocksCleared {}]

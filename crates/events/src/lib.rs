@@ -31,6 +31,6 @@ pub mod zmtp;
 pub use batch::{Batch, Kind, QueueCounters, RankTopics, Record, Topic};
 pub use bus::{BusCounters, Event, Hub, HubSubscriber};
 pub use fpm::FpmMessage;
-pub use kv::{KvEvent, KvEventBatch};
+pub use kv::{BlockRemoved, BlockStored, KvEvent, KvEventBatch};
 pub use msgpack::DecodeError;
 pub use publisher::{EventPlane, EventPublisher, PlaneError, PlaneOptions};

@@ -13,6 +13,12 @@ pub(crate) fn map(out: &mut Vec<u8>, len: u32) {
     }
 }
 
+/// Appends a map header with a length of 16 bits, however short the map.
+#[inline]
+pub(crate) fn map16(out: &mut Vec<u8>, len: u16) {
+    tagged(out, 0xde, &len.to_be_bytes());
+}
+
 /// Appends an array header.
 pub(crate) fn array(out: &mut Vec<u8>, len: u32) {
     match len {
@@ -65,10 +71,25 @@ pub(crate) fn float(out: &mut Vec<u8>, value: f64) {
     tagged(out, 0xcb, &value.to_be_bytes());
 }
 
-/// Appends nothing's own value.
+/// Appends a signed number.
+pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
+    match value {
+        0.. => uint(out, value as u64),
+        -0x20..=-1 => out.push(value as u8),
+        -0x80..=-0x21 => tagged(out, 0xd0, &(value as i8).to_be_bytes()),
+        -0x8000..=-0x81 => tagged(out, 0xd1, &(value as i16).to_be_bytes()),
+        -0x8000_0000..=-0x8001 => tagged(out, 0xd2, &(value as i32).to_be_bytes()),
+        _ => tagged(out, 0xd3, &value.to_be_bytes()),
+    }
+}
+
+/// The value that stands for none.
+pub(crate) const NIL: u8 = 0xc0;
+
+/// Appends [`NIL`].
 #[inline]
 pub(crate) fn nil(out: &mut Vec<u8>) {
-    out.push(0xc0);
+    out.push(NIL);
 }
 
 #[inline]
@@ -382,7 +403,10 @@ mod tests {
         fn numbers_and_strings_are_written_as_rmp_serde_does(
             shift in 0u32..64, n in any::<u64>(), x in any::<f64>(), text in "\\PC{0,300}",
         ) {
-            let (n, mut out) = (n >> shift, Vec::new());
+            let (signed, n, mut out) = (n as i64 >> shift, n >> shift, Vec::new());
+            int(&mut out, signed);
+            prop_assert_eq!(&out, &rmp_serde::to_vec(&signed).unwrap());
+            out.clear();
             uint(&mut out, n);
             float(&mut out, x);
             string(&mut out, &text);

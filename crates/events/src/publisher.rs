@@ -24,9 +24,9 @@ use crate::zmq::{BindError, Listeners, ZmqAddresses, ZmqBus};
 /// At shutdown the bus has so long to take what is left.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// A KV batch is ended at so many changes or tokens: NATS takes messages of 1 MiB unless told
-/// otherwise, and a token takes up to 5 bytes.
-const BATCH_OPS_MAX: usize = 4096;
+/// A KV batch ends after so many changes or tokens: NATS takes messages of 1 MiB by default. A change
+/// takes up to 206 bytes, a token up to 5.
+const BATCH_OPS_MAX: usize = 2048;
 const BATCH_TOKENS_MAX: usize = 64 << 10;
 
 /// Snapshots asked for because events were dropped are so far apart, per thread.

@@ -224,7 +224,7 @@ impl ZmqBus {
                         socket.publish_one(&batch.record_wire(record));
                     }
                     if let Some(replay) = self.replay.get(rank) {
-                        replay.keep(record.sequence, batch.after_topic(record));
+                        replay.keep(record.sequence, batch.record_wire(record));
                     }
                 }
             }
@@ -537,7 +537,7 @@ struct ReplayBuffer {
 
 #[derive(Default)]
 struct Kept {
-    /// Sequence, and its frame with the payload's.
+    /// Sequence, and the batch as it was published: topic, sequence and payload.
     batches: VecDeque<(u64, Bytes)>,
     bytes: usize,
 }
@@ -567,9 +567,10 @@ impl ReplayBuffer {
         note_end(&self.counters, "reader of past events", ended);
     }
 
-    /// Source of the exchange: vLLM, `ZmqEventPublisher._service_replay`. A request is an empty
-    /// frame and a sequence; the answer every batch from there on, each as empty frame, sequence
-    /// and payload, then [`END_SEQUENCE`] with an empty payload.
+    /// Source of the exchange: vLLM 0.33, `ZmqEventPublisher._service_replay`. A request is an empty
+    /// frame and a sequence. The answer is every batch from there on, each as an empty frame, topic,
+    /// sequence and payload; then the end marker: [`END_SEQUENCE`] between an empty topic and an
+    /// empty payload.
     async fn answer(&self, stream: TcpStream) -> Result<(), ZmtpError> {
         const EMPTY_FRAME: &[u8] = &[1, 0];
         let mut peer = handshake(stream, "ROUTER", "REQ, DEALER, ROUTER").await?;
@@ -605,7 +606,7 @@ impl ReplayBuffer {
                 peer.stream.write_all_buf(&mut message).await?;
                 add(&self.counters.replayed, 1);
             }
-            let mut end = EMPTY_FRAME.to_vec();
+            let mut end = [EMPTY_FRAME, EMPTY_FRAME].concat();
             zmtp::put_frame(&mut end, &END_SEQUENCE.to_be_bytes(), true);
             zmtp::put_frame(&mut end, &[], false);
             peer.stream.write_all(&end).await?;
@@ -702,20 +703,26 @@ pub async fn replay(endpoint: &str, start: u64) -> Result<Vec<Event>, ZmqError> 
     loop {
         let message = connection.message(8, EVENT_BYTES_MAX).await;
         let frames = message.map_err(|source| peer_error(endpoint, source))?;
-        match &frames[..] {
-            [empty, sequence, payload] if empty.is_empty() && sequence.len() == 8 => {
-                let sequence = sequence.clone().get_u64();
-                if sequence == END_SEQUENCE {
-                    return Ok(events);
-                }
-                events.push(Event {
-                    topic: Bytes::new(),
-                    sequence: Some(sequence),
-                    payload: payload.clone(),
-                });
+        // Publishers before vLLM 0.32 send no topic.
+        let (topic, sequence, payload) = match &frames[..] {
+            [empty, topic, sequence, payload] if empty.is_empty() => {
+                (topic.clone(), sequence, payload)
             }
+            [empty, sequence, payload] if empty.is_empty() => (Bytes::new(), sequence, payload),
             _ => return Err(shape_error(endpoint, &frames)),
+        };
+        if sequence.len() != 8 {
+            return Err(shape_error(endpoint, &frames));
         }
+        let sequence = sequence.clone().get_u64();
+        if sequence == END_SEQUENCE {
+            return Ok(events);
+        }
+        events.push(Event {
+            topic,
+            sequence: Some(sequence),
+            payload: payload.clone(),
+        });
     }
 }
 

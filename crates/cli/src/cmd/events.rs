@@ -390,21 +390,18 @@ impl Message {
 
 fn kv_text(event: &KvEvent) -> String {
     match event {
-        KvEvent::BlockStored {
-            block_hashes,
-            token_ids,
-            block_size,
-            ..
-        } => format!(
-            "stored {} of {block_size} ({})",
-            counted(block_hashes.len() as u64, "block"),
-            match token_ids.len() {
+        KvEvent::BlockStored(stored) => format!(
+            "stored {} of {} ({})",
+            counted(stored.block_hashes.len() as u64, "block"),
+            stored.block_size,
+            match stored.token_ids.len() {
                 0 => "tokens not known".to_owned(),
                 tokens => counted(tokens as u64, "token"),
             }
         ),
-        KvEvent::BlockRemoved { block_hashes, .. } => {
-            format!("removed {}", counted(block_hashes.len() as u64, "block"))
+        KvEvent::BlockRemoved(removed) => {
+            let blocks = removed.block_hashes.len() as u64;
+            format!("removed {}", counted(blocks, "block"))
         }
         KvEvent::AllBlocksCleared {} => "cleared all blocks".to_owned(),
     }

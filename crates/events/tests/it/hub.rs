@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use slipstream_base::cluster::EventBus;
 use slipstream_base::kv_event::StoredBlocks;
+use slipstream_base::{BlockHash, KvDelta, KvOp};
 use slipstream_events::kv::ExternalHash;
 use slipstream_events::{Event, FpmMessage, HubSubscriber, KvEvent, KvEventBatch};
 use slipstream_planes::EventSink;
@@ -76,25 +77,17 @@ fn kv_events_name_tokens_where_they_are_known() {
     let [known, unknown] = &batches[..] else {
         panic!("{batches:?}")
     };
-    let [
-        KvEvent::BlockStored {
-            block_hashes,
-            parent_block_hash,
-            token_ids,
-            block_size: 2,
-            ..
-        },
-    ] = &known.events[..]
-    else {
+    let [KvEvent::BlockStored(stored)] = &known.events[..] else {
         panic!("{known:?}")
     };
-    assert_eq!(block_hashes, &[1000, 1001, 1002].map(ExternalHash::Int));
     assert_eq!(
-        (parent_block_hash, &token_ids[..]),
-        (&None, &[0, 10, 1, 11, 2, 12][..])
+        stored.block_hashes,
+        [1000, 1001, 1002].map(ExternalHash::Int)
     );
+    assert_eq!((&stored.parent_block_hash, stored.block_size), (&None, 2));
+    assert_eq!(stored.token_ids, [0, 10, 1, 11, 2, 12]);
     assert!(
-        matches!(&unknown.events[..], [KvEvent::BlockStored { token_ids, .. }] if token_ids.is_empty())
+        matches!(&unknown.events[..], [KvEvent::BlockStored(stored)] if stored.token_ids.is_empty())
     );
 }
 
@@ -108,15 +101,48 @@ fn a_large_delta_becomes_several_batches_with_rising_sequences() {
     drop(plane);
     let events = all(&mut subscriber);
     let sequences: Vec<Option<u64>> = events.iter().map(|event| event.sequence).collect();
-    assert_eq!(sequences, [Some(0), Some(1), Some(2), Some(3)]);
+    assert_eq!(sequences, (0..6).map(Some).collect::<Vec<_>>());
     let blocks =
         events.iter().map(
             |event| match &KvEventBatch::decode(&event.payload).unwrap().events[..] {
-                [KvEvent::BlockStored { block_hashes, .. }] => block_hashes.len(),
+                [KvEvent::BlockStored(stored)] => stored.block_hashes.len(),
                 other => panic!("{other:?}"),
             },
         );
-    assert_eq!(blocks.collect::<Vec<_>>(), [4096, 4096, 1808, 1]);
+    assert_eq!(
+        blocks.collect::<Vec<_>>(),
+        [2048, 2048, 2048, 2048, 1808, 1]
+    );
+}
+
+/// A server refuses longer messages unless it is configured otherwise.
+#[test]
+fn no_batch_is_longer_than_nats_takes_by_default() {
+    let (plane, mut publisher) = start(&config(EventBus::InProcess), false);
+    let mut subscriber = plane.hub().subscribe(1 << 30);
+    let mut ops = Vec::new();
+    let mut blocks = StoredBlocks::default();
+    for n in 0..10_000 {
+        // An event per block, as none follows the one before it, with a salt and long numbers.
+        ops.push(KvOp::Stored {
+            hash: BlockHash(u64::MAX - n),
+            parent: BlockHash(u64::MAX / 2 - n),
+        });
+        blocks.push(&[u32::MAX; 16], n % 2 == 0);
+    }
+    let delta = KvDelta {
+        rank: rank(0),
+        sequence: 0,
+        ops,
+    };
+    publisher.on_kv_blocks(&delta, &blocks);
+    publisher.flush();
+    drop(plane);
+    let longest = all(&mut subscriber)
+        .iter()
+        .map(|event| event.payload.len())
+        .max();
+    assert!(longest < Some(1 << 20), "{longest:?}");
 }
 
 #[test]
@@ -182,7 +208,7 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
     drop(plane);
     let heard = all(&mut subscriber);
     let blocks = |event: &Event| match &KvEventBatch::decode(&event.payload).unwrap().events[..] {
-        [KvEvent::BlockStored { block_hashes, .. }] => block_hashes.clone(),
+        [KvEvent::BlockStored(stored)] => stored.block_hashes.clone(),
         other => panic!("{other:?}"),
     };
     let unasked = ExternalHash::Int(1000 + 9_999_999);

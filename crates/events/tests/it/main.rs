@@ -1,5 +1,7 @@
-//! The event plane against real subscribers: our own, the `zeromq` crate's, and a NATS server.
+//! The event plane against real subscribers (our own, the `zeromq` crate's, a NATS server), and its
+//! messages against bytes that vLLM and Dynamo encoded.
 
+mod golden;
 mod hub;
 mod nats;
 mod zmq;

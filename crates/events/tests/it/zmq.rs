@@ -132,10 +132,10 @@ fn kv_events_lie_at_a_port_a_rank_and_are_replayed_up_to_the_end_marker() {
         let mut found = Vec::new();
         loop {
             let message = in_time("a replayed batch", dealer.recv()).await.unwrap();
-            let [empty, sequence, payload] = &message.into_vec()[..] else {
-                panic!("three frames")
+            let [empty, topic, sequence, payload] = &message.into_vec()[..] else {
+                panic!("four frames")
             };
-            assert!(empty.is_empty());
+            assert!(empty.is_empty() && topic.is_empty());
             let sequence = i64::from_be_bytes(sequence[..].try_into().unwrap());
             found.push(sequence);
             if sequence == -1 {
@@ -153,9 +153,54 @@ fn kv_events_lie_at_a_port_a_rank_and_are_replayed_up_to_the_end_marker() {
         request.push_back(20u64.to_be_bytes().to_vec().into());
         dealer.send(request).await.unwrap();
         let message = in_time("the end marker", dealer.recv()).await.unwrap();
-        assert_eq!(message.get(1).unwrap()[..], [0xff; 8]);
+        assert_eq!(message.get(2).unwrap()[..], [0xff; 8]);
         assert_eq!(collector.bus().bad_replays.load(Ordering::Relaxed), 1);
         assert_eq!(collector.bus().replays.load(Ordering::Relaxed), 4);
+    });
+}
+
+#[test]
+fn a_replay_is_read_with_topics_and_without() {
+    let frames = |parts: &[&[u8]]| {
+        let mut message = zeromq::ZmqMessage::from(parts[0].to_vec());
+        for part in &parts[1..] {
+            message.push_back(part.to_vec().into());
+        }
+        message
+    };
+    runtime().block_on(async {
+        let mut socket = zeromq::RouterSocket::new();
+        let bound = socket.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        for topic in [None, Some("kv@pod")] {
+            let asked = tokio::spawn({
+                let bound = bound.clone();
+                async move { replay(&bound, 7).await }
+            });
+            let request = in_time("a request", socket.recv()).await.unwrap();
+            let [id, empty, start] = &request.into_vec()[..] else {
+                panic!("three frames")
+            };
+            assert_eq!((empty.len(), &start[..]), (0, &7u64.to_be_bytes()[..]));
+            for (sequence, payload) in [(7, &b"p"[..]), (u64::MAX, b"")] {
+                let mut parts = vec![&id[..], b""];
+                parts.extend(topic.map(|topic| {
+                    if payload.is_empty() {
+                        b""
+                    } else {
+                        topic.as_bytes()
+                    }
+                }));
+                let sequence = sequence.to_be_bytes();
+                parts.extend([&sequence[..], payload]);
+                socket.send(frames(&parts)).await.unwrap();
+            }
+            let events = in_time("the replay", asked).await.unwrap().unwrap();
+            let [event] = &events[..] else {
+                panic!("{events:?}")
+            };
+            assert_eq!(event.topic, topic.unwrap_or_default());
+            assert_eq!((event.sequence, &event.payload[..]), (Some(7), &b"p"[..]));
+        }
     });
 }
 

@@ -55,6 +55,11 @@ bench-stages: build
 bench-peer: build
 	./scripts/bench-peer.sh
 
+# vllm-router of PyPI in front of our engines: its kv_aware policy must hit by our KV events.
+.PHONY: test-router
+test-router: build
+	./scripts/vllm-router.sh
+
 # Microbenches of the hot paths.
 bench:
 	cargo bench --locked

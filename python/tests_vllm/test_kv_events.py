@@ -2,15 +2,12 @@
 
 import importlib.util
 import json
-import os
 import select
-import signal
 import socket
 import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 from rig import BLOCK, Rig
+from served import PATIENCE_S, binary_under_test, serving
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -28,8 +26,6 @@ from vllm.distributed.kv_events import (
 )
 
 TREE = Path(__file__).parents[2]
-PATIENCE_S = 60.0
-"""Longest wait for anything that should come."""
 
 
 def goldens() -> ModuleType:
@@ -40,17 +36,6 @@ def goldens() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def binary() -> Path:
-    """The program, where it has been built."""
-    named = os.environ.get("SLIPSTREAM_BIN")
-    built = [TREE / "target" / kind / "slipstream" for kind in ("release", "debug")]
-    found = [Path(named)] if named else [path for path in built if path.exists()]
-    if not found:
-        pytest.skip("no slipstream binary: `make build`, or name one by SLIPSTREAM_BIN")
-    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 @pytest.fixture
@@ -66,25 +51,6 @@ def free_port() -> int:
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         return int(each.getsockname()[1])
-
-
-@contextmanager
-def serving(binary: Path, *args: str) -> Iterator[str]:
-    """Run `slipstream serve`; gives its URL."""
-    command = [binary, "serve", "--listen", "127.0.0.1:0", "--speedup", "0", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout
-        ready, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
-        line = process.stdout.readline() if ready else ""
-        assert line.startswith("listening on "), line
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +107,7 @@ def test_the_goldens_set_the_fields_that_vllms_scheduler_sets() -> None:
 
 
 def test_vllms_classes_decode_what_the_server_publishes_to_the_same_bytes(
-    binary: Path, context: zmq.Context[Any]
+    context: zmq.Context[Any],
 ) -> None:
     port, replay_port = free_port(), free_port()
     sets = (
@@ -152,7 +118,7 @@ def test_vllms_classes_decode_what_the_server_publishes_to_the_same_bytes(
     )
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(KVEventBatch).decode
-    with serving(binary, *sets) as url:
+    with serving(*sets) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as answer:
             model = json.load(answer)["data"][0]["id"]
         numbers = iter(range(10**6))
@@ -207,8 +173,9 @@ def test_vllms_classes_decode_what_the_server_publishes_to_the_same_bytes(
 
 
 def test_the_tail_reads_vllms_own_publisher_and_its_replay(
-    binary: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    binary = binary_under_test()
     # It binds addresses with a wildcard alone, which would be reachable from other hosts.
     monkeypatch.setattr(ZmqEventPublisher, "_is_bind_endpoint", staticmethod(lambda _: True))
     port, replay_port = free_port(), free_port()

@@ -293,7 +293,7 @@ pub(crate) fn dispatch(
                     .then(|| StopMatcher::new(&stops, params.include_stop_str_in_output)),
                 stops: stops.clone(),
                 min_tokens: params.min_tokens,
-                plain: stops.is_empty() && params.logprobs.is_none(),
+                plain: stops.is_empty() && params.logprobs.is_none() && echo.is_none(),
                 echo: if choice + 1 == params.n {
                     echo.take()
                 } else {

@@ -84,6 +84,9 @@ pub(crate) struct ReplyState {
     /// Sequences that have not ended.
     open: u32,
     out: BytesMut,
+    /// The events that open each choice are rendered. That waits for the first token: a client that
+    /// times the first event measures the prompt's computation, as with vLLM.
+    opened: bool,
     /// All events, `[DONE]` included, are in `out` or gone.
     complete: bool,
     /// The reply failed; for whole answers, what to answer instead.
@@ -164,11 +167,23 @@ pub(crate) struct SequenceSpec {
     pub(crate) min_tokens: u32,
     /// No stop strings and no log probabilities: a token's event needs nothing but its text.
     pub(crate) plain: bool,
-    /// Completions with `echo`: the prompt's text, which comes first.
+    /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<String>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
     /// The router's account of it; given back when the sequence ends.
     pub(crate) active: Option<ActiveSequence>,
+}
+
+/// Tokens of a sequence that reached the shard together.
+pub(crate) struct NewTokens<'a> {
+    /// At least one.
+    pub(crate) tokens: &'a [TokenId],
+    /// With a sequence's first tokens: the pass that made the first.
+    pub(crate) first: Option<FirstPass>,
+    /// The sequence's end is the next entry of the frame.
+    pub(crate) end_follows: bool,
+    /// When they came, `CLOCK_MONOTONIC` ns.
+    pub(crate) now_ns: u64,
 }
 
 /// What it takes to hand a sequence to another worker. Kept until it has sent something.
@@ -194,8 +209,11 @@ struct Sequence {
     credit_bytes: u32,
     render: SseRender,
     detok: Detokenizer,
-    /// Tokens that wait for the client to read (streams).
+    /// Tokens that wait (streams): for the client to read, and the last one for the sequence's end,
+    /// with which it shares an event.
     held: VecDeque<TokenId>,
+    /// What the token shows that completed a stop string, for the event with the reason.
+    stopped: Option<Piece>,
     /// The answer so far (whole answers).
     text: String,
     logprobs: LogprobsPiece,
@@ -219,6 +237,12 @@ struct Sequence {
     closed: bool,
 }
 
+/// What one token adds to a streamed answer.
+struct Piece {
+    shown: String,
+    logprobs: Option<LogprobsPiece>,
+}
+
 #[derive(Clone, Debug)]
 enum Ending {
     Engine(FinishReason),
@@ -233,7 +257,6 @@ impl ReplyState {
         trace: Option<Trace>,
         unread_bytes_max: usize,
     ) -> ReplyState {
-        let mut out = BytesMut::new();
         let head = shape.head();
         let sequences: Vec<Sequence> = specs
             .into_iter()
@@ -254,6 +277,7 @@ impl ReplyState {
                 credit_bytes: NO_LIMIT,
                 detok: Detokenizer::default(),
                 held: VecDeque::new(),
+                stopped: None,
                 text: String::new(),
                 logprobs: LogprobsPiece::default(),
                 text_chars: 0,
@@ -276,6 +300,7 @@ impl ReplyState {
             sequences,
             shape,
             out: BytesMut::new(),
+            opened: false,
             complete: false,
             error: None,
             delivered: false,
@@ -286,21 +311,24 @@ impl ReplyState {
             times,
             trace,
         };
-        for sequence in &mut state.sequences {
-            if state.shape.stream {
-                sequence.render.role(&mut out);
-            }
-            if let Some(echo) = sequence.spec.echo.take() {
-                sequence.text_chars += echo.chars().count() as u64;
-                if state.shape.stream {
-                    sequence.render.text(&echo, &mut out);
-                } else {
+        if !state.shape.stream {
+            for sequence in &mut state.sequences {
+                if let Some(echo) = sequence.spec.echo.take() {
+                    sequence.text_chars += echo.chars().count() as u64;
                     sequence.text = echo;
                 }
             }
         }
-        state.out = out;
         state
+    }
+
+    /// Renders the events that open the choices, all at the first token of any, as vLLM does.
+    #[cold]
+    fn open_choices(&mut self) {
+        self.opened = true;
+        for sequence in &self.sequences {
+            sequence.render.role(&mut self.out);
+        }
     }
 
     fn wake(&mut self) {
@@ -360,13 +388,13 @@ impl ReplyState {
     }
 
     /// A turn is answered: the event with its reason, after which the stream goes on.
-    pub(crate) fn on_turn(&mut self, index: u32, end: &End) {
+    pub(crate) fn on_turn(&mut self, index: u32, end: &End, text: &TextModel) {
         let sequence = &mut self.sequences[index as usize];
         if self.complete || sequence.ended.is_some() {
             return;
         }
         sequence.turns.push_back((sequence.generated, end.reason));
-        self.settle();
+        self.settle(text);
         self.wake();
     }
 
@@ -385,17 +413,21 @@ impl ReplyState {
         }
     }
 
-    /// Tokens came at `now_ns`. Returns whether the worker should be told to kill the sequence: it
-    /// hit a stop string, or the reply has failed.
+    /// Tokens came. Returns whether the worker should be told to kill the sequence: it hit a stop
+    /// string, or the reply has failed.
     pub(crate) fn on_tokens(
         &mut self,
         index: u32,
-        tokens: &[TokenId],
-        first: Option<FirstPass>,
-        now_ns: u64,
+        new: &NewTokens<'_>,
         text: &TextModel,
         metrics: &ShardMetrics,
     ) -> bool {
+        let &NewTokens {
+            tokens,
+            first,
+            end_follows,
+            now_ns,
+        } = new;
         let sequence = &mut self.sequences[index as usize];
         if sequence.ended.is_some() {
             return false; // past a stop string: computed before the kill arrived
@@ -446,7 +478,21 @@ impl ReplyState {
                     break;
                 }
             }
-        } else if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
+            if stopped {
+                self.close_sequence(index);
+            }
+            if self.open == 0 {
+                self.wake();
+            }
+            return stopped;
+        }
+        if !self.opened {
+            self.open_choices();
+        }
+        let sequence = &mut self.sequences[index as usize];
+        // The last token shares an event with the reason, and that is known in a moment.
+        let (tokens, last) = tokens.split_at(tokens.len() - usize::from(end_follows));
+        if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
             for &token in tokens {
                 sequence.generated += 1;
                 make_room(&mut self.out);
@@ -475,21 +521,27 @@ impl ReplyState {
         }
         if stopped {
             self.close_sequence(index);
+        } else if let [last] = last {
+            let sequence = &mut self.sequences[index as usize];
+            sequence.generated += 1;
+            sequence.held.push_back(*last);
         }
-        if self.shape.stream {
-            self.settle();
-            if first.is_some() {
-                self.times.note(Stage::Rendered, monotonic_ns());
-            }
-            self.wake();
-        } else if self.open == 0 {
-            self.wake();
+        self.settle(text);
+        if first.is_some() {
+            self.times.note(Stage::Rendered, monotonic_ns());
         }
+        self.wake();
         stopped
     }
 
     /// The engine ended the sequence.
-    pub(crate) fn on_end(&mut self, index: u32, end: &End, metrics: &ShardMetrics) {
+    pub(crate) fn on_end(
+        &mut self,
+        index: u32,
+        end: &End,
+        text: &TextModel,
+        metrics: &ShardMetrics,
+    ) {
         let sequence = &mut self.sequences[index as usize];
         if sequence.prefilled.is_none() {
             sequence.cached = end.usage.cached_tokens;
@@ -501,7 +553,10 @@ impl ReplyState {
         }
         sequence.ended = Some(Ending::Engine(end.reason));
         self.close_sequence(index);
-        self.settle();
+        if self.shape.stream && !self.opened {
+            self.open_choices();
+        }
+        self.settle(text);
         if self.shape.stream || self.open == 0 {
             self.wake();
         }
@@ -642,14 +697,14 @@ impl ReplyState {
     }
 
     /// Renders what is due now that tokens or ends have come, or the client has read.
-    fn settle(&mut self) {
+    fn settle(&mut self, text: &TextModel) {
         if !self.shape.stream || self.complete {
             return;
         }
         for sequence in &mut self.sequences {
             sequence.render_turns(&mut self.out);
-            if sequence.ended.is_some() && !sequence.closed && sequence.held.is_empty() {
-                sequence.render_end(&mut self.out);
+            if sequence.ended.is_some() && !sequence.closed && sequence.held.len() <= 1 {
+                sequence.render_end(text, &mut self.out);
             }
         }
         if self.open > 0 || self.sequences.iter().any(|s| !s.closed) {
@@ -676,6 +731,9 @@ impl ReplyState {
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
             while self.out.len() < RENDERED_BYTES_MAX {
                 sequence.render_turns(&mut self.out);
+                if sequence.ended.is_some() && sequence.held.len() <= 1 {
+                    break; // the last one leaves with the reason
+                }
                 let Some(token) = sequence.held.pop_front() else {
                     break;
                 };
@@ -695,7 +753,7 @@ impl ReplyState {
         for &index in &stopped {
             self.close_sequence(index);
         }
-        self.settle();
+        self.settle(text);
         stopped
     }
 
@@ -771,7 +829,8 @@ impl ReplyState {
 }
 
 impl Sequence {
-    /// Renders one generated token as an event. Returns whether it completed a stop string.
+    /// Renders one generated token as an event, also if it shows no text. Returns whether it
+    /// completed a stop string; its event is then the one with the reason.
     #[inline]
     fn take_streamed(&mut self, token: TokenId, text: &TextModel, out: &mut BytesMut) -> bool {
         if self.spec.plain
@@ -780,17 +839,14 @@ impl Sequence {
         {
             self.position += 1;
             self.render.set_counts(self.position, self.cached.into());
-            // Special tokens are counted, and not shown.
-            if !json.is_empty() {
-                self.render.escaped(json, out);
-            }
+            self.render.escaped(json, out);
             return false;
         }
         self.take_streamed_slowly(token, text, out)
     }
 
-    /// As [`take_streamed`](Self::take_streamed): for stop strings, log probabilities, tokens that
-    /// are special or no whole characters.
+    /// As [`take_streamed`](Self::take_streamed): for an echo, stop strings, log probabilities, and
+    /// tokens that are no whole characters.
     #[cold]
     fn take_streamed_slowly(
         &mut self,
@@ -798,21 +854,35 @@ impl Sequence {
         text: &TextModel,
         out: &mut BytesMut,
     ) -> bool {
-        let logprobs = self.logprob(token, text);
-        let mut shown = String::new();
-        let stopped = self.take_text(token, text, &mut shown);
-        self.render.set_counts(self.position, self.cached.into());
-        if let Some(tokens) = logprobs {
-            let piece = LogprobsPiece {
-                tokens: vec![tokens],
-                text_offset: self.text_chars,
-            };
-            self.render.text_logprobs(&shown, &piece, out);
-        } else if !shown.is_empty() {
-            self.render.text(&shown, out);
+        let (piece, stopped) = self.take_piece(token, text);
+        if stopped {
+            self.stopped = Some(piece);
+            return true;
         }
-        self.text_chars += shown.chars().count() as u64;
-        stopped
+        match &piece.logprobs {
+            Some(logprobs) => self.render.text_logprobs(&piece.shown, logprobs, out),
+            None => self.render.text(&piece.shown, out),
+        }
+        false
+    }
+
+    /// What a generated token adds, and whether it completed a stop string.
+    fn take_piece(&mut self, token: TokenId, text: &TextModel) -> (Piece, bool) {
+        let mut shown = String::new();
+        if let Some(echo) = self.spec.echo.take() {
+            self.text_chars += echo.chars().count() as u64;
+            shown = echo;
+            self.spec.plain = self.spec.stop.is_none() && self.spec.top_logprobs.is_none();
+        }
+        let echoed = shown.len();
+        let logprobs = self.logprob(token, text).map(|token| LogprobsPiece {
+            tokens: vec![token],
+            text_offset: self.text_chars,
+        });
+        let stopped = self.take_text(token, text, &mut shown);
+        self.text_chars += shown[echoed..].chars().count() as u64;
+        self.render.set_counts(self.position, self.cached.into());
+        (Piece { shown, logprobs }, stopped)
     }
 
     /// Adds one generated token to a whole answer. Returns whether it completed a stop string.
@@ -909,14 +979,29 @@ impl Sequence {
             };
             let mut rest = String::new();
             self.take_rest(&mut rest);
-            self.render.finish(&rest, None, &finish, out);
+            let rest = (!rest.is_empty()).then_some(&rest[..]);
+            self.render.finish(rest, None, &finish, out);
         }
     }
 
-    fn render_end(&mut self, out: &mut BytesMut) {
+    /// Renders the event with the reason, and what the last token shows.
+    fn render_end(&mut self, text: &TextModel, out: &mut BytesMut) {
+        let mut piece = self.stopped.take();
+        if let Some(token) = self.held.pop_front() {
+            make_room(out);
+            piece = Some(self.take_piece(token, text).0);
+        }
         let mut rest = String::new();
         self.take_rest(&mut rest);
-        self.render.finish(&rest, None, &self.finish(), out);
+        let (mut shown, logprobs) = match piece {
+            Some(piece) => (Some(piece.shown), piece.logprobs),
+            None => (None, None),
+        };
+        if !rest.is_empty() {
+            shown.get_or_insert_default().push_str(&rest);
+        }
+        self.render
+            .finish(shown.as_deref(), logprobs.as_ref(), &self.finish(), out);
         self.closed = true;
     }
 }
@@ -1139,10 +1224,10 @@ mod tests {
     use super::*;
 
     /// A streamed reply with `n` choices that stop at `stop`.
-    fn reply(n: u32, stop: &str) -> ReplyState {
+    fn reply(kind: Kind, n: u32, stop: &[&str], echo: Option<&str>) -> ReplyState {
         let shape = Shape {
-            kind: Kind::Completion,
-            id: "cmpl-1".into(),
+            kind,
+            id: "1".into(),
             created: 0,
             model: "m".into(),
             stream: true,
@@ -1151,22 +1236,65 @@ mod tests {
             prompt_tokens: 1,
             choices_per_prompt: n,
         };
-        let stops: Rc<[String]> = [stop.to_owned()].into();
+        let stops: Rc<[String]> = stop.iter().map(|&stop| stop.to_owned()).collect();
         let specs = (0..n).map(|seed| SequenceSpec {
             target: RankId::default(),
             prompt_tokens: 1,
             max_tokens: 1000,
             seed: u64::from(seed),
             top_logprobs: None,
-            stop: Some(StopMatcher::new(&stops, false)),
+            stop: (!stops.is_empty()).then(|| StopMatcher::new(&stops, false)),
             stops: stops.clone(),
             min_tokens: 0,
-            plain: false,
-            echo: None,
+            plain: stops.is_empty() && echo.is_none(),
+            echo: echo.map(str::to_owned),
             stop_token_ids: [].into(),
             active: None,
         });
         ReplyState::new(shape, specs.collect(), StageTimes::default(), None, 1 << 20)
+    }
+
+    fn end(reason: FinishReason) -> End {
+        End {
+            reason,
+            usage: slipstream_planes::Usage::default(),
+        }
+    }
+
+    /// What the client has got: the JSON of each event, and the text where an event is none.
+    fn events(state: &mut ReplyState) -> Vec<serde_json::Value> {
+        let bytes = state.out.split();
+        let text = std::str::from_utf8(&bytes).unwrap();
+        text.split_terminator("\n\n")
+            .map(|event| event.strip_prefix("data: ").unwrap())
+            .map(|data| serde_json::from_str(data).unwrap_or_else(|_| data.into()))
+            .collect()
+    }
+
+    /// Text of a completion's events, and whether each has a reason.
+    fn texts(events: &[serde_json::Value]) -> Vec<(&str, bool)> {
+        let choices = events.iter().filter_map(|event| event["choices"].get(0));
+        choices
+            .map(|choice| {
+                let text = choice["text"].as_str().unwrap();
+                (text, !choice["finish_reason"].is_null())
+            })
+            .collect()
+    }
+
+    fn words(text: &TextModel, shown: &str) -> Vec<TokenId> {
+        let mut tokens = Vec::new();
+        text.encode(shown, false, &mut tokens);
+        tokens
+    }
+
+    fn tokens(tokens: &[TokenId]) -> NewTokens<'_> {
+        NewTokens {
+            tokens,
+            first: None,
+            end_follows: false,
+            now_ns: 1,
+        }
     }
 
     /// A stop string among tokens that wait for the client ends each sequence once, whether or not
@@ -1175,24 +1303,17 @@ mod tests {
     fn stop_strings_in_held_tokens_end_every_sequence() {
         let text = TextModel::builtin();
         let metrics = ShardMetrics::new();
-        let mut words = Vec::new();
-        text.encode(&" the".repeat(300), false, &mut words);
-        let mut tail = Vec::new();
-        text.encode(" zebra and more", false, &mut tail);
-        let mut state = reply(3, "zebra");
+        let words = words(&text, &" the".repeat(300));
+        let tail = self::words(&text, " zebra and more");
+        let mut state = reply(Kind::Completion, 3, &["zebra"], None);
         for index in 0..3 {
-            assert!(!state.on_tokens(index, &words, None, 1, &text, &metrics));
+            assert!(!state.on_tokens(index, &tokens(&words), &text, &metrics));
             assert!(
-                !state.on_tokens(index, &tail, None, 1, &text, &metrics),
+                !state.on_tokens(index, &tokens(&tail), &text, &metrics),
                 "held, not looked at"
             );
         }
-        let usage = slipstream_planes::Usage::default();
-        let end = End {
-            reason: FinishReason::Length,
-            usage,
-        };
-        state.on_end(1, &end, &metrics);
+        state.on_end(1, &end(FinishReason::Length), &text, &metrics);
         let mut all = Vec::new();
         let mut killed = Vec::new();
         for _ in 0..100 {
@@ -1207,13 +1328,157 @@ mod tests {
         assert_eq!(all.matches("\"stop_reason\":\"zebra\"").count(), 3);
         assert!(!all.contains("more"), "nothing past the stop string");
         assert_eq!(killed.len(), 3);
-        let mut shown = Vec::new();
-        text.encode(" zebra", false, &mut shown);
+        let shown = self::words(&text, " zebra");
         let counted = 3 * (words.len() + shown.len());
         assert!(
             all.contains(&format!("\"completion_tokens\":{counted}")),
             "{}",
             &all[all.len() - 300..]
+        );
+    }
+
+    /// Clients that time the first event read the time to the first token from it.
+    #[test]
+    fn nothing_is_sent_before_the_first_token_and_then_every_choice_opens() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let mut state = reply(Kind::Chat, 2, &[], None);
+        assert!(state.out.is_empty());
+        let word = words(&text, " the");
+        state.on_tokens(1, &tokens(&word), &text, &metrics);
+        let first = events(&mut state);
+        let choice = |at: usize| &first[at]["choices"][0];
+        let role = serde_json::json!({"role": "assistant", "content": ""});
+        assert_eq!(
+            (&choice(0)["index"], &choice(0)["delta"]),
+            (&0.into(), &role)
+        );
+        assert_eq!(
+            (&choice(1)["index"], &choice(1)["delta"]),
+            (&1.into(), &role)
+        );
+        assert_eq!(choice(2)["delta"], serde_json::json!({"content": " the"}));
+        assert_eq!((first.len(), &choice(2)["index"]), (3, &1.into()));
+        state.on_tokens(0, &tokens(&word), &text, &metrics);
+        assert_eq!(events(&mut state).len(), 1, "no role twice");
+    }
+
+    #[test]
+    fn a_chat_that_ends_without_a_token_opens_and_closes() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let mut state = reply(Kind::Chat, 1, &[], None);
+        state.on_end(0, &end(FinishReason::Abort), &text, &metrics);
+        let events = events(&mut state);
+        assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
+        assert_eq!(events[1]["choices"][0]["delta"], serde_json::json!({}));
+        assert_eq!(events[1]["choices"][0]["finish_reason"], "abort");
+        assert_eq!(events[3], "[DONE]");
+        let mut failed = reply(Kind::Chat, 1, &[], None);
+        failed.fail(&ApiError::worker_lost("w3"));
+        let events = self::events(&mut failed);
+        assert!(
+            events[0]["error"].is_object(),
+            "an error comes first: {events:?}"
+        );
+    }
+
+    #[test]
+    fn a_completion_has_an_event_per_token_and_the_last_carries_the_reason() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let words = words(&text, " the quick brown");
+        for client_is_slow in [false, true] {
+            let mut state = reply(Kind::Completion, 1, &[], None);
+            let mut found = Vec::new();
+            for (at, token) in words.iter().enumerate() {
+                if client_is_slow && at == 1 {
+                    // Tokens wait, as the buffer of rendered events is full.
+                    state.out.resize(RENDERED_BYTES_MAX, b' ');
+                }
+                let new = NewTokens {
+                    end_follows: at + 1 == words.len(),
+                    ..tokens(std::slice::from_ref(token))
+                };
+                state.on_tokens(0, &new, &text, &metrics);
+                if !client_is_slow {
+                    found.extend(events(&mut state));
+                }
+            }
+            assert_eq!(
+                found.len(),
+                if client_is_slow { 0 } else { words.len() - 1 }
+            );
+            state.on_end(0, &end(FinishReason::Length), &text, &metrics);
+            if client_is_slow {
+                let first = state.out.split();
+                found.push(
+                    serde_json::from_slice(&first[6..first.len().min(400)].trim_ascii_end())
+                        .unwrap(),
+                );
+                state.refill(&text);
+            }
+            found.extend(events(&mut state));
+            let texts = texts(&found);
+            assert_eq!(texts.len(), words.len(), "{texts:?}");
+            assert!(texts.iter().rev().skip(1).all(|(_, ends)| !ends));
+            assert!(texts.last().unwrap().1);
+            let whole: String = texts.iter().map(|(text, _)| *text).collect();
+            assert_eq!(whole, " the quick brown");
+            assert_eq!(
+                found[found.len() - 2]["usage"]["completion_tokens"],
+                words.len()
+            );
+        }
+    }
+
+    /// As with vLLM, text that is held back leaves events without text, one per token.
+    #[test]
+    fn the_token_that_completes_a_stop_string_carries_the_reason_and_the_text_before_it() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let words = words(&text, " the zebra");
+        let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+        let mut found = Vec::new();
+        for token in &words {
+            state.on_tokens(0, &tokens(std::slice::from_ref(token)), &text, &metrics);
+            found.extend(events(&mut state));
+        }
+        let texts = texts(&found);
+        assert_eq!(texts.len(), words.len(), "{texts:?}");
+        assert!(texts.last().unwrap().1, "{texts:?}");
+        let whole: String = texts.iter().map(|(text, _)| *text).collect();
+        assert_eq!(whole, " the ");
+        // The same if the engine's own end comes with that token: the stop string is the reason.
+        let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+        let all = NewTokens {
+            end_follows: true,
+            ..tokens(&words)
+        };
+        state.on_tokens(0, &all, &text, &metrics);
+        state.on_end(0, &end(FinishReason::Length), &text, &metrics);
+        let found = events(&mut state);
+        let last = &found[words.len() - 1]["choices"][0];
+        assert_eq!(
+            (&last["finish_reason"], &last["stop_reason"]),
+            (&"stop".into(), &"zebra".into())
+        );
+    }
+
+    #[test]
+    fn an_echo_shares_the_event_of_the_first_token_of_its_choice() {
+        let text = TextModel::builtin();
+        let metrics = ShardMetrics::new();
+        let word = words(&text, " the");
+        let mut state = reply(Kind::Completion, 2, &[], Some("Say"));
+        assert!(state.out.is_empty());
+        for index in [0, 1, 0] {
+            state.on_tokens(index, &tokens(&word), &text, &metrics);
+        }
+        let events = events(&mut state);
+        assert_eq!(
+            texts(&events),
+            [("Say the", false), ("Say the", false), (" the", false)]
         );
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use prometheus_client::registry::Registry;
 use slipstream_base::{FinishReason, RankId, SimTime, WorkerId, mix};
 use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::frame::{Entries, NO_LIMIT};
 use slipstream_planes::ring::{Polled, SendError, ShardPort};
 use slipstream_planes::{
     Entry, PassFrame, RefusalReason, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
@@ -19,7 +19,7 @@ use crate::hand_over::{Carrier, HandOvers, Remote as RemotePrompt};
 use crate::metrics::{Rejection, ShardMetrics};
 use crate::openai::ApiError;
 use crate::remote::{NotSent, Peer, Remote, RemotePlane};
-use crate::reply::{Again, Feed, Leg, Reply, ReplyState};
+use crate::reply::{Again, Feed, Leg, NewTokens, Reply, ReplyState};
 use crate::service::Service;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
@@ -416,16 +416,18 @@ impl Shard {
             let took = monotonic_ns() - now_ns;
             self.metrics.table_access.observe(took);
         }
-        for entry in frame.entries() {
+        let mut entries = frame.entries();
+        while let Some(entry) = entries.next() {
             if self.table_lock.is_some() {
                 drop(self.lock_table());
             }
-            self.on_entry(&entry, now_ns, from);
+            self.on_entry(&entry, &entries, now_ns, from);
         }
     }
 
+    /// Applies an entry of a frame, which `rest` follow.
     #[inline]
-    fn on_entry(&self, entry: &Entry<'_>, now_ns: u64, from: Option<&Peer>) {
+    fn on_entry(&self, entry: &Entry<'_>, rest: &Entries<'_>, now_ns: u64, from: Option<&Peer>) {
         // Who does not run a stream has nothing to say of it, whatever address it guessed.
         let foreign = |worker| {
             let foreign = from.is_some_and(|peer| !peer.runs(worker));
@@ -448,9 +450,13 @@ impl Shard {
                     if feed.leg == Leg::Prompt || foreign(state.target(sequence).worker) {
                         return None;
                     }
-                    let first = first.map(|first| first.unless(strange_clock));
-                    let kill =
-                        state.on_tokens(sequence, tokens, first, now_ns, text, &self.metrics);
+                    let new = NewTokens {
+                        tokens,
+                        first: first.map(|first| first.unless(strange_clock)),
+                        end_follows: rest.begin_with_end_of(stream),
+                        now_ns,
+                    };
+                    let kill = state.on_tokens(sequence, &new, text, &self.metrics);
                     let credit = state.credit_due(sequence);
                     (kill || credit > 0).then(|| (state.target(sequence), kill, credit))
                 });
@@ -475,7 +481,7 @@ impl Shard {
                 .with(stream, |feed| {
                     let mut state = feed.reply.state.borrow_mut();
                     if feed.leg == Leg::Answer && !foreign(state.target(feed.sequence).worker) {
-                        state.on_turn(feed.sequence, &end);
+                        state.on_turn(feed.sequence, &end, &self.service.text);
                     }
                 })
                 .is_some(),
@@ -508,7 +514,7 @@ impl Shard {
                             return Some(Cut::Kept(reply, sequence, again, worker));
                         }
                     }
-                    state.on_end(sequence, &end, &self.metrics);
+                    state.on_end(sequence, &end, &self.service.text, &self.metrics);
                     None
                 });
                 let known = ended.is_some();

@@ -763,6 +763,21 @@ pub struct Entries<'a> {
     text: &'a str,
 }
 
+impl Entries<'_> {
+    /// Whether the next entry says that the engine has generated all of `stream`. After an abort the
+    /// entry before it need not be the last that the engine had computed.
+    #[inline]
+    pub fn begin_with_end_of(&self, stream: StreamId) -> bool {
+        matches!(
+            *self.words,
+            [head, generation, reason, ..]
+                if head == kind::END << 24 | stream.slot
+                    && generation == stream.generation
+                    && reason != FinishReason::Abort as u32
+        )
+    }
+}
+
 impl<'a> Iterator for Entries<'a> {
     type Item = Entry<'a>;
 

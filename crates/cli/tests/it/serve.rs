@@ -39,6 +39,8 @@ fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
         .filter_map(|e| e["choices"][0]["finish_reason"].as_str())
         .collect();
     assert_eq!(reasons, ["length"]);
+    let last = &events[events.len() - 2]["choices"][0];
+    assert_eq!(last["finish_reason"], "length", "with the last token");
     let usage = &events.last().unwrap()["usage"];
     assert_eq!(usage["completion_tokens"], 7);
 
@@ -46,6 +48,32 @@ fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
     let answer: String = texts.concat();
     let body = serde_json::json!({"prompt": answer, "add_special_tokens": false}).to_string();
     assert_eq!(server.post("/tokenize", &body).json()["count"], 7);
+}
+
+/// `vllm bench serve` takes every event of a completion for a token.
+#[test]
+fn a_completion_has_as_many_events_as_tokens() {
+    for stop in ["", r#","stop":["no such thing"]"#, r#","logprobs":1"#] {
+        let server = Server::start(&[FAST]);
+        let body = format!(
+            r#"{{"prompt":"count to ten","max_tokens":7,"ignore_eos":true,"stream":true,"n":2{stop}}}"#
+        );
+        let text = server.post("/v1/completions", &body).text();
+        let mut events = [0, 0];
+        let mut ended = [0, 0];
+        for event in text.split("\n\n").filter_map(|e| e.strip_prefix("data: ")) {
+            let Ok(event) = serde_json::from_str::<serde_json::Value>(event) else {
+                continue; // [DONE]
+            };
+            let choice = &event["choices"][0];
+            let index = choice["index"].as_u64().unwrap() as usize;
+            events[index] += 1;
+            if choice["finish_reason"] == "length" {
+                ended[index] = events[index];
+            }
+        }
+        assert_eq!((events, ended), ([7, 7], [7, 7]), "{text}");
+    }
 }
 
 #[test]
@@ -63,8 +91,8 @@ fn every_event_has_counts_where_they_are_asked_for() {
             e["usage"]["completion_tokens"].as_u64().unwrap()
         })
         .collect();
-    // The role's event, one a token, and the reason.
-    assert_eq!(counts, [0, 1, 2, 3, 4, 5, 6, 7, 7]);
+    // The role's event, and one per token.
+    assert_eq!(counts, [0, 1, 2, 3, 4, 5, 6, 7]);
     assert_eq!(last["usage"]["completion_tokens"], 7);
 }
 

@@ -15,8 +15,8 @@ use super::{Finish, Head, Kind, LogprobsPiece, Usage};
 /// ```
 ///
 /// Order of a stream: [`role`](Self::role) (chat alone), [`text`](Self::text) per token,
-/// [`finish`](Self::finish), for each choice; then [`usage`](Self::usage) if asked for, and
-/// [`done`](Self::done).
+/// [`finish`](Self::finish) with the last token, for each choice; then [`usage`](Self::usage) if asked
+/// for, and [`done`](Self::done).
 #[derive(Clone, Debug)]
 pub struct SseRender {
     kind: Kind,
@@ -125,21 +125,21 @@ impl SseRender {
         self.close(out);
     }
 
-    /// The last event of the choice: the text that was still held back (it may be empty), and why
-    /// it ended. As vLLM does, the last token and the reason share an event.
+    /// The last event of the choice: the last token's text, and why the choice ended. As with vLLM
+    /// the two share an event. Without `text`, no token comes with the reason.
     pub fn finish(
         &self,
-        text: &str,
+        text: Option<&str>,
         logprobs: Option<&LogprobsPiece>,
         finish: &Finish<'_>,
         out: &mut impl Out,
     ) {
-        if self.kind == Kind::Chat && text.is_empty() {
+        if self.kind == Kind::Chat && text.is_none() {
             out.put(&self.before[..self.body_at as usize]);
             out.put(b"\"delta\":{},");
         } else {
             out.put(&self.before);
-            json::escape(out, text);
+            json::escape(out, text.unwrap_or_default());
             out.put(self.close_text());
         }
         out.put(b"\"logprobs\":");

@@ -53,7 +53,7 @@ fn logprobs() -> LogprobsPiece {
     }
 }
 
-/// The events of a stream with two tokens.
+/// The events of a stream with three tokens.
 fn stream(kind: Kind, include_usage: bool) -> String {
     let id = if kind == Kind::Chat {
         "chatcmpl-1"
@@ -73,7 +73,7 @@ fn stream(kind: Kind, include_usage: bool) -> String {
         render.role(out);
         render.text(" a\"b", out);
         render.escaped(b" c", out);
-        render.finish("", None, &Finish::Length, out);
+        render.finish(Some(" d"), None, &Finish::Length, out);
         if include_usage {
             render.usage(&USAGE, out);
         }
@@ -92,7 +92,7 @@ fn a_chat_streams_as_openai_does() {
             "\n\n",
             r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" c"},"logprobs":null,"finish_reason":null}]}"#,
             "\n\n",
-            r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}]}"#,
+            r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" d"},"logprobs":null,"finish_reason":"length","stop_reason":null}]}"#,
             "\n\n",
             "data: [DONE]\n\n",
         )
@@ -108,7 +108,7 @@ fn a_completion_streams_with_its_usage() {
             "\n\n",
             r#"data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"m","choices":[{"index":0,"text":" c","logprobs":null,"finish_reason":null}],"usage":null}"#,
             "\n\n",
-            r#"data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"m","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}"#,
+            r#"data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"m","choices":[{"index":0,"text":" d","logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}"#,
             "\n\n",
             r#"data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"m","choices":[],"usage":{"prompt_tokens":20,"total_tokens":23,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":16}}}"#,
             "\n\n",
@@ -307,7 +307,10 @@ proptest! {
         let events = [
             text(|out| render.text(&shown, out)),
             text(|out| render.text_logprobs(&shown, &piece, out)),
-            text(|out| render.finish(&shown, with_logprobs.then_some(&piece), &finish, out)),
+            text(|out| {
+                let logprobs = with_logprobs.then_some(&piece);
+                render.finish((!shown.is_empty()).then_some(&shown), logprobs, &finish, out);
+            }),
         ];
         for (at, event) in events.iter().enumerate() {
             let event = parsed(event.as_bytes());

@@ -7,7 +7,7 @@
 //!
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.
-//! - [`process`]: CPU and memory.
+//! - [`process`]: CPU and memory; [`host`]: how busy the machine is.
 //! - [`run`]: the run itself, on one or more threads of single-threaded runtimes.
 #![forbid(unsafe_code)]
 
@@ -15,6 +15,7 @@ mod alarm;
 pub mod answer;
 pub mod body;
 mod client;
+pub mod host;
 pub mod http;
 pub mod process;
 pub mod run;

@@ -1,5 +1,6 @@
 //! Where the time went: each hand-over of one run beside the same one of another.
 
+use serde::Serialize;
 use slipstream_base::Stage;
 
 use crate::drag::DragRecord;
@@ -103,10 +104,79 @@ impl HandOvers {
     }
 }
 
-/// A table with a row a hand-over: how often, p50 and p99 in both runs, the difference of the means,
-/// and what share of the first run's mean TTFT (or of the time after the first token) it is.
-pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
+/// One gap of two runs. Arrays: the first run, the second.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Gap {
+    /// What happens in it.
+    pub name: &'static str,
+    /// Requests that passed it.
+    pub count: [u64; 2],
+    /// Median, ms; `None` if too few requests passed it.
+    pub p50_ms: [Option<f64>; 2],
+    /// 99th percentile, ms; likewise.
+    pub p99_ms: [Option<f64>; 2],
+    /// Mean of the first run less that of the second, ms.
+    pub mean_difference_ms: f64,
+    /// Part of the first run's mean TTFT (or time after the first token) that this difference is.
+    pub share: Option<f64>,
+}
+
+impl Gap {
+    fn new(name: &'static str, runs: [&Latency; 2], of_ms: f64) -> Gap {
+        let quantile = |share: f64| {
+            runs.map(|latency| {
+                let ns = latency.quantile_ns(share);
+                let ns = ns.filter(|_| tells(share, latency.count()));
+                ns.map(|ns| ns as f64 / 1e6)
+            })
+        };
+        let mean_difference_ms = mean(runs[0]) - mean(runs[1]);
+        Gap {
+            name,
+            count: runs.map(Latency::count),
+            p50_ms: quantile(0.5),
+            p99_ms: quantile(0.99),
+            mean_difference_ms,
+            share: (of_ms > 0.0).then(|| mean_difference_ms / of_ms),
+        }
+    }
+}
+
+fn mean(latency: &Latency) -> f64 {
+    latency.percentiles().map_or(0.0, |p| p.mean)
+}
+
+/// The gaps of two runs that requests of either passed, in their order.
+pub fn gaps(runs: [&HandOvers; 2]) -> Vec<Gap> {
     let [a, b] = runs;
+    let ttft = mean(&a.ttft);
+    let mut gaps = Vec::new();
+    for (index, stage) in Stage::ALL.into_iter().enumerate() {
+        if stage == Stage::FirstPassStart {
+            gaps.push(Gap::new(
+                "wait for the next pass",
+                [&a.loaded, &b.loaded],
+                ttft,
+            ));
+        }
+        if !matches!(stage, Stage::Due | Stage::LastClientRecv) {
+            gaps.push(Gap::new(
+                what(stage),
+                [&a.gaps[index], &b.gaps[index]],
+                ttft,
+            ));
+        }
+    }
+    gaps.push(Gap::new("TTFT", [&a.ttft, &b.ttft], ttft));
+    let rest = [&a.rest, &b.rest];
+    gaps.push(Gap::new(what(Stage::LastClientRecv), rest, mean(&a.rest)));
+    gaps.retain(|gap| gap.count != [0, 0]);
+    gaps
+}
+
+/// A table with a row per gap: how often, p50 and p99 in both runs, the difference of the means, and
+/// what share of the first run's mean TTFT (or of the time after the first token) it is.
+pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
     let mut table = Table::new([
         "ms".to_owned(),
         "count".to_owned(),
@@ -117,44 +187,22 @@ pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
         "mean difference".to_owned(),
         "share".to_owned(),
     ]);
-    let mean = |latency: &Latency| latency.percentiles().map_or(0.0, |p| p.mean);
-    let mut row = |name: &str, a: &Latency, b: &Latency, of: f64| {
-        if a.count() == 0 && b.count() == 0 {
-            return;
-        }
-        let cell = |latency: &Latency, share: f64| {
-            let ns = latency.quantile_ns(share);
-            ns.filter(|_| tells(share, latency.count()))
-                .map_or_else(|| "-".to_owned(), |ns| number(ns as f64 / 1e6))
-        };
-        let difference = mean(a) - mean(b);
-        let share = if of > 0.0 {
-            format!("{} %", number(100.0 * difference / of))
-        } else {
-            "-".to_owned()
-        };
+    let cell = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), number);
+    for gap in gaps(runs) {
+        let share = gap
+            .share
+            .map(|share| format!("{} %", number(100.0 * share)));
         table.row([
-            name.to_owned(),
-            grouped(a.count().max(b.count())),
-            cell(a, 0.5),
-            cell(a, 0.99),
-            cell(b, 0.5),
-            cell(b, 0.99),
-            number(difference),
-            share,
+            gap.name.to_owned(),
+            grouped(gap.count[0].max(gap.count[1])),
+            cell(gap.p50_ms[0]),
+            cell(gap.p99_ms[0]),
+            cell(gap.p50_ms[1]),
+            cell(gap.p99_ms[1]),
+            number(gap.mean_difference_ms),
+            share.unwrap_or_else(|| "-".to_owned()),
         ]);
-    };
-    let ttft = mean(&a.ttft);
-    for (index, stage) in Stage::ALL.into_iter().enumerate() {
-        if stage == Stage::FirstPassStart {
-            row("wait for the next pass", &a.loaded, &b.loaded, ttft);
-        }
-        if !matches!(stage, Stage::Due | Stage::LastClientRecv) {
-            row(what(stage), &a.gaps[index], &b.gaps[index], ttft);
-        }
     }
-    row("TTFT", &a.ttft, &b.ttft, ttft);
-    row(what(Stage::LastClientRecv), &a.rest, &b.rest, mean(&a.rest));
     let text = table.render(false);
     if runs.iter().any(|run| !tells(0.99, run.requests)) {
         return format!("{text}{TOO_FEW}\n");

@@ -7,12 +7,14 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use slipstream_bench::host::{self, HostLoad, HostSample, RunQueue};
 use slipstream_report::drag;
 use slipstream_report::hand_over::{self, HandOvers};
-use slipstream_report::table::{counted, grouped};
+use slipstream_report::table::{counted, grouped, number};
 use slipstream_report::{RunReport, compare};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -28,9 +30,16 @@ pub(crate) struct Args {
     what: WorkloadArgs,
     #[command(flatten)]
     sets: WorkloadSets,
-    /// Run both sides so many times as fast as the modelled cluster
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
-    speedup: f64,
+    /// Run both sides so many times as fast as the modelled cluster. `auto`: as fast as this host can
+    /// at the moment (a second's measurement), up to 1; `auto:MAX`: up to MAX
+    #[arg(long, value_name = "FACTOR", default_value = "1")]
+    speedup: Speedup,
+    /// Print the factor that `--speedup auto` chooses, and stop
+    #[arg(long, conflicts_with_all = ["compare", "json"])]
+    print_speedup: bool,
+    /// Print one JSON object: gaps, both reports, and how busy the host was
+    #[arg(long, conflicts_with = "compare")]
+    json: bool,
     /// Keep the records and reports of both sides in this directory
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -39,19 +48,126 @@ pub(crate) struct Args {
     compare: Vec<PathBuf>,
 }
 
+/// How fast both sides run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Speedup {
+    /// So many times as fast as the modelled cluster.
+    Fixed(f64),
+    /// As fast as the host allows, up to `max`.
+    Auto { max: f64 },
+}
+
+impl FromStr for Speedup {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Speedup, String> {
+        let factor = |text: &str| {
+            let factor = text.parse::<f64>().ok();
+            let usable = factor.filter(|factor| factor.is_finite() && *factor > 0.0);
+            usable.ok_or_else(|| {
+                format!("`{text}` is no number above 0; `auto` and `auto:10` would do")
+            })
+        };
+        match text.strip_prefix("auto") {
+            None => factor(text).map(Speedup::Fixed),
+            Some("") => Ok(Speedup::Auto { max: 1.0 }),
+            Some(max) => {
+                let max = factor(max.strip_prefix(':').unwrap_or(text))?;
+                Ok(Speedup::Auto { max })
+            }
+        }
+    }
+}
+
+/// How busy the host was while the live side ran.
+#[derive(Clone, Copy, Debug, Default)]
+struct Host {
+    load: HostLoad,
+    /// Mean time that a thread of server or client waited for a CPU at each turn, ms.
+    mean_wait_ms: Option<f64>,
+    /// An engine step, ms of wall-clock time: the twin's median ITL.
+    step_ms: Option<f64>,
+    /// Whether the waits are short enough, against a step, for the live latencies to mean anything.
+    /// `None`: that is not known.
+    is_quiet: Option<bool>,
+}
+
+impl Host {
+    fn new(load: HostLoad, queue: Option<RunQueue>, step_ms: Option<f64>) -> Host {
+        let mean_wait_ms = queue.map(RunQueue::mean_wait_ms);
+        let is_quiet = mean_wait_ms
+            .zip(step_ms)
+            .map(|(wait, step)| wait <= host::WAIT_SHARE_MAX * step);
+        Host {
+            load,
+            mean_wait_ms,
+            step_ms,
+            is_quiet,
+        }
+    }
+
+    fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "busy_share": self.load.busy_share,
+            "steal_share": self.load.steal_share,
+            "pressure_share": self.load.pressure_share,
+            "mean_wait_ms": self.mean_wait_ms,
+            "step_ms": self.step_ms,
+            "is_quiet": self.is_quiet,
+        })
+    }
+
+    /// A line about the host, with what the kernel says.
+    fn line(&self) -> Option<String> {
+        let percent = |share: Option<f64>, what: &str| {
+            share.map(|share| format!("{} % {what}", number(100.0 * share)))
+        };
+        let parts = [
+            percent(self.load.busy_share, "of CPU time busy"),
+            percent(self.load.steal_share, "stolen by the hypervisor"),
+            percent(
+                self.load.pressure_share,
+                "of the time some task waited for a CPU",
+            ),
+            self.mean_wait_ms.map(|wait| {
+                let wait = number(wait);
+                format!("server and client waited {wait} ms per wake-up")
+            }),
+        ];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        (!parts.is_empty()).then(|| format!("host: {}\n", parts.join(", ")))
+    }
+
+    /// What is wrong with the live figures, if something is.
+    fn warning(&self) -> Option<String> {
+        let (wait, step) = (self.mean_wait_ms?, self.step_ms?);
+        if self.is_quiet? {
+            return None;
+        }
+        Some(format!(
+            "warning: the host was too busy for these latencies: server and client waited {} ms for a \
+             CPU at each wake-up, {} % of an engine step of {} ms, and more than {} % show in every \
+             figure of the live side; stop other jobs, or slow both sides down (`--speedup auto`)",
+            number(wait),
+            number(100.0 * wait / step),
+            number(step),
+            100.0 * host::WAIT_SHARE_MAX,
+        ))
+    }
+}
+
 /// Runs both sides, or compares saved ones.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let [a, b] = args.compare.as_slice() {
         let names = [stem(a), stem(b)];
         let runs = [read(a)?, read(b)?];
-        return print([&names[0], &names[1]], [&runs[0], &runs[1]]);
+        out::print(&hand_over::render(
+            [&names[0], &names[1]],
+            [&runs[0], &runs[1]],
+        ))?;
+        return Ok(code([&names[0], &names[1]], [&runs[0], &runs[1]]));
     }
-    ensure!(
-        args.speedup.is_finite() && args.speedup > 0.0,
-        "--speedup is {}, but must be above 0",
-        args.speedup
-    );
-    // Mistakes in the files are told before anything is started.
+    // Mistakes in the files are reported before anything is started.
     if args.cluster.resolve_live(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
@@ -64,22 +180,80 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         own = TempDir::new()?;
         &own.0
     };
-    live(args, dir)?;
-    twin(args, dir)?;
+    let speedup = match args.speedup {
+        Speedup::Fixed(factor) => factor,
+        Speedup::Auto { max } => calibrate(args, dir, max)?,
+    };
+    if args.print_speedup {
+        out::print(&format!("{speedup}\n"))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (load, queue) = live(args, speedup, dir)?;
+    twin(args, speedup, dir)?;
     let runs = [read(&dir.join("live.csv"))?, read(&dir.join("twin.csv"))?];
-    let code = print(["live", "twin"], [&runs[0], &runs[1]])?;
-    let reports = ["live.json", "twin.json"].map(|name| {
-        let path = dir.join(name);
-        let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        RunReport::from_json(&text).with_context(|| path.display().to_string())
-    });
-    let reports = reports.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-    out::print(&format!("\n{}", compare::render(&reports, false)))?;
-    Ok(code)
+    let (names, runs) = (["live", "twin"], [&runs[0], &runs[1]]);
+    let reports = [report(dir, "live.json")?, report(dir, "twin.json")?];
+    let host = Host::new(load, queue, step_ms(&reports[1]));
+    if args.json {
+        let [live, twin] = &reports;
+        let gaps = hand_over::gaps(runs);
+        let output = serde_json::json!({
+            "speedup": speedup, "host": host.json(), "gaps": gaps, "live": live, "twin": twin,
+        });
+        out::print(&format!("{output}\n"))?;
+    } else {
+        out::print(&hand_over::render(names, runs))?;
+        out::print(&format!("\n{}", compare::render(&reports, false)))?;
+        if let Some(line) = host.line() {
+            out::print(&line)?;
+        }
+    }
+    if let Some(warning) = host.warning() {
+        eprintln!("{warning}");
+    }
+    Ok(code(names, runs))
 }
 
-fn print(names: [&str; 2], runs: [&HandOvers; 2]) -> anyhow::Result<ExitCode> {
-    out::print(&hand_over::render(names, runs))?;
+fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
+    let path = dir.join(name);
+    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    RunReport::from_json(&text).with_context(|| path.display().to_string())
+}
+
+/// An engine step in the run, ms: the median time between tokens. Of answers of one token, the time
+/// until it.
+fn step_ms(report: &RunReport) -> Option<f64> {
+    let step = report.latency.itl_ms.or(report.latency.ttft_ms)?.p50;
+    (step > 0.0).then_some(step)
+}
+
+/// The largest compression up to `max` at which this host, as busy as it is, keeps time.
+fn calibrate(args: &Args, dir: &Path, max: f64) -> anyhow::Result<f64> {
+    let late = host::wake_up_lateness();
+    twin(args, 1.0, dir)?;
+    let Some(step_ms) = step_ms(&report(dir, "twin.json")?) else {
+        return Ok(max); // nothing to keep time with
+    };
+    let Some(factor) = host::compression(step_ms, late, max) else {
+        bail!(
+            "this host is too busy to measure on: timed waits end up to {} ms late, and an engine step \
+             takes {} ms; stop other jobs, or say `--speedup 1` to run all the same",
+            number(late.as_secs_f64() * 1e3),
+            number(step_ms)
+        );
+    };
+    if factor < max {
+        eprintln!(
+            "note: timed waits end up to {} ms late on this host, so both sides run at speed-up {factor} \
+             and not at {max}",
+            number(late.as_secs_f64() * 1e3)
+        );
+    }
+    Ok(factor)
+}
+
+/// Success, unless requests failed; that is reported.
+fn code(names: [&str; 2], runs: [&HandOvers; 2]) -> ExitCode {
     let mut code = ExitCode::SUCCESS;
     for (name, run) in names.iter().zip(runs) {
         if run.failed() > 0 || run.requests() == 0 {
@@ -91,7 +265,7 @@ fn print(names: [&str; 2], runs: [&HandOvers; 2]) -> anyhow::Result<ExitCode> {
             code = ExitCode::FAILURE;
         }
     }
-    Ok(code)
+    code
 }
 
 fn stem(path: &Path) -> String {
@@ -174,13 +348,15 @@ fn same_seed(what: &WorkloadArgs) -> Option<&'static str> {
     (!stated).then_some("--seed=0")
 }
 
-fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
+/// Runs the live side. Gives how busy the host was under its load, and how long the threads of server
+/// and client waited for a CPU.
+fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Option<RunQueue>)> {
     let mut serve = slipstream()?;
     serve
         .arg("serve")
         .args(args.cluster.flags())
         .args(["--listen", "127.0.0.1:0"])
-        .arg(format!("--speedup={}", args.speedup))
+        .arg(format!("--speedup={speedup}"))
         .stdout(Stdio::piped());
     let mut server = Server(serve.spawn().context("starting `slipstream serve`")?);
     let stdout = server.0.stdout.take().context("the server's output")?;
@@ -195,7 +371,7 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .args(["bench", url])
         .args(args.what.flags())
         .args(same_seed(&args.what))
-        .arg(format!("--time-scale={}", args.scale()))
+        .arg(format!("--time-scale={}", args.scale(speedup)))
         .args(
             args.sets
                 .workload_set
@@ -210,23 +386,37 @@ fn live(args: &Args, dir: &Path) -> anyhow::Result<()> {
         .args(["--label", "live"])
         .arg(format!("--server-pid={}", server.0.id()))
         .stdout(Stdio::null());
-    // 1 means that requests failed, which the records tell better.
-    let status = bench.status().context("starting `slipstream bench`")?;
+    let before = HostSample::now();
+    let at_start = RunQueue::of(server.0.id());
+    let mut client = bench.spawn().context("starting `slipstream bench`")?;
+    // Its counters are gone once it has ended, so they are read now and then.
+    let mut of_client = None;
+    let status = loop {
+        of_client = RunQueue::of(client.id()).or(of_client);
+        match client.try_wait()? {
+            Some(status) => break status,
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
+    };
+    let load = HostSample::now().since(&before);
+    let of_server = RunQueue::of(server.0.id()).map(|now| now.since(at_start.unwrap_or_default()));
+    let queue = of_server.map(|server| server.plus(of_client.unwrap_or_default()));
+    // 1 means that requests failed, which the records show better.
     ensure!(
         status.code().is_some_and(|code| code < 2),
         "`slipstream bench` did not run; its message is above"
     );
-    Ok(())
+    Ok((load, queue))
 }
 
-fn twin(args: &Args, dir: &Path) -> anyhow::Result<()> {
+fn twin(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<()> {
     let mut simulate = slipstream()?;
     simulate
         .arg("simulate")
         .args(args.cluster.flags())
         .args(args.what.flags())
-        .arg(format!("--time-scale={}", args.scale()))
-        .arg(format!("--speedup={}", args.speedup))
+        .arg(format!("--time-scale={}", args.scale(speedup)))
+        .arg(format!("--speedup={speedup}"))
         .args(
             args.sets
                 .workload_set
@@ -251,7 +441,55 @@ fn twin(args: &Args, dir: &Path) -> anyhow::Result<()> {
 
 impl Args {
     /// How much arrivals and think times are compressed.
-    fn scale(&self) -> f64 {
-        self.what.time_scale.unwrap_or(1.0) * self.speedup
+    fn scale(&self, speedup: f64) -> f64 {
+        self.what.time_scale.unwrap_or(1.0) * speedup
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speedup_is_a_factor_or_chosen() {
+        let check = |text: &str, expected| assert_eq!(text.parse(), Ok(expected), "{text}");
+        check("20", Speedup::Fixed(20.0));
+        check("auto", Speedup::Auto { max: 1.0 });
+        check("auto:10", Speedup::Auto { max: 10.0 });
+        for text in ["0", "-1", "inf", "fast", "auto:", "auto:0", "auto10", ""] {
+            assert!(text.parse::<Speedup>().is_err(), "{text}");
+        }
+    }
+
+    /// Figures of a busy host once looked like any others: TTFT 742 ms, where the twin had 12.
+    #[test]
+    fn a_busy_host_is_reported_with_the_figures() {
+        let host = |wait_us: u64, step_ms| {
+            let queue = RunQueue {
+                wait_ns: 1000 * wait_us * 1000,
+                turns: 1000,
+            };
+            let load = HostLoad {
+                busy_share: Some(0.97),
+                ..HostLoad::default()
+            };
+            Host::new(load, Some(queue), step_ms)
+        };
+        let busy = host(700, Some(12.0));
+        assert_eq!(busy.is_quiet, Some(false));
+        let warning = busy.warning().unwrap();
+        assert!(
+            warning.contains("waited 0.700 ms") && warning.contains("5.83 %"),
+            "{warning}"
+        );
+        let line = busy.line().unwrap();
+        assert!(line.contains("97.0 % of CPU time busy"), "{line}");
+        assert_eq!(host(500, Some(12.0)).warning(), None);
+        assert_eq!(
+            host(700, None).is_quiet,
+            None,
+            "without a step nothing is known"
+        );
+        assert_eq!(Host::default().line(), None);
     }
 }

@@ -168,6 +168,57 @@ fn drag_names_each_hand_over_of_both_sides() {
 }
 
 #[test]
+fn drag_says_how_busy_the_host_was() {
+    let mut args = vec!["drag", "--requests=5", "--isl=300", "--osl=4", "--json"];
+    args.extend(SMALL);
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(0), "{err}");
+    let output: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let host = &output["host"];
+    assert_eq!(output["speedup"], 1.0);
+    assert_eq!(host["step_ms"], 1.0, "a pass of 1 ms");
+    if let (Some(wait), Some(step)) = (host["mean_wait_ms"].as_f64(), host["step_ms"].as_f64()) {
+        assert_eq!(host["is_quiet"], wait <= 0.05 * step);
+        assert_eq!(host["is_quiet"] == false, err.contains("too busy"), "{err}");
+    }
+    let gaps = output["gaps"].as_array().unwrap();
+    let ttft = gaps.iter().find(|gap| gap["name"] == "TTFT").unwrap();
+    assert_eq!(ttft["count"], serde_json::json!([5, 5]));
+    assert_eq!(
+        ttft["p99_ms"],
+        serde_json::json!([null, null]),
+        "of 5 requests"
+    );
+    assert_eq!(output["live"]["requests"]["succeeded"], 5);
+
+    // Answers of one token in no time: whatever the host does, there is no step to keep time with.
+    let (code, out, err) = run(&[
+        "drag",
+        "--speedup=auto:7",
+        "--print-speedup",
+        "--requests=3",
+        "--isl=20",
+        "--osl=1",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=0",
+    ]);
+    assert_eq!((code, out.trim()), (Some(0), "7"), "{err}");
+    // Nor can a step of 10 ns be kept time with, anywhere.
+    let (code, _, err) = run(&[
+        "drag",
+        "--speedup=auto",
+        "--print-speedup",
+        "--requests=3",
+        "--isl=20",
+        "--osl=4",
+        "--set=engine.timing.kind=constant",
+        "--set=engine.timing.step_ns=10",
+    ]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("too busy to measure on"), "{err}");
+}
+
+#[test]
 fn a_sweep_runs_every_combination_and_marks_the_front() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("sweep.csv");

@@ -269,7 +269,11 @@ def test_dynamos_own_class_decodes_forward_pass_metrics_to_the_same_bytes(start,
     dynamo = pytest.importorskip("dynamo.common.forward_pass_metrics", reason=reason)
     (port,) = free_ports(1)
     endpoint = f"tcp://127.0.0.1:{port}"
-    sets = {"live.events.bus": "zmq", "live.events.fpm_endpoint": endpoint, "live.events.kv": "false"}
+    sets = {
+        "live.events.bus": "zmq",
+        "live.events.fpm_endpoint": endpoint,
+        "live.events.kv": "false",
+    }
     flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     with start("--speedup", "0", *flags) as server:
         client = server.client()

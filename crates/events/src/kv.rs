@@ -441,9 +441,11 @@ fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
     for place in 0..fields.len {
         read_field(fields.name(place, reader)?, reader, &mut stored, &mut found)?;
     }
-    let require = |found: bool, name: &str| match found {
-        true => Ok(()),
-        false => Err(Reader::value_error(at, format!("{kind} without `{name}`"))),
+    let require = |found: bool, name: &str| {
+        if found {
+            return Ok(());
+        }
+        Err(Reader::value_error(at, format!("{kind} without `{name}`")))
     };
     match kind {
         "BlockStored" => {

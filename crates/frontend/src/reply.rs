@@ -986,9 +986,21 @@ impl Sequence {
 
     /// Renders the event with the reason, and what the last token shows.
     fn render_end(&mut self, text: &TextModel, out: &mut BytesMut) {
+        self.closed = true;
+        make_room(out);
+        if let Some(&token) = self.held.front()
+            && self.spec.plain
+            && self.detok.is_clean()
+            && let Some(json) = text.token_json(token)
+        {
+            self.held.clear();
+            self.position += 1;
+            self.render.set_counts(self.position, self.cached.into());
+            self.render.finish_escaped(json, &self.finish(), out);
+            return;
+        }
         let mut piece = self.stopped.take();
         if let Some(token) = self.held.pop_front() {
-            make_room(out);
             piece = Some(self.take_piece(token, text).0);
         }
         let mut rest = String::new();
@@ -1002,7 +1014,6 @@ impl Sequence {
         }
         self.render
             .finish(shown.as_deref(), logprobs.as_ref(), &self.finish(), out);
-        self.closed = true;
     }
 }
 

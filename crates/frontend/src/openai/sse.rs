@@ -153,6 +153,17 @@ impl SseRender {
         self.close(out);
     }
 
+    /// As [`finish`](Self::finish), with a text that is already escaped and no log probabilities.
+    pub fn finish_escaped(&self, json: &[u8], finish: &Finish<'_>, out: &mut impl Out) {
+        out.put(&self.before);
+        out.put(json);
+        out.put(self.close_text());
+        out.put(b"\"logprobs\":null,");
+        finish.render(out);
+        out.put(b"}]");
+        self.close(out);
+    }
+
     /// The event with the counts of the whole stream: no choices, and `usage`. Send it once, behind
     /// the last choice, if the client asked for it.
     pub fn usage(&self, usage: &Usage, out: &mut impl Out) {

@@ -285,6 +285,10 @@ fn every_token_renders_as_itself() {
         };
         assert_eq!(event["choices"][0]["delta"]["content"], expected);
         assert_eq!(event["choices"][0]["index"], 3);
+        assert_eq!(
+            text(|out| render.finish_escaped(json, &Finish::Length, out)),
+            text(|out| render.finish(Some(expected), None, &Finish::Length, out)),
+        );
     }
 }
 

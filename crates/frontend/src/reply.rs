@@ -1424,7 +1424,7 @@ mod tests {
             if client_is_slow {
                 let first = state.out.split();
                 found.push(
-                    serde_json::from_slice(&first[6..first.len().min(400)].trim_ascii_end())
+                    serde_json::from_slice(first[6..first.len().min(400)].trim_ascii_end())
                         .unwrap(),
                 );
                 state.refill(&text);

@@ -38,6 +38,10 @@ if [ -n "${SPEEDUP:-}" ]; then
 elif ! speedup=$("$bin" drag "${cluster[@]}" "${load[@]}" --speedup "auto:$speedup_max" --print-speedup); then
   echo "hint: SPEEDUP=1 make demo runs all the same" >&2
   exit 2
+elif awk "BEGIN { exit !($speedup < 1) }"; then
+  echo "error: this host is so busy that the demo would take $(awk "BEGIN { print 1 / $speedup }") times real time" >&2
+  echo "hint: stop other jobs; SPEEDUP=1 make demo runs all the same, and its times mean little" >&2
+  exit 2
 fi
 
 printf 'Eight modelled workers (%s), over real HTTP on this machine.\n' "$who"

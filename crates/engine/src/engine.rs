@@ -404,7 +404,8 @@ impl Engine {
     ///
     /// Running sequences go first, in the order of their admission, then waiting ones, all within
     /// one budget of `max_num_batched_tokens`. A running sequence that finds no free block preempts
-    /// the youngest running one, and a pass that preempted admits nobody.
+    /// the youngest running one (by priority: the lowest, which may be itself; the running ones
+    /// behind it are still scheduled). A pass that preempted admits nobody.
     ///
     /// Source: vLLM 0.33, `Scheduler.schedule` in `vllm/v1/core/sched/scheduler.py`.
     ///
@@ -431,12 +432,10 @@ impl Engine {
                 // Blocks are held for others, or wait to be filled: nothing can run before.
                 return None;
             }
-            // By priority the first running sequence may have been its own victim. vLLM runs an
+            // A lone sequence fits an empty cache, as add() checked, so the last one that ran can
+            // only have preempted itself because blocks are held for other engines. vLLM runs an
             // empty step then and schedules again; that takes no time here.
-            assert!(
-                plan.preempted,
-                "a lone sequence fits an empty cache, as add() checked"
-            );
+            assert!(plan.preempted && self.hands_over());
         };
         let tokens = plan.load.tokens();
         assert!(tokens <= u64::from(self.max_num_batched_tokens));
@@ -461,7 +460,9 @@ impl Engine {
             // Below its capacity a sequence neither needs a block nor fills one.
             if target >= r.capacity {
                 if !self.make_room(&mut at, target, plan) {
-                    break;
+                    // It left the queue, so `at` is already the one behind it. By priority that
+                    // one outranks it, and may fit into the blocks that it freed.
+                    continue;
                 }
                 let r = self.running[at];
                 self.grow(r.slot, r.computed, target);

@@ -411,6 +411,39 @@ fn low_priority_waits_and_gives_way() {
 }
 
 #[test]
+fn a_sequence_that_preempts_itself_stalls_none_of_higher_priority() {
+    let config = EngineConfig {
+        scheduling_policy: SchedulingPolicy::Priority,
+        ..small(6)
+    };
+    let mut rig = Rig::new(&config);
+    rig.add_len(0, 5, 8);
+    let mut low = request(1, &tokens_of(1, 6), 8);
+    low.priority = 9;
+    rig.add(low).unwrap();
+    rig.step();
+    rig.add_len(2, 5, 8);
+    for _ in 0..2 {
+        rig.step();
+        assert_eq!(rig.ids(), [0, 1, 2]);
+    }
+    // All six blocks are held. 1 needs a third for its ninth token and is the lowest in priority, so
+    // it preempts itself. 2 runs behind it, needs no block, and decodes in the same pass.
+    assert_eq!(rig.engine.stats().free_blocks, 0);
+    rig.step();
+    assert_eq!(rig.ids(), [0, 2]);
+    assert_eq!(rig.engine.stats().preemptions, 1);
+    assert_eq!(rig.work(), (0, 0, 0, 2, 8 + 7));
+    // The blocks of 1 are free now, and 0 takes one for its ninth token in the next pass, which
+    // admits nobody behind the head of the queue: 1 needs three and two are left.
+    rig.step();
+    assert_eq!(rig.ids(), [0, 2]);
+    rig.run_until_idle();
+    assert_eq!(rig.finished[&1].1.preemptions, 1);
+    assert_eq!(rig.finished[&1].1.output_tokens, 8);
+}
+
+#[test]
 fn a_victim_already_scheduled_gives_its_budget_back() {
     let config = EngineConfig {
         scheduling_policy: SchedulingPolicy::Priority,

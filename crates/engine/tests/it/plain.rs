@@ -294,7 +294,9 @@ impl Plain {
                 }
                 self.preempt(victim);
                 if victim == id {
-                    break 'running;
+                    // First come, first served: it was the last. By priority those behind it
+                    // outrank it, and one of them stands at `at` now.
+                    continue 'running;
                 }
             }
             self.allocate(id, target);

@@ -62,6 +62,12 @@ const NETWORKS: &[(&str, NetworkMode)] =
 const HOSTS: &[(&str, HostMode)] = &[("none", HostMode::None), ("ideal", HostMode::Ideal)];
 const HAND_OVERS: &[(&str, HandOver)] = &[("pull", HandOver::Pull), ("push", HandOver::Push)];
 const DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
+/// `None`: the checkpoint's.
+const KV_DTYPES: &[(&str, Option<Dtype>)] = &[
+    ("auto", None),
+    ("bf16", Some(Dtype::Bf16)),
+    ("fp8", Some(Dtype::Fp8)),
+];
 
 /// Sections of the design that this version does not have.
 const LATER: &[&str] = &["prices"];
@@ -365,7 +371,7 @@ fn read_engine(
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> EngineConfig {
     let default = EngineConfig::default();
-    let timing = t.table("timing", |timing| read_timing(timing, load));
+    let timing = t.table("timing", |timing| read_timing(timing, shape, load));
     let tensor_parallel_size = t
         .get("tensor_parallel_size")
         .within(1..=1024)
@@ -393,13 +399,31 @@ fn read_engine(
         .get("gpu_memory_utilization")
         .within(0.01..=1.0)
         .or(default.gpu_memory_utilization);
+    let kv_cache_dtype = t.choice("kv_cache_dtype", KV_DTYPES).or(None);
+    let kv_cache_dtype = kv_cache_dtype.unwrap_or(shape.kv_cache);
     let block_size = t.get("block_size").within(1..=1024).or(default.block_size);
+    let data_parallel_size = t
+        .get("data_parallel_size")
+        .within(1..=1024)
+        .or(default.data_parallel_size);
+    if data_parallel_size > 1 && shape.experts.is_some() {
+        t.mistake(
+            "data_parallel_size",
+            format!(
+                "`data_parallel_size` is {data_parallel_size}, but {} is a mixture of experts: its ranks would \
+                 share the experts and wait for each other in every step, which is not modelled",
+                shape.name
+            ),
+            "set it to 1: more `workers`, each with all experts, or a larger `tensor_parallel_size`",
+        );
+    }
 
     let memory = match &timing {
         TimingConfig::Roofline { gpu, dtype } if splits => preset::gpu(gpu).map(|gpu| Memory {
             gpu,
             shape,
             dtype: *dtype,
+            kv_dtype: kv_cache_dtype,
             tensor_parallel: tensor_parallel_size,
             utilization: gpu_memory_utilization,
         }),
@@ -506,11 +530,9 @@ fn read_engine(
             .choice("scheduling_policy", SCHEDULING)
             .or(default.scheduling_policy),
         tensor_parallel_size,
-        data_parallel_size: t
-            .get("data_parallel_size")
-            .within(1..=1024)
-            .or(default.data_parallel_size),
+        data_parallel_size,
         gpu_memory_utilization,
+        kv_cache_dtype,
         startup_s: t
             .get("startup_s")
             .within(0.0..=86_400.0)
@@ -525,6 +547,7 @@ struct Memory<'m> {
     gpu: &'static Gpu,
     shape: &'m ModelShape,
     dtype: Dtype,
+    kv_dtype: Dtype,
     tensor_parallel: u32,
     utilization: f64,
 }
@@ -542,7 +565,7 @@ impl Memory<'_> {
             .weight_bytes_per_gpu(self.tensor_parallel, self.dtype);
         let per_token = self
             .shape
-            .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.dtype);
+            .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.kv_dtype);
         let blocks = budget.saturating_sub(weights) / (per_token * u64::from(block_size)).max(1);
         if blocks == 0 {
             let message = format!(
@@ -559,7 +582,7 @@ impl Memory<'_> {
             // The least that holds one sequence of the model's full length.
             let enough = (1..=64).find(|&tp| {
                 let rest = budget.saturating_sub(self.shape.weight_bytes_per_gpu(tp, self.dtype));
-                let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.dtype);
+                let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.kv_dtype);
                 self.shape.divides_into(tp)
                     && rest >= per_token * u64::from(self.shape.max_positions)
             });
@@ -615,7 +638,11 @@ fn read_output_len(t: &Table<'_>) -> OutputLen {
     }
 }
 
-fn read_timing(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>) -> TimingConfig {
+fn read_timing(
+    t: &Table<'_>,
+    shape: &ModelShape,
+    load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> TimingConfig {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
         Constant,
@@ -680,19 +707,12 @@ fn read_timing(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>
             }
         }
         Kind::Roofline => {
-            let TimingConfig::Roofline { gpu, dtype } = TimingConfig::default() else {
+            let TimingConfig::Roofline { gpu, .. } = TimingConfig::default() else {
                 unreachable!("the default is a roofline");
             };
             let names: Vec<(&str, &str)> = preset::GPUS.iter().map(|g| (g.name, g.name)).collect();
             let gpu = t.choice("gpu", &names).or(&gpu).to_owned();
-            let dtype = t.choice("dtype", DTYPES).or(dtype);
-            if dtype == Dtype::Fp8 && preset::gpu(&gpu).is_some_and(|g| g.fp8_flops.is_none()) {
-                t.mistake(
-                    "dtype",
-                    format!("`dtype` is \"fp8\", but {gpu} has no FP8 units"),
-                    "write \"bf16\", or take another `gpu`",
-                );
-            }
+            let dtype = read_weights(t, shape, &gpu);
             TimingConfig::Roofline { gpu, dtype }
         }
         Kind::Table => {
@@ -711,6 +731,44 @@ fn read_timing(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>
             TimingConfig::Table { path }
         }
     }
+}
+
+/// The format of the weights: the checkpoint's, or FP8 made of 16 bits at its loading.
+fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
+    let origin = match shape.weights {
+        Dtype::Bf16 => Origin::Default,
+        Dtype::Fp8 => Origin::Derived(format!("`quantization_config` of {}", shape.name)),
+    };
+    let dtype = t.choice("dtype", DTYPES).or_from(origin, shape.weights);
+    if shape.weights == Dtype::Fp8 && dtype == Dtype::Bf16 {
+        t.mistake(
+            "dtype",
+            format!(
+                "`dtype` is \"bf16\", but {} has FP8 weights (`quantization_config`)",
+                shape.name
+            ),
+            "remove it, or give the `config.json` of the checkpoint in 16 bits",
+        );
+    }
+    if dtype == Dtype::Fp8 && preset::gpu(gpu).is_some_and(|g| g.fp8_flops.is_none()) {
+        let (message, hint) = if shape.weights == Dtype::Fp8 {
+            (
+                format!(
+                    "{} has FP8 weights, but {gpu} has no FP8 units, and FP8 weights that are computed \
+                     with in 16 bits are not modelled",
+                    shape.name
+                ),
+                "take another `gpu`, or the `config.json` of the checkpoint in 16 bits",
+            )
+        } else {
+            (
+                format!("`dtype` is \"fp8\", but {gpu} has no FP8 units"),
+                "write \"bf16\", or take another `gpu`",
+            )
+        };
+        t.mistake("dtype", message, hint);
+    }
+    dtype
 }
 
 fn read_router(t: &Table<'_>) -> RouterConfig {
@@ -1110,6 +1168,82 @@ mod tests {
         assert_eq!(cluster.pools[0].engine.max_model_len, 512);
         let origin = &settings.get("model.name").unwrap().origin;
         assert_eq!(origin.to_string(), "folder of model.config");
+    }
+
+    /// The `config.json` of an FP8 checkpoint, alone and with what the file says.
+    fn parse_with_json(json: &'static str, text: &str) -> Result<(Cluster, Settings), Mistakes> {
+        let text = format!("[model]\nconfig = \"m/config.json\"\n{text}");
+        read(Doc::parse("c.toml", text.as_bytes()), |_| Ok(json.into()))
+    }
+
+    const FP8_JSON: &str = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
+        "quantization_config": {"quant_method": "fp8"}}"#;
+
+    #[test]
+    fn an_fp8_checkpoint_sets_the_format_of_weights() {
+        let (cluster, settings) = parse_with_json(FP8_JSON, "").unwrap();
+        let engine = &cluster.pools[0].engine;
+        let TimingConfig::Roofline { dtype, .. } = &engine.timing else {
+            panic!("{:?}", engine.timing)
+        };
+        assert_eq!((*dtype, engine.kv_cache_dtype), (Dtype::Fp8, Dtype::Bf16));
+        let dtype = settings.get("pool.main.engine.timing.dtype").unwrap();
+        assert_eq!(dtype.value.as_deref(), Some("\"fp8\""));
+        assert_eq!(dtype.origin.to_string(), "`quantization_config` of m");
+        for (text, part) in [
+            (
+                "[engine.timing]\ndtype = \"bf16\"\n",
+                "m has FP8 weights (`quantization_config`)",
+            ),
+            (
+                "[engine.timing]\ngpu = \"a100-sxm-80gb\"\n",
+                "a100-sxm-80gb has no FP8 units, and FP8 weights that are computed with in 16 bits",
+            ),
+        ] {
+            let mistakes = parse_with_json(FP8_JSON, text).unwrap_err().to_string();
+            assert!(mistakes.contains(part), "{mistakes}");
+        }
+    }
+
+    #[test]
+    fn the_kv_cache_has_a_format_of_its_own() {
+        let blocks = |text: &str| {
+            let (cluster, _) = parse(text).unwrap();
+            let bytes = cluster.kv_bytes_per_token()[0];
+            (cluster.pools[0].engine.num_gpu_blocks, bytes)
+        };
+        let plain = blocks("");
+        let weights = blocks("[engine.timing]\ndtype = \"fp8\"\n");
+        let cache = blocks("[engine]\nkv_cache_dtype = \"fp8\"\n");
+        let auto = blocks("[engine]\nkv_cache_dtype = \"auto\"\n");
+        // FP8 weights leave room for more blocks of the same size; an FP8 cache halves their size.
+        assert_eq!(auto, plain);
+        assert!(weights.0 > plain.0 && weights.0 < plain.0 * 3 / 2);
+        assert_eq!(weights.1, plain.1);
+        assert_eq!((cache.0 / 2, cache.1 * 2), plain);
+        // The checkpoint brings scales for an FP8 cache.
+        let scales = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
+            "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8"}}"#;
+        for (text, expected) in [
+            ("", Dtype::Fp8),
+            ("[engine]\nkv_cache_dtype = \"bf16\"\n", Dtype::Bf16),
+        ] {
+            let (cluster, _) = parse_with_json(scales, text).unwrap();
+            assert_eq!(cluster.pools[0].engine.kv_cache_dtype, expected);
+        }
+    }
+
+    #[test]
+    fn ranks_of_a_mixture_of_experts_are_refused() {
+        check_refused(
+            "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\ndata_parallel_size = 2\n",
+            &["c.toml:5:22: `data_parallel_size` is 2, but mixtral-8x7b is a mixture of experts"],
+        );
+        let dense = "[engine]\ndata_parallel_size = 2\n";
+        assert_eq!(parse(dense).unwrap().0.gpus(), 2);
     }
 
     #[test]

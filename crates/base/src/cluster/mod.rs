@@ -52,14 +52,11 @@ impl Cluster {
     }
 
     /// Bytes of a token's keys and values, by worker that computes them: 2 x layers x key-value heads
-    /// x head size x bytes a number. Without a number format in the file: 2 bytes a number.
+    /// x head size x bytes of `kv_cache_dtype`.
     pub fn kv_bytes_per_token(&self) -> Vec<u64> {
         self.workers()
             .map(|(_, pool)| {
-                let dtype = match pool.engine.timing {
-                    TimingConfig::Roofline { dtype, .. } => dtype,
-                    _ => Dtype::Bf16,
-                };
+                let dtype = pool.engine.kv_cache_dtype;
                 // On one GPU, which has every head once: those that several GPUs hold are sent once.
                 self.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
             })
@@ -178,6 +175,9 @@ pub struct EngineConfig {
     pub data_parallel_size: u32,
     /// Share of a GPU's memory for weights and KV cache. Default 0.9.
     pub gpu_memory_utilization: f64,
+    /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it brings
+    /// scales for FP8.
+    pub kv_cache_dtype: Dtype,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
     /// Natural length of an answer, tokens: drawn per request from its seed, used unless the
@@ -201,6 +201,7 @@ impl Default for EngineConfig {
             tensor_parallel_size: 1,
             data_parallel_size: 1,
             gpu_memory_utilization: 0.9,
+            kv_cache_dtype: Dtype::Bf16,
             startup_s: 0.0,
             output_len: OutputLen::default(),
             timing: TimingConfig::default(),
@@ -256,7 +257,7 @@ pub enum TimingConfig {
     Roofline {
         /// Preset of the GPU (`slipstream presets`).
         gpu: String,
-        /// Bytes per weight and KV element: `bf16` 2, `fp8` 1.
+        /// Format of the weights: `bf16` has 2 bytes, `fp8` 1. Default: the checkpoint's.
         dtype: Dtype,
     },
     /// A CSV grid of measured passes.
@@ -275,7 +276,7 @@ impl Default for TimingConfig {
     }
 }
 
-/// Number format of weights and KV cache.
+/// Number format of weights or KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dtype {
     /// 2 bytes.

@@ -135,7 +135,8 @@ pub const KEYS: &[Key] = &[
         "engine.data_parallel_size",
         "ranks, 1 to 1,024",
         "1",
-        "Ranks in a worker, each with a scheduler and a KV cache of its own.",
+        "Ranks in a worker, each with a scheduler and a KV cache of its own. 1 for a mixture of experts: its \
+         ranks would share the experts and wait for each other in every step, which is not modelled.",
         "High: prefixes are spread thin over the ranks.",
     ),
     key(
@@ -144,6 +145,15 @@ pub const KEYS: &[Key] = &[
         "0.9",
         "Share of a GPU's memory for weights and KV cache.",
         "High: on a real GPU, out of memory, since activations need the rest. Low: fewer blocks.",
+    ),
+    key(
+        "engine.kv_cache_dtype",
+        "\"auto\", \"bf16\" or \"fp8\"",
+        "\"auto\"",
+        "Format of keys and values: of the default of `num_gpu_blocks`, of what the roofline reads, and of what is \
+         sent between workers. \"auto\", as in vLLM: \"bf16\", also for FP8 weights, unless the checkpoint brings scales \
+         for an FP8 cache (`kv_cache_scheme`, `kv_cache_quant_algo`).",
+        "\"fp8\": twice the blocks; what it costs in answers is not modelled.",
     ),
     key(
         "engine.startup_s",
@@ -243,8 +253,9 @@ pub const KEYS: &[Key] = &[
         "engine.timing.dtype",
         "\"bf16\" or \"fp8\"",
         "\"bf16\"",
-        "Format of weights and KV cache.",
-        "\"fp8\" on a GPU without FP8 units is refused.",
+        "Format of the weights. Default: the checkpoint's, if `model.config` has a `quantization_config`. \"fp8\" \
+         with a checkpoint in 16 bits: quantized when it is loaded.",
+        "\"fp8\" on a GPU without FP8 units is refused, and \"bf16\" for an FP8 checkpoint.",
     ),
     key(
         "engine.timing.path",
@@ -804,7 +815,7 @@ With `timing.kind = \"roofline\"`, and the key not given, per rank:
 
 ```text
 weights   = bytes of all weights / tensor_parallel_size     (FP8: embeddings stay in 16 bits)
-per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of dtype
+per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of kv_cache_dtype
 blocks    = floor((gpu_memory x gpu_memory_utilization - weights) / (per_token x block_size))
 ```
 

@@ -4,6 +4,7 @@
 
 mod gpu;
 mod model;
+mod quantization;
 
 pub use gpu::{GPUS, Gpu, Link, gpu};
 pub use model::{Experts, MODELS, ModelShape, ShapeError, model};

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
+use super::quantization;
 use crate::cluster::Dtype;
 
 /// A mixture of experts in place of each layer's MLP.
@@ -44,8 +45,12 @@ pub struct ModelShape {
     pub max_positions: u32,
     /// `tie_word_embeddings`: input and output embedding are one matrix.
     pub tied_embeddings: bool,
-    /// Query and key are normalized per head (Qwen3).
+    /// Query and key are normalized per head (Qwen3, or `use_qk_norm`).
     pub qk_norm: bool,
+    /// Format of the checkpoint's matrices of attention and MLPs.
+    pub weights: Dtype,
+    /// Format of keys and values unless the engine is told another one.
+    pub kv_cache: Dtype,
     /// The mixture of experts, if it is one.
     pub experts: Option<Experts>,
 }
@@ -124,9 +129,13 @@ impl ModelShape {
 
     /// Reads a Hugging Face style `config.json`; `name` is what the model will be called.
     ///
+    /// Layers for multi-token prediction (`use_mtp`, `num_nextn_predict_layers`) are left out: vLLM
+    /// loads them for speculative decoding alone, which is not modelled.
+    ///
     /// # Errors
     /// If it is no JSON object, a size is missing or unusable, or the architecture has a kind of
-    /// attention that this shape cannot express. The message names the field.
+    /// attention or MLP, or the weights a format, that this shape cannot express. The message names
+    /// the field.
     pub fn from_config_json(name: &str, json: &[u8]) -> Result<ModelShape, ShapeError> {
         let value: Value = serde_json::from_slice(json)?;
         let outer = value.as_object().ok_or(ShapeError::NoObject)?;
@@ -137,6 +146,8 @@ impl ModelShape {
         };
         refuse_other_attention(config)?;
         let hidden_size = number(config, "hidden_size")?;
+        let layers = number(config, "num_hidden_layers")?;
+        let formats = quantization::read(outer, config, layers)?;
         let attention_heads = number(config, "num_attention_heads")?;
         let kv_heads = optional(config, "num_key_value_heads")?.unwrap_or(attention_heads);
         if kv_heads > attention_heads {
@@ -150,10 +161,19 @@ impl ModelShape {
             .get("model_type")
             .and_then(Value::as_str)
             .unwrap_or("");
-        let count = match optional(config, "num_local_experts")? {
-            Some(count) => Some(count),
-            None => optional(config, "num_experts")?,
-        };
+        if MLPS_WITHOUT_GATE.contains(&model_type) {
+            return Err(unsupported("model_type", "an MLP without a gate"));
+        }
+        let mut count = None;
+        for field in ["num_local_experts", "num_experts", "n_routed_experts"] {
+            count = match count {
+                None => optional(config, field)?,
+                found => found,
+            };
+        }
+        if count.is_some() {
+            refuse_dense_layers(config)?;
+        }
         let experts = match count {
             None => None,
             Some(count) => {
@@ -178,7 +198,7 @@ impl ModelShape {
         Ok(ModelShape {
             name: name.to_owned().into(),
             source: "config.json".into(),
-            layers: number(config, "num_hidden_layers")?,
+            layers,
             hidden_size,
             intermediate_size: match (optional(config, "intermediate_size")?, experts) {
                 (Some(width), _) => width,
@@ -196,7 +216,10 @@ impl ModelShape {
                 .or_else(|| outer.get("tie_word_embeddings"))
                 .and_then(Value::as_bool)
                 .unwrap_or(false),
-            qk_norm: model_type.starts_with("qwen3"),
+            qk_norm: model_type.starts_with("qwen3")
+                || config.get("use_qk_norm").and_then(Value::as_bool) == Some(true),
+            weights: formats.weights,
+            kv_cache: formats.kv_cache,
             experts,
         })
     }
@@ -230,9 +253,33 @@ pub enum ShapeError {
         /// The field that says so.
         field: &'static str,
         /// What it is.
-        what: &'static str,
+        what: Cow<'static, str>,
     },
 }
+
+fn unsupported(field: &'static str, what: &'static str) -> ShapeError {
+    ShapeError::Unsupported {
+        field,
+        what: what.into(),
+    }
+}
+
+/// Values of `model_type` whose MLPs have two matrices, not three. Source: their modules in vLLM 0.33,
+/// `vllm/model_executor/models`.
+const MLPS_WITHOUT_GATE: &[&str] = &[
+    "gpt2",
+    "gptj",
+    "gpt_neox",
+    "gpt_bigcode",
+    "opt",
+    "bloom",
+    "falcon",
+    "mpt",
+    "phi",
+    "starcoder2",
+    "nemotron",
+    "persimmon",
+];
 
 fn refuse_other_attention(config: &Map<String, Value>) -> Result<(), ShapeError> {
     let set = |field: &str| {
@@ -240,30 +287,68 @@ fn refuse_other_attention(config: &Map<String, Value>) -> Result<(), ShapeError>
             .get(field)
             .is_some_and(|v| !v.is_null() && v.as_u64() != Some(0))
     };
-    let unsupported = |field, what| Err(ShapeError::Unsupported { field, what });
-    if set("kv_lora_rank") {
-        return unsupported("kv_lora_rank", "multi-head latent attention");
-    }
-    if set("n_shared_experts") {
-        return unsupported("n_shared_experts", "a mixture with shared experts");
-    }
-    if set("shared_expert_intermediate_size") {
-        return unsupported(
+    for (field, what) in [
+        ("kv_lora_rank", "multi-head latent attention"),
+        ("n_shared_experts", "a mixture with shared experts"),
+        (
             "shared_expert_intermediate_size",
             "a mixture with shared experts",
-        );
+        ),
+        ("shared_intermediate_size", "a mixture with shared experts"),
+        ("full_attention_interval", "a mix of attention kinds"),
+        ("layers_block_type", "a mix of kinds of layers"),
+        ("hybrid_override_pattern", "a mix of kinds of layers"),
+        ("mamba_d_state", "state-space layers"),
+        ("ssm_state_size", "state-space layers"),
+        ("state_size", "state-space layers"),
+    ] {
+        if set(field) {
+            return Err(unsupported(field, what));
+        }
     }
-    let others = |v: &Value| {
-        v.as_array()
-            .is_some_and(|a| a.iter().any(|k| k != "full_attention"))
+    let any = |field: &str, other: &dyn Fn(&Value) -> bool| {
+        let list = config.get(field).and_then(Value::as_array);
+        list.is_some_and(|list| list.iter().any(other))
     };
-    if config.get("layer_types").is_some_and(others) {
-        return unsupported("layer_types", "a mix of attention kinds");
+    if any("layer_types", &|kind| kind != "full_attention") {
+        return Err(unsupported("layer_types", "a mix of attention kinds"));
+    }
+    // MiniMax: 0 is linear attention, 1 the usual one.
+    if any("attn_type_list", &|kind| kind.as_u64() != Some(1)) {
+        return Err(unsupported("attn_type_list", "linear attention"));
     }
     // Qwen2 writes a window and switches it off.
     let window_off = config.get("use_sliding_window").and_then(Value::as_bool) == Some(false);
     if set("sliding_window") && !window_off {
-        return unsupported("sliding_window", "attention over a window");
+        return Err(unsupported("sliding_window", "attention over a window"));
+    }
+    Ok(())
+}
+
+/// Refuses a mixture of experts of which some layers have a dense MLP.
+fn refuse_dense_layers(config: &Map<String, Value>) -> Result<(), ShapeError> {
+    let what = "a mixture with dense layers";
+    let above = |field: &str, most: u64| {
+        let value = config.get(field).and_then(Value::as_u64);
+        value.is_some_and(|value| value > most)
+    };
+    for (field, most) in [
+        ("first_k_dense_replace", 0),
+        ("decoder_sparse_step", 1),
+        ("interleave_moe_layer_step", 1),
+        ("moe_layer_freq", 1),
+    ] {
+        if above(field, most) {
+            return Err(unsupported(field, what));
+        }
+    }
+    let list = |field: &str| config.get(field).and_then(Value::as_array);
+    if list("mlp_only_layers").is_some_and(|layers| !layers.is_empty()) {
+        return Err(unsupported("mlp_only_layers", what));
+    }
+    let every = |of: &Vec<Value>| of.iter().all(|on| on.as_u64() == Some(1));
+    if list("moe_layer_freq").is_some_and(|of| !every(of)) {
+        return Err(unsupported("moe_layer_freq", what));
     }
     Ok(())
 }
@@ -311,6 +396,8 @@ const fn llama(
         max_positions,
         tied_embeddings: false,
         qk_norm: false,
+        weights: Dtype::Bf16,
+        kv_cache: Dtype::Bf16,
         experts: None,
     }
 }
@@ -597,6 +684,55 @@ mod tests {
         );
     }
 
+    /// The checkpoint of the same model in FP8 has half the weights, and no smaller a KV cache.
+    #[test]
+    fn an_fp8_checkpoint_halves_the_weights_alone() {
+        let json = |more: &str| {
+            format!(
+                r#"{{"model_type": "qwen3_moe", "num_hidden_layers": 94, "hidden_size": 4096,
+                "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 4,
+                "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+                "decoder_sparse_step": 1, "mlp_only_layers": []{more}}}"#
+            )
+        };
+        let fp8 = r#", "quantization_config": {"quant_method": "fp8",
+            "activation_scheme": "dynamic", "weight_block_size": [128, 128]}"#;
+        let read = |more: &str| {
+            let json = json(more);
+            ModelShape::from_config_json("qwen3-235b-a22b", json.as_bytes()).unwrap()
+        };
+        let (plain, fp8) = (read(""), read(fp8));
+        assert_eq!((plain.weights, fp8.weights), (Dtype::Bf16, Dtype::Fp8));
+        assert_eq!(fp8.kv_cache, Dtype::Bf16);
+        let gigabytes = |shape: &ModelShape| {
+            let bytes = shape.weight_bytes_per_gpu(1, shape.weights);
+            (bytes as f64 / 1e9).round() as u32
+        };
+        assert_eq!((gigabytes(&plain), gigabytes(&fp8)), (470, 236));
+    }
+
+    #[test]
+    fn what_a_config_json_says_beside_sizes_is_heeded() {
+        let json = |more: &str| {
+            format!(
+                r#"{{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+                "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512{more}}}"#
+            )
+        };
+        let read = |more: &str| ModelShape::from_config_json("x", json(more).as_bytes()).unwrap();
+        let plain = read("");
+        assert!(!plain.qk_norm);
+        assert!(read(", \"use_qk_norm\": true").qk_norm);
+        // Without speculative decoding nothing of it is loaded.
+        let with_mtp =
+            ", \"use_mtp\": true, \"num_mtp_modules\": 3, \"num_nextn_predict_layers\": 1";
+        assert_eq!(read(with_mtp), plain);
+        let experts =
+            ", \"n_routed_experts\": 8, \"num_experts_per_tok\": 2, \"moe_layer_freq\": 1";
+        assert_eq!(read(experts).experts.map(|e| e.count), Some(8));
+    }
+
     #[test]
     fn an_old_config_json_gets_its_defaults() {
         let json = br#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
@@ -643,6 +779,30 @@ mod tests {
                 "latent attention",
             ),
             (format!("{{{good}, \"sliding_window\": 4096}}"), "window"),
+            (
+                format!("{{{good}, \"attn_type_list\": [1, 0, 1]}}"),
+                "linear attention",
+            ),
+            (
+                format!("{{{good}, \"num_experts\": 8, \"mlp_only_layers\": [0]}}"),
+                "`mlp_only_layers`: a mixture with dense layers",
+            ),
+            (
+                format!("{{{good}, \"n_routed_experts\": 8, \"first_k_dense_replace\": 1}}"),
+                "`first_k_dense_replace`",
+            ),
+            (
+                format!("{{{good}, \"n_routed_experts\": 8}}"),
+                "`num_experts_per_tok` is missing",
+            ),
+            (
+                format!("{{{good}, \"model_type\": \"gpt_neox\"}}"),
+                "an MLP without a gate",
+            ),
+            (
+                format!("{{{good}, \"quantization_config\": {{\"quant_method\": \"gptq\"}}}}"),
+                "`quantization_config`: the format `gptq` is not modelled",
+            ),
             (
                 format!("{{{good}, \"layer_types\": [\"linear_attention\"]}}"),
                 "layer_types",

@@ -161,6 +161,7 @@ pub fn build(
                 gpu,
                 config.tensor_parallel_size,
                 *dtype,
+                config.kv_cache_dtype,
             ))
         }
         TimingConfig::Table { path } => {

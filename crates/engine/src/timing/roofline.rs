@@ -158,8 +158,15 @@ impl Breakdown {
 }
 
 impl Roofline {
-    /// A roofline of `shape` on `tensor_parallel` GPUs (at least 1).
-    pub fn new(shape: &ModelShape, gpu: &Gpu, tensor_parallel: u32, dtype: Dtype) -> Roofline {
+    /// A roofline of `shape` on `tensor_parallel` GPUs (at least 1), with weights in `dtype` and keys
+    /// and values in `kv_dtype`.
+    pub fn new(
+        shape: &ModelShape,
+        gpu: &Gpu,
+        tensor_parallel: u32,
+        dtype: Dtype,
+        kv_dtype: Dtype,
+    ) -> Roofline {
         let tp = f64::from(tensor_parallel.max(1));
         let layers = f64::from(shape.layers);
         let hidden = f64::from(shape.hidden_size);
@@ -236,7 +243,7 @@ impl Roofline {
 
         let pair_flops =
             4.0 * f64::from(shape.attention_heads) / tp * f64::from(shape.head_dim) * layers;
-        let kv_bytes = shape.kv_bytes_per_token_per_gpu(tensor_parallel, dtype) as f64;
+        let kv_bytes = shape.kv_bytes_per_token_per_gpu(tensor_parallel, kv_dtype) as f64;
         let qk_norm_ns = if shape.qk_norm { QK_NORM_FIXED_NS } else { 0.0 };
         Roofline {
             dense: gemm(dense, dense, peak, dtype.bytes() as f64),
@@ -303,6 +310,7 @@ mod tests {
             preset::gpu(gpu).unwrap(),
             tp,
             dtype,
+            Dtype::Bf16,
         )
     }
 
@@ -686,7 +694,7 @@ mod tests {
             gpu in prop::sample::select(preset::GPUS),
             tp in 1u32..=16,
         ) {
-            let mut roofline = Roofline::new(&model, &gpu, tp, Dtype::Bf16);
+            let mut roofline = Roofline::new(&model, &gpu, tp, Dtype::Bf16, Dtype::Bf16);
             let mut load = StepLoad::default();
             for &(context, chunk) in &prefills {
                 load.add_prefill(context, chunk);

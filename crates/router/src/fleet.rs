@@ -4,11 +4,12 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig, RouterPolicy};
+use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig};
 use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
 use crate::active::ActiveBlocks;
+use crate::policy;
 use crate::session::SessionTable;
 
 /// One rank that requests can go to.
@@ -374,19 +375,16 @@ impl Fleet {
         }
     }
 
-    /// Whether any decision looks at what is cached, or at loads that follow from it. If not, a
-    /// simulation need not tell.
+    /// Whether any decision by the policy of the configuration looks at what is cached, or at loads
+    /// that follow from it. If not, a simulation need not tell.
     pub fn reads_cache(&self) -> bool {
         Fleet::would_read_cache(&self.config)
     }
 
     /// As [`reads_cache`](Self::reads_cache), of a fleet with this configuration.
     pub fn would_read_cache(config: &RouterConfig) -> bool {
-        let blind = matches!(
-            config.policy,
-            RouterPolicy::RoundRobin | RouterPolicy::Random | RouterPolicy::Direct
-        );
-        !blind || has_thresholds(config)
+        let policy = policy::from_config(config);
+        policy.reads_loads() || policy.reads_overlap() || has_thresholds(config)
     }
 
     /// The caller promises that from now on one thread alone feeds the index

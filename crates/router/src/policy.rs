@@ -131,6 +131,12 @@ pub trait RoutePolicy: Send {
     fn reads_overlap(&self) -> bool {
         false
     }
+
+    /// Whether `choose` reads the loads in a [`WorkerView`] (all but its rank and
+    /// [`hit_blocks`](WorkerView::hit_blocks)), so that `router.view_interval_ms` applies to it.
+    fn reads_loads(&self) -> bool {
+        true
+    }
 }
 
 /// The policy that `config` names.
@@ -168,6 +174,10 @@ impl RoutePolicy for RoundRobin {
             .fetch_add(1, Ordering::Relaxed);
         (turn as usize).checked_rem(candidates.len())
     }
+
+    fn reads_loads(&self) -> bool {
+        false
+    }
 }
 
 /// Uniformly at random.
@@ -182,6 +192,10 @@ impl RoutePolicy for Random {
         draws: &mut Draws,
     ) -> Option<usize> {
         (!candidates.is_empty()).then(|| draws.below(candidates.len()))
+    }
+
+    fn reads_loads(&self) -> bool {
+        false
     }
 }
 

@@ -170,6 +170,11 @@ impl Router {
 
     /// Router number `shard` of `fleet`, with a policy of the caller's.
     pub fn with_policy(fleet: Arc<Fleet>, shard: u32, policy: Box<dyn RoutePolicy>) -> Router {
+        let config = fleet.config();
+        // Busy thresholds are of loads, too.
+        let reads_loads = policy.reads_loads() || fleet.has_thresholds();
+        let views = (config.view_interval_ms > 0.0 && reads_loads)
+            .then(|| Views::new((config.view_interval_ms * 1e6).round() as u64));
         Router {
             policy,
             draws: Draws::new(draw(fleet.config().seed, shard.into())),
@@ -177,8 +182,7 @@ impl Router {
             ready_generation: 0,
             open: Vec::new(),
             hits: vec![0; fleet.targets().len()],
-            views: (fleet.config().view_interval_ms > 0.0 && fleet.reads_cache())
-                .then(|| Views::new((fleet.config().view_interval_ms * 1e6).round() as u64)),
+            views,
             drain: DrainRate::default(),
             fleet,
         }

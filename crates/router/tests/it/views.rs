@@ -1,10 +1,12 @@
 //! Loads that a router looks at now and then.
 
-use slipstream_base::SimTime;
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
-use slipstream_router::ViewTurn;
+use std::sync::Arc;
 
-use crate::{config, prompt, ready, request};
+use slipstream_base::cluster::{RouterConfig, RouterPolicy};
+use slipstream_base::{SimTime, WorkerId};
+use slipstream_router::{Candidates, Draws, RoutePolicy, RouteRequest, Router, ViewTurn};
+
+use crate::{config, fleet, prompt, ready, request};
 
 const MS: u64 = 1_000_000;
 
@@ -45,6 +47,83 @@ fn between_two_looks_it_knows_what_it_routed_and_not_what_ended() {
     assert_eq!(sixth, 0, "2 and 2 believed, and in truth");
     // After a pause it looks at once: 3 and 2.
     assert_eq!(go(100 * MS, 6).0, 1);
+}
+
+/// `direct` chooses among the ranks of the worker that is named, by their loads.
+#[test]
+fn a_named_workers_ranks_are_seen_now_and_then() {
+    let fleet = fleet(1, 2, every_5_ms(RouterPolicy::Direct));
+    fleet.set_ready(WorkerId(0), true);
+    let mut router = Router::new(Arc::clone(&fleet), 0);
+    let prompts = [0, 1, 2].map(|seed| prompt(seed, 100));
+    let mut go = |at: u64, n: usize| {
+        let request = RouteRequest {
+            direct: Some(WorkerId(0)),
+            ..request(&prompts[n])
+        };
+        let routed = router.route(SimTime(at), &request, None).unwrap();
+        (routed.target.dp_rank, routed.active)
+    };
+    let (first, _kept) = go(0, 0);
+    let (second, ended) = go(MS, 1);
+    assert_eq!((first, second), (0, 1));
+    // Rank 1 is idle again, which is not seen before the next look: by what is believed both have one
+    // request, and the first is taken.
+    drop(ended);
+    assert_eq!(go(2 * MS, 2).0, 0, "1 and 1 believed, 1 and 0 in truth");
+}
+
+/// The last rank with the fewest requests, or the first of all.
+struct Custom {
+    reads_loads: bool,
+}
+
+impl RoutePolicy for Custom {
+    fn choose(
+        &mut self,
+        candidates: &Candidates<'_>,
+        _request: &RouteRequest<'_>,
+        _draws: &mut Draws,
+    ) -> Option<usize> {
+        let requests = |place: &usize| candidates.view(*place).requests;
+        let all = 0..candidates.len();
+        if self.reads_loads {
+            all.rev().min_by_key(requests)
+        } else {
+            all.min()
+        }
+    }
+
+    fn reads_loads(&self) -> bool {
+        self.reads_loads
+    }
+}
+
+/// It counts what the policy says, not the one that the configuration names.
+#[test]
+fn a_policy_of_the_callers_says_whether_it_reads_loads() {
+    for named in [RouterPolicy::RoundRobin, RouterPolicy::LeastRequests] {
+        for reads_loads in [true, false] {
+            let (fleet, _) = ready(2, every_5_ms(named));
+            let policy = Box::new(Custom { reads_loads });
+            let mut router = Router::with_policy(fleet, 0, policy);
+            let p = prompt(1, 100);
+            let mut go = |at| {
+                let routed = router.route(SimTime(at), &request(&p), None).unwrap();
+                (routed.target.worker.0, routed.active)
+            };
+            let (_kept, ended) = (go(0), go(MS));
+            drop(ended);
+            // Worker 0 has ended its request, which is not seen yet: 1 and 1, and the last is taken.
+            let (third, _active) = go(2 * MS);
+            let turn = router.view_turn(SimTime(3 * MS));
+            if reads_loads {
+                assert_eq!((third, turn), (1, ViewTurn::Same), "{named:?}");
+            } else {
+                assert_eq!((third, turn), (0, ViewTurn::Fresh), "{named:?}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -46,6 +46,8 @@ pub struct Engine {
     chunked: bool,
     policy: SchedulingPolicy,
     timing: Box<dyn StepTime>,
+    /// `timing` has a range beyond which it extrapolates.
+    timing_has_range: bool,
     output: OutputModel,
     lists_tokens: bool,
 
@@ -64,6 +66,8 @@ pub struct Engine {
     handovers: Handovers,
 
     pass: Option<Pass>,
+    /// When sequences joined the waiting queue since the pass under way began.
+    arrived: Vec<SimTime>,
     /// What happened to the cache since the last delta.
     ops: Vec<KvOp>,
     /// Of the blocks that `ops` stores; `None` unless somebody wants to hear of them.
@@ -72,6 +76,7 @@ pub struct Engine {
     fpm_counter: u64,
     arrivals: u64,
     passes: u64,
+    extrapolated_passes: u64,
     preemptions: u64,
     prefix_query_tokens: u64,
     prefix_hit_tokens: u64,
@@ -228,6 +233,7 @@ impl Engine {
             caching: config.enable_prefix_caching,
             chunked: config.enable_chunked_prefill,
             policy: config.scheduling_policy,
+            timing_has_range: timing.has_range(),
             timing,
             output,
             lists_tokens: true,
@@ -242,12 +248,14 @@ impl Engine {
             spare_tables: Vec::new(),
             handovers: Handovers::default(),
             pass: None,
+            arrived: Vec::new(),
             ops: Vec::new(),
             stored_blocks: None,
             kv_sequence: 0,
             fpm_counter: 0,
             arrivals: 0,
             passes: 0,
+            extrapolated_passes: 0,
             preemptions: 0,
             prefix_query_tokens: 0,
             prefix_hit_tokens: 0,
@@ -305,6 +313,9 @@ impl Engine {
         self.waiting.push(slot, rank);
         self.waiting_prefill.add(prompt_len);
         self.arrivals += 1;
+        if self.pass.is_some() {
+            self.arrived.push(now);
+        }
         Ok(())
     }
 
@@ -360,11 +371,31 @@ impl Engine {
         self.stuck = None;
         self.handovers = Handovers::default();
         self.pass = None;
+        self.arrived.clear();
         self.ops.clear();
         if let Some(stored) = &mut self.stored_blocks {
             stored.clear();
         }
         self.kv_sequence = 0;
+    }
+
+    /// What a request took so far, at the end of the last pass; `None` if the engine does not know it
+    /// (any more). O(sequences that run).
+    pub fn usage_of(&self, id: RequestId) -> Option<Usage> {
+        let &slot = self.by_id.get(&id)?;
+        let sequence = &self.sequences[slot];
+        let mut output_tokens = sequence.outputs;
+        if sequence.running {
+            // While it runs, only its place in the queue is kept up to date.
+            let r = self.running.iter().find(|r| r.slot == slot && !r.gone)?;
+            output_tokens = r.len - r.prompt_len;
+        }
+        Some(Usage {
+            prompt_tokens: sequence.request.prompt.len(),
+            cached_tokens: sequence.cached_tokens,
+            output_tokens,
+            preemptions: sequence.preemptions,
+        })
     }
 
     /// Times that a request was preempted so far; `None` if the engine does not know it (any more).
@@ -393,7 +424,11 @@ impl Engine {
         } else if self.sequences[slot].part.is_on_its_way() {
             self.leave_handovers(slot);
         } else {
+            let arrived = self.sequences[slot].arrived;
             self.leave_waiting(slot);
+            if let Some(at) = self.arrived.iter().position(|&at| at == arrived) {
+                self.arrived.remove(at);
+            }
         }
         self.remove(slot);
         true
@@ -440,6 +475,7 @@ impl Engine {
         let tokens = plan.load.tokens();
         assert!(tokens <= u64::from(self.max_num_batched_tokens));
         let end = now + self.timing.step_ns(&plan.load);
+        self.note_range(&plan.load);
         self.pass = Some(Pass {
             start: now,
             end,
@@ -449,6 +485,14 @@ impl Engine {
         });
         self.passes += 1;
         Some(end)
+    }
+
+    /// Counts a pass whose length the model of step times had to extrapolate.
+    #[inline]
+    fn note_range(&mut self, load: &StepLoad) {
+        if self.timing_has_range && self.timing.extrapolates(load) {
+            self.extrapolated_passes += 1;
+        }
     }
 
     fn schedule_running(&mut self, plan: &mut Plan) {
@@ -755,6 +799,7 @@ impl Engine {
         let pass = self.pass.take().expect("begin_pass() comes first");
         out.clear();
         (out.start, out.end) = (pass.start, pass.end);
+        std::mem::swap(&mut out.arrived, &mut self.arrived);
         let mut gone = 0;
         for at in 0..self.running.len() {
             let r = &mut self.running[at];
@@ -885,6 +930,7 @@ impl Engine {
             prefix_hit_tokens: self.prefix_hit_tokens,
             preemptions: self.preemptions,
             passes: self.passes,
+            extrapolated_passes: self.extrapolated_passes,
         }
     }
 

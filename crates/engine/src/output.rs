@@ -24,6 +24,9 @@ pub struct PassOutput {
     pub kv: KvDelta,
     /// What the pass worked on.
     pub fpm: ForwardPassMetrics,
+    /// When sequences joined the waiting queue between the begin and the end of the pass, in order.
+    /// Those of them that were aborted before its end are left out.
+    pub arrived: Vec<SimTime>,
 }
 
 impl PassOutput {
@@ -33,6 +36,7 @@ impl PassOutput {
         self.first.clear();
         self.finished.clear();
         self.kv.ops.clear();
+        self.arrived.clear();
     }
 }
 
@@ -98,4 +102,6 @@ pub struct Stats {
     pub preemptions: u64,
     /// Passes begun (counter).
     pub passes: u64,
+    /// Those of them whose length the model of step times had to extrapolate (counter).
+    pub extrapolated_passes: u64,
 }

@@ -27,6 +27,8 @@ pub struct PassRecord<'a> {
     pub preemptions: u32,
     /// Gaps between its tokens and those before them, ns, and how often each. First tokens have none.
     pub gaps: &'a [(u64, u32)],
+    /// When sequences joined the waiting queue while it ran. They wait at its end.
+    pub arrived: &'a [SimTime],
 }
 
 impl PassRecord<'_> {
@@ -38,6 +40,14 @@ impl PassRecord<'_> {
     /// Sequences that waited at its end, preempted ones included.
     pub fn waiting(&self) -> u32 {
         self.fpm.queued_prefill.requests + self.fpm.queued_decode.requests
+    }
+
+    /// Waiting sequences × ns between two times in the pass: those that wait at its end, less the
+    /// time before they arrived.
+    pub fn waiting_ns(&self, from: SimTime, until: SimTime) -> u128 {
+        let whole = u128::from(self.waiting()) * u128::from(until.since(from));
+        let before = |&at: &SimTime| u128::from(at.min(until).since(from));
+        whole.saturating_sub(self.arrived.iter().map(before).sum())
     }
 }
 

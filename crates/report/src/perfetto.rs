@@ -286,6 +286,7 @@ mod tests {
             used_blocks: 7,
             preemptions: 0,
             gaps: &[],
+            arrived: &[],
         };
         writer.pass(&pass).unwrap();
         (pass.start, pass.end) = (pass.end, SimTime(6_001_500));

@@ -209,6 +209,9 @@ pub struct Simulation {
     pub passes: u64,
     /// Passes that were jumped over.
     pub jumped: u64,
+    /// Passes beyond the table of step times, whose lengths were extrapolated.
+    #[serde(default)]
+    pub extrapolated: u64,
     /// Equal if two runs were, as 16 hexadecimal digits.
     pub digest: String,
     /// Why it ended before the workload did, if it did.

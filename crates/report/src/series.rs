@@ -378,7 +378,7 @@ impl Series {
     /// # Panics
     /// If its engine is not one of those that the series was made with.
     pub fn on_pass(&mut self, pass: &PassRecord<'_>) {
-        let (sequences, waiting) = (pass.sequences(), pass.waiting());
+        let sequences = pass.sequences();
         let length = pass.end.since(pass.start);
         let prefill_tokens = pass.fpm.scheduled_prefill.tokens;
         let totals = &mut self.totals[pass.engine as usize];
@@ -386,7 +386,7 @@ impl Series {
         totals.busy_ns += length;
         totals.running_ns += u128::from(sequences) * u128::from(length);
         totals.block_ns += u128::from(pass.used_blocks) * u128::from(length);
-        totals.waiting_max = totals.waiting_max.max(waiting);
+        totals.waiting_max = totals.waiting_max.max(pass.waiting());
         totals.output_tokens += u64::from(pass.tokens);
         totals.prefill_tokens += prefill_tokens;
         totals.preemptions += u64::from(pass.preemptions);
@@ -417,10 +417,11 @@ impl Series {
                 bin.engines.resize(self.engines.len(), EngineBin::default());
             }
             let here = u128::from(until - at);
+            let moment = |since: u64| slipstream_base::SimTime(self.origin + since);
             bin.engines[pass.engine as usize].add(&EngineBin {
                 busy_ns: until - at,
                 running_ns: u128::from(sequences) * here,
-                waiting_ns: u128::from(waiting) * here,
+                waiting_ns: pass.waiting_ns(moment(at), moment(until)),
                 block_ns: u128::from(pass.used_blocks) * here,
             });
             at = until;
@@ -530,7 +531,7 @@ fn columns(passes: bool) -> Vec<Column> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use slipstream_base::fpm::DecodeStats;
+    use slipstream_base::fpm::{DecodeStats, PrefillStats};
     use slipstream_base::{ForwardPassMetrics, SimTime};
 
     use super::*;
@@ -565,7 +566,41 @@ mod tests {
             used_blocks,
             preemptions: 0,
             gaps: &[(end - start, sequences)],
+            arrived: &[],
         });
+    }
+
+    /// Two wait at the end of a pass of 4 ms; one of them came 2.5 ms after it began.
+    #[test]
+    fn sequences_wait_from_their_arrival_on() {
+        let mut series = Series::new(MS, vec![engine()]);
+        let fpm = ForwardPassMetrics {
+            queued_prefill: PrefillStats {
+                requests: 2,
+                ..PrefillStats::default()
+            },
+            ..ForwardPassMetrics::default()
+        };
+        series.on_pass(&PassRecord {
+            engine: 0,
+            start: SimTime(MS),
+            end: SimTime(5 * MS),
+            fpm: &fpm,
+            tokens: 0,
+            used_blocks: 0,
+            preemptions: 0,
+            gaps: &[],
+            arrived: &[SimTime(3_500_000)],
+        });
+        let waiting: Vec<u128> = series
+            .bins()
+            .iter()
+            .filter_map(|bin| bin.engines.first())
+            .map(|engine| engine.waiting_ns)
+            .collect();
+        let ms = u128::from(MS);
+        assert_eq!(waiting, [ms, ms, ms + ms / 2, 2 * ms]);
+        assert_eq!(series.totals[0].waiting_max, 2);
     }
 
     #[test]

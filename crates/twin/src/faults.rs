@@ -2,7 +2,9 @@
 
 use slipstream_base::cluster::{Cluster, Event, Happening};
 use slipstream_base::{RequestId, SimTime, WorkerId};
+use slipstream_engine::Usage;
 
+use crate::node::Flight;
 use crate::parts::ns;
 use crate::sim::{Sim, Sink, What};
 
@@ -106,6 +108,20 @@ impl Sim<'_> {
         self.loads_fell = true;
     }
 
+    /// What has come of a request by now: of its answer, what has reached its client.
+    fn usage_of(&self, id: RequestId, flight: &Flight) -> Usage {
+        let node = &self.nodes[flight.target as usize];
+        let (tokens, end) = self.frames.under_way(flight.target, node.life, id);
+        let known = node.engine.usage_of(id).or(end.map(|done| done.usage));
+        // It is on no engine while it, or its prompt, crosses the network.
+        let mut usage = known.unwrap_or(Usage {
+            prompt_tokens: flight.request.prompt.tokens(),
+            ..Usage::default()
+        });
+        usage.output_tokens = usage.output_tokens.saturating_sub(tokens);
+        usage
+    }
+
     /// A worker vanishes. Requests that had a token from it are lost; the others are sent elsewhere,
     /// once.
     fn crash(&mut self, worker: WorkerId, sink: &mut dyn Sink) {
@@ -119,7 +135,8 @@ impl Sim<'_> {
         }
         let is_there =
             |nodes: &[crate::node::Node], node: u32| nodes[node as usize].rank.worker == worker;
-        let mut hit: Vec<(u32, bool)> = Vec::new();
+        // What becomes of each request on it, and what its client has if that is all it gets.
+        let mut hit: Vec<(u32, Option<Usage>)> = Vec::new();
         for (id, flight) in self.flights.iter() {
             if flight.active.is_none() {
                 continue; // not routed yet
@@ -130,7 +147,9 @@ impl Sim<'_> {
                 .as_ref()
                 .is_some_and(|remote| is_there(&self.nodes, remote.node));
             if answers || prompts {
-                hit.push((id.0 as u32, answers && flight.begun));
+                let is_lost = answers && flight.begun || !flight.lost_on.is_empty();
+                let usage = is_lost.then(|| self.usage_of(id, flight));
+                hit.push((id.0 as u32, usage));
             }
         }
         for node in &mut self.nodes {
@@ -138,15 +157,14 @@ impl Sim<'_> {
                 node.crash();
             }
         }
-        for (slot, begun) in hit {
-            let id = RequestId(slot.into());
-            let lost_before = !self.flights.get_mut(id).lost_on.is_empty();
-            if begun || lost_before {
+        for (slot, usage) in hit {
+            if let Some(usage) = usage {
                 let error = format!("worker {worker} vanished under the request");
-                self.fail(slot, "worker lost", &error, sink);
+                self.lose(slot, &usage, &error, sink);
                 continue;
             }
             self.detach(slot);
+            let id = RequestId(slot.into());
             self.flights.get_mut(id).lost_on.push(worker);
             self.route(slot, sink);
         }

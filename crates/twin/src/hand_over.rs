@@ -80,6 +80,7 @@ impl Sim<'_> {
                 used_blocks: watch.used_blocks,
                 preemptions: watch.preempted,
                 gaps: &watch.gaps,
+                arrived: &out.arrived,
             });
         }
         for first in &out.first {

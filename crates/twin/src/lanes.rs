@@ -38,7 +38,8 @@ use slipstream_workload::{Request, Schedule, SourceError};
 
 use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::sim::{
-    Options, Outcome, Progress, RequestRecord, Sim, Sink, Tally, TwinError, prompt_of, request_seed,
+    Failure, Options, Outcome, Progress, REFUSED, RequestRecord, Sim, Sink, Tally, TwinError,
+    prompt_of, request_seed,
 };
 
 /// Arrivals a window holds for each engine: enough for the block pool of one to be worth loading
@@ -133,7 +134,10 @@ impl Ended {
             output_tokens: self.output_tokens,
             preemptions: self.preemptions,
             retries: 0,
-            error: self.error.as_deref(),
+            error: self.error.as_deref().map(|message| Failure {
+                kind: REFUSED,
+                message,
+            }),
         }
     }
 }

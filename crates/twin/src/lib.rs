@@ -30,4 +30,7 @@ pub mod sweep;
 mod wire;
 
 pub use node::Hops;
-pub use sim::{HandOvers, Options, Outcome, Progress, RequestRecord, Sink, TwinError, simulate};
+pub use sim::{
+    Failure, HandOvers, Options, Outcome, Progress, REFUSED, RequestRecord, Sink, TwinError,
+    WORKER_LOST, simulate,
+};

@@ -397,6 +397,14 @@ impl StepTime for Paced {
         let factor = f64::from_bits(self.pace.0.load(Ordering::Relaxed));
         (self.timing.step_ns(load) as f64 * factor / self.speedup).round() as u64
     }
+
+    fn has_range(&self) -> bool {
+        self.timing.has_range()
+    }
+
+    fn extrapolates(&self, load: &StepLoad) -> bool {
+        self.timing.extrapolates(load)
+    }
 }
 
 pub(crate) fn ns(ns: f64) -> u64 {

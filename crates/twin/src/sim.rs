@@ -7,13 +7,13 @@ use std::path::Path;
 
 use slipstream_base::cluster::{Cluster, HandOver, HostMode};
 use slipstream_base::mix::mix64;
-use slipstream_base::text::counted;
+use slipstream_base::text::{counted, grouped};
 use slipstream_base::workload_file::Workload;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
 };
 use slipstream_engine::timing::TimingError;
-use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved};
+use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved, Usage};
 use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
 use slipstream_router::{FleetError, RouteError, RouteRequest, Router};
@@ -111,7 +111,7 @@ pub enum TwinError {
 pub struct RequestRecord<'a> {
     /// What was asked.
     pub request: &'a Request,
-    /// Where its answer was generated; `None` if it ended elsewhere than there.
+    /// Where its answer was generated, be it in part; `None` if it was refused.
     pub rank: Option<RankId>,
     /// Where its prompt was computed, if that was elsewhere.
     pub prefill_rank: Option<RankId>,
@@ -123,21 +123,35 @@ pub struct RequestRecord<'a> {
     pub first_pass_start: SimTime,
     /// When its first token came.
     pub first: SimTime,
-    /// When its last token came, or when it was refused.
+    /// When its last token came, or when it failed.
     pub last: SimTime,
     /// Tokens of the prompt.
     pub input_tokens: u32,
     /// Of the prompt, found in the KV cache.
     pub cached_tokens: u32,
-    /// Tokens generated.
+    /// Tokens of its answer, or as many of them as had come when it failed.
     pub output_tokens: u32,
     /// Times that it was preempted.
     pub preemptions: u32,
     /// Times that it was sent again: by its client, or because its worker vanished.
     pub retries: u32,
     /// Why it failed, if it did.
-    pub error: Option<&'a str>,
+    pub error: Option<Failure<'a>>,
 }
+
+/// Why a request has no answer, or not all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failure<'a> {
+    /// [`REFUSED`] or [`WORKER_LOST`].
+    pub kind: &'static str,
+    /// What a client would read.
+    pub message: &'a str,
+}
+
+/// No worker took the request.
+pub const REFUSED: &str = "refused";
+/// The worker vanished that computed the request, and it could not be tried elsewhere.
+pub const WORKER_LOST: &str = "worker lost";
 
 /// Where a run is, for a progress line.
 #[derive(Clone, Copy, Debug)]
@@ -200,12 +214,29 @@ pub struct Outcome {
     pub passes: u64,
     /// Passes that were jumped over.
     pub jumped: u64,
+    /// Passes beyond the table of step times, whose lengths were extrapolated.
+    pub extrapolated: u64,
     /// Prompts that one worker computed for another.
     pub hand_overs: HandOvers,
     /// Every request's times, place and hits: equal if two runs were.
     pub digest: u64,
     /// Why the run ended before the workload did, if it did.
     pub cut: Option<String>,
+}
+
+impl Outcome {
+    /// What to say if step times were extrapolated.
+    pub fn extrapolation(&self) -> Option<String> {
+        (self.extrapolated > 0).then(|| {
+            format!(
+                "{} of {} ({:.1} %) are outside the table of step times: their lengths were extrapolated from \
+                 its nearest rows; add rows for them to `engine.timing.path`",
+                grouped(self.extrapolated),
+                counted(self.passes, "pass"),
+                100.0 * self.extrapolated as f64 / self.passes.max(1) as f64
+            )
+        })
+    }
 }
 
 /// Prompts computed by one worker for another.
@@ -601,6 +632,7 @@ impl<'a> Sim<'a> {
                 used_blocks: watch.used_blocks,
                 preemptions: watch.preempted,
                 gaps: &watch.gaps,
+                arrived: &out.arrived,
             });
         }
         self.loads_fell |= !out.first.is_empty() || !out.finished.is_empty();
@@ -750,7 +782,7 @@ impl<'a> Sim<'a> {
         let block_size = self.serve.fleet.block_size();
         let prompt = match prompt_of(&flight.request, block_size, self.root) {
             Ok(prompt) => prompt,
-            Err(error) => return self.fail(slot, "refused", &error, sink),
+            Err(error) => return self.refuse_for_good(slot, &error, sink),
         };
         let route = RouteRequest {
             prompt: &prompt,
@@ -819,7 +851,7 @@ impl<'a> Sim<'a> {
             let block_size = self.serve.fleet.block_size();
             match prompt_of(&self.flights.get_mut(id).request, block_size, self.root) {
                 Ok(prompt) => prompt,
-                Err(error) => return self.fail(slot, "refused", &error, sink),
+                Err(error) => return self.refuse_for_good(slot, &error, sink),
             }
         };
         let flight = self.flights.get_mut(id);
@@ -853,7 +885,7 @@ impl<'a> Sim<'a> {
         };
         match added {
             Ok(()) => self.wake(node),
-            Err(refusal) => self.fail(slot, "refused", &refusal.to_string(), sink),
+            Err(refusal) => self.refuse_for_good(slot, &refusal.to_string(), sink),
         }
     }
 
@@ -886,15 +918,14 @@ impl<'a> Sim<'a> {
             let at = self.now + u64::from(wait_s) * 1_000_000_000;
             self.later(at, What::Route { slot, ticket });
         } else {
-            self.fail(slot, "refused", &error.to_string(), sink);
+            self.refuse_for_good(slot, &error.to_string(), sink);
         }
     }
 
-    /// A request ends without an answer, or without the rest of it.
-    pub(crate) fn fail(&mut self, slot: u32, kind: &str, error: &str, sink: &mut dyn Sink) {
+    /// A request ends before any worker has taken it.
+    fn refuse_for_good(&mut self, slot: u32, message: &str, sink: &mut dyn Sink) {
         self.detach(slot);
         let flight = self.flights.remove(RequestId(slot.into()));
-        self.continuing -= usize::from(flight.request.has_next());
         let record = RequestRecord {
             request: &flight.request,
             rank: None,
@@ -909,11 +940,37 @@ impl<'a> Sim<'a> {
             output_tokens: 0,
             preemptions: 0,
             retries: flight.retries + flight.lost_on.len() as u32,
-            error: Some(error),
+            error: Some(Failure {
+                kind: REFUSED,
+                message,
+            }),
         };
-        self.tally.note_failed(&record, kind, &self.options.slo);
-        sink.on_request(&record);
-        self.schedule.on_failed(&flight.request);
+        self.note_failed(&record, sink);
+    }
+
+    /// A request ends because its worker vanished; `usage` is what had come of it by then.
+    pub(crate) fn lose(&mut self, slot: u32, usage: &Usage, message: &str, sink: &mut dyn Sink) {
+        let prefill = self.flights.get_mut(RequestId(slot.into())).prefill;
+        self.detach(slot);
+        let mut flight = self.flights.remove(RequestId(slot.into()));
+        flight.prefill = prefill;
+        let rank = self.nodes[flight.target as usize].rank;
+        let prefill_rank = prefill.map(|node| self.nodes[node as usize].rank);
+        let record = RequestRecord {
+            error: Some(Failure {
+                kind: WORKER_LOST,
+                message,
+            }),
+            ..flight.record(rank, prefill_rank, usage, self.now)
+        };
+        self.note_failed(&record, sink);
+    }
+
+    fn note_failed(&mut self, record: &RequestRecord<'_>, sink: &mut dyn Sink) {
+        self.continuing -= usize::from(record.request.has_next());
+        self.tally.note(record, 0, &self.options.slo);
+        sink.on_request(record);
+        self.schedule.on_failed(record.request);
     }
 
     /// Takes a request off every engine and link that it is on.
@@ -1084,6 +1141,8 @@ impl<'a> Sim<'a> {
                 used_blocks,
                 preemptions: 0,
                 gaps: &[(end.since(start), sequences)],
+                // It would end before anything arrives.
+                arrived: &[],
             });
             start = end;
         }
@@ -1138,17 +1197,8 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Counts a request that failed; `kind` is one of a few.
-    pub(crate) fn note_failed(&mut self, record: &RequestRecord<'_>, kind: &str, slo: &Objectives) {
-        self.note_as(record, 0, slo, kind);
-    }
-
-    /// Counts a request that was answered, or refused.
+    /// Counts a request that was answered, or failed.
     pub(crate) fn note(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: &Objectives) {
-        self.note_as(record, gap_max, slo, "refused");
-    }
-
-    fn note_as(&mut self, record: &RequestRecord<'_>, gap_max: u64, slo: &Objectives, kind: &str) {
         let mut timeline = Timeline::new(record.request.due.0);
         (timeline.first, timeline.last) = (record.first.0, record.last.0);
         timeline.gap_max = gap_max;
@@ -1169,10 +1219,10 @@ impl Tally {
         self.digest = self.digest.wrapping_add(hash);
         let class = record.request.class;
         match record.error {
-            Some(error) => {
+            Some(Failure { kind, message }) => {
                 let failed = Failed {
                     kind,
-                    example: error,
+                    example: message,
                     class,
                 };
                 self.totals
@@ -1211,8 +1261,10 @@ impl Tally {
         cut: Option<String>,
     ) -> Outcome {
         let (mut preemptions, mut query_tokens, mut hit_tokens) = (0, 0, 0);
+        let mut extrapolated = 0;
         for node in nodes {
             let stats = node.engine.stats();
+            extrapolated += stats.extrapolated_passes;
             preemptions += stats.preemptions;
             query_tokens += stats.prefix_query_tokens;
             hit_tokens += stats.prefix_hit_tokens;
@@ -1232,6 +1284,7 @@ impl Tally {
             ended_at: self.ended_at,
             passes: self.passes,
             jumped: self.jumped,
+            extrapolated,
             hand_overs: self.hand_overs,
             digest: self.digest,
             cut,

@@ -1,5 +1,6 @@
 //! Many clusters, and which of them are worth having.
 
+use std::collections::HashSet;
 use std::str::FromStr;
 
 /// Values of one key of the cluster file: `engine.max_num_seqs=64,128,256` or
@@ -8,7 +9,7 @@ use std::str::FromStr;
 pub struct Vary {
     /// The key.
     pub key: String,
-    /// Its values, as they would be written behind `--set KEY=`.
+    /// Its values, each once, as they would be written behind `--set KEY=`.
     pub values: Vec<String>,
 }
 
@@ -55,6 +56,9 @@ impl FromStr for Vary {
         if key.trim().is_empty() || all.iter().any(String::is_empty) {
             return Err(format!("`{text}` lacks a key or a value; {form}"));
         }
+        // Ranges may overlap; a configuration that comes twice would be run twice for nothing.
+        let mut seen = HashSet::new();
+        all.retain(|value| seen.insert(value.clone()));
         Ok(Vary {
             key: key.trim().to_owned(),
             values: all,
@@ -167,6 +171,8 @@ mod tests {
         assert_eq!(values("a=2..5"), ["2", "3", "4", "5"]);
         assert_eq!(values("a=1,4..16..4"), ["1", "4", "8", "12", "16"]);
         assert_eq!(values("a=0.5,1.5"), ["0.5", "1.5"]);
+        assert_eq!(values("a=2,2,2"), ["2"]);
+        assert_eq!(values("a=3..5,2,4..6"), ["3", "4", "5", "2", "6"]);
         for bad in [
             "a",
             "a=",

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use slipstream_base::cluster::Cluster;
 use slipstream_base::{RequestId, SimTime, WorkerId};
-use slipstream_engine::PassOutput;
+use slipstream_engine::{Finished, PassOutput};
 use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::sim::{Sim, What};
@@ -210,6 +210,25 @@ impl Frames {
             self.slots.push(Some(frame));
             self.slots.len() as u32 - 1
         }
+    }
+
+    /// Of a request on a node in its present life: tokens that are on their way, and its end, if that
+    /// is.
+    pub(crate) fn under_way(
+        &self,
+        node: u32,
+        life: u32,
+        id: RequestId,
+    ) -> (u32, Option<&Finished>) {
+        let (mut tokens, mut end) = (0, None);
+        for frame in self.slots.iter().flatten() {
+            if frame.node == node && frame.life == life {
+                let out = &frame.out;
+                tokens += out.tokens.iter().filter(|(of, _)| *of == id).count() as u32;
+                end = end.or(out.finished.iter().find(|done| done.id == id));
+            }
+        }
+        (tokens, end)
     }
 
     pub(crate) fn take(&mut self, frame: u32) -> Option<Frame> {

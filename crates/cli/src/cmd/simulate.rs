@@ -125,6 +125,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         wall_s,
         passes: outcome.passes,
         jumped: outcome.jumped,
+        extrapolated: outcome.extrapolated,
         digest: format!("{:016x}", outcome.digest),
         cut: outcome.cut.clone(),
     });
@@ -141,6 +142,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         number(100.0 * outcome.jumped as f64 / outcome.passes.max(1) as f64),
         number(report.requests.succeeded as f64 / cpu_s),
     );
+    let extrapolated = outcome.extrapolation();
     if let Some(path) = &args.watch.html {
         let page = RunPage {
             title: "Simulated run",
@@ -149,7 +151,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             series: watcher.series.as_ref(),
             slo: args.slo.as_ref(),
             events: happenings(&cluster),
-            warnings: outcome.cut.iter().cloned().collect(),
+            warnings: outcome.cut.iter().chain(&extrapolated).cloned().collect(),
             facts: vec![
                 ("command".into(), out::command_line()),
                 ("run".into(), speed.clone()),
@@ -173,6 +175,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     if let Some(cut) = &outcome.cut {
         eprintln!("note: {cut}; the figures are those of the requests that had ended");
+    }
+    if let Some(extrapolated) = &extrapolated {
+        eprintln!("note: {extrapolated}");
     }
     out::complain(&failures);
     let failed = !failures.is_empty()

@@ -91,6 +91,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         args.tolerance
     );
     let (workload, name) = args.what.workload(&args.sets.workload_set)?;
+    for (at, vary) in args.vary.iter().enumerate() {
+        ensure!(
+            args.vary[..at].iter().all(|before| before.key != vary.key),
+            "--vary names `{}` twice; list all of its values in one",
+            vary.key
+        );
+    }
     let runs = combinations(&args.vary);
     ensure!(
         runs.len() <= RUNS_MAX,
@@ -157,26 +164,36 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         failures.push(out::incomplete(path, &error));
     }
     let cut = rows.iter().filter(|row| row.outcome.cut.is_some()).count();
-    let note = format!(
-        "{} cut short (`cut` in --out says why); what had ended is counted",
-        counted(cut as u64, "run")
-    );
+    let extrapolated = rows.iter().filter(|row| row.outcome.extrapolated > 0);
+    let mut notes = Vec::new();
+    if cut > 0 {
+        notes.push(format!(
+            "{} cut short (`cut` in --out says why); what had ended is counted",
+            counted(cut as u64, "run")
+        ));
+    }
+    if let Some(worst) = extrapolated.clone().max_by(|a, b| {
+        let share = |row: &&Row| row.outcome.extrapolated as f64 / row.outcome.passes.max(1) as f64;
+        share(a).total_cmp(&share(b))
+    }) {
+        notes.push(format!(
+            "{} with passes outside the table of step times (`extrapolated_passes` in --out), the worst with {} \
+             of {}",
+            counted(extrapolated.count() as u64, "run"),
+            grouped(worst.outcome.extrapolated),
+            grouped(worst.outcome.passes),
+        ));
+    }
     if let Some(path) = &args.html {
         let subtitle = format!(
             "{} · {name} · seed {}",
             clusters[0].model.name, workload.seed
         );
-        let page = page(
-            args,
-            &objectives,
-            &subtitle,
-            (cut > 0).then_some(note.clone()),
-            &rows,
-        )?;
+        let page = page(args, &objectives, &subtitle, notes.clone(), &rows)?;
         failures.extend(out::save(path, &page));
     }
     print(args, &objectives, &rows)?;
-    if cut > 0 {
+    for note in &notes {
         eprintln!("note: {note}");
     }
     out::complain(&failures);
@@ -297,7 +314,7 @@ fn page(
     args: &Args,
     objectives: &Objectives,
     subtitle: &str,
-    warning: Option<String>,
+    warnings: Vec<String>,
     rows: &[Row],
 ) -> anyhow::Result<String> {
     let points: Vec<SweepPoint> = rows
@@ -350,7 +367,7 @@ fn page(
         header: &header,
         keys: args.vary.len(),
         points: &points,
-        warnings: warning.into_iter().collect(),
+        warnings,
         texts: vec![
             ("Command".into(), out::command_line()),
             (
@@ -433,6 +450,8 @@ fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result
         ("itl_ms_p99", F64),
         ("e2e_ms_p50", F64),
         ("e2e_ms_p99", F64),
+        ("passes", U64),
+        ("extrapolated_passes", U64),
         ("digest", Text),
         ("cut", Text),
     ];
@@ -467,6 +486,8 @@ fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result
             of(latency.itl_ms, |p| p.p99),
             of(latency.e2e_ms, |p| p.p50),
             of(latency.e2e_ms, |p| p.p99),
+            Cell::U64(row.outcome.passes),
+            Cell::U64(row.outcome.extrapolated),
             Cell::Text(&digest),
             row.outcome.cut.as_deref().map_or(Cell::Absent, Cell::Text),
         ]);

@@ -321,16 +321,13 @@ fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
         osl: Some(record.output_tokens),
         preemptions: Some(record.preemptions),
         retries: Some(record.retries),
-        status: match (record.error, record.rank) {
-            (None, _) => "ok",
-            (Some(_), None) => "refused",
-            (Some(_), Some(_)) => "failed",
-        }
-        .into(),
+        status: record.error.map_or("ok", |error| error.kind).into(),
         ..DragRecord::default()
     };
     drag.times.note(Stage::Due, ORIGIN_NS + request.due.0);
-    if record.error.is_none() {
+    // Of an answer that broke off, what its client had.
+    let is_whole = record.error.is_none();
+    if is_whole || record.output_tokens > 0 {
         // Hand-overs that are not modelled take no time.
         let hops = &record.hops;
         for (stage, at) in [
@@ -347,9 +344,12 @@ fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
             (Stage::Rendered, record.first),
             (Stage::Written, record.first),
             (Stage::ClientRecv, record.first),
-            (Stage::LastClientRecv, record.last),
         ] {
             drag.times.note(stage, ORIGIN_NS + at.0);
+        }
+        if is_whole {
+            drag.times
+                .note(Stage::LastClientRecv, ORIGIN_NS + record.last.0);
         }
         let (sent, received) = hops.kv.unzip();
         for (stage, at) in [

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::Value;
+use slipstream_base::Stage;
 
 use crate::server::{Server, run};
 
@@ -377,6 +378,7 @@ fn faults_lose_requests_and_retries_are_counted() {
     let file = dir.path().join("c.toml");
     let text = "[[event]]\nkind = \"crash\"\nat_s = 1\nuntil_s = 2\nworker = 0\n";
     std::fs::write(&file, text).unwrap();
+    let records = dir.path().join("d.csv");
     let run = run(&[
         "simulate",
         file.to_str().unwrap(),
@@ -385,6 +387,7 @@ fn faults_lose_requests_and_retries_are_counted() {
         "--osl=20",
         "--requests=100",
         "--retries=3",
+        &format!("--drag={}", records.display()),
         "--json",
         "--quiet",
     ]);
@@ -393,4 +396,23 @@ fn faults_lose_requests_and_retries_are_counted() {
     assert!(report["errors"]["worker lost"]["count"].as_u64() > Some(0));
     assert!(report["requests"]["retries"].as_u64() > Some(0));
     assert!(report["requests"]["succeeded"].as_u64() > Some(90));
+
+    // Their records say where they were lost, and what their clients had by then.
+    let mut lost = 0;
+    for record in slipstream_report::drag::read(&records).unwrap() {
+        let record = record.unwrap();
+        if record.status != slipstream_twin::WORKER_LOST {
+            assert_eq!(record.status, "ok");
+            continue;
+        }
+        lost += 1;
+        assert_eq!((record.worker, record.isl), (Some(0), Some(128)));
+        assert!((1..20).contains(&record.osl.unwrap()), "{record:?}");
+        assert!(record.times.at(Stage::ClientRecv).is_some());
+        assert_eq!(record.times.at(Stage::LastClientRecv), None);
+    }
+    assert_eq!(
+        report["errors"]["worker lost"]["count"].as_u64(),
+        Some(lost)
+    );
 }

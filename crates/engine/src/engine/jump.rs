@@ -225,6 +225,7 @@ impl Engine {
                 return pass - 1;
             }
             self.move_blocks(growing, filling, phases);
+            self.note_range(&load);
             run.ends.push(end);
             run.used_blocks.push(self.pool.used());
             run.kv_ends.push(self.ops.len() as u32);
@@ -278,6 +279,14 @@ impl Engine {
                 self.pool.cache(table, parent, &[hash], &mut self.ops);
             }
         }
+    }
+
+    /// Of the pass under way: each sequence in it, in order, its tokens computed before, and those
+    /// that the pass computes. For tests.
+    #[doc(hidden)]
+    pub fn scheduled(&self) -> impl Iterator<Item = (RequestId, u32, u32)> + '_ {
+        let scheduled = self.running.iter().filter(|r| r.scheduled > 0);
+        scheduled.map(|r| (r.id, r.computed, r.scheduled))
     }
 
     /// Ids of the running sequences, in the order in which they run.

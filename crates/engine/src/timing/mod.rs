@@ -37,6 +37,17 @@ pub trait StepTime: Send {
     /// Length of a pass that works on `load`, ns. An empty load has no defined length; the engine
     /// does not ask.
     fn step_ns(&mut self, load: &StepLoad) -> u64;
+
+    /// Whether the model has a range, beyond which it extrapolates. Asked once.
+    fn has_range(&self) -> bool {
+        false
+    }
+
+    /// Whether `load` is beyond that range.
+    fn extrapolates(&self, load: &StepLoad) -> bool {
+        let _ = load;
+        false
+    }
 }
 
 /// What one pass works on, as sums over its sequences.

@@ -33,7 +33,8 @@ const POINTS_MAX: usize = 1 << 22;
 /// The rows form a full grid, in any order: one for every combination of the values of the axes.
 /// A context of nobody may be left out: where `decode_sequences` is 0, one row stands for every
 /// `decode_context`, and likewise for prefill. Below an axis' first value its first value is
-/// taken; beyond its last, the last two are continued in a straight line.
+/// taken; beyond its last, the last two are continued in a straight line. Both are
+/// [extrapolation](StepTime::extrapolates).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Table {
     axes: [Axis; 4],
@@ -298,22 +299,39 @@ impl Table {
 
 impl StepTime for Table {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
-        let mean = |sum: u64, count: u32| {
-            if count == 0 {
-                0.0
-            } else {
-                sum as f64 / f64::from(count)
-            }
-        };
-        let cached = load.prefill_context - load.prefill_tokens;
-        let at = [
-            load.prefill_tokens as f64,
-            mean(cached, load.prefill_sequences),
-            f64::from(load.decode_sequences),
-            mean(load.decode_context, load.decode_sequences),
-        ];
-        self.interpolate(at).round() as u64
+        self.interpolate(place_of(load)).round() as u64
     }
+
+    fn has_range(&self) -> bool {
+        true
+    }
+
+    fn extrapolates(&self, load: &StepLoad) -> bool {
+        let at = place_of(load);
+        self.axes.iter().enumerate().any(|(axis, Axis { values })| {
+            let (first, last) = (values[0], values[values.len() - 1]);
+            let is_absent = first == 0.0 && last == 0.0;
+            !is_absent && !nobodys(axis, &at) && !(first..=last).contains(&at[axis])
+        })
+    }
+}
+
+/// Where a pass lies on the axes.
+fn place_of(load: &StepLoad) -> [f64; 4] {
+    let mean = |sum: u64, count: u32| {
+        if count == 0 {
+            0.0
+        } else {
+            sum as f64 / f64::from(count)
+        }
+    };
+    let cached = load.prefill_context - load.prefill_tokens;
+    [
+        load.prefill_tokens as f64,
+        mean(cached, load.prefill_sequences),
+        f64::from(load.decode_sequences),
+        mean(load.decode_context, load.decode_sequences),
+    ]
 }
 
 /// Whether `axis` is the context of sequences of which `at` has none.
@@ -451,6 +469,30 @@ prefill_tokens,decode_sequences,decode_context,step_us
         check(&[], &[50; 10], 20); // below the first context: as at the first
         check(&[(0, 2000)], &[100; 10], 220); // beyond the last: on in a line
         check(&[], &[500; 20], 110);
+    }
+
+    #[test]
+    fn what_lies_outside_the_grid_is_known() {
+        let table = Table::parse("g.csv", GRID.as_bytes()).unwrap();
+        assert!(table.has_range());
+        for (prefills, decodes, outside) in [
+            (&[][..], &[100; 10][..], false),
+            (&[(0, 1000)], &[300; 20], false),
+            (&[(0, 1000)], &[], false),       // the context of nobody
+            (&[(7, 500)], &[200; 15], false), // no axis of the grid is the context of prefill
+            (&[], &[99; 10], true),
+            (&[], &[301; 10], true),
+            (&[], &[100; 21], true),
+            (&[(0, 1001)], &[100; 10], true),
+        ] {
+            let load = load(prefills, decodes);
+            assert_eq!(table.extrapolates(&load), outside, "{load:?}");
+        }
+        // An axis of one value has that range; one that is not named has none.
+        let one = "decode_sequences,decode_context,step_us\n1,100,5\n8,100,9\n";
+        let one = Table::parse("g.csv", one.as_bytes()).unwrap();
+        assert!(one.extrapolates(&load(&[], &[101; 8])));
+        assert!(!one.extrapolates(&load(&[(0, 70)], &[100; 8])));
     }
 
     #[test]

@@ -16,6 +16,14 @@ impl StepTime for Uneven {
     fn step_ns(&mut self, load: &StepLoad) -> u64 {
         100 + 7 * load.prefill_tokens + 3 * u64::from(load.decode_sequences) + load.decode_context
     }
+
+    fn has_range(&self) -> bool {
+        true
+    }
+
+    fn extrapolates(&self, load: &StepLoad) -> bool {
+        load.decode_context % 3 == 1
+    }
 }
 
 #[derive(Debug, PartialEq)]

@@ -10,6 +10,7 @@ use slipstream_base::cluster::{Cluster, RouterPolicy, file};
 use slipstream_base::doc::Doc;
 use slipstream_base::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_base::{ForwardPassMetrics, SimTime};
+use slipstream_report::series::{EngineInfo, Series};
 use slipstream_report::{Latency, Objectives, PassRecord};
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};
 
@@ -138,6 +139,65 @@ fn littles_law_holds() {
     assert_eq!(outcome.totals.requests.succeeded, 2_000);
     let e2e = outcome.totals.latencies().e2e_ms.unwrap();
     assert!((e2e.mean - times as f64 / 2_000.0 / 1e6).abs() < 1e-6);
+}
+
+/// The time that requests wait, as the series has it over the run, is the time that they waited: to
+/// the nanosecond, with passes of any length and arrivals in the middle of them.
+#[test]
+fn littles_law_holds_for_what_waits() {
+    #[derive(Default)]
+    struct Waits {
+        series: Option<Series>,
+        waited_ns: u128,
+        longest_ns: u64,
+    }
+    impl Sink for Waits {
+        fn on_request(&mut self, r: &RequestRecord<'_>) {
+            let waited = r.admitted.since(r.request.due);
+            self.waited_ns += u128::from(waited);
+            self.longest_ns = self.longest_ns.max(waited);
+        }
+        fn wants_passes(&self) -> bool {
+            true
+        }
+        fn on_pass(&mut self, pass: &PassRecord<'_>) {
+            self.series.as_mut().unwrap().on_pass(pass);
+        }
+    }
+    let load = workload(
+        "requests = 3_000\n[arrival]\nkind = \"poisson\"\nrate_per_s = 60\n\
+         [[class]]\nisl = { kind = \"uniform\", min = 10, max = 1_800 }\n\
+         osl = { kind = \"uniform\", min = 1, max = 200 }\n",
+    );
+    // Long passes, in whose middle most requests come; few sequences, so that a queue builds up.
+    let linear = "[engine.timing]\nkind = \"linear\"\nbase_ns = 5e6\nper_prefill_token_ns = 40_000\n\
+                  per_decode_token_ns = 100_000\n";
+    for (sequences, jump) in [(256, true), (12, true), (12, false)] {
+        let cluster = cluster(&format!(
+            "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 4\n[engine]\n\
+             num_gpu_blocks = 8192\nmax_num_seqs = {sequences}\n{linear}"
+        ));
+        let mut waits = Waits {
+            series: Some(Series::new(0, EngineInfo::of_cluster(&cluster))),
+            ..Waits::default()
+        };
+        let options = Options {
+            jump,
+            ..Options::default()
+        };
+        let outcome = run(&cluster, &load, &options, &mut waits);
+        assert_eq!(outcome.totals.requests.succeeded, 3_000);
+        // A sequence that is preempted waits again, which its record does not say.
+        assert_eq!(outcome.engine.preemptions, Some(0.0));
+        let series = waits.series.unwrap();
+        let engines = series.bins().iter().flat_map(|bin| &bin.engines);
+        let waiting_ns: u128 = engines.map(|engine| engine.waiting_ns).sum();
+        assert_eq!(
+            waiting_ns, waits.waited_ns,
+            "{sequences} sequences, jump {jump}"
+        );
+        assert!(waits.longest_ns > 20_000_000);
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ impl Sink for Records {
             tokens: r.output_tokens,
             retries: r.retries,
             hops: r.hops,
-            error: r.error.map(str::to_owned),
+            error: r.error.map(|e| e.message.to_owned()),
         });
     }
 }
@@ -401,7 +401,16 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
         );
         assert_eq!(retries, u32::from(waiting.contains(&id)), "request {id}");
     }
-    let lost = &outcome.totals.errors["worker lost"];
+    // Its record says where it was lost, and the tokens that had come: one per pass of 10 ms.
+    for e in ended.iter().filter(|e| e.error.is_some()) {
+        assert_eq!((e.workers, e.last), ((None, Some(1)), crash), "{e:?}");
+        assert_eq!(
+            u64::from(e.tokens),
+            (crash - e.first) / (10 * MS) + 1,
+            "{e:?}"
+        );
+    }
+    let lost = &outcome.totals.errors[slipstream_twin::WORKER_LOST];
     assert_eq!(lost.count, begun.len() as u64);
     assert!(lost.example.contains("w1"), "{}", lost.example);
     // Nobody is sent to it before it is ready.
@@ -413,6 +422,35 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
             .iter()
             .any(|e| e.workers.1 == Some(1) && e.due >= 1_300 * MS)
     );
+}
+
+/// Frames take 25 ms through the frontend, so that up to three of a request's tokens are under way when
+/// its worker vanishes. They never come.
+#[test]
+fn tokens_under_way_when_a_worker_vanishes_have_not_come() {
+    let crash = 1_002_100_000;
+    let cluster = ten_ms(
+        "[pool.main]\nworkers = 2\n[router]\npolicy = \"round_robin\"\n\
+         [host]\nmode = \"ideal\"\ncpus = 4096\nparse_us = 0\ntokenize_token_ns = 0\nroute_us = 0\n\
+         dispatch_us = 0\nframe_us = 25000\ntoken_ns = 0\n\
+         [[event]]\nkind = \"crash\"\nat_s = 1.0021\nworker = 1\n",
+        "",
+    );
+    let (outcome, ended) = simulate(&cluster, &load(400, 200, 50, 10), &Options::default());
+    assert_eq!(outcome.cut, None);
+    let lost: Vec<&Ended> = ended.iter().filter(|e| e.error.is_some()).collect();
+    assert!(lost.iter().any(|e| e.tokens == 0) && lost.iter().any(|e| e.tokens > 2));
+    for e in lost {
+        let tokens = match e.tokens {
+            0 => 0,
+            _ => (crash - e.first) / (10 * MS) + 1,
+        };
+        assert_eq!(
+            (u64::from(e.tokens), e.workers.1),
+            (tokens, Some(1)),
+            "{e:?}"
+        );
+    }
 }
 
 #[test]

@@ -7,3 +7,4 @@ mod jumps;
 mod known_answers;
 mod plain;
 mod rig;
+mod vllm;

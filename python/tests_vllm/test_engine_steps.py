@@ -1,0 +1,303 @@
+"""The engine model's steps against those of vLLM's own scheduler.
+
+Random workloads go through vLLM's `Scheduler`. Each step is written down: which requests were
+scheduled, in which order, with how many tokens computed before and now, which were preempted, which
+finished and how, and the state of queues and blocks after it. The file with all of that is kept:
+the engine replays it in `cargo test` (`vllm::steps_are_those_of_vllms_scheduler`), where no vLLM is
+needed. The test here checks that the vLLM that is installed still does what the file says;
+`SLIPSTREAM_WRITE_STEPS=1` writes the file anew.
+
+`STEPS_SEED` and `STEPS_COUNT` choose other workloads than those of the file, and `STEPS_OUT` where
+they are written: `SLIPSTREAM_STEPS=FILE cargo test -p slipstream-engine vllm` replays them.
+"""
+
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rig import MODEL
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+KEPT = Path(__file__).parents[2] / "crates/engine/tests/it/vllm_steps.jsonl"
+"""A workload per line, with what vLLM did."""
+
+SEED, COUNT = 7, 40
+"""Of the workloads in the file."""
+
+WORD, EOS = 1000, 7
+"""The one word of every answer, so that prompts can repeat answers, and the token that ends one."""
+
+FAMILIES = ("plain", "shared", "tight", "priority", "storm", "ends", "whole", "uncached")
+
+Run = list[int]
+"""Tokens of a prompt: the first, how many, and how much each is above the one before."""
+
+
+def spell(runs: list[Run]) -> list[int]:
+    """Write out the tokens of a prompt."""
+    return [first + i * step for first, count, step in runs for i in range(count)]
+
+
+class Engine:
+    """vLLM's scheduler with nothing behind it, and what it did in each step."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.natural = config["natural"]
+        init_none_hash(sha256_cbor)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(MODEL))
+            model = ModelConfig(
+                model=folder,
+                tokenizer=None,
+                skip_tokenizer_init=True,
+                max_model_len=config["max_model_len"],
+            )
+        cache = CacheConfig(
+            block_size=config["block_size"],
+            enable_prefix_caching=config["caching"],
+            prefix_caching_hash_algo="sha256_cbor",
+        )
+        # Block 0 is vLLM's null block, which nobody can have.
+        cache.num_gpu_blocks = config["num_gpu_blocks"] + 1
+        vllm = VllmConfig(
+            model_config=model,
+            cache_config=cache,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=config["max_num_seqs"],
+                max_num_batched_tokens=config["max_num_batched_tokens"],
+                max_model_len=config["max_model_len"],
+                is_encoder_decoder=False,
+                enable_chunked_prefill=config["chunked"],
+                async_scheduling=False,
+                policy=config["policy"],
+            ),
+            device_config=DeviceConfig("cpu"),
+            parallel_config=ParallelConfig(),
+        )
+        size = config["block_size"]
+        spec = FullAttentionSpec(block_size=size, num_kv_heads=4, head_size=16, dtype=torch.float16)
+        layout = KVCacheConfig(
+            num_blocks=cache.num_gpu_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["0"], spec)],
+        )
+        self._hasher = get_request_block_hasher(size, sha256_cbor)
+        self.scheduler = Scheduler(
+            vllm_config=vllm,
+            kv_cache_config=layout,
+            structured_output_manager=StructuredOutputManager(vllm),
+            block_size=size,
+            hash_block_size=size,
+            log_stats=False,
+        )
+        self._last: dict[str, int] = {}
+        self._arrivals = 0
+
+    def add(self, request: dict[str, Any]) -> None:
+        """Let a request arrive."""
+        params = SamplingParams(
+            max_tokens=request["max_tokens"],
+            min_tokens=request["min_tokens"],
+            ignore_eos=request["ignore_eos"],
+        )
+        params.update_from_generation_config({}, eos_token_id=EOS)
+        self._arrivals += 1
+        made = Request(
+            str(request["id"]),
+            spell(request["prompt"]),
+            params,
+            None,
+            # Ties of priority are broken by time of arrival.
+            arrival_time=float(self._arrivals),
+            priority=request["priority"],
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(made)
+
+    def abort(self, name: int) -> None:
+        """Abort a request."""
+        self.scheduler.finish_requests(str(name), RequestStatus.FINISHED_ABORTED)
+
+    def word(self, request: Any) -> int:
+        """Make up the next token of an answer, as a sampler with logits would."""
+        outputs = request.num_output_tokens + 1
+        ends = outputs > request.sampling_params.min_tokens and outputs >= self.natural
+        return EOS if ends and not request.sampling_params.ignore_eos else WORD
+
+    def step(self, abort: int | None = None) -> str | None:
+        """Run a step, in whose middle a request may be aborted; what happened, or nothing."""
+        requests = self.scheduler.requests
+        plan = self.scheduler.schedule()
+        if not plan.num_scheduled_tokens:
+            assert not plan.preempted_req_ids, "a preempted request left the step empty"
+            return None
+        scheduled = []
+        for name, count in plan.num_scheduled_tokens.items():
+            # The scheduler counts a step's tokens as computed when it has planned it.
+            before = requests[name].num_computed_tokens - count
+            plain = count == 1 and self._last.get(name) == before
+            self._last[name] = before + count
+            scheduled.append(name if plain else f"{name}:{before}+{count}")
+        preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
+        names = list(plan.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[
+                [self.word(requests[name])]
+                if requests[name].num_computed_tokens >= requests[name].num_tokens
+                else []
+                for name in names
+            ],
+        )
+        if abort is not None:
+            self.abort(abort)
+        alive = {name: requests[name] for name in names if name in requests}
+        outputs = self.scheduler.update_from_output(plan, output)
+        ended = []
+        for of_client in outputs.values():
+            for each in of_client.outputs:
+                if each.finish_reason is not None:
+                    request = alive[each.request_id]
+                    reason = {"stop": "S", "length": "L"}[str(each.finish_reason)]
+                    ended.append(f"{each.request_id}:{reason}{request.num_output_tokens}")
+        pool = self.scheduler.kv_cache_manager.block_pool
+        state = (
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            pool.get_num_free_blocks(),
+            len(pool.cached_block_hash_to_block._cache),
+        )
+        return "|".join(
+            (
+                " ".join(scheduled),
+                " ".join(map(str, preempted)),
+                " ".join(ended),
+                " ".join(map(str, state)),
+            )
+        )
+
+
+def workload(seed: int, index: int) -> dict[str, Any]:
+    """Make a workload and run it through vLLM."""
+    rng = random.Random(seed * 1_000_003 + index)
+    family = FAMILIES[index % len(FAMILIES)]
+    size = rng.choice([4, 8, 16])
+    by_priority = family in ("priority", "storm") or (family == "ends" and rng.random() < 0.5)
+    length = rng.choice([8, 12, 20]) * size
+    # From a pool that one sequence fills up to one that is never full.
+    share = {"plain": 6.0, "tight": 1.2, "priority": 1.6, "storm": 1.2}.get(family, 2.0)
+    config = {
+        "block_size": size,
+        "num_gpu_blocks": max(int(length / size * share), length // size),
+        "max_num_seqs": rng.choice([3, 5, 8, 16]),
+        "max_num_batched_tokens": rng.choice([32, 64, 200]),
+        "max_model_len": length,
+        "caching": family != "uncached",
+        "chunked": family != "whole",
+        "policy": "priority" if by_priority else "fcfs",
+        "natural": rng.randrange(3, 40),
+    }
+    if family == "whole":
+        config["max_num_batched_tokens"] = length
+    engine = Engine(config)
+    live: list[int] = []
+    talks: list[list[Run]] = []
+    events: list[list[Any]] = []
+    made, requests = 0, rng.randrange(10, 24)
+    gap = rng.choice([0.15, 0.4, 0.8])
+    idle = 0
+    while idle < 2:
+        while made < requests and rng.random() > gap:
+            own: Run = [10_000 * (made + 1), rng.randrange(1, length // 3), 1]
+            prompt: list[Run] = [own]
+            if talks and rng.random() < 0.3:
+                prompt = [*rng.choice(talks), own]
+            elif rng.random() < 0.5:
+                prompt = [[100 * rng.randrange(3), size * rng.randrange(1, 5), 1], own]
+            if len(spell(prompt)) >= length:
+                prompt = [own]
+            request = {
+                "id": made,
+                "prompt": prompt,
+                "max_tokens": rng.choice([1, 4, 20, 40, length]),
+                "min_tokens": 0,
+                "ignore_eos": True,
+                "priority": rng.randrange(-2, 3) if by_priority else 0,
+            }
+            if family == "ends":
+                request["ignore_eos"] = rng.random() < 0.3
+                request["min_tokens"] = rng.choice([0, 0, 10])
+                request["max_tokens"] = max(request["max_tokens"], request["min_tokens"])
+            # What a later turn would repeat: some of the answer.
+            talks.append([*prompt, [WORD, rng.randrange(1, 2 * size), 0]])
+            engine.add(request)
+            events.append(["add", request])
+            live.append(made)
+            made += 1
+        unfinished = [n for n in live if str(n) in engine.scheduler.requests]
+        abort = rng.choice(unfinished) if unfinished and rng.random() < 0.02 else None
+        if abort is not None and rng.random() < 0.5:
+            engine.abort(abort)
+            events.append(["abort", abort])
+            abort = None
+        happened = engine.step(abort)
+        if happened is None:
+            assert abort is None or not engine.scheduler.has_unfinished_requests()
+            idle = idle + 1 if made == requests else 0
+            continue
+        step = ["step", happened] if abort is None else ["step_abort", [happened, abort]]
+        events.append(step)
+    assert not engine.scheduler.has_unfinished_requests()
+    return {"name": f"{family}-{seed}-{index}", **config, "events": events}
+
+
+def file_of(seed: int, count: int) -> str:
+    """Run workloads; what they did, a line each."""
+    lines = (workload(seed, index) for index in range(count))
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+
+
+def test_the_steps_kept_are_those_of_this_vllm() -> None:
+    text = file_of(SEED, COUNT)
+    if os.environ.get("SLIPSTREAM_WRITE_STEPS"):
+        KEPT.write_text(text)
+    for made, kept in zip(text.splitlines(), KEPT.read_text().splitlines(), strict=True):
+        name = json.loads(made)["name"]
+        assert json.loads(made) == json.loads(kept), f"{name} is scheduled otherwise"
+
+
+def test_the_workloads_kept_are_hard_enough() -> None:
+    preempted = aborted = 0
+    for line in KEPT.read_text().splitlines():
+        for kind, what in json.loads(line)["events"]:
+            preempted += kind == "step" and bool(what.split("|")[1])
+            aborted += kind in ("abort", "step_abort")
+    assert preempted >= 100, preempted
+    assert aborted >= 20, aborted
+
+
+@pytest.mark.skipif("STEPS_OUT" not in os.environ, reason="STEPS_OUT names no file")
+def test_other_workloads_are_written() -> None:
+    seed, count = (int(os.environ.get(f"STEPS_{n}", d)) for n, d in (("SEED", 1), ("COUNT", 100)))
+    Path(os.environ["STEPS_OUT"]).write_text(file_of(seed, count))

@@ -24,6 +24,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::text::counted;
@@ -772,8 +773,8 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
         if under_way > 0 || more {
             tally.ended_at = options.time_max;
             cut = Some(format!(
-                "simulated time reached its limit of {} with {} under way",
-                options.time_max,
+                "simulated time reached its limit of {:?} with {} under way",
+                Duration::from_nanos(options.time_max.0),
                 counted(under_way as u64, "request")
             ));
         }

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 use slipstream_base::cluster::{Cluster, HandOver, HostMode};
 use slipstream_base::mix::mix64;
@@ -473,8 +474,8 @@ impl<'a> Sim<'a> {
             if next > self.options.time_max {
                 self.now = self.options.time_max;
                 cut = Some(format!(
-                    "simulated time reached its limit of {} with {} under way",
-                    self.now,
+                    "simulated time reached its limit of {:?} with {} under way",
+                    Duration::from_nanos(self.now.0),
                     counted(self.flights.len() as u64, "request")
                 ));
                 break;

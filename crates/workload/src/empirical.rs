@@ -41,11 +41,35 @@ pub(crate) fn load(classes: &mut [Class]) -> Result<(), SourceError> {
     Ok(())
 }
 
+/// Bytes of a file at most: a column of as many values as are taken, among some others.
+const BYTES_MAX: u64 = 256 << 20;
+
+/// A source that fails once it has given so many bytes: a device would never end.
+struct Bounded<R> {
+    source: R,
+    left: u64,
+}
+
+impl<R: std::io::Read> std::io::Read for Bounded<R> {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.source.read(out)? as u64;
+        if read > self.left {
+            return Err(std::io::Error::other("larger than 256 MiB"));
+        }
+        self.left -= read;
+        Ok(read as usize)
+    }
+}
+
 fn read(path: &Path, column: Option<&str>) -> Result<Arc<[f64]>, SourceError> {
     let file = File::open(path).map_err(|source| SourceError::Io {
         path: path.to_owned(),
         source,
     })?;
+    let file = Bounded {
+        source: file,
+        left: BYTES_MAX,
+    };
     values(file, column).map_err(|(line, what)| SourceError::Values {
         path: path.to_owned(),
         line,

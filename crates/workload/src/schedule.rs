@@ -85,10 +85,11 @@ impl Schedule {
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
         let session = self.peek_session(now)?;
         let follow_up = self.follow_ups.keys().next().map(|(due, _)| *due);
-        Ok(match (session, follow_up) {
+        let due = match (session, follow_up) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
-        })
+        };
+        due.map(check_due).transpose()
     }
 
     /// Takes a request that is due at `now`, the earliest first.
@@ -225,6 +226,16 @@ impl Schedule {
     }
 }
 
+/// Times are kept in 64 bits of ns, 584 years, at whose end they would stand still.
+fn check_due(due: SimTime) -> Result<SimTime, SourceError> {
+    const CENTURY_S: f64 = 100.0 * 365.25 * 86_400.0;
+    let due_s = due.as_secs_f64();
+    if due_s > CENTURY_S {
+        return Err(SourceError::Late { due_s });
+    }
+    Ok(due)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -286,6 +297,27 @@ mod tests {
         let due: Vec<u64> = log.iter().map(|l| l.1).collect();
         assert_eq!(due, [0, 0, 0, 100, 100, 100, 200, 200, 200, 300]);
         assert!(log.iter().all(|l| l.2 <= 3));
+    }
+
+    #[test]
+    fn a_request_of_the_next_century_is_an_error() {
+        let check = |w: &Workload| {
+            let mut schedule = Schedule::open(w, 0, Shard::WHOLE).unwrap();
+            let first = schedule.pop(SimTime::ZERO).unwrap().unwrap();
+            schedule.on_done(&first, 1, SimTime(5));
+            let error = schedule.next_due(SimTime(5)).unwrap_err().to_string();
+            assert!(error.contains("more than a century"), "{error}");
+        };
+        let slow = Arrival::Constant { rate_per_s: 1e-300 };
+        check(&workload(slow, 3, 1.0));
+        let constant = Arrival::Constant { rate_per_s: 1.0 };
+        let mut stretched = workload(constant, 3, 1.0);
+        stretched.time_scale = 1e-300;
+        check(&stretched);
+        // Think times, too.
+        let mut thoughtful = workload(Arrival::Closed { concurrency: 1 }, 2, 2.0);
+        thoughtful.time_scale = 1e-20;
+        check(&thoughtful);
     }
 
     #[test]

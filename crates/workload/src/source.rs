@@ -85,11 +85,35 @@ pub enum SourceError {
         /// What is wrong.
         what: String,
     },
+    /// A trace without a request.
+    #[error("trace {}: {}", path.display(), no_requests(*skipped))]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// Lines that were skipped as bad.
+        skipped: u64,
+    },
+    /// A request would be due after more than a century: a slip in a rate, a time or their scale.
+    #[error(
+        "a request is due {due_s:.3e} s after the start, more than a century; raise the rate, or `time_scale`, \
+         or shorten think times"
+    )]
+    Late {
+        /// When it is due, s.
+        due_s: f64,
+    },
     /// Arrival times are asked from a workload that is not a trace.
     #[error(
         "the workload takes its arrivals from a trace but has none; set `arrival.kind`, or add `[trace]`"
     )]
     NoTrace,
+}
+
+fn no_requests(skipped: u64) -> String {
+    match skipped {
+        0 => "it has no request".to_owned(),
+        n => format!("it has no request: all {n} of its lines were skipped as bad"),
+    }
 }
 
 /// `, line 3`; nothing for the file as a whole.

@@ -139,7 +139,6 @@ impl Csv {
     /// What a header says, if it is a known one.
     fn of_header(header: &str) -> Option<Csv> {
         let names: Vec<String> = header
-            .trim_start_matches('\u{feff}')
             .split(',')
             .map(|name| name.trim().to_ascii_lowercase())
             .collect();
@@ -296,6 +295,10 @@ impl<R: BufRead> Trace<R> {
         let read = (&mut self.reader)
             .take(LINE_BYTES_MAX)
             .read_until(b'\n', &mut self.buffer)?;
+        if self.line == 1 && self.buffer.starts_with(b"\xef\xbb\xbf") {
+            // The mark that some programs put before UTF-8.
+            self.buffer.drain(..3);
+        }
         if read as u64 == LINE_BYTES_MAX && self.buffer.last() != Some(&b'\n') {
             // Read on to the line's end without keeping it.
             self.buffer.clear();
@@ -595,6 +598,12 @@ impl<R: BufRead> Trace<R> {
                 return Ok(self.begin(timestamp, first, later.unwrap_or_default()));
             }
             let Some(parsed) = self.next_line()? else {
+                if self.session == 0 {
+                    return Err(SourceError::Empty {
+                        path: self.file.path.clone(),
+                        skipped: self.skipped,
+                    });
+                }
                 return Ok(None);
             };
             let checked = match parsed {
@@ -737,6 +746,36 @@ mod tests {
         assert_eq!(requests[0].priority, -3);
         assert_eq!(requests[0].prompt.tokens(), 40);
         assert_ne!(requests[0].prompt, requests[1].prompt);
+    }
+
+    #[test]
+    fn a_trace_without_a_request_is_an_error() {
+        for (text, on_bad_line, says) in [
+            ("", OnBadLine::Stop, "trace t.jsonl: it has no request"),
+            ("\n \n", OnBadLine::Stop, "it has no request"),
+            (
+                "TIMESTAMP,ContextTokens,GeneratedTokens\n",
+                OnBadLine::Stop,
+                "it has no request",
+            ),
+            ("{\n{\n", OnBadLine::Skip, "all 2 of its lines were skipped"),
+        ] {
+            let (requests, _) = check(text, on_bad_line);
+            assert_eq!(requests.len(), 1, "{text:?}");
+            let error = requests[0].as_ref().unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_mark_before_the_first_line_does_not_count() {
+        let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.680590,374,44\n";
+        for text in [GOOD, azure] {
+            let (requests, _) = check(&format!("\u{feff}{text}"), OnBadLine::Stop);
+            let (plain, _) = check(text, OnBadLine::Stop);
+            assert_eq!(requests, plain);
+            assert!(requests[0].is_ok(), "{requests:?}");
+        }
     }
 
     const SESSIONS: &str = r#"

@@ -63,7 +63,7 @@ impl ClusterArgs {
         let mut doc = match &self.cluster {
             None => Doc::empty(),
             Some(path) => {
-                let text = std::fs::read(path)
+                let text = super::files::read(path)
                     .with_context(|| format!("reading the cluster file {}", path.display()))?;
                 Doc::parse(&path.display().to_string(), &text)
             }
@@ -79,7 +79,7 @@ impl ClusterArgs {
             doc.set(set);
         }
         // Paths in the file are relative to it, so that a folder of configuration can be moved.
-        let (cluster, settings) = file::read(doc, |path| std::fs::read(path))?;
+        let (cluster, settings) = file::read(doc, super::files::read)?;
         if self.print_config {
             out::print(&settings.to_toml())?;
             return Ok(None);

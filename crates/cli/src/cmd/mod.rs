@@ -1,6 +1,7 @@
 //! The subcommands, a module each: `Args` and `run`.
 
 mod cluster_args;
+mod files;
 mod fleet_metrics;
 mod fleet_sink;
 mod memory;

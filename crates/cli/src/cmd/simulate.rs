@@ -82,9 +82,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let (workload, name) = args.what.workload(&args.sets.workload_set)?;
+    // Slower than this, steps would last for years.
     anyhow::ensure!(
-        args.speedup.is_finite() && args.speedup > 0.0,
-        "--speedup is {}, but must be above 0",
+        (1e-3..=1e12).contains(&args.speedup),
+        "--speedup is {:e}, but must be 0.001 to 1e12",
         args.speedup
     );
     let objectives = Objectives::of(&workload, args.slo.clone());
@@ -103,7 +104,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let shows = std::io::stderr().is_terminal() && !args.quiet;
     let mut watcher = Watcher::new(&args.watch, &cluster, &workload, shows, interrupted()?)?;
     let cpu_before = slipstream_bench::process::own_cpu_ns();
-    let read = |path: &std::path::Path| std::fs::read(path);
+    let read = super::files::read;
     super::memory::check(&cluster)?;
     let outcome = slipstream_twin::simulate(&cluster, &workload, &options, read, &mut watcher)?;
     let cpu_s = (slipstream_bench::process::own_cpu_ns() - cpu_before) as f64 / 1e9;

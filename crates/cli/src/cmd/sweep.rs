@@ -135,8 +135,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let jobs = args.jobs.map_or(cores, usize::from).min(clusters.len());
     let shows = std::io::stderr().is_terminal() && !args.quiet;
     let outcomes = run_all(&clusters, jobs, shows, |cluster| {
-        let read = |path: &std::path::Path| std::fs::read(path);
-        slipstream_twin::simulate(cluster, &workload, &options, read, &mut ())
+        slipstream_twin::simulate(cluster, &workload, &options, super::files::read, &mut ())
     })?;
     let mut rows: Vec<Row> = runs
         .iter()

@@ -10,6 +10,9 @@ use slipstream_base::workload_file::{
     self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
 };
 
+/// Longest prompt or answer, tokens: as in workload files.
+const TOKENS_MAX: i64 = 100_000_000;
+
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum BadLineArg {
     /// End with an error that names the line
@@ -48,10 +51,10 @@ pub(crate) struct WorkloadArgs {
     )]
     pub(crate) rate: Option<f64>,
     /// Tokens of each prompt [default without a file: 1024]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "What to send")]
     pub(crate) isl: Option<u32>,
     /// Tokens of each answer [default without a file: 128]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "What to send")]
     pub(crate) osl: Option<u32>,
     /// Requests in all [default without a file: 100, or 10 times --concurrency if that is more;
     /// or the whole trace]
@@ -87,7 +90,7 @@ pub(crate) struct WorkloadSets {
 /// The workload file with `sets` laid over it, and where each value came from.
 pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Settings)> {
     let name = path.display().to_string();
-    let text = std::fs::read(path).with_context(|| format!("reading {name}"))?;
+    let text = super::files::read(path).with_context(|| format!("reading {name}"))?;
     let mut doc = Doc::parse(&name, &text);
     for assignment in sets {
         doc.set(assignment);

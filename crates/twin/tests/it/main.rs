@@ -246,7 +246,7 @@ fn a_run_without_end_is_cut_and_says_so() {
         ..Options::default()
     };
     let outcome = run(&one, &overload, &options, &mut ());
-    assert!(outcome.cut.unwrap().contains("limit of 2.0"));
+    assert!(outcome.cut.unwrap().contains("limit of 2s"));
     assert_eq!(outcome.ended_at, SimTime::from_secs_f64(2.0));
 }
 

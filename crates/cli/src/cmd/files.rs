@@ -1,0 +1,44 @@
+//! Files that a configuration names, read with a bound: a path may be a slip.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+/// Largest file read, bytes: a table of 4 million measured steps has some 120 MB.
+const BYTES_MAX: u64 = 256 << 20;
+
+/// The whole of `path`.
+///
+/// # Errors
+/// If it cannot be read, or is larger than [`BYTES_MAX`] (a device, or weights in place of a
+/// `config.json`).
+pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+    read_at_most(File::open(path)?, BYTES_MAX)
+}
+
+fn read_at_most(source: impl Read, bytes_max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    source.take(bytes_max + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > bytes_max {
+        let message = format!("larger than {} MiB; is it the right file?", bytes_max >> 20);
+        return Err(io::Error::other(message));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_end_is_refused() {
+        let max = 1 << 20;
+        let error = read_at_most(io::repeat(0), max).unwrap_err();
+        assert!(error.to_string().contains("larger than 1 MiB"), "{error}");
+        let whole = read_at_most(io::repeat(7).take(max), max).unwrap();
+        assert_eq!(whole.len() as u64, max);
+        let folder = tempfile::tempdir().unwrap();
+        assert!(read(folder.path()).is_err());
+        assert!(read(&folder.path().join("none")).is_err());
+    }
+}

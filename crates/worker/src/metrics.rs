@@ -149,10 +149,15 @@ impl Collector for WorkerCollector {
             |s| f64::from(u8::from(s.is_ready())),
         )?;
         type Of = fn(&RankStats) -> f64;
-        let counters: [(&str, &str, Of); 13] = [
+        let counters: [(&str, &str, Of); 14] = [
             ("slipstream_rank_passes", "Forward passes", |s| {
                 s.passes.get() as f64
             }),
+            (
+                "slipstream_rank_extrapolated_passes",
+                "Forward passes outside the table of step times",
+                |s| s.extrapolated_passes.get() as f64,
+            ),
             (
                 "slipstream_rank_prompt_tokens",
                 "Prompt tokens of sequences whose prompt was computed here",

@@ -55,6 +55,8 @@ pub struct RankStats {
     pub preemptions: Cell64,
     /// Passes (counter).
     pub passes: Cell64,
+    /// Those of them outside the table of step times (counter).
+    pub extrapolated_passes: Cell64,
     /// Prompt tokens of sequences that got their first token (counter).
     pub prompt_tokens: Cell64,
     /// Tokens generated and sent (counter).
@@ -101,6 +103,7 @@ impl RankStats {
         self.prefix_hit_tokens.set(stats.prefix_hit_tokens);
         self.preemptions.set(stats.preemptions);
         self.passes.set(stats.passes);
+        self.extrapolated_passes.set(stats.extrapolated_passes);
     }
 }
 

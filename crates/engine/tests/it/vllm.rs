@@ -162,7 +162,7 @@ impl Replay {
             let reason = match f.reason {
                 FinishReason::Stop => 'S',
                 FinishReason::Length => 'L',
-                other => panic!("{other:?}"),
+                FinishReason::Abort => panic!("{f:?}"),
             };
             ended.push(format!("{}:{reason}{}", f.id.0, f.usage.output_tokens));
             self.preemptions.remove(&f.id.0);

@@ -321,7 +321,8 @@ pub enum RouterPolicy {
 pub struct RouterConfig {
     /// How a worker is chosen. Default `kv`.
     pub policy: RouterPolicy,
-    /// Weight of prefill blocks against active blocks in the KV cost. Default 1.
+    /// Weight of prefill blocks against active blocks in the KV cost. Default 4 (docs/routing.md has
+    /// what others give).
     pub prefill_weight: f64,
     /// 0: the cheapest worker; above: softmax over normalized costs. Default 0.
     pub temperature: f64,
@@ -360,7 +361,7 @@ impl Default for RouterConfig {
     fn default() -> Self {
         RouterConfig {
             policy: RouterPolicy::Kv,
-            prefill_weight: 1.0,
+            prefill_weight: 4.0,
             temperature: 0.0,
             kv_events: true,
             approximate_ttl_s: 120.0,

@@ -297,7 +297,7 @@ pub const KEYS: &[Key] = &[
     key(
         "router.prefill_weight",
         "0 to 1,000,000",
-        "1.0",
+        "4.0",
         "Weight of blocks left to prefill against active blocks in the cost of `kv`.",
         "Low: load alone decides. High: popular prefixes pile up on one worker.",
     ),

@@ -261,7 +261,11 @@ fn errors_charge_nothing() {
 #[test]
 fn scores_name_every_candidate_under_every_policy() {
     for policy in POLICIES {
-        let (fleet, mut router) = ready(3, config(policy));
+        let config = RouterConfig {
+            prefill_weight: 2.0,
+            ..config(policy)
+        };
+        let (fleet, mut router) = ready(3, config);
         let prompt = prompt(1, 160);
         fleet.on_kv(&stored(2, 0, &prompt));
         let mut scores: Vec<Score> = Vec::new();
@@ -273,7 +277,7 @@ fn scores_name_every_candidate_under_every_policy() {
         assert_eq!(hits, [(0, 0), (1, 0), (2, 9)]);
         if policy == RouterPolicy::Kv {
             let costs: Vec<_> = scores.iter().map(|score| score.cost).collect();
-            assert_eq!(costs, [10.0, 10.0, 1.0]);
+            assert_eq!(costs, [20.0, 20.0, 2.0]);
             assert_eq!(routed.unwrap().target.worker, WorkerId(2));
         }
     }

@@ -243,6 +243,19 @@ impl Classes {
         });
     }
 
+    /// Index of the class that a cgroup's path selects; the path has no first slash.
+    pub fn class_of_cgroup(&self, path: &str) -> Option<usize> {
+        let rule = self.rules.iter().find(|r| {
+            r.subject == Subject::Cgroup
+                && if r.is_prefix {
+                    path.starts_with(&r.text)
+                } else {
+                    path == r.text
+                }
+        })?;
+        Some(rule.class)
+    }
+
     /// The class of a thread, as the BPF program finds it.
     pub fn class_of(&self, comm: &str, cgroup: &str) -> Option<&Class> {
         let cgroup = cgroup.trim_start_matches('/');

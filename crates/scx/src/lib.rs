@@ -3,6 +3,7 @@
 //!
 //! - [`topology`]: SMT, last-level caches and NUMA nodes, from sysfs.
 //! - [`classes`]: which threads belong together and how they are to be treated, from a TOML file.
+//! - [`cgroups`]: the class of each cgroup as they come and go, and the CPU limits set on them.
 //! - [`btf`]: as much of the kernel's type information as [`doctor`] needs.
 //! - [`doctor`]: whether our `sched_ext` scheduler can run here, and what to do if not.
 //! - [`link`]: ways for one thread to wake another; [`wake`]: how long each takes;
@@ -13,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 pub mod btf;
+pub mod cgroups;
 pub mod classes;
 pub mod doctor;
 pub mod link;

@@ -82,24 +82,7 @@ impl Btf {
     /// # Errors
     /// When the bytes are not BTF, or of a later form.
     pub fn parse(bytes: &[u8], wanted: &[&str]) -> Result<Btf, BtfError> {
-        let word = |at: usize| {
-            let b = bytes.get(at..at + 4).ok_or(BtfError::Short(at))?;
-            Ok(u32::from_ne_bytes(b.try_into().expect("four bytes")) as usize)
-        };
-        let magic = bytes.get(..2).ok_or(BtfError::Short(0))?;
-        if magic != MAGIC.to_ne_bytes() {
-            return Err(BtfError::Magic);
-        }
-        let header = word(4)?;
-        let section = |offset: usize, length: usize| {
-            let start = header.saturating_add(offset);
-            let end = start.saturating_add(length);
-            bytes.get(start..end).ok_or(BtfError::Short(start))
-        };
-        let raw = Raw {
-            types: section(word(8)?, word(12)?)?,
-            strings: section(word(16)?, word(20)?)?,
-        };
+        let raw = sections(bytes)?;
         let types = index(&raw)?;
         let is_wanted = |name: u32| {
             let at = raw.strings.get(name as usize..).unwrap_or_default();
@@ -139,6 +122,47 @@ impl Btf {
     pub fn params(&self, name: &str) -> Option<&Params> {
         self.functions.get(name)
     }
+}
+
+/// The functions that a BPF object imports, with the number of parameters of each: its type
+/// information marks them as external.
+///
+/// # Errors
+/// As [`Btf::parse`].
+pub fn externs(bytes: &[u8]) -> Result<Vec<(String, usize)>, BtfError> {
+    /// `BTF_FUNC_EXTERN`, kept where other kinds have their number of members.
+    const EXTERN: usize = 2;
+    let raw = sections(bytes)?;
+    let types = index(&raw)?;
+    let mut found = Vec::new();
+    for t in types.iter().filter(|t| t.kind == KIND_FUNC && t.vlen == EXTERN) {
+        if let Some(proto) = resolve(&types, t.word) {
+            found.push((raw.string(t.name)?, proto.vlen));
+        }
+    }
+    Ok(found)
+}
+
+/// Checks the header and finds the two sections.
+fn sections(bytes: &[u8]) -> Result<Raw<'_>, BtfError> {
+    let word = |at: usize| {
+        let b = bytes.get(at..at + 4).ok_or(BtfError::Short(at))?;
+        Ok(u32::from_ne_bytes(b.try_into().expect("four bytes")) as usize)
+    };
+    let magic = bytes.get(..2).ok_or(BtfError::Short(0))?;
+    if magic != MAGIC.to_ne_bytes() {
+        return Err(BtfError::Magic);
+    }
+    let header = word(4)?;
+    let section = |offset: usize, length: usize| {
+        let start = header.saturating_add(offset);
+        let end = start.saturating_add(length);
+        bytes.get(start..end).ok_or(BtfError::Short(start))
+    };
+    Ok(Raw {
+        types: section(word(8)?, word(12)?)?,
+        strings: section(word(16)?, word(20)?)?,
+    })
 }
 
 fn resolve(types: &[Type], id: u32) -> Option<Type> {

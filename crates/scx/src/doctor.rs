@@ -1,11 +1,13 @@
-//! Whether our `sched_ext` scheduler can run on this host, and what to do if not.
+//! Whether our `sched_ext` scheduler can run on this host, what it would break there, and what to do.
 
 use std::path::Path;
+use std::sync::LazyLock;
 
 use serde::Serialize;
 
 use crate::btf::{Btf, Params};
-use crate::topology::Topology;
+use crate::cgroups::{self, Honors, InUse, Setting};
+use crate::topology::{Topology, parse_cpu_list};
 
 /// How a check went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -15,6 +17,9 @@ pub enum Verdict {
     Ok,
     /// Works, but something should be known.
     Note,
+    /// Our scheduler would end a guarantee that the host relies on; `sched run` refuses to start
+    /// unless told to ignore it.
+    Breaks,
     /// Our scheduler cannot run.
     Missing,
 }
@@ -41,39 +46,87 @@ pub struct Places<'a> {
     pub procfs: &'a Path,
 }
 
-/// The kernel functions that the BPF program calls, with their parameters. A kernel whose own
-/// differ refuses the program.
-pub const KFUNCS: &[(&str, usize)] = &[
-    ("scx_bpf_now", 0),
-    ("scx_bpf_create_dsq", 2),
-    ("scx_bpf_dsq_insert", 4),
-    ("scx_bpf_dsq_insert_vtime", 5),
-    ("scx_bpf_dsq_move_to_local", 1),
-    ("scx_bpf_dsq_nr_queued", 1),
-    ("scx_bpf_kick_cpu", 2),
-    ("scx_bpf_test_and_clear_cpu_idle", 1),
-    ("scx_bpf_pick_idle_cpu", 2),
-    ("scx_bpf_task_cpu", 1),
-    ("bpf_iter_scx_dsq_new", 3),
-    ("bpf_iter_scx_dsq_next", 1),
-    ("bpf_iter_scx_dsq_destroy", 1),
-];
+/// A kernel function that the BPF program calls. A kernel whose own has other parameters refuses the
+/// program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Import {
+    /// Its name.
+    pub name: String,
+    /// How many parameters it takes.
+    pub params: usize,
+    /// The program loads without it (`__weak`).
+    pub is_weak: bool,
+}
+
+/// The kernel functions declared in the header that the BPF program is compiled with. The loader,
+/// which has the compiled program, knows those that it imports and checks them instead.
+pub fn declared_imports() -> &'static [Import] {
+    static IMPORTS: LazyLock<Vec<Import>> =
+        LazyLock::new(|| imports_of(include_str!("../loader/src/bpf/kernel.h")));
+    &IMPORTS
+}
+
+/// The `extern ... __ksym` functions of a C header.
+fn imports_of(header: &str) -> Vec<Import> {
+    let mut code = String::new();
+    let mut rest = header;
+    while let Some((before, after)) = rest.split_once("/*") {
+        code.push_str(before);
+        rest = after.split_once("*/").map_or("", |(_, after)| after);
+    }
+    code.push_str(rest);
+    let declaration = |text: &str| {
+        // A declaration is what follows the last preprocessor line.
+        let text = text.rsplit_once("extern ")?.1;
+        let (head, rest) = text.split_once('(')?;
+        let (params, attributes) = rest.rsplit_once(')')?;
+        if !attributes.contains("__ksym") {
+            return None;
+        }
+        let name = head
+            .rsplit(|c: char| !c.is_alphanumeric() && c != '_')
+            .next()?;
+        Some(Import {
+            name: name.to_owned(),
+            params: match params.trim() {
+                "" | "void" => 0,
+                list => list.split(',').count(),
+            },
+            is_weak: attributes.contains("__weak"),
+        })
+    };
+    code.split(';').filter_map(declaration).collect()
+}
 
 const CAPABILITIES: [(&str, u32); 3] =
     [("CAP_BPF", 39), ("CAP_PERFMON", 38), ("CAP_SYS_ADMIN", 21)];
 
 /// Looks at everything. Never fails: what cannot be read is a finding.
 pub fn examine(places: Places) -> Vec<Check> {
+    examine_with(places, declared_imports(), Honors::ours())
+}
+
+/// [`examine`] for a program that imports these functions and enforces these settings.
+pub fn examine_with(places: Places, imports: &[Import], honors: Honors) -> Vec<Check> {
     let mut checks = vec![kernel(places), state(places)];
-    checks.extend(types(places));
+    checks.extend(types(places, imports));
     checks.push(capabilities(places));
     checks.push(topology(places));
+    checks.push(offline(places));
+    checks.push(smt(places));
+    checks.extend(cgroup_settings(places, honors));
+    checks.push(real_time(places));
     checks
 }
 
 /// Whether our scheduler can run, by these checks.
 pub fn can_run(checks: &[Check]) -> bool {
     checks.iter().all(|c| c.verdict != Verdict::Missing)
+}
+
+/// Whether it would end a guarantee that the host relies on.
+pub fn breaks(checks: &[Check]) -> bool {
+    checks.iter().any(|c| c.verdict == Verdict::Breaks)
 }
 
 fn check(what: &'static str, verdict: Verdict, found: impl Into<String>, remedy: &str) -> Check {
@@ -131,7 +184,7 @@ fn state(places: Places) -> Check {
     )
 }
 
-fn types(places: Places) -> Vec<Check> {
+fn types(places: Places, imports: &[Import]) -> Vec<Check> {
     const WHAT: &str = "kernel types";
     let path = places.sysfs.join("kernel/btf/vmlinux");
     let bytes = match std::fs::read(&path) {
@@ -146,7 +199,7 @@ fn types(places: Places) -> Vec<Check> {
         }
     };
     let mut wanted = vec!["sched_ext_ops"];
-    wanted.extend(KFUNCS.iter().map(|k| k.0));
+    wanted.extend(imports.iter().map(|i| i.name.as_str()));
     let btf = match Btf::parse(&bytes, &wanted) {
         Ok(btf) => btf,
         Err(e) => {
@@ -174,18 +227,20 @@ fn types(places: Places) -> Vec<Check> {
             )];
         }
     };
-    vec![ops, kfuncs(&btf)]
+    vec![ops, kfuncs(&btf, imports)]
 }
 
-fn kfuncs(btf: &Btf) -> Check {
+fn kfuncs(btf: &Btf, imports: &[Import]) -> Check {
     const WHAT: &str = "kernel functions";
     let hidden = |p: &Params| {
         p.last()
             .is_some_and(|(_, s)| s.as_deref() == Some("bpf_prog_aux"))
     };
     let (mut absent, mut leaking, mut other) = (Vec::new(), Vec::new(), Vec::new());
-    for &(name, count) in KFUNCS {
+    for import in imports {
+        let (name, count) = (import.name.as_str(), import.params);
         match btf.params(name) {
+            None if import.is_weak => {}
             None => absent.push(name),
             Some(p) if p.len() == count => {}
             Some(p) if p.len() == count + 1 && hidden(p) => leaking.push(name),
@@ -221,7 +276,7 @@ fn kfuncs(btf: &Btf) -> Check {
     check(
         WHAT,
         Verdict::Ok,
-        format!("all {} as expected", KFUNCS.len()),
+        format!("all {} as expected", imports.len()),
         "",
     )
 }
@@ -268,6 +323,147 @@ fn topology(places: Places) -> Check {
     }
 }
 
+/// CPUs in the kernel's list form.
+fn cpu_list(places: Places, name: &str) -> Option<Vec<u32>> {
+    let path = places.sysfs.join("devices/system/cpu").join(name);
+    parse_cpu_list(&read(&path)?, name).ok()
+}
+
+fn offline(places: Places) -> Check {
+    const WHAT: &str = "CPUs";
+    let (Some(possible), Some(online)) = (cpu_list(places, "possible"), cpu_list(places, "online"))
+    else {
+        return check(WHAT, Verdict::Note, "unknown", "mount sysfs on /sys");
+    };
+    let missing = possible.iter().filter(|c| !online.contains(c)).count();
+    if missing == 0 {
+        return check(
+            WHAT,
+            Verdict::Ok,
+            format!("all {} possible CPUs are online", possible.len()),
+            "",
+        );
+    }
+    check(
+        WHAT,
+        Verdict::Note,
+        format!("{missing} of {} possible CPUs are offline", possible.len()),
+        "nothing to do: the loader loads the scheduler again whenever a CPU comes or goes, and \
+         threads that may only run on offline CPUs are left to the kernel",
+    )
+}
+
+fn smt(places: Places) -> Check {
+    const WHAT: &str = "SMT";
+    let control = read(&places.sysfs.join("devices/system/cpu/smt/control"));
+    match control.as_deref() {
+        Some("on") => check(
+            WHAT,
+            Verdict::Ok,
+            "on; idle cores are preferred to idle threads",
+            "",
+        ),
+        Some(off @ ("off" | "forceoff")) => check(
+            WHAT,
+            Verdict::Note,
+            format!("{off}: the sibling threads of each core are offline"),
+            "nothing to do; switching it on makes the loader load the scheduler again",
+        ),
+        Some(other) => check(WHAT, Verdict::Ok, other, ""),
+        None => check(WHAT, Verdict::Ok, "no control file", ""),
+    }
+}
+
+/// Settings named in a line, the others counted.
+fn named(settings: &[&InUse]) -> String {
+    const NAMED_MAX: usize = 5;
+    let names: Vec<String> = settings
+        .iter()
+        .take(NAMED_MAX)
+        .map(ToString::to_string)
+        .collect();
+    match settings.len().saturating_sub(NAMED_MAX) {
+        0 => names.join("; "),
+        more => format!("{}; and {more} more", names.join("; ")),
+    }
+}
+
+fn cgroup_settings(places: Places, honors: Honors) -> Vec<Check> {
+    const LIMITS: &str = "CPU limits";
+    const WEIGHTS: &str = "CPU weights";
+    let Some(root) = cgroups::mount_point(places.sysfs) else {
+        return vec![check(
+            LIMITS,
+            Verdict::Note,
+            "no cgroup v2 hierarchy, so limits and weights of cgroups cannot be checked",
+            "the scheduler enforces no limit or weight of cgroup v1; rules on cgroups match nothing",
+        )];
+    };
+    let in_use = cgroups::in_use(&root);
+    let unenforced = |wanted: fn(&Setting) -> bool| {
+        let is = |u: &&InUse| wanted(&u.setting) && !honors.enforces(&u.setting);
+        in_use.iter().filter(is).collect::<Vec<_>>()
+    };
+    let limits = unenforced(|s| matches!(s, Setting::Max { .. }));
+    let weights = unenforced(|s| !matches!(s, Setting::Max { .. }));
+    vec![
+        if limits.is_empty() {
+            check(LIMITS, Verdict::Ok, "none that would not be enforced", "")
+        } else {
+            check(
+                LIMITS,
+                Verdict::Breaks,
+                format!("would not be enforced: {}", named(&limits)),
+                "remove the limits, confine these cgroups with cpuset.cpus, or accept it with \
+                 `slipstream sched run --ignore-cpu-max`",
+            )
+        },
+        if weights.is_empty() {
+            check(WEIGHTS, Verdict::Ok, "none that would be ignored", "")
+        } else {
+            check(
+                WEIGHTS,
+                Verdict::Note,
+                format!("would be ignored: {}", named(&weights)),
+                "give these cgroups a class with a `weight` (`sched run --classes`), or nice values",
+            )
+        },
+    ]
+}
+
+/// Since Linux 6.12 real-time throttling is gone and a deadline server keeps 5 % for the fair class;
+/// `sched_ext` tasks have such a server only on kernels that show one in debugfs.
+fn real_time(places: Places) -> Check {
+    const WHAT: &str = "real-time tasks";
+    let servers = places.sysfs.join("kernel/debug/sched");
+    if servers.join("ext_server").is_dir() {
+        return check(
+            WHAT,
+            Verdict::Ok,
+            "the kernel keeps a share of each CPU for sched_ext",
+            "",
+        );
+    }
+    let throttle = read(&places.procfs.join("sys/kernel/sched_rt_runtime_us"));
+    if throttle.as_deref() == Some("-1") {
+        return check(
+            WHAT,
+            Verdict::Note,
+            "throttling is off (sched_rt_runtime_us is -1)",
+            "a real-time task that never sleeps keeps a CPU to itself; threads bound to that CPU \
+             starve, and after 5 s the kernel ends the scheduler: set sched_rt_runtime_us, or give \
+             such tasks a CPU of their own",
+        );
+    }
+    check(
+        WHAT,
+        Verdict::Note,
+        "this kernel shows no share of a CPU that is kept for sched_ext",
+        "a real-time task that never sleeps starves threads bound to its CPU, and after 5 s the \
+         kernel ends the scheduler; give such tasks a CPU of their own",
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -281,9 +477,16 @@ mod tests {
             let host = Host(tempfile::tempdir().unwrap());
             host.write("sys/kernel/sched_ext/state", b"disabled\n");
             host.write("sys/devices/system/cpu/online", b"0-1\n");
+            host.write("sys/devices/system/cpu/possible", b"0-1\n");
+            host.write("sys/devices/system/cpu/smt/control", b"on\n");
+            host.write("sys/fs/cgroup/cgroup.controllers", b"cpu\n");
+            host.write(
+                "sys/kernel/debug/sched/ext_server/cpu0/runtime",
+                b"50000000\n",
+            );
             host.write("proc/sys/kernel/osrelease", b"6.18.15\n");
             host.write("proc/self/status", b"Name:\tx\nCapEff:\t000001ffffffffff\n");
-            host.btf("sched_ext_ops", 0, KFUNCS.len());
+            host.btf("sched_ext_ops", 0, declared_imports().len());
             host
         }
 
@@ -299,10 +502,10 @@ mod tests {
             w.strukt(ops, &["select_cpu", "enqueue"]);
             let aux = w.strukt("bpf_prog_aux", &["id"]);
             let aux = w.pointer(aux);
-            for &(name, count) in &KFUNCS[..kfuncs] {
-                let mut params = vec![("x", 0); count];
+            for import in &declared_imports()[..kfuncs] {
+                let mut params = vec![("x", 0); import.params];
                 params.extend(vec![("aux", aux); hidden]);
-                w.function(name, &params);
+                w.function(&import.name, &params);
             }
             self.write("sys/kernel/btf/vmlinux", &w.finish());
         }
@@ -317,7 +520,10 @@ mod tests {
             assert_eq!(c.verdict, verdict, "{c:?}");
             assert!(c.found.contains(part), "{c:?}");
             assert_eq!(can_run(&checks), verdict != Verdict::Missing);
-            assert_eq!(c.remedy.is_empty(), verdict != Verdict::Missing, "{c:?}");
+            assert_eq!(breaks(&checks), verdict == Verdict::Breaks);
+            if verdict == Verdict::Ok {
+                assert_eq!(c.remedy, "", "nothing is to be done");
+            }
         }
     }
 
@@ -341,20 +547,18 @@ mod tests {
         h.check("sched_ext", Verdict::Note, "ours");
 
         let h = Host::good();
-        h.btf("other_ops", 0, KFUNCS.len());
+        h.btf("other_ops", 0, declared_imports().len());
         h.check("kernel types", Verdict::Missing, "no struct sched_ext_ops");
-        h.btf("sched_ext_ops", 1, KFUNCS.len());
+        h.btf("sched_ext_ops", 1, declared_imports().len());
         h.check(
             "kernel functions",
             Verdict::Missing,
             "hidden argument of scx_bpf_now",
         );
-        h.btf("sched_ext_ops", 0, 4);
-        h.check(
-            "kernel functions",
-            Verdict::Missing,
-            "not there: scx_bpf_dsq_move_to_local",
-        );
+        let last = declared_imports().len() - 1;
+        h.btf("sched_ext_ops", 0, last);
+        let part = format!("not there: {}", declared_imports()[last].name);
+        h.check("kernel functions", Verdict::Missing, &part);
         h.write("sys/kernel/btf/vmlinux", b"junk");
         h.check("kernel types", Verdict::Missing, "not BTF");
         std::fs::remove_file(h.0.path().join("sys/kernel/btf/vmlinux")).unwrap();
@@ -368,5 +572,88 @@ mod tests {
             "without CAP_BPF, CAP_PERFMON, CAP_SYS_ADMIN",
         );
         std::fs::remove_file(h.0.path().join("sys/devices/system/cpu/online")).unwrap();
+    }
+
+    #[test]
+    fn imports_are_the_declarations_of_the_header() {
+        let of = |name: &str| declared_imports().iter().find(|i| i.name == name);
+        let import = |name: &str, params| Import {
+            name: name.to_owned(),
+            params,
+            is_weak: false,
+        };
+        // Those that a list kept by hand had left out.
+        for (name, params) in [
+            ("scx_bpf_dsq_move", 4),
+            ("bpf_cpumask_test_cpu", 2),
+            ("scx_bpf_now", 0),
+        ] {
+            assert_eq!(of(name), Some(&import(name, params)));
+        }
+        assert!(of("runqueues").is_none(), "a variable");
+        let weak = imports_of(
+            "#define X 1\n/* extern int no(void) __ksym; */\nextern struct cpumask *\n\
+             a_b(int x,\n\tu64 y) __ksym __weak;\nextern int other(void);\n",
+        );
+        let expected = Import {
+            is_weak: true,
+            ..import("a_b", 2)
+        };
+        assert_eq!(weak, [expected]);
+    }
+
+    #[test]
+    fn what_would_be_lost_is_said_by_name() {
+        let h = Host::good();
+        h.check("CPU limits", Verdict::Ok, "none");
+        h.write("sys/fs/cgroup/kubepods/pod1/cpu.weight", b"900\n");
+        h.check(
+            "CPU weights",
+            Verdict::Note,
+            "kubepods/pod1: cpu.weight 900",
+        );
+        h.write("sys/fs/cgroup/kubepods/pod1/cpu.max", b"50000 100000\n");
+        h.check(
+            "CPU limits",
+            Verdict::Breaks,
+            "kubepods/pod1: cpu.max 50000 100000 (0.50 CPUs)",
+        );
+        for i in 2..9 {
+            let path = format!("sys/fs/cgroup/kubepods/pod{i}/cpu.max");
+            h.write(&path, b"1000 100000\n");
+        }
+        h.check("CPU limits", Verdict::Breaks, "and 3 more");
+        // A program that enforces them breaks nothing.
+        let (sysfs, procfs) = (h.0.path().join("sys"), h.0.path().join("proc"));
+        let places = Places {
+            sysfs: &sysfs,
+            procfs: &procfs,
+        };
+        let all = Honors {
+            cpu_max: true,
+            cpu_weight: true,
+            cpu_idle: true,
+        };
+        assert!(!breaks(&examine_with(places, declared_imports(), all)));
+
+        let h = Host::good();
+        std::fs::remove_file(h.0.path().join("sys/fs/cgroup/cgroup.controllers")).unwrap();
+        h.check("CPU limits", Verdict::Note, "no cgroup v2 hierarchy");
+    }
+
+    #[test]
+    fn changes_of_cpus_and_real_time_tasks_are_noted() {
+        let h = Host::good();
+        h.check("CPUs", Verdict::Ok, "all 2 possible CPUs");
+        h.write("sys/devices/system/cpu/possible", b"0-7\n");
+        h.check("CPUs", Verdict::Note, "6 of 8 possible CPUs are offline");
+        h.write("sys/devices/system/cpu/smt/control", b"off\n");
+        h.check("SMT", Verdict::Note, "off: the sibling threads");
+        h.check("real-time tasks", Verdict::Ok, "keeps a share");
+        let debug = h.0.path().join("sys/kernel/debug");
+        std::fs::remove_dir_all(debug).unwrap();
+        h.check("real-time tasks", Verdict::Note, "shows no share");
+        h.write("proc/sys/kernel/sched_rt_runtime_us", b"-1\n");
+        h.check("real-time tasks", Verdict::Note, "throttling is off");
     }
 }

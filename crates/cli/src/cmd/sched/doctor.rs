@@ -16,27 +16,29 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Prints what was found; exit 1 when our scheduler cannot run.
+/// Prints what was found; exit 1 when our scheduler cannot run, or would break something.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let places = Places {
         sysfs: Path::new("/sys"),
         procfs: Path::new("/proc"),
     };
     let checks = doctor::examine(places);
-    let can_run = doctor::can_run(&checks);
+    let (can_run, breaks) = (doctor::can_run(&checks), doctor::breaks(&checks));
     if args.json {
-        let all = serde_json::json!({ "can_run": can_run, "checks": checks });
+        let all = serde_json::json!({ "can_run": can_run, "breaks": breaks, "checks": checks });
         out::print(&format!("{all:#}\n"))?;
     } else {
         let mut text = lines(&checks);
-        text += if can_run {
+        text += if can_run && breaks {
+            "our scheduler can run here, but `slipstream sched run` refuses because of what it would break\n"
+        } else if can_run {
             "our scheduler can run here: `slipstream sched run`\n"
         } else {
             "our scheduler cannot run here; `slipstream sched sim` and `bench` can\n"
         };
         out::print(&text)?;
     }
-    Ok(if can_run {
+    Ok(if can_run && !breaks {
         ExitCode::SUCCESS
     } else {
         ExitCode::from(1)
@@ -50,6 +52,7 @@ pub(crate) fn lines(checks: &[Check]) -> String {
         let mark = match c.verdict {
             Verdict::Ok => "ok     ",
             Verdict::Note => "note   ",
+            Verdict::Breaks => "breaks ",
             Verdict::Missing => "missing",
         };
         let _ = writeln!(text, "{mark}  {}: {}", c.what, c.found);

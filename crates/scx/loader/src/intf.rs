@@ -153,20 +153,52 @@ pub fn class(c: &Class) -> Vec<u8> {
         .0
 }
 
-/// `struct slip_exit`: kind, code, and the two texts.
-pub fn exit(bytes: &[u8]) -> Option<(u32, u64, String, String)> {
-    let code = u64::from_ne_bytes(bytes.get(..8)?.try_into().ok()?);
-    let kind = u32::from_ne_bytes(bytes.get(8..12)?.try_into().ok()?);
-    let text = |b: &[u8]| {
-        let end = b.iter().position(|&c| c == 0).unwrap_or(b.len());
-        String::from_utf8_lossy(&b[..end]).into_owned()
-    };
-    Some((
-        kind,
-        code,
-        text(bytes.get(16..80)?),
-        text(bytes.get(80..336)?),
-    ))
+/// `SCX_ECODE_RSN_HOTPLUG` and `SCX_ECODE_ACT_RESTART` of `include/linux/sched/ext.h`.
+const HOTPLUG: u64 = 1 << 32;
+const RESTART: u64 = 1 << 48;
+/// `SCX_EXIT_SYSRQ`: SysRq-S, the operator's way back to the kernel's scheduler.
+const SYSRQ: u32 = 67;
+
+/// `struct slip_exit`: why the kernel ended the scheduler.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exit {
+    /// `enum scx_exit_kind`; 0 while the scheduler runs.
+    pub kind: u32,
+    /// The kernel's exit code.
+    pub code: u64,
+    /// What happened, such as `runnable task stall`.
+    pub reason: String,
+    /// Which task, and for how long.
+    pub message: String,
+    /// The kernel's dump of CPUs, tasks and queues; may be cut off.
+    pub dump: String,
+}
+
+impl Exit {
+    /// From the map's value.
+    pub fn parse(bytes: &[u8]) -> Option<Exit> {
+        let text = |b: &[u8]| {
+            let end = b.iter().position(|&c| c == 0).unwrap_or(b.len());
+            String::from_utf8_lossy(&b[..end]).into_owned()
+        };
+        Some(Exit {
+            code: u64::from_ne_bytes(bytes.get(..8)?.try_into().ok()?),
+            kind: u32::from_ne_bytes(bytes.get(8..12)?.try_into().ok()?),
+            reason: text(bytes.get(16..80)?),
+            message: text(bytes.get(80..336)?),
+            dump: text(bytes.get(336..)?),
+        })
+    }
+
+    /// A CPU came or went: the topology is to be read and the scheduler loaded again.
+    pub fn is_hotplug(&self) -> bool {
+        self.code & (HOTPLUG | RESTART) != 0
+    }
+
+    /// The operator asked the kernel for its own scheduler.
+    pub fn is_requested(&self) -> bool {
+        self.kind == SYSRQ
+    }
 }
 
 #[cfg(test)]
@@ -220,5 +252,27 @@ mod tests {
         assert!(matches(&rule("vllm", false), "vllm") && !matches(&rule("vllm", false), "vllm2"));
         assert!(matches(&rule("fifteen_letters", false), "fifteen_letters"));
         assert!(!matches(&rule("vllm", true), "vlln"));
+    }
+
+    #[test]
+    fn exit_is_read_with_and_without_a_dump() {
+        let mut bytes = vec![0u8; 336];
+        bytes[..8].copy_from_slice(&7u64.to_ne_bytes());
+        bytes[8..12].copy_from_slice(&1026u32.to_ne_bytes());
+        bytes[16..35].copy_from_slice(b"runnable task stall");
+        bytes[80..85].copy_from_slice(b"sx[1]");
+        let exit = Exit::parse(&bytes).unwrap();
+        assert_eq!((exit.kind, exit.code), (1026, 7));
+        assert_eq!(
+            (exit.reason.as_str(), exit.message.as_str()),
+            ("runnable task stall", "sx[1]")
+        );
+        assert!(exit.dump.is_empty() && !exit.is_hotplug() && !exit.is_requested());
+        bytes.extend(b"CPU 0: nr_run=1\nR sx[1]\n\0rest");
+        let exit = Exit::parse(&bytes).unwrap();
+        assert_eq!(exit.dump, "CPU 0: nr_run=1\nR sx[1]\n");
+        bytes[..8].copy_from_slice(&HOTPLUG.to_ne_bytes());
+        assert!(Exit::parse(&bytes).unwrap().is_hotplug());
+        assert_eq!(Exit::parse(&bytes[..335]), None);
     }
 }

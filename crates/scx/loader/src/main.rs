@@ -2,10 +2,17 @@
 //!
 //! The scheduler lives as long as this process: however it ends, SIGKILL included, the kernel goes
 //! back to its own.
+//!
+//! Exit status: 0 ended on request (SIGINT, SIGTERM, SysRq-S,
+//! `--seconds`), [`REFUSED`], [`KERNEL_ENDED`].
+//! `packaging/systemd/slipstream-scx.service` restarts after the last one only.
 
 #[cfg(test)]
 mod differential;
+mod imports;
 mod intf;
+mod notify;
+mod watch;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -17,7 +24,8 @@ use clap::{Parser, Subcommand};
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, Object, ObjectBuilder};
 use slipstream_cpusched::policy::{COUNTERS, Params};
-use slipstream_scx::classes::{Classes, Subject};
+use slipstream_scx::cgroups::Honors;
+use slipstream_scx::classes::Classes;
 use slipstream_scx::doctor::{self, Places, Verdict};
 use slipstream_scx::link::Mechanism;
 use slipstream_scx::topology::Topology;
@@ -25,9 +33,10 @@ use slipstream_scx::wake;
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/slipstream.bpf.o"));
 
-/// `SCX_ECODE_RSN_HOTPLUG` and `SCX_ECODE_ACT_RESTART` of `include/linux/sched/ext.h`.
-const HOTPLUG: u64 = 1 << 32;
-const RESTART: u64 = 1 << 48;
+/// The scheduler could not be loaded; trying again changes nothing.
+const REFUSED: u8 = 2;
+/// The kernel ended the scheduler while it ran: a stall, or an error of the BPF program.
+const KERNEL_ENDED: u8 = 3;
 
 #[derive(Parser)]
 #[command(
@@ -70,6 +79,9 @@ struct Run {
     /// Believe every sync hint
     #[arg(long)]
     no_learn: bool,
+    /// Load although cgroups have CPU limits (cpu.max) that would no longer be enforced
+    #[arg(long)]
+    ignore_cpu_max: bool,
     /// Print counters every so many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stats: Option<u64>,
@@ -95,34 +107,50 @@ fn wake_idle(text: &str) -> Result<WakeIdle, String> {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(args) => run(&args),
-        Command::Stats { json, interval } => stats(json, interval),
+        Command::Stats { json, interval } => stats(json, interval).map(|()| ExitCode::SUCCESS),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("error: {e:#}");
-            ExitCode::from(2)
-        }
-    }
+    result.unwrap_or_else(|e| {
+        eprintln!("error: {e:#}");
+        ExitCode::from(REFUSED)
+    })
 }
 
-fn run(args: &Run) -> anyhow::Result<()> {
+/// Refuses what cannot work or would break a guarantee, and warns of what would be ignored.
+fn check_host(args: &Run) -> anyhow::Result<()> {
     let places = Places {
         sysfs: Path::new("/sys"),
         procfs: Path::new("/proc"),
     };
-    let lacking: Vec<String> = doctor::examine(places)
-        .into_iter()
-        // Ours, attached by another process, stands in the way too.
-        .filter(|c| c.verdict == Verdict::Missing || c.found.ends_with("ours"))
-        .map(|c| format!("  {}: {}\n    {}", c.what, c.found, c.remedy))
-        .collect();
-    if !lacking.is_empty() {
+    let imports = imports::of_object(PROGRAM)?;
+    let checks = doctor::examine_with(places, &imports, Honors::ours());
+    let line = |c: &doctor::Check| format!("  {}: {}\n    {}", c.what, c.found, c.remedy);
+    let is_ours = |c: &doctor::Check| c.found.ends_with("ours");
+    let stands_in_the_way = |c: &&doctor::Check| match c.verdict {
+        Verdict::Missing => true,
+        Verdict::Breaks => !args.ignore_cpu_max,
+        // Ours, attached by another process.
+        Verdict::Ok | Verdict::Note => is_ours(c),
+    };
+    let refused: Vec<String> = checks.iter().filter(stands_in_the_way).map(line).collect();
+    if !refused.is_empty() {
         bail!(
             "the scheduler cannot be loaded here:\n{}",
-            lacking.join("\n")
+            refused.join("\n")
         );
     }
+    for c in &checks {
+        if c.verdict != Verdict::Ok {
+            eprintln!("warning:\n{}", line(c));
+        }
+    }
+    Ok(())
+}
+
+fn run(args: &Run) -> anyhow::Result<ExitCode> {
+    // Before anything is loaded: a shell starts background jobs with SIGINT ignored, and without a
+    // handler it would stay so.
+    let signals = watch::Signals::install()?;
+    check_host(args)?;
     let wake_idle_us = match args.wake_idle_us {
         WakeIdle::Us(us) => us,
         WakeIdle::Auto => measure_wake_idle()?,
@@ -153,11 +181,17 @@ fn run(args: &Run) -> anyhow::Result<()> {
             topology.cpus.len(),
             topology.llcs.len()
         );
-        match watch(&object, args, &classes, ends)? {
-            Ended::Time => return Ok(()),
-            Ended::Hotplug => {
+        notify::ready(&format!(
+            "{} CPUs in {} LLCs",
+            topology.cpus.len(),
+            topology.llcs.len()
+        ));
+        match watch::until_the_end(&object, args, &classes, &signals, ends)? {
+            watch::Ended::OnRequest => return Ok(ExitCode::SUCCESS),
+            watch::Ended::Hotplug => {
                 eprintln!("a CPU came or went: reading the topology and loading again");
             }
+            watch::Ended::ByKernel => return Ok(ExitCode::from(KERNEL_ENDED)),
         }
     }
 }
@@ -254,8 +288,6 @@ fn load(
     for (i, c) in classes.classes.iter().enumerate() {
         set("slip_classes", i as u32, &intf::class(c))?;
     }
-    update_cgroups(&object, classes)?;
-
     let link = object
         .maps_mut()
         .find(|m| m.name() == "slipstream")
@@ -263,93 +295,6 @@ fn load(
         .attach_struct_ops()
         .context("the kernel did not attach the scheduler; `dmesg` may say why")?;
     Ok((object, link))
-}
-
-/// Writes the class of every cgroup that a rule matches.
-fn update_cgroups(object: &Object, classes: &Classes) -> anyhow::Result<()> {
-    if classes.rules.iter().all(|r| r.subject == Subject::Comm) {
-        return Ok(());
-    }
-    let root = Path::new("/sys/fs/cgroup");
-    let cgroups = map(object, "slip_cgroups")?;
-    let mut left = vec![root.to_owned()];
-    while let Some(dir) = left.pop() {
-        // A cgroup may vanish while we look.
-        let Ok(entries) = std::fs::read_dir(&dir) else {
-            continue;
-        };
-        left.extend(
-            entries
-                .filter_map(Result::ok)
-                .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
-                .map(|e| e.path()),
-        );
-        let path = dir
-            .strip_prefix(root)
-            .unwrap_or(&dir)
-            .to_string_lossy()
-            .into_owned();
-        let rule = classes.rules.iter().find(|r| {
-            r.subject == Subject::Cgroup
-                && if r.is_prefix {
-                    path.starts_with(&r.text)
-                } else {
-                    path == r.text
-                }
-        });
-        if let (Some(rule), Ok(meta)) = (rule, std::fs::metadata(&dir)) {
-            // The inode number of a cgroup's directory is its id.
-            let id = std::os::unix::fs::MetadataExt::ino(&meta);
-            let value = (rule.class as u32).to_ne_bytes();
-            cgroups
-                .update(&id.to_ne_bytes(), &value, MapFlags::ANY)
-                .with_context(|| format!("more cgroups match than fit (8192), at {path}"))?;
-        }
-    }
-    Ok(())
-}
-
-enum Ended {
-    Time,
-    Hotplug,
-}
-
-/// Waits until the scheduler ends or the time is up.
-fn watch(
-    object: &Object,
-    args: &Run,
-    classes: &Classes,
-    ends: Option<Instant>,
-) -> anyhow::Result<Ended> {
-    let exit = map(object, "slip_exit")?;
-    let counters = map(object, "slip_stats")?;
-    let mut ticks = 0u64;
-    loop {
-        if ends.is_some_and(|e| Instant::now() >= e) {
-            return Ok(Ended::Time);
-        }
-        std::thread::sleep(Duration::from_secs(1));
-        ticks += 1;
-        let bytes = exit
-            .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?
-            .unwrap_or_default();
-        if let Some((kind, code, reason, message)) = intf::exit(&bytes)
-            && kind != 0
-        {
-            if code & HOTPLUG != 0 || code & RESTART != 0 {
-                return Ok(Ended::Hotplug);
-            }
-            bail!(
-                "the kernel ended the scheduler and went back to its own: {reason}{}{message} \
-                 (kind {kind}, code {code:#x}); `dmesg` has the details",
-                if message.is_empty() { "" } else { ": " }
-            );
-        }
-        update_cgroups(object, classes)?;
-        if args.stats.is_some_and(|every| ticks.is_multiple_of(every)) {
-            println!("{}", text(&read_counters(&counters)?));
-        }
-    }
 }
 
 fn read_counters(map: &impl MapCore) -> anyhow::Result<Vec<u64>> {
@@ -400,5 +345,28 @@ fn stats(json: bool, interval: Option<u64>) -> anyhow::Result<()> {
         }
         let Some(every) = interval else { return Ok(()) };
         std::thread::sleep(Duration::from_secs(every));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The service must not retry what cannot change, and must retry what the kernel ended.
+    #[test]
+    fn exit_statuses_are_those_that_the_service_expects() {
+        let unit = include_str!("../../../../packaging/systemd/slipstream-scx.service");
+        let value = |key: &str| {
+            let line = unit
+                .lines()
+                .find_map(|l| l.strip_prefix(key)?.strip_prefix('='));
+            line.unwrap_or_else(|| panic!("no {key} in the unit"))
+        };
+        let prevented: Vec<&str> = value("RestartPreventExitStatus").split(' ').collect();
+        assert!(prevented.contains(&REFUSED.to_string().as_str()));
+        assert!(!prevented.contains(&KERNEL_ENDED.to_string().as_str()));
+        assert_eq!(value("Restart"), "on-failure");
+        let words: Vec<&str> = value("ExecStart").split(' ').collect();
+        Cli::try_parse_from(["slipstream-scx", words[1]]).expect("the unit's command is known");
     }
 }

@@ -11,6 +11,7 @@
 #define SLIP_RULES_MAX	128
 #define SLIP_CLASSES_MAX	32
 #define SLIP_NO_CLASS	(~0u)
+#define SLIP_DUMP_MAX	32768	/* as long as the kernel's, unless ops.exit_dump_len says otherwise */
 
 /* The host and the tunables; written before the program is loaded, and never after. */
 struct slip_config {
@@ -66,6 +67,7 @@ struct slip_exit {
 	u32 pad;
 	char reason[64];
 	char message[256];
+	char dump[SLIP_DUMP_MAX];	/* the kernel's, of CPUs, tasks and queues */
 };
 
 #endif

@@ -76,6 +76,7 @@ struct scx_exit_info {
 	s64 exit_code;
 	const char *reason;
 	char *msg;
+	char *dump;
 } __co_re;
 
 struct scx_init_task_args {

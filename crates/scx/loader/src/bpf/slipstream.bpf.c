@@ -110,6 +110,12 @@ struct {
 	__type(value, struct timer_slot);
 } slip_timer SEC(".maps");
 
+/* Readable once slip_exit is filled in: the loader waits for it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 4096);
+} slip_exited SEC(".maps");
+
 struct slip_env {
 	struct task_struct *p;
 };
@@ -1087,8 +1093,10 @@ void BPF_PROG(slip_exit_op, struct scx_exit_info *ei)
 		return;
 	bpf_probe_read_kernel_str(out->reason, sizeof(out->reason), ei->reason);
 	bpf_probe_read_kernel_str(out->message, sizeof(out->message), ei->msg);
+	bpf_probe_read_kernel_str(out->dump, sizeof(out->dump), ei->dump);
 	out->code = ei->exit_code;
 	out->kind = ei->kind;
+	bpf_ringbuf_output(&slip_exited, &out->kind, sizeof(out->kind), BPF_RB_FORCE_WAKEUP);
 }
 
 SEC(".struct_ops.link")

@@ -31,10 +31,12 @@ enum {
 	BPF_MAP_TYPE_HASH = 1,
 	BPF_MAP_TYPE_ARRAY = 2,
 	BPF_MAP_TYPE_PERCPU_ARRAY = 6,
+	BPF_MAP_TYPE_RINGBUF = 27,
 	BPF_MAP_TYPE_TASK_STORAGE = 29,
 };
 #define BPF_F_NO_PREALLOC	1u
 #define BPF_LOCAL_STORAGE_GET_F_CREATE	1ull
+#define BPF_RB_FORCE_WAKEUP	2ull
 
 /* The kernel finds it in a map's value by its name and size. */
 struct bpf_timer {

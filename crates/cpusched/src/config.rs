@@ -7,8 +7,9 @@ use crate::perfetto::Trace;
 use crate::policy::{LLC_CPUS_MAX, Params};
 use crate::rtapp;
 use crate::sched::Kind;
+use crate::sched::{CPUS_MAX, LLCS_MAX};
 use crate::sim::{self, RunResult, SimError};
-use crate::workload::{Schbench, Span, Workload};
+use crate::workload::{Hotplug, RealTime, Schbench, Span, Workload};
 
 /// Why a file is refused.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +35,31 @@ struct File {
     policy: PolicyFile,
     run: RunFile,
     workload: WorkloadFile,
+    #[serde(default)]
+    real_time: Vec<RealTimeFile>,
+    #[serde(default)]
+    hotplug: Vec<HotplugFile>,
+}
+
+/// `[[real_time]]`: a CPU that a real-time task takes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RealTimeFile {
+    cpu: u32,
+    #[serde(default)]
+    from_ms: u64,
+    run_ms: u64,
+    /// Again after so long; without it, once.
+    period_ms: Option<u64>,
+}
+
+/// `[[hotplug]]`: a CPU that goes offline or comes back.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HotplugFile {
+    cpu: u32,
+    at_ms: u64,
+    online: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -97,6 +123,9 @@ struct PolicyFile {
 struct RunFile {
     #[serde(default = "default_seed")]
     seed: u64,
+    /// Runs of each row, with seeds that follow one another; the table shows all of them together.
+    #[serde(default = "one")]
+    seeds: u32,
     #[serde(default = "default_warmup")]
     warmup_ms: u64,
     duration_ms: u64,
@@ -130,6 +159,13 @@ enum WorkloadFile {
         #[serde(default)]
         linger_share: Option<f64>,
         mechanism: Mechanism,
+        #[serde(default)]
+        hogs: u32,
+    },
+    SchbenchClosed {
+        #[serde(default = "one")]
+        message_threads: u32,
+        work_us: u64,
         #[serde(default)]
         hogs: u32,
     },
@@ -184,8 +220,10 @@ pub struct Plan {
 /// A parsed file: runs, in the order of the table's rows.
 #[derive(Clone, Debug)]
 pub struct Experiment {
-    /// Seed of every run.
+    /// Seed of the first run of each row.
     pub seed: u64,
+    /// Runs of each row.
+    pub seeds: u32,
     /// Our parameters.
     pub params: Params,
     /// Whether the file sets what the policy takes for the cost of waking an idle CPU.
@@ -239,15 +277,15 @@ impl Experiment {
                 threads_per_core: file.machine.threads_per_core,
             };
             for (wake_idle_us, costs) in costs(&file.costs) {
-                let loads: Vec<Option<u32>> =
-                    if matches!(file.workload, WorkloadFile::Schbench { .. }) {
-                        file.run.loads_pct.iter().map(|&l| Some(l)).collect()
-                    } else {
-                        vec![None]
-                    };
+                let loads: Vec<Option<u32>> = if file.workload.has_loads() {
+                    file.run.loads_pct.iter().map(|&l| Some(l)).collect()
+                } else {
+                    vec![None]
+                };
                 for load_pct in loads {
-                    let (workload, shown_group) =
+                    let (mut workload, shown_group) =
                         workload(&file.workload, machine, load_pct, &load_rtapp)?;
+                    disturb(&file, &mut workload);
                     for &kind in &kinds {
                         plans.push(Plan {
                             machine,
@@ -264,6 +302,7 @@ impl Experiment {
         }
         Ok(Experiment {
             seed: file.run.seed,
+            seeds: file.run.seeds,
             params,
             wake_idle_given: p.wake_idle_us.is_some(),
             warmup_ns: file.run.warmup_ms * 1_000_000,
@@ -282,18 +321,61 @@ impl Experiment {
             // On a real host the loader measures it.
             params.wake_idle_ns = us * 1_000;
         }
-        let sched = plan.kind.build(plan.machine, params);
-        sim::run(
-            plan.machine,
-            &plan.costs,
-            &plan.workload,
-            sched,
-            self.seed,
-            self.warmup_ns,
-            self.measure_ns,
-            trace,
+        let mut trace = trace;
+        let mut one = |seed: u64| {
+            let sched = plan.kind.build(plan.machine, params);
+            sim::run(
+                plan.machine,
+                &plan.costs,
+                &plan.workload,
+                sched,
+                seed,
+                self.warmup_ns,
+                self.measure_ns,
+                // The first run's, when there are several.
+                trace.take(),
+            )
+        };
+        let mut all = one(self.seed)?;
+        for i in 1..u64::from(self.seeds) {
+            all.add(&one(self.seed + i)?);
+        }
+        Ok(all)
+    }
+}
+
+impl WorkloadFile {
+    /// Whether `run.loads_pct` sets its load.
+    fn has_loads(&self) -> bool {
+        matches!(
+            self,
+            WorkloadFile::Schbench { .. } | WorkloadFile::SchbenchClosed { .. }
         )
     }
+}
+
+/// Adds what takes CPUs away.
+fn disturb(f: &File, w: &mut Workload) {
+    let ns = |ms: u64| ms * 1_000_000;
+    w.real_time = f
+        .real_time
+        .iter()
+        .map(|r| RealTime {
+            cpu: r.cpu,
+            from_ns: ns(r.from_ms),
+            run_ns: ns(r.run_ms),
+            period_ns: ns(r.period_ms.unwrap_or(0)),
+        })
+        .collect();
+    w.hotplug = f
+        .hotplug
+        .iter()
+        .map(|h| Hotplug {
+            cpu: h.cpu,
+            at_ns: ns(h.at_ms),
+            online: h.online,
+        })
+        .collect();
 }
 
 fn set<T>(to: &mut T, value: Option<T>) {
@@ -327,8 +409,15 @@ fn check(f: &File) -> Result<(), ConfigError> {
     );
     for &llcs in f.run.sweep_llcs.iter().chain([&m.llcs]) {
         need(
-            (1..=4096).contains(&llcs),
-            format!("`machine.llcs` or `run.sweep_llcs` has {llcs}; it must be 1 to 4096"),
+            (1..=LLCS_MAX).contains(&llcs),
+            format!("`machine.llcs` or `run.sweep_llcs` has {llcs}; it must be 1 to {LLCS_MAX}"),
+        );
+        let cpus = u64::from(llcs) * u64::from(m.cpus_per_llc);
+        need(
+            cpus <= u64::from(CPUS_MAX),
+            format!(
+                "`machine` has {cpus} CPUs in {llcs} LLCs; our scheduler takes at most {CPUS_MAX}"
+            ),
         );
     }
     need(
@@ -351,10 +440,46 @@ fn check(f: &File) -> Result<(), ConfigError> {
             format!("`run.loads_pct` has {l}; it must be 1 to 200"),
         );
     }
-    let is_schbench = matches!(f.workload, WorkloadFile::Schbench { .. });
     need(
-        is_schbench != f.run.loads_pct.is_empty(),
-        "`run.loads_pct` belongs to `workload.kind = \"schbench\"`, which needs it; others set their own load".into(),
+        f.workload.has_loads() != f.run.loads_pct.is_empty(),
+        "`run.loads_pct` belongs to `workload.kind` `schbench` and `schbench-closed`, which need it; others set their own load".into(),
+    );
+    need(
+        (1..=100).contains(&f.run.seeds),
+        format!("`run.seeds` is {}; it must be 1 to 100", f.run.seeds),
+    );
+    let cpus = m.llcs.saturating_mul(m.cpus_per_llc);
+    for r in &f.real_time {
+        need(
+            r.cpu < cpus,
+            format!(
+                "`real_time.cpu` is {}; the machine has CPUs 0 to {}",
+                r.cpu,
+                cpus.saturating_sub(1)
+            ),
+        );
+        need(
+            r.run_ms > 0 && r.period_ms.is_none_or(|p| p > r.run_ms),
+            format!(
+                "`real_time` on CPU {}: `run_ms` must be at least 1 and `period_ms` longer",
+                r.cpu
+            ),
+        );
+    }
+    for h in &f.hotplug {
+        need(
+            h.cpu < cpus && cpus > 1,
+            format!(
+                "`hotplug.cpu` is {}; the machine has CPUs 0 to {}, of which one must stay",
+                h.cpu,
+                cpus.saturating_sub(1)
+            ),
+        );
+    }
+    let away = |cpu| f.hotplug.iter().any(|h| h.cpu == cpu && !h.online);
+    need(
+        cpus == 0 || (0..cpus.min(CPUS_MAX)).any(|cpu| !away(cpu)),
+        "`hotplug` takes every CPU away; one must stay".into(),
     );
     need(
         f.costs.tick_us != Some(0),
@@ -390,6 +515,22 @@ fn check(f: &File) -> Result<(), ConfigError> {
             }
             if linger_share.is_some_and(|s| !(0.0..=1.0).contains(&s)) {
                 wrong.push("`workload.linger_share` is a share: 0 to 1".into());
+            }
+            most(&mut wrong, "hogs", *hogs);
+        }
+        WorkloadFile::SchbenchClosed {
+            message_threads,
+            work_us,
+            hogs,
+        } => {
+            if *message_threads == 0 || *message_threads > cpus || *work_us == 0 {
+                wrong.push(
+                    "`workload.message_threads` must be 1 to the number of CPUs, and `workload.work_us` at least 1"
+                        .into(),
+                );
+            }
+            if f.run.loads_pct.iter().any(|&l| l > 100) {
+                wrong.push("`run.loads_pct`: a closed loop offers at most 100".into());
             }
             most(&mut wrong, "hogs", *hogs);
         }
@@ -496,6 +637,19 @@ fn workload(
             };
             let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
             (Workload::schbench(machine, s, load), "worker", *hogs)
+        }
+        WorkloadFile::SchbenchClosed {
+            message_threads,
+            work_us,
+            hogs,
+        } => {
+            let work = Span::Exp(us(*work_us));
+            let load = f64::from(load_pct.unwrap_or(50)) / 100.0;
+            (
+                Workload::schbench_closed(machine, *message_threads, work, load),
+                "worker",
+                *hogs,
+            )
         }
         WorkloadFile::Pairs {
             pairs,

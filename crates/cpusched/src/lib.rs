@@ -5,7 +5,8 @@
 //! - [`machine`]: CPUs in LLCs, and what switching, waking and moving cost.
 //! - [`workload`]: tasks as scripts of run, send, receive, sleep and lock; ready-made workloads.
 //! - [`rtapp`]: workloads read from rt-app's JSON.
-//! - [`sched`]: the schedulers compared: ours, a model of EEVDF, one in the manner of scx_p2dq.
+//! - [`sched`]: the schedulers compared: ours, which is the BPF program compiled for this crate and
+//!   called as the kernel calls it, and a model of EEVDF.
 //! - [`sim`]: the event loop. Deterministic: same seed, same result.
 //! - [`config`]: the TOML file of `slipstream sched sim`, and the runs that it asks for.
 //! - [`perfetto`]: a trace of who ran where, for <https://ui.perfetto.dev>.

@@ -1,5 +1,7 @@
 //! The simulated host: topology and costs.
 
+use std::sync::Arc;
+
 use serde::Deserialize;
 
 /// CPUs in LLCs of equal size.
@@ -22,6 +24,46 @@ impl Machine {
     /// The LLC of a CPU.
     pub fn llc_of(&self, cpu: u32) -> u32 {
         cpu / self.cpus_per_llc
+    }
+}
+
+/// The CPUs that a task may use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CpuMask(Option<Arc<[u64]>>);
+
+impl CpuMask {
+    /// Every CPU.
+    pub const ALL: CpuMask = CpuMask(None);
+
+    /// These CPUs.
+    pub fn of(cpus: impl IntoIterator<Item = u32>) -> CpuMask {
+        let mut words = Vec::new();
+        for cpu in cpus {
+            let word = cpu as usize / 64;
+            if words.len() <= word {
+                words.resize(word + 1, 0);
+            }
+            words[word] |= 1 << (cpu % 64);
+        }
+        CpuMask(Some(words.into()))
+    }
+
+    /// Whether it has this CPU.
+    pub fn has(&self, cpu: u32) -> bool {
+        self.0.as_ref().is_none_or(|words| {
+            let word = words.get(cpu as usize / 64);
+            word.is_some_and(|w| w >> (cpu % 64) & 1 == 1)
+        })
+    }
+
+    /// Whether it is every CPU by definition.
+    pub fn is_all(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Its CPUs below `cpus`, rising.
+    pub fn iter(&self, cpus: u32) -> impl Iterator<Item = u32> + '_ {
+        (0..cpus).filter(|&cpu| self.has(cpu))
     }
 }
 

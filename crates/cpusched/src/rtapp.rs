@@ -1,5 +1,5 @@
 //! Workloads from rt-app's JSON: `tasks` with `instance`, `loop`, `phases`, `run` (us), `sleep`
-//! (us), `timer` (`period`, us), `lock`, `unlock`, `resume`, `suspend`, `cpus` (one) and `priority`
+//! (us), `timer` (`period`, us), `lock`, `unlock`, `resume`, `suspend`, `cpus` (any set) and `priority`
 //! (nice). `global` and `resources` are accepted and not used. Anything else is an error: a
 //! workload that silently lost a part would measure something else.
 //!
@@ -10,7 +10,7 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 
-use crate::machine::{Machine, Mechanism};
+use crate::machine::{CpuMask, Machine, Mechanism};
 use crate::workload::{Op, Span, TaskSpec, Workload};
 
 /// Why an rt-app file is refused.
@@ -159,14 +159,15 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
             return bad(&at, "must be an object");
         };
         let mut script = Vec::new();
-        let (mut instances, mut weight, mut pinned, mut endless) = (1, 100, None, true);
+        let (mut instances, mut weight, mut endless) = (1, 100, true);
+        let mut cpus: Option<Vec<u32>> = None;
         let mut body = Vec::new();
         for (key, value) in entries {
             let at = format!("{at}.{key}");
             match key.as_str() {
                 "instance" => instances = uint(&at, value, 10_000)?,
                 "priority" => weight = nice_weight(&at, value)?,
-                "cpus" => pinned = Some(one_cpu(&at, value, machine)?),
+                "cpus" => cpus = Some(cpu_set(&at, value, machine)?),
                 "policy" if *value == Value::Text("SCHED_OTHER".into()) => {}
                 "policy" => return bad(&at, "only SCHED_OTHER is simulated"),
                 "loop" | "phases" => {}
@@ -238,12 +239,19 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
         }
         let group = w.group(name);
         for i in 0..instances {
-            let home = pinned.unwrap_or((w.tasks.len() as u32 + i as u32 * 7) % machine.cpus());
+            let spread = w.tasks.len() + i as usize * 7;
+            let home = match &cpus {
+                Some(cpus) => cpus[spread % cpus.len()],
+                None => spread as u32 % machine.cpus(),
+            };
             w.tasks.push(TaskSpec {
                 group,
                 script: script.as_slice().into(),
                 weight,
-                pinned,
+                mask: cpus
+                    .as_ref()
+                    .map_or(CpuMask::ALL, |c| CpuMask::of(c.iter().copied())),
+                cgroup: None,
                 home,
             });
         }
@@ -307,25 +315,20 @@ fn uint(at: &str, v: &Value, most: u64) -> Result<u64, RtAppError> {
     }
 }
 
-fn one_cpu(at: &str, v: &Value, machine: Machine) -> Result<u32, RtAppError> {
-    let Value::Array(cpus) = v else {
-        return bad(
-            at,
-            "must be a list of one CPU; larger masks are not simulated",
-        );
+fn cpu_set(at: &str, v: &Value, machine: Machine) -> Result<Vec<u32>, RtAppError> {
+    let last = machine.cpus() - 1;
+    let wrong = || bad(at, format!("must be a list of CPUs of 0 to {last}"));
+    let Value::Array(items) = v else {
+        return wrong();
     };
-    match cpus.as_slice() {
-        [cpu] => match cpu.as_i64() {
-            Some(c) if (0..machine.cpus() as i64).contains(&c) => Ok(c as u32),
-            _ => bad(
-                at,
-                format!("must name one CPU of 0 to {}", machine.cpus() - 1),
-            ),
-        },
-        _ => bad(
-            at,
-            "must be a list of one CPU; larger masks are not simulated",
-        ),
+    let cpu = |v: &Value| {
+        v.as_i64()
+            .and_then(|c| u32::try_from(c).ok())
+            .filter(|&c| c <= last)
+    };
+    match items.iter().map(cpu).collect::<Option<Vec<u32>>>() {
+        Some(cpus) if !cpus.is_empty() => Ok(cpus),
+        _ => wrong(),
     }
 }
 

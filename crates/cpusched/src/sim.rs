@@ -11,7 +11,7 @@ use hdrhistogram::Histogram;
 use crate::machine::{Costs, Machine, Mechanism};
 use crate::perfetto::Trace;
 use crate::policy::COUNTERS;
-use crate::sched::{Placed, Scheduler, TaskId, Wakeup};
+use crate::sched::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::workload::{Op, Span, Workload};
 
 /// Ops that take no time which a task may run in a row; more is a script that never computes.
@@ -62,8 +62,20 @@ impl Rng {
 enum Event {
     /// An interrupt reached an idle CPU and it has left its idle state.
     Arrive(u32),
-    /// The current piece of work ends, or the slice; the number tells stale events.
+    /// The current piece of work ends; the number tells stale events.
     RunEnd(u32, u32),
+    /// A CPU that found nothing is idle.
+    Idle(u32, u32),
+    /// A CPU looks for work again: its run queue was locked.
+    Redo(u32, u32),
+    /// A scheduler's [`Action::Later`].
+    Later(u32),
+    /// A real-time task takes its CPU or leaves it.
+    RealTime(u32, bool),
+    /// A CPU goes or comes.
+    Hotplug(u32),
+    /// Waiting tasks are compared with idle CPUs.
+    Check,
     /// A CPU is asked to let go of its task.
     Preempt(u32, u32),
     Tick(u32),
@@ -77,9 +89,20 @@ enum Event {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    Idle { since: u64 },
+    Idle {
+        since: u64,
+    },
     Waking,
     Busy(TaskId),
+    /// It found nothing and is about to idle; a kick makes it look again.
+    Idling {
+        kicked: bool,
+    },
+    /// Its run queue is locked; this task was running.
+    Locked(Option<TaskId>),
+    /// A real-time task runs.
+    RealTime,
+    Offline,
 }
 
 #[derive(Clone, Debug)]
@@ -89,8 +112,9 @@ struct Cpu {
     turn: u32,
     /// When the current piece of work began.
     since: u64,
-    slice_end: u64,
     busy_ns: u64,
+    /// The scheduler was informed that it idles.
+    known_idle: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +137,10 @@ struct Task {
     wait: Wait,
     cpu: u32,
     woken_at: u64,
+    /// Since when it waits for a CPU.
+    ready_at: Option<u64>,
+    /// Where the answer to the message that it works on goes.
+    reply: u32,
     /// Turn of [`Op::SendNext`].
     next_channel: u32,
     /// When the request that it works on began.
@@ -129,6 +157,7 @@ struct Task {
 #[derive(Clone, Copy, Debug)]
 struct Message {
     origin: u64,
+    reply: u32,
     sent_at: u64,
     by: Option<Mechanism>,
 }
@@ -146,6 +175,8 @@ pub struct GroupResult {
     pub request: Histogram<u64>,
     /// CPU time used, ns.
     pub run_ns: u64,
+    /// Longest wait for a CPU, after a wake-up or a slice; whole run, ns.
+    pub wait_max_ns: u64,
 }
 
 /// What a run measured, after its warm-up.
@@ -159,6 +190,9 @@ pub struct RunResult {
     pub measured_ns: u64,
     /// CPU time used by tasks and switches over all there was, 0 to 1.
     pub utilization: f64,
+    /// Longest time that a task waited while a CPU of its mask idled, ns; whole run. Looked at each
+    /// millisecond, on hosts of up to 64 CPUs.
+    pub idle_beside_work_ns: u64,
     /// Context switches.
     pub switches: u64,
     /// Moves of a task to another LLC.
@@ -169,6 +203,43 @@ pub struct RunResult {
     pub requests: u64,
     /// A digest of everything that happened: equal digests mean equal runs.
     pub digest: u64,
+}
+
+impl RunResult {
+    /// Adds another run of the same workload: its samples, counts and measured time.
+    ///
+    /// # Panics
+    /// If the other run has other groups.
+    pub fn add(&mut self, other: &RunResult) {
+        assert_eq!(
+            self.groups.len(),
+            other.groups.len(),
+            "runs of one workload"
+        );
+        let (own, its) = (self.measured_ns as f64, other.measured_ns as f64);
+        self.utilization = (self.utilization * own + other.utilization * its) / (own + its);
+        for (a, b) in self.groups.iter_mut().zip(&other.groups) {
+            for (to, from) in [
+                (&mut a.wake, &b.wake),
+                (&mut a.hop, &b.hop),
+                (&mut a.request, &b.request),
+            ] {
+                to.add(from).expect("the bounds are the same");
+            }
+            a.run_ns += b.run_ns;
+            a.wait_max_ns = a.wait_max_ns.max(b.wait_max_ns);
+        }
+        for (a, b) in self.counters.iter_mut().zip(other.counters) {
+            *a += b;
+        }
+        self.measured_ns += other.measured_ns;
+        self.idle_beside_work_ns = self.idle_beside_work_ns.max(other.idle_beside_work_ns);
+        self.switches += other.switches;
+        self.llc_moves += other.llc_moves;
+        self.events += other.events;
+        self.requests += other.requests;
+        self.digest = (self.digest ^ other.digest).wrapping_mul(0x0100_0000_01b3);
+    }
 }
 
 /// Why a run could not be made or finished.
@@ -185,6 +256,9 @@ pub enum SimError {
         /// Its group.
         group: String,
     },
+    /// A kernel would have ended the scheduler.
+    #[error("the scheduler did what the kernel does not allow: {0}")]
+    Scheduler(String),
     /// A task names a CPU that the machine lacks.
     #[error(
         "task {task} is to run on CPU {cpu}, but the machine has CPUs 0 to {last}; \
@@ -223,6 +297,11 @@ fn histogram() -> Histogram<u64> {
     Histogram::new_with_bounds(1, 1_000_000_000_000, 2).expect("the bounds and digits are allowed")
 }
 
+/// Between two looks at waiting tasks and idle CPUs.
+const CHECK_NS: u64 = 1_000_000;
+/// Hosts larger than this are not looked at.
+const CHECK_CPUS_MAX: u32 = 64;
+
 /// Runs `workload` for `warmup_ns`, then measures for `measure_ns`.
 ///
 /// # Errors
@@ -255,12 +334,13 @@ impl<'a> Sim<'a> {
             state: idle,
             turn: 0,
             since: 0,
-            slice_end: 0,
             busy_ns: 0,
+            known_idle: true,
         };
         let mut tasks = Vec::with_capacity(workload.tasks.len());
         for (i, t) in workload.tasks.iter().enumerate() {
-            for cpu in t.pinned.into_iter().chain([t.home]) {
+            let first = t.mask.iter(machine.cpus()).next();
+            for cpu in [t.home, first.unwrap_or(machine.cpus())] {
                 if cpu >= machine.cpus() {
                     let last = machine.cpus() - 1;
                     return Err(SimError::NoCpu {
@@ -270,7 +350,12 @@ impl<'a> Sim<'a> {
                     });
                 }
             }
-            sched.add_task(t.weight, t.home, t.pinned);
+            sched.add_task(&TaskParams {
+                weight: t.weight,
+                home: t.home,
+                mask: t.mask.clone(),
+                cgroup: t.cgroup.map(|g| (g, workload.cgroups[g as usize])),
+            });
             tasks.push(Task {
                 pc: 0,
                 stage: 0,
@@ -278,6 +363,8 @@ impl<'a> Sim<'a> {
                 wait: Wait::Time,
                 cpu: t.home,
                 woken_at: 0,
+                ready_at: None,
+                reply: 0,
                 next_channel: 0,
                 origin: 0,
                 sent_at: 0,
@@ -295,6 +382,7 @@ impl<'a> Sim<'a> {
                 hop: histogram(),
                 request: histogram(),
                 run_ns: 0,
+                wait_max_ns: 0,
             })
             .collect();
         Ok(Sim {
@@ -315,6 +403,7 @@ impl<'a> Sim<'a> {
                 counters: [0; COUNTERS.len()],
                 measured_ns: 0,
                 utilization: 0.0,
+                idle_beside_work_ns: 0,
                 switches: 0,
                 llc_moves: 0,
                 events: 0,
@@ -345,7 +434,20 @@ impl<'a> Sim<'a> {
             let phase = self.costs.tick_ns * cpu as u64 / self.machine.cpus() as u64;
             self.at(phase, Event::Tick(cpu));
         }
+        for i in 0..self.workload.real_time.len() {
+            self.at(
+                self.workload.real_time[i].from_ns,
+                Event::RealTime(i as u32, true),
+            );
+        }
+        for i in 0..self.workload.hotplug.len() {
+            self.at(self.workload.hotplug[i].at_ns, Event::Hotplug(i as u32));
+        }
+        if self.machine.cpus() <= CHECK_CPUS_MAX {
+            self.at(CHECK_NS, Event::Check);
+        }
         self.at(warmup_ns, Event::Measure);
+        self.drain();
         while let Some(Reverse((time, _, event))) = self.heap.pop() {
             if time > end {
                 break;
@@ -356,6 +458,9 @@ impl<'a> Sim<'a> {
             self.handle(event)?;
         }
         self.now = end;
+        if let Some(what) = self.sched.error() {
+            return Err(SimError::Scheduler(what));
+        }
         Ok(self.finish(measure_ns))
     }
 
@@ -371,7 +476,10 @@ impl<'a> Sim<'a> {
         self.out.measured_ns = measure_ns;
         self.out.counters = self.sched.counters();
         for (t, spec) in self.tasks.iter().zip(&self.workload.tasks) {
-            self.out.groups[spec.group].run_ns += t.run_ns;
+            let group = &mut self.out.groups[spec.group];
+            let waits = t.ready_at.map_or(0, |since| self.now - since);
+            group.wait_max_ns = group.wait_max_ns.max(waits);
+            group.run_ns += t.run_ns;
         }
         self.out
     }
@@ -399,12 +507,35 @@ impl<'a> Sim<'a> {
                 }
             }
             Event::Tick(cpu) => self.on_tick(cpu),
+            Event::Idle(cpu, turn) => {
+                if self.cpus[cpu as usize].turn == turn {
+                    self.go_idle(cpu);
+                }
+            }
+            Event::Redo(cpu, turn) => {
+                if self.cpus[cpu as usize].turn == turn
+                    && let State::Locked(prev) = self.cpus[cpu as usize].state
+                {
+                    self.dispatch(cpu, prev);
+                }
+            }
+            Event::Later(token) => {
+                self.sched.later(token, self.now);
+                self.drain();
+            }
+            Event::RealTime(i, busy) => self.on_real_time(i, busy),
+            Event::Hotplug(i) => self.on_hotplug(i),
+            Event::Check => {
+                self.check();
+                self.at(self.now + CHECK_NS, Event::Check);
+            }
             Event::Timer(task) => self.on_timer(task),
             Event::Post(i) => {
                 let a = &self.workload.arrivals[i as usize];
                 let (to, gap) = (a.to, a.gap);
                 let msg = Message {
                     origin: self.now,
+                    reply: 0,
                     sent_at: self.now,
                     by: None,
                 };
@@ -444,10 +575,8 @@ impl<'a> Sim<'a> {
     fn on_tick(&mut self, cpu: u32) {
         if let State::Busy(_) = self.cpus[cpu as usize].state {
             let rnd = self.rng.word();
-            let (idle, resched) = self.sched.tick(cpu, self.now, rnd);
-            if let Some(idle) = idle {
-                self.kick(idle);
-            }
+            let resched = self.sched.tick(cpu, self.now, rnd);
+            self.drain();
             if resched {
                 self.preempt(cpu);
             }
@@ -455,13 +584,134 @@ impl<'a> Sim<'a> {
         self.at(self.now + self.costs.tick_ns, Event::Tick(cpu));
     }
 
-    /// Sends an interrupt to an idle CPU that was claimed.
-    fn kick(&mut self, cpu: u32) {
+    /// Carries out what the scheduler asked for. Returns whether an idle CPU was sent an interrupt.
+    fn drain(&mut self) -> bool {
+        let mut sent = false;
+        for action in self.sched.take_actions() {
+            match action {
+                Action::Resched(cpu) => sent |= self.kick(cpu),
+                Action::Preempt(cpu) => {
+                    let turn = self.cpus[cpu as usize].turn;
+                    self.at(self.now + self.costs.ipi_ns, Event::Preempt(cpu, turn));
+                    sent = true;
+                }
+                Action::Later(ns, token) => self.at(self.now + ns, Event::Later(token)),
+            }
+        }
+        sent
+    }
+
+    /// Makes a CPU look for work if it idles.
+    fn kick(&mut self, cpu: u32) -> bool {
         let c = &mut self.cpus[cpu as usize];
-        if let State::Idle { since } = c.state {
-            let exit = self.costs.idle_exit_ns(self.now.saturating_sub(since));
-            c.state = State::Waking;
-            self.at(self.now + self.costs.ipi_ns + exit, Event::Arrive(cpu));
+        match &mut c.state {
+            State::Idle { since } => {
+                let idled = self.now.saturating_sub(*since);
+                c.state = State::Waking;
+                // One that has just gone idle sees the request before it sleeps, but not before the
+                // interrupt that carries it.
+                let delay = if idled == 0 {
+                    self.costs.ipi_ns.max(2 * self.sched.gap_ns())
+                } else {
+                    self.costs.ipi_ns + self.costs.idle_exit_ns(idled)
+                };
+                self.at(self.now + delay, Event::Arrive(cpu));
+                true
+            }
+            State::Idling { kicked } => {
+                *kicked = true;
+                false
+            }
+            _ => false,
+        }
+    }
+
+    fn go_idle(&mut self, cpu: u32) {
+        let c = &mut self.cpus[cpu as usize];
+        let kicked = matches!(c.state, State::Idling { kicked: true });
+        c.turn = c.turn.wrapping_add(1);
+        c.state = State::Idle { since: self.now };
+        let again = std::mem::replace(&mut c.known_idle, true);
+        self.sched.set_idle(cpu, self.now, true, again);
+        self.drain();
+        if kicked {
+            self.kick(cpu);
+        }
+    }
+
+    fn on_real_time(&mut self, i: u32, busy: bool) {
+        let r = self.workload.real_time[i as usize];
+        if busy {
+            self.at(self.now + r.run_ns, Event::RealTime(i, false));
+            if r.period_ns > 0 {
+                self.at(self.now + r.period_ns, Event::RealTime(i, true));
+            }
+            let before = self.cpus[r.cpu as usize].state;
+            if matches!(before, State::RealTime | State::Offline) {
+                return;
+            }
+            let prev = self.take_off(r.cpu, State::RealTime);
+            self.sched.set_real_time(r.cpu, self.now, true, prev);
+            self.drain();
+        } else if self.cpus[r.cpu as usize].state == State::RealTime {
+            self.sched.set_real_time(r.cpu, self.now, false, None);
+            self.drain();
+            self.dispatch(r.cpu, None);
+        }
+    }
+
+    fn on_hotplug(&mut self, i: u32) {
+        let h = self.workload.hotplug[i as usize];
+        let is_offline = self.cpus[h.cpu as usize].state == State::Offline;
+        if h.online != is_offline {
+            return;
+        }
+        let prev = if h.online {
+            let c = &mut self.cpus[h.cpu as usize];
+            c.state = State::Idle { since: self.now };
+            c.known_idle = true;
+            None
+        } else {
+            self.take_off(h.cpu, State::Offline)
+        };
+        self.sched.set_online(h.cpu, self.now, h.online, prev);
+        self.drain();
+    }
+
+    /// Takes a CPU away from the scheduler. Returns the task that was running there and now waits.
+    fn take_off(&mut self, cpu: u32, to: State) -> Option<TaskId> {
+        let prev = match self.cpus[cpu as usize].state {
+            State::Busy(task) => {
+                self.account(cpu, task);
+                self.sched.on_stop(task, cpu, self.now, true);
+                self.trace_end(cpu, task);
+                let t = &mut self.tasks[task as usize];
+                t.woken_at = u64::MAX;
+                t.ready_at = Some(self.now);
+                Some(task)
+            }
+            State::Locked(prev) => prev,
+            _ => None,
+        };
+        let c = &mut self.cpus[cpu as usize];
+        c.turn = c.turn.wrapping_add(1);
+        c.state = to;
+        c.known_idle = false;
+        prev
+    }
+
+    /// Finds tasks that wait beside an idle CPU of their mask.
+    fn check(&mut self) {
+        for (t, spec) in self.tasks.iter().zip(&self.workload.tasks) {
+            let Some(ready_at) = t.ready_at else { continue };
+            for (cpu, c) in self.cpus.iter().enumerate() {
+                if let State::Idle { since } = c.state
+                    && spec.mask.has(cpu as u32)
+                {
+                    let both = self.now - ready_at.max(since);
+                    self.out.idle_beside_work_ns = self.out.idle_beside_work_ns.max(both);
+                }
+            }
         }
     }
 
@@ -471,6 +721,7 @@ impl<'a> Sim<'a> {
         let t = &mut self.tasks[task as usize];
         t.wait = Wait::No;
         t.woken_at = self.now;
+        t.ready_at = Some(self.now);
         let w = Wakeup {
             now: self.now,
             wakee: task,
@@ -480,18 +731,8 @@ impl<'a> Sim<'a> {
             sync,
             rnd: self.rng.word(),
         };
-        match self.sched.wake(&w) {
-            Placed::Kick(cpu) => {
-                self.kick(cpu);
-                true
-            }
-            Placed::Preempt(cpu) => {
-                let turn = self.cpus[cpu as usize].turn;
-                self.at(self.now + self.costs.ipi_ns, Event::Preempt(cpu, turn));
-                true
-            }
-            Placed::Queued => false,
-        }
+        self.sched.wake(&w);
+        self.drain()
     }
 
     /// Puts a message into a channel; wakes the first that waits. Returns whether an interrupt
@@ -517,23 +758,20 @@ impl<'a> Sim<'a> {
     fn accept(&mut self, task: TaskId, msg: Message) {
         let t = &mut self.tasks[task as usize];
         t.origin = msg.origin;
+        t.reply = msg.reply;
         t.sent_at = msg.sent_at;
         t.received_by = msg.by;
         t.left = msg.by.map_or(0, Mechanism::recv_ns);
         t.stage = 1;
     }
 
-    /// The current piece of work ended: the op's, or the slice.
+    /// The current piece of work ended.
     fn on_run_end(&mut self, cpu: u32) -> Result<(), SimError> {
         let State::Busy(task) = self.cpus[cpu as usize].state else {
             return Ok(());
         };
         self.account(cpu, task);
-        if self.tasks[task as usize].left == 0 {
-            return self.proceed(cpu, task);
-        }
-        self.requeue(cpu, task);
-        Ok(())
+        self.proceed(cpu, task)
     }
 
     fn preempt(&mut self, cpu: u32) {
@@ -551,8 +789,9 @@ impl<'a> Sim<'a> {
     fn requeue(&mut self, cpu: u32, task: TaskId) {
         self.sched.on_stop(task, cpu, self.now, true);
         self.trace_end(cpu, task);
-        self.tasks[task as usize].woken_at = u64::MAX; // not a wake-up: no latency
-        self.sched.requeue(task, cpu, self.now);
+        let t = &mut self.tasks[task as usize];
+        t.woken_at = u64::MAX; // not a wake-up: no latency
+        t.ready_at = Some(self.now);
         self.dispatch(cpu, Some(task));
     }
 
@@ -568,28 +807,47 @@ impl<'a> Sim<'a> {
         t.run_ns += ran;
     }
 
-    /// A CPU looks for work: runs it or goes idle. `ended`: the task whose slice just ended here;
+    /// A CPU looks for work: runs it or goes idle. `prev`: the task that ran here and still could;
     /// going on with it is no switch.
-    fn dispatch(&mut self, cpu: u32, ended: Option<TaskId>) {
+    fn dispatch(&mut self, cpu: u32, prev: Option<TaskId>) {
         let rnd = self.rng.word();
-        let Some(task) = self.sched.next(cpu, self.now, rnd) else {
-            let c = &mut self.cpus[cpu as usize];
-            c.turn = c.turn.wrapping_add(1);
-            c.state = State::Idle { since: self.now };
-            self.sched.set_idle(cpu, true);
-            return;
+        let next = self.sched.next(cpu, prev, self.now, rnd);
+        self.drain();
+        let c = &mut self.cpus[cpu as usize];
+        let task = match next {
+            Next::Run(task) => task,
+            Next::Idle => {
+                c.turn = c.turn.wrapping_add(1);
+                c.state = State::Idling { kicked: false };
+                match self.sched.gap_ns() {
+                    0 => self.go_idle(cpu),
+                    gap => {
+                        let turn = c.turn;
+                        self.at(self.now + gap, Event::Idle(cpu, turn));
+                    }
+                }
+                return;
+            }
+            Next::Retry(at) => {
+                c.turn = c.turn.wrapping_add(1);
+                c.state = State::Locked(prev);
+                let turn = c.turn;
+                self.at(at, Event::Redo(cpu, turn));
+                return;
+            }
         };
-        if !matches!(self.cpus[cpu as usize].state, State::Busy(_)) {
-            self.sched.set_idle(cpu, false);
+        if std::mem::take(&mut c.known_idle) {
+            self.sched.set_idle(cpu, self.now, false, false);
+            self.drain();
         }
         self.note(((cpu as u64) << 32) | task as u64);
-        let switch_ns = if ended == Some(task) {
+        let switch_ns = if prev == Some(task) {
             0
         } else {
             self.costs.switch_ns
         };
         let start = self.now + switch_ns;
-        let slice = self.sched.on_run(task, cpu, self.now);
+        self.sched.on_run(task, cpu, self.now);
         let t = &mut self.tasks[task as usize];
         if t.cpu != cpu {
             if self.machine.llc_of(t.cpu) == self.machine.llc_of(cpu) {
@@ -600,10 +858,12 @@ impl<'a> Sim<'a> {
             }
             t.cpu = cpu;
         }
+        let group = &mut self.out.groups[self.workload.tasks[task as usize].group];
         if t.woken_at != u64::MAX {
-            let group = self.workload.tasks[task as usize].group;
-            let latency = start - t.woken_at;
-            self.out.groups[group].wake.saturating_record(latency);
+            group.wake.saturating_record(start - t.woken_at);
+        }
+        if let Some(ready_at) = t.ready_at.take() {
+            group.wait_max_ns = group.wait_max_ns.max(start - ready_at);
         }
         self.out.switches += (switch_ns > 0) as u64;
         let c = &mut self.cpus[cpu as usize];
@@ -611,7 +871,6 @@ impl<'a> Sim<'a> {
         // The switch counts as busy time, charged here.
         c.busy_ns += switch_ns;
         c.since = start;
-        c.slice_end = start.saturating_add(slice);
         c.turn = c.turn.wrapping_add(1);
         self.trace_begin(cpu, task, start);
         if self.tasks[task as usize].left > 0 {
@@ -625,7 +884,7 @@ impl<'a> Sim<'a> {
 
     fn schedule_end(&mut self, cpu: u32, task: TaskId) {
         let c = &self.cpus[cpu as usize];
-        let end = (c.since + self.tasks[task as usize].left).min(c.slice_end.max(c.since + 1));
+        let end = c.since + self.tasks[task as usize].left.max(1);
         let turn = c.turn;
         self.at(end, Event::RunEnd(cpu, turn));
     }
@@ -643,14 +902,25 @@ impl<'a> Sim<'a> {
                     t.left = self.rng.span(*span);
                     t.stage = 2;
                 }
-                (Op::Send(_, by) | Op::SendNext { by, .. }, 0) => {
+                (
+                    Op::Send(_, by) | Op::SendNext { by, .. } | Op::Ask { by, .. } | Op::Reply(by),
+                    0,
+                ) => {
                     t.sent_at = self.now;
                     t.left = by.send_ns();
                     t.stage = 1;
                 }
-                (Op::Send(..) | Op::SendNext { .. }, 1) => {
+                (Op::Send(..) | Op::SendNext { .. } | Op::Ask { .. } | Op::Reply(_), 1) => {
+                    let mut reply = t.reply;
                     let (to, by) = match op {
                         Op::Send(to, by) => (*to, *by),
+                        Op::Reply(by) => (t.reply, *by),
+                        Op::Ask { to, reply: own, by } => {
+                            reply = *own;
+                            // A request begins here.
+                            t.origin = t.sent_at;
+                            (*to, *by)
+                        }
                         Op::SendNext { first, count, by } => {
                             let to = first + t.next_channel % count;
                             t.next_channel = t.next_channel.wrapping_add(1);
@@ -661,6 +931,7 @@ impl<'a> Sim<'a> {
                     let origin = if t.origin == 0 { t.sent_at } else { t.origin };
                     let msg = Message {
                         origin,
+                        reply,
                         sent_at: t.sent_at,
                         by: Some(by),
                     };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::machine::{Machine, Mechanism};
+use crate::machine::{CpuMask, Machine, Mechanism};
 
 /// A channel: a count of messages and a line of tasks that wait for one.
 pub type Channel = u32;
@@ -49,6 +49,17 @@ pub enum Op {
         /// How.
         by: Mechanism,
     },
+    /// Sends one message that names the channel where the sender waits for the answer.
+    Ask {
+        /// Where to.
+        to: Channel,
+        /// Where the answer goes.
+        reply: Channel,
+        /// How.
+        by: Mechanism,
+    },
+    /// Sends one message to the channel that the last message received named.
+    Reply(Mechanism),
     /// Waits for a message.
     Recv(Channel),
     /// Sleeps.
@@ -74,8 +85,10 @@ pub struct TaskSpec {
     pub script: Arc<[Op]>,
     /// Weight, 100 for nice 0.
     pub weight: u32,
-    /// The one CPU it may run on.
-    pub pinned: Option<u32>,
+    /// Where it may run.
+    pub mask: CpuMask,
+    /// Its cgroup; index into [`Workload::cgroups`]. `None`: the root.
+    pub cgroup: Option<u32>,
     /// Where it starts.
     pub home: u32,
 }
@@ -89,6 +102,30 @@ pub struct Arrivals {
     pub gap: Span,
 }
 
+/// A real-time task that takes a CPU away from the scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RealTime {
+    /// Which.
+    pub cpu: u32,
+    /// From when, ns.
+    pub from_ns: u64,
+    /// For how long, ns.
+    pub run_ns: u64,
+    /// And again after so long, ns; 0: once.
+    pub period_ns: u64,
+}
+
+/// A CPU that goes or comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hotplug {
+    /// Which.
+    pub cpu: u32,
+    /// When, ns.
+    pub at_ns: u64,
+    /// Whether it comes.
+    pub online: bool,
+}
+
 /// A host's work.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
@@ -98,6 +135,12 @@ pub struct Workload {
     pub tasks: Vec<TaskSpec>,
     /// Arrivals from outside.
     pub arrivals: Vec<Arrivals>,
+    /// Weights of cgroups, 100 by default.
+    pub cgroups: Vec<u32>,
+    /// Real-time tasks.
+    pub real_time: Vec<RealTime>,
+    /// CPUs that go and come.
+    pub hotplug: Vec<Hotplug>,
     /// Channels `0 .. channels`.
     pub channels: u32,
     /// Locks `0 .. locks`.
@@ -124,9 +167,25 @@ impl Workload {
             group,
             script: script.into(),
             weight: 100,
-            pinned: None,
+            mask: CpuMask::ALL,
+            cgroup: None,
             home,
         });
+    }
+
+    /// Adds a task that never sleeps.
+    pub fn add_hog(&mut self, group: &str, weight: u32, mask: CpuMask, home: u32) {
+        let group = self.group(group);
+        self.task(group, home, &[Op::Run(Span::Fixed(10_000_000))]);
+        let t = self.tasks.last_mut().expect("just added");
+        (t.weight, t.mask) = (weight, mask);
+    }
+
+    /// Adds a task that sleeps and runs in turn.
+    pub fn add_sleeper(&mut self, group: &str, sleep: Span, run: Span, mask: CpuMask, home: u32) {
+        let group = self.group(group);
+        self.task(group, home, &[Op::Sleep(sleep), Op::Run(run)]);
+        self.tasks.last_mut().expect("just added").mask = mask;
     }
 
     /// Adds `n` tasks that never sleep.
@@ -188,6 +247,42 @@ impl Workload {
                 to: inbox,
                 gap: Span::Exp(gap),
             });
+        }
+        w
+    }
+
+    /// Workers that ask a message thread for each request and wait until it wakes them, by futex, as
+    /// the benchmark schbench does: a closed loop. A worker computes for `work`, then sleeps so long
+    /// that all workers together, one per CPU, take `load` of all CPUs' time; at 1 they never sleep.
+    pub fn schbench_closed(
+        machine: Machine,
+        message_threads: u32,
+        work: Span,
+        load: f64,
+    ) -> Workload {
+        let mut w = Workload::default();
+        let (message, worker) = (w.group("message"), w.group("worker"));
+        let by = Mechanism::Futex;
+        let busy = work.mean_ns() + f64::from(2 * (by.send_ns() + by.recv_ns()) as u32);
+        let sleep = (busy * (1.0 / load.min(1.0) - 1.0)) as u64;
+        let inboxes: Vec<Channel> = (0..message_threads).map(|_| w.channel()).collect();
+        for (m, &inbox) in inboxes.iter().enumerate() {
+            let home = m as u32 * machine.cpus() / message_threads;
+            w.task(message, home, &[Op::Recv(inbox), Op::Reply(by)]);
+        }
+        for i in 0..machine.cpus() {
+            let own = w.channel();
+            let to = inboxes[(i % message_threads) as usize];
+            let mut script = vec![
+                Op::Ask { to, reply: own, by },
+                Op::Recv(own),
+                Op::Run(work),
+                Op::Done,
+            ];
+            if sleep > 0 {
+                script.push(Op::Sleep(Span::Exp(sleep)));
+            }
+            w.task(worker, i, &script);
         }
         w
     }

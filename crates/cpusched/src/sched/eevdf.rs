@@ -1,31 +1,39 @@
-//! A model of Linux's EEVDF with its wake-up placement and idle balancing.
+//! A model of Linux's EEVDF with its wake-up placement and balancing.
 //!
 //! What is modelled, from Linux 6.12 `kernel/sched/fair.c`: a queue per CPU ordered by virtual
 //! deadline; `wake_affine_idle` with the sync hint; `select_idle_sibling` (target, previous CPU,
 //! idle core, idle CPU of the target's LLC); a running task keeps its CPU until its slice is used
 //! (RUN_TO_PARITY) and is looked at when the tick comes; a CPU that runs out of work pulls from the
 //! longest queue of its LLC, then of all (`sched_balance_newidle`); a tick that finds a task waiting
-//! wakes an idle CPU to come and pull (`nohz_balancer_kick`).
+//! wakes an idle CPU to come and pull (`nohz_balancer_kick`); queues whose lengths differ by two are
+//! evened out every [`BALANCE_TICKS`]. CPU masks bind every step. A cgroup's weight is shared out to
+//! its runnable tasks by their weights (`calc_group_shares`), so that one level of groups is kept.
 //!
-//! What is left out flatters it: no periodic balancing noise, balancing costs nothing and sees every
-//! queue of the host, eligibility by lag is always granted.
+//! What is left out flatters it: balancing costs nothing and sees every queue of the host,
+//! eligibility by lag is always granted. A CPU taken by a real-time task gives its queue away, and
+//! has no deadline server.
 
 use std::collections::BTreeSet;
 
-use super::{Placed, Scheduler, TaskId, Wakeup};
-use crate::machine::Machine;
+use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
+use crate::machine::{CpuMask, Machine};
 use crate::policy;
 
 /// `sysctl_sched_base_slice` (0.7 ms) scaled by `1 + ilog2(min(cpus, 8))`: 2.8 ms from 8 CPUs on.
 const BASE_SLICE_NS: u64 = 2_800_000;
+/// Ticks between two looks of a busy CPU for a longer queue. The kernel's interval grows with the
+/// domain and the load; this is one for a few CPUs at 250 Hz.
+const BALANCE_TICKS: u64 = 4;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Entity {
     vruntime: u64,
     deadline: u64,
     weight: u32,
     run_at: u64,
-    pinned: Option<u32>,
+    mask: CpuMask,
+    cgroup: Option<u32>,
+    runnable: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -33,6 +41,17 @@ struct RunQueue {
     tree: BTreeSet<(u64, u64, TaskId)>,
     min_vruntime: u64,
     running: Option<TaskId>,
+    ticks: u64,
+    is_offline: bool,
+    /// A real-time task has the CPU.
+    is_taken: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Group {
+    weight: u32,
+    /// Sum of the weights of its runnable tasks.
+    runnable: u64,
 }
 
 /// The EEVDF model.
@@ -40,12 +59,14 @@ struct RunQueue {
 pub struct Eevdf {
     machine: Machine,
     tasks: Vec<Entity>,
+    groups: Vec<Group>,
     queues: Vec<RunQueue>,
     idle: Vec<u64>,
     /// Tasks that wait, by LLC: which LLC to pull from.
     queued: Vec<usize>,
     seq: u64,
     waiting: usize,
+    actions: Vec<Action>,
 }
 
 impl Eevdf {
@@ -59,12 +80,40 @@ impl Eevdf {
         Eevdf {
             machine,
             tasks: Vec::new(),
+            groups: Vec::new(),
             queues: vec![RunQueue::default(); machine.cpus() as usize],
             idle: vec![all; machine.llcs as usize],
             queued: vec![0; machine.llcs as usize],
             seq: 0,
             waiting: 0,
+            actions: Vec::new(),
         }
+    }
+
+    /// The task's weight among all tasks, in units in which nice 0 in the root has 100,000.
+    fn load(&self, task: TaskId) -> u64 {
+        let t = &self.tasks[task as usize];
+        let own = u64::from(t.weight) * 1_000;
+        match t.cgroup {
+            None => own,
+            Some(g) => {
+                let g = self.groups[g as usize];
+                (own * u64::from(g.weight) / g.runnable.max(u64::from(t.weight))).max(1)
+            }
+        }
+    }
+
+    fn virtual_ns(&self, task: TaskId, ns: u64) -> u64 {
+        (u128::from(ns) * 100_000 / u128::from(self.load(task))) as u64
+    }
+
+    fn bits(&self, llc: u32, mask: &CpuMask) -> u64 {
+        if mask.is_all() {
+            return self.idle[llc as usize];
+        }
+        let first = llc * self.machine.cpus_per_llc;
+        let own = (0..self.machine.cpus_per_llc).filter(|&b| mask.has(first + b));
+        own.fold(0, |bits, b| bits | 1 << b) & self.idle[llc as usize]
     }
 
     fn is_idle(&self, cpu: u32) -> bool {
@@ -72,21 +121,26 @@ impl Eevdf {
         self.idle[llc as usize] >> (cpu % self.machine.cpus_per_llc) & 1 == 1
     }
 
-    fn claim(&mut self, cpu: u32) {
-        let llc = self.machine.llc_of(cpu);
-        self.idle[llc as usize] &= !(1 << (cpu % self.machine.cpus_per_llc));
+    fn set_bit(&mut self, cpu: u32, idle: bool) {
+        let llc = self.machine.llc_of(cpu) as usize;
+        let bit = 1 << (cpu % self.machine.cpus_per_llc);
+        if idle {
+            self.idle[llc] |= bit;
+        } else {
+            self.idle[llc] &= !bit;
+        }
     }
 
-    /// `select_idle_sibling`: an idle CPU near `target`, or `target`.
-    fn idle_sibling(&self, prev: u32, target: u32) -> u32 {
+    /// `select_idle_sibling`: an idle CPU near `target` that the task may use, or `target`.
+    fn idle_sibling(&self, mask: &CpuMask, prev: u32, target: u32) -> u32 {
         let llc = self.machine.llc_of(target);
         if self.is_idle(target) {
             return target;
         }
-        if self.machine.llc_of(prev) == llc && self.is_idle(prev) {
+        if self.machine.llc_of(prev) == llc && self.is_idle(prev) && mask.has(prev) {
             return prev;
         }
-        let idle = self.idle[llc as usize];
+        let idle = self.bits(llc, mask);
         let first = llc * self.machine.cpus_per_llc;
         if self.machine.threads_per_core == 2 {
             let cores = idle & (idle >> 1) & 0x5555_5555_5555_5555;
@@ -100,139 +154,264 @@ impl Eevdf {
         target
     }
 
+    /// A CPU that the task may use: `cpu`, or the one with the fewest tasks; one that a real-time task
+    /// has only if there is no other.
+    fn usable(&self, mask: &CpuMask, cpu: u32) -> u32 {
+        let queue = |c: u32| &self.queues[c as usize];
+        if mask.has(cpu) && !queue(cpu).is_offline && !queue(cpu).is_taken {
+            return cpu;
+        }
+        let order = |c: &u32| {
+            let q = queue(*c);
+            let length = q.tree.len() + usize::from(q.running.is_some());
+            (q.is_taken, length, *c)
+        };
+        let of = |mask: &CpuMask| {
+            let online = mask.iter(self.machine.cpus());
+            online.filter(|&c| !queue(c).is_offline).min_by_key(order)
+        };
+        // A mask without a CPU that is online is widened, as the kernel does.
+        of(mask).or_else(|| of(&CpuMask::ALL)).unwrap_or(cpu)
+    }
+
+    fn set_runnable(&mut self, task: TaskId, runnable: bool) {
+        let t = &mut self.tasks[task as usize];
+        if t.runnable == runnable {
+            return;
+        }
+        t.runnable = runnable;
+        if let Some(g) = t.cgroup {
+            let g = &mut self.groups[g as usize];
+            let weight = u64::from(t.weight);
+            g.runnable = if runnable {
+                g.runnable + weight
+            } else {
+                g.runnable - weight
+            };
+        }
+    }
+
     fn enqueue(&mut self, task: TaskId, cpu: u32) {
+        let slice = self.virtual_ns(task, BASE_SLICE_NS);
         let q = &mut self.queues[cpu as usize];
         let t = &mut self.tasks[task as usize];
         // Placed with no lag, and a new deadline one slice away.
         t.vruntime = t.vruntime.max(q.min_vruntime);
-        t.deadline = t.vruntime + BASE_SLICE_NS * 100 / t.weight as u64;
+        t.deadline = t.vruntime + slice;
         self.seq += 1;
         q.tree.insert((t.deadline, self.seq, task));
         self.queued[self.machine.llc_of(cpu) as usize] += 1;
         self.waiting += 1;
     }
 
-    fn pop(&mut self, cpu: u32, movable: bool) -> Option<TaskId> {
-        let q = &mut self.queues[cpu as usize];
-        let found = if movable {
-            *q.tree
-                .iter()
-                .find(|e| self.tasks[e.2 as usize].pinned.is_none())?
-        } else {
+    /// Takes the first task of `from`'s queue that may run on `cpu`.
+    fn pop(&mut self, from: u32, cpu: u32) -> Option<TaskId> {
+        let q = &mut self.queues[from as usize];
+        let may = |e: &&(u64, u64, TaskId)| self.tasks[e.2 as usize].mask.has(cpu);
+        let found = if from == cpu {
             *q.tree.first()?
+        } else {
+            *q.tree.iter().find(may)?
         };
         q.tree.remove(&found);
-        self.queued[self.machine.llc_of(cpu) as usize] -= 1;
+        self.queued[self.machine.llc_of(from) as usize] -= 1;
         self.waiting -= 1;
         Some(found.2)
     }
 
-    fn pull_within(&mut self, llc: u32) -> Option<TaskId> {
+    /// Takes a task for `cpu` from the longest queue of an LLC that is longer than `least`.
+    fn pull(&mut self, llc: u32, cpu: u32, least: usize) -> Option<TaskId> {
         if self.queued[llc as usize] == 0 {
             return None;
         }
         let first = llc * self.machine.cpus_per_llc;
-        let busiest = (first..first + self.machine.cpus_per_llc)
+        let mut busiest: Vec<(usize, u32)> = (first..first + self.machine.cpus_per_llc)
             // A task sent to a CPU that is on its way out of idle is left there.
-            .filter(|&c| self.queues[c as usize].running.is_some())
-            .max_by_key(|&c| (self.queues[c as usize].tree.len(), std::cmp::Reverse(c)))?;
-        self.pop(busiest, true)
-    }
-}
-
-impl Scheduler for Eevdf {
-    fn add_task(&mut self, weight: u32, _home: u32, pinned: Option<u32>) {
-        self.tasks.push(Entity {
-            vruntime: 0,
-            deadline: 0,
-            weight,
-            run_at: 0,
-            pinned,
-        });
-    }
-
-    fn wake(&mut self, w: &Wakeup) -> Placed {
-        let cpu = if let Some(cpu) = self.tasks[w.wakee as usize].pinned {
-            cpu
-        } else {
-            // wake_affine_idle: the waker's CPU if it will be free at once, else the previous one.
-            let q = &self.queues[w.waker_cpu as usize];
-            let alone = q.tree.is_empty() && w.waker.is_some();
-            let target = if w.sync && alone {
-                w.waker_cpu
-            } else {
-                w.prev_cpu
-            };
-            self.idle_sibling(w.prev_cpu, target)
-        };
-        self.enqueue(w.wakee, cpu);
-        if self.is_idle(cpu) {
-            self.claim(cpu);
-            return Placed::Kick(cpu);
-        }
-        Placed::Queued
-    }
-
-    fn requeue(&mut self, task: TaskId, cpu: u32, _now: u64) {
-        self.enqueue(task, cpu);
-    }
-
-    fn next(&mut self, cpu: u32, _now: u64, _rnd: u64) -> Option<TaskId> {
-        if let Some(task) = self.pop(cpu, false) {
-            return Some(task);
-        }
-        let own = self.machine.llc_of(cpu);
-        let task = self.pull_within(own).or_else(|| {
-            let far = (0..self.machine.llcs).max_by_key(|&l| self.queued[l as usize])?;
-            self.pull_within(far)
-        })?;
+            .filter(|&c| c != cpu && self.queues[c as usize].running.is_some())
+            .map(|c| (self.queues[c as usize].tree.len(), c))
+            .filter(|&(length, _)| length > least)
+            .collect();
+        busiest.sort_by_key(|&(length, c)| (std::cmp::Reverse(length), c));
+        let task = busiest
+            .into_iter()
+            .find_map(|(_, from)| self.pop(from, cpu))?;
         self.tasks[task as usize].vruntime = self.queues[cpu as usize].min_vruntime;
         Some(task)
     }
 
-    fn on_run(&mut self, task: TaskId, cpu: u32, now: u64) -> u64 {
+    /// Empties the queue of a CPU that cannot run its tasks, as far as others can.
+    fn scatter(&mut self, cpu: u32) {
+        let q = &mut self.queues[cpu as usize];
+        let all: Vec<TaskId> = std::mem::take(&mut q.tree).iter().map(|e| e.2).collect();
+        self.queued[self.machine.llc_of(cpu) as usize] -= all.len();
+        self.waiting -= all.len();
+        for task in all {
+            self.place(task, cpu);
+        }
+    }
+
+    /// Queues a task near `target`, and wakes the CPU if it idles.
+    fn place(&mut self, task: TaskId, target: u32) {
+        let mask = self.tasks[task as usize].mask.clone();
+        let target = self.usable(&mask, target);
+        let cpu = self.idle_sibling(&mask, target, target);
+        self.enqueue(task, cpu);
+        if self.is_idle(cpu) {
+            self.set_bit(cpu, false);
+            self.actions.push(Action::Resched(cpu));
+        }
+    }
+}
+
+impl Scheduler for Eevdf {
+    fn add_task(&mut self, t: &TaskParams) {
+        if let Some((id, weight)) = t.cgroup {
+            let id = id as usize;
+            if self.groups.len() <= id {
+                self.groups.resize(id + 1, Group::default());
+            }
+            self.groups[id].weight = weight;
+        }
+        self.tasks.push(Entity {
+            vruntime: 0,
+            deadline: 0,
+            weight: t.weight,
+            run_at: 0,
+            mask: t.mask.clone(),
+            cgroup: t.cgroup.map(|g| g.0),
+            runnable: false,
+        });
+    }
+
+    fn wake(&mut self, w: &Wakeup) {
+        self.set_runnable(w.wakee, true);
+        let mask = self.tasks[w.wakee as usize].mask.clone();
+        // wake_affine_idle: the waker's CPU if it will be free at once, else the previous one.
+        let q = &self.queues[w.waker_cpu as usize];
+        let alone = q.tree.is_empty() && w.waker.is_some();
+        let target = if w.sync && alone && mask.has(w.waker_cpu) && !q.is_taken && !q.is_offline {
+            w.waker_cpu
+        } else {
+            self.usable(&mask, w.prev_cpu)
+        };
+        let cpu = self.idle_sibling(&mask, w.prev_cpu, target);
+        self.enqueue(w.wakee, cpu);
+        if self.is_idle(cpu) {
+            self.set_bit(cpu, false);
+            self.actions.push(Action::Resched(cpu));
+        }
+    }
+
+    fn next(&mut self, cpu: u32, prev: Option<TaskId>, _now: u64, _rnd: u64) -> Next {
+        self.queues[cpu as usize].running = None;
+        if let Some(prev) = prev {
+            self.enqueue(prev, cpu);
+        }
+        if let Some(task) = self.pop(cpu, cpu) {
+            return Next::Run(task);
+        }
+        let own = self.machine.llc_of(cpu);
+        let mut others: Vec<u32> = (0..self.machine.llcs).filter(|&l| l != own).collect();
+        others.sort_by_key(|&l| std::cmp::Reverse(self.queued[l as usize]));
+        let found = std::iter::once(own)
+            .chain(others)
+            .find_map(|llc| self.pull(llc, cpu, 0));
+        found.map_or(Next::Idle, Next::Run)
+    }
+
+    fn on_run(&mut self, task: TaskId, cpu: u32, now: u64) {
         let q = &mut self.queues[cpu as usize];
         q.running = Some(task);
         let t = &mut self.tasks[task as usize];
         t.run_at = now;
         q.min_vruntime = q.min_vruntime.max(t.vruntime);
-        // The slice's end is noticed by the tick; see `tick`.
-        u64::MAX / 2
     }
 
-    fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, _runnable: bool) {
-        let t = &mut self.tasks[task as usize];
-        t.vruntime += (now - t.run_at) * 100 / t.weight as u64;
-        self.queues[cpu as usize].running = None;
+    fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, runnable: bool) {
+        let ran = now - self.tasks[task as usize].run_at;
+        let virtual_ns = self.virtual_ns(task, ran);
+        self.tasks[task as usize].vruntime += virtual_ns;
+        self.set_runnable(task, runnable);
+        if !runnable {
+            self.queues[cpu as usize].running = None;
+        }
     }
 
-    fn set_idle(&mut self, cpu: u32, idle: bool) {
+    fn set_idle(&mut self, cpu: u32, _now: u64, idle: bool, _again: bool) {
+        self.set_bit(cpu, idle);
         if idle {
-            let llc = self.machine.llc_of(cpu);
-            self.idle[llc as usize] |= 1 << (cpu % self.machine.cpus_per_llc);
-        } else {
-            self.claim(cpu);
+            self.queues[cpu as usize].running = None;
         }
     }
 
-    fn tick(&mut self, cpu: u32, now: u64, _rnd: u64) -> (Option<u32>, bool) {
-        let q = &self.queues[cpu as usize];
-        let Some(task) = q.running else {
-            return (None, false);
-        };
-        let t = &self.tasks[task as usize];
-        let waits = !q.tree.is_empty();
-        let used_up = waits && now.saturating_sub(t.run_at) >= BASE_SLICE_NS;
-        // nohz_balancer_kick: two tasks here and an idle CPU anywhere, own LLC first.
+    fn tick(&mut self, cpu: u32, now: u64, _rnd: u64) -> bool {
         let own = self.machine.llc_of(cpu);
-        let idle = waits
-            .then(|| (0..self.machine.llcs).map(|i| (own + i) % self.machine.llcs))
-            .and_then(|mut llcs| llcs.find(|&l| self.idle[l as usize] != 0))
-            .map(|l| l * self.machine.cpus_per_llc + self.idle[l as usize].trailing_zeros());
-        if let Some(idle) = idle {
-            self.claim(idle);
+        let q = &mut self.queues[cpu as usize];
+        let Some(task) = q.running else {
+            return false;
+        };
+        q.ticks += 1;
+        let (ticks, length) = (q.ticks, q.tree.len());
+        if ticks.is_multiple_of(BALANCE_TICKS) {
+            // One of two more than here would even them out.
+            let found = self.pull(own, cpu, length + 1);
+            if let Some(task) = found {
+                self.enqueue(task, cpu);
+            }
         }
-        (idle, used_up)
+        let q = &self.queues[cpu as usize];
+        let waits = !q.tree.is_empty();
+        let used_up =
+            waits && now.saturating_sub(self.tasks[task as usize].run_at) >= BASE_SLICE_NS;
+        // nohz_balancer_kick: a task waits here and a CPU of its mask idles, own LLC first.
+        let masks: Vec<CpuMask> = q
+            .tree
+            .iter()
+            .map(|e| self.tasks[e.2 as usize].mask.clone())
+            .collect();
+        let llcs = (0..self.machine.llcs).map(|i| (own + i) % self.machine.llcs);
+        let idle = llcs.filter(|&l| self.idle[l as usize] != 0).find_map(|l| {
+            let bits = masks
+                .iter()
+                .map(|m| self.bits(l, m))
+                .find(|&bits| bits != 0)?;
+            Some(l * self.machine.cpus_per_llc + bits.trailing_zeros())
+        });
+        if let Some(idle) = idle {
+            self.set_bit(idle, false);
+            self.actions.push(Action::Resched(idle));
+        }
+        used_up
+    }
+
+    fn set_real_time(&mut self, cpu: u32, _now: u64, busy: bool, prev: Option<TaskId>) {
+        let q = &mut self.queues[cpu as usize];
+        (q.is_taken, q.running) = (busy, None);
+        self.set_bit(cpu, false);
+        if busy {
+            self.scatter(cpu);
+        }
+        if let Some(prev) = prev {
+            self.place(prev, cpu);
+        }
+    }
+
+    fn set_online(&mut self, cpu: u32, _now: u64, online: bool, prev: Option<TaskId>) {
+        let q = &mut self.queues[cpu as usize];
+        (q.is_offline, q.running) = (!online, None);
+        self.set_bit(cpu, false);
+        if online {
+            self.actions.push(Action::Resched(cpu));
+        } else {
+            self.scatter(cpu);
+        }
+        if let Some(prev) = prev {
+            self.place(prev, cpu);
+        }
+    }
+
+    fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
     }
 
     fn counters(&self) -> [u64; policy::COUNTERS.len()] {

@@ -1,20 +1,34 @@
 //! The schedulers that the simulator compares.
 //!
-//! - [`slip`]: ours, the policy header itself, with and without hand-over and learning.
+//! - [`slip`]: ours: the BPF program itself, on a model of the kernel that calls it, with and without
+//!   hand-over and learning.
 //! - [`eevdf`]: a model of Linux's own scheduler.
-//! - [`p2dq`]: a scheduler in the manner of scx_p2dq, without hand-over.
 
 pub mod eevdf;
-pub mod p2dq;
+mod kernel;
 pub mod slip;
 
+pub use kernel::{CPUS_MAX, GAP_NS, LLCS_MAX};
 use serde::Deserialize;
 
-use crate::machine::Machine;
+use crate::machine::{CpuMask, Machine};
 use crate::policy;
 
 /// A task of the simulation; dense from 0.
 pub type TaskId = u32;
+
+/// What a scheduler knows of a task at its birth.
+#[derive(Clone, Debug)]
+pub struct TaskParams {
+    /// Weight, 100 for nice 0.
+    pub weight: u32,
+    /// The CPU that it starts on.
+    pub home: u32,
+    /// Where it may run.
+    pub mask: CpuMask,
+    /// Its cgroup: an id and the group's weight (100 is the default); `None`: the root.
+    pub cgroup: Option<(u32, u32)>,
+}
 
 /// A wake-up.
 #[derive(Clone, Copy, Debug)]
@@ -35,36 +49,61 @@ pub struct Wakeup {
     pub rnd: u64,
 }
 
-/// What a scheduler did with a wakee.
+/// What a scheduler wants done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placed {
-    /// It waits on this CPU, which was idle and must be woken.
-    Kick(u32),
-    /// It waits in a queue.
-    Queued,
-    /// It waits in a queue, and this CPU's task should make room.
+pub enum Action {
+    /// This CPU should look for work if it idles.
+    Resched(u32),
+    /// This CPU's task should make room.
     Preempt(u32),
+    /// [`Scheduler::later`] is to be called after so many ns with this token.
+    Later(u64, u32),
 }
 
-/// A scheduler: told what happens, asked what to run. No clock, no I/O.
+/// What a CPU does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// It runs this task.
+    Run(TaskId),
+    /// Nothing: it idles.
+    Idle,
+    /// Its run queue is locked: ask again at this time, ns.
+    Retry(u64),
+}
+
+/// A scheduler: informed of what happens, asked what to run. No clock, no I/O.
 pub trait Scheduler {
     /// A task is born; called in order of ids.
-    fn add_task(&mut self, weight: u32, home: u32, pinned: Option<u32>);
+    fn add_task(&mut self, t: &TaskParams);
     /// A task wakes up.
-    fn wake(&mut self, w: &Wakeup) -> Placed;
-    /// A task's slice ended on `cpu`; it is runnable.
-    fn requeue(&mut self, task: TaskId, cpu: u32, now: u64);
-    /// A CPU needs work. Takes the task out of its queue.
-    fn next(&mut self, cpu: u32, now: u64, rnd: u64) -> Option<TaskId>;
-    /// A task got a CPU; returns its slice, ns.
-    fn on_run(&mut self, task: TaskId, cpu: u32, now: u64) -> u64;
-    /// It left the CPU.
+    fn wake(&mut self, w: &Wakeup);
+    /// A CPU needs work; `prev` runs there, is runnable and was stopped by [`Scheduler::on_stop`]. The
+    /// task returned leaves its queue, and `prev` is queued unless it is that task.
+    fn next(&mut self, cpu: u32, prev: Option<TaskId>, now: u64, rnd: u64) -> Next;
+    /// A task got a CPU, or keeps it.
+    fn on_run(&mut self, task: TaskId, cpu: u32, now: u64);
+    /// It left the CPU, or is about to be replaced.
     fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, runnable: bool);
-    /// A CPU became idle or busy.
-    fn set_idle(&mut self, cpu: u32, idle: bool);
-    /// A busy CPU's tick: an idle CPU to wake for work that waits, and whether the running task
-    /// should make room.
-    fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> (Option<u32>, bool);
+    /// A CPU became idle or busy. `again`: it had been idle and was woken in vain.
+    fn set_idle(&mut self, cpu: u32, now: u64, idle: bool, again: bool);
+    /// A busy CPU's tick. Returns whether the running task should make room.
+    fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> bool;
+    /// [`Action::Later`] came due.
+    fn later(&mut self, _token: u32, _now: u64) {}
+    /// A real-time task took a CPU, where `prev` was running, or left it.
+    fn set_real_time(&mut self, cpu: u32, now: u64, busy: bool, prev: Option<TaskId>);
+    /// A CPU went offline, where `prev` was running, or came back, idle.
+    fn set_online(&mut self, cpu: u32, now: u64, online: bool, prev: Option<TaskId>);
+    /// What is to be done after any of the calls above.
+    fn take_actions(&mut self) -> Vec<Action>;
+    /// What a kernel would have ended the scheduler for.
+    fn error(&self) -> Option<String> {
+        None
+    }
+    /// How long after it found nothing a CPU is idle, ns.
+    fn gap_ns(&self) -> u64 {
+        0
+    }
     /// Counters in the order of [`policy::COUNTERS`].
     fn counters(&self) -> [u64; policy::COUNTERS.len()];
     /// Tasks that wait in queues.
@@ -77,8 +116,6 @@ pub trait Scheduler {
 pub enum Kind {
     /// The EEVDF model.
     Eevdf,
-    /// In the manner of scx_p2dq.
-    P2dq,
     /// Ours without hand-over.
     NoHandOff,
     /// Ours, every hint believed.
@@ -89,9 +126,8 @@ pub enum Kind {
 
 impl Kind {
     /// All, in the order of tables.
-    pub const ALL: [Kind; 5] = [
+    pub const ALL: [Kind; 4] = [
         Kind::Eevdf,
-        Kind::P2dq,
         Kind::NoHandOff,
         Kind::HandOff,
         Kind::Slipstream,
@@ -101,7 +137,6 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Kind::Eevdf => "eevdf",
-            Kind::P2dq => "p2dq",
             Kind::NoHandOff => "no-hand-off",
             Kind::HandOff => "hand-off",
             Kind::Slipstream => "slipstream",
@@ -112,7 +147,6 @@ impl Kind {
     pub fn build(self, machine: Machine, params: policy::Params) -> Box<dyn Scheduler> {
         match self {
             Kind::Eevdf => Box::new(eevdf::Eevdf::new(machine)),
-            Kind::P2dq => Box::new(p2dq::P2dq::new(machine)),
             Kind::NoHandOff => ours(machine, params, 0, 0),
             Kind::HandOff => ours(machine, params, 1, 0),
             Kind::Slipstream => ours(machine, params, 1, 1),

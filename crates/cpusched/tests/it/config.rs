@@ -1,5 +1,5 @@
 use slipstream_cpusched::config::Experiment;
-use slipstream_cpusched::machine::Machine;
+use slipstream_cpusched::machine::{CpuMask, Machine};
 use slipstream_cpusched::rtapp;
 use slipstream_cpusched::workload::{Op, Span};
 
@@ -31,14 +31,14 @@ fn check_refused(from: &str, to: &str, part: &str) {
 
 #[test]
 fn one_run_a_policy_and_load() {
-    assert_eq!(parse(GOOD), Ok(5));
+    assert_eq!(parse(GOOD), Ok(4));
     assert_eq!(
         parse(&GOOD.replace("[50]", "[50, 60]\npolicies = [\"eevdf\"]")),
         Ok(2)
     );
     assert_eq!(
         parse(&GOOD.replace("[run]", "[costs]\nwake_idle_us = [1, 2, 3]\n[run]")),
-        Ok(15)
+        Ok(12)
     );
 }
 
@@ -119,7 +119,7 @@ fn rtapp_file_becomes_scripts() {
         "events keep their order"
     );
     let pair = w.tasks.iter().find(|t| t.script.len() == 10).unwrap();
-    assert_eq!((pair.pinned, pair.weight), (Some(3), 33));
+    assert_eq!((pair.mask.clone(), pair.weight), (CpuMask::of([3]), 33));
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn rtapp_mistakes_name_their_place() {
         ),
         (
             r#"{"tasks": {"a": {"run": 1, "cpus": [9]}}}"#,
-            "one CPU of 0 to 3",
+            "a list of CPUs of 0 to 3",
         ),
         (
             r#"{"tasks": {"a": {"run": 1, "run": 1}}}"#,

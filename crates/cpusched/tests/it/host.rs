@@ -1,4 +1,4 @@
-use slipstream_cpusched::machine::{Costs, Machine, Mechanism, VM_US};
+use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism, VM_US};
 use slipstream_cpusched::perfetto::Trace;
 use slipstream_cpusched::policy::{Params, counter};
 use slipstream_cpusched::sched::Kind;
@@ -62,7 +62,8 @@ fn queue_in_front_of_one_server_is_as_theory_says() {
             group,
             script: script.into(),
             weight: 100,
-            pinned: None,
+            mask: CpuMask::ALL,
+            cgroup: None,
             home: 0,
         });
         w.arrivals.push(Arrivals {
@@ -213,7 +214,8 @@ fn weights_share_a_cpu_and_pinned_tasks_stay() {
                 group,
                 script: script.into(),
                 weight,
-                pinned: Some(2),
+                mask: CpuMask::of([2]),
+                cgroup: None,
                 home: 2,
             };
             w.tasks.push(t);
@@ -263,7 +265,8 @@ fn locks_are_held_by_one_at_a_time() {
             group,
             script: script.clone().into(),
             weight: 100,
-            pinned: None,
+            mask: CpuMask::ALL,
+            cgroup: None,
             home,
         });
     }
@@ -287,7 +290,8 @@ fn script_that_takes_no_time_is_an_error() {
         group,
         script: [Op::Done].into(),
         weight: 100,
-        pinned: None,
+        mask: CpuMask::ALL,
+        cgroup: None,
         home: 0,
     });
     let sched = Kind::Slipstream.build(m, Params::with_defaults());

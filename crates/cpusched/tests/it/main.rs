@@ -4,4 +4,5 @@ mod config;
 mod deferred;
 mod host;
 mod queues;
+mod promises;
 mod sanitized;

@@ -58,6 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "p50 us",
         "p99 us",
         "p99.9 us",
+        "request p50 us",
         "request p99 us",
         "requests/s",
         "hand-offs/s",
@@ -84,7 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         results.push(as_json(plan, &result));
     }
     if args.json {
-        let all = json!({ "seed": experiment.seed, "measured_ns": experiment.measure_ns, "runs": results });
+        let all = json!({ "seed": experiment.seed, "seeds": experiment.seeds, "measured_ns": experiment.measure_ns, "runs": results });
         out::print(&format!("{all:#}\n"))?;
     } else {
         let groups = experiment
@@ -93,9 +94,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .map(|p| &p.workload.groups[p.shown_group]);
         let group = groups.map_or("", String::as_str);
         out::print(&format!(
-            "wake-up latency of `{group}` tasks; seed {}, {} ms measured\n{}",
-            experiment.seed,
+            "wake-up latency of `{group}` tasks; {}, {} ms measured{}\n{}",
+            match experiment.seeds {
+                1 => format!("seed {}", experiment.seed),
+                n => format!(
+                    "seeds {} to {}",
+                    experiment.seed,
+                    experiment.seed + u64::from(n) - 1
+                ),
+            },
             experiment.measure_ns / 1_000_000,
+            if experiment.seeds == 1 { "" } else { " each" },
             table.render(false)
         ))?;
     }
@@ -116,7 +125,8 @@ fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
         }
     };
     let seconds = r.measured_ns as f64 / 1e9;
-    let whole = (r.measured_ns + experiment.warmup_ns) as f64 / 1e9;
+    let warmup_ns = experiment.warmup_ns * u64::from(experiment.seeds);
+    let whole = (r.measured_ns + warmup_ns) as f64 / 1e9;
     let handoffs = counter(r, "handoff");
     let share = |n: u64| {
         if handoffs == 0 {
@@ -134,6 +144,7 @@ fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
         us(&g.wake, 0.5),
         us(&g.wake, 0.99),
         us(&g.wake, 0.999),
+        us(&g.request, 0.5),
         us(&g.request, 0.99),
         grouped((r.requests as f64 / seconds).round() as u64),
         grouped((handoffs as f64 / whole).round() as u64),
@@ -163,6 +174,7 @@ fn as_json(plan: &Plan, r: &RunResult) -> serde_json::Value {
                 "hop_ns": quantiles(&g.hop),
                 "request_ns": quantiles(&g.request),
                 "run_ns": g.run_ns,
+                "wait_max_ns": g.wait_max_ns,
             });
             (g.name.clone(), value)
         })
@@ -184,6 +196,7 @@ fn as_json(plan: &Plan, r: &RunResult) -> serde_json::Value {
         "switches": r.switches,
         "llc_moves": r.llc_moves,
         "utilization": r.utilization,
+        "idle_beside_work_ns": r.idle_beside_work_ns,
         "events": r.events,
         "digest": format!("{:016x}", r.digest),
     })

@@ -1,0 +1,376 @@
+//! What the scheduler promises, on hosts with masks, weights, cgroups, real-time tasks and CPUs that
+//! go: the BPF program as the kernel calls it, and the model of EEVDF beside it where both must hold.
+
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism};
+use slipstream_cpusched::policy::Params;
+use slipstream_cpusched::sched::Kind;
+use slipstream_cpusched::sim::{self, RunResult};
+use slipstream_cpusched::workload::{Hotplug, Op, RealTime, Span, Workload};
+
+const MS: u64 = 1_000_000;
+/// A tick, and what a look every millisecond adds.
+const TICK: u64 = 5 * MS;
+const BOTH: [Kind; 2] = [Kind::Eevdf, Kind::Slipstream];
+
+fn machine(llcs: u32, cpus_per_llc: u32) -> Machine {
+    Machine {
+        llcs,
+        cpus_per_llc,
+        threads_per_core: 1,
+    }
+}
+
+fn run_seed(m: Machine, w: &Workload, kind: Kind, warmup: u64, ms: u64, seed: u64) -> RunResult {
+    let sched = kind.build(m, Params::with_defaults());
+    let costs = Costs::bare_metal();
+    sim::run(m, &costs, w, sched, seed, warmup * MS, ms * MS, None).expect("the workload is sound")
+}
+
+fn run(m: Machine, w: &Workload, kind: Kind, warmup: u64, ms: u64) -> RunResult {
+    run_seed(m, w, kind, warmup, ms, 1)
+}
+
+fn group<'r>(r: &'r RunResult, name: &str) -> &'r sim::GroupResult {
+    r.groups
+        .iter()
+        .find(|g| g.name == name)
+        .expect("a group's name")
+}
+
+/// CPUs that a group used.
+fn cpus(r: &RunResult, name: &str) -> f64 {
+    group(r, name).run_ns as f64 / r.measured_ns as f64
+}
+
+/// `n` hogs of a mask, of which those born on CPU `first` end after 100 ms.
+fn leaving(n: u32, mask: &CpuMask, first: u32, home: impl Fn(u32) -> u32) -> Workload {
+    let mut w = Workload::default();
+    for i in 0..n {
+        let at = home(i);
+        w.add_hog("stays", 100, mask.clone(), at);
+        if at == first {
+            let t = w.tasks.last_mut().unwrap();
+            t.script = [Op::Run(Span::Fixed(100 * MS)), Op::Exit].into();
+        }
+    }
+    w
+}
+
+#[test]
+fn cpus_of_a_mask_that_become_free_are_used() {
+    let m = machine(1, 4);
+    for kind in BOTH {
+        let w = leaving(4, &CpuMask::of([0, 1]), 0, |i| i % 2);
+        let r = run(m, &w, kind, 1_000, 1_000);
+        let used = cpus(&r, "stays");
+        assert!((used - 2.0).abs() < 0.02, "{}: {used} of 2", kind.name());
+
+        let w = leaving(9, &CpuMask::of([0, 1, 2]), 0, |i| i % 3);
+        let r = run(m, &w, kind, 1_000, 1_000);
+        let used = cpus(&r, "stays");
+        assert!((used - 3.0).abs() < 0.03, "{}: {used} of 3", kind.name());
+    }
+}
+
+#[test]
+fn sleeper_beside_hogs_of_its_mask_is_not_kept_waiting() {
+    let m = machine(1, 4);
+    let mask = CpuMask::of([0, 1]);
+    for kind in BOTH {
+        let mut w = Workload::default();
+        for i in 0..8 {
+            w.add_hog("hog", 100, mask.clone(), i % 2);
+        }
+        let (sleep, work) = (Span::Fixed(MS), Span::Fixed(20_000));
+        w.add_sleeper("sleeper", sleep, work, mask.clone(), 0);
+        let r = run(m, &w, kind, 200, 1_000);
+        let wake = &group(&r, "sleeper").wake;
+        let (p50, max) = (wake.value_at_quantile(0.5), wake.max());
+        assert!(max < 20 * MS, "{}: {max} ns", kind.name());
+        // EEVDF in the virtual machine: 0.31 ms. Its model waits for a tick, as it preempts no task.
+        if kind == Kind::Slipstream {
+            assert!(p50 < MS, "{p50} ns");
+        }
+    }
+}
+
+#[test]
+fn wakee_whose_mask_lost_a_cpu_is_not_lost() {
+    let m = machine(1, 4);
+    for kind in BOTH {
+        let mut w = Workload::pairs(m, 1, 1, Mechanism::Pipe, Span::Fixed(0));
+        w.tasks[0].mask = CpuMask::of([1, 2, 3]);
+        w.tasks[1].mask = CpuMask::of([0]);
+        w.hotplug = vec![Hotplug {
+            cpu: 3,
+            at_ns: 100 * MS,
+            online: false,
+        }];
+        let r = run(m, &w, kind, 200, 1_000);
+        assert!(r.requests > 10_000, "{}: {}", kind.name(), r.requests);
+        for g in &r.groups {
+            assert!(g.wait_max_ns < TICK, "{}: {}", kind.name(), g.wait_max_ns);
+        }
+    }
+}
+
+#[test]
+fn cpu_that_returns_is_used_again() {
+    let m = machine(2, 2);
+    for kind in BOTH {
+        let mut w = Workload::default();
+        w.add_hogs(m, 4);
+        w.hotplug = [(100, false), (200, true)]
+            .map(|(ms, online)| Hotplug {
+                cpu: 3,
+                at_ns: ms * MS,
+                online,
+            })
+            .into();
+        let r = run(m, &w, kind, 400, 500);
+        assert!(r.utilization > 0.98, "{}: {}", kind.name(), r.utilization);
+    }
+}
+
+/// Two hogs of one CPU with these weights, and a hog that may run anywhere.
+fn check_pair(kind: Kind, weights: (u32, u32)) {
+    let mut w = Workload::default();
+    w.add_hog("heavy", weights.0, CpuMask::of([1]), 1);
+    w.add_hog("light", weights.1, CpuMask::of([1]), 1);
+    w.add_hog("free", 100, CpuMask::ALL, 0);
+    let r = run(machine(1, 4), &w, kind, 500, 4_000);
+    let (heavy, light) = (cpus(&r, "heavy"), cpus(&r, "light"));
+    let due = f64::from(weights.0) / f64::from(weights.0 + weights.1);
+    let share = heavy / (heavy + light);
+    assert!(
+        (share - due).abs() < 0.03,
+        "{}: {share}, due {due}",
+        kind.name()
+    );
+    assert!((heavy + light - 1.0).abs() < 0.02, "one CPU");
+    assert!(cpus(&r, "free") > 0.98, "{}", kind.name());
+}
+
+#[test]
+fn weights_of_one_cpu_hold_beside_a_free_hog() {
+    for kind in BOTH {
+        // Nice -10 and 0, 0 and 19, 0 and 3 (sched_prio_to_weight over 1024, times 100).
+        check_pair(kind, (932, 100));
+        check_pair(kind, (100, 1));
+        check_pair(kind, (100, 51));
+    }
+}
+
+#[test]
+fn weights_hold_on_all_cpus() {
+    let m = machine(1, 4);
+    for kind in BOTH {
+        let mut w = Workload::default();
+        for i in 0..4 {
+            w.add_hog("nice 0", 100, CpuMask::ALL, i);
+            w.add_hog("nice 10", 11, CpuMask::ALL, i);
+        }
+        let r = run(m, &w, kind, 500, 4_000);
+        let share = cpus(&r, "nice 0") / 4.0;
+        assert!((share - 0.903).abs() < 0.03, "{}: {share}", kind.name());
+    }
+}
+
+#[test]
+fn groups_weights_hold_in_the_model_of_eevdf() {
+    let m = machine(1, 4);
+    let mut w = Workload::default();
+    for i in 0..16 {
+        let name = if i < 8 { "heavy" } else { "light" };
+        w.add_hog(name, 100, CpuMask::ALL, i % 4);
+        w.tasks.last_mut().unwrap().cgroup = Some(u32::from(i >= 8));
+    }
+    w.cgroups = vec![900, 100];
+    let r = run(m, &w, Kind::Eevdf, 500, 4_000);
+    let share = cpus(&r, "heavy") / 4.0;
+    assert!((share - 0.9).abs() < 0.03, "{share}");
+}
+
+#[test]
+fn real_time_task_leaves_masked_tasks_their_other_cpus() {
+    let m = machine(1, 4);
+    for kind in BOTH {
+        let mut w = Workload::default();
+        for i in 0..4 {
+            w.add_hog("masked", 100, CpuMask::of([1, 2]), 1 + i % 2);
+        }
+        w.real_time = vec![RealTime {
+            cpu: 1,
+            from_ns: 50 * MS,
+            run_ns: 8_000 * MS,
+            period_ns: 0,
+        }];
+        let r = run(m, &w, kind, 200, 2_000);
+        let used = cpus(&r, "masked");
+        assert!((used - 1.0).abs() < 0.02, "{}: {used}", kind.name());
+        let waited = group(&r, "masked").wait_max_ns;
+        assert!(waited < 200 * MS, "{}: {waited} ns", kind.name());
+    }
+}
+
+#[test]
+fn benchmark_of_futexes_loses_no_task() {
+    for m in [machine(1, 4), machine(2, 4)] {
+        for load in [0.5, 0.7, 0.9, 1.0] {
+            let w = Workload::schbench_closed(m, 1, Span::Exp(500_000), load);
+            let requests = |kind| {
+                let r = run(m, &w, kind, 100, 1_000);
+                let longest = r.groups.iter().map(|g| g.wait_max_ns).max().unwrap();
+                assert!(longest < 50 * MS, "{} at {load}: {longest} ns", kind.name());
+                r.requests as f64
+            };
+            let (eevdf, ours) = (requests(Kind::Eevdf), requests(Kind::Slipstream));
+            // EEVDF's model sees every queue for nothing; 3 % fewer requests in 2 LLCs are usual.
+            assert!(ours > 0.9 * eevdf, "{ours} against {eevdf} at {load}");
+        }
+    }
+}
+
+/// A random host: LLCs, hogs and sleepers of random masks and weights, real-time tasks.
+#[derive(Clone, Debug)]
+struct Host {
+    machine: Machine,
+    tasks: Vec<(u64, u32, bool)>,
+    real_time: Vec<(u32, u64)>,
+    away: Option<u32>,
+    seed: u64,
+}
+
+fn host() -> impl Strategy<Value = Host> {
+    let tasks = prop::collection::vec((any::<u64>(), 0usize..5, any::<bool>()), 1..14);
+    let real_time = prop::collection::vec((0u32..8, 1u64..40), 0..2);
+    let away = prop::option::weighted(0.3, 0u32..8);
+    (1u32..3, 2u32..5, tasks, real_time, away, any::<u64>()).prop_map(
+        |(llcs, per_llc, tasks, real_time, away, seed)| {
+            let machine = machine(llcs, per_llc);
+            let all = (1u64 << machine.cpus()) - 1;
+            let weights = [100, 100, 20, 50, 400];
+            let task = |(mask, weight, hog): (u64, usize, bool)| {
+                let mask = if mask & all == 0 { all } else { mask & all };
+                (mask, weights[weight], hog)
+            };
+            Host {
+                machine,
+                tasks: tasks.into_iter().map(task).collect(),
+                real_time: real_time
+                    .into_iter()
+                    .map(|(cpu, ms)| (cpu % machine.cpus(), ms))
+                    .collect(),
+                away: away.map(|cpu| cpu % machine.cpus()),
+                seed,
+            }
+        },
+    )
+}
+
+fn check_host(h: &Host) -> Result<(), TestCaseError> {
+    let n = h.machine.cpus();
+    let mut w = Workload::default();
+    for (i, &(bits, weight, hog)) in h.tasks.iter().enumerate() {
+        let mask = CpuMask::of((0..n).filter(|c| bits >> c & 1 == 1));
+        let home = bits.trailing_zeros();
+        let name = format!("task {i} of {bits:#b}");
+        if hog {
+            w.add_hog(&name, weight, mask, home);
+        } else {
+            let (sleep, work) = (Span::Exp(2 * MS), Span::Exp(MS));
+            w.add_sleeper(&name, sleep, work, mask, home);
+            w.tasks.last_mut().unwrap().weight = weight;
+        }
+    }
+    for &(cpu, run_ms) in &h.real_time {
+        w.real_time.push(RealTime {
+            cpu,
+            from_ns: 20 * MS,
+            run_ns: run_ms * MS,
+            period_ns: 100 * MS,
+        });
+    }
+    if let Some(cpu) = h.away {
+        w.hotplug = [(50, false), (250, true)]
+            .map(|(ms, online)| Hotplug {
+                cpu,
+                at_ns: ms * MS,
+                online,
+            })
+            .into();
+    }
+    let r = run_seed(h.machine, &w, Kind::Slipstream, 50, 450, h.seed);
+    prop_assert!(
+        r.idle_beside_work_ns <= TICK,
+        "a task waited {} ns beside an idle CPU of its mask",
+        r.idle_beside_work_ns
+    );
+    // A task of weight 20 among thirteen others, eight of weight 400, on one CPU: it is due one
+    // part in 160 of the CPU, so a slice of a millisecond each 160 ms, and no less than that.
+    for g in &r.groups {
+        prop_assert!(
+            g.wait_max_ns < 300 * MS,
+            "{} waited {} ns",
+            g.name,
+            g.wait_max_ns
+        );
+    }
+    Ok(())
+}
+
+/// Hogs of one mask share it by their weights, whatever runs freely beside them.
+fn check_shares(
+    (width, first): (u32, u32),
+    weights: &[u32],
+    free: u32,
+    seed: u64,
+) -> Result<(), TestCaseError> {
+    let m = machine(1, 4);
+    let mask = CpuMask::of((0..width).map(|i| (first + i) % 4));
+    let mut w = Workload::default();
+    for (i, &weight) in weights.iter().enumerate() {
+        let home = (first + i as u32 % width) % 4;
+        w.add_hog(&format!("{i}"), weight, mask.clone(), home);
+    }
+    for i in 0..free {
+        w.add_hog("free", 100, CpuMask::ALL, i % 4);
+    }
+    let r = run_seed(m, &w, Kind::Slipstream, 1_000, 4_000, seed);
+    let used: Vec<f64> = (0..weights.len())
+        .map(|i| cpus(&r, &i.to_string()))
+        .collect();
+    let (all, sum): (f64, u32) = (used.iter().sum(), weights.iter().sum());
+    // No task can use more than one CPU: only where none is due more do weights decide alone.
+    let most = weights.iter().max().copied().unwrap_or(0);
+    prop_assume!(f64::from(most) / f64::from(sum) * all <= 0.98);
+    for (used, &weight) in used.iter().zip(weights) {
+        let (share, due) = (used / all, f64::from(weight) / f64::from(sum));
+        prop_assert!(
+            (share - due).abs() < 0.03,
+            "{share}, due {due}, of {all} CPUs"
+        );
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, max_shrink_iters: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_task_waits_beside_an_idle_cpu_or_for_long(h in host()) {
+        check_host(&h)?;
+    }
+
+    #[test]
+    fn weights_hold_inside_of_any_mask(
+        mask in (1u32..4, 0u32..4),
+        weights in prop::collection::vec(prop::sample::select(vec![50u32, 100, 200, 300]), 2..7),
+        free in 0u32..5,
+        seed in any::<u64>(),
+    ) {
+        check_shares(mask, &weights, free, seed)?;
+    }
+}

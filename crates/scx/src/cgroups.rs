@@ -271,6 +271,9 @@ struct Node {
     stored: bool,
 }
 
+/// The watch, what happened there, and the name below it.
+type WatchEvent = (i32, ReadFlags, String);
+
 /// What a [`Tracker::update`] found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Update {
@@ -406,7 +409,8 @@ impl Tracker {
         self.add_tree("", classes, table, out)
     }
 
-    fn read_events(&self, out: &mut Update) -> io::Result<(Vec<(i32, ReadFlags, String)>, bool)> {
+    /// The events that wait, and whether the kernel's queue overflowed.
+    fn read_events(&self, out: &mut Update) -> io::Result<(Vec<WatchEvent>, bool)> {
         let mut buffer = [MaybeUninit::uninit(); 16 * 1024];
         let mut reader = inotify::Reader::new(&self.inotify, &mut buffer);
         let (mut events, mut overflowed) = (Vec::new(), false);

@@ -33,11 +33,12 @@ echo +cpu > $cg/cgroup.subtree_control
 printf '[class.pod]\ncgroup = ["pods/*"]\nweight = 10\n' > /tmp/classes.toml
 mkdir $cg/pods
 load --classes /tmp/classes.toml
+# 600 at a time: one process makes them, another removes them.
 n=0
 while [ $n -lt 9000 ] && is enabled; do
-  i=0; while [ $i -lt 300 ]; do mkdir $cg/pods/p$n.$i; i=$((i + 1)); done
-  i=0; while [ $i -lt 300 ]; do rmdir $cg/pods/p$n.$i; i=$((i + 1)); done
-  n=$((n + 300))
+  seq $((n + 1)) $((n + 600)) | sed "s|^|$cg/pods/p|" > /tmp/pods
+  xargs mkdir < /tmp/pods; xargs rmdir < /tmp/pods
+  n=$((n + 600))
 done
 check "$n cgroups came and went" is enabled
 check "and the loader lives" kill -0 $loader

@@ -3,7 +3,7 @@
 //! What is modelled, from Linux 6.12 `kernel/sched/fair.c`: a queue per CPU ordered by virtual
 //! deadline; `wake_affine_idle` with the sync hint; `select_idle_sibling` (target, previous CPU,
 //! idle core, idle CPU of the target's LLC); a running task keeps its CPU until its slice is used
-//! (RUN_TO_PARITY) and is looked at when the tick comes; a CPU that runs out of work pulls from the
+//! (RUN_TO_PARITY), which the tick or a wake-up with an earlier deadline finds out; a CPU that runs out of work pulls from the
 //! longest queue of its LLC, then of all (`sched_balance_newidle`); a tick that finds a task waiting
 //! wakes an idle CPU to come and pull (`nohz_balancer_kick`); queues whose lengths differ by two are
 //! evened out every [`BALANCE_TICKS`]. CPU masks bind every step. A cgroup's weight is shared out to
@@ -19,8 +19,8 @@ use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::machine::{CpuMask, Machine};
 use crate::policy;
 
-/// `sysctl_sched_base_slice` (0.7 ms) scaled by `1 + ilog2(min(cpus, 8))`: 2.8 ms from 8 CPUs on.
-const BASE_SLICE_NS: u64 = 2_800_000;
+/// `normalized_sysctl_sched_base_slice`; scaled by `1 + ilog2(min(cpus, 8))`, 2.8 ms from 8 CPUs on.
+const BASE_SLICE_NS: u64 = 700_000;
 /// Ticks between two looks of a busy CPU for a longer queue. The kernel's interval grows with the
 /// domain and the load; this is one for a few CPUs at 250 Hz.
 const BALANCE_TICKS: u64 = 4;
@@ -65,6 +65,7 @@ pub struct Eevdf {
     /// Tasks that wait, by LLC: which LLC to pull from.
     queued: Vec<usize>,
     seq: u64,
+    slice_ns: u64,
     waiting: usize,
     actions: Vec<Action>,
 }
@@ -85,6 +86,7 @@ impl Eevdf {
             idle: vec![all; machine.llcs as usize],
             queued: vec![0; machine.llcs as usize],
             seq: 0,
+            slice_ns: BASE_SLICE_NS * u64::from(1 + machine.cpus().min(8).ilog2()),
             waiting: 0,
             actions: Vec::new(),
         }
@@ -191,13 +193,24 @@ impl Eevdf {
         }
     }
 
+    /// Whether a running task is past its deadline.
+    fn is_over(&self, task: TaskId, now: u64) -> bool {
+        let t = &self.tasks[task as usize];
+        let ran = self.virtual_ns(task, now.saturating_sub(t.run_at));
+        t.vruntime + ran >= t.deadline
+    }
+
     fn enqueue(&mut self, task: TaskId, cpu: u32) {
-        let slice = self.virtual_ns(task, BASE_SLICE_NS);
+        let slice = self.virtual_ns(task, self.slice_ns);
         let q = &mut self.queues[cpu as usize];
         let t = &mut self.tasks[task as usize];
-        // Placed with no lag, and a new deadline one slice away.
-        t.vruntime = t.vruntime.max(q.min_vruntime);
-        t.deadline = t.vruntime + slice;
+        // Placed with no lag, and a new deadline one slice away unless the last is still ahead.
+        let was = t.vruntime;
+        t.vruntime = was.max(q.min_vruntime);
+        t.deadline += t.vruntime - was;
+        if t.vruntime >= t.deadline {
+            t.deadline = t.vruntime + slice;
+        }
         self.seq += 1;
         q.tree.insert((t.deadline, self.seq, task));
         self.queued[self.machine.llc_of(cpu) as usize] += 1;
@@ -299,6 +312,14 @@ impl Scheduler for Eevdf {
         if self.is_idle(cpu) {
             self.set_bit(cpu, false);
             self.actions.push(Action::Resched(cpu));
+            return;
+        }
+        // check_preempt_wakeup_fair: a task beyond its slice is protected no longer.
+        let q = &self.queues[cpu as usize];
+        let is_first = q.tree.first().is_some_and(|e| e.2 == w.wakee);
+        let is_over = |t: TaskId| self.is_over(t, w.now);
+        if is_first && q.running.is_some_and(is_over) {
+            self.actions.push(Action::Preempt(cpu));
         }
     }
 
@@ -361,8 +382,7 @@ impl Scheduler for Eevdf {
         }
         let q = &self.queues[cpu as usize];
         let waits = !q.tree.is_empty();
-        let used_up =
-            waits && now.saturating_sub(self.tasks[task as usize].run_at) >= BASE_SLICE_NS;
+        let used_up = waits && self.is_over(task, now);
         // nohz_balancer_kick: a task waits here and a CPU of its mask idles, own LLC first.
         let masks: Vec<CpuMask> = q
             .tree

@@ -145,6 +145,9 @@ u32 bpf_cpumask_first(struct cpumask *mask)
 void bpf_rcu_read_lock(void) {}
 void bpf_rcu_read_unlock(void) {}
 u32 scx_bpf_reenqueue_local(void) { return slip_k_reenqueue_local(); }
+/* libbpf takes what follows three underscores for a variant of the same function. */
+u32 scx_bpf_reenqueue_local___count(void) { return slip_k_reenqueue_local(); }
+void scx_bpf_reenqueue_local___void(void) { slip_k_reenqueue_local(); }
 void scx_bpf_dump_bstr(char *fmt, unsigned long long *data, u32 size)
 {
 	(void)fmt;

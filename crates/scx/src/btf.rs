@@ -135,7 +135,10 @@ pub fn externs(bytes: &[u8]) -> Result<Vec<(String, usize)>, BtfError> {
     let raw = sections(bytes)?;
     let types = index(&raw)?;
     let mut found = Vec::new();
-    for t in types.iter().filter(|t| t.kind == KIND_FUNC && t.vlen == EXTERN) {
+    for t in types
+        .iter()
+        .filter(|t| t.kind == KIND_FUNC && t.vlen == EXTERN)
+    {
         if let Some(proto) = resolve(&types, t.word) {
             found.push((raw.string(t.name)?, proto.vlen));
         }

@@ -50,7 +50,7 @@ pub struct Places<'a> {
 /// program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Import {
-    /// Its name.
+    /// Its name, without the variant that libbpf takes off (`___variant`).
     pub name: String,
     /// How many parameters it takes.
     pub params: usize,
@@ -64,6 +64,12 @@ pub fn declared_imports() -> &'static [Import] {
     static IMPORTS: LazyLock<Vec<Import>> =
         LazyLock::new(|| imports_of(include_str!("../loader/src/bpf/kernel.h")));
     &IMPORTS
+}
+
+/// A function's name without `___variant`: several declarations of one function, of which libbpf uses
+/// the one that fits the kernel.
+pub fn plain_name(name: &str) -> &str {
+    name.split_once("___").map_or(name, |(plain, _)| plain)
 }
 
 /// The `extern ... __ksym` functions of a C header.
@@ -87,7 +93,7 @@ fn imports_of(header: &str) -> Vec<Import> {
             .rsplit(|c: char| !c.is_alphanumeric() && c != '_')
             .next()?;
         Some(Import {
-            name: name.to_owned(),
+            name: plain_name(name).to_owned(),
             params: match params.trim() {
                 "" | "void" => 0,
                 list => list.split(',').count(),
@@ -241,6 +247,8 @@ fn kfuncs(btf: &Btf, imports: &[Import]) -> Check {
         let (name, count) = (import.name.as_str(), import.params);
         match btf.params(name) {
             None if import.is_weak => {}
+            // Another variant may fit; a program must do without any that does not.
+            Some(p) if import.is_weak && p.len() != count => {}
             None => absent.push(name),
             Some(p) if p.len() == count => {}
             Some(p) if p.len() == count + 1 && hidden(p) => leaking.push(name),
@@ -591,6 +599,7 @@ mod tests {
             assert_eq!(of(name), Some(&import(name, params)));
         }
         assert!(of("runqueues").is_none(), "a variable");
+        assert_eq!(plain_name("scx_bpf_x___count"), "scx_bpf_x");
         let weak = imports_of(
             "#define X 1\n/* extern int no(void) __ksym; */\nextern struct cpumask *\n\
              a_b(int x,\n\tu64 y) __ksym __weak;\nextern int other(void);\n",

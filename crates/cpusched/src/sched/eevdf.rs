@@ -31,6 +31,8 @@ struct Entity {
     deadline: u64,
     weight: u32,
     run_at: u64,
+    /// On whose queue its virtual times are counted.
+    cpu: u32,
     mask: CpuMask,
     cgroup: Option<u32>,
     runnable: bool,
@@ -204,6 +206,12 @@ impl Eevdf {
         let slice = self.virtual_ns(task, self.slice_ns);
         let q = &mut self.queues[cpu as usize];
         let t = &mut self.tasks[task as usize];
+        if t.cpu != cpu {
+            // Counted on another queue's clock: level with this one's.
+            t.cpu = cpu;
+            t.vruntime = q.min_vruntime;
+            t.deadline = t.vruntime;
+        }
         // Placed with no lag, and a new deadline one slice away unless the last is still ahead.
         let was = t.vruntime;
         t.vruntime = was.max(q.min_vruntime);
@@ -248,7 +256,11 @@ impl Eevdf {
         let task = busiest
             .into_iter()
             .find_map(|(_, from)| self.pop(from, cpu))?;
-        self.tasks[task as usize].vruntime = self.queues[cpu as usize].min_vruntime;
+        let slice = self.virtual_ns(task, self.slice_ns);
+        let t = &mut self.tasks[task as usize];
+        t.cpu = cpu;
+        t.vruntime = self.queues[cpu as usize].min_vruntime;
+        t.deadline = t.vruntime + slice;
         Some(task)
     }
 
@@ -290,6 +302,7 @@ impl Scheduler for Eevdf {
             deadline: 0,
             weight: t.weight,
             run_at: 0,
+            cpu: t.home,
             mask: t.mask.clone(),
             cgroup: t.cgroup.map(|g| g.0),
             runnable: false,

@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
 use slipstream_scx::btf;
-use slipstream_scx::doctor::Import;
+use slipstream_scx::doctor::{Import, plain_name};
 
 /// The functions that the kernel must have for the program to load.
 ///
@@ -23,7 +23,7 @@ pub fn of_object(bytes: &[u8]) -> anyhow::Result<Vec<Import>> {
         .into_iter()
         .map(|(name, params)| Import {
             is_weak: is_weak(&name),
-            name,
+            name: plain_name(&name).to_owned(),
             params,
         })
         .collect())

@@ -72,13 +72,17 @@ t1=$(cut -d' ' -f1 /proc/uptime)
 check "SysRq-S ends it with 0 (it was $rc)" [ $rc = 0 ]
 check "at once ($t0 -> $t1)" awk "BEGIN { exit !($t1 - $t0 < 0.5) }"
 # A task that may only run where a real-time task never sleeps: no scheduler can help it.
-load
-chrt -f 50 taskset 2 sh -c 'while :; do :; done' & hog=$!
-taskset 2 sh -c 'while :; do :; done' & victim=$!
-wait $loader; rc=$?
-kill -9 $hog $victim
-check "it ends with 3 when the kernel ended the scheduler (it was $rc)" [ $rc = 3 ]
-check "says why" says "the kernel ended the scheduler.*stall"
-check "and prints the kernel's dump" says "^CPU 1"
+if command -v chrt > /dev/null; then
+  load
+  chrt -f 50 taskset 2 sh -c 'while :; do :; done' & hog=$!
+  taskset 2 sh -c 'while :; do :; done' & victim=$!
+  wait $loader; rc=$?
+  kill -9 $hog $victim
+  check "it ends with 3 when the kernel ended the scheduler (it was $rc)" [ $rc = 3 ]
+  check "says why" says "the kernel ended the scheduler.*stall"
+  check "and prints the kernel's dump" says "^CPU 1"
+else
+  echo "skip the end by the kernel, with its dump: this busybox has no chrt"
+fi
 [ $failed = 0 ] || cat /tmp/scx.log
 exit $failed

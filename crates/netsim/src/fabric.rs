@@ -447,6 +447,13 @@ impl Fabric {
         }
     }
 
+    /// Packets in queues that no event holds. (Those of FIFO ports are the events of their arrivals.)
+    pub(crate) fn packets_waiting(&self) -> u64 {
+        let scheduled = self.scheduled.iter().map(|p| u64::from(p.waiting()));
+        let trimmed = self.trim_ports.iter().map(|p| p.waiting() as u64);
+        scheduled.chain(trimmed).sum()
+    }
+
     /// Takes mail that was written before the window that starts now.
     pub(crate) fn receive(&mut self, mail: &mut Vec<(u64, Event)>) {
         for (time, event) in mail.drain(..) {

@@ -212,6 +212,95 @@ impl RunResult {
         let t = &self.totals;
         t.sent - t.delivered - t.data_drops - t.control_drops
     }
+
+    /// The first law of conservation that the figures break; `None` if all hold.
+    ///
+    /// Totals, flows and ports are counted in different places, so a packet or byte that one of them
+    /// loses shows here.
+    pub fn broken_law(&self) -> Option<String> {
+        let t = &self.totals;
+        let drops = t.data_drops + t.control_drops;
+        let sum = |of: fn(&FlowResult) -> u64| self.flows.iter().map(of).sum::<u64>();
+        let (sent, received) = (sum(|f| f.packets_sent), sum(|f| f.packets_received));
+        let hops: u64 = self.ports.iter().map(|p| p.packets).sum();
+        let port_drops: u64 = self.ports.iter().map(|p| p.drops).sum();
+        let law = |holds: bool, what: &str| (!holds).then(|| what.to_owned());
+        law(
+            t.sent >= t.delivered + drops,
+            "more packets were delivered and dropped than sent",
+        )
+        .or_else(|| {
+            law(
+                t.sent >= sent,
+                "flows sent more packets than the network took",
+            )
+        })
+        .or_else(|| {
+            law(
+                sent >= received + t.data_drops,
+                "more data packets arrived and were dropped than flows sent",
+            )
+        })
+        .or_else(|| {
+            // A trimmed packet is answered, but it is not received.
+            let settled = t.trims == 0 && t.sent == t.delivered + drops;
+            law(
+                !settled || sent == received + t.data_drops,
+                "a data packet neither arrived nor was dropped",
+            )
+        })
+        .or_else(|| {
+            law(
+                hops == t.packet_hops,
+                "ports carried other packets than were counted",
+            )
+        })
+        .or_else(|| {
+            // Links that are down lose packets outside of ports.
+            let at_ports = drops.saturating_sub(t.fault_drops)..=drops;
+            law(
+                at_ports.contains(&port_drops),
+                "ports dropped other packets than were counted",
+            )
+        })
+        .or_else(|| self.flows.iter().find_map(FlowResult::broken_law))
+    }
+}
+
+impl FlowResult {
+    fn broken_law(&self) -> Option<String> {
+        let in_order = self.bytes_in_order;
+        let laws = [
+            (
+                self.packets_received <= self.packets_sent,
+                "packets received",
+            ),
+            (self.bytes_received <= self.bytes_sent, "bytes received"),
+            (
+                in_order <= self.bytes.min(self.bytes_received),
+                "bytes in order",
+            ),
+            (self.bytes_acked <= in_order, "bytes acknowledged"),
+            (
+                self.retransmitted <= self.packets_sent,
+                "packets sent again",
+            ),
+            (
+                self.retransmitted > 0 || self.bytes_sent <= self.bytes,
+                "bytes sent without retransmission",
+            ),
+            (
+                self.acked_ns.is_none() || self.bytes_acked == self.bytes,
+                "end without every byte",
+            ),
+            (
+                self.delivered_ns.is_none_or(|at| at >= self.start_ns),
+                "arrival before the start",
+            ),
+        ];
+        let broken = laws.iter().find(|law| !law.0)?;
+        Some(format!("flow {}: {}: {self:?}", self.id, broken.1))
+    }
 }
 
 fn digest(

@@ -185,6 +185,11 @@ impl Scheduled {
         self.busy
     }
 
+    /// Packets that wait.
+    pub(crate) fn waiting(&self) -> u32 {
+        self.waiting
+    }
+
     /// Bytes that wait.
     pub(crate) fn waiting_bytes(&self) -> u64 {
         self.waiting_bytes

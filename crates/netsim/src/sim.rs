@@ -385,6 +385,9 @@ impl Simulation {
     }
 
     /// What came of it.
+    ///
+    /// # Panics
+    /// If a law of conservation does not hold ([`RunResult::broken_law`]): a fault of this crate.
     pub fn result(&self) -> RunResult {
         let mut tally = Tally::default();
         for shard in &self.shards {
@@ -408,7 +411,7 @@ impl Simulation {
         let (ideal_ns, path_ns) = (0..self.scenario.flows.len())
             .map(|i| self.ideal(i))
             .unzip();
-        RunResult::new(Collected {
+        let result = RunResult::new(Collected {
             tally,
             events: self.events(),
             last_event_ns: self.now(),
@@ -419,7 +422,21 @@ impl Simulation {
             series: self.sampler.as_ref().map(|s| s.series.clone()),
             ideal_ns,
             path_ns,
-        })
+        });
+        // Figures that contradict each other must not leave this crate.
+        if let Some(law) = result.broken_law() {
+            panic!("a law of conservation does not hold: {law}");
+        }
+        if self.next_time().is_none() {
+            let held = self.shards.iter().map(|s| s.fabric.packets_waiting());
+            let held: u64 = held.sum();
+            assert_eq!(
+                result.in_flight(),
+                held,
+                "packets in no event that are neither queued, delivered nor dropped"
+            );
+        }
+        result
     }
 
     /// Time of a flow alone on its path with its data sent at line rate, and of one full packet.

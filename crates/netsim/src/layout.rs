@@ -12,6 +12,7 @@ use crate::event::{HOPS_MAX, Kind, SIZE_MAX};
 use crate::fabric::{Fabric, PortSpec, Rings, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
+use crate::retry::{Look, Waits};
 use crate::route::{Router, Routing};
 use crate::scenario::{
     Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
@@ -198,7 +199,11 @@ impl Builder {
             }
             endpoints.push((Step::new(from, sends, s), Step::new(to, receives, r)));
         }
-        let Laid { rows, reroutes } = self.lay_paths(&flows, &endpoints)?;
+        let Laid {
+            rows,
+            reroutes,
+            timeouts,
+        } = self.lay_paths(&flows, &endpoints)?;
         for fabric in std::mem::take(&mut self.fabrics) {
             shards.push(Shard {
                 fabric,
@@ -220,6 +225,7 @@ impl Builder {
         let mut maker = EndpointMaker {
             scenario: &self.scenario,
             net: &self.net,
+            timeouts: &timeouts,
             pacer_of: HashMap::new(),
         };
         for (i, flow) in flows.iter().enumerate() {
@@ -296,6 +302,7 @@ impl Builder {
             }
             rows.push(pair);
         }
+        let timeouts = self.find_timeouts(flows, &rows, &found);
         let reroutes = self.find_reroutes(flows, &rows, &mut found)?;
         self.net.stride = found.longest + 1;
         self.check_memory(flows.len(), found.ends.len())?;
@@ -330,7 +337,37 @@ impl Builder {
         }
         self.lay_ways_back(flows, endpoints, &rows, &reroutes, &found)?;
         self.note_outages()?;
-        Ok(Laid { rows, reroutes })
+        Ok(Laid {
+            rows,
+            reroutes,
+            timeouts,
+        })
+    }
+
+    /// The timeouts of queue pairs that name none, by flow; empty if there are none.
+    fn find_timeouts(&self, flows: &[Flow], rows: &[[Rows; 2]], found: &Found) -> Vec<u64> {
+        let of = |flow: &Flow| match flow.transport {
+            Transport::Roce(roce) if roce.retry_ns.is_none() => Some(roce),
+            _ => None,
+        };
+        if flows.iter().all(|f| of(f).is_none()) {
+            return Vec::new();
+        }
+        let paths = |flow: usize, look: &mut Look<'_>| {
+            for rows in rows[flow] {
+                for row in rows.first..rows.first + rows.count {
+                    look(found.path(row));
+                }
+            }
+        };
+        let (classes, size_max) = (&self.net.classes, self.net.sizes as u64 - 1);
+        let waits = Waits::new(&self.scenario, classes, size_max, flows, &paths);
+        let timeout = |(i, flow): (usize, &Flow)| {
+            let roce = of(flow)?;
+            Some(waits.timeout_ns(flow, &roce, &|look| paths(i, look)))
+        };
+        let timeouts = flows.iter().enumerate().map(timeout);
+        timeouts.map(Option::unwrap_or_default).collect()
     }
 
     /// For each path of data that switches may trim, the same links the other way.
@@ -593,7 +630,7 @@ impl Builder {
 }
 
 /// Index of the class of a tier's links.
-fn tier_class(tier: Tier) -> u8 {
+pub(crate) fn tier_class(tier: Tier) -> u8 {
     match tier {
         Tier::Host => 0,
         Tier::Edge => 1,
@@ -630,6 +667,8 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
 struct EndpointMaker<'a> {
     scenario: &'a Scenario,
     net: &'a Net,
+    /// Of queue pairs that name none, by flow.
+    timeouts: &'a [u64],
     /// The pacer of a host's pulls, by host.
     pacer_of: HashMap<u32, usize>,
 }
@@ -687,7 +726,16 @@ impl EndpointMaker<'_> {
                         total,
                     ));
             }
-            Transport::Roce(roce) => {
+            Transport::Roce(mut roce) => {
+                if roce.window_bytes > 0 {
+                    // The sender stops at its window, and would wait there for an answer.
+                    let packets = roce.window_bytes.div_ceil(u64::from(flow.packet_bytes));
+                    let packets = u32::try_from(packets).unwrap_or(u32::MAX);
+                    roce.ack_every = roce.ack_every.min(packets);
+                }
+                let retry_ns = roce
+                    .retry_ns
+                    .unwrap_or_else(|| self.timeouts[index as usize]);
                 let links = &scenario.links;
                 let first = links.host.unwrap_or(links.edge);
                 shards[sender.shard()]
@@ -702,6 +750,7 @@ impl EndpointMaker<'_> {
                         total,
                         has_port: links.host.is_some(),
                         line_bits_per_s: first.bits_per_s,
+                        retry_ns,
                         roce,
                     }));
                 shards[receiver.shard()].qp_receivers.push(QpReceiver::new(
@@ -794,6 +843,8 @@ pub(crate) struct Reroute {
 struct Laid {
     rows: Vec<[Rows; 2]>,
     reroutes: Vec<Reroute>,
+    /// By flow, of queue pairs that name none; may be empty.
+    timeouts: Vec<u64>,
 }
 
 /// Ports of all rows, one after the other, until the longest path is known.

@@ -29,6 +29,7 @@ mod layout;
 mod net;
 pub mod output;
 pub mod result;
+mod retry;
 pub mod route;
 pub mod scenario;
 pub mod scheduled;

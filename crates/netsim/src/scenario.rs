@@ -196,8 +196,11 @@ pub struct Roce {
     /// Bytes that may be unacknowledged; 0: no limit.
     pub window_bytes: u64,
     /// Without progress for so long the sender goes back to the first unacknowledged packet, ns.
-    pub retry_ns: u64,
-    /// Packets that one ACK covers; the last packet of a flow always has its own.
+    /// `None`: longer than packets and answers take while nothing is lost, by the path's links and
+    /// buffers.
+    pub retry_ns: Option<u64>,
+    /// Packets that one ACK covers; the last packet of a flow always has its own. A window of fewer
+    /// packets counts instead.
     pub ack_every: u32,
 }
 
@@ -206,8 +209,7 @@ impl Default for Roce {
         Roce {
             dcqcn: Some(Dcqcn::default()),
             window_bytes: 0,
-            // InfiniBand's Local ACK Timeout is 4.096 us times a power of two: here 2^8.
-            retry_ns: 1_048_576,
+            retry_ns: None,
             ack_every: 1,
         }
     }

@@ -1181,7 +1181,6 @@ fn read_tcp(t: &Table<'_>) -> Tcp {
 }
 
 fn read_roce(t: &Table<'_>) -> Roce {
-    let usual = Roce::default();
     let dcqcn = if t.holds_table("dcqcn") || !t.has("dcqcn") {
         Some(t.table("dcqcn", read_dcqcn))
     } else {
@@ -1190,7 +1189,7 @@ fn read_roce(t: &Table<'_>) -> Roce {
     Roce {
         dcqcn,
         window_bytes: t.get("window").within(0..=1u64 << 40).or(0),
-        retry_ns: seconds(t, "rto").unwrap_or(usual.retry_ns).max(1_000),
+        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
         ack_every: t.get("ack_every").within(1..=1_000u32).or(1),
     }
 }

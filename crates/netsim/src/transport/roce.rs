@@ -38,6 +38,8 @@ pub(crate) struct QpSender {
     waiting: bool,
     started: bool,
     retry_ns: u64,
+    /// When the timer runs out (`u64::MAX`: nothing is unacknowledged) and when its event fires (0:
+    /// none is scheduled).
     deadline: u64,
     retry_at: u64,
     line_bits_per_s: f64,
@@ -61,6 +63,7 @@ pub(crate) struct QpSetup {
     pub(crate) total: u64,
     pub(crate) has_port: bool,
     pub(crate) line_bits_per_s: u64,
+    pub(crate) retry_ns: u64,
     pub(crate) roce: Roce,
 }
 
@@ -94,7 +97,7 @@ impl QpSender {
             next_send: 0,
             waiting: false,
             started: false,
-            retry_ns: s.roce.retry_ns,
+            retry_ns: s.retry_ns,
             deadline: u64::MAX,
             retry_at: 0,
             line_bits_per_s: line,
@@ -135,12 +138,18 @@ impl QpSender {
                 if upto > self.una {
                     self.una = upto;
                     self.nxt = self.nxt.max(upto);
-                    self.deadline = now + self.retry_ns;
+                    self.deadline = if self.nxt > upto {
+                        now.saturating_add(self.retry_ns)
+                    } else {
+                        u64::MAX
+                    };
                 }
                 if kind == Kind::Nack {
                     self.nacks += 1;
                     if upto == self.una {
+                        // The timer starts again with the packet that was asked for.
                         self.nxt = self.una;
+                        self.deadline = u64::MAX;
                     }
                 } else {
                     self.count.acks += 1;
@@ -167,7 +176,7 @@ impl QpSender {
         if self.deadline <= now {
             self.count.timeouts += 1;
             self.nxt = self.una;
-            self.deadline = now + self.retry_ns;
+            self.deadline = u64::MAX;
             self.pump(now, fabric, net);
         }
         self.arm(fabric);
@@ -209,7 +218,7 @@ impl QpSender {
             // Whole ns, never early.
             self.next_send = now + (wire as f64 * 8e9 / rate).ceil() as u64;
             if self.deadline == u64::MAX {
-                self.deadline = now + self.retry_ns;
+                self.deadline = now.saturating_add(self.retry_ns);
             }
             self.arm(fabric);
         }

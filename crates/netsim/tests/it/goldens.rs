@@ -49,7 +49,7 @@ fn examples_come_to_what_they_did() {
     check_golden(
         "roce-incast.toml",
         &[("4_000_000", "400_000")],
-        (15, 5_865, 0, 0xd850_7b0b_4326_7df8),
+        (15, 5_865, 0, 0x65b5_ba7e_6da3_0646),
     );
     check_golden("pfc-deadlock.toml", &[], (0, 129, 0, 0x73af_2e0a_89f6_1e4d));
     let small_ndp = [

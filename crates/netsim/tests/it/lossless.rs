@@ -283,3 +283,97 @@ fn what_pfc_needs_is_asked_for() {
         .contains("0 to 7")
     );
 }
+
+/// Flows of hosts 1 to `senders` to host 0.
+fn to_one(senders: u32, size: u32, roce: &str) -> String {
+    let flows = (1..=senders).map(|h| {
+        format!(
+            "[[flow]]\nflow_id = {h}\nflow_type = \"RoCE\"\ngraph = [[{h}, 0]]\n\
+             routing = \"ECMP\"\ntraffic = {{ size = {size}, pkt_size_dist = 1000, \
+             roce = {{ {roce} }} }}\n"
+        )
+    });
+    flows.collect()
+}
+
+#[test]
+fn the_default_timeout_is_that_of_the_path_and_its_buffers() {
+    // Everything is lost, so each timeout sends one packet again and counts. 1,250 bytes take 10 us
+    // on each of three links. Before a packet: at its host's port the one in service and one of its
+    // own, 20 us; at each switch the one in service and four that wait, 50 us. So 30 + 2 · 60 us
+    // there and, taken as long, back; and 10 us for the packet that an answer covers: 310 us, and
+    // InfiniBand's next timeout is 4.096 us · 2^7.
+    let flow = queue_pair(12_500, "dcqcn = false").replace("[[flow]]", "[[flow]]\nclass = 0");
+    let toml = |rate: &str, switch: &str| {
+        funnel(rate, &format!("loss = 1.0\n{switch}"), &flow)
+            .replace("duration = 1.0", "duration = 0.01")
+    };
+    let timeouts = |toml: &str| u64::from(run(toml).flows[0].timeouts);
+    assert_eq!(
+        timeouts(&toml("1e9", "capacity = 4")),
+        10_000_000 / (4_096 << 7)
+    );
+    // Of 100 places the flow can fill ten, and answers: 10 · (1,250 + 40) bytes are 103.2 us, in all
+    // 30 + 2 · 123.2 us both ways: 2^8.
+    assert_eq!(
+        timeouts(&toml("1e9", "capacity = 100")),
+        10_000_000 / (4_096 << 8)
+    );
+    // A file's own timeout holds.
+    let own = toml("1e9", "capacity = 4").replace("dcqcn = false", "dcqcn = false, rto = 0.0021");
+    assert_eq!(timeouts(&own), 4);
+}
+
+#[test]
+fn no_timer_fires_where_nothing_is_lost() {
+    let fat_tree = |switch: &str, flows: &str| {
+        format!(
+            "duration = 10.0\n[topology]\ncategory = \"FatTree\"\nfat_tree = {{ k = 8, \
+             hosts_per_edge = 7 }}\n[link]\npropagation_ns = 1000\n[switch]\nport_rate = 4e10\n\
+             {switch}\n{flows}"
+        )
+    };
+    // One sender at each of six switches in a row; the farther ones get ever less of the last link.
+    let row = |switch: &str, flows: &str| {
+        format!(
+            "edges = [[0,1],[1,2],[2,3],[3,4],[4,5],[5,6]]\nhosts = [0,1,2,3,4,5,6]\n\
+             duration = 10.0\n[link]\npropagation_ns = 1000\n[switch]\nport_rate = 1e10\n\
+             {switch}\n{flows}"
+        )
+    };
+    let cases = [
+        fat_tree("[switch.pfc]\nxoff = 20000", &to_one(200, 100_000, "")),
+        fat_tree(
+            "[switch.pfc]\nxoff = 2000",
+            &to_one(200, 100_000, "dcqcn = false"),
+        ),
+        fat_tree(
+            "shared = { bytes = 2_000_000 }\npfc = { alpha = 0.125 }",
+            &to_one(200, 100_000, "dcqcn = false, ack_every = 16"),
+        ),
+        // Without PFC, in a queue that holds all of it.
+        fat_tree("capacity = 0", &to_one(200, 100_000, "dcqcn = false")),
+        fat_tree(
+            "capacity = 0",
+            &to_one(50, 400_000, "window = 3000, ack_every = 64"),
+        ),
+        row(
+            "[switch.pfc]\nxoff = 3000",
+            &to_one(6, 2_000_000, "dcqcn = false"),
+        ),
+        row("capacity = 0", &to_one(6, 2_000_000, "ack_every = 100")),
+        // A packet alone takes 8 ms a link.
+        row("capacity = 0", &to_one(3, 20_000, "dcqcn = false")).replace("1e10", "1e6"),
+        row("[switch.pfc]\nxoff = 3000", &to_one(3, 20_000, "")).replace("1e10", "1e6"),
+    ];
+    for toml in cases {
+        let result = run(&toml);
+        let t = &result.totals;
+        assert_eq!((t.data_drops, t.control_drops), (0, 0), "{toml}");
+        for f in &result.flows {
+            let fired = (f.timeouts, f.retransmitted, f.nacks);
+            assert_eq!(fired, (0, 0, 0), "flow {} of {toml}", f.id);
+            assert_eq!(f.bytes_acked, f.bytes, "flow {} of {toml}", f.id);
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The default timeout of queue pairs: longer than a packet and its answer take while nothing is
+//! lost.
+//!
+//! InfiniBand leaves the timeout to whoever knows the fabric: it has to exceed the packet's life in
+//! both directions and the responder's delay (InfiniBand Architecture Specification volume 1, section
+//! 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A timeout below that sends packets
+//! again that were never lost.
+
+use crate::layout::tier_class;
+use crate::net::{LinkClass, serialization_ns};
+use crate::scenario::{Flow, Roce, Scenario, Transport};
+use crate::scheduled::Discipline;
+use crate::topology::{End, PortId};
+
+/// InfiniBand's unit, ns, and the largest power of two that its five bits name.
+const UNIT_NS: u64 = 4_096;
+const EXPONENT_MAX: u32 = 31;
+
+/// Looks at a path.
+pub(crate) type Look<'a> = dyn FnMut(&[PortId]) + 'a;
+
+/// What may be in the way of a packet, by port and by group of flows that share ports.
+pub(crate) struct Waits<'a> {
+    scenario: &'a Scenario,
+    /// Largest packet on the wire, bytes.
+    size_max: u64,
+    /// By tier: hosts' links, edge, core.
+    classes: &'a [LinkClass],
+    /// By port.
+    uses: Vec<Use>,
+    /// Union-find over ports that a flow connects.
+    parent: Vec<PortId>,
+    /// By root of a group: bytes that its flows will ever put on the network, and the slowest link.
+    groups: Vec<(u64, u64)>,
+}
+
+/// The flows over a port.
+#[derive(Clone, Copy, Debug, Default)]
+struct Use {
+    flows: u64,
+    /// Data of all of them with headers, and their answers, bytes.
+    bytes: u64,
+    /// Most packets that an answer covers.
+    ack_every: u64,
+    /// A flow that does not wait for the host's port to take its packets.
+    pushes: bool,
+}
+
+impl<'a> Waits<'a> {
+    /// `flows` yields each flow with the ports of its paths there and back.
+    pub(crate) fn new(
+        scenario: &'a Scenario,
+        classes: &'a [LinkClass],
+        size_max: u64,
+        flows: &[Flow],
+        paths: &dyn Fn(usize, &mut Look<'_>),
+    ) -> Self {
+        let ports = scenario.topology.port_count();
+        let mut waits = Waits {
+            scenario,
+            size_max,
+            classes,
+            uses: vec![Use::default(); ports as usize],
+            parent: (0..ports).collect(),
+            groups: vec![(0, u64::MAX); ports as usize],
+        };
+        for (i, flow) in flows.iter().enumerate() {
+            let bytes = wire_bytes(flow);
+            let mut first = None;
+            paths(i, &mut |path| {
+                for &port in path {
+                    waits.uses[port as usize].add(flow, bytes);
+                    let first = *first.get_or_insert(port);
+                    waits.join(first, port);
+                }
+            });
+        }
+        for port in 0..ports {
+            waits.parent[port as usize] = waits.root(port);
+        }
+        for (i, flow) in flows.iter().enumerate() {
+            let bytes = wire_bytes(flow);
+            let mut counted = false;
+            paths(i, &mut |path| {
+                for &port in path {
+                    let root = waits.root(port) as usize;
+                    let rate = waits.class(port).bits_per_s;
+                    let group = &mut waits.groups[root];
+                    if !counted {
+                        group.0 = group.0.saturating_add(bytes);
+                        counted = true;
+                    }
+                    group.1 = group.1.min(rate);
+                }
+            });
+        }
+        waits
+    }
+
+    /// The timeout of a queue pair over `paths`, there and back, ns.
+    pub(crate) fn timeout_ns(
+        &self,
+        flow: &Flow,
+        roce: &Roce,
+        paths: &dyn Fn(&mut Look<'_>),
+    ) -> u64 {
+        // One of several paths is taken, and any may be the longest.
+        let mut slowest = 0u64;
+        let mut group = None;
+        paths(&mut |path| {
+            let time = path.iter().map(|&p| self.hop_ns(p));
+            slowest = slowest.max(time.fold(0, u64::saturating_add));
+            group = group.or(path.first().copied());
+        });
+        let mut time = slowest.saturating_mul(2);
+        if let Some(port) = group
+            && self.scenario.queue.pfc.is_some()
+        {
+            // A pause reaches back through the network, so a packet may wait for any that shares a
+            // link with it, or with those, and so on. What they all have to send drains at the rate
+            // of the slowest link at least.
+            let (bytes, rate) = self.groups[self.root(port) as usize];
+            time = time.saturating_add(drain_ns(bytes, rate).saturating_mul(2));
+        }
+        // Packets until the receiver answers, at the lowest rate of the sender.
+        let wire = u64::from(flow.packet_bytes + flow.header_bytes);
+        let first = self.classes[usize::from(self.scenario.links.host.is_none())];
+        let rate = roce
+            .dcqcn
+            .map_or(first.bits_per_s, |d| d.rate_bits_per_s_min as u64);
+        let burst = wire.saturating_mul(u64::from(roce.ack_every));
+        round_up(time.saturating_add(drain_ns(burst, rate.max(1))))
+    }
+
+    /// Serialization, propagation, and the packets that may be before one at a port.
+    fn hop_ns(&self, port: PortId) -> u64 {
+        let link = self.class(port);
+        let own = serialization_ns(self.size_max, link.bits_per_s) + link.delay_ns;
+        // The packet in service.
+        let wait = self.size_max.saturating_add(self.waiting_bytes(port));
+        own.saturating_add(drain_ns(wait, link.bits_per_s))
+    }
+
+    /// Bytes that may wait at a port whose link is not paused.
+    fn waiting_bytes(&self, port: PortId) -> u64 {
+        let of = self.uses[port as usize];
+        let queue = &self.scenario.queue;
+        if matches!(self.scenario.topology.port_ends(port).0, End::Host(_)) {
+            // Queue pairs hand over a packet each in turn; others all that they have.
+            let turns = of.flows.saturating_mul(of.ack_every.max(1));
+            return if of.pushes {
+                of.bytes
+            } else {
+                of.bytes.min(turns.saturating_mul(self.size_max))
+            };
+        }
+        if queue.discipline != Discipline::Fifo || queue.pfc.is_some() {
+            // A class may wait for all others. With PFC the group's bytes are counted instead.
+            return if queue.pfc.is_some() { 0 } else { of.bytes };
+        }
+        let mut limit = of.bytes;
+        if let Some(trim) = queue.trim {
+            let headers = u64::from(trim.header_packets) * u64::from(trim.header_bytes);
+            limit = limit.min(u64::from(trim.data_packets) * self.size_max + headers);
+        }
+        if queue.capacity_packets > 0 {
+            limit = limit.min(u64::from(queue.capacity_packets).saturating_mul(self.size_max));
+        }
+        if queue.capacity_bytes > 0 {
+            limit = limit.min(queue.capacity_bytes);
+        }
+        queue.shared.map_or(limit, |shared| limit.min(shared.bytes))
+    }
+
+    fn class(&self, port: PortId) -> LinkClass {
+        self.classes[tier_class(self.scenario.topology.tier(port)) as usize]
+    }
+
+    fn root(&self, mut port: PortId) -> PortId {
+        while self.parent[port as usize] != port {
+            port = self.parent[port as usize];
+        }
+        port
+    }
+
+    fn join(&mut self, a: PortId, b: PortId) {
+        let (from, to) = (self.root(a), self.root(b));
+        self.parent[from as usize] = to;
+        // Both ends look less far the next time.
+        self.parent[a as usize] = to;
+        self.parent[b as usize] = to;
+    }
+}
+
+impl Use {
+    fn add(&mut self, flow: &Flow, bytes: u64) {
+        self.flows += 1;
+        self.bytes = self.bytes.saturating_add(bytes);
+        match flow.transport {
+            Transport::Roce(roce) => self.ack_every = self.ack_every.max(roce.ack_every.into()),
+            _ => self.pushes = true,
+        }
+    }
+}
+
+/// Data of a flow with headers, and an answer a packet; no limit if its size is not known.
+fn wire_bytes(flow: &Flow) -> u64 {
+    let Some(bytes) = flow.demand.bytes() else {
+        return u64::MAX;
+    };
+    let packets = bytes.div_ceil(u64::from(flow.packet_bytes.max(1)));
+    let each = u64::from(flow.header_bytes) + u64::from(flow.ack_bytes);
+    bytes.saturating_add(packets.saturating_mul(each))
+}
+
+/// Time of `bytes` on a link, no more than 2^63 ns.
+fn drain_ns(bytes: u64, bits_per_s: u64) -> u64 {
+    let ns = u128::from(bytes) * 8_000_000_000 / u128::from(bits_per_s) + 1;
+    u64::try_from(ns).unwrap_or(u64::MAX).min(1 << 63)
+}
+
+/// The next of InfiniBand's timeouts.
+fn round_up(ns: u64) -> u64 {
+    let exponent = ns.div_ceil(UNIT_NS).max(2).next_power_of_two().ilog2();
+    UNIT_NS << exponent.min(EXPONENT_MAX)
+}

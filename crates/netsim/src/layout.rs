@@ -708,6 +708,7 @@ impl EndpointMaker<'_> {
                     initial_window: tcp.initial_window,
                     ssthresh: tcp.ssthresh,
                     rto_min_ns: tcp.rto_ns_min,
+                    sws_avoidance: tcp.sws_avoidance,
                     control,
                     bytes: flow.demand.bytes(),
                     app,

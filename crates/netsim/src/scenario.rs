@@ -173,6 +173,9 @@ pub struct Tcp {
     pub rto_ns_min: u64,
     /// Packets are ECN-capable.
     pub ecn: bool,
+    /// No segment shorter than the MSS while more data waits (RFC 9293 section 3.8.6.2.1). `false`:
+    /// each segment is min(MSS, window left, data left), as Days' Reno sends them.
+    pub sws_avoidance: bool,
 }
 
 impl Tcp {
@@ -184,6 +187,7 @@ impl Tcp {
             ssthresh: 65_535,
             rto_ns_min: 1_000_000_000,
             ecn: false,
+            sws_avoidance: true,
         }
     }
 }

@@ -1177,6 +1177,7 @@ fn read_tcp(t: &Table<'_>) -> Tcp {
         ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
         rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
         ecn: t.get("ecn").or(algorithm == Algorithm::Dctcp),
+        sws_avoidance: t.get("sws_avoidance").or(true),
     }
 }
 

@@ -90,6 +90,8 @@ pub(crate) struct Bbr {
     pub(crate) mending: bool,
     /// The first round of that: a packet leaves for each that is delivered (packet_conservation).
     conserving: bool,
+    /// A loss was found since the last ACK of new data.
+    lost: bool,
     /// The window before (prior_cwnd).
     prior: u64,
     seed: u64,
@@ -97,6 +99,8 @@ pub(crate) struct Bbr {
     pub(crate) next_send: u64,
     /// Bits/s.
     pub(crate) pacing_rate: f64,
+    /// The first window, bytes.
+    window_first: u64,
 }
 
 impl Bbr {
@@ -125,10 +129,12 @@ impl Bbr {
             window_before: 0,
             mending: false,
             conserving: false,
+            lost: false,
             prior: 0,
             seed,
             next_send: 0,
             pacing_rate: 0.0,
+            window_first: 0,
         }
     }
 
@@ -143,8 +149,16 @@ impl Bbr {
             .then(|| gain * self.rate() * self.rtt_min as f64 / 8e9)
     }
 
-    /// A packet up to `end` leaves; `wire` bytes of it, `flight` were under way before.
-    pub(crate) fn on_sent(&mut self, now: u64, end: u64, wire: u64, flight: u64, w: &Window) {
+    /// BBRInflight: what may be under way at `gain`, with three quanta for what is aggregated
+    /// (section 4.2.3.2); `None` before the first measurement.
+    fn inflight(&self, gain: f64, w: &Window) -> Option<u64> {
+        let product = self.product(gain)?;
+        Some(product as u64 + 3 * self.quantum(w))
+    }
+
+    /// `size` bytes of data up to `end` leave; `flight` were under way before. The rate is one of
+    /// data delivered, so pacing counts no headers either.
+    pub(crate) fn on_sent(&mut self, now: u64, end: u64, size: u64, flight: u64, w: &Window) {
         if flight == 0 {
             self.first_at = now;
             self.delivered_at = now;
@@ -160,9 +174,10 @@ impl Bbr {
         }
         if self.pacing_rate == 0.0 {
             // The draft, section 4.2.1: before a sample as if the round trip took 1 ms.
+            self.window_first = w.cwnd;
             self.pacing_rate = HIGH_GAIN * w.cwnd as f64 * 8.0 / 1e-3;
         }
-        let gap = (wire as f64 * 8e9 / self.pacing_rate).ceil() as u64;
+        let gap = (size as f64 * 8e9 / self.pacing_rate).ceil() as u64;
         self.next_send = self.next_send.max(now) + gap;
     }
 
@@ -188,6 +203,7 @@ impl Bbr {
     pub(crate) fn on_loss(&mut self, sent: u64, w: &mut Window) {
         self.save_window(w);
         self.conserving = true;
+        self.lost = true;
         // packets_in_flight without the one that is lost, and the one that this ACK tells of.
         w.cwnd = self.in_flight(sent).saturating_sub(w.mss) + w.mss;
     }
@@ -235,7 +251,7 @@ impl Bbr {
             self.first_at = sent.at;
             self.measure(now, sent);
         }
-        self.move_on(now, flight, w);
+        self.move_on(now, flight, flight + acked - known, w);
         self.set_pacing();
         match mending {
             Mending::Nothing => self.set_window(acked, w),
@@ -275,6 +291,12 @@ impl Bbr {
             }
         }
         let rtt = now - sent.at;
+        if self.rtt_min == 0 {
+            // Section 4.2.1: the first window over the round trip, which a handshake would have
+            // measured before.
+            let rate = HIGH_GAIN * self.window_first as f64 * 8e9 / rtt.max(1) as f64;
+            self.pacing_rate = self.pacing_rate.min(rate);
+        }
         let stale = now > self.rtt_at + RTT_LIFE_NS;
         if self.rtt_min == 0 || rtt <= self.rtt_min || stale {
             if stale && self.rtt_min > 0 && rtt > self.rtt_min && self.state != State::ProbeRtt {
@@ -288,8 +310,8 @@ impl Bbr {
         }
     }
 
-    /// Section 4.3: the state machine.
-    fn move_on(&mut self, now: u64, flight: u64, w: &mut Window) {
+    /// Section 4.3: the state machine. `before` was under way before this ACK, `flight` is now.
+    fn move_on(&mut self, now: u64, flight: u64, before: u64, w: &mut Window) {
         if self.state == State::Startup && self.round_start {
             self.round_start = false;
             let rate = self.rate();
@@ -305,19 +327,19 @@ impl Bbr {
                 self.pacing_gain = 1.0 / HIGH_GAIN;
             }
         }
-        let flight_now = flight as f64;
+        let lost = std::mem::take(&mut self.lost);
         match self.state {
-            State::Drain if self.product(1.0).is_some_and(|p| flight_now <= p) => {
+            State::Drain if self.inflight(1.0, w).is_some_and(|most| flight <= most) => {
                 self.probe_bandwidth(now);
             }
             State::ProbeBandwidth => {
+                // Section 4.3.3.2: BBRIsNextCyclePhase.
                 let gain = CYCLE[self.cycle];
                 let long = now - self.cycle_at > self.rtt_min;
                 let next = if gain > 1.0 {
-                    long && self.product(gain).is_some_and(|p| flight_now >= p)
-                        || now - self.cycle_at > 4 * self.rtt_min
+                    long && (lost || self.inflight(gain, w).is_some_and(|most| before >= most))
                 } else if gain < 1.0 {
-                    long || self.product(1.0).is_some_and(|p| flight_now <= p)
+                    long || self.inflight(1.0, w).is_some_and(|most| before <= most)
                 } else {
                     long
                 };
@@ -387,8 +409,7 @@ impl Bbr {
             return;
         }
         let gain = if self.filled { CWND_GAIN } else { HIGH_GAIN };
-        let target = self.product(gain).map(|p| p as u64 + 3 * self.quantum(w));
-        w.cwnd = match target {
+        w.cwnd = match self.inflight(gain, w) {
             Some(target) if self.filled => (w.cwnd + acked).min(target),
             Some(target) if w.cwnd >= target => w.cwnd,
             _ => w.cwnd + acked,

@@ -25,6 +25,16 @@ pub(crate) struct AckInfo {
     pub(crate) nxt: u64,
     /// The acknowledged packet carried a congestion mark.
     pub(crate) marked: bool,
+    /// Bytes that were unacknowledged before.
+    pub(crate) flight: u64,
+}
+
+impl AckInfo {
+    /// Whether the window is what kept the sender from sending more. In slow start a window below
+    /// twice what was in flight counts as well, as it doubles in a round trip.
+    fn window_limits(&self, w: &Window) -> bool {
+        self.flight + w.mss > w.cwnd || w.cwnd < w.ssthresh && w.cwnd < 2 * self.flight
+    }
 }
 
 /// The algorithm of a sender.
@@ -49,6 +59,13 @@ impl Control {
         }
     }
 
+    /// Nothing was in flight, and the application has data again.
+    pub(crate) fn on_idle_end(&mut self, now: u64) {
+        if let Control::Cubic(c) = self {
+            c.leave_out(now);
+        }
+    }
+
     /// A loss was found by duplicate ACKs: sets the threshold (the caller sets the window).
     pub(crate) fn on_loss(&mut self, w: &mut Window, flight: u64) {
         match self {
@@ -60,12 +77,20 @@ impl Control {
         }
     }
 
-    /// The timer ran out: the caller sets the window to one segment.
-    pub(crate) fn on_timeout(&mut self, w: &mut Window, flight: u64) {
-        self.on_loss(w, flight);
+    /// The timer ran out, `again` if it did for this segment before: the caller sets the window to
+    /// one segment.
+    pub(crate) fn on_timeout(&mut self, w: &mut Window, flight: u64, again: bool) {
+        // RFC 5681 section 3.1: the threshold is held when the timer sends a segment once more.
+        if !again {
+            self.on_loss(w, flight);
+        }
         match self {
             Control::NewReno(c) => c.acked = 0,
-            Control::Cubic(c) => c.epoch = None,
+            Control::Cubic(c) => {
+                // RFC 9438 section 4.8: the plateau is the window at the start of what follows.
+                c.epoch = None;
+                c.w_max = 0.0;
+            }
             Control::Dctcp(c) => c.growth.acked = 0,
             Control::Bbr(c) => c.on_timeout(w),
         }
@@ -121,6 +146,8 @@ pub(crate) struct Cubic {
     cwnd: f64,
     w_max: f64,
     epoch: Option<Epoch>,
+    /// Time of the last ACK, ns.
+    seen: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -138,7 +165,16 @@ impl Cubic {
             cwnd: 0.0,
             w_max: 0.0,
             epoch: None,
+            seen: 0,
         }
+    }
+
+    /// Section 5.8: t does not include times in which the window was not used.
+    fn leave_out(&mut self, now: u64) {
+        if let Some(epoch) = &mut self.epoch {
+            epoch.start += now - self.seen;
+        }
+        self.seen = now;
     }
 
     /// W_cubic(t), equation (1).
@@ -149,6 +185,12 @@ impl Cubic {
 
     fn on_ack(&mut self, w: &mut Window, ack: AckInfo) {
         let mss = w.mss as f64;
+        if !ack.window_limits(w) {
+            // Section 5.8: no increase while the application limits the flow.
+            self.leave_out(ack.now);
+            return;
+        }
+        self.seen = ack.now;
         if w.cwnd < w.ssthresh {
             w.cwnd = (w.cwnd + ack.acked.min(w.mss)).min(w.ssthresh);
             return;
@@ -276,6 +318,7 @@ mod tests {
             una: 0,
             nxt: 0,
             marked: false,
+            flight: 1 << 40,
         }
     }
 

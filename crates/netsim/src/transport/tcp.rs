@@ -76,7 +76,11 @@ pub(crate) struct TcpSender {
     flags: u32,
     duplicates: u32,
     recovering: bool,
+    /// A partial ACK has arrived in this recovery.
+    partial: bool,
     started: bool,
+    /// No segment shorter than the MSS while more data waits (sender silly window avoidance).
+    whole_segments: bool,
     /// BBR: packets are paced, and when the next pacing event fires (0: none is scheduled).
     paced: bool,
     pace_at: u64,
@@ -89,6 +93,8 @@ pub(crate) struct TcpSender {
     rttvar: u64,
     rto: u64,
     rto_min: u64,
+    /// The segment that the timer sent last, plus one; 0: none.
+    timed_out: u64,
     /// When the timer runs out (`u64::MAX`: off) and when its event fires (0: none is scheduled).
     deadline: u64,
     timer_at: u64,
@@ -117,6 +123,7 @@ pub(crate) struct TcpSetup {
     pub(crate) initial_window: u32,
     pub(crate) ssthresh: u64,
     pub(crate) rto_min_ns: u64,
+    pub(crate) sws_avoidance: bool,
     pub(crate) control: Control,
     /// All data at once, or piece by piece.
     pub(crate) bytes: Option<u64>,
@@ -152,7 +159,9 @@ impl TcpSender {
             flags: if s.ecn { ECT } else { 0 },
             duplicates: 0,
             recovering: false,
+            partial: false,
             started: false,
+            whole_segments: s.sws_avoidance,
             paced: matches!(s.control, Control::Bbr(_)),
             pace_at: 0,
             recover: 0,
@@ -162,6 +171,7 @@ impl TcpSender {
             rttvar: 0,
             rto: RTO_NS_INITIAL.max(s.rto_min_ns),
             rto_min: s.rto_min_ns,
+            timed_out: 0,
             deadline: u64::MAX,
             timer_at: 0,
             mark_end: 0,
@@ -214,6 +224,8 @@ impl TcpSender {
 
     fn on_new_ack(&mut self, now: u64, ack: u64, marked: bool, fabric: &mut Fabric, net: &Net) {
         let acked = ack - self.una;
+        let flight = self.nxt - self.una;
+        let mut restart_timer = true;
         if self.timed != 0 && ack >= self.timed {
             self.sample_rtt(now - self.timed_at);
             self.timed = 0;
@@ -238,12 +250,14 @@ impl TcpSender {
             self.recovering &= mending != Mending::Done;
             if mending == Mending::Partly {
                 self.retransmit(now, fabric, net);
+                restart_timer = !std::mem::replace(&mut self.partial, true);
             }
         } else if self.recovering {
             if ack < self.recover - 1 {
                 // RFC 6582 section 3.2 step 3, partial ACK: the next hole is retransmitted, the
                 // window deflated by what was acknowledged, plus one segment.
                 self.retransmit(now, fabric, net);
+                restart_timer = !std::mem::replace(&mut self.partial, true);
                 self.w.cwnd = self.w.cwnd.saturating_sub(acked).max(self.w.mss);
                 if acked >= self.w.mss {
                     self.w.cwnd += self.w.mss;
@@ -260,6 +274,7 @@ impl TcpSender {
                 una: self.una,
                 nxt: self.nxt,
                 marked,
+                flight,
             };
             self.control.on_ack(&mut self.w, info);
             if marked && ack > self.mark_end {
@@ -268,11 +283,13 @@ impl TcpSender {
                     .on_congestion_mark(&mut self.w, self.nxt - self.una);
             }
         }
-        self.deadline = if self.nxt > self.una {
-            now + self.rto
-        } else {
-            u64::MAX
-        };
+        if self.nxt == self.una {
+            self.deadline = u64::MAX;
+        } else if restart_timer {
+            // RFC 6582 section 3.2 step 3: of partial ACKs the first alone restarts the timer, so that
+            // many holes end in a timeout instead of one round trip each.
+            self.deadline = now + self.rto;
+        }
     }
 
     fn on_duplicate(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
@@ -293,6 +310,7 @@ impl TcpSender {
                 self.w.cwnd = self.w.ssthresh + u64::from(DUPLICATES) * self.w.mss;
             }
             self.recovering = true;
+            self.partial = false;
             self.recover = self.max + 1;
             self.count.fast_retransmits += 1;
             self.retransmit(now, fabric, net);
@@ -320,7 +338,9 @@ impl TcpSender {
         }
         self.count.timeouts += 1;
         let flight = self.nxt - self.una;
-        self.control.on_timeout(&mut self.w, flight);
+        let again = self.timed_out == self.una + 1;
+        self.control.on_timeout(&mut self.w, flight, again);
+        self.timed_out = self.una + 1;
         self.w.cwnd = self.w.mss;
         // RFC 6582 section 3.2 step 4, and go-back-N: what was in flight counts as lost.
         self.recover = self.max + 1;
@@ -343,11 +363,17 @@ impl TcpSender {
         self.check_end(now)
     }
 
-    /// Sends what window and data allow: each segment is min(MSS, window left, data left).
+    /// Sends what window and data allow: each segment is min(MSS, data left), and waits for an ACK
+    /// if the window has no room for it (RFC 9293 section 3.8.6.2.1, sender's silly window
+    /// avoidance, conditions 1 and 2). There is no Nagle delay: the last piece of what the
+    /// application handed over does not wait for more.
     #[inline]
     fn send(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         if self.app.is_some() {
             self.take_from_app(now);
+            if self.nxt == self.una {
+                self.control.on_idle_end(now);
+            }
         }
         loop {
             let mut flight = self.nxt - self.una;
@@ -356,8 +382,12 @@ impl TcpSender {
             {
                 flight = bbr.in_flight(flight);
             }
-            let room = self.w.cwnd.saturating_sub(flight);
-            let size = self.w.mss.min(room).min(self.limit - self.nxt);
+            // At least one segment, or an idle sender would wait for an ACK that cannot come.
+            let room = self.w.cwnd.max(self.w.mss).saturating_sub(flight);
+            let mut size = self.w.mss.min(self.limit - self.nxt);
+            if size > room {
+                size = if self.whole_segments { 0 } else { room };
+            }
             if size == 0 || self.paced && self.must_wait(now, fabric) {
                 break;
             }
@@ -423,9 +453,9 @@ impl TcpSender {
             self.row
         };
         if let Control::Bbr(bbr) = &mut self.control {
-            let wire = size + self.header;
             let flight = self.nxt - self.una;
-            bbr.on_sent(now, at + u64::from(size), u64::from(wire), flight, &self.w);
+            let size = u64::from(size);
+            bbr.on_sent(now, at + size, size, flight, &self.w);
         }
         let event = Event::packet(Kind::Data, row, at as u32, size + self.header, self.flags);
         fabric.emit(net, now, event);

@@ -44,7 +44,7 @@ fn examples_come_to_what_they_did() {
     check_golden(
         "exp.toml",
         &[("duration = 2.0", "duration = 0.2")],
-        (0, 27_473, 0, 0xbc12_a1a1_6af2_c64b),
+        (0, 27_243, 0, 0x9796_7d4e_88d9_e8f7),
     );
     check_golden(
         "roce-incast.toml",
@@ -64,17 +64,17 @@ fn examples_come_to_what_they_did() {
     check_golden(
         "failures.toml",
         &[],
-        (16, 22_486, 430, 0x76ef_4b0d_85ab_71ab),
+        (16, 22_272, 442, 0xceae_3f0e_aa78_99bc),
     );
     check_golden(
         "bbr.toml",
         &[("duration = 10.0", "duration = 1.0")],
-        (0, 23_231, 967, 0x862c_aa52_af28_3acd),
+        (0, 16_978, 73, 0xa98a_dc90_7966_3aff),
     );
     check_golden(
         "web-search.toml",
         &[("span = 0.02", "span = 0.001")],
-        (27, 36_474, 0, 0xbbd3_9fe4_179a_c156),
+        (27, 36_414, 0, 0x7094_aa26_40e8_adbb),
     );
     check_golden(
         "collectives.toml",
@@ -86,11 +86,11 @@ fn examples_come_to_what_they_did() {
         &[],
         (119, 14_410, 0, 0x010b_f8e8_0a61_5755),
     );
-    check_golden("paths.toml", &[], (3, 10_410, 6, 0xcb99_c1e4_7b61_02fb));
-    check_golden("classes.toml", &[], (3, 11_480, 516, 0x5237_ba96_2879_9573));
+    check_golden("paths.toml", &[], (3, 10_281, 6, 0xb4ed_bf6c_b7ab_b9c1));
+    check_golden("classes.toml", &[], (3, 6_591, 163, 0x5f6d_7840_7b61_c295));
     check_golden(
         "dragonfly.toml",
         &[],
-        (72, 9_738, 75, 0xbddf_6c9d_c0af_1630),
+        (72, 9_202, 65, 0xc211_aa05_4640_c974),
     );
 }

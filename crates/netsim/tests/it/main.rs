@@ -13,3 +13,4 @@ mod ndp;
 mod outputs;
 mod properties;
 mod published;
+mod transports;

@@ -26,6 +26,14 @@ fn a_lone_flow_over_six_links_ends_at_234_984_ns() {
 }
 
 #[test]
+fn with_silly_window_avoidance_a_flow_sends_719_packets() {
+    // 1 MiB over 1,460 bytes: 718.2.
+    let result = run(&e5(8, 1).replace("sws_avoidance = false", ""));
+    let flow = &result.flows[0];
+    assert_eq!((flow.packets_sent, flow.retransmitted), (719, 0));
+}
+
+#[test]
 fn flows_without_loss_send_720_packets_and_end_with_84_515_bytes() {
     let result = run(&e5(8, 128));
     let lost = result.totals.data_drops;

@@ -344,13 +344,14 @@ impl Builder {
         })
     }
 
-    /// The timeouts of queue pairs that name none, by flow; empty if there are none.
+    /// The timeouts of queue pairs and NDP flows that name none, by flow; empty if there are none.
     fn find_timeouts(&self, flows: &[Flow], rows: &[[Rows; 2]], found: &Found) -> Vec<u64> {
-        let of = |flow: &Flow| match flow.transport {
-            Transport::Roce(roce) if roce.retry_ns.is_none() => Some(roce),
-            _ => None,
+        let asks = |flow: &Flow| match flow.transport {
+            Transport::Roce(roce) => roce.retry_ns.is_none(),
+            Transport::Ndp(ndp) => ndp.retry_ns.is_none(),
+            _ => false,
         };
-        if flows.iter().all(|f| of(f).is_none()) {
+        if !flows.iter().any(asks) {
             return Vec::new();
         }
         let paths = |flow: usize, look: &mut Look<'_>| {
@@ -362,12 +363,12 @@ impl Builder {
         };
         let (classes, size_max) = (&self.net.classes, self.net.sizes as u64 - 1);
         let waits = Waits::new(&self.scenario, classes, size_max, flows, &paths);
-        let timeout = |(i, flow): (usize, &Flow)| {
-            let roce = of(flow)?;
-            Some(waits.timeout_ns(flow, &roce, &|look| paths(i, look)))
+        let timeout = |(i, flow): (usize, &Flow)| match &flow.transport {
+            Transport::Roce(roce) => waits.queue_pair_ns(flow, roce, &|look| paths(i, look)),
+            Transport::Ndp(_) => waits.ndp_ns(&|look| paths(i, look)),
+            _ => 0,
         };
-        let timeouts = flows.iter().enumerate().map(timeout);
-        timeouts.map(Option::unwrap_or_default).collect()
+        flows.iter().enumerate().map(timeout).collect()
     }
 
     /// For each path of data that switches may trim, the same links the other way.
@@ -667,7 +668,7 @@ fn rules(scenario: &Scenario, classes: &[LinkClass], packet_bytes: u32) -> Rules
 struct EndpointMaker<'a> {
     scenario: &'a Scenario,
     net: &'a Net,
-    /// Of queue pairs that name none, by flow.
+    /// Of queue pairs and NDP flows that name none, by flow.
     timeouts: &'a [u64],
     /// The pacer of a host's pulls, by host.
     pacer_of: HashMap<u32, usize>,
@@ -774,6 +775,9 @@ impl EndpointMaker<'_> {
                     mtu: flow.packet_bytes,
                     control_bytes: flow.ack_bytes,
                     total,
+                    retry_ns: ndp
+                        .retry_ns
+                        .unwrap_or_else(|| self.timeouts[index as usize]),
                     ndp,
                 };
                 shards[sender.shard()]
@@ -844,7 +848,7 @@ pub(crate) struct Reroute {
 struct Laid {
     rows: Vec<[Rows; 2]>,
     reroutes: Vec<Reroute>,
-    /// By flow, of queue pairs that name none; may be empty.
+    /// By flow, of queue pairs and NDP flows that name none; may be empty.
     timeouts: Vec<u64>,
 }
 

@@ -1,5 +1,5 @@
-//! The default timeout of queue pairs: longer than a packet and its answer take while nothing is
-//! lost.
+//! The default timeouts of queue pairs and of NDP: longer than a packet and its answer take while
+//! nothing is lost.
 //!
 //! InfiniBand leaves the timeout to whoever knows the fabric: it has to exceed the packet's life in
 //! both directions and the responder's delay (InfiniBand Architecture Specification volume 1, section
@@ -8,7 +8,7 @@
 
 use crate::layout::tier_class;
 use crate::net::{LinkClass, serialization_ns};
-use crate::scenario::{Flow, Roce, Scenario, Transport};
+use crate::scenario::{Flow, Ndp, Roce, Scenario, Transport};
 use crate::scheduled::Discipline;
 use crate::topology::{End, PortId};
 
@@ -38,6 +38,8 @@ pub(crate) struct Waits<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     flows: u64,
+    /// The flow that was counted last, plus one: each counts once, on however many paths.
+    last: u32,
     /// Data of all of them with headers, and their answers, bytes.
     bytes: u64,
     /// Most packets that an answer covers.
@@ -69,7 +71,7 @@ impl<'a> Waits<'a> {
             let mut first = None;
             paths(i, &mut |path| {
                 for &port in path {
-                    waits.uses[port as usize].add(flow, bytes);
+                    waits.uses[port as usize].add(i as u32 + 1, flow, bytes);
                     let first = *first.get_or_insert(port);
                     waits.join(first, port);
                 }
@@ -98,12 +100,40 @@ impl<'a> Waits<'a> {
     }
 
     /// The timeout of a queue pair over `paths`, there and back, ns.
-    pub(crate) fn timeout_ns(
+    pub(crate) fn queue_pair_ns(
         &self,
         flow: &Flow,
         roce: &Roce,
         paths: &dyn Fn(&mut Look<'_>),
     ) -> u64 {
+        // Packets until the receiver answers, at the lowest rate of the sender.
+        let wire = u64::from(flow.packet_bytes + flow.header_bytes);
+        let first = self.classes[usize::from(self.scenario.links.host.is_none())];
+        let rate = roce
+            .dcqcn
+            .map_or(first.bits_per_s, |d| d.rate_bits_per_s_min as u64);
+        let burst = wire.saturating_mul(u64::from(roce.ack_every));
+        let answer = drain_ns(burst, rate.max(1));
+        round_up(self.round_trip_ns(paths).saturating_add(answer))
+    }
+
+    /// The timeout of an NDP flow over `paths`, ns.
+    pub(crate) fn ndp_ns(&self, paths: &dyn Fn(&mut Look<'_>)) -> u64 {
+        // The receiver's host asks its flows for a packet each in turn, at the rate of its link.
+        let mut turn = 0;
+        paths(&mut |path| {
+            for &port in path {
+                let packets = self.uses[port as usize].flows.saturating_mul(self.size_max);
+                turn = turn.max(drain_ns(packets, self.class(port).bits_per_s));
+            }
+        });
+        self.round_trip_ns(paths)
+            .saturating_add(turn)
+            .max(Ndp::RETRY_NS_MIN)
+    }
+
+    /// The longest that a packet and its answer take over `paths`, ns.
+    fn round_trip_ns(&self, paths: &dyn Fn(&mut Look<'_>)) -> u64 {
         // One of several paths is taken, and any may be the longest.
         let mut slowest = 0u64;
         let mut group = None;
@@ -122,14 +152,7 @@ impl<'a> Waits<'a> {
             let (bytes, rate) = self.groups[self.root(port) as usize];
             time = time.saturating_add(drain_ns(bytes, rate).saturating_mul(2));
         }
-        // Packets until the receiver answers, at the lowest rate of the sender.
-        let wire = u64::from(flow.packet_bytes + flow.header_bytes);
-        let first = self.classes[usize::from(self.scenario.links.host.is_none())];
-        let rate = roce
-            .dcqcn
-            .map_or(first.bits_per_s, |d| d.rate_bits_per_s_min as u64);
-        let burst = wire.saturating_mul(u64::from(roce.ack_every));
-        round_up(time.saturating_add(drain_ns(burst, rate.max(1))))
+        time
     }
 
     /// Serialization, propagation, and the packets that may be before one at a port.
@@ -193,7 +216,11 @@ impl<'a> Waits<'a> {
 }
 
 impl Use {
-    fn add(&mut self, flow: &Flow, bytes: u64) {
+    fn add(&mut self, number: u32, flow: &Flow, bytes: u64) {
+        if self.last == number {
+            return;
+        }
+        self.last = number;
         self.flows += 1;
         self.bytes = self.bytes.saturating_add(bytes);
         match flow.transport {

@@ -224,8 +224,14 @@ impl Default for Roce {
 pub struct Ndp {
     /// Packets sent without being asked for.
     pub window_packets: u32,
-    /// Without an answer for so long lost packets go again, ns.
-    pub retry_ns: u64,
+    /// Without an answer for so long lost packets go again, ns. `None`: 1 ms, or longer where packets
+    /// and answers take longer while nothing is lost.
+    pub retry_ns: Option<u64>,
+}
+
+impl Ndp {
+    /// Handley et al. 2017, section 3.2.3: headers are hardly ever lost, so 1 ms is safe.
+    pub(crate) const RETRY_NS_MIN: u64 = 1_000_000;
 }
 
 impl Default for Ndp {
@@ -234,8 +240,7 @@ impl Default for Ndp {
             // Handley et al. 2017, section 3.2: about a bandwidth-delay product; 30 packets in its
             // section 6.
             window_packets: 30,
-            // Its section 3.2.3: headers are hardly ever lost, so 1 ms is safe.
-            retry_ns: 1_000_000,
+            retry_ns: None,
         }
     }
 }

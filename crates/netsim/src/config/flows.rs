@@ -1226,6 +1226,6 @@ fn read_ndp(t: &Table<'_>) -> Ndp {
             .get("window")
             .within(1..=100_000u32)
             .or(usual.window_packets),
-        retry_ns: seconds(t, "rto").unwrap_or(usual.retry_ns).max(1_000),
+        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
     }
 }

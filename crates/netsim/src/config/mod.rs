@@ -44,7 +44,7 @@ pub struct Config {
     pub dialect_because: String,
     /// Set where the choice of the dialect changes results and the file does not settle it.
     pub dialect_note: Option<String>,
-    /// What was accepted without effect, for people.
+    /// What was accepted without effect, or will not do what its author may expect, for people.
     pub notes: Vec<String>,
 }
 
@@ -85,7 +85,7 @@ pub fn read(doc: Doc) -> Result<Config, Mistakes> {
 /// # Errors
 /// As [`read`].
 pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Mistakes> {
-    let (config, _) = doc.read(|root| {
+    let (mut config, _) = doc.read(|root| {
         let chosen = dialect::choose(root);
         let mut notes = Vec::new();
         for key in EXECUTION {
@@ -148,6 +148,8 @@ pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Mistakes> {
             },
         }
     })?;
+    let advice = crate::transport::ndp::without_trimming(&config.scenario);
+    config.notes.extend(advice);
     Ok(config)
 }
 

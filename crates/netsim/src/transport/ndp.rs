@@ -14,8 +14,27 @@ use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
-use crate::scenario::Ndp;
+use crate::scenario::{Ndp, Scenario, Transport};
 use crate::transport::tcp::{Received, SendCount};
+
+/// What to say of NDP flows in a network that drops whole packets; `None` if it does not.
+pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
+    let queue = &scenario.queue;
+    let drops = queue.trim.is_none()
+        && queue.pfc.is_none()
+        && (queue.capacity_packets > 0 || queue.capacity_bytes > 0 || queue.shared.is_some());
+    let flows = scenario.flows.iter();
+    let count = flows
+        .filter(|f| matches!(f.transport, Transport::Ndp(_)))
+        .count();
+    (drops && count > 0).then(|| {
+        format!(
+            "{count} NDP flows cross switches that drop whole packets, whose receivers never hear of \
+             them: only the sender's timer brings them back; set `switch.drop = \"Trim\"`, or take \
+             another flow type"
+        )
+    })
+}
 
 /// The paths of one direction of a flow, taken in a new order each round.
 #[derive(Clone, Copy, Debug)]
@@ -136,6 +155,7 @@ pub(crate) struct NdpSetup {
     pub(crate) mtu: u32,
     pub(crate) control_bytes: u32,
     pub(crate) total: u64,
+    pub(crate) retry_ns: u64,
     pub(crate) ndp: Ndp,
 }
 
@@ -189,7 +209,7 @@ impl NdpSender {
             again: VecDeque::new(),
             pulled: 0,
             credit: 0,
-            retry_ns: s.ndp.retry_ns,
+            retry_ns: s.retry_ns,
             deadline: u64::MAX,
             retry_at: 0,
             started: false,
@@ -217,7 +237,7 @@ impl NdpSender {
             self.next += 1;
         }
         if self.packets > 0 {
-            self.deadline = now + self.retry_ns;
+            self.deadline = now.saturating_add(self.retry_ns);
             self.arm(fabric);
         }
         self.check_end(now)
@@ -236,7 +256,7 @@ impl NdpSender {
             Kind::Ack => {
                 self.count.acks += 1;
                 self.acked.add(event.seq);
-                self.deadline = now + self.retry_ns;
+                self.deadline = now.saturating_add(self.retry_ns);
                 if self.returned > 0 {
                     self.go_on_unasked(now, fabric, net);
                 }
@@ -244,14 +264,14 @@ impl NdpSender {
             }
             Kind::Nack => {
                 self.nacks += 1;
-                self.deadline = now + self.retry_ns;
+                self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
                     self.again.push_back(event.seq);
                 }
             }
             Kind::Return => {
                 self.returned += 1;
-                self.deadline = now + self.retry_ns;
+                self.deadline = now.saturating_add(self.retry_ns);
                 if !self.acked.has(event.seq) {
                     self.again.push_back(event.seq);
                 }
@@ -338,7 +358,7 @@ impl NdpSender {
                 };
                 self.send(now, seq, again, fabric, net);
             }
-            self.deadline = now + self.retry_ns;
+            self.deadline = now.saturating_add(self.retry_ns);
         }
         self.arm(fabric);
     }

@@ -1,6 +1,6 @@
 //! The receiver-driven transport and trimming ports.
 
-use crate::common::{error, example, run, run_on};
+use crate::common::{config, error, example, run, run_on};
 
 /// Two switches with a host each; every link `rate`, no delay.
 fn line(rate: &str, switch: &str, size: u32, ndp: &str) -> String {
@@ -175,4 +175,38 @@ fn a_permutation_finishes_near_line_rate_on_any_number_of_threads() {
     for threads in [2, 3, 4] {
         assert_eq!(run_on(&toml, threads), result, "{threads} threads");
     }
+}
+
+#[test]
+fn a_network_that_drops_instead_of_trimming_is_named() {
+    let incast = |drop: &str| {
+        example("ndp-permutation.toml")
+            .replace("k = 16, hosts_per_edge = 8", "k = 4, hosts_per_edge = 2")
+            .replace("pairing = \"Permutation\"", "pairing = \"Incast\"")
+            .replace("size = 2_000_000", "size = 200_000")
+            .replace("trim = { data = 8 }\n", "")
+            .replace("drop = \"Trim\"", drop)
+    };
+    let said = |toml: &str| config(toml).notes.join("\n");
+    let dropping = incast("drop = \"TailDrop\"\ncapacity = 8");
+    assert!(run(&dropping).totals.data_drops > 100);
+    assert!(
+        said(&dropping).contains("15 NDP flows"),
+        "{}",
+        said(&dropping)
+    );
+    assert!(said(&dropping).contains("drop = \"Trim\""));
+    // Nothing is dropped, or it is trimmed.
+    assert_eq!(said(&incast("drop = \"TailDrop\"\ncapacity = 0")), "");
+    assert_eq!(said(&incast("drop = \"Trim\"")), "");
+}
+
+#[test]
+fn no_timer_fires_on_slow_links() {
+    // 1,250 bytes take 10 ms on each of three links, ten times the usual timer.
+    let slow = line("1e6", "", 12_500, "window = 4").replace("port_rate = 1e9", "port_rate = 1e6");
+    let result = run(&slow);
+    let f = &result.flows[0];
+    assert_eq!((f.packets_sent, f.retransmitted, f.timeouts), (10, 0, 0));
+    assert_eq!(f.delivered_ns, Some(20_000_000 + 10 * 10_000_000));
 }

@@ -145,6 +145,8 @@ pub(crate) struct Cubic {
     /// The window, with its fraction.
     cwnd: f64,
     w_max: f64,
+    /// cwnd_prior: the window just before the last reduction; 0 before the first.
+    prior: f64,
     epoch: Option<Epoch>,
     /// Time of the last ACK, ns.
     seen: u64,
@@ -155,7 +157,6 @@ struct Epoch {
     start: u64,
     k: f64,
     w_est: f64,
-    cwnd_prior: f64,
 }
 
 impl Cubic {
@@ -164,6 +165,7 @@ impl Cubic {
             params,
             cwnd: 0.0,
             w_max: 0.0,
+            prior: 0.0,
             epoch: None,
             seen: 0,
         }
@@ -204,7 +206,6 @@ impl Cubic {
         let epoch = self.epoch.unwrap_or_else(|| {
             // Section 4.2: K from the window at the start of the epoch; without an earlier
             // loss (section 4.10) the plateau is here.
-            let prior = self.w_max.max(cwnd);
             if self.w_max < cwnd {
                 self.w_max = cwnd;
             }
@@ -212,15 +213,15 @@ impl Cubic {
                 start: ack.now,
                 k: libm::cbrt((self.w_max - cwnd) / self.params.c),
                 w_est: cwnd,
-                cwnd_prior: prior,
             }
         });
         let t = (ack.now - epoch.start) as f64 / 1e9;
         let segments = ack.acked as f64 / mss;
-        // Section 4.3: α makes the Reno-friendly region's average that of Reno; 1 once the old
-        // window has been reached again.
+        // Section 4.3: α makes the Reno-friendly region's average that of Reno; 1 once the window
+        // before the last reduction has been reached again. (That is not W_max, which fast
+        // convergence lowers further.)
         let beta = self.params.beta;
-        let alpha = if epoch.w_est >= epoch.cwnd_prior {
+        let alpha = if epoch.w_est >= self.prior {
             1.0
         } else {
             3.0 * (1.0 - beta) / (1.0 + beta)
@@ -243,6 +244,7 @@ impl Cubic {
     fn reduce(&mut self, w: &mut Window, flight: u64) {
         let cwnd = w.cwnd as f64 / w.mss as f64;
         let beta = self.params.beta;
+        self.prior = cwnd;
         self.w_max = if self.params.fast_convergence && cwnd < self.w_max {
             cwnd * f64::midpoint(1.0, beta)
         } else {
@@ -373,6 +375,48 @@ mod tests {
         // 80 · (1 + 0.7) / 2
         assert!((c.w_max - 68.0).abs() < 1e-9);
         assert_eq!(w.ssthresh, 56 * MSS);
+    }
+
+    #[test]
+    fn cubic_is_slower_than_reno_up_to_the_window_before_the_loss() {
+        // So small a C keeps to the Reno-friendly region.
+        let params = CubicParams {
+            c: 1e-9,
+            beta: 0.7,
+            fast_convergence: true,
+        };
+        let mut c = Cubic::new(params);
+        let mut w = Window {
+            cwnd: 100 * MSS,
+            ssthresh: 0,
+            mss: MSS,
+        };
+        c.reduce(&mut w, 100 * MSS);
+        w.cwnd = 80 * MSS;
+        // Fast convergence: W_max is 68 segments, the window before the loss 80.
+        c.reduce(&mut w, 80 * MSS);
+        w.cwnd = w.ssthresh;
+        let mut growth = |w: &mut Window| {
+            // A window of ACKs.
+            let before = w.cwnd;
+            for _ in 0..before / MSS {
+                c.on_ack(w, ack(1.0, MSS));
+            }
+            (w.cwnd - before) as f64 / MSS as f64
+        };
+        // Section 4.3: 3 · 0.3 / 1.7 = 0.529 segments per round trip.
+        while w.cwnd < 79 * MSS {
+            let grown = growth(&mut w);
+            assert!((0.5..0.54).contains(&grown), "{grown} at {}", w.cwnd);
+        }
+        while w.cwnd < 82 * MSS {
+            growth(&mut w);
+        }
+        let grown = growth(&mut w);
+        assert!(
+            (0.97..1.01).contains(&grown),
+            "{grown} above the old window"
+        );
     }
 
     #[test]

@@ -87,10 +87,10 @@ fn examples_come_to_what_they_did() {
         (119, 14_410, 0, 0x010b_f8e8_0a61_5755),
     );
     check_golden("paths.toml", &[], (3, 10_281, 6, 0xb4ed_bf6c_b7ab_b9c1));
-    check_golden("classes.toml", &[], (3, 6_591, 163, 0x5f6d_7840_7b61_c295));
+    check_golden("classes.toml", &[], (3, 6_592, 156, 0x6608_e18a_0cd5_87b6));
     check_golden(
         "dragonfly.toml",
         &[],
-        (72, 9_202, 65, 0xc211_aa05_4640_c974),
+        (72, 9_202, 65, 0xdb6e_cc02_6c67_fbe1),
     );
 }

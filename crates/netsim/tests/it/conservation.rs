@@ -1,9 +1,9 @@
 //! What must hold in every run.
 
 use proptest::prelude::*;
-use slipstream_netsim::{Execution, Simulation};
+use slipstream_netsim::{Execution, RunResult, Simulation};
 
-use crate::common::config;
+use crate::common::{config, run};
 
 /// Runs step by step of simulated time and checks the balance after each.
 pub(crate) fn check_balance(toml: &str) {
@@ -41,6 +41,54 @@ pub(crate) fn check_balance(toml: &str) {
     }
 }
 
+/// A change of a result, and a word of the law that it breaks.
+type Fault = (fn(&mut RunResult), &'static str);
+
+#[test]
+fn a_packet_or_byte_too_many_or_too_few_breaks_a_law() {
+    // Losses in a queue, so that every count is more than 0.
+    let result = run(&crate::common::pair(
+        "1e9",
+        "capacity = 3",
+        "[[flow]]\nflow_id = 1\nflow_type = \"TCP\"\ngraph = [[0, 1]]\n\
+         traffic = { size = 60000, pkt_size_dist = 1000 }\n",
+    ));
+    assert!(result.totals.data_drops > 0);
+    assert_eq!(result.broken_law(), None);
+    let faults: [Fault; 12] = [
+        (|r| r.totals.delivered += 1, "more packets were delivered"),
+        (|r| r.totals.data_drops += 1, "more packets were delivered"),
+        (|r| r.totals.data_drops -= 1, "ports dropped other packets"),
+        (|r| r.totals.packet_hops -= 1, "ports carried other packets"),
+        (|r| r.ports[0].packets += 1, "ports carried other packets"),
+        (|r| r.ports[0].drops += 1, "ports dropped other packets"),
+        (
+            |r| r.flows[0].packets_sent += 1000,
+            "flows sent more packets",
+        ),
+        (
+            |r| r.flows[0].packets_sent -= 1,
+            "more data packets arrived",
+        ),
+        (
+            |r| r.flows[0].packets_received -= 1,
+            "neither arrived nor was dropped",
+        ),
+        (|r| r.flows[0].bytes_received = 59_999, "bytes in order"),
+        (|r| r.flows[0].bytes_in_order -= 1, "bytes acknowledged"),
+        (|r| r.flows[0].bytes_acked -= 1, "end without every byte"),
+    ];
+    for (i, (fault, law)) in faults.iter().enumerate() {
+        let mut wrong = result.clone();
+        fault(&mut wrong);
+        let broken = wrong.broken_law();
+        assert!(
+            broken.as_ref().is_some_and(|b| b.contains(law)),
+            "fault {i}: {broken:?}"
+        );
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
@@ -51,7 +99,7 @@ proptest! {
         capacity in 0u32..12,
         size in 1u64..60_000,
         drop in prop::sample::select(vec!["TailDrop", "RED", "RED_ECN"]),
-        algorithm in prop::sample::select(vec!["Reno", "CUBIC", "DCTCP"]),
+        algorithm in prop::sample::select(vec!["Reno", "CUBIC", "DCTCP", "BBR"]),
         routing in prop::sample::select(vec!["ShortestPath", "ECMP", "Spray"]),
         loss in prop::sample::select(vec![0.0, 0.01]),
     ) {

@@ -229,6 +229,11 @@ impl TcpSender {
         if self.timed != 0 && ack >= self.timed {
             self.sample_rtt(now - self.timed_at);
             self.timed = 0;
+        } else if self.timed_out != 0 {
+            // Hosts use timestamps, so that an ACK of what was sent again is a measurement too (RFC
+            // 7323 section 4.1), and a measurement ends the back-off (RFC 6298 section 5). Without
+            // them the next timeouts of a window of losses would take twice as long each.
+            self.end_back_off();
         }
         self.una = ack;
         // After a timeout an ACK may cover what was sent before it.
@@ -488,8 +493,18 @@ impl TcpSender {
             self.rttvar = (3 * self.rttvar + self.srtt.abs_diff(rtt)) / 4;
             self.srtt = (7 * self.srtt + rtt) / 8;
         }
-        let rto = self.srtt + (4 * self.rttvar).max(GRANULARITY_NS);
-        self.rto = rto.clamp(self.rto_min, RTO_NS_MAX);
+        self.end_back_off();
+    }
+
+    /// The timeout by what was measured so far.
+    fn end_back_off(&mut self) {
+        self.timed_out = 0;
+        self.rto = if self.srtt == 0 {
+            RTO_NS_INITIAL.max(self.rto_min)
+        } else {
+            let rto = self.srtt + (4 * self.rttvar).max(GRANULARITY_NS);
+            rto.clamp(self.rto_min, RTO_NS_MAX)
+        };
     }
 
     #[inline]

@@ -64,7 +64,7 @@ fn examples_come_to_what_they_did() {
     check_golden(
         "failures.toml",
         &[],
-        (16, 22_272, 442, 0xceae_3f0e_aa78_99bc),
+        (16, 22_272, 442, 0x793a_3c15_f50a_6599),
     );
     check_golden(
         "bbr.toml",

@@ -109,6 +109,30 @@ fn timeouts_back_off_exponentially() {
 }
 
 #[test]
+fn an_ack_ends_the_back_off() {
+    // Twenty segments leave at once and are lost, the link being down. After 1 s the first goes again
+    // and its ACK arrives 10,320 ns later; the link fails once more, and the two segments that this
+    // ACK lets go are lost. They go again after 1 s, not 2: the ACK was a measurement.
+    let outage = |at: f64, repair: f64| {
+        format!("[[failure]]\nat = {at}\nrepair = {repair}\nlink = [0, 1]\n")
+    };
+    let flow = format!(
+        "{TCP}traffic = {{ size = 20000, pkt_size_dist = 1000, tcp = {{ initial_window = 20 }} }}\n\
+         {}{}",
+        outage(0.0, 0.5),
+        outage(1.000_011, 1.5)
+    );
+    let result = run(&pair("1e9", "", &flow));
+    let f = &result.flows[0];
+    assert_eq!((f.timeouts, f.bytes_acked), (2, 20_000));
+    let delivered = f.delivered_ns.unwrap();
+    assert!(
+        (2_000_010_320..2_001_000_000).contains(&delivered),
+        "{delivered}"
+    );
+}
+
+#[test]
 fn ecmp_spreads_flows_evenly() {
     // 512 hosts of a k = 8 fat-tree send across: each of the 16 uplinks of a pod's aggregation
     // layer expects 1/16 of its pod's flows. Chi-squared with 15 degrees of freedom over the 64

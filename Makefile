@@ -74,7 +74,8 @@ bench-net: build
 test-net-release:
 	cargo test --release --locked --package slipstream-des --package slipstream-netsim
 
-# TCP NewReno against ns-3 (docs/netsim.md); takes a Python, g++ and the `ns3` wheel from PyPI.
+# TCP's congestion controls against ns-3 in fixed and random networks (docs/netsim.md): a minute or two.
+# Takes a Python, g++ and the `ns3` wheel from PyPI.
 .PHONY: test-ns3
 test-ns3: build
 	./scripts/ns3/test.sh ./target/release/slipstream

@@ -1,8 +1,10 @@
-// Runs TCP NewReno flows over given paths in ns-3 and prints when each was done, for comparison.
+// Runs TCP flows over given paths in ns-3 and prints when each was done, for comparison.
 //
-// Input, a line each: `mss BYTES`, `ssthresh BYTES`, `queue PACKETS`, `link A B BITS_PER_S DELAY_NS`,
-// `flow ID BYTES START_NS NODE NODE …` (its path, hosts at both ends). Output: `ID NS`, from the
-// first data packet to the arrival of the last byte.
+// Input, a line each: `control NAME` (NewReno, CUBIC, DCTCP, BBR), `mss BYTES`, `window SEGMENTS`,
+// `ssthresh BYTES`, `queue PACKETS`, `mark PACKETS` (a packet that finds more than so many waiting is
+// marked), `seed NUMBER`, `link A B BITS_PER_S DELAY_NS`, `flow ID BYTES START_NS NODE NODE …` (its
+// path, hosts at both ends). Output: `ID NS`, from the first data packet to the arrival of the last
+// byte; -1 if it did not arrive. Then `drops PACKETS` and `marks PACKETS`.
 #include <cstdint>
 #include <fstream>
 #include <iostream>
@@ -16,6 +18,7 @@
 #include "ns3/internet-module.h"
 #include "ns3/network-module.h"
 #include "ns3/point-to-point-module.h"
+#include "ns3/ppp-header.h"
 #include "ns3/traffic-control-module.h"
 
 using namespace ns3;
@@ -34,6 +37,53 @@ struct Flow
 };
 
 std::vector<Flow> g_flows;
+uint64_t g_drops = 0;
+uint64_t g_marks = 0;
+
+/// A device's queue that marks ECN-capable packets which find more than a threshold waiting. ns-3's
+/// own marking disciplines sit above the device, whose queue holds further packets.
+class MarkingQueue : public DropTailQueue<Packet>
+{
+  public:
+    static TypeId GetTypeId()
+    {
+        static TypeId id = TypeId("ns3::MarkingQueue<Packet>")
+                               .SetParent<DropTailQueue<Packet>>()
+                               .AddConstructor<MarkingQueue>()
+                               .AddAttribute("Mark",
+                                             "Packets that may wait without a mark.",
+                                             UintegerValue(0xffffffff),
+                                             MakeUintegerAccessor(&MarkingQueue::m_mark),
+                                             MakeUintegerChecker<uint32_t>());
+        return id;
+    }
+
+    bool Enqueue(Ptr<Packet> packet) override
+    {
+        if (GetNPackets() > m_mark)
+        {
+            PppHeader ppp;
+            Ipv4Header ip;
+            packet->RemoveHeader(ppp);
+            packet->RemoveHeader(ip);
+            if (ip.GetEcn() == Ipv4Header::ECN_ECT0 || ip.GetEcn() == Ipv4Header::ECN_ECT1)
+            {
+                ip.SetEcn(Ipv4Header::ECN_CE);
+                g_marks++;
+            }
+            packet->AddHeader(ip);
+            packet->AddHeader(ppp);
+        }
+        bool kept = DropTailQueue<Packet>::Enqueue(packet);
+        g_drops += !kept;
+        return kept;
+    }
+
+  private:
+    uint32_t m_mark = 0xffffffff;
+};
+
+NS_OBJECT_ENSURE_REGISTERED(MarkingQueue);
 
 void
 Sent(size_t flow, Ptr<const Packet>)
@@ -72,6 +122,10 @@ main(int argc, char* argv[])
     std::vector<Link> links;
     uint32_t mss = 1448;
     uint32_t ssthresh = 0xffffffff;
+    uint32_t window = 2;
+    uint32_t mark = 0xffffffff;
+    uint32_t seed = 1;
+    std::string congestion = "NewReno";
     std::string queue = "100";
     uint32_t nodeCount = 0;
     std::ifstream file(argv[1]);
@@ -80,7 +134,23 @@ main(int argc, char* argv[])
         std::istringstream words(line);
         std::string kind;
         words >> kind;
-        if (kind == "mss")
+        if (kind == "control")
+        {
+            words >> congestion;
+        }
+        else if (kind == "window")
+        {
+            words >> window;
+        }
+        else if (kind == "mark")
+        {
+            words >> mark;
+        }
+        else if (kind == "seed")
+        {
+            words >> seed;
+        }
+        else if (kind == "mss")
         {
             words >> mss;
         }
@@ -112,14 +182,28 @@ main(int argc, char* argv[])
     }
 
     // What the compared model does: see docs/netsim.md.
-    Config::SetDefault("ns3::TcpL4Protocol::SocketType", TypeIdValue(TcpNewReno::GetTypeId()));
+    const std::map<std::string, TypeId> controls = {{"NewReno", TcpNewReno::GetTypeId()},
+                                                    {"CUBIC", TcpCubic::GetTypeId()},
+                                                    {"DCTCP", TcpDctcp::GetTypeId()},
+                                                    {"BBR", TcpBbr::GetTypeId()}};
+    if (!controls.count(congestion))
+    {
+        std::cerr << "unknown control " << congestion << "\n";
+        return 2;
+    }
+    RngSeedManager::SetSeed(seed);
+    Config::SetDefault("ns3::TcpL4Protocol::SocketType", TypeIdValue(controls.at(congestion)));
+    Config::SetDefault("ns3::TcpCubic::HyStart", BooleanValue(false));
+    // Linux's faster growth before the first loss, which RFC 9438 does not have, begins above 255
+    // segments instead of 20.
+    Config::SetDefault("ns3::TcpCubic::CntClamp", UintegerValue(255));
     Config::SetDefault("ns3::TcpL4Protocol::RecoveryType",
                        TypeIdValue(TcpClassicRecovery::GetTypeId()));
     Config::SetDefault("ns3::TcpSocketBase::Sack", BooleanValue(false));
     Config::SetDefault("ns3::TcpSocketBase::Timestamp", BooleanValue(false));
     Config::SetDefault("ns3::TcpSocketBase::LimitedTransmit", BooleanValue(false));
     Config::SetDefault("ns3::TcpSocket::DelAckCount", UintegerValue(1));
-    Config::SetDefault("ns3::TcpSocket::InitialCwnd", UintegerValue(2));
+    Config::SetDefault("ns3::TcpSocket::InitialCwnd", UintegerValue(window));
     Config::SetDefault("ns3::TcpSocket::InitialSlowStartThreshold", UintegerValue(ssthresh));
     Config::SetDefault("ns3::TcpSocket::SegmentSize", UintegerValue(mss));
     Config::SetDefault("ns3::TcpSocket::SndBufSize", UintegerValue(1 << 26));
@@ -134,16 +218,20 @@ main(int argc, char* argv[])
     std::map<std::pair<uint32_t, uint32_t>, uint32_t> interfaceTo;
     std::map<std::pair<uint32_t, uint32_t>, Ipv4Address> addressOn;
     Ipv4AddressHelper addresses("10.0.0.0", "255.255.255.252");
-    TrafficControlHelper control;
     for (const Link& l : links)
     {
         PointToPointHelper p2p;
+        // No queue above the device, and no stop before its own is full: it drops what it cannot hold.
+        p2p.DisableFlowControl();
         p2p.SetDeviceAttribute("DataRate", DataRateValue(DataRate(l.rate)));
         p2p.SetChannelAttribute("Delay", TimeValue(NanoSeconds(l.delayNs)));
-        p2p.SetQueue("ns3::DropTailQueue", "MaxSize", StringValue(queue + "p"));
+        p2p.SetQueue("ns3::MarkingQueue",
+                     "MaxSize",
+                     StringValue(queue + "p"),
+                     "Mark",
+                     UintegerValue(mark));
         NetDeviceContainer devices = p2p.Install(nodes.Get(l.a), nodes.Get(l.b));
         Ipv4InterfaceContainer ends = addresses.Assign(devices);
-        control.Uninstall(devices);
         addresses.NewNetwork();
         interfaceTo[{l.a, l.b}] = ends.Get(0).second;
         interfaceTo[{l.b, l.a}] = ends.Get(1).second;
@@ -185,6 +273,7 @@ main(int argc, char* argv[])
     {
         std::cout << f.id << " " << (f.doneNs < 0 ? -1 : f.doneNs - f.firstNs) << "\n";
     }
+    std::cout << "drops " << g_drops << "\nmarks " << g_marks << "\n";
     Simulator::Destroy();
     return 0;
 }

@@ -28,9 +28,9 @@ pub(crate) struct Waits<'a> {
     classes: &'a [LinkClass],
     /// By port.
     uses: Vec<Use>,
-    /// Union-find over ports that a flow connects.
+    /// With PFC: union-find over ports that a flow connects.
     parent: Vec<PortId>,
-    /// By root of a group: bytes that its flows will ever put on the network, and the slowest link.
+    /// With PFC, by root of a group: bytes that its flows will ever put on the network, and the slowest link.
     groups: Vec<(u64, u64)>,
 }
 
@@ -49,7 +49,7 @@ struct Use {
 }
 
 impl<'a> Waits<'a> {
-    /// `flows` yields each flow with the ports of its paths there and back.
+    /// `paths` shows the paths of a flow, there and back.
     pub(crate) fn new(
         scenario: &'a Scenario,
         classes: &'a [LinkClass],
@@ -63,31 +63,47 @@ impl<'a> Waits<'a> {
             size_max,
             classes,
             uses: vec![Use::default(); ports as usize],
-            parent: (0..ports).collect(),
-            groups: vec![(0, u64::MAX); ports as usize],
+            parent: Vec::new(),
+            groups: Vec::new(),
         };
         for (i, flow) in flows.iter().enumerate() {
             let bytes = wire_bytes(flow);
-            let mut first = None;
             paths(i, &mut |path| {
                 for &port in path {
                     waits.uses[port as usize].add(i as u32 + 1, flow, bytes);
-                    let first = *first.get_or_insert(port);
-                    waits.join(first, port);
+                }
+            });
+        }
+        if scenario.queue.pfc.is_some() {
+            waits.group(flows, paths);
+        }
+        waits
+    }
+
+    /// Finds the groups of flows that share ports, directly or through others.
+    fn group(&mut self, flows: &[Flow], paths: &dyn Fn(usize, &mut Look<'_>)) {
+        let ports = self.scenario.topology.port_count();
+        self.parent = (0..ports).collect();
+        self.groups = vec![(0, u64::MAX); ports as usize];
+        for i in 0..flows.len() {
+            let mut first = None;
+            paths(i, &mut |path| {
+                for &port in path {
+                    self.join(*first.get_or_insert(port), port);
                 }
             });
         }
         for port in 0..ports {
-            waits.parent[port as usize] = waits.root(port);
+            self.parent[port as usize] = self.root(port);
         }
         for (i, flow) in flows.iter().enumerate() {
             let bytes = wire_bytes(flow);
             let mut counted = false;
             paths(i, &mut |path| {
                 for &port in path {
-                    let root = waits.root(port) as usize;
-                    let rate = waits.class(port).bits_per_s;
-                    let group = &mut waits.groups[root];
+                    let root = self.root(port) as usize;
+                    let rate = self.class(port).bits_per_s;
+                    let group = &mut self.groups[root];
                     if !counted {
                         group.0 = group.0.saturating_add(bytes);
                         counted = true;
@@ -96,7 +112,6 @@ impl<'a> Waits<'a> {
                 }
             });
         }
-        waits
     }
 
     /// The timeout of a queue pair over `paths`, there and back, ns.

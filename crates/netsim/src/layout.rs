@@ -631,7 +631,7 @@ impl Builder {
 }
 
 /// Index of the class of a tier's links.
-pub(crate) fn tier_class(tier: Tier) -> u8 {
+fn tier_class(tier: Tier) -> u8 {
     match tier {
         Tier::Host => 0,
         Tier::Edge => 1,

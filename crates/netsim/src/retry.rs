@@ -6,7 +6,7 @@
 //! 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A timeout below that sends packets
 //! again that were never lost.
 
-use crate::layout::tier_class;
+use crate::layout::link_class;
 use crate::net::{LinkClass, serialization_ns};
 use crate::scenario::{Flow, Ndp, Roce, Scenario, Transport};
 use crate::scheduled::Discipline;
@@ -211,7 +211,7 @@ impl<'a> Waits<'a> {
     }
 
     fn class(&self, port: PortId) -> LinkClass {
-        self.classes[tier_class(self.scenario.topology.tier(port)) as usize]
+        self.classes[link_class(&self.scenario.topology, port) as usize]
     }
 
     fn root(&self, mut port: PortId) -> PortId {

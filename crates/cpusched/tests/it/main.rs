@@ -3,6 +3,6 @@
 mod config;
 mod deferred;
 mod host;
-mod queues;
 mod promises;
+mod queues;
 mod sanitized;

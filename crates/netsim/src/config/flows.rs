@@ -745,7 +745,9 @@ impl<'a> Reader<'a> {
                 );
             }
             let transport = match kind {
-                FlowType::Tcp => Transport::Tcp(t.table("tcp", read_tcp)),
+                FlowType::Tcp => {
+                    Transport::Tcp(t.table("tcp", |t| read_tcp(t, self.dialect)))
+                }
                 FlowType::Roce => {
                     let (roce, answers) = self.read_queue_pair(t);
                     answer_priority = answers.priority.unwrap_or(priority);
@@ -841,11 +843,11 @@ impl<'a> Reader<'a> {
             .optional()
         {
             // 0: lost packets go again when a NACK asks for them, and not otherwise.
-            roce.retry_ns = if timeout == 0 {
+            roce.retry_ns = Some(if timeout == 0 {
                 NEVER_NS
             } else {
                 timeout.max(1_000)
-            };
+            });
         }
         let window: Option<u64> = t.get("window_bytes").within(0..=1u64 << 40).optional();
         roce.window_bytes = window.unwrap_or(roce.window_bytes);
@@ -1152,7 +1154,7 @@ fn read_dist(t: &Table<'_>, key: &str) -> Option<Dist> {
     }))
 }
 
-fn read_tcp(t: &Table<'_>) -> Tcp {
+fn read_tcp(t: &Table<'_>, dialect: Dialect) -> Tcp {
     let algorithm = t.choice("cc_algorithm", ALGORITHMS).or(Algorithm::Reno);
     let cubic = t.table("cubic", |t| CubicParams {
         beta: t.get("beta").within(0.01..=0.99).or(0.7),
@@ -1177,7 +1179,10 @@ fn read_tcp(t: &Table<'_>) -> Tcp {
         ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
         rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
         ecn: t.get("ecn").or(algorithm == Algorithm::Dctcp),
-        sws_avoidance: t.get("sws_avoidance").or(true),
+        // Days' Reno fills what is left of a window with a short segment; its CUBIC does not.
+        sws_avoidance: t
+            .get("sws_avoidance")
+            .or(dialect == Dialect::Slipstream || algorithm != Algorithm::Reno),
     }
 }
 

@@ -1003,3 +1003,23 @@ fn examples_settle_their_dialect() {
     }
     assert!(seen >= 10);
 }
+
+#[test]
+fn reno_fills_its_window_with_short_segments_unless_told_otherwise() {
+    let sent = |algorithm: &str, more: &str| {
+        let flow = format!(
+            "[[flow]]\nflow_type = \"TCP\"\ngraph = [[0, 3]]\n[flow.traffic]\ninitial_delay = 0.0\n\
+             size = 1_048_576\narr_dist = {{ type = \"Uniform\", low = 1e-9, high = 1e-9 }}\n\
+             pkt_size_dist = {{ type = \"Uniform\", low = 1460, high = 1460 }}\n\
+             [flow.traffic.tcp]\ncc_algorithm = \"{algorithm}\"\n{more}\n"
+        );
+        let result = run(&star(&fifo(10_000), &flow));
+        assert_eq!(result.flows[0].retransmitted, 0);
+        result.flows[0].packets_sent
+    };
+    // ceil(1,048,576 / 1,460) = 719 full segments.
+    let full = 719;
+    assert!(sent("TCPReno", "") > full, "short segments come on top");
+    assert_eq!(sent("TCPReno", "sws_avoidance = true"), full);
+    assert_eq!(sent("CUBIC", ""), full);
+}

@@ -396,7 +396,7 @@ fn a_real_time_task_does_not_hold_up_tasks_of_several_cpus() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// `Host::step` asserts that no CPU idles beside a task of its mask for longer than a tick.
     #[test]
@@ -415,8 +415,9 @@ proptest! {
         host.run(200);
     }
 
-    /// Hogs of one mask share what the mask gets as their weights say, whatever else runs, unless
-    /// one has a whole CPU and could not use more.
+    /// Hogs of one mask share what the mask gets as their weights say, whatever else runs elsewhere,
+    /// unless one has a whole CPU and could not use more. Beside tasks whose mask overlaps in part they
+    /// do not always: `docs/sched.md` has an example under "Shares".
     #[test]
     fn hogs_of_one_mask_share_by_weight(
         (mask, weights) in (1u32..16, prop::collection::vec(50u32..400, 2..6)),
@@ -424,6 +425,10 @@ proptest! {
     ) {
         let n = weights.len();
         let mut specs: Vec<Spec> = weights.iter().map(|&w| hog(mask, w)).collect();
+        let others: Vec<_> = others
+            .into_iter()
+            .filter(|(other, _)| *other == mask || other & mask == 0)
+            .collect();
         specs.extend(others.iter().map(|&(m, w)| hog(m, w)));
         let mut host = Host::new(4, specs);
         host.run(1_000);

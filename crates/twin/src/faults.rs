@@ -4,7 +4,6 @@ use slipstream_base::cluster::{Cluster, Event, Happening};
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_engine::Usage;
 
-use crate::node::Flight;
 use crate::parts::ns;
 use crate::sim::{Sim, Sink, What};
 
@@ -105,25 +104,24 @@ impl Sim<'_> {
             }
         }
         self.wire.set_share(self.now, worker, share);
-        self.loads_fell = true;
+        self.dispatch.on_fleet_changed();
     }
 
-    /// What has come of a request by now: of its answer, what has reached its client.
-    fn usage_of(&self, id: RequestId, flight: &Flight) -> Usage {
-        let node = &self.nodes[flight.target as usize];
-        let (tokens, end) = self.frames.under_way(flight.target, node.life, id);
+    /// What of a request that `target` answers has reached its client.
+    fn usage_of(&self, id: RequestId, target: u32) -> Usage {
+        let node = &self.nodes[target as usize];
+        let (tokens, end) = self.frames.under_way(target, node.life, id);
         let known = node.engine.usage_of(id).or(end.map(|done| done.usage));
         // It is on no engine while it, or its prompt, crosses the network.
-        let mut usage = known.unwrap_or(Usage {
-            prompt_tokens: flight.request.prompt.tokens(),
+        let mut usage = known.unwrap_or_else(|| Usage {
+            prompt_tokens: self.flights.get(id).request.prompt.tokens(),
             ..Usage::default()
         });
         usage.output_tokens = usage.output_tokens.saturating_sub(tokens);
         usage
     }
 
-    /// A worker vanishes. Requests that had a token from it are lost; the others are sent elsewhere,
-    /// once.
+    /// A worker disappears, and with it its part of every request.
     fn crash(&mut self, worker: WorkerId, sink: &mut dyn Sink) {
         self.faults.down[worker.index()] = true;
         self.faults.starts[worker.index()] += 1;
@@ -133,40 +131,26 @@ impl Sim<'_> {
         {
             side.on_worker_lost(worker);
         }
-        let is_there =
-            |nodes: &[crate::node::Node], node: u32| nodes[node as usize].rank.worker == worker;
-        // What becomes of each request on it, and what its client has if that is all it gets.
-        let mut hit: Vec<(u32, Option<Usage>)> = Vec::new();
-        for (id, flight) in self.flights.iter() {
-            if flight.active.is_none() {
-                continue; // not routed yet
-            }
-            let answers = is_there(&self.nodes, flight.target);
-            let prompts = flight
-                .remote
-                .as_ref()
-                .is_some_and(|remote| is_there(&self.nodes, remote.node));
-            if answers || prompts {
-                let is_lost = answers && flight.begun || !flight.lost_on.is_empty();
-                let usage = is_lost.then(|| self.usage_of(id, flight));
-                hit.push((id.0 as u32, usage));
-            }
-        }
+        // What their clients have of the answers, before the engines forget.
+        let hit: Vec<(u32, u32, Usage)> = (self.dispatch.requests_of(|of| of == worker))
+            .into_iter()
+            .map(|(slot, _)| {
+                let rank = self.dispatch.decode_rank(slot);
+                let target = self.serve.node_of(rank.expect("a worker has a part of it"));
+                (slot, target, self.usage_of(RequestId(slot.into()), target))
+            })
+            .collect();
         for node in &mut self.nodes {
             if node.rank.worker == worker {
                 node.crash();
             }
         }
-        for (slot, usage) in hit {
-            if let Some(usage) = usage {
-                let error = format!("worker {worker} vanished under the request");
-                self.lose(slot, &usage, &error, sink);
-                continue;
-            }
-            self.detach(slot);
-            let id = RequestId(slot.into());
-            self.flights.get_mut(id).lost_on.push(worker);
-            self.route(slot, sink);
+        for (slot, target, usage) in hit {
+            let now = self.now;
+            self.lost = Some((target, usage));
+            let (dispatch, mut env) = self.dispatching();
+            dispatch.on_worker_gone(now, slot, worker, &mut env);
+            self.carry_out(None, sink);
         }
     }
 }

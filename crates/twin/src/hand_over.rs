@@ -1,63 +1,12 @@
-//! Prompts that one worker computes for another.
-//!
-//! ```text
-//!  pull   frontend ─► prefill engine … computed, blocks held ─► frontend ─► decode engine … has room
-//!                        ▲                                                        │
-//!                        └──────────── asks, gets keys and values ◄───────────────┘  then lets go
-//!  push   frontend ─► decode engine … has room ─► prefill engine … computed ─► sends them, lets go
-//! ```
+//! Disaggregated prefill: what the engines and the network do of it. The order of the steps is the
+//! dispatcher's.
 
-use slipstream_base::cluster::HandOver;
-use slipstream_base::{RankId, RequestId, SimTime};
+use slipstream_base::{RankId, RequestId};
+use slipstream_dispatch::{Attempt, Role};
 use slipstream_engine::Reserved;
 use slipstream_report::PassRecord;
-use slipstream_router::RouteRequest;
 
-use crate::node::{Flight, Node, Remote};
-use crate::parts::Side;
-use crate::sim::{Sim, Sink, To, What};
-
-impl Side {
-    /// The node of a rank that this side's router chose.
-    pub(crate) fn node_of(&self, rank: RankId) -> u32 {
-        let target = self.fleet.target_of(rank);
-        self.nodes[target.expect("the router chose one of its targets")]
-    }
-
-    /// Finds a node that computes a prompt of which `uncached` tokens are left to compute where it is
-    /// decoded. `None` if that is better done there: it is short, or everybody here is busy or gone.
-    pub(crate) fn take_prompt(
-        &mut self,
-        now: SimTime,
-        route: &RouteRequest<'_>,
-        uncached: u32,
-        nodes: &[Node],
-    ) -> Option<Remote> {
-        if !self.router.takes_prompt(uncached) {
-            return None;
-        }
-        let routed = self.route(now, route, nodes).ok()?;
-        if !self.router.computes_soon(&routed) {
-            return None;
-        }
-        Some(Remote {
-            node: self.node_of(routed.target),
-            active: routed.active,
-            cached_tokens: 0,
-            computed: false,
-            sent: None,
-        })
-    }
-}
-
-impl Flight {
-    pub(crate) fn node(&self, to: To) -> u32 {
-        match (to, &self.remote) {
-            (To::Prefill, Some(remote)) => remote.node,
-            _ => self.target,
-        }
-    }
-}
+use crate::sim::{Sim, Sink, What};
 
 impl Sim<'_> {
     /// A pass of a node that computes prompts for others ends.
@@ -89,70 +38,40 @@ impl Sim<'_> {
             flight.cached_tokens = first.cached_tokens;
         }
         for done in &out.finished {
-            self.on_computed(done.id, node);
+            let flight = self.flights.get_mut(done.id);
+            flight.prefill = Some(node);
+            flight.hops.prefilled = Some(self.now);
+            let (now, slot) = (self.now, done.id.0 as u32);
+            let (dispatch, env) = self.dispatching();
+            let expected = dispatch.on_prefilled(now, slot, &env);
+            assert!(expected, "its blocks are held until they have come");
+            self.carry_out(None, sink);
         }
         self.out = out;
     }
 
-    /// A prompt has been computed; its blocks are held.
-    fn on_computed(&mut self, id: RequestId, node: u32) {
-        let flight = self.flights.get_mut(id);
-        let (slot, ticket) = (id.0 as u32, flight.ticket);
-        flight.prefill = Some(node);
-        flight.hops.prefilled = Some(self.now);
-        let remote = flight.remote.as_mut();
-        let remote = remote.expect("its blocks are held until they have come");
-        remote.computed = true;
-        remote.active.on_first_token();
-        let rank = |node: u32| self.nodes[node as usize].rank;
-        match self.cluster.kv.hand_over {
-            HandOver::Pull => {
-                let (from, to) = (rank(node).worker, rank(flight.target).worker);
-                let at = self.now + self.wire.latency_ns(from, to, true);
-                let to = To::Serve;
-                self.later(at, What::Deliver { slot, ticket, to });
-            }
-            HandOver::Push => self.later(self.now, What::Fetch { slot, ticket }),
-        }
-    }
-
     /// A node has room for a prompt that is, or will be, computed elsewhere.
-    pub(crate) fn on_reserved(&mut self, node: u32, reserved: Reserved) {
-        let flight = self.flights.get_mut(reserved.id);
-        let (slot, ticket) = (reserved.id.0 as u32, flight.ticket);
-        let remote = flight.remote.as_mut();
-        let remote = remote.expect("it waits for its prompt to come");
-        remote.cached_tokens = reserved.cached_tokens;
-        let worker = |node: u32| self.nodes[node as usize].rank.worker;
-        let latency_ns = self
-            .wire
-            .latency_ns(worker(node), worker(remote.node), false);
-        let to = To::Prefill;
-        let what = match self.cluster.kv.hand_over {
-            HandOver::Pull => What::Fetch { slot, ticket },
-            HandOver::Push => What::Deliver { slot, ticket, to },
-        };
-        self.later(self.now + latency_ns, what);
+    pub(crate) fn on_reserved(&mut self, reserved: Reserved, sink: &mut dyn Sink) {
+        let (now, slot) = (self.now, reserved.id.0 as u32);
+        let (dispatch, env) = self.dispatching();
+        let expected = dispatch.on_reserved(now, slot, reserved.cached_tokens, &env);
+        assert!(expected, "it waits for its prompt to come");
+        self.carry_out(None, sink);
     }
 
     /// A prompt's keys and values begin to cross the network.
-    pub(crate) fn fetch(&mut self, slot: u32, ticket: u64) {
-        let Some(flight) = self.flights.find(slot, ticket) else {
+    pub(crate) fn fetch(&mut self, slot: u32, attempt: Attempt, tokens: u32) {
+        if !self.dispatch.is_current(slot, attempt) {
             return;
-        };
-        let tokens = flight.request.prompt.tokens();
-        let remote = flight.remote.as_mut();
-        let remote = remote.expect("its prompt has not come yet");
-        let worker = |node: u32| self.nodes[node as usize].rank.worker;
-        let received = What::Received { slot, ticket };
-        let (bytes, transfer) = self.wire.send_kv(
-            self.now,
-            worker(remote.node),
-            worker(flight.target),
-            tokens - remote.cached_tokens,
-            received,
-        );
-        remote.sent = Some((self.now, transfer));
+        }
+        let from = self.dispatch.prefill_rank(slot);
+        let to = self.dispatch.decode_rank(slot);
+        let (from, to) = from.zip(to).expect("its prompt has not come yet");
+        let received = What::Received { slot, attempt };
+        let (bytes, transfer) =
+            self.wire
+                .send_kv(self.now, from.worker, to.worker, tokens, received);
+        self.flights.get_mut(RequestId(slot.into())).sent = Some((self.now, transfer));
         self.tally.hand_overs.bytes += bytes;
         if transfer.is_none() {
             self.later(self.now, received);
@@ -160,25 +79,22 @@ impl Sim<'_> {
     }
 
     /// A prompt's keys and values have come.
-    pub(crate) fn received(&mut self, slot: u32, ticket: u64) {
-        let Some(flight) = self.flights.find(slot, ticket) else {
+    pub(crate) fn received(&mut self, slot: u32, attempt: Attempt, sink: &mut dyn Sink) {
+        if !self.dispatch.on_transferred(slot, attempt) {
             return;
-        };
-        let remote = flight.remote.take();
-        let Remote {
-            node, active, sent, ..
-        } = *remote.expect("it comes once");
-        let target = flight.target;
-        drop(active);
-        let (began, _) = sent.expect("it was sent");
+        }
+        let flight = self.flights.get_mut(RequestId(slot.into()));
+        let (began, _) = flight.sent.take().expect("it was sent");
         flight.hops.kv = Some((began, self.now));
         self.tally.hand_overs.times.record(self.now.since(began));
-        let id = RequestId(slot.into());
-        let took = self.nodes[target as usize].engine.receive(id);
-        assert!(took, "it has room for what it asked for");
-        self.wake(target);
-        let let_go = self.nodes[node as usize].engine.release_held(id);
-        assert!(let_go, "blocks are held until they have been fetched");
-        self.wake(node);
+        self.carry_out(None, sink);
+    }
+
+    /// The node that plays `role` for a request.
+    pub(crate) fn node_of(&self, role: Role, rank: RankId) -> u32 {
+        match (role, &self.prefill) {
+            (Role::Prefill, Some(side)) => side.node_of(rank),
+            _ => self.serve.node_of(rank),
+        }
     }
 }

@@ -222,7 +222,7 @@ impl Lane {
         };
         let (max_tokens, ignore_eos) = (request.output_len, request.ignore_eos);
         let (priority, seed) = (request.priority, request_seed(rules.seed, &request));
-        let id = self.flights.insert(Flight::new(request, active, 0, at));
+        let id = self.flights.insert(Flight::new(request, active, at));
         let added = self.node.engine.add(
             at,
             EngineRequest {
@@ -323,7 +323,7 @@ impl Lane {
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
-            let record = flight.record(self.node.rank, None, &done.usage, now);
+            let record = flight.record(self.node.rank, None, 0, &done.usage, now);
             tally.note(&record, flight.gap_max, &rules.options.slo);
             if rules.records {
                 ended.push(Ended {

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use slipstream_base::{RankId, RequestId, SimTime, WorkerId};
+use slipstream_base::{RankId, RequestId, SimTime};
+use slipstream_dispatch::Role;
 use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
 use slipstream_netsim::flows::TransferId;
 use slipstream_report::Totals;
@@ -52,39 +53,20 @@ impl Hops {
     }
 }
 
-/// A prompt that one worker computes for another.
-pub(crate) struct Remote {
-    /// The node that computes it.
-    pub(crate) node: u32,
-    /// Its router's charge; dropped when the node has nothing of it any more.
-    pub(crate) active: ActiveSequence,
-    /// Tokens that the node that decodes has already, and that need not come.
-    pub(crate) cached_tokens: u32,
-    /// It has been computed, and its blocks are held.
-    pub(crate) computed: bool,
-    /// When it began to cross the network, and under which name.
-    pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
-}
-
 /// A request under way.
 pub(crate) struct Flight {
     pub(crate) request: Request,
-    /// Told apart from what used this slot before, and from earlier tries.
+    /// Distinguishes it from earlier requests in this slot.
     pub(crate) ticket: u64,
-    /// The router's charge, if it looks at any; dropped when the sequence ends.
+    /// The router's charge, in a run that routes ahead (`lanes`). Elsewhere the dispatcher has it.
     pub(crate) active: Option<ActiveSequence>,
-    /// The node that generates its answer; meaningful once it has been routed.
-    pub(crate) target: u32,
-    /// Its prompt is computed elsewhere and has not come yet.
-    pub(crate) remote: Option<Box<Remote>>,
     /// The node that computed its prompt, if another one did.
     pub(crate) prefill: Option<u32>,
-    /// Workers that it was on when they vanished.
-    pub(crate) lost_on: Vec<WorkerId>,
+    /// When its keys and values began to cross the network, and the name of that transfer unless they
+    /// arrived at once.
+    pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
     /// Times that its client sent it again.
     pub(crate) retries: u32,
-    /// Its first token has left its worker.
-    pub(crate) begun: bool,
     /// When its last token came; 0 before the first.
     pub(crate) last: SimTime,
     pub(crate) first: Option<SimTime>,
@@ -97,22 +79,14 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
-    pub(crate) fn new(
-        request: Request,
-        active: Option<ActiveSequence>,
-        target: u32,
-        now: SimTime,
-    ) -> Flight {
+    pub(crate) fn new(request: Request, active: Option<ActiveSequence>, now: SimTime) -> Flight {
         Flight {
             request,
             ticket: 0,
             active,
-            target,
-            remote: None,
             prefill: None,
-            lost_on: Vec::new(),
+            sent: None,
             retries: 0,
-            begun: false,
             last: SimTime::ZERO,
             first: None,
             admitted: None,
@@ -138,11 +112,12 @@ impl Flight {
         }
     }
 
-    /// The record of a request that ended on `rank` at `now`.
+    /// The record of a request that ended on `rank` at `now`, after `failed_over` attempts elsewhere.
     pub(crate) fn record(
         &self,
         rank: RankId,
         prefill_rank: Option<RankId>,
+        failed_over: u32,
         usage: &Usage,
         now: SimTime,
     ) -> RequestRecord<'_> {
@@ -163,7 +138,7 @@ impl Flight {
             cached_tokens,
             output_tokens: usage.output_tokens,
             preemptions: usage.preemptions,
-            retries: self.retries + self.lost_on.len() as u32,
+            retries: self.retries + failed_over,
             error: None,
         }
     }
@@ -202,10 +177,10 @@ impl Flights {
         (flight.ticket == ticket).then_some(flight)
     }
 
-    /// Every request under way with its slot.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &Flight)> {
-        let slots = (0u64..).zip(&self.slots);
-        slots.filter_map(|(slot, flight)| Some((RequestId(slot), flight.as_ref()?)))
+    pub(crate) fn get(&self, id: RequestId) -> &Flight {
+        self.slots[id.0 as usize]
+            .as_ref()
+            .expect("an engine knows only requests that are under way")
     }
 
     pub(crate) fn remove(&mut self, id: RequestId) -> Flight {
@@ -232,15 +207,6 @@ pub(crate) enum Phase {
     InPass,
     /// A run of decode passes was jumped over; the next pass begins at its end.
     Jumped,
-}
-
-/// What a node does of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// All of it, or its answer.
-    Serve,
-    /// Its prompt.
-    Prefill,
 }
 
 pub(crate) struct Node {

@@ -10,14 +10,13 @@ use slipstream_base::cluster::{Cluster, Happening, PoolConfig, PoolRole};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, SimTime, WorkerId};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
-use slipstream_router::{CachedBlocks, Fleet, RouteError, RouteRequest, Routed, Router, ViewTurn};
+use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
 
-use crate::node::{Node, Role};
+use crate::node::Node;
 use crate::sim::{Options, TwinError};
 
-/// A router, and the nodes that it chooses among.
+/// The nodes that a router chooses among, and when their KV events reach it.
 pub(crate) struct Side {
-    pub(crate) router: Router,
     pub(crate) fleet: Arc<Fleet>,
     /// The node of each target.
     pub(crate) nodes: Vec<u32>,
@@ -41,7 +40,7 @@ pub(crate) struct Side {
 }
 
 /// The engines behind a router, as far as their passes have ended.
-struct Engines<'a> {
+pub(crate) struct Engines<'a> {
     nodes: &'a [Node],
     of_target: &'a [u32],
     openings: &'a Openings,
@@ -159,7 +158,6 @@ impl Side {
         Ok(Side {
             reads_cache,
             hears,
-            router: Router::new(fleet.clone(), 0),
             fleet,
             nodes: Vec::new(),
             openings,
@@ -196,23 +194,24 @@ impl Side {
         self.sequence += 1;
     }
 
-    /// Chooses where a request goes.
-    pub(crate) fn route(
-        &mut self,
-        now: SimTime,
-        request: &RouteRequest<'_>,
-        nodes: &[Node],
-    ) -> Result<Routed, RouteError> {
-        self.hear(now, nodes);
-        if self.hears || !self.reads_cache || !self.fleet.config().kv_events {
-            return self.router.route(now, request, None);
-        }
-        let engines = Engines {
+    /// Whether its router asks engines for their caches, and not the index.
+    pub(crate) fn asks_engines(&self) -> bool {
+        !self.hears && self.reads_cache && self.fleet.config().kv_events
+    }
+
+    /// The caches of `nodes`, for a router that asks them.
+    pub(crate) fn engines<'a>(&'a self, nodes: &'a [Node]) -> Engines<'a> {
+        Engines {
             nodes,
             of_target: &self.nodes,
             openings: &self.openings,
-        };
-        self.router.route_by(now, request, &engines)
+        }
+    }
+
+    /// The node of a rank that this side's router chose.
+    pub(crate) fn node_of(&self, rank: RankId) -> u32 {
+        let target = self.fleet.target_of(rank);
+        self.nodes[target.expect("the router chose one of its targets")]
     }
 
     /// What changes of their caches its engines list.
@@ -237,16 +236,16 @@ impl Side {
         }
     }
 
-    /// The router is about to choose at `now`: tells it what it has heard of by then, or, if it looks
-    /// now and then, by its last look.
-    pub(crate) fn hear(&mut self, now: SimTime, nodes: &[Node]) {
+    /// The router is about to choose at `now`, by the view that `turn` names: applies the KV events that
+    /// have reached it by then, or by its last view.
+    pub(crate) fn hear(&mut self, now: SimTime, turn: ViewTurn, nodes: &[Node]) {
         if !self.is_late {
             return;
         }
         if !self.views {
             return self.hear_before(now + 1, nodes);
         }
-        match self.router.view_turn(now) {
+        match turn {
             ViewTurn::Same => {}
             ViewTurn::Next => {
                 self.hear_before(self.looked, nodes);
@@ -300,24 +299,22 @@ impl Parts {
         let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
         for (worker, pool) in cluster.workers() {
-            let role = match pool.role {
-                PoolRole::Prefill => Role::Prefill,
-                PoolRole::Both | PoolRole::Decode => Role::Serve,
-            };
             for dp_rank in 0..pool.engine.data_parallel_size {
                 let rank = RankId {
                     worker,
                     dp_rank: dp_rank as u16,
                 };
                 let (mut engine, pace) = engine(cluster, pool, rank, options, read)?;
-                let side = match (role, &mut prefill) {
-                    (Role::Prefill, Some(side)) => side,
+                let side = match (pool.role, &mut prefill) {
+                    (PoolRole::Prefill, Some(side)) => side,
                     _ => &mut serve,
                 };
                 engine.list_kv(side.lists());
                 side.nodes.push(nodes.len() as u32);
                 side.fleet.set_ready(worker, true);
-                nodes.push(Node::new(engine, rank, role, pace, each_token, classes));
+                nodes.push(Node::new(
+                    engine, rank, pool.role, pace, each_token, classes,
+                ));
             }
         }
         Ok(Parts {

@@ -1,7 +1,7 @@
 //! The run: what happens next, until nothing does.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::BinaryHeap;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -11,21 +11,22 @@ use slipstream_base::mix::mix64;
 use slipstream_base::text::{counted, grouped};
 use slipstream_base::workload_file::Workload;
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime,
+    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
 };
+use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::TimingError;
 use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved, Usage};
 use slipstream_report::run::EngineCounts;
 use slipstream_report::{Answered, Failed, Latency, Objectives, PassRecord, Timeline, Totals};
-use slipstream_router::{FleetError, RouteError, RouteRequest, Router};
+use slipstream_router::{CachedBlocks, FleetError, RouteError, Router, ViewTurn};
 use slipstream_workload::schedule::Shard;
 use slipstream_workload::{Request, Schedule, SourceError, prompt::answer_name};
 
 use crate::faults::Faults;
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
-use crate::node::{Flight, Flights, Hops, Node, Phase, Role};
-use crate::parts::{Parts, Side, ns};
+use crate::node::{Flight, Flights, Hops, Node, Phase};
+use crate::parts::{Engines, Parts, Side};
 use crate::wire::{Frame, Frames, Wire};
 
 /// How to run.
@@ -278,7 +279,7 @@ pub fn simulate(
     }
     if independent {
         sim.looks_first = true;
-        sim.serve.router.look_by_hand();
+        sim.dispatch.router().look_by_hand();
     }
     sim.run(sink)
 }
@@ -296,32 +297,107 @@ pub(crate) enum What {
     /// A request has been read, or is sent again: its worker is chosen.
     Route { slot: u32, ticket: u64 },
     /// A request is sent to a node.
-    Send { slot: u32, ticket: u64, to: To },
+    Send { step: Step },
     /// A request reaches a node.
-    Deliver { slot: u32, ticket: u64, to: To },
-    /// Keys and values begin to cross the network.
-    Fetch { slot: u32, ticket: u64 },
+    Deliver { step: Step },
+    /// The keys and values of `tokens` begin to cross the network.
+    Fetch {
+        slot: u32,
+        attempt: Attempt,
+        tokens: u32,
+    },
     /// They have come.
-    Received { slot: u32, ticket: u64 },
+    Received { slot: u32, attempt: Attempt },
     /// The tokens of a pass are with their clients.
     Tell { frame: u32 },
     /// An event of the cluster file begins.
     Begin { event: u32 },
     /// It ends.
     End { event: u32 },
-    /// The router looks anew, for those who wait in the frontend.
-    Look,
     /// A worker has started again, unless it vanished meanwhile.
     Ready { worker: u32, start: u32 },
 }
 
-/// One of the two nodes of a request.
+/// An attempt at a request on its way to the node that plays `role`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum To {
-    /// That which generates its answer.
-    Serve,
-    /// That which computes its prompt for the other.
-    Prefill,
+pub(crate) struct Step {
+    slot: u32,
+    attempt: Attempt,
+    role: Role,
+    node: u32,
+}
+
+/// The dispatcher's view of the cluster.
+pub(crate) struct Surroundings<'a> {
+    serve: &'a mut Side,
+    prefill: Option<&'a mut Side>,
+    nodes: &'a [Node],
+    flights: &'a Flights,
+    wire: &'a Wire,
+    root: BlockHash,
+    /// Whose router is about to choose.
+    choosing: Role,
+}
+
+impl Surroundings<'_> {
+    fn side(&self, role: Role) -> &Side {
+        match (role, &self.prefill) {
+            (Role::Prefill, Some(side)) => side,
+            _ => self.serve,
+        }
+    }
+
+    fn engines(&self) -> Engines<'_> {
+        let side = self.side(self.choosing);
+        side.engines(self.nodes)
+    }
+}
+
+impl CachedBlocks for Surroundings<'_> {
+    fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
+        self.engines().overlap_of(target, blocks)
+    }
+
+    fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
+        self.engines().overlap(blocks, out);
+    }
+}
+
+impl Env for Surroundings<'_> {
+    fn request(&self, id: u32) -> dispatch::Request {
+        let flight = self.flights.get(RequestId(id.into()));
+        let prompt = prompt_of(&flight.request, self.serve.fleet.block_size(), self.root);
+        dispatched(&flight.request, prompt.expect("it was routed before"))
+    }
+
+    fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn) {
+        self.choosing = role;
+        let side = match (role, &mut self.prefill) {
+            (Role::Prefill, Some(side)) => side,
+            _ => &mut *self.serve,
+        };
+        side.hear(now, turn, self.nodes);
+    }
+
+    fn caches(&self, role: Role) -> Option<&dyn CachedBlocks> {
+        let asks = self.side(role).asks_engines();
+        asks.then_some(self as &dyn CachedBlocks)
+    }
+
+    fn latency_ns(&self, from: WorkerId, to: WorkerId, via: Via) -> u64 {
+        self.wire.latency_ns(from, to, via == Via::Frontend)
+    }
+}
+
+/// A request as the dispatcher sees it.
+fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
+    dispatch::Request {
+        prompt,
+        max_tokens: request.output_len,
+        session: Some(request.session),
+        direct: None,
+        streams_input: false,
+    }
 }
 
 pub(crate) struct Sim<'a> {
@@ -334,6 +410,8 @@ pub(crate) struct Sim<'a> {
     pub(crate) prefill: Option<Side>,
     pub(crate) nodes: Vec<Node>,
     pub(crate) flights: Flights,
+    /// Owns what has been routed or waits for that.
+    pub(crate) dispatch: Dispatcher,
     tickets: u64,
     /// Ends of passes on nodes that serve: nobody else hears of them, unless requests follow on ends.
     ends: BinaryHeap<PassEnd>,
@@ -352,12 +430,10 @@ pub(crate) struct Sim<'a> {
     /// So many requests came and went at one time that time will not go on.
     refuses_all: bool,
     pub(crate) faults: Faults,
-    /// Slots and tickets of requests that wait in the frontend, as every worker was busy.
-    waiting: VecDeque<(u32, u64)>,
-    /// Since the last look at them, a worker may have come to be less busy.
-    pub(crate) loads_fell: bool,
-    /// [`What::Look`] is in the queue.
-    look_planned: bool,
+    /// Why an engine refused the request at hand.
+    refusal: String,
+    /// Of the request whose worker has just disappeared: the node that answered it, and what had come.
+    pub(crate) lost: Option<(u32, Usage)>,
     /// Requests under way whose session goes on after them.
     continuing: usize,
     /// The sink wants to know of passes.
@@ -390,7 +466,7 @@ impl<'a> Sim<'a> {
         Apart {
             options: self.options,
             schedule: self.schedule,
-            router: self.serve.router,
+            router: self.dispatch.into_router(),
             nodes: self.nodes,
             root: self.root,
             seed: self.seed,
@@ -414,12 +490,17 @@ impl<'a> Sim<'a> {
         let wire = Wire::new(cluster, options.speedup);
         let tells_later = host.is_some() || wire.carries_messages();
         let parts = Parts::new(cluster, options, tells_later, read)?;
+        let router = |side: &Side| Router::new(side.fleet.clone(), 0);
+        let dispatch = Dispatcher::new(
+            dispatch::Rules::of_cluster(cluster),
+            router(&parts.serve),
+            parts.prefill.as_ref().map(router),
+        );
         let mut sim = Sim {
             options,
             cluster,
-            waiting: VecDeque::new(),
-            loads_fell: false,
-            look_planned: false,
+            refusal: String::new(),
+            lost: None,
             continuing: 0,
             watches: false,
             schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
@@ -427,6 +508,7 @@ impl<'a> Sim<'a> {
             prefill: parts.prefill,
             nodes: parts.nodes,
             flights: Flights::default(),
+            dispatch,
             tickets: 0,
             ends: BinaryHeap::new(),
             prefill_ends: BinaryHeap::new(),
@@ -482,9 +564,10 @@ impl<'a> Sim<'a> {
             }
             self.now = next;
             if self.looks_first && self.schedule.next_due(next)? == Some(next) {
-                self.serve.hear(next, &self.nodes);
-                self.serve.router.advance_view(next);
-                self.serve.router.see();
+                let router = self.dispatch.router();
+                self.serve.hear(next, router.view_turn(next), &self.nodes);
+                router.advance_view(next);
+                router.see();
             }
             self.end_passes(sink);
             self.happen(sink);
@@ -560,7 +643,10 @@ impl<'a> Sim<'a> {
 
     /// Nothing but arrivals and ends of passes can happen.
     fn is_plain(&self) -> bool {
-        self.queue.is_empty() && self.prefill_ends.is_empty() && self.wire.is_idle()
+        self.queue.is_empty()
+            && self.prefill_ends.is_empty()
+            && self.wire.is_idle()
+            && self.dispatch.next_timeout().is_none()
     }
 
     /// When the next thing happens that is neither an arrival nor the end of a pass of a node that
@@ -571,6 +657,7 @@ impl<'a> Sim<'a> {
         end.into_iter()
             .chain(other)
             .chain(self.wire.next_time())
+            .chain(self.dispatch.next_timeout())
             .min()
     }
 
@@ -608,9 +695,6 @@ impl<'a> Sim<'a> {
         self.tally.passes += 1;
         self.serve.on_kv(self.now, node, n.life, &out.kv);
         if self.tells_later {
-            for first in &out.first {
-                self.flights.get_mut(first.id).begun = true;
-            }
             self.send_frame(node, out);
             return;
         }
@@ -636,18 +720,19 @@ impl<'a> Sim<'a> {
                 arrived: &out.arrived,
             });
         }
-        self.loads_fell |= !out.first.is_empty() || !out.finished.is_empty();
         for first in &out.first {
-            let flight = self.flights.get_mut(first.id);
-            flight.begun = true;
-            flight.on_first(first, out.end, now);
+            self.flights.get_mut(first.id).on_first(first, out.end, now);
+            self.dispatch.on_first_token(first.id.0 as u32);
         }
         for done in &out.finished {
             let flight = self.flights.remove(done.id);
             self.continuing -= usize::from(flight.request.has_next());
-            let rank = self.nodes[flight.target as usize].rank;
+            let slot = done.id.0 as u32;
+            let failed_over = self.dispatch.failed_on(slot).len() as u32;
+            self.dispatch.on_ended(slot);
+            let rank = self.nodes[node as usize].rank;
             let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
-            let record = flight.record(rank, prefill_rank, &done.usage, now);
+            let record = flight.record(rank, prefill_rank, failed_over, &done.usage, now);
             let slo = &self.options.slo;
             self.tally.note(&record, flight.gap_max, slo);
             sink.on_request(&record);
@@ -673,14 +758,14 @@ impl<'a> Sim<'a> {
                         self.route(slot, sink);
                     }
                 }
-                What::Send { slot, ticket, to } => self.send(slot, ticket, to),
-                What::Deliver { slot, ticket, to } => {
-                    if self.flights.find(slot, ticket).is_some() {
-                        self.deliver(slot, to, None, sink);
-                    }
-                }
-                What::Fetch { slot, ticket } => self.fetch(slot, ticket),
-                What::Received { slot, ticket } => self.received(slot, ticket),
+                What::Send { step } => self.send(step),
+                What::Deliver { step } => self.deliver(step, None, sink),
+                What::Fetch {
+                    slot,
+                    attempt,
+                    tokens,
+                } => self.fetch(slot, attempt, tokens),
+                What::Received { slot, attempt } => self.received(slot, attempt, sink),
                 What::Tell { frame } => {
                     if let Some(Frame { node, life, out }) = self.frames.take(frame) {
                         // What was on its way from a worker that vanished never comes.
@@ -690,15 +775,12 @@ impl<'a> Sim<'a> {
                         self.out = out; // its memory
                     }
                 }
-                What::Look => {
-                    self.loads_fell = true;
-                    self.look_planned = false;
-                }
                 What::Begin { event } => self.begin_event(event, sink),
                 What::End { event } => self.end_event(event),
                 What::Ready { worker, start } => self.worker_ready(worker, start),
             }
         }
+        self.dispatch.on_timeout(self.now);
     }
 
     /// Takes what is due now.
@@ -721,7 +803,7 @@ impl<'a> Sim<'a> {
     fn arrive(&mut self, request: Request, sink: &mut dyn Sink) {
         let isl = request.prompt.tokens();
         self.continuing += usize::from(request.has_next());
-        let mut flight = Flight::new(request, None, 0, self.now);
+        let mut flight = Flight::new(request, None, self.now);
         flight.ticket = self.tickets;
         self.tickets += 1;
         let ticket = flight.ticket;
@@ -740,102 +822,162 @@ impl<'a> Sim<'a> {
 
     /// Lets requests that wait in the frontend go where there is room now, in their order.
     fn admit_waiting(&mut self, sink: &mut dyn Sink) {
-        if !std::mem::take(&mut self.loads_fell) {
-            return;
-        }
-        let mut waiting = std::mem::take(&mut self.waiting);
-        while let Some((slot, ticket)) = waiting.pop_front() {
-            if self.flights.find(slot, ticket).is_none() {
-                continue;
-            }
-            self.route(slot, sink);
-            // Nothing waited, so it waits again: nobody behind it has a better chance.
-            if let Some(again) = self.waiting.pop_front() {
-                waiting.push_front(again);
-                break;
-            }
-        }
-        self.waiting = waiting;
-        self.plan_look();
+        let now = self.now;
+        let (dispatch, mut env) = self.dispatching();
+        dispatch.admit(now, &mut env);
+        self.carry_out(None, sink);
     }
 
-    /// By what the router saw last all are busy: those who wait try again when it has seen more.
-    fn plan_look(&mut self) {
-        let interval_ns = ns(self.cluster.router.view_interval_ms * 1e6);
-        if !self.waiting.is_empty() && interval_ns > 0 && !self.look_planned {
-            self.look_planned = true;
-            self.later(self.now + interval_ns, What::Look);
-        }
+    /// The dispatcher, and what it asks.
+    pub(crate) fn dispatching(&mut self) -> (&mut Dispatcher, Surroundings<'_>) {
+        let surroundings = Surroundings {
+            serve: &mut self.serve,
+            prefill: self.prefill.as_mut(),
+            nodes: &self.nodes,
+            flights: &self.flights,
+            wire: &self.wire,
+            root: self.root,
+            choosing: Role::Both,
+        };
+        (&mut self.dispatch, surroundings)
     }
 
-    /// Chooses where a request goes, and sends it there.
+    /// Has a request dispatched.
     pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
-        if !self.waiting.is_empty() {
-            // Whoever came before it goes first.
-            let busy = self.serve.fleet.targets().len();
-            let error = RouteError::Busy {
-                busy,
-                retry_after_s: 1,
-            };
-            return self.refuse(slot, &error, sink);
-        }
         let flight = self.flights.get_mut(RequestId(slot.into()));
-        let block_size = self.serve.fleet.block_size();
-        let prompt = match prompt_of(&flight.request, block_size, self.root) {
+        let prompt = match prompt_of(&flight.request, self.serve.fleet.block_size(), self.root) {
             Ok(prompt) => prompt,
-            Err(error) => return self.refuse_for_good(slot, &error, sink),
+            Err(error) => return self.refuse_for_good(slot, &error, 0, sink),
         };
-        let route = RouteRequest {
-            prompt: &prompt,
-            max_tokens: flight.request.output_len,
-            session: Some(flight.request.session),
-            direct: None,
-            exclude: &flight.lost_on,
-        };
-        let routed = match self.serve.route(self.now, &route, &self.nodes) {
-            Ok(routed) => routed,
-            Err(error) => return self.refuse(slot, &error, sink),
-        };
-        let target = self.serve.node_of(routed.target);
-        let mut active = routed.active;
-        let mut to = To::Serve;
-        if let Some(prefill) = &mut self.prefill {
-            let uncached = prompt.len() - routed.hit_blocks * block_size;
-            if let Some(remote) = prefill.take_prompt(self.now, &route, uncached, &self.nodes) {
-                // Nothing is left to compute where it is decoded, but for one token.
-                active.on_first_token();
-                flight.remote = Some(Box::new(remote));
-                if self.cluster.kv.hand_over == HandOver::Pull {
-                    to = To::Prefill;
+        let request = dispatched(&flight.request, prompt);
+        let now = self.now;
+        let (dispatch, mut env) = self.dispatching();
+        dispatch.submit(now, slot, &request, &mut env, None);
+        self.carry_out(Some(request.prompt), sink);
+    }
+
+    /// Does what the dispatcher has decided. `prompt` is that of the request that it is about, if known.
+    pub(crate) fn carry_out(&mut self, mut prompt: Option<Prompt>, sink: &mut dyn Sink) {
+        while let Some(action) = self.dispatch.poll_action() {
+            match action {
+                Action::Start {
+                    id: slot,
+                    attempt,
+                    role,
+                    rank,
+                    at,
+                } => {
+                    let step = Step {
+                        slot,
+                        attempt,
+                        role,
+                        node: self.node_of(role, rank),
+                    };
+                    if self.is_second(role) {
+                        self.later(at, What::Deliver { step });
+                    } else {
+                        self.begin_step(step, prompt.take(), sink);
+                    }
+                }
+                Action::Kill { id, role, rank } => {
+                    let node = self.node_of(role, rank);
+                    let engine = &mut self.nodes[node as usize].engine;
+                    let id = RequestId(id.into());
+                    if engine.abort(id) || engine.release_held(id) {
+                        self.wake(node);
+                    }
+                }
+                Action::Transfer {
+                    id: slot,
+                    attempt,
+                    tokens,
+                    at,
+                    ..
+                } => {
+                    let what = What::Fetch {
+                        slot,
+                        attempt,
+                        tokens,
+                    };
+                    self.later(at, what);
+                }
+                Action::CancelTransfer { id } => {
+                    let flight = self.flights.get_mut(RequestId(id.into()));
+                    if let Some((_, Some(transfer))) = flight.sent.take() {
+                        self.wire.cancel(self.now, transfer);
+                    }
+                }
+                Action::Receive { id, rank } => {
+                    let node = self.node_of(Role::Decode, rank);
+                    let engine = &mut self.nodes[node as usize].engine;
+                    let took = engine.receive(RequestId(id.into()));
+                    assert!(took, "it has room for what it asked for");
+                    self.wake(node);
+                }
+                Action::Release { id, rank } => {
+                    let node = self.node_of(Role::Prefill, rank);
+                    let engine = &mut self.nodes[node as usize].engine;
+                    let released = engine.release_held(RequestId(id.into()));
+                    assert!(released, "blocks are held until they have been fetched");
+                    self.wake(node);
+                }
+                Action::Rejected { id, error, failed } => {
+                    self.reject(id, &error, u32::from(failed.is_some()), sink);
+                }
+                Action::Lost {
+                    id, worker, failed, ..
+                } => {
+                    let error = format!("worker {worker} vanished under the request");
+                    let failed_over = u32::from(failed.is_some());
+                    let lost = self.lost.take();
+                    let lost = lost.expect("only a crash loses a request");
+                    self.lose(id, lost, &error, failed_over, sink);
+                }
+                Action::Refused { id, failed, .. } => {
+                    let error = std::mem::take(&mut self.refusal);
+                    let failed_over = u32::from(failed.is_some());
+                    self.refuse_for_good(id, &error, failed_over, sink);
                 }
             }
         }
-        flight.active = Some(active);
-        flight.target = target;
+    }
+
+    /// Whether a node with `role` is the second of the two that a request goes to. Requests go from the
+    /// frontend to the first one, and from there on to the second.
+    fn is_second(&self, role: Role) -> bool {
+        match self.cluster.kv.hand_over {
+            HandOver::Pull => role == Role::Decode,
+            HandOver::Push => role == Role::Prefill,
+        }
+    }
+
+    /// A request leaves for the first node that it goes to.
+    fn begin_step(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
+        let flight = self.flights.get_mut(RequestId(step.slot.into()));
         flight.hops.routed = self.now;
-        let ticket = flight.ticket;
+        (flight.prefill, flight.sent) = (None, None);
         if let Some((host, costs)) = &mut self.host {
             let done = host.run(self.now, costs.dispatch());
-            self.later(done, What::Send { slot, ticket, to });
+            self.later(done, What::Send { step });
         } else if self.wire.carries_messages() {
-            self.send(slot, ticket, to);
+            self.send(step);
         } else {
-            self.deliver(slot, to, Some(prompt), sink);
+            self.deliver(step, prompt, sink);
         }
     }
 
     /// Hands a request to the network.
-    fn send(&mut self, slot: u32, ticket: u64, to: To) {
-        let Some(flight) = self.flights.find(slot, ticket) else {
+    fn send(&mut self, step: Step) {
+        if !self.dispatch.is_current(step.slot, step.attempt) {
             return;
-        };
+        }
+        let flight = self.flights.get_mut(RequestId(step.slot.into()));
         if flight.hops.dispatched < flight.hops.routed {
             flight.hops.dispatched = self.now;
         }
-        let deliver = What::Deliver { slot, ticket, to };
+        let deliver = What::Deliver { step };
         if self.wire.carries_messages() {
-            let node = flight.node(to);
-            let worker = self.nodes[node as usize].rank.worker;
+            let worker = self.nodes[step.node as usize].rank.worker;
             let tokens = flight.request.prompt.tokens();
             self.wire.send_request(self.now, worker, tokens, deliver);
         } else {
@@ -844,23 +986,19 @@ impl<'a> Sim<'a> {
     }
 
     /// A request reaches an engine.
-    fn deliver(&mut self, slot: u32, to: To, prompt: Option<Prompt>, sink: &mut dyn Sink) {
-        let id = RequestId(slot.into());
-        let prompt = if let Some(prompt) = prompt {
-            prompt
-        } else {
-            let block_size = self.serve.fleet.block_size();
-            match prompt_of(&self.flights.get_mut(id).request, block_size, self.root) {
-                Ok(prompt) => prompt,
-                Err(error) => return self.refuse_for_good(slot, &error, sink),
-            }
-        };
+    fn deliver(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
+        if !self.dispatch.is_current(step.slot, step.attempt) {
+            return;
+        }
+        let id = RequestId(step.slot.into());
+        let second = self.is_second(step.role);
+        let block_size = self.serve.fleet.block_size();
         let flight = self.flights.get_mut(id);
-        let (node, remote) = (flight.node(to), flight.remote.is_some());
         let request = &flight.request;
+        let prompt = prompt.map_or_else(|| prompt_of(request, block_size, self.root), Ok);
         let engine_request = EngineRequest {
             id,
-            prompt,
+            prompt: prompt.expect("it was routed by its prompt"),
             params: GenerationParams {
                 max_tokens: request.output_len,
                 ignore_eos: request.ignore_eos,
@@ -869,24 +1007,27 @@ impl<'a> Sim<'a> {
             priority: request.priority,
             seed: request_seed(self.seed, request),
         };
-        // The first of two workers; both may get it at the time at which it was routed.
-        let first = match self.cluster.kv.hand_over {
-            HandOver::Pull => To::Prefill,
-            HandOver::Push => To::Serve,
-        };
-        if !remote || to == first {
+        if !second {
             flight.hops.dispatched = flight.hops.dispatched.max(flight.hops.routed);
             flight.hops.received = self.now;
         }
-        let engine = &mut self.nodes[node as usize].engine;
-        let added = match (to, remote) {
-            (To::Prefill, _) => engine.add_prompt(self.now, engine_request),
-            (To::Serve, true) => engine.add_answer(self.now, engine_request),
-            (To::Serve, false) => engine.add(self.now, engine_request),
+        let engine = &mut self.nodes[step.node as usize].engine;
+        let added = match step.role {
+            Role::Prefill => engine.add_prompt(self.now, engine_request),
+            Role::Decode => engine.add_answer(self.now, engine_request),
+            Role::Both => engine.add(self.now, engine_request),
         };
         match added {
-            Ok(()) => self.wake(node),
-            Err(refusal) => self.refuse_for_good(slot, &refusal.to_string(), sink),
+            Ok(()) => self.wake(step.node),
+            Err(refusal) => {
+                self.refusal = refusal.to_string();
+                let worker = self.nodes[step.node as usize].rank.worker;
+                let now = self.now;
+                let (dispatch, mut env) = self.dispatching();
+                // What does not fit one engine fits none.
+                dispatch.on_refused(now, step.slot, worker, false, &mut env);
+                self.carry_out(None, sink);
+            }
         }
     }
 
@@ -900,15 +1041,10 @@ impl<'a> Sim<'a> {
     }
 
     /// No worker takes a request: its client tries again later, or gives up.
-    fn refuse(&mut self, slot: u32, error: &RouteError, sink: &mut dyn Sink) {
+    fn reject(&mut self, slot: u32, error: &RouteError, failed_over: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
-        let queue_max = self.cluster.router.queue_max as usize;
-        if matches!(error, RouteError::Busy { .. }) && self.waiting.len() < queue_max {
-            self.waiting.push_back((slot, flight.ticket));
-            self.plan_look();
-        } else if error.retry_may_help() && flight.retries < self.options.retries {
+        if error.retry_may_help() && flight.retries < self.options.retries {
             flight.retries += 1;
-            flight.lost_on.clear();
             // As the frontend answers: with a time where the router names one, else a second.
             let wait_s = match error {
                 RouteError::Busy { retry_after_s, .. } => *retry_after_s,
@@ -919,13 +1055,18 @@ impl<'a> Sim<'a> {
             let at = self.now + u64::from(wait_s) * 1_000_000_000;
             self.later(at, What::Route { slot, ticket });
         } else {
-            self.refuse_for_good(slot, &error.to_string(), sink);
+            self.refuse_for_good(slot, &error.to_string(), failed_over, sink);
         }
     }
 
     /// A request ends before any worker has taken it.
-    fn refuse_for_good(&mut self, slot: u32, message: &str, sink: &mut dyn Sink) {
-        self.detach(slot);
+    fn refuse_for_good(
+        &mut self,
+        slot: u32,
+        message: &str,
+        failed_over: u32,
+        sink: &mut dyn Sink,
+    ) {
         let flight = self.flights.remove(RequestId(slot.into()));
         let record = RequestRecord {
             request: &flight.request,
@@ -940,7 +1081,7 @@ impl<'a> Sim<'a> {
             cached_tokens: 0,
             output_tokens: 0,
             preemptions: 0,
-            retries: flight.retries + flight.lost_on.len() as u32,
+            retries: flight.retries + failed_over,
             error: Some(Failure {
                 kind: REFUSED,
                 message,
@@ -949,20 +1090,24 @@ impl<'a> Sim<'a> {
         self.note_failed(&record, sink);
     }
 
-    /// A request ends because its worker vanished; `usage` is what had come of it by then.
-    pub(crate) fn lose(&mut self, slot: u32, usage: &Usage, message: &str, sink: &mut dyn Sink) {
-        let prefill = self.flights.get_mut(RequestId(slot.into())).prefill;
-        self.detach(slot);
-        let mut flight = self.flights.remove(RequestId(slot.into()));
-        flight.prefill = prefill;
-        let rank = self.nodes[flight.target as usize].rank;
-        let prefill_rank = prefill.map(|node| self.nodes[node as usize].rank);
+    /// A request ends because its worker disappeared; `usage` of it had come by then from node `target`.
+    fn lose(
+        &mut self,
+        slot: u32,
+        (target, usage): (u32, Usage),
+        message: &str,
+        failed_over: u32,
+        sink: &mut dyn Sink,
+    ) {
+        let flight = self.flights.remove(RequestId(slot.into()));
+        let rank = self.nodes[target as usize].rank;
+        let prefill_rank = flight.prefill.map(|node| self.nodes[node as usize].rank);
         let record = RequestRecord {
             error: Some(Failure {
                 kind: WORKER_LOST,
                 message,
             }),
-            ..flight.record(rank, prefill_rank, usage, self.now)
+            ..flight.record(rank, prefill_rank, failed_over, &usage, self.now)
         };
         self.note_failed(&record, sink);
     }
@@ -974,40 +1119,12 @@ impl<'a> Sim<'a> {
         self.schedule.on_failed(record.request);
     }
 
-    /// Takes a request off every engine and link that it is on.
-    pub(crate) fn detach(&mut self, slot: u32) {
-        self.loads_fell = true;
-        let id = RequestId(slot.into());
-        let flight = self.flights.get_mut(id);
-        let routed = flight.active.take().is_some();
-        let target = flight.target;
-        let remote = flight.remote.take();
-        flight.prefill = None;
-        flight.ticket = self.tickets;
-        self.tickets += 1;
-        if !routed {
-            return;
-        }
-        if self.nodes[target as usize].engine.abort(id) {
-            self.wake(target);
-        }
-        if let Some(remote) = remote {
-            if let Some((_, Some(transfer))) = remote.sent {
-                self.wire.cancel(self.now, transfer);
-            }
-            let engine = &mut self.nodes[remote.node as usize].engine;
-            if engine.abort(id) || engine.release_held(id) {
-                self.wake(remote.node);
-            }
-        }
-    }
-
     /// Begins a pass on each engine whose last one has ended, or that got something to do.
     fn begin_passes(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
         if self.prefill.is_some() {
             // First those whose ends others may not jump over.
-            awake.sort_by_key(|&node| self.nodes[node as usize].role == Role::Serve);
+            awake.sort_by_key(|&node| self.nodes[node as usize].role != Role::Prefill);
         }
         let mut until = None;
         let mut left = awake.len();
@@ -1017,7 +1134,7 @@ impl<'a> Sim<'a> {
             }
             if self.nodes[node as usize].role == Role::Prefill {
                 left -= 1;
-                if let Some(end) = self.begin(node) {
+                if let Some(end) = self.begin(node, sink) {
                     let life = self.nodes[node as usize].life;
                     self.prefill_ends
                         .push(Reverse((end, self.sequence, node, life)));
@@ -1029,7 +1146,10 @@ impl<'a> Sim<'a> {
                 Some(until) => until,
                 None => *until.insert(self.jump_until(left)?),
             };
-            let end = self.jump(node, until, sink).or_else(|| self.begin(node));
+            let end = match self.jump(node, until, sink) {
+                Some(end) => Some(end),
+                None => self.begin(node, sink),
+            };
             if let Some(end) = end {
                 let life = self.nodes[node as usize].life;
                 self.ends.push(Reverse((end, self.sequence, node, life)));
@@ -1040,7 +1160,7 @@ impl<'a> Sim<'a> {
         Ok(())
     }
 
-    fn begin(&mut self, node: u32) -> Option<SimTime> {
+    fn begin(&mut self, node: u32, sink: &mut dyn Sink) -> Option<SimTime> {
         let end = self.nodes[node as usize].begin(self.now);
         self.publish_idle(node);
         if self.prefill.is_some() {
@@ -1049,7 +1169,7 @@ impl<'a> Sim<'a> {
                 .engine
                 .take_reserved(&mut reserved);
             for reserved in reserved.drain(..) {
-                self.on_reserved(node, reserved);
+                self.on_reserved(reserved, sink);
             }
             self.reserved = reserved;
         }
@@ -1074,7 +1194,7 @@ impl<'a> Sim<'a> {
         }
         // Requests come at times that are known, unless one that ends brings the next, or makes room.
         let known = self.continuing == 0 && !self.schedule.is_closed();
-        if known && self.waiting.is_empty() {
+        if known && self.dispatch.queued() == 0 {
             if self.prefill.is_some() && awake > 1 {
                 // One may make room for a prompt, and so wake who computes the next one.
                 return Ok(SimTime::ZERO);

@@ -115,7 +115,7 @@ impl Default for ModelConfig {
 }
 
 /// What a pool's engines do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PoolRole {
     /// Prefill and decode in the same engine.
     #[default]

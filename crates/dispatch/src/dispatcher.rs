@@ -1,0 +1,666 @@
+//! Inputs, and the rules by which they become actions.
+
+use std::collections::VecDeque;
+
+use slipstream_base::cluster::{Cluster, HandOver};
+use slipstream_base::{RankId, SimTime, WorkerId};
+use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTurn};
+
+use crate::Role;
+use crate::action::{Action, Attempt};
+use crate::env::{Env, Request, Via};
+use crate::life::{Apart, Life, Placed, Stage, State};
+
+/// Times that a request without a token is sent to another worker after one failed it. Once: a request
+/// that ends two workers is likelier to be the cause than to be unlucky twice.
+const RETRIES_MAX: usize = 1;
+
+/// What a cluster file says of dispatching.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// Who moves a prompt's keys and values between two workers.
+    pub transfer: HandOver,
+    /// Requests that may wait while every worker is busy.
+    pub queue_max: usize,
+    /// Time after which the router looks at loads again, ns; 0: at each decision.
+    pub view_interval_ns: u64,
+}
+
+impl Rules {
+    /// Those of `cluster`.
+    pub fn of_cluster(cluster: &Cluster) -> Rules {
+        Rules {
+            transfer: cluster.kv.hand_over,
+            queue_max: cluster.router.queue_max as usize,
+            view_interval_ns: (cluster.router.view_interval_ms * 1e6).round() as u64,
+        }
+    }
+}
+
+/// Owns every request between acceptance and its last token. No I/O, no clock, no runtime.
+///
+/// Requests are named by small numbers that the driver chooses and may use again once a request is
+/// over. After every input the driver carries out all actions before it passes the next one.
+pub struct Dispatcher {
+    rules: Rules,
+    /// Takes whole requests, and decodes prompts computed elsewhere.
+    serve: Router,
+    /// Takes prompts, if there are pools for it.
+    prefill: Option<Router>,
+    lives: Vec<Life>,
+    /// Requests that are not over.
+    open: usize,
+    attempts: u64,
+    /// Requests in the queue, in order. Entries of attempts that are over are skipped.
+    waiting: VecDeque<(u32, Attempt)>,
+    /// Entries of `waiting` whose attempt is current.
+    queued: usize,
+    /// Since the queue was last looked at, a worker may have become less busy.
+    capacity_changed: bool,
+    /// The queue is looked at again at this time, though no load is known to have fallen.
+    look_at: Option<SimTime>,
+    actions: VecDeque<Action>,
+}
+
+impl Dispatcher {
+    /// A dispatcher that chooses with `serve`, and with `prefill` who computes prompts for others.
+    pub fn new(rules: Rules, serve: Router, prefill: Option<Router>) -> Dispatcher {
+        Dispatcher {
+            rules,
+            serve,
+            prefill,
+            lives: Vec::new(),
+            open: 0,
+            attempts: 0,
+            waiting: VecDeque::new(),
+            queued: 0,
+            capacity_changed: false,
+            look_at: None,
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// The router of requests.
+    pub fn router(&mut self) -> &mut Router {
+        &mut self.serve
+    }
+
+    /// The router of requests, for a driver that decides ahead of time.
+    pub fn into_router(self) -> Router {
+        self.serve
+    }
+
+    /// Requests that are not over.
+    pub fn open(&self) -> usize {
+        self.open
+    }
+
+    /// Requests in the queue.
+    pub fn queued(&self) -> usize {
+        self.queued
+    }
+
+    /// Whether `attempt` at request `id` is under way.
+    pub fn is_current(&self, id: u32, attempt: Attempt) -> bool {
+        self.lives
+            .get(id as usize)
+            .is_some_and(|life| life.attempt == attempt && !matches!(life.state, State::Free))
+    }
+
+    /// Workers that failed request `id` before its first token.
+    pub fn failed_on(&self, id: u32) -> &[WorkerId] {
+        self.lives
+            .get(id as usize)
+            .map_or(&[], |life| &life.failed_on)
+    }
+
+    /// The rank that generates the answer of request `id`, once it is chosen.
+    pub fn decode_rank(&self, id: u32) -> Option<RankId> {
+        match &self.lives.get(id as usize)?.state {
+            State::Free | State::Routing | State::Waiting => None,
+            State::Placed(placed) | State::Streaming(placed) => Some(placed.rank),
+            State::Apart(apart) => Some(apart.decode),
+        }
+    }
+
+    /// The rank that computes the prompt of request `id` for another one, until it has been sent.
+    pub fn prefill_rank(&self, id: u32) -> Option<RankId> {
+        match &self.lives.get(id as usize)?.state {
+            State::Apart(apart) => Some(apart.prefill),
+            _ => None,
+        }
+    }
+
+    /// The next action. Carry all of them out before the next input.
+    #[must_use]
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// When [`on_timeout`](Self::on_timeout) is to be called, unless an input changes that.
+    #[must_use]
+    pub fn next_timeout(&self) -> Option<SimTime> {
+        self.look_at
+    }
+
+    /// The time of [`next_timeout`](Self::next_timeout) has come. Call [`admit`](Self::admit) next.
+    pub fn on_timeout(&mut self, now: SimTime) {
+        if self.look_at.is_some_and(|at| at <= now) {
+            self.look_at = None;
+            self.capacity_changed = true;
+        }
+    }
+
+    /// A request is accepted under the number `id`, which no open request has. `scores` collects all
+    /// candidates.
+    pub fn submit(
+        &mut self,
+        now: SimTime,
+        id: u32,
+        request: &Request,
+        env: &mut dyn Env,
+        scores: Option<&mut Vec<Score>>,
+    ) {
+        let at = id as usize;
+        if at >= self.lives.len() {
+            self.lives.resize_with(at + 1, || Life::FREE);
+        }
+        assert!(
+            matches!(self.lives[at].state, State::Free),
+            "a number names one open request"
+        );
+        self.open += 1;
+        self.begin_attempt(id);
+        if self.queued > 0 {
+            // Those that came before it go first.
+            let busy = self.serve.fleet().targets().len();
+            let error = RouteError::Busy {
+                busy,
+                retry_after_s: 1,
+            };
+            return self.queue_or_reject(now, id, error);
+        }
+        self.place(now, id, request, env, scores);
+    }
+
+    /// Lets queued requests go, in order, as far as there is room. Does nothing unless a load may have
+    /// fallen since the last call; drivers call it once they have passed all inputs of a moment.
+    pub fn admit(&mut self, now: SimTime, env: &mut dyn Env) {
+        if !std::mem::take(&mut self.capacity_changed) || self.queued == 0 {
+            return;
+        }
+        while let Some(&(id, attempt)) = self.waiting.front() {
+            let life = &self.lives[id as usize];
+            if life.attempt != attempt || !matches!(life.state, State::Waiting) {
+                self.waiting.pop_front();
+                continue;
+            }
+            let request = env.request(id);
+            match self.choose(now, id, &request, env, None) {
+                Ok(placement) => {
+                    self.waiting.pop_front();
+                    self.queued -= 1;
+                    self.start(now, id, placement);
+                }
+                // Those behind it have no better chance.
+                Err(RouteError::Busy { .. }) => break,
+                Err(error) => {
+                    self.waiting.pop_front();
+                    self.queued -= 1;
+                    self.reject(id, error);
+                }
+            }
+        }
+        self.plan_look(now);
+    }
+
+    /// Readiness, pace or size of the fleet changed: queued requests may find room.
+    pub fn on_fleet_changed(&mut self) {
+        self.capacity_changed = true;
+    }
+
+    /// A transport could not hand request `id` to `worker`: it is gone, leaving or too far behind.
+    pub fn on_not_taken(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
+        self.fail_over(now, id, worker, env);
+    }
+
+    /// `worker` ended request `id` before its first token, as it shuts down.
+    pub fn on_given_up(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
+        self.fail_over(now, id, worker, env);
+    }
+
+    /// Requests with a part at `worker`, by number. Pass each to [`on_worker_gone`](Self::on_worker_gone).
+    pub fn requests_of(&self, worker: WorkerId) -> Vec<u32> {
+        (0..)
+            .zip(&self.lives)
+            .filter(|(_, life)| life.part_of(worker))
+            .map(|(id, _)| id)
+            .collect()
+    }
+
+    /// `worker` disappeared, and its part of request `id` with it.
+    pub fn on_worker_gone(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
+        self.fail_over(now, id, worker, env);
+    }
+
+    /// A worker refused request `id`. With `retry_elsewhere` another worker may take it.
+    pub fn on_refused(
+        &mut self,
+        now: SimTime,
+        id: u32,
+        worker: WorkerId,
+        retry_elsewhere: bool,
+        env: &mut dyn Env,
+    ) {
+        if retry_elsewhere && self.may_retry(id) {
+            return self.fail_over(now, id, worker, env);
+        }
+        if self.is_open(id) {
+            self.leave_workers(id, Some(worker));
+            let failed = self.end(id).last().copied();
+            self.actions
+                .push_back(Action::Refused { id, worker, failed });
+        }
+    }
+
+    /// The prompt of request `id` was computed at `at`, and its blocks are held. False if it was not
+    /// expected.
+    pub fn on_prefilled(&mut self, at: SimTime, id: u32, env: &dyn Env) -> bool {
+        let transfer = self.rules.transfer;
+        let Some((attempt, apart)) = self.apart(id) else {
+            return false;
+        };
+        if apart.stage != Stage::Prefilling {
+            return false;
+        }
+        apart.prefill_active.on_first_token();
+        let action = match transfer {
+            HandOver::Pull => {
+                apart.stage = Stage::Reserving;
+                let (from, to) = (apart.prefill.worker, apart.decode.worker);
+                Action::Start {
+                    id,
+                    attempt,
+                    role: Role::Decode,
+                    rank: apart.decode,
+                    at: at + env.latency_ns(from, to, Via::Frontend),
+                }
+            }
+            HandOver::Push => {
+                apart.stage = Stage::Transferring;
+                apart.transfer(id, attempt, at)
+            }
+        };
+        self.actions.push_back(action);
+        true
+    }
+
+    /// The decode rank of request `id` made room at `at` for its prompt, of which it has `cached_tokens`.
+    /// False if it was not expected.
+    pub fn on_reserved(&mut self, at: SimTime, id: u32, cached_tokens: u32, env: &dyn Env) -> bool {
+        let transfer = self.rules.transfer;
+        let Some((attempt, apart)) = self.apart(id) else {
+            return false;
+        };
+        if apart.stage != Stage::Reserving {
+            return false;
+        }
+        apart.cached_tokens = cached_tokens.min(apart.prompt_tokens);
+        let at = at + env.latency_ns(apart.decode.worker, apart.prefill.worker, Via::Direct);
+        let action = match transfer {
+            HandOver::Pull => {
+                apart.stage = Stage::Transferring;
+                apart.transfer(id, attempt, at)
+            }
+            HandOver::Push => {
+                apart.stage = Stage::Prefilling;
+                Action::Start {
+                    id,
+                    attempt,
+                    role: Role::Prefill,
+                    rank: apart.prefill,
+                    at,
+                }
+            }
+        };
+        self.actions.push_back(action);
+        true
+    }
+
+    /// The keys and values of a prompt have arrived. False if the attempt is over.
+    pub fn on_transferred(&mut self, id: u32, attempt: Attempt) -> bool {
+        if !self.is_current(id, attempt) {
+            return false;
+        }
+        let life = &mut self.lives[id as usize];
+        match std::mem::replace(&mut life.state, State::Free) {
+            State::Apart(apart) if apart.stage == Stage::Transferring => {
+                let apart = *apart;
+                let (decode, prefill) = (apart.decode, apart.prefill);
+                life.state = State::Placed(Placed {
+                    rank: decode,
+                    role: Role::Decode,
+                    active: apart.decode_active,
+                });
+                drop(apart.prefill_active);
+                self.actions.push_back(Action::Receive { id, rank: decode });
+                self.actions
+                    .push_back(Action::Release { id, rank: prefill });
+                true
+            }
+            other => {
+                life.state = other;
+                false
+            }
+        }
+    }
+
+    /// Input of request `id` was sent that cannot be sent again: it is bound to its worker.
+    pub fn on_input_sent(&mut self, id: u32) {
+        if self.is_open(id) {
+            self.lives[id as usize].pinned = true;
+        }
+    }
+
+    /// The first token of request `id` came.
+    pub fn on_first_token(&mut self, id: u32) {
+        self.capacity_changed = true;
+        let Some(life) = self.lives.get_mut(id as usize) else {
+            return;
+        };
+        match std::mem::replace(&mut life.state, State::Free) {
+            State::Placed(mut placed) => {
+                placed.active.on_first_token();
+                life.state = State::Streaming(placed);
+            }
+            other => life.state = other,
+        }
+    }
+
+    /// The last token of request `id` came. No action follows.
+    pub fn on_ended(&mut self, id: u32) {
+        if self.is_open(id) {
+            self.capacity_changed = true;
+            self.end(id);
+        }
+    }
+
+    /// Nobody wants the answer to request `id` any more.
+    pub fn cancel(&mut self, id: u32) {
+        if self.is_open(id) {
+            self.leave_workers(id, None);
+            self.end(id);
+        }
+    }
+
+    // ---- Rules ----
+
+    /// A worker failed a request. If no token has come, another one gets it, once.
+    fn fail_over(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
+        if !self.is_open(id) {
+            return;
+        }
+        let may_retry = self.may_retry(id);
+        let begun = matches!(self.lives[id as usize].state, State::Streaming(_));
+        self.leave_workers(id, Some(worker));
+        if !may_retry {
+            let failed = self.end(id).last().copied();
+            self.actions.push_back(Action::Lost {
+                id,
+                worker,
+                failed,
+                begun,
+            });
+            return;
+        }
+        self.lives[id as usize].failed_on.push(worker);
+        self.begin_attempt(id);
+        let request = env.request(id);
+        if self.queued > 0 {
+            let busy = self.serve.fleet().targets().len();
+            let error = RouteError::Busy {
+                busy,
+                retry_after_s: 1,
+            };
+            return self.queue_or_reject(now, id, error);
+        }
+        self.place(now, id, &request, env, None);
+    }
+
+    fn may_retry(&self, id: u32) -> bool {
+        let life = &self.lives[id as usize];
+        let begun = matches!(life.state, State::Streaming(_));
+        !begun && !life.pinned && life.failed_on.len() < RETRIES_MAX
+    }
+
+    /// Chooses where a request goes, and sends it there.
+    fn place(
+        &mut self,
+        now: SimTime,
+        id: u32,
+        request: &Request,
+        env: &mut dyn Env,
+        scores: Option<&mut Vec<Score>>,
+    ) {
+        match self.choose(now, id, request, env, scores) {
+            Ok(placement) => self.start(now, id, placement),
+            Err(error) => self.queue_or_reject(now, id, error),
+        }
+    }
+
+    /// Chooses the rank that generates the answer, and the one that computes the prompt if that is
+    /// another one.
+    fn choose(
+        &mut self,
+        now: SimTime,
+        id: u32,
+        request: &Request,
+        env: &mut dyn Env,
+        scores: Option<&mut Vec<Score>>,
+    ) -> Result<State, RouteError> {
+        let route = request.route(&self.lives[id as usize].failed_on);
+        let routed = route_with(&mut self.serve, Role::Both, now, &route, env, scores)?;
+        let apart = match &mut self.prefill {
+            Some(prefill) if !request.streams_input => {
+                let block_size = self.serve.fleet().block_size();
+                let uncached = request
+                    .prompt
+                    .len()
+                    .saturating_sub(routed.hit_blocks * block_size);
+                // The client names who answers, not who computes the prompt.
+                let route = RouteRequest {
+                    direct: None,
+                    ..route
+                };
+                route_prefill(prefill, now, &route, uncached, env)
+            }
+            _ => None,
+        };
+        let Routed {
+            target, mut active, ..
+        } = routed;
+        Ok(match apart {
+            None => State::Placed(Placed {
+                rank: target,
+                role: Role::Both,
+                active,
+            }),
+            Some(prefill) => {
+                // Its rank computes one token of the prompt, which counts for nothing.
+                active.on_first_token();
+                State::Apart(Box::new(Apart {
+                    decode: target,
+                    decode_active: active,
+                    prefill: prefill.target,
+                    prefill_active: prefill.active,
+                    prompt_tokens: request.prompt.len(),
+                    cached_tokens: 0,
+                    stage: match self.rules.transfer {
+                        HandOver::Pull => Stage::Prefilling,
+                        HandOver::Push => Stage::Reserving,
+                    },
+                }))
+            }
+        })
+    }
+
+    fn start(&mut self, now: SimTime, id: u32, placement: State) {
+        let life = &mut self.lives[id as usize];
+        let (role, rank) = match &placement {
+            State::Apart(apart) => match apart.stage {
+                Stage::Prefilling => (Role::Prefill, apart.prefill),
+                _ => (Role::Decode, apart.decode),
+            },
+            State::Placed(placed) => (placed.role, placed.rank),
+            _ => unreachable!("choose() places a request"),
+        };
+        life.state = placement;
+        self.actions.push_back(Action::Start {
+            id,
+            attempt: life.attempt,
+            role,
+            rank,
+            at: now,
+        });
+    }
+
+    fn queue_or_reject(&mut self, now: SimTime, id: u32, error: RouteError) {
+        if matches!(error, RouteError::Busy { .. }) && self.queued < self.rules.queue_max {
+            let life = &mut self.lives[id as usize];
+            life.state = State::Waiting;
+            self.waiting.push_back((id, life.attempt));
+            self.queued += 1;
+            self.plan_look(now);
+        } else {
+            self.reject(id, error);
+        }
+    }
+
+    fn reject(&mut self, id: u32, error: RouteError) {
+        let failed = self.end(id).last().copied();
+        self.actions
+            .push_back(Action::Rejected { id, error, failed });
+    }
+
+    /// Where the router looks at loads now and then, the queue is looked at again when it has.
+    fn plan_look(&mut self, now: SimTime) {
+        let interval_ns = self.rules.view_interval_ns;
+        if self.queued > 0 && interval_ns > 0 && self.look_at.is_none() {
+            self.look_at = Some(now + interval_ns);
+        }
+    }
+
+    /// Takes a request off the workers and links that it is on, apart from the worker that is `gone`.
+    fn leave_workers(&mut self, id: u32, gone: Option<WorkerId>) {
+        self.capacity_changed = true;
+        let life = &mut self.lives[id as usize];
+        let transfer = self.rules.transfer;
+        let mut kill = |role, rank: RankId| {
+            if gone != Some(rank.worker) {
+                self.actions.push_back(Action::Kill { id, role, rank });
+            }
+        };
+        match std::mem::replace(&mut life.state, State::Free) {
+            State::Free | State::Routing => {}
+            State::Waiting => self.queued -= 1,
+            State::Placed(placed) | State::Streaming(placed) => kill(placed.role, placed.rank),
+            State::Apart(apart) => {
+                let (decodes, prefills) = apart.started(transfer);
+                if decodes {
+                    kill(Role::Decode, apart.decode);
+                }
+                if apart.stage == Stage::Transferring {
+                    self.actions.push_back(Action::CancelTransfer { id });
+                }
+                if prefills && gone != Some(apart.prefill.worker) {
+                    self.actions.push_back(Action::Kill {
+                        id,
+                        role: Role::Prefill,
+                        rank: apart.prefill,
+                    });
+                }
+            }
+        }
+    }
+
+    /// The request is over. Returns the workers that failed it.
+    fn end(&mut self, id: u32) -> Vec<WorkerId> {
+        self.open -= 1;
+        std::mem::replace(&mut self.lives[id as usize], Life::FREE).failed_on
+    }
+
+    fn begin_attempt(&mut self, id: u32) {
+        let life = &mut self.lives[id as usize];
+        life.attempt = Attempt(self.attempts);
+        life.state = State::Routing;
+        self.attempts += 1;
+    }
+
+    fn is_open(&self, id: u32) -> bool {
+        self.lives
+            .get(id as usize)
+            .is_some_and(|life| !matches!(life.state, State::Free))
+    }
+
+    fn apart(&mut self, id: u32) -> Option<(Attempt, &mut Apart)> {
+        let life = self.lives.get_mut(id as usize)?;
+        match &mut life.state {
+            State::Apart(apart) => Some((life.attempt, apart)),
+            _ => None,
+        }
+    }
+}
+
+impl Apart {
+    /// Whether the decode rank and the prefill rank were sent the request.
+    fn started(&self, transfer: HandOver) -> (bool, bool) {
+        match (transfer, self.stage) {
+            (HandOver::Pull, Stage::Prefilling) => (false, true),
+            (HandOver::Push, Stage::Reserving) => (true, false),
+            _ => (true, true),
+        }
+    }
+
+    fn transfer(&self, id: u32, attempt: Attempt, at: SimTime) -> Action {
+        Action::Transfer {
+            id,
+            attempt,
+            from: self.prefill.worker,
+            to: self.decode.worker,
+            tokens: self.prompt_tokens - self.cached_tokens,
+            at,
+        }
+    }
+}
+
+fn route_with(
+    router: &mut Router,
+    role: Role,
+    now: SimTime,
+    route: &RouteRequest<'_>,
+    env: &mut dyn Env,
+    scores: Option<&mut Vec<Score>>,
+) -> Result<Routed, RouteError> {
+    let turn: ViewTurn = router.view_turn(now);
+    env.before_route(now, role, turn);
+    match env.caches(role) {
+        None => router.route(now, route, scores),
+        Some(caches) => router.route_by(now, route, caches),
+    }
+}
+
+/// Chooses who computes a prompt of which `uncached` tokens are left to compute where it is decoded.
+/// `None` if that is better done there: it is short, or every prefill rank is busy or gone.
+fn route_prefill(
+    router: &mut Router,
+    now: SimTime,
+    route: &RouteRequest<'_>,
+    uncached: u32,
+    env: &mut dyn Env,
+) -> Option<Routed> {
+    if !router.takes_prompt(uncached) {
+        return None;
+    }
+    let routed = route_with(router, Role::Prefill, now, route, env, None).ok()?;
+    router.computes_soon(&routed).then_some(routed)
+}

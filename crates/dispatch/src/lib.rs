@@ -1,0 +1,29 @@
+//! The life of a request, from acceptance to its last token.
+//!
+//! A [`Dispatcher`] owns every request of one frontend shard, or of one simulated frontend. It decides
+//! where a request runs, whether it waits, whether another worker computes its prompt, and what
+//! happens if a worker refuses it, drains or disappears. It does no I/O and reads no clock: a driver
+//! passes inputs and the time, and carries out the [`Action`]s that they produce.
+//!
+//! ```text
+//!   driver ── submit, on_first_token, on_ended, on_worker_gone, … ──► Dispatcher
+//!          ◄── poll_action: Start, Kill, Transfer, Receive, Release, Rejected, Lost, … ──┘
+//! ```
+//!
+//! There are two drivers: the frontend's shard, over sockets or rings, and the twin, over virtual time.
+//! Tokens do not pass through here: only the first one of a request and its end.
+//!
+//! Modules: [`dispatcher`] has the inputs and their rules, [`action`] what a driver carries out,
+//! [`env`] what a driver answers, and `life` the states of a request.
+#![forbid(unsafe_code)]
+
+pub mod action;
+pub mod dispatcher;
+pub mod env;
+mod life;
+
+pub use action::{Action, Attempt};
+pub use dispatcher::{Dispatcher, Rules};
+pub use env::{Env, Request, Via};
+/// What a worker does of a request.
+pub use slipstream_base::cluster::PoolRole as Role;

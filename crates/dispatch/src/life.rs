@@ -1,0 +1,82 @@
+//! The states of a request.
+
+use slipstream_base::{RankId, WorkerId};
+use slipstream_router::ActiveSequence;
+
+use crate::{Attempt, Role};
+
+/// A request under way.
+pub(crate) struct Life {
+    pub(crate) state: State,
+    pub(crate) attempt: Attempt,
+    /// Workers that disappeared or gave it up before its first token.
+    pub(crate) failed_on: Vec<WorkerId>,
+    /// Input was sent that cannot be sent again.
+    pub(crate) pinned: bool,
+}
+
+/// Where a request is.
+pub(crate) enum State {
+    /// No request has this number.
+    Free,
+    /// Its workers are being chosen.
+    Routing,
+    /// In the queue: every worker is busy.
+    Waiting,
+    /// One worker computes its prompt; no token has come.
+    Placed(Placed),
+    /// Two workers share it: the keys and values of its prompt have not reached the one that decodes.
+    Apart(Box<Apart>),
+    /// Its first token has come.
+    Streaming(Placed),
+}
+
+/// A request at the worker that generates its answer.
+pub(crate) struct Placed {
+    pub(crate) rank: RankId,
+    /// `Both`, or `Decode` if another worker computed its prompt.
+    pub(crate) role: Role,
+    pub(crate) active: ActiveSequence,
+}
+
+/// A request at two workers.
+pub(crate) struct Apart {
+    pub(crate) decode: RankId,
+    pub(crate) decode_active: ActiveSequence,
+    pub(crate) prefill: RankId,
+    pub(crate) prefill_active: ActiveSequence,
+    pub(crate) prompt_tokens: u32,
+    /// Tokens that the decode rank has, and that are not sent.
+    pub(crate) cached_tokens: u32,
+    pub(crate) stage: Stage,
+}
+
+/// What a request at two workers waits for. With pull the order is `Prefilling`, `Reserving`,
+/// `Transferring`; with push the first two are swapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// The prefill rank computes the prompt.
+    Prefilling,
+    /// The decode rank makes room for it.
+    Reserving,
+    /// Its keys and values cross the network.
+    Transferring,
+}
+
+impl Life {
+    pub(crate) const FREE: Life = Life {
+        state: State::Free,
+        attempt: Attempt(0),
+        failed_on: Vec::new(),
+        pinned: false,
+    };
+
+    /// Whether `worker` has a part of the request.
+    pub(crate) fn part_of(&self, worker: WorkerId) -> bool {
+        match &self.state {
+            State::Free | State::Routing | State::Waiting => false,
+            State::Placed(placed) | State::Streaming(placed) => placed.rank.worker == worker,
+            State::Apart(apart) => apart.decode.worker == worker || apart.prefill.worker == worker,
+        }
+    }
+}

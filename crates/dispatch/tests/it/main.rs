@@ -1,0 +1,5 @@
+//! A dispatcher before a fleet of workers that a script controls.
+
+mod rig;
+mod rules;
+mod scripts;

@@ -1,0 +1,221 @@
+//! One rule at a time.
+
+use slipstream_base::cluster::HandOver;
+use slipstream_base::{SimTime, WorkerId};
+use slipstream_dispatch::{Action, Role};
+
+use crate::rig::{End, LATENCY_NS, Rig};
+
+/// The actions since `from`, in short.
+fn steps(rig: &Rig, from: usize) -> Vec<String> {
+    let role = |role: Role| format!("{role:?}").to_lowercase();
+    rig.log[from..]
+        .iter()
+        .map(|action| match action {
+            Action::Start {
+                role: r, rank, at, ..
+            } => format!("start {} {} at {}", role(*r), rank.worker, at.0),
+            Action::Kill { role: r, rank, .. } => format!("kill {} {}", role(*r), rank.worker),
+            Action::Transfer {
+                from,
+                to,
+                tokens,
+                at,
+                ..
+            } => format!("transfer {tokens} {from} {to} at {}", at.0),
+            Action::CancelTransfer { .. } => "cancel transfer".into(),
+            Action::Receive { rank, .. } => format!("receive {}", rank.worker),
+            Action::Release { rank, .. } => format!("release {}", rank.worker),
+            Action::Rejected { .. } => "rejected".into(),
+            Action::Lost { worker, begun, .. } => format!("lost {worker} begun={begun}"),
+            Action::Refused { worker, .. } => format!("refused {worker}"),
+        })
+        .collect()
+}
+
+#[test]
+fn with_pull_the_prompt_comes_first_and_then_the_room() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 1, |_| {});
+    rig.now = SimTime(1_000);
+    let id = rig.submit(100);
+    (0..3).for_each(|_| rig.progress(id));
+    assert_eq!(
+        steps(&rig, 0),
+        [
+            "start prefill w1 at 1000".to_string(),
+            format!("start decode w0 at {}", 1_000 + 2 * LATENCY_NS),
+            format!("transfer 84 w1 w0 at {}", 1_000 + LATENCY_NS),
+            "receive w0".into(),
+            "release w1".into(),
+        ]
+    );
+    (0..2).for_each(|_| rig.progress(id));
+    assert_eq!(rig.ends[&id], End::Answered);
+    assert_eq!(rig.charged(), 0);
+}
+
+#[test]
+fn with_push_the_room_comes_first_and_then_the_prompt() {
+    let mut rig = Rig::new(HandOver::Push, 1, 1, |_| {});
+    rig.now = SimTime(1_000);
+    let id = rig.submit(100);
+    (0..3).for_each(|_| rig.progress(id));
+    assert_eq!(
+        steps(&rig, 0),
+        [
+            "start decode w0 at 1000".to_string(),
+            format!("start prefill w1 at {}", 1_000 + LATENCY_NS),
+            "transfer 84 w1 w0 at 1000".into(),
+            "receive w0".into(),
+            "release w1".into(),
+        ]
+    );
+}
+
+#[test]
+fn a_short_prompt_is_computed_where_it_is_decoded() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 1, |_| {});
+    rig.submit(63);
+    assert_eq!(steps(&rig, 0), ["start both w0 at 0"]);
+}
+
+#[test]
+fn a_request_without_a_token_moves_once_and_is_then_lost() {
+    let mut rig = Rig::new(HandOver::Pull, 3, 0, |_| {});
+    let id = rig.submit(10);
+    let first = rig.holder(id, 0).unwrap().worker;
+    rig.crash(first);
+    let second = rig.holder(id, 0).unwrap().worker;
+    assert_ne!(first, second);
+    rig.restart(first);
+    rig.crash(second);
+    assert_eq!(rig.ends[&id], End::Lost { begun: false });
+    assert_eq!(rig.charged(), 0);
+}
+
+#[test]
+fn an_answer_that_has_begun_is_lost_with_its_worker() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |_| {});
+    let id = rig.submit(10);
+    rig.progress(id);
+    rig.crash(rig.holder(id, 0).unwrap().worker);
+    assert_eq!(rig.ends[&id], End::Lost { begun: true });
+}
+
+#[test]
+fn a_request_whose_input_was_sent_is_bound_to_its_worker() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |_| {});
+    let id = rig.submit(10);
+    rig.dispatch.on_input_sent(id);
+    rig.crash(rig.holder(id, 0).unwrap().worker);
+    assert_eq!(rig.ends[&id], End::Lost { begun: false });
+}
+
+#[test]
+fn a_prefill_worker_that_disappears_takes_no_answer_with_it() {
+    for transfer in [HandOver::Pull, HandOver::Push] {
+        for progress in 0..3 {
+            let mut rig = Rig::new(transfer, 2, 2, |_| {});
+            let id = rig.submit(100);
+            (0..progress).for_each(|_| rig.progress(id));
+            let Some(prefill) = rig.dispatch.prefill_rank(id) else {
+                unreachable!("its prompt has not arrived yet");
+            };
+            rig.crash(prefill.worker);
+            assert!(
+                !rig.ends.contains_key(&id),
+                "{transfer:?} after {progress} steps"
+            );
+            while !rig.ends.contains_key(&id) {
+                rig.progress(id);
+            }
+            assert_eq!(rig.ends[&id], End::Answered);
+            assert_eq!(rig.charged(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_full_fleet_queues_in_order_and_then_rejects() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 0, |config| {
+        config.queue_max = 2;
+        config.busy_prefill_tokens = 50;
+    });
+    let ids: Vec<u32> = (0..4).map(|_| rig.submit(51)).collect();
+    assert_eq!(rig.dispatch.queued(), 2);
+    assert_eq!(rig.ends.get(&ids[3]), Some(&End::Rejected));
+    rig.progress(ids[0]); // the first token frees its prefill
+    assert!(
+        rig.holder(ids[1], 0).is_some(),
+        "the first in the queue goes"
+    );
+    assert!(rig.holder(ids[2], 0).is_none());
+    let late = rig.submit(10);
+    assert!(rig.holder(late, 0).is_none(), "none overtakes the queue");
+    rig.cancel(ids[2]);
+    rig.progress(ids[1]);
+    assert!(
+        rig.holder(late, 0).is_some(),
+        "a canceled one holds no place"
+    );
+}
+
+#[test]
+fn a_queue_is_looked_at_again_when_the_router_has_seen_more() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 0, |config| {
+        config.queue_max = 8;
+        config.busy_prefill_tokens = 50;
+        config.view_interval_ms = 1.0;
+    });
+    let first = rig.submit(51);
+    let second = rig.submit(51);
+    assert!(rig.dispatch.next_timeout().is_some());
+    rig.progress(first);
+    assert!(
+        rig.holder(second, 0).is_none(),
+        "the router has not looked yet"
+    );
+    for _ in 0..3 {
+        rig.wait(1_000_000);
+    }
+    assert!(rig.holder(second, 0).is_some());
+    assert_eq!(rig.dispatch.next_timeout(), None);
+}
+
+#[test]
+fn an_event_of_an_earlier_attempt_changes_nothing() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 1, |_| {});
+    let id = rig.submit(100);
+    (0..2).for_each(|_| rig.progress(id));
+    let old = rig.transfers[&id];
+    let decode = rig.dispatch.decode_rank(id).unwrap().worker;
+    rig.crash(decode);
+    assert!(
+        !rig.dispatch.on_transferred(id, old),
+        "that attempt is over"
+    );
+    assert!(!rig.dispatch.is_current(id, old));
+    assert_eq!(rig.dispatch.failed_on(id), [decode]);
+}
+
+#[test]
+fn a_refusal_for_good_ends_both_parts() {
+    let mut rig = Rig::new(HandOver::Push, 1, 1, |_| {});
+    let id = rig.submit(100);
+    rig.progress(id);
+    let from = rig.log.len();
+    rig.fail_part(id, 0, 1); // the prefill worker refuses
+    assert_eq!(steps(&rig, from), ["kill decode w0", "refused w1"]);
+}
+
+#[test]
+fn without_a_worker_the_error_names_the_one_that_failed() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 0, |_| {});
+    rig.submit(10);
+    rig.crash(WorkerId(0));
+    let Some(Action::Rejected { failed, error, .. }) = rig.log.last() else {
+        panic!("no worker is left: {:?}", rig.log);
+    };
+    assert_eq!(*failed, Some(WorkerId(0)));
+    assert!(error.retry_may_help());
+}

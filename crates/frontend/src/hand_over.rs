@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use slipstream_base::cluster::{Cluster, HandOver};
 use slipstream_base::{RankId, SimTime, Stage, WorkerId};
-use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
+use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{

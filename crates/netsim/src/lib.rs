@@ -24,7 +24,6 @@ mod error;
 mod event;
 mod fabric;
 pub mod failure;
-pub mod flows;
 mod layout;
 mod net;
 pub mod output;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use slipstream_base::{RankId, RequestId, SimTime};
 use slipstream_dispatch::Role;
 use slipstream_engine::{DecodeRun, Engine, FirstToken, PassOutput, Usage};
-use slipstream_netsim::flows::TransferId;
+use slipstream_flows::TransferId;
 use slipstream_report::Totals;
 use slipstream_router::ActiveSequence;
 use slipstream_workload::Request;

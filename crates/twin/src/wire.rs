@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use slipstream_base::cluster::Cluster;
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_engine::{Finished, PassOutput};
-use slipstream_netsim::flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
+use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::sim::{Sim, What};
 

@@ -3,7 +3,7 @@
 use slipstream_base::WorkerId;
 use slipstream_base::cluster::{Cluster, NetworkMode};
 
-use super::{Endpoint, FabricConfig};
+use crate::{Endpoint, FabricConfig};
 
 impl FabricConfig {
     /// The network of `cluster`: an endpoint a worker, and behind them the frontend's. `None` if it

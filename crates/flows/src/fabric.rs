@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use slipstream_base::SimTime;
 
-use super::share::{LinkId, Sharing};
-use super::{Endpoint, Network, TransferId};
+use crate::share::{LinkId, Sharing};
+use crate::{Endpoint, Network, TransferId};
 
 /// What a [`Fabric`] is made of.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,16 +1,16 @@
-//! The network as flows: what is sent takes a fair share of every link on its way.
+//! A network as flows: each transfer takes a fair share of every link on its path.
 //!
-//! No packets, queues or losses. A transfer is a fluid that crosses all links of its path at one
-//! rate; rates are *max-min fair*: no flow could have more without taking from one that has no more
-//! than it. That is what long transfers under a good congestion control come to; what it leaves out
-//! (slow start, losses, incast) is the packets mode's to show.
+//! No packets, queues or losses. A transfer is a fluid that crosses all links of its path at one rate.
+//! Rates are *max-min fair*: no flow could have more without taking from one that has no more than it.
+//! Long transfers under a good congestion control approach these rates. Slow start, losses and incast
+//! are left out; `slipstream-netsim` models them packet by packet.
 //!
 //! Cost: a transfer that begins or ends changes rates only among flows that share links with it,
-//! directly or through others; only those are looked at, and only those whose rate changed are
-//! touched.
+//! directly or through others. Only those are examined, and only those whose rate changed are updated.
 //!
 //! Source: Bertsekas and Gallager, "Data Networks", 2nd ed., section 6.5.2 (max-min flow control,
 //! and the progressive filling that computes it).
+#![forbid(unsafe_code)]
 
 mod cluster;
 mod fabric;

@@ -1,6 +1,8 @@
 //! Inputs, and the rules by which they become actions.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use slipstream_base::cluster::{Cluster, HandOver};
 use slipstream_base::{RankId, SimTime, WorkerId};
@@ -20,7 +22,8 @@ const RETRIES_MAX: usize = 1;
 pub struct Rules {
     /// Who moves a prompt's keys and values between two workers.
     pub transfer: HandOver,
-    /// Requests that may wait while every worker is busy.
+    /// Requests that may wait while every worker is busy, over all dispatchers that share a
+    /// [`QueueRoom`].
     pub queue_max: usize,
     /// Time after which the router looks at loads again, ns; 0: at each decision.
     pub view_interval_ns: u64,
@@ -34,6 +37,23 @@ impl Rules {
             queue_max: cluster.router.queue_max as usize,
             view_interval_ns: (cluster.router.view_interval_ms * 1e6).round() as u64,
         }
+    }
+}
+
+/// Places in the queue that several dispatchers share, as the shards of one frontend do.
+#[derive(Clone, Debug, Default)]
+pub struct QueueRoom(Arc<AtomicUsize>);
+
+impl QueueRoom {
+    /// Takes a place, if fewer than `max` are taken.
+    fn take(&self, max: usize) -> bool {
+        // Relaxed: a count that guards no other memory.
+        let taken = |used: usize| (used < max).then_some(used + 1);
+        self.0.fetch_update(Relaxed, Relaxed, taken).is_ok()
+    }
+
+    fn give_back(&self) {
+        self.0.fetch_sub(1, Relaxed);
     }
 }
 
@@ -55,6 +75,7 @@ pub struct Dispatcher {
     waiting: VecDeque<(u32, Attempt)>,
     /// Entries of `waiting` whose attempt is current.
     queued: usize,
+    queue_room: QueueRoom,
     /// Since the queue was last looked at, a worker may have become less busy.
     capacity_changed: bool,
     /// The queue is looked at again at this time, though no load is known to have fallen.
@@ -74,10 +95,18 @@ impl Dispatcher {
             attempts: 0,
             waiting: VecDeque::new(),
             queued: 0,
+            queue_room: QueueRoom::default(),
             capacity_changed: false,
             look_at: None,
             actions: VecDeque::new(),
         }
+    }
+
+    /// Shares `room` with other dispatchers.
+    #[must_use]
+    pub fn with_queue_room(mut self, room: QueueRoom) -> Dispatcher {
+        self.queue_room = room;
+        self
     }
 
     /// The router of requests.
@@ -198,15 +227,13 @@ impl Dispatcher {
             let request = env.request(id);
             match self.choose(now, id, &request, env, None) {
                 Ok(placement) => {
-                    self.waiting.pop_front();
-                    self.queued -= 1;
+                    self.leave_queue();
                     self.start(now, id, placement);
                 }
                 // Those behind it have no better chance.
                 Err(RouteError::Busy { .. }) => break,
                 Err(error) => {
-                    self.waiting.pop_front();
-                    self.queued -= 1;
+                    self.leave_queue();
                     self.reject(id, error);
                 }
             }
@@ -229,12 +256,12 @@ impl Dispatcher {
         self.fail_over(now, id, worker, env);
     }
 
-    /// Requests with a part at `worker`, by number. Pass each to [`on_worker_gone`](Self::on_worker_gone).
-    pub fn requests_of(&self, worker: WorkerId) -> Vec<u32> {
+    /// Requests with a part at a worker that is `gone`, by number, and that worker. Pass each to
+    /// [`on_worker_gone`](Self::on_worker_gone).
+    pub fn requests_of(&self, gone: impl Fn(WorkerId) -> bool) -> Vec<(u32, WorkerId)> {
         (0..)
             .zip(&self.lives)
-            .filter(|(_, life)| life.part_of(worker))
-            .map(|(id, _)| id)
+            .filter_map(|(id, life)| Some((id, life.workers().find(|&worker| gone(worker))?)))
             .collect()
     }
 
@@ -525,7 +552,7 @@ impl Dispatcher {
     }
 
     fn queue_or_reject(&mut self, now: SimTime, id: u32, error: RouteError) {
-        if matches!(error, RouteError::Busy { .. }) && self.queued < self.rules.queue_max {
+        if matches!(error, RouteError::Busy { .. }) && self.queue_room.take(self.rules.queue_max) {
             let life = &mut self.lives[id as usize];
             life.state = State::Waiting;
             self.waiting.push_back((id, life.attempt));
@@ -540,6 +567,13 @@ impl Dispatcher {
         let failed = self.end(id).last().copied();
         self.actions
             .push_back(Action::Rejected { id, error, failed });
+    }
+
+    /// The first request in the queue leaves it.
+    fn leave_queue(&mut self) {
+        self.waiting.pop_front();
+        self.queued -= 1;
+        self.queue_room.give_back();
     }
 
     /// Where the router looks at loads now and then, the queue is looked at again when it has.
@@ -562,7 +596,10 @@ impl Dispatcher {
         };
         match std::mem::replace(&mut life.state, State::Free) {
             State::Free | State::Routing => {}
-            State::Waiting => self.queued -= 1,
+            State::Waiting => {
+                self.queued -= 1;
+                self.queue_room.give_back();
+            }
             State::Placed(placed) | State::Streaming(placed) => kill(placed.role, placed.rank),
             State::Apart(apart) => {
                 let (decodes, prefills) = apart.started(transfer);

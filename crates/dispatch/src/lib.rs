@@ -14,16 +14,20 @@
 //! Tokens do not pass through here: only the first one of a request and its end.
 //!
 //! Modules: [`dispatcher`] has the inputs and their rules, [`action`] what a driver carries out,
-//! [`env`] what a driver answers, and `life` the states of a request.
+//! [`env`] what a driver answers, `life` the states of a request, and [`ahead`] decisions for requests
+//! of which none depends on another.
 #![forbid(unsafe_code)]
+// Here, and nowhere else (clippy.toml).
+#![allow(clippy::disallowed_methods)]
 
 pub mod action;
+pub mod ahead;
 pub mod dispatcher;
 pub mod env;
 mod life;
 
 pub use action::{Action, Attempt};
-pub use dispatcher::{Dispatcher, Rules};
+pub use dispatcher::{Dispatcher, QueueRoom, Rules};
 pub use env::{Env, Request, Via};
 /// What a worker does of a request.
 pub use slipstream_base::cluster::PoolRole as Role;

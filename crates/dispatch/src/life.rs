@@ -71,12 +71,13 @@ impl Life {
         pinned: false,
     };
 
-    /// Whether `worker` has a part of the request.
-    pub(crate) fn part_of(&self, worker: WorkerId) -> bool {
-        match &self.state {
-            State::Free | State::Routing | State::Waiting => false,
-            State::Placed(placed) | State::Streaming(placed) => placed.rank.worker == worker,
-            State::Apart(apart) => apart.decode.worker == worker || apart.prefill.worker == worker,
-        }
+    /// The workers that have a part of the request.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = WorkerId> {
+        let ranks = match &self.state {
+            State::Free | State::Routing | State::Waiting => [None, None],
+            State::Placed(placed) | State::Streaming(placed) => [Some(placed.rank), None],
+            State::Apart(apart) => [Some(apart.decode), Some(apart.prefill)],
+        };
+        ranks.into_iter().flatten().map(|rank| rank.worker)
     }
 }

@@ -5,21 +5,22 @@ use std::rc::Rc;
 
 use hyper::Response;
 use slipstream_base::{
-    BlockHash, EngineRequest, GenerationParams, Prompt, RequestId, SimTime, Stage, StageTimes,
+    BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Stage, StageTimes,
     TokenId, mix,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{Part, Registration, StartRequest};
-use slipstream_router::{RouteError, RouteRequest, Routed, Score};
+use slipstream_router::Score;
 
+use crate::dispatching::Submission;
 use crate::http::{self, HttpBody, RequestHead};
 use crate::metrics::Rejection;
 use crate::openai::{
     ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
 };
 use crate::reply::{
-    Again, Feed, Leg, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
+    Feed, Leg, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
 };
 use crate::service::Service;
 use crate::shard::Shard;
@@ -184,7 +185,7 @@ pub(crate) fn dispatch(
     head: &RequestHead,
     request: &ApiRequest<'_>,
     prompts: Vec<Tokenized>,
-    mut times: StageTimes,
+    times: StageTimes,
     more: bool,
 ) -> Result<ReplyHandle, ApiError> {
     let service = &shard.service;
@@ -224,7 +225,7 @@ pub(crate) fn dispatch(
     let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
     let mut specs = Vec::with_capacity(count);
     let mut requests = Vec::with_capacity(count);
-    let mut trace = head.traced.then(|| Trace {
+    let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
         scores: String::new(),
     });
@@ -247,44 +248,26 @@ pub(crate) fn dispatch(
     for tokenized in prompts {
         let mut echo = tokenized.echo;
         for choice in 0..params.n {
-            let route = RouteRequest {
-                prompt: &tokenized.prompt,
-                max_tokens: tokenized.max_tokens,
-                session: head.session,
-                direct: head.worker,
-                exclude: &[],
-            };
-            let routed = route_one(shard, &route, trace.as_mut().filter(|_| specs.is_empty()))?;
-            // Prompts that go on are computed where they are answered.
-            let prompt = if more {
-                None
-            } else {
-                shard.route_prompt(SimTime(monotonic_ns()), &route, routed.hit_blocks)
-            };
             // Choices differ, also those of different prompts: else the sequences of a batch would
             // all be of one length. The first is the one a request of its own would get.
             let seed = match specs.len() as u64 {
                 0 => seed,
                 index => mix::draw(seed, index),
             };
-            requests.push((
-                routed.target,
-                EngineRequest {
-                    id: RequestId::default(), // replaced by the stream's address
-                    prompt: tokenized.prompt.clone(),
-                    params: GenerationParams {
-                        max_tokens: tokenized.max_tokens,
-                        min_tokens: params.min_tokens,
-                        ignore_eos: params.ignore_eos,
-                        stop_token_ids: params.stop_token_ids.as_slice().into(),
-                    },
-                    priority: params.priority,
-                    seed,
+            requests.push(EngineRequest {
+                id: RequestId::default(), // replaced by the stream's address
+                prompt: tokenized.prompt.clone(),
+                params: GenerationParams {
+                    max_tokens: tokenized.max_tokens,
+                    min_tokens: params.min_tokens,
+                    ignore_eos: params.ignore_eos,
+                    stop_token_ids: params.stop_token_ids.as_slice().into(),
                 },
-                prompt,
-            ));
+                priority: params.priority,
+                seed,
+            });
             specs.push(SequenceSpec {
-                target: routed.target,
+                target: RankId::default(), // until it is dispatched
                 prompt_tokens: tokenized.prompt.len(),
                 max_tokens: tokenized.max_tokens,
                 seed,
@@ -300,13 +283,9 @@ pub(crate) fn dispatch(
                     echo.clone()
                 },
                 stop_token_ids: stop_token_ids.clone(),
-                active: Some(routed.active),
             });
         }
     }
-    let routed_ns = monotonic_ns();
-    times.note(Stage::Routed, routed_ns);
-
     let unread_max = service.limits.stream_buffer_bytes_max as usize;
     let state = ReplyState::new(shape, specs, times, trace, unread_max);
     let reply = Rc::new(Reply {
@@ -335,36 +314,39 @@ pub(crate) fn dispatch(
     std::mem::forget(claim);
     let handle = ReplyHandle::new(shard.clone(), reply.clone(), registrations);
 
-    let dispatched_ns = monotonic_ns();
-    reply
-        .state
-        .borrow_mut()
-        .times
-        .note(Stage::Dispatched, dispatched_ns);
     // The turns of a talk are not held back at the worker; a client that does not read is cut.
     let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
+    let mut scores = head.traced.then(Vec::new);
     let starts = addresses.into_iter().zip(requests);
-    for (sequence, (addr, (rank, request, prompt))) in (0u32..).zip(starts) {
-        // Always traced: the prologue's times feed the hand-over histograms, and cost 16 bytes.
+    for (sequence, (addr, request)) in (0u32..).zip(starts) {
+        // Always traced: the prologue's times feed the stage histograms, and cost 16 bytes.
         let start = StartRequest {
             addr,
-            rank,
+            rank: RankId::default(),
             request,
-            dispatched_ns,
+            dispatched_ns: 0,
             credit_bytes,
             traced: true,
             more,
             part: Part::Whole,
         };
-        let again = Again {
+        let submission = Submission {
             start: Box::new(start),
             session: head.session,
             direct: head.worker,
         };
-        // By an error the handle is dropped, which kills those that were handed over.
-        shard.launch(&reply, sequence, again, prompt)?;
+        // The scores are those of the first sequence.
+        let scores = scores.as_mut().filter(|_| sequence == 0);
+        if let Err(error) = shard.submit(&reply, sequence, addr, submission, scores) {
+            // Dropping the handle cancels the sequences that were submitted.
+            reply.state.borrow_mut().reject(&error);
+            return Err(error);
+        }
     }
-    metrics.pre_send.observe(monotonic_ns() - routed_ns);
+    if let Some(scores) = scores {
+        reply.state.borrow_mut().set_scores(scores_json(&scores));
+    }
+    metrics.pre_send.observe(monotonic_ns() - registered_ns);
     Ok(handle)
 }
 
@@ -378,38 +360,6 @@ impl Drop for Claim<'_> {
     fn drop(&mut self) {
         self.shard.on_streams_closed(self.count);
     }
-}
-
-fn route_one(
-    shard: &Shard,
-    route: &RouteRequest<'_>,
-    trace: Option<&mut Trace>,
-) -> Result<Routed, ApiError> {
-    let now = SimTime(monotonic_ns());
-    let mut router = shard.router.borrow_mut();
-    let routed = match trace {
-        None => router.route(now, route, None),
-        Some(trace) => {
-            let mut scores = Vec::new();
-            let routed = router.route(now, route, Some(&mut scores));
-            trace.scores = scores_json(&scores);
-            routed
-        }
-    };
-    routed.map_err(|error| {
-        let retry_after_s = match error {
-            RouteError::Busy { retry_after_s, .. } => retry_after_s,
-            _ => 1,
-        };
-        if !error.retry_may_help() {
-            return ApiError::bad_body(error.to_string());
-        }
-        shard.metrics.on_rejected(match error {
-            RouteError::Busy { .. } => Rejection::Busy,
-            _ => Rejection::NoWorker,
-        });
-        ApiError::overloaded(error.to_string(), retry_after_s)
-    })
 }
 
 fn scores_json(scores: &[Score]) -> String {

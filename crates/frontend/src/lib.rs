@@ -10,7 +10,8 @@
 //! * `shard`: what one thread owns; takes frames apart.
 //! * [`remote`], [`roster`]: worker processes that have dialed, per shard and over all shards.
 //! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
-//! * `hand_over`: prompts that one worker computes for another.
+//! * `dispatching`: the shard as a driver of `slipstream-dispatch`, which decides where a request runs;
+//!   `kv_network`: what the keys and values of disaggregated prompts cross.
 //! * `reply`: an answer in the making, and its body.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
@@ -22,10 +23,11 @@ pub mod openai;
 pub mod text;
 
 mod alarm;
+mod dispatching;
 mod generate;
-mod hand_over;
 mod http;
 mod io;
+mod kv_network;
 mod metrics;
 pub mod remote;
 mod reply;
@@ -35,7 +37,7 @@ mod service;
 mod shard;
 mod talk;
 
-pub use hand_over::{HandOvers, KvNetwork};
+pub use kv_network::KvNetwork;
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};

@@ -30,6 +30,12 @@ impl Count {
         self.0.store(self.0.load(Relaxed).wrapping_sub(n), Relaxed);
     }
 
+    /// Sets it to `n`; for gauges.
+    #[inline]
+    pub(crate) fn set(&self, n: u64) {
+        self.0.store(n, Relaxed);
+    }
+
     fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
@@ -161,6 +167,8 @@ pub(crate) struct ShardMetrics {
     pub(crate) connections_open: Count,
     pub(crate) requests: Count,
     pub(crate) streams_open: Count,
+    /// Requests in the dispatcher's queue.
+    pub(crate) requests_queued: Count,
     pub(crate) streams_paused: Count,
     pub(crate) streams_cut_slow: Count,
     pub(crate) streams_cut_full: Count,
@@ -220,6 +228,7 @@ impl ShardMetrics {
             connections_open: Count::default(),
             requests: Count::default(),
             streams_open: Count::default(),
+            requests_queued: Count::default(),
             streams_paused: Count::default(),
             streams_cut_slow: Count::default(),
             streams_cut_full: Count::default(),
@@ -474,6 +483,12 @@ impl Collector for FrontendCollector {
         self.gauge(e, "slipstream_streams_open", "Sequences under way", |s| {
             &s.streams_open
         })?;
+        self.gauge(
+            e,
+            "slipstream_requests_queued",
+            "Requests that wait in the frontend, as every worker is busy",
+            |s| &s.requests_queued,
+        )?;
         self.counter(
             e,
             "slipstream_cached_tokens",

@@ -19,16 +19,12 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Frame};
-use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId, WorkerId};
+use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
-use slipstream_planes::{
-    End, FirstPass, Prologue, Registration, StartRequest, StreamAddr, ToWorker,
-};
-use slipstream_router::ActiveSequence;
+use slipstream_planes::{End, FirstPass, Prologue, Registration, StreamAddr, ToWorker};
 use tokio::time::Sleep;
 
-use crate::hand_over::Remote;
 use crate::metrics::ShardMetrics;
 use crate::openai::{
     ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryChoice, Usage,
@@ -69,8 +65,20 @@ pub(crate) struct Feed {
 pub(crate) enum Leg {
     /// Its tokens come by it.
     Answer,
-    /// The worker that computes its prompt for another speaks by it.
-    Prompt,
+    /// The worker that computes its prompt for another one reports by it.
+    Prefill {
+        /// Number of the request in the dispatcher.
+        id: u32,
+    },
+}
+
+/// What tokens brought about.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Taken {
+    /// They are the first ones of the sequence.
+    pub(crate) begins: bool,
+    /// The worker should stop: a stop string was found, or the reply has failed.
+    pub(crate) kill: bool,
 }
 
 /// See the module's text.
@@ -93,6 +101,8 @@ pub(crate) struct ReplyState {
     error: Option<ApiError>,
     /// The client's side has taken all of it.
     delivered: bool,
+    /// It never became a response.
+    rejected: bool,
     /// A pause has been counted since the client last caught up.
     paused: bool,
     unread_bytes_max: usize,
@@ -170,8 +180,6 @@ pub(crate) struct SequenceSpec {
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<String>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
-    /// The router's account of it; given back when the sequence ends.
-    pub(crate) active: Option<ActiveSequence>,
 }
 
 /// Tokens of a sequence that reached the shard together.
@@ -186,21 +194,8 @@ pub(crate) struct NewTokens<'a> {
     pub(crate) now_ns: u64,
 }
 
-/// What it takes to hand a sequence to another worker. Kept until it has sent something.
-pub(crate) struct Again {
-    pub(crate) start: Box<StartRequest>,
-    /// The client's session.
-    pub(crate) session: Option<u64>,
-    /// The worker that the client named.
-    pub(crate) direct: Option<WorkerId>,
-}
-
 struct Sequence {
     spec: SequenceSpec,
-    /// `None` once it has sent something, or was handed over a second time.
-    again: Option<Again>,
-    /// Its prompt, while that is computed elsewhere or under way.
-    remote: Option<Box<Remote>>,
     /// Who computed its prompt, if not the worker that generates.
     prefilled: Option<RankId>,
     /// Bytes of tokens that the worker may have sent, all in all.
@@ -270,8 +265,6 @@ impl ReplyState {
                         render
                     }
                 },
-                again: None,
-                remote: None,
                 prefilled: None,
                 granted_bytes: 0,
                 credit_bytes: NO_LIMIT,
@@ -304,6 +297,7 @@ impl ReplyState {
             complete: false,
             error: None,
             delivered: false,
+            rejected: false,
             paused: false,
             unread_bytes_max,
             waker: None,
@@ -357,7 +351,6 @@ impl ReplyState {
     pub(crate) fn on_input_sent(&mut self, tokens: usize) {
         let bytes = (tokens * size_of::<TokenId>()) as u64;
         self.input.room_bytes = self.input.room_bytes.saturating_sub(bytes);
-        self.sequences[0].again = None;
     }
 
     /// Waits for room for input: how many tokens, or `None` once the answer is over.
@@ -413,15 +406,14 @@ impl ReplyState {
         }
     }
 
-    /// Tokens came. Returns whether the worker should be told to kill the sequence: it hit a stop
-    /// string, or the reply has failed.
+    /// Tokens came.
     pub(crate) fn on_tokens(
         &mut self,
         index: u32,
         new: &NewTokens<'_>,
         text: &TextModel,
         metrics: &ShardMetrics,
-    ) -> bool {
+    ) -> Taken {
         let &NewTokens {
             tokens,
             first,
@@ -429,14 +421,16 @@ impl ReplyState {
             now_ns,
         } = new;
         let sequence = &mut self.sequences[index as usize];
+        let mut taken = Taken::default();
         if sequence.ended.is_some() {
-            return false; // past a stop string: computed before the kill arrived
+            return taken; // past a stop string: computed before the kill arrived
         }
         if self.complete {
             sequence.ended = Some(Ending::Engine(FinishReason::Abort));
-            return true;
+            taken.kill = true;
+            return taken;
         }
-        sequence.again = None;
+        taken.begins = sequence.generated == 0;
         // A worker that goes on for ever costs no memory.
         let room = sequence.spec.max_tokens.saturating_sub(sequence.generated) as usize;
         let (tokens, excess) = tokens.split_at(tokens.len().min(room));
@@ -444,15 +438,12 @@ impl ReplyState {
             metrics.excess_tokens.add(excess.len() as u64);
         }
         if tokens.is_empty() {
-            return false;
+            return taken;
         }
         if let Some(first) = first {
             self.times.note(Stage::FirstPassStart, first.start_ns);
             self.times.note(Stage::FirstPassEnd, first.end_ns);
             self.times.note(Stage::FrameRecv, now_ns);
-            if let Some(active) = &mut sequence.spec.active {
-                active.on_first_token();
-            }
             if let Some(accept) = self.times.at(Stage::Accept) {
                 metrics.ttft.observe(now_ns.saturating_sub(accept));
             }
@@ -484,7 +475,8 @@ impl ReplyState {
             if self.open == 0 {
                 self.wake();
             }
-            return stopped;
+            taken.kill = stopped;
+            return taken;
         }
         if !self.opened {
             self.open_choices();
@@ -516,7 +508,8 @@ impl ReplyState {
                     1,
                 ));
                 self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
-                return true;
+                taken.kill = true;
+                return taken;
             }
         }
         if stopped {
@@ -531,7 +524,8 @@ impl ReplyState {
             self.times.note(Stage::Rendered, monotonic_ns());
         }
         self.wake();
-        stopped
+        taken.kill = stopped;
+        taken
     }
 
     /// The engine ended the sequence.
@@ -569,60 +563,23 @@ impl ReplyState {
         sequence.granted_bytes = u64::from(bytes);
     }
 
-    /// Keeps what it takes to hand the sequence to another worker.
-    pub(crate) fn keep(&mut self, index: u32, again: Again) {
-        self.sequences[index as usize].again = Some(again);
-    }
-
-    /// What [`ReplyState::keep`] kept, if the sequence has sent nothing yet.
-    pub(crate) fn take_kept(&mut self, index: u32) -> Option<Again> {
-        self.sequences[index as usize].again.take()
-    }
-
-    /// The sequence's prompt is computed elsewhere.
-    pub(crate) fn set_remote(&mut self, index: u32, remote: Remote) {
-        let sequence = &mut self.sequences[index as usize];
-        // Nothing is left to compute where it is decoded, but for one token.
-        if let Some(active) = &mut sequence.spec.active {
-            active.on_first_token();
-        }
-        sequence.remote = Some(Box::new(remote));
-    }
-
-    /// The sequence's prompt, while it is elsewhere and somebody wants it.
-    pub(crate) fn remote(&mut self, index: u32) -> Option<&mut Remote> {
-        if self.complete {
-            return None;
-        }
-        self.sequences[index as usize].remote.as_deref_mut()
-    }
-
-    /// As [`remote`](Self::remote), once and for all, wanted or not.
-    pub(crate) fn take_remote(&mut self, index: u32) -> Option<Remote> {
-        let remote = self.sequences[index as usize].remote.take();
-        remote.map(|remote| *remote)
-    }
-
-    /// Who computes the sequence's prompt, while that is elsewhere.
-    pub(crate) fn prompt_rank(&self, index: u32) -> Option<RankId> {
-        let remote = self.sequences[index as usize].remote.as_ref();
-        remote.map(|remote| remote.rank())
-    }
-
-    /// The sequence's prompt is computed, elsewhere.
-    pub(crate) fn on_prompt_computed(&mut self, index: u32, pass: FirstPass) {
+    /// `rank` has computed the prompt of the sequence for another worker.
+    pub(crate) fn on_prompt_computed(&mut self, index: u32, rank: Option<RankId>, pass: FirstPass) {
         self.times.note(Stage::Prefilled, pass.end_ns);
-        let sequence = &mut self.sequences[index as usize];
-        sequence.prefilled = sequence.remote.as_ref().map(|remote| remote.rank());
+        self.sequences[index as usize].prefilled = rank;
     }
 
-    /// The sequence runs elsewhere from now on.
-    pub(crate) fn move_to(&mut self, index: u32, target: RankId, active: ActiveSequence) {
-        self.input.room_bytes = 0; // the new worker gives its own
-        self.sequences[index as usize].prefilled = None;
-        let spec = &mut self.sequences[index as usize].spec;
-        spec.target = target;
-        spec.active = Some(active);
+    /// The sequence runs at `target` from now on.
+    pub(crate) fn move_to(&mut self, index: u32, target: RankId) {
+        self.input.room_bytes = 0; // each worker gives its own
+        let sequence = &mut self.sequences[index as usize];
+        sequence.prefilled = None;
+        sequence.spec.target = target;
+    }
+
+    /// Whether a token of the sequence has come.
+    pub(crate) fn has_begun(&self, index: u32) -> bool {
+        self.sequences[index as usize].generated > 0
     }
 
     /// Whether all tokens of the sequence are here, or it was given up.
@@ -664,6 +621,15 @@ impl ReplyState {
         self.fail(error);
     }
 
+    /// No worker takes the reply: its client gets the error instead of a response.
+    pub(crate) fn reject(&mut self, error: &ApiError) {
+        for sequence in &mut self.sequences {
+            sequence.refused = sequence.generated == 0;
+        }
+        self.rejected = true;
+        self.fail(error);
+    }
+
     /// The reply cannot be completed. A stream gets the error and its end; a whole answer becomes
     /// the error.
     pub(crate) fn fail(&mut self, error: &ApiError) {
@@ -679,8 +645,6 @@ impl ReplyState {
         self.open = 0;
         for sequence in &mut self.sequences {
             sequence.held.clear();
-            sequence.again = None;
-            sequence.spec.active = None;
         }
         self.wake();
     }
@@ -691,7 +655,6 @@ impl ReplyState {
         let sequence = &mut self.sequences[index as usize];
         if !sequence.over {
             sequence.over = true;
-            sequence.spec.active = None;
             self.open -= 1;
         }
     }
@@ -768,6 +731,13 @@ impl ReplyState {
                 .step_by(per_prompt)
                 .map(|s| u64::from(s.cached))
                 .sum(),
+        }
+    }
+
+    /// What the router held against each candidate, as JSON.
+    pub(crate) fn set_scores(&mut self, scores: String) {
+        if let Some(trace) = &mut self.trace {
+            trace.scores = scores;
         }
     }
 
@@ -1109,20 +1079,11 @@ impl ReplyHandle {
 
     /// Kills, at the workers, what has not ended, and closes all streams.
     fn end_streams(&mut self) {
-        for index in 0..self.registrations.len() as u32 {
-            self.shard.abandon(&self.reply, index);
-        }
-        let state = self.reply.state.borrow();
-        for (registration, sequence) in self.registrations.iter().zip(&state.sequences) {
-            if sequence.ended.is_none() {
-                self.shard.send_control(ToWorker::Kill {
-                    rank: sequence.spec.target,
-                    addr: registration.addr(),
-                });
-            }
+        for registration in &self.registrations {
+            self.shard.cancel(registration.addr().stream.slot);
         }
         self.shard.on_streams_closed(self.registrations.len());
-        drop(state);
+        self.shard.admit_queued();
         let _lock = self.shard.lock_table();
         self.registrations.clear();
     }
@@ -1131,6 +1092,10 @@ impl ReplyHandle {
 impl Drop for ReplyHandle {
     fn drop(&mut self) {
         let state = self.reply.state.borrow();
+        if state.rejected {
+            drop(state);
+            return self.end_streams();
+        }
         let now = monotonic_ns();
         if state.open > 0 || (state.shape.stream && !state.complete) {
             self.shard.metrics.disconnects.add(1);
@@ -1222,11 +1187,8 @@ impl ReplyHandle {
     }
 
     fn kill(&self, index: u32) {
-        let state = self.reply.state.borrow();
-        self.shard.send_control(ToWorker::Kill {
-            rank: state.sequences[index as usize].spec.target,
-            addr: self.registrations[index as usize].addr(),
-        });
+        let addr = self.registrations[index as usize].addr();
+        self.shard.cancel(addr.stream.slot);
     }
 }
 
@@ -1260,7 +1222,6 @@ mod tests {
             plain: stops.is_empty() && echo.is_none(),
             echo: echo.map(str::to_owned),
             stop_token_ids: [].into(),
-            active: None,
         });
         ReplyState::new(shape, specs.collect(), StageTimes::default(), None, 1 << 20)
     }
@@ -1318,9 +1279,13 @@ mod tests {
         let tail = self::words(&text, " zebra and more");
         let mut state = reply(Kind::Completion, 3, &["zebra"], None);
         for index in 0..3 {
-            assert!(!state.on_tokens(index, &tokens(&words), &text, &metrics));
             assert!(
-                !state.on_tokens(index, &tokens(&tail), &text, &metrics),
+                !state
+                    .on_tokens(index, &tokens(&words), &text, &metrics)
+                    .kill
+            );
+            assert!(
+                !state.on_tokens(index, &tokens(&tail), &text, &metrics).kill,
                 "held, not looked at"
             );
         }

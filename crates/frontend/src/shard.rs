@@ -1,25 +1,26 @@
 //! What one frontend thread owns, and how it takes frames apart.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::registry::Registry;
-use slipstream_base::{FinishReason, RankId, SimTime, WorkerId, mix};
+use slipstream_base::{FinishReason, RankId, Stage, WorkerId, mix};
+use slipstream_dispatch::Dispatcher;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::{Entries, NO_LIMIT};
-use slipstream_planes::ring::{Polled, SendError, ShardPort};
+use slipstream_planes::ring::{Polled, ShardPort};
 use slipstream_planes::{
-    Entry, PassFrame, RefusalReason, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
+    Entry, PassFrame, RefusalReason, StreamAddr, StreamId, StreamTable, ToWorker,
 };
-use slipstream_router::{RouteRequest, Routed, Router};
 
-use crate::hand_over::{Carrier, HandOvers, Remote as RemotePrompt};
-use crate::metrics::{Rejection, ShardMetrics};
+use crate::dispatching::Dispatching;
+use crate::kv_network::KvNetwork;
+use crate::metrics::ShardMetrics;
 use crate::openai::ApiError;
-use crate::remote::{NotSent, Peer, Remote, RemotePlane};
-use crate::reply::{Again, Feed, Leg, NewTokens, Reply, ReplyState};
+use crate::remote::{Peer, Remote, RemotePlane};
+use crate::reply::{Feed, Leg, NewTokens};
 use crate::service::Service;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
@@ -38,10 +39,10 @@ pub enum Transport {
 pub struct ShardPlane {
     /// To workers and back.
     pub transport: Transport,
-    /// Its own front of the router.
-    pub router: Router,
-    /// Where some workers compute prompts for others.
-    pub hand_overs: Option<HandOvers>,
+    /// Decides where its requests run.
+    pub dispatcher: Dispatcher,
+    /// Where some workers compute prompts for others: what lies between them.
+    pub kv_network: Option<Arc<KvNetwork>>,
 }
 
 /// [`Transport`] at work.
@@ -56,10 +57,9 @@ pub(crate) struct Shard {
     pub(crate) service: Arc<Service>,
     pub(crate) metrics: Arc<ShardMetrics>,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) router: RefCell<Router>,
+    pub(crate) dispatching: Dispatching,
     pub(crate) table: StreamTable<Feed>,
     pub(crate) model: Rc<str>,
-    pub(crate) carrier: Option<Carrier>,
     pub(crate) plane: Plane,
     /// `--bench-locked-table`: held while a stream table is touched.
     table_lock: Option<Arc<Mutex<()>>>,
@@ -80,23 +80,22 @@ impl Shard {
         streams_open: Arc<AtomicU64>,
         table_lock: Option<Arc<Mutex<()>>>,
     ) -> Shard {
-        let streams_max = match &plane.hand_overs {
+        let streams_max = match &plane.kv_network {
             None => service.limits.streams_max,
-            // A prompt that is computed elsewhere has a stream of its own meanwhile.
+            // A prompt that is computed elsewhere has a stream of its own.
             Some(_) => service.limits.streams_max.saturating_mul(2),
         };
         Shard {
             index,
             metrics,
             registry,
-            router: RefCell::new(plane.router),
+            dispatching: Dispatching::new(index, plane.dispatcher, plane.kv_network),
             table: StreamTable::new(index, streams_max),
             model: service.model.as_str().into(),
             plane: match plane.transport {
                 Transport::Rings(port) => Plane::Rings(port),
                 Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
             },
-            carrier: plane.hand_overs.map(|of| Carrier::new(index, of)),
             table_lock,
             streams_open,
             requests: Cell::new(0),
@@ -157,145 +156,6 @@ impl Shard {
         }
     }
 
-    /// Chooses who computes a prompt for the worker that generates the answer, of which that one is
-    /// expected to reuse `hit_blocks`; `None` if it does it itself.
-    pub(crate) fn route_prompt(
-        &self,
-        now: SimTime,
-        route: &RouteRequest<'_>,
-        hit_blocks: u32,
-    ) -> Option<Routed> {
-        let carrier = self.carrier.as_ref()?;
-        let hit_tokens = hit_blocks * self.service.block_size;
-        let uncached = route.prompt.len().saturating_sub(hit_tokens);
-        // What the client named is the worker that answers.
-        let route = RouteRequest {
-            direct: None,
-            ..*route
-        };
-        let mut router = carrier.router.borrow_mut();
-        router.route_prompt(now, &route, uncached)
-    }
-
-    /// Hands sequence `index` of `reply` to its worker; to two of them if another one, `prompt`,
-    /// computes its prompt. If a worker cannot take it, or turns out to be gone before the answer has
-    /// begun, another one gets it, once.
-    ///
-    /// # Errors
-    /// What to tell the client if nobody takes it.
-    pub(crate) fn launch(
-        &self,
-        reply: &Rc<Reply>,
-        index: u32,
-        again: Again,
-        prompt: Option<Routed>,
-    ) -> Result<(), ApiError> {
-        let credit = again.start.credit_bytes;
-        reply.state.borrow_mut().set_credit(index, credit);
-        if let Some(prompt) = prompt {
-            return self.launch_apart(reply, index, again, prompt, 0);
-        }
-        let worker = again.start.rank.worker;
-        match self.hand_over(again.start) {
-            Ok(None) => Ok(()),
-            Ok(Some(start)) => {
-                let again = Again { start, ..again };
-                reply.state.borrow_mut().keep(index, again);
-                Ok(())
-            }
-            Err(start) => self.relaunch(reply, index, Again { start, ..again }, worker),
-        }
-    }
-
-    /// Hands a start over. It comes back where it may be needed again: `Ok(Some)` from a socket,
-    /// as the worker behind it may vanish; `Err` if it was not handed over.
-    pub(crate) fn hand_over(
-        &self,
-        start: Box<StartRequest>,
-    ) -> Result<Option<Box<StartRequest>>, Box<StartRequest>> {
-        match &self.plane {
-            Plane::Rings(port) => match port.send(ToWorker::Start(start)) {
-                Ok(()) => Ok(None),
-                Err(
-                    SendError::Full(ToWorker::Start(start))
-                    | SendError::Closed(ToWorker::Start(start)),
-                ) => Err(start),
-                Err(_) => unreachable!("what comes back is what was sent"),
-            },
-            Plane::Sockets(remote) => match remote.start(&start, &self.metrics) {
-                Ok(()) => Ok(Some(start)),
-                Err(why) => {
-                    if why == NotSent::Tombstone {
-                        self.metrics.late_starts.add(1);
-                    }
-                    Err(start)
-                }
-            },
-        }
-    }
-
-    /// The worker `failed` of a sequence that has sent nothing did not take it, or is gone: another
-    /// one gets it.
-    pub(crate) fn relaunch(
-        &self,
-        reply: &Rc<Reply>,
-        index: u32,
-        again: Again,
-        failed: WorkerId,
-    ) -> Result<(), ApiError> {
-        let Again {
-            mut start,
-            session,
-            direct,
-        } = again;
-        let route = RouteRequest {
-            prompt: &start.request.prompt,
-            max_tokens: start.request.params.max_tokens,
-            session,
-            direct,
-            exclude: &[failed],
-        };
-        let now = SimTime(monotonic_ns());
-        let routed = self.router.borrow_mut().route(now, &route, None);
-        let routed = routed.map_err(|error| {
-            self.metrics.on_rejected(Rejection::NoWorker);
-            ApiError::overloaded(
-                format!("worker {failed} does not take the request, and {error}"),
-                1,
-            )
-        })?;
-        self.metrics.retries.add(1);
-        let prompt = if start.more {
-            None
-        } else {
-            self.route_prompt(now, &route, routed.hit_blocks)
-        };
-        start.rank = routed.target;
-        reply
-            .state
-            .borrow_mut()
-            .move_to(index, routed.target, routed.active);
-        if let Some(prompt) = prompt {
-            let again = Again {
-                start,
-                session,
-                direct,
-            };
-            return self.launch_apart(reply, index, again, prompt, 1);
-        }
-        match self.hand_over(start) {
-            Ok(_) => Ok(()),
-            Err(start) => {
-                self.metrics.on_rejected(Rejection::NoWorker);
-                let workers = format!("workers {failed} and {} do", start.rank.worker);
-                Err(ApiError::overloaded(
-                    format!("{workers} not take the request at the moment; try again"),
-                    1,
-                ))
-            }
-        }
-    }
-
     /// Hands a stop, kill or credit over. The plane keeps it if there is no room; a worker that is
     /// gone has nothing left to control.
     pub(crate) fn send_control(&self, message: ToWorker) {
@@ -336,54 +196,6 @@ impl Shard {
         }
     }
 
-    /// Workers vanished: their streams that have begun will never be finished and end with an
-    /// error; the others go elsewhere, once.
-    pub(crate) fn on_workers_gone(&self, gone: impl Fn(WorkerId) -> bool) {
-        let mut elsewhere = Vec::new();
-        let mut apart = Vec::new();
-        self.table.for_each(|_, feed| {
-            if feed.leg == Leg::Prompt {
-                return;
-            }
-            let mut state = feed.reply.state.borrow_mut();
-            let worker = state.target(feed.sequence).worker;
-            if state.has_ended(feed.sequence) {
-                return;
-            }
-            if let Some(prompt) = state.prompt_rank(feed.sequence) {
-                let lost = [worker, prompt.worker].into_iter().find(|&w| gone(w));
-                if let Some(worker) = lost {
-                    apart.push((feed.reply.clone(), feed.sequence, worker));
-                }
-                return;
-            }
-            if !gone(worker) {
-                return;
-            }
-            if let Some(again) = state.take_kept(feed.sequence) {
-                elsewhere.push((feed.reply.clone(), feed.sequence, again, worker));
-            } else {
-                self.metrics.streams_lost.add(1);
-                state.on_refused(feed.sequence, &ApiError::worker_lost(&worker.to_string()));
-            }
-        });
-        for (reply, index, again, worker) in elsewhere {
-            self.retry(&reply, index, again, worker);
-        }
-        for (reply, index, worker) in apart {
-            let again = self
-                .abandon(&reply, index)
-                .and_then(RemotePrompt::into_again);
-            if let Some(again) = again {
-                self.retry(&reply, index, again, worker);
-            } else {
-                self.metrics.streams_lost.add(1);
-                let error = ApiError::worker_lost(&worker.to_string());
-                reply.state.borrow_mut().on_refused(index, &error);
-            }
-        }
-    }
-
     /// The server stops: what is under way ends with an error. Returns the number of streams.
     pub(crate) fn end_all(&self) -> u64 {
         let mut cut = 0;
@@ -396,13 +208,6 @@ impl Shard {
         });
         self.metrics.streams_cut_stop.add(cut);
         cut
-    }
-
-    fn retry(&self, reply: &Rc<Reply>, index: u32, again: Again, failed: WorkerId) {
-        if let Err(error) = self.relaunch(reply, index, again, failed) {
-            self.metrics.streams_lost.add(1);
-            reply.state.borrow_mut().on_refused(index, &error);
-        }
     }
 
     /// Takes a frame apart. `from` sent it; `None`: an engine thread of this process did.
@@ -423,184 +228,147 @@ impl Shard {
             }
             self.on_entry(&entry, &entries, now_ns, from);
         }
+        self.admit_queued();
     }
 
     /// Applies an entry of a frame, which `rest` follow.
     #[inline]
     fn on_entry(&self, entry: &Entry<'_>, rest: &Entries<'_>, now_ns: u64, from: Option<&Peer>) {
-        // Who does not run a stream has nothing to say of it, whatever address it guessed.
-        let foreign = |worker| {
-            let foreign = from.is_some_and(|peer| !peer.runs(worker));
-            if foreign {
-                self.metrics.foreign_entries.add(1);
-            }
-            foreign
-        };
-        let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
         let known = match *entry {
             Entry::Tokens {
                 stream,
                 tokens,
                 first,
             } => {
-                let text = &self.service.text;
-                let told = self.table.with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    let sequence = feed.sequence;
-                    if feed.leg == Leg::Prompt || foreign(state.target(sequence).worker) {
-                        return None;
-                    }
-                    let new = NewTokens {
-                        tokens,
-                        first: first.map(|first| first.unless(strange_clock)),
-                        end_follows: rest.begin_with_end_of(stream),
-                        now_ns,
-                    };
-                    let kill = state.on_tokens(sequence, &new, text, &self.metrics);
-                    let credit = state.credit_due(sequence);
-                    (kill || credit > 0).then(|| (state.target(sequence), kill, credit))
-                });
-                match told {
-                    Some(Some((rank, true, _))) => self.kill(rank, stream),
-                    Some(Some((rank, false, bytes))) => self.give_credit(rank, stream, bytes),
-                    Some(None) | None => {}
-                }
-                told.is_some()
+                let new = NewTokens {
+                    tokens,
+                    first,
+                    end_follows: rest.begin_with_end_of(stream),
+                    now_ns,
+                };
+                self.on_tokens(stream, new, from)
             }
-            Entry::Prologue { stream, prologue } => self
-                .table
-                .with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    if !foreign(speaker(&state, feed)) {
-                        state.on_prologue(feed.sequence, &prologue.unless(strange_clock));
-                    }
-                })
-                .is_some(),
-            Entry::Turn { stream, end } => self
-                .table
-                .with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    if feed.leg == Leg::Answer && !foreign(state.target(feed.sequence).worker) {
-                        state.on_turn(feed.sequence, &end, &self.service.text);
-                    }
-                })
-                .is_some(),
-            Entry::Room { stream, bytes } => self
-                .table
-                .with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    if feed.leg == Leg::Answer && !foreign(state.target(feed.sequence).worker) {
-                        state.on_room(bytes);
-                    }
-                })
-                .is_some(),
-            Entry::End { stream, end } => {
-                let ended = self.table.with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    let worker = speaker(&state, feed);
-                    if foreign(worker) {
-                        return None;
-                    }
-                    let (reply, sequence) = (feed.reply.clone(), feed.sequence);
-                    if feed.leg == Leg::Prompt {
-                        return Some(Cut::Prompt(reply, sequence));
-                    }
-                    // Nobody asked the worker to: it shuts down. What has sent nothing goes elsewhere.
-                    if end.reason == FinishReason::Abort && !state.has_ended(sequence) {
-                        if state.remote(sequence).is_some() {
-                            return Some(Cut::Prompt(reply, sequence));
-                        }
-                        if let Some(again) = state.take_kept(sequence) {
-                            return Some(Cut::Kept(reply, sequence, again, worker));
-                        }
-                    }
-                    state.on_end(sequence, &end, &self.service.text, &self.metrics);
-                    None
-                });
-                let known = ended.is_some();
-                match ended.flatten() {
-                    None => {}
-                    Some(Cut::Prompt(reply, index)) => {
-                        self.on_part_lost(&reply, index, self.addr(stream));
-                    }
-                    Some(Cut::Kept(reply, index, again, worker)) => {
-                        self.retry(&reply, index, again, worker);
-                    }
-                }
-                known
-            }
-            Entry::Computed { stream, pass } => {
-                let found = self.table.with(stream, |feed| {
-                    let state = feed.reply.state.borrow();
-                    let ours = feed.leg == Leg::Prompt && !foreign(speaker(&state, feed));
-                    ours.then(|| (feed.reply.clone(), feed.sequence))
-                });
-                let known = found.is_some();
-                if let Some(Some((reply, index))) = found {
-                    self.on_computed(&reply, index, pass.unless(strange_clock));
-                }
-                known
-            }
-            Entry::Reserved { stream, reserved } => {
-                let found = self.table.with(stream, |feed| {
-                    let state = feed.reply.state.borrow();
-                    let ours = feed.leg == Leg::Answer && !foreign(speaker(&state, feed));
-                    ours.then(|| (feed.reply.clone(), feed.sequence))
-                });
-                let known = found.is_some();
-                if let Some(Some((reply, index))) = found {
-                    self.on_reserved(&reply, index, &reserved.unless(strange_clock));
-                }
-                known
-            }
-            Entry::Refused {
-                stream,
-                reason,
-                message,
-            } => {
-                let again = self.table.with(stream, |feed| {
-                    let mut state = feed.reply.state.borrow_mut();
-                    let worker = speaker(&state, feed);
-                    if foreign(worker) {
-                        return None;
-                    }
-                    self.metrics.engine_refusals.add(1);
-                    tracing::info!(%message, ?reason, "an engine refused a request");
-                    if state.prompt_rank(feed.sequence).is_some() {
-                        return Some((feed.reply.clone(), feed.sequence, None, worker));
-                    }
-                    let again = state.take_kept(feed.sequence);
-                    if let Some(again) = again.filter(|_| reason.retry_elsewhere()) {
-                        return Some((feed.reply.clone(), feed.sequence, Some(again), worker));
-                    }
-                    state.on_refused(feed.sequence, &refusal(reason, message));
-                    None
-                });
-                let known = again.is_some();
-                match again.flatten() {
-                    None => {}
-                    Some((reply, index, Some(again), worker)) => {
-                        self.retry(&reply, index, again, worker);
-                    }
-                    Some((reply, index, None, worker)) => {
-                        // One of two workers: the other is to forget the request.
-                        let again = self
-                            .abandon(&reply, index)
-                            .and_then(RemotePrompt::into_again);
-                        if let Some(again) = again.filter(|_| reason.retry_elsewhere()) {
-                            self.retry(&reply, index, again, worker);
-                        } else {
-                            let error = refusal(reason, message);
-                            reply.state.borrow_mut().on_refused(index, &error);
-                        }
-                    }
-                }
-                known
-            }
+            _ => self.on_event(entry, from),
         };
         if !known {
             self.metrics.stale_entries.add(1);
         }
+    }
+
+    /// Whether `worker` is not one that `from` runs. A worker that does not run a stream cannot report on
+    /// it, whatever address it guessed.
+    fn is_foreign(&self, worker: Option<WorkerId>, from: Option<&Peer>) -> bool {
+        let runs = |peer: &Peer| worker.is_some_and(|worker| peer.runs(worker));
+        let foreign = from.is_some_and(|peer| !runs(peer));
+        if foreign {
+            self.metrics.foreign_entries.add(1);
+        }
+        foreign
+    }
+
+    /// Tokens of a stream came. False if it is gone.
+    #[inline]
+    fn on_tokens(&self, stream: StreamId, mut new: NewTokens<'_>, from: Option<&Peer>) -> bool {
+        let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
+        new.first = new.first.map(|first| first.unless(strange_clock));
+        let told = self.table.with(stream, |feed| {
+            let mut state = feed.reply.state.borrow_mut();
+            let sequence = feed.sequence;
+            let rank = state.target(sequence);
+            if feed.leg != Leg::Answer || self.is_foreign(Some(rank.worker), from) {
+                return None;
+            }
+            let taken = state.on_tokens(sequence, &new, &self.service.text, &self.metrics);
+            let credit = state.credit_due(sequence);
+            Some((rank, taken, credit))
+        });
+        if let Some(Some((rank, taken, credit))) = told {
+            if taken.begins {
+                self.dispatching.on_first_token(stream.slot);
+            }
+            if taken.kill {
+                self.cancel(stream.slot);
+            } else if credit > 0 {
+                self.give_credit(rank, stream, credit);
+            }
+        }
+        told.is_some()
+    }
+
+    /// Anything but tokens: a few entries per request. False if its stream is gone.
+    fn on_event(&self, entry: &Entry<'_>, from: Option<&Peer>) -> bool {
+        let stream = entry.stream();
+        let found = self
+            .table
+            .with(stream, |feed| (feed.reply.clone(), feed.sequence, feed.leg));
+        let Some((reply, index, leg)) = found else {
+            return false;
+        };
+        let (id, worker) = match leg {
+            Leg::Answer => {
+                let target = reply.state.borrow().target(index);
+                (stream.slot, Some(target.worker))
+            }
+            Leg::Prefill { id } => {
+                let rank = self.dispatching.prefill_rank(id);
+                (id, rank.map(|rank| rank.worker))
+            }
+        };
+        let (Some(worker), false) = (worker, self.is_foreign(worker, from)) else {
+            return true;
+        };
+        let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
+        let mut state = reply.state.borrow_mut();
+        match (*entry, leg) {
+            (Entry::Prologue { prologue, .. }, _) => {
+                state.on_prologue(index, &prologue.unless(strange_clock));
+            }
+            (Entry::Turn { end, .. }, Leg::Answer) => {
+                state.on_turn(index, &end, &self.service.text);
+            }
+            (Entry::Room { bytes, .. }, Leg::Answer) => state.on_room(bytes),
+            (Entry::End { end, .. }, _) => {
+                let unasked = end.reason == FinishReason::Abort && !state.has_ended(index);
+                if leg != Leg::Answer || unasked && !state.has_begun(index) {
+                    // The worker shuts down, and has not sent a token.
+                    drop(state);
+                    self.on_given_up(id, worker);
+                } else {
+                    state.on_end(index, &end, &self.service.text, &self.metrics);
+                    drop(state);
+                    self.dispatching.on_ended(id);
+                }
+            }
+            (Entry::Computed { pass, .. }, Leg::Prefill { .. }) => {
+                let pass = pass.unless(strange_clock);
+                let rank = self.dispatching.prefill_rank(id);
+                state.on_prompt_computed(index, rank, pass);
+                drop(state);
+                self.on_prefilled(id, pass.end_ns);
+            }
+            (Entry::Reserved { reserved, .. }, Leg::Answer) => {
+                let reserved = reserved.unless(strange_clock);
+                if let Some(ns) = reserved.worker_recv_ns {
+                    state.times.note(Stage::WorkerRecv, ns);
+                }
+                drop(state);
+                self.on_reserved(id, &reserved);
+            }
+            (
+                Entry::Refused {
+                    reason, message, ..
+                },
+                _,
+            ) => {
+                drop(state);
+                self.metrics.engine_refusals.add(1);
+                tracing::info!(%message, ?reason, "an engine refused a request");
+                let error = refusal(reason, message);
+                self.on_refused(id, worker, reason.retry_elsewhere(), error);
+            }
+            _ => {} // of the other kind of stream
+        }
+        true
     }
 
     fn addr(&self, stream: StreamId) -> StreamAddr {
@@ -613,28 +381,6 @@ impl Shard {
     fn give_credit(&self, rank: RankId, stream: StreamId, bytes: u32) {
         let addr = self.addr(stream);
         self.send_control(ToWorker::Credit { rank, addr, bytes });
-    }
-
-    fn kill(&self, rank: RankId, stream: StreamId) {
-        let addr = self.addr(stream);
-        self.send_control(ToWorker::Kill { rank, addr });
-    }
-}
-
-/// What a worker that shuts down has ended before its first token.
-enum Cut {
-    /// A sequence whose prompt is elsewhere, at either worker.
-    Prompt(Rc<Reply>, u32),
-    /// A sequence that this worker had to itself.
-    Kept(Rc<Reply>, u32, Again, WorkerId),
-}
-
-/// The worker that has something to say by the stream of `feed`.
-fn speaker(state: &ReplyState, feed: &Feed) -> WorkerId {
-    let target = state.target(feed.sequence);
-    match feed.leg {
-        Leg::Answer => target.worker,
-        Leg::Prompt => state.prompt_rank(feed.sequence).unwrap_or(target).worker,
     }
 }
 

@@ -192,6 +192,8 @@ impl Feeder {
         state.on_input_sent(tokens.len());
         let rank = state.target(0);
         drop(state);
+        let id = self.addr.stream.slot;
+        self.shard.dispatching.on_input_sent(id);
         self.shard.send_control(ToWorker::Input(Box::new(Input {
             rank,
             addr: self.addr,
@@ -205,11 +207,9 @@ impl Feeder {
     fn fail(&self, error: &ApiError) {
         let mut state = self.reply.state.borrow_mut();
         if !state.has_ended(0) {
-            let rank = state.target(0);
             state.on_refused(0, error);
             drop(state);
-            let addr = self.addr;
-            self.shard.send_control(ToWorker::Kill { rank, addr });
+            self.shard.cancel(self.addr.stream.slot);
         }
     }
 

@@ -33,6 +33,7 @@ use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, Prompt, RankId, SimTime, Tail,
 };
 use slipstream_des::{Spin, WindowBarrier};
+use slipstream_dispatch::ahead;
 use slipstream_engine::{DecodeRun, PassOutput};
 use slipstream_router::{Chosen, Fleet, RouteRequest, Router, ViewTurn};
 use slipstream_workload::{Request, Schedule, SourceError};
@@ -458,7 +459,7 @@ impl Arrivals {
             direct: None,
             exclude: &[],
         };
-        match self.router.choose(self.now, &route, None) {
+        match ahead::choose(&mut self.router, self.now, &route) {
             Ok(chosen) => {
                 lock(&inboxes[chosen.index as usize]).push(Arrival {
                     at: self.now,

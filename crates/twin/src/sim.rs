@@ -1060,13 +1060,7 @@ impl<'a> Sim<'a> {
     }
 
     /// A request ends before any worker has taken it.
-    fn refuse_for_good(
-        &mut self,
-        slot: u32,
-        message: &str,
-        failed_over: u32,
-        sink: &mut dyn Sink,
-    ) {
+    fn refuse_for_good(&mut self, slot: u32, message: &str, failed_over: u32, sink: &mut dyn Sink) {
         let flight = self.flights.remove(RequestId(slot.into()));
         let record = RequestRecord {
             request: &flight.request,

@@ -349,9 +349,9 @@ pub const KEYS: &[Key] = &[
         "router.queue_max",
         "requests, 0 to 1,048,576",
         "0",
-        "Simulation alone: requests that wait in the frontend, first come first served, while every ready \
-         worker is busy; further ones get 503.",
-        "High: under overload everybody waits. Low: bursts are refused.",
+        "Requests that may wait in the frontend, first come first served, while every ready worker is busy. \
+         Further ones get 503.",
+        "High: under overload every request waits. Low: bursts are refused.",
     ),
     key(
         "router.view_interval_ms",

@@ -10,7 +10,7 @@ use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
 use slipstream_planes::discovery::{Heartbeat, Published, Record, Role};
-use slipstream_router::{Fleets, Router};
+use slipstream_router::Fleets;
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
@@ -119,15 +119,15 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
         model: cluster.model.name.clone(),
     }));
     let mut service = serve::service(cluster, text, fleets.clone())?;
-    let hand_overs = serve::HandOverParts::new(cluster, &fleets, shards);
+    let dispatching = serve::Dispatching::new(cluster, fleets.clone(), shards);
     service.locked_table = args.switches.bench_locked_table;
     let planes = sockets
         .into_iter()
         .enumerate()
         .map(|(shard, socket)| ShardPlane {
             transport: Transport::Sockets(socket.serve(roster.clone(), limits, tls.clone())),
-            router: Router::new(fleets.serve.clone(), shard as u32),
-            hand_overs: hand_overs.as_ref().map(|parts| parts.of(shard)),
+            dispatcher: dispatching.of(shard),
+            kv_network: dispatching.kv_network.clone(),
         })
         .collect();
     let frontend = Frontend::start(bound, service, planes, registry)?;

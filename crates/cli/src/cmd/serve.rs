@@ -12,11 +12,12 @@ use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::cluster::{Cluster, EngineConfig, EventBus};
 use slipstream_base::{BlockHash, RankId, WorkerId};
+use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, HandOvers, KvNetwork, Limits, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, Transport,
 };
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_router::{Fleet, Fleets, Router};
@@ -153,7 +154,7 @@ impl Live {
             registry.register_collector(Box::new(events.collector()));
         }
         let mut service = service(cluster, text, fleets.clone())?;
-        let hand_overs = HandOverParts::new(cluster, &fleets, shards);
+        let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
         service.locked_table = switches.bench_locked_table;
         let planes = plane
             .shards
@@ -161,8 +162,8 @@ impl Live {
             .enumerate()
             .map(|(shard, port)| ShardPlane {
                 transport: Transport::Rings(port),
-                router: Router::new(fleets.serve.clone(), shard as u32),
-                hand_overs: hand_overs.as_ref().map(|parts| parts.of(shard)),
+                dispatcher: dispatching.of(shard),
+                kv_network: dispatching.kv_network.clone(),
             })
             .collect();
         let frontend = Frontend::start(bound, service, planes, registry)?;
@@ -182,26 +183,32 @@ impl Live {
     }
 }
 
-/// What shards need where some workers compute prompts for others.
-pub(super) struct HandOverParts {
-    prefill: Arc<Fleet>,
-    network: Arc<KvNetwork>,
+/// What the shards' dispatchers are made of.
+pub(super) struct Dispatching {
+    rules: Rules,
+    fleets: Fleets,
+    queue: QueueRoom,
+    /// Where some workers compute prompts for others.
+    pub(super) kv_network: Option<Arc<KvNetwork>>,
 }
 
-impl HandOverParts {
-    /// `None` if every worker computes its own prompts.
-    pub(super) fn new(cluster: &Cluster, fleets: &Fleets, shards: usize) -> Option<HandOverParts> {
-        let prefill = fleets.prefill.clone()?;
-        let network = Arc::new(KvNetwork::new(cluster, shards));
-        Some(HandOverParts { prefill, network })
+impl Dispatching {
+    pub(super) fn new(cluster: &Cluster, fleets: Fleets, shards: usize) -> Dispatching {
+        let network = || Arc::new(KvNetwork::new(cluster, shards));
+        Dispatching {
+            rules: Rules::of_cluster(cluster),
+            queue: QueueRoom::default(),
+            kv_network: fleets.prefill.is_some().then(network),
+            fleets,
+        }
     }
 
-    /// Those of one shard.
-    pub(super) fn of(&self, shard: usize) -> HandOvers {
-        HandOvers {
-            router: Router::new(self.prefill.clone(), shard as u32),
-            network: self.network.clone(),
-        }
+    /// The dispatcher of one shard.
+    pub(super) fn of(&self, shard: usize) -> Dispatcher {
+        let router = |fleet: &Arc<Fleet>| Router::new(fleet.clone(), shard as u32);
+        let prefill = self.fleets.prefill.as_ref().map(router);
+        Dispatcher::new(self.rules, router(&self.fleets.serve), prefill)
+            .with_queue_room(self.queue.clone())
     }
 }
 

@@ -321,7 +321,8 @@ fn a_worker_killed_during_the_transfer_leaves_nothing_at_the_other() {
         // There is no third.
         prefill.remove(0).kill();
         let answer = client.answer();
-        assert_eq!(answer.status, 502, "{}", answer.text());
+        // No token has come, so that the client may safely send it again.
+        assert_eq!(answer.status, 503, "{}", answer.text());
         await_empty_workers(&server);
         // A decode worker that vanishes: the prompt's worker lets go.
         let prefill = worker(dir.path(), "p", "0", &[QUICK]);

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::planes::begin;
 use crate::server::{FAST, FROZEN, LONG, Server, run};
 
 fn events(body: &str) -> (Vec<Value>, Server) {
@@ -549,6 +550,38 @@ fn busy_workers_answer_503_with_a_time_to_come_back() {
             >= 1
     );
     assert_eq!(server.metric("slipstream_requests_rejected_total"), 1.0);
+}
+
+#[test]
+fn requests_wait_in_order_for_a_busy_worker_and_the_rest_get_503() {
+    let busy = "--set=router.busy_prefill_tokens=50";
+    let server = Server::start(&[FROZEN, &[busy, "--set=router.queue_max=2"]]);
+    let body = |word: &str| {
+        let prompt = format!("{word} ").repeat(100);
+        format!(r#"{{"prompt":"{prompt}","max_tokens":2,"stream":true}}"#)
+    };
+    let queued = |count: f64| {
+        server.await_metric("slipstream_requests_queued", |queued| queued == count);
+    };
+    let running = begin(&server, &body("a"));
+    server.await_metric("vllm:num_requests_running", |running| running == 1.0);
+    let first = begin(&server, &body("b"));
+    queued(1.0);
+    let second = begin(&server, &body("c"));
+    queued(2.0);
+    let refused = server.post("/v1/completions", &body("d"));
+    assert_eq!(refused.status, 503, "{}", refused.text());
+    assert!(refused.header("retry-after").is_some());
+    // A client that leaves gives its place back.
+    drop(second);
+    queued(1.0);
+    // Room at the worker lets the next one go.
+    drop(running);
+    queued(0.0);
+    let name = "slipstream_router_requests{worker=\"w0\",engine=\"0\"}";
+    server.await_metric(name, |requests| requests == 1.0);
+    drop(first);
+    server.await_metric(name, |requests| requests == 0.0);
 }
 
 #[test]

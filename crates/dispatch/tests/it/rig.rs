@@ -343,14 +343,14 @@ impl Rig {
             ids
         };
         self.held.retain(|_, (rank, _)| rank.worker != worker);
-        let affected = self.dispatch.requests_of(worker);
-        for id in &expected {
+        let affected = self.dispatch.requests_of(|of| of == worker);
+        for &id in &expected {
             assert!(
-                affected.contains(id),
+                affected.contains(&(id, worker)),
                 "a part of request {id} was at {worker}"
             );
         }
-        for id in affected {
+        for (id, _) in affected {
             let mut env = Surroundings(&self.prompts);
             self.dispatch.on_worker_gone(self.now, id, worker, &mut env);
             self.carry_out();
@@ -381,7 +381,7 @@ impl Rig {
     }
 
     pub(crate) fn wait(&mut self, ns: u64) {
-        self.now = self.now + ns;
+        self.now += ns;
         if self
             .dispatch
             .next_timeout()

@@ -1,0 +1,742 @@
+//! A shard as a driver of the [`Dispatcher`]: it passes on what clients and workers do, and carries out
+//! what the dispatcher decides.
+//!
+//! A sequence is named in the dispatcher by the slot of its answer's stream. Messages between two workers
+//! of a request travel by way of the shard, which knows both: one entry or control per step, none per
+//! token. The shard waits as long as the modelled network takes.
+
+use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use slipstream_base::{RankId, SimTime, Stage, WorkerId};
+use slipstream_dispatch::{Action, Attempt, Dispatcher, Env, Request, Role, Via};
+use slipstream_flows::TransferId;
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::ring::SendError;
+use slipstream_planes::{Part, Registration, Reserved, StartRequest, StreamAddr, ToWorker};
+use slipstream_router::{RouteError, Score};
+use tokio::sync::Notify;
+
+use crate::alarm::Alarm;
+use crate::kv_network::{Arrival, KvNetwork};
+use crate::metrics::Rejection;
+use crate::openai::ApiError;
+use crate::remote::NotSent;
+use crate::reply::{Feed, Leg, Reply};
+use crate::shard::{Plane, Shard};
+
+/// While requests are queued, room that other shards' requests gave back is looked for this often, ns.
+const QUEUE_LOOK_NS: u64 = 5_000_000;
+
+/// A shard's dispatcher, and what it takes to carry its actions out.
+pub(crate) struct Dispatching {
+    dispatcher: RefCell<Dispatcher>,
+    /// By number in the dispatcher.
+    jobs: RefCell<Vec<Option<Job>>>,
+    /// Where some workers compute prompts for others.
+    network: Option<Arc<KvNetwork>>,
+    /// Steps whose time has not come. Those of one time in the order in which they were planned.
+    planned: RefCell<BinaryHeap<Reverse<(u64, u64, Step)>>>,
+    sequence: Cell<u64>,
+    /// Something was planned, sent or queued, or has arrived.
+    changed: Arc<Notify>,
+    /// The error for the client of the request that is being refused.
+    refusal: RefCell<Option<ApiError>>,
+}
+
+/// A sequence that the dispatcher owns.
+struct Job {
+    reply: Rc<Reply>,
+    index: u32,
+    addr: StreamAddr,
+    /// What it takes to send it, until its first token has come.
+    start: Option<Box<StartRequest>>,
+    session: Option<u64>,
+    direct: Option<WorkerId>,
+    /// The attempt that the fields below belong to.
+    attempt: Option<Attempt>,
+    /// Its stream at the worker that computes its prompt for another.
+    prefill_stream: Option<Registration<Feed>>,
+    /// The worker that generates its answer has it.
+    answer_sent: bool,
+    transfer: Option<TransferId>,
+}
+
+/// A step that waits for its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Step {
+    Start {
+        id: u32,
+        attempt: Attempt,
+        role: Role,
+        rank: RankId,
+    },
+    Transfer {
+        id: u32,
+        attempt: Attempt,
+        tokens: u32,
+    },
+}
+
+/// What the dispatcher asks.
+struct Surroundings<'a> {
+    jobs: &'a RefCell<Vec<Option<Job>>>,
+    network: Option<&'a KvNetwork>,
+}
+
+impl Env for Surroundings<'_> {
+    fn request(&self, id: u32) -> Request {
+        let jobs = self.jobs.borrow();
+        let job = jobs[id as usize].as_ref();
+        let job = job.expect("a request is kept until it is over");
+        let start = job.start.as_ref();
+        let start = start.expect("what it takes to send it is kept until its first token");
+        request(start, job.session, job.direct)
+    }
+
+    fn latency_ns(&self, from: WorkerId, to: WorkerId, via: Via) -> u64 {
+        let latency = |network: &KvNetwork| network.latency_ns(from, to, via == Via::Frontend);
+        self.network.map_or(0, latency)
+    }
+}
+
+fn request(start: &StartRequest, session: Option<u64>, direct: Option<WorkerId>) -> Request {
+    Request {
+        prompt: start.request.prompt.clone(),
+        max_tokens: start.request.params.max_tokens,
+        session,
+        direct,
+        streams_input: start.more,
+    }
+}
+
+/// A sequence as it is submitted.
+pub(crate) struct Submission {
+    pub(crate) start: Box<StartRequest>,
+    /// The client's session.
+    pub(crate) session: Option<u64>,
+    /// The worker that the client named.
+    pub(crate) direct: Option<WorkerId>,
+}
+
+impl Dispatching {
+    pub(crate) fn new(shard: u8, dispatcher: Dispatcher, network: Option<Arc<KvNetwork>>) -> Self {
+        let changed = Arc::new(Notify::new());
+        if let Some(network) = &network {
+            network.on_change(shard, changed.clone());
+        }
+        Dispatching {
+            dispatcher: RefCell::new(dispatcher),
+            jobs: RefCell::default(),
+            network,
+            planned: RefCell::default(),
+            sequence: Cell::new(0),
+            changed,
+            refusal: RefCell::default(),
+        }
+    }
+
+    fn surroundings(&self) -> Surroundings<'_> {
+        Surroundings {
+            jobs: &self.jobs,
+            network: self.network.as_deref(),
+        }
+    }
+
+    /// Calls `look` with the job of request `id`, if it is not over.
+    fn with_job<R>(&self, id: u32, look: impl FnOnce(&mut Job) -> R) -> Option<R> {
+        let mut jobs = self.jobs.borrow_mut();
+        jobs.get_mut(id as usize)?.as_mut().map(look)
+    }
+
+    fn take_job(&self, id: u32) -> Option<Job> {
+        self.jobs.borrow_mut().get_mut(id as usize)?.take()
+    }
+
+    fn plan(&self, at_ns: u64, step: Step) {
+        let sequence = self.sequence.get();
+        self.sequence.set(sequence + 1);
+        let planned = Reverse((at_ns, sequence, step));
+        self.planned.borrow_mut().push(planned);
+        self.changed.notify_one();
+    }
+
+    /// When the next step is due, ns.
+    fn next_due(&self) -> Option<u64> {
+        let planned = self.planned.borrow();
+        planned.peek().map(|&Reverse((at, ..))| at)
+    }
+
+    /// A step that is due at `now`, if one is.
+    fn due(&self, now: u64) -> Option<Step> {
+        let mut planned = self.planned.borrow_mut();
+        let &Reverse((at, _, step)) = planned.peek()?;
+        if at > now {
+            return None;
+        }
+        planned.pop();
+        Some(step)
+    }
+
+    /// The worker that computes the prompt of request `id` for another one.
+    pub(crate) fn prefill_rank(&self, id: u32) -> Option<RankId> {
+        self.dispatcher.borrow().prefill_rank(id)
+    }
+
+    /// Requests in the queue.
+    pub(crate) fn queued(&self) -> usize {
+        self.dispatcher.borrow().queued()
+    }
+
+    /// The first token of request `id` came.
+    pub(crate) fn on_first_token(&self, id: u32) {
+        self.dispatcher.borrow_mut().on_first_token(id);
+        self.with_job(id, |job| job.start = None);
+    }
+
+    /// The last token of request `id` came.
+    pub(crate) fn on_ended(&self, id: u32) {
+        self.dispatcher.borrow_mut().on_ended(id);
+        self.take_job(id);
+    }
+
+    /// Input of request `id` was sent, which cannot be sent to another worker.
+    pub(crate) fn on_input_sent(&self, id: u32) {
+        self.dispatcher.borrow_mut().on_input_sent(id);
+    }
+}
+
+impl Shard {
+    /// Submits sequence `index` of `reply`, whose tokens come by `addr`. `scores` collects all candidates.
+    ///
+    /// # Errors
+    /// What to tell the client if no worker takes it.
+    pub(crate) fn submit(
+        &self,
+        reply: &Rc<Reply>,
+        index: u32,
+        addr: StreamAddr,
+        submission: Submission,
+        scores: Option<&mut Vec<Score>>,
+    ) -> Result<(), ApiError> {
+        let Submission {
+            start,
+            session,
+            direct,
+        } = submission;
+        let of = &self.dispatching;
+        let id = addr.stream.slot;
+        let request = request(&start, session, direct);
+        reply
+            .state
+            .borrow_mut()
+            .set_credit(index, start.credit_bytes);
+        let job = Job {
+            reply: reply.clone(),
+            index,
+            addr,
+            start: Some(start),
+            session,
+            direct,
+            attempt: None,
+            prefill_stream: None,
+            answer_sent: false,
+            transfer: None,
+        };
+        {
+            let mut jobs = of.jobs.borrow_mut();
+            if jobs.len() <= id as usize {
+                jobs.resize_with(id as usize + 1, || None);
+            }
+            jobs[id as usize] = Some(job);
+        }
+        of.dispatcher.borrow_mut().submit(
+            SimTime(monotonic_ns()),
+            id,
+            &request,
+            &mut of.surroundings(),
+            scores,
+        );
+        if let Some(error) = self.carry_out(Some(id)) {
+            return Err(error);
+        }
+        if of.queued() > 0 {
+            of.changed.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Nobody wants the tokens of request `id` any more: takes it off its workers.
+    pub(crate) fn cancel(&self, id: u32) {
+        self.dispatching.dispatcher.borrow_mut().cancel(id);
+        self.carry_out(None);
+        self.dispatching.take_job(id);
+    }
+
+    /// The prompt of request `id` was computed for another worker, at `at_ns` (0: now).
+    pub(crate) fn on_prefilled(&self, id: u32, at_ns: u64) {
+        let of = &self.dispatching;
+        let at = past(at_ns);
+        of.dispatcher
+            .borrow_mut()
+            .on_prefilled(at, id, &of.surroundings());
+        self.carry_out(None);
+    }
+
+    /// The worker that decodes request `id` made room for its prompt.
+    pub(crate) fn on_reserved(&self, id: u32, reserved: &Reserved) {
+        let of = &self.dispatching;
+        {
+            let mut dispatcher = of.dispatcher.borrow_mut();
+            if usize::from(reserved.attempt) != dispatcher.failed_on(id).len() {
+                return; // of an earlier attempt
+            }
+            let at = past(reserved.at_ns.unwrap_or_default());
+            dispatcher.on_reserved(at, id, reserved.cached_tokens, &of.surroundings());
+        }
+        self.carry_out(None);
+    }
+
+    /// `worker` ended request `id` before its first token, as it shuts down.
+    pub(crate) fn on_given_up(&self, id: u32, worker: WorkerId) {
+        let of = &self.dispatching;
+        let now = SimTime(monotonic_ns());
+        of.dispatcher
+            .borrow_mut()
+            .on_given_up(now, id, worker, &mut of.surroundings());
+        self.carry_out(None);
+    }
+
+    /// `worker` refused request `id`; `error` tells the client so if no other worker may take it.
+    pub(crate) fn on_refused(
+        &self,
+        id: u32,
+        worker: WorkerId,
+        retry_elsewhere: bool,
+        error: ApiError,
+    ) {
+        let of = &self.dispatching;
+        let now = SimTime(monotonic_ns());
+        of.dispatcher.borrow_mut().on_refused(
+            now,
+            id,
+            worker,
+            retry_elsewhere,
+            &mut of.surroundings(),
+        );
+        of.refusal.replace(Some(error));
+        self.carry_out(None);
+        of.refusal.replace(None);
+    }
+
+    /// Workers disappeared, and with them their parts of all requests.
+    pub(crate) fn on_workers_gone(&self, gone: impl Fn(WorkerId) -> bool) {
+        let of = &self.dispatching;
+        let hit = of.dispatcher.borrow().requests_of(gone);
+        for (id, worker) in hit {
+            let now = SimTime(monotonic_ns());
+            of.dispatcher
+                .borrow_mut()
+                .on_worker_gone(now, id, worker, &mut of.surroundings());
+            self.carry_out(None);
+        }
+    }
+
+    /// Lets queued requests go, if there is room.
+    pub(crate) fn admit_queued(&self) {
+        let of = &self.dispatching;
+        if of.queued() > 0 {
+            let now = SimTime(monotonic_ns());
+            of.dispatcher
+                .borrow_mut()
+                .admit(now, &mut of.surroundings());
+            self.carry_out(None);
+        }
+    }
+
+    /// Does what the network, its latencies and the queue have delayed, for as long as the shard runs.
+    pub(crate) async fn carry(self: Rc<Shard>) {
+        let of = &self.dispatching;
+        let mut alarm = Alarm::new();
+        let mut arrived = Vec::new();
+        loop {
+            while let Some(step) = of.due(monotonic_ns()) {
+                self.take_step(step);
+                self.carry_out(None);
+            }
+            let mut next_arrival = None;
+            if let Some(network) = &of.network {
+                next_arrival = network.take(self.index, &mut arrived);
+                for arrival in arrived.drain(..) {
+                    self.on_transferred(arrival);
+                    self.carry_out(None);
+                }
+            }
+            let queue = self.look_at_queue();
+            let next = next_arrival
+                .into_iter()
+                .chain(of.next_due())
+                .chain(queue)
+                .min();
+            tokio::select! {
+                () = of.changed.notified() => {}
+                () = alarm.wait_until(next) => {}
+            }
+        }
+    }
+
+    /// Looks for room for queued requests. Returns when to look again, ns.
+    fn look_at_queue(&self) -> Option<u64> {
+        let of = &self.dispatching;
+        if of.queued() == 0 {
+            return None;
+        }
+        let now = monotonic_ns();
+        {
+            let mut dispatcher = of.dispatcher.borrow_mut();
+            dispatcher.on_timeout(SimTime(now));
+            // Other shards' requests may have ended.
+            dispatcher.on_fleet_changed();
+        }
+        self.admit_queued();
+        (of.queued() > 0).then_some(now + QUEUE_LOOK_NS)
+    }
+
+    /// Carries out what the dispatcher has decided. Returns the error of request `submitted` if it is over
+    /// already: its client has no answer yet, so that the error becomes the answer.
+    fn carry_out(&self, submitted: Option<u32>) -> Option<ApiError> {
+        let mut answer = None;
+        loop {
+            // A borrow of its own: actions lead to further inputs.
+            let action = self.dispatching.dispatcher.borrow_mut().poll_action();
+            let Some(action) = action else {
+                let queued = self.dispatching.queued() as u64;
+                self.metrics.requests_queued.set(queued);
+                return answer;
+            };
+            let id = action.id();
+            match action {
+                Action::Start {
+                    attempt,
+                    role,
+                    rank,
+                    at,
+                    ..
+                } => {
+                    self.begin_attempt(id, attempt);
+                    let step = Step::Start {
+                        id,
+                        attempt,
+                        role,
+                        rank,
+                    };
+                    self.step_at(at, step);
+                }
+                Action::Kill { role, rank, .. } => self.kill_part(id, role, rank),
+                Action::Transfer {
+                    attempt,
+                    tokens,
+                    at,
+                    ..
+                } => {
+                    let step = Step::Transfer {
+                        id,
+                        attempt,
+                        tokens,
+                    };
+                    self.step_at(at, step);
+                }
+                Action::CancelTransfer { .. } => {
+                    let transfer = self.dispatching.with_job(id, |job| job.transfer.take());
+                    if let (Some(Some(transfer)), Some(network)) =
+                        (transfer, &self.dispatching.network)
+                    {
+                        network.cancel(transfer);
+                    }
+                }
+                Action::Receive { rank, .. } => {
+                    if let Some(addr) = self.dispatching.with_job(id, |job| job.addr) {
+                        self.send_control(ToWorker::Receive { rank, addr });
+                    }
+                }
+                Action::Release { rank, .. } => {
+                    let stream = self
+                        .dispatching
+                        .with_job(id, |job| job.prefill_stream.take());
+                    if let Some(stream) = stream.flatten() {
+                        let addr = stream.addr();
+                        self.send_control(ToWorker::Release { rank, addr });
+                    }
+                }
+                Action::Rejected { error, failed, .. } => {
+                    let error = self.rejection(&error, failed);
+                    let later = self.end_with(id, error, submitted);
+                    self.metrics.streams_lost.add(u64::from(later.is_none()));
+                    answer = answer.or(later);
+                }
+                Action::Lost {
+                    worker,
+                    failed,
+                    begun,
+                    ..
+                } => {
+                    let error = self.loss(worker, failed, begun);
+                    let later = self.end_with(id, error, submitted);
+                    self.metrics.streams_lost.add(u64::from(later.is_none()));
+                    answer = answer.or(later);
+                }
+                Action::Refused { .. } => {
+                    let error = self.dispatching.refusal.take();
+                    let error = error.expect("a refusal comes with its reason");
+                    answer = answer.or(self.end_with(id, error, submitted));
+                }
+            }
+        }
+    }
+
+    /// A request is over. Its reply takes the error, unless it was just `submitted`: then it is returned.
+    fn end_with(&self, id: u32, error: ApiError, submitted: Option<u32>) -> Option<ApiError> {
+        let job = self.dispatching.take_job(id);
+        if submitted == Some(id) {
+            return Some(error);
+        }
+        if let Some(job) = job {
+            job.reply.state.borrow_mut().on_refused(job.index, &error);
+        }
+        None
+    }
+
+    /// The error for a request that no worker takes.
+    fn rejection(&self, error: &RouteError, failed: Option<WorkerId>) -> ApiError {
+        let retry_after_s = match error {
+            RouteError::Busy { retry_after_s, .. } => *retry_after_s,
+            _ => 1,
+        };
+        if !error.retry_may_help() {
+            return ApiError::bad_body(error.to_string());
+        }
+        self.metrics.on_rejected(match error {
+            RouteError::Busy { .. } => Rejection::Busy,
+            _ => Rejection::NoWorker,
+        });
+        let text = match failed {
+            None => error.to_string(),
+            Some(worker) => format!("worker {worker} does not take the request, and {error}"),
+        };
+        ApiError::overloaded(text, retry_after_s)
+    }
+
+    /// The error for a request whose worker is gone and that is not retried.
+    fn loss(&self, worker: WorkerId, failed: Option<WorkerId>, begun: bool) -> ApiError {
+        match failed {
+            Some(first) if !begun => {
+                self.metrics.on_rejected(Rejection::NoWorker);
+                let text = format!(
+                    "workers {first} and {worker} do not take the request at the moment; try again"
+                );
+                ApiError::overloaded(text, 1)
+            }
+            _ => ApiError::worker_lost(&worker.to_string()),
+        }
+    }
+
+    /// The first action of an attempt: what belonged to the one before is gone.
+    fn begin_attempt(&self, id: u32, attempt: Attempt) {
+        let dispatcher = self.dispatching.dispatcher.borrow();
+        let Some(decode) = dispatcher.decode_rank(id) else {
+            return;
+        };
+        let disaggregated = dispatcher.prefill_rank(id).is_some();
+        let retried = !dispatcher.failed_on(id).is_empty();
+        drop(dispatcher);
+        self.dispatching.with_job(id, |job| {
+            if job.attempt == Some(attempt) {
+                return;
+            }
+            job.attempt = Some(attempt);
+            job.prefill_stream = None;
+            job.answer_sent = false;
+            job.transfer = None;
+            self.metrics.retries.add(u64::from(retried));
+            self.metrics.prompts_apart.add(u64::from(disaggregated));
+            let mut state = job.reply.state.borrow_mut();
+            state.times.note(Stage::Routed, monotonic_ns());
+            state.move_to(job.index, decode);
+        });
+    }
+
+    /// Takes a step at `at`, or at once if that is past.
+    fn step_at(&self, at: SimTime, step: Step) {
+        if at.0 > monotonic_ns() {
+            self.dispatching.plan(at.0, step);
+        } else {
+            self.take_step(step);
+        }
+    }
+
+    fn take_step(&self, step: Step) {
+        match step {
+            Step::Start {
+                id,
+                attempt,
+                role,
+                rank,
+            } => self.send_start(id, attempt, role, rank),
+            Step::Transfer {
+                id,
+                attempt,
+                tokens,
+            } => self.begin_transfer(id, attempt, tokens),
+        }
+    }
+
+    /// Sends a request to a worker.
+    fn send_start(&self, id: u32, attempt: Attempt, role: Role, rank: RankId) {
+        let of = &self.dispatching;
+        if !of.dispatcher.borrow().is_current(id, attempt) {
+            return;
+        }
+        let attempts_before = of.dispatcher.borrow().failed_on(id).len() as u8;
+        let start = of.with_job(id, |job| {
+            let mut start = job.start.clone()?;
+            start.rank = rank;
+            start.dispatched_ns = monotonic_ns();
+            let mut state = job.reply.state.borrow_mut();
+            state.times.note(Stage::Dispatched, start.dispatched_ns);
+            drop(state);
+            match role {
+                Role::Both => {
+                    start.part = Part::Whole;
+                    job.answer_sent = true;
+                }
+                Role::Decode => {
+                    start.part = Part::Answer {
+                        attempt: attempts_before,
+                    };
+                    job.answer_sent = true;
+                }
+                Role::Prefill => {
+                    let feed = Feed {
+                        reply: job.reply.clone(),
+                        sequence: job.index,
+                        leg: Leg::Prefill { id },
+                    };
+                    let stream = self.table.register(feed).ok()?;
+                    start.addr = stream.addr();
+                    start.credit_bytes = NO_LIMIT;
+                    start.part = Part::Prompt;
+                    job.prefill_stream = Some(stream);
+                }
+            }
+            Some(start)
+        });
+        let Some(Some(start)) = start else {
+            let error = "no stream is left for the worker that computes the prompt \
+                         (`live.streams_max`); try again later";
+            of.refusal.replace(Some(ApiError::overloaded(error, 1)));
+            let now = SimTime(monotonic_ns());
+            let mut dispatcher = of.dispatcher.borrow_mut();
+            dispatcher.on_refused(now, id, rank.worker, false, &mut of.surroundings());
+            return;
+        };
+        if self.transport_start(start).is_err() {
+            of.with_job(id, |job| match role {
+                Role::Prefill => job.prefill_stream = None,
+                _ => job.answer_sent = false,
+            });
+            let now = SimTime(monotonic_ns());
+            of.dispatcher
+                .borrow_mut()
+                .on_not_taken(now, id, rank.worker, &mut of.surroundings());
+        }
+    }
+
+    /// Takes a request off a worker that was sent it.
+    fn kill_part(&self, id: u32, role: Role, rank: RankId) {
+        let addr = self.dispatching.with_job(id, |job| match role {
+            Role::Prefill => job.prefill_stream.take().map(|stream| stream.addr()),
+            Role::Both | Role::Decode => {
+                let sent = std::mem::take(&mut job.answer_sent);
+                sent.then_some(job.addr)
+            }
+        });
+        if let Some(Some(addr)) = addr {
+            self.send_control(ToWorker::Kill { rank, addr });
+        }
+    }
+
+    /// A prompt's keys and values begin to cross the network.
+    fn begin_transfer(&self, id: u32, attempt: Attempt, tokens: u32) {
+        let of = &self.dispatching;
+        let dispatcher = of.dispatcher.borrow();
+        let (Some(network), Some(from), Some(to), true) = (
+            &of.network,
+            dispatcher.prefill_rank(id),
+            dispatcher.decode_rank(id),
+            dispatcher.is_current(id, attempt),
+        ) else {
+            return;
+        };
+        drop(dispatcher);
+        let bytes = network.bytes(from.worker, tokens);
+        self.metrics.kv_bytes.add(bytes);
+        let arrival = Arrival { id, attempt };
+        let transfer = network.send(self.index, arrival, from.worker, to.worker, bytes);
+        of.with_job(id, |job| {
+            job.transfer = transfer;
+            let mut state = job.reply.state.borrow_mut();
+            state.times.note(Stage::KvSent, monotonic_ns());
+        });
+        match transfer {
+            None => self.on_transferred(arrival),
+            Some(_) => of.changed.notify_one(),
+        }
+    }
+
+    /// A prompt's keys and values have arrived.
+    fn on_transferred(&self, arrival: Arrival) {
+        let Arrival { id, attempt } = arrival;
+        let of = &self.dispatching;
+        if !of.dispatcher.borrow_mut().on_transferred(id, attempt) {
+            return;
+        }
+        of.with_job(id, |job| {
+            job.transfer = None;
+            let mut state = job.reply.state.borrow_mut();
+            state.times.note(Stage::KvReceived, monotonic_ns());
+        });
+    }
+
+    /// Hands a start to the transport. It comes back if it was not taken.
+    fn transport_start(&self, start: Box<StartRequest>) -> Result<(), Box<StartRequest>> {
+        match &self.plane {
+            Plane::Rings(port) => match port.send(ToWorker::Start(start)) {
+                Ok(()) => Ok(()),
+                Err(
+                    SendError::Full(ToWorker::Start(start))
+                    | SendError::Closed(ToWorker::Start(start)),
+                ) => Err(start),
+                Err(_) => unreachable!("what comes back is what was sent"),
+            },
+            Plane::Sockets(remote) => remote.start(&start, &self.metrics).map_err(|why| {
+                if why == NotSent::Tombstone {
+                    self.metrics.late_starts.add(1);
+                }
+                start
+            }),
+        }
+    }
+}
+
+/// A time that a worker reported; it reports nothing from the future. 0: it did not say.
+fn past(at_ns: u64) -> SimTime {
+    let now = monotonic_ns();
+    SimTime(match at_ns {
+        0 => now,
+        at => at.min(now),
+    })
+}

@@ -2,6 +2,7 @@
 //!
 //! Prompts are 190 blocks of 64 tokens (the mean of Mooncake's conversation trace); eight share
 //! their first half. Each target holds 16,384 cached blocks and 16 live sequences.
+#![allow(clippy::disallowed_methods)] // it measures the router itself
 
 use std::collections::{HashMap, VecDeque};
 use std::hint::black_box;

@@ -16,6 +16,7 @@
 //! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers), [`router`] a decision from request to accounting,
 //! [`policy`] the ways to choose, [`active`] what live sequences weigh.
 #![forbid(unsafe_code)]
+#![allow(clippy::disallowed_methods)] // its own
 
 pub mod active;
 pub mod fleet;

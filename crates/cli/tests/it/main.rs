@@ -1,5 +1,6 @@
 //! The real binary, as a user runs it.
 
+mod arrows;
 mod doctor;
 mod hand_over;
 mod kv;

@@ -1,4 +1,5 @@
 //! A fleet and its routers from the outside.
+#![allow(clippy::disallowed_methods)] // it tests the router itself
 
 mod busy;
 mod lifecycle;

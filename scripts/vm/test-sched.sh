@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make test-sched`: build the BPF scheduler and try it on a real kernel in QEMU, 4 CPUs first, then
-# 8 with two sockets. Skips (exit 0), with the reason, where the tools to build it or the parts of
+# 8 with two sockets, then the loader as something that is left running. Skips (exit 0), with the reason, where the tools to build it or the parts of
 # the virtual machine cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -29,15 +29,23 @@ cargo test --quiet --release --locked --manifest-path crates/scx/loader/Cargo.to
 scripts/vm/build-load.sh
 programs=(target/release/slipstream-scx target/release/slipstream "$VM/load")
 start=$SECONDS
-# Both at once; the clocks inside count instructions and do not feel each other.
-second=$(mktemp); trap 'rm -f "$second"' EXIT
-SMP=8,sockets=2,cores=2,threads=2 NUMA=1 \
-  scripts/vm/run.sh scripts/vm/job-topology.sh "${programs[@]}" > "$second" 2>&1 & topology=$!
+# Two at once; the clocks inside count instructions and do not feel each other.
+second=$(mktemp); third=$(mktemp); trap 'rm -f "$second" "$third"' EXIT
+{
+  rc=0
+  SMP=8,sockets=2,cores=2,threads=2 NUMA=1 \
+    scripts/vm/run.sh scripts/vm/job-topology.sh "${programs[@]}" > "$second" 2>&1 || rc=$?
+  SMP=2 FILES=crates/scx/loader/src/bpf/intf.h \
+    scripts/vm/run.sh scripts/vm/job-ops.sh "${programs[@]}" > "$third" 2>&1 || rc=$?
+  exit $rc
+} & others=$!
 echo "== 4 CPUs"
 rc=0
 SMP=4 scripts/vm/run.sh scripts/vm/job-sched.sh "${programs[@]}" || rc=$?
-wait $topology || rc=$?
+wait $others || rc=$?
 echo "== 8 CPUs, 2 sockets (LLCs and NUMA nodes) of 2 cores with 2 threads"
 cat "$second"
+echo "== the loader as a service"
+cat "$third"
 [ $rc = 0 ] || { echo "test-sched: FAILED ($rc), see above" >&2; exit $rc; }
 echo "test-sched: passed, $((SECONDS - start)) s in the virtual machines"

@@ -34,6 +34,8 @@ use crate::source::{Request, SourceError, TURNS_MAX};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
 const LINE_BYTES_MAX: u64 = 4 << 20;
+/// Longest line that is skipped, where bad lines are: a device may have no end.
+const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 
 /// A trace, read as a stream.
 #[derive(Debug)]
@@ -46,6 +48,8 @@ pub struct Trace<R = BufReader<File>> {
     texts: Stream,
     line: u64,
     buffer: Vec<u8>,
+    /// The line in the buffer is longer than [`LINE_BYTES_MAX`], and not all of it is there.
+    too_long: bool,
     last_ms: f64,
     session: u64,
     left: u64,
@@ -271,6 +275,7 @@ impl<R: BufRead> Trace<R> {
             texts: Stream::named(workload.seed ^ salt, "trace"),
             line: 0,
             buffer: Vec::new(),
+            too_long: false,
             last_ms: 0.0,
             session: 0,
             left: workload.requests.unwrap_or(u64::MAX),
@@ -292,6 +297,7 @@ impl<R: BufRead> Trace<R> {
     fn read_line(&mut self) -> std::io::Result<bool> {
         self.buffer.clear();
         self.line += 1;
+        self.too_long = false;
         let read = (&mut self.reader)
             .take(LINE_BYTES_MAX)
             .read_until(b'\n', &mut self.buffer)?;
@@ -300,14 +306,23 @@ impl<R: BufRead> Trace<R> {
             self.buffer.drain(..3);
         }
         if read as u64 == LINE_BYTES_MAX && self.buffer.last() != Some(&b'\n') {
-            // Read on to the line's end without keeping it.
+            self.too_long = true;
+            if self.file.on_bad_line == OnBadLine::Stop {
+                return Ok(true); // its end may never come
+            }
+            // Skip to the line's end without keeping it.
             self.buffer.clear();
-            self.buffer.extend_from_slice(b"\0too long");
+            let mut skipped = 0;
             while !self.reader.fill_buf()?.is_empty() {
+                if skipped > SKIPPED_BYTES_MAX {
+                    let error = format!("line {} has no end within 1 GiB", self.line);
+                    return Err(std::io::Error::other(error));
+                }
                 let chunk = self.reader.fill_buf()?;
                 let end = chunk.iter().position(|b| *b == b'\n');
                 let used = end.map_or(chunk.len(), |at| at + 1);
                 self.reader.consume(used);
+                skipped += used as u64;
                 if end.is_some() {
                     break;
                 }
@@ -318,7 +333,7 @@ impl<R: BufRead> Trace<R> {
 
     /// The buffer's line, or what is wrong with it.
     fn parse(&mut self) -> Result<Parsed, String> {
-        if self.buffer.starts_with(b"\0") {
+        if self.too_long {
             return Err(format!("longer than {LINE_BYTES_MAX} bytes"));
         }
         if self.form.is_none() && self.buffer.trim_ascii_start().starts_with(b"{") {
@@ -520,7 +535,7 @@ impl<R: BufRead> Trace<R> {
             if !more {
                 return Ok(None);
             }
-            if self.buffer.trim_ascii().is_empty() {
+            if !self.too_long && self.buffer.trim_ascii().is_empty() {
                 continue;
             }
             match self.parse() {
@@ -689,6 +704,33 @@ mod tests {
             .map(|r| r.map_err(|e| e.to_string()))
             .collect();
         (requests, trace.skipped_lines())
+    }
+
+    #[test]
+    fn a_line_without_end_is_an_error() {
+        for (on_bad_line, says) in [
+            (OnBadLine::Stop, "line 1: longer than 4194304 bytes"),
+            (OnBadLine::Skip, "line 1 has no end within 1 GiB"),
+        ] {
+            let file = TraceFile {
+                path: "t.jsonl".into(),
+                on_bad_line,
+                tokens_per_id: 512,
+            };
+            let workload = Workload {
+                seed: 0,
+                requests: None,
+                duration_s: None,
+                time_scale: 1.0,
+                arrival: Arrival::Trace,
+                content: workload_file::Content::Trace(file.clone()),
+            };
+            let endless = BufReader::with_capacity(1 << 20, std::io::repeat(0));
+            let mut trace = Trace::new(endless, &workload, &file, 0);
+            let error = trace.next().expect("a line").unwrap_err();
+            let text = format!("{error} {:?}", std::error::Error::source(&error));
+            assert!(text.contains(says), "{text}");
+        }
     }
 
     const GOOD: &str =

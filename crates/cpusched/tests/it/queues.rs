@@ -5,6 +5,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use slipstream_cpusched::policy::{
     Core, DOMAINS, Heads, Params, Source, WAKE_MASKED, WAKE_PREV_OK, WAKE_SINGLE, Wake, choose,
 };
@@ -396,7 +397,7 @@ fn a_real_time_task_does_not_hold_up_tasks_of_several_cpus() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() })]
 
     /// `Host::step` asserts that no CPU idles beside a task of its mask for longer than a tick.
     #[test]

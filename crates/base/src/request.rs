@@ -1,5 +1,7 @@
 //! A request as an engine sees it: no text, no HTTP.
 
+use std::sync::Arc;
+
 use crate::ids::RequestId;
 use crate::token::{BlockHash, TokenId};
 
@@ -9,10 +11,11 @@ pub struct Prompt {
     len: u32,
     block_size: u32,
     root: BlockHash,
-    blocks: Box<[BlockHash]>,
+    /// Shared: a request is kept until its first token, and its blocks are charged meanwhile.
+    blocks: Arc<[BlockHash]>,
     tail: Tail,
     /// Tokens of the full blocks, where somebody wants to hear of them.
-    block_tokens: Option<Box<[TokenId]>>,
+    block_tokens: Option<Arc<[TokenId]>>,
 }
 
 /// What follows the last full block of a prompt; decides how the first generated block is hashed.
@@ -112,7 +115,7 @@ impl Prompt {
             len,
             block_size,
             root: BlockHash::default(),
-            blocks,
+            blocks: blocks.into(),
             tail,
             block_tokens: None,
         })
@@ -163,7 +166,7 @@ impl Prompt {
         let block_tokens = self
             .block_tokens
             .as_ref()
-            .map(|known| [known, &open[..full]].concat().into());
+            .map(|known| [&known[..], &open[..full]].concat().into());
         Some(Prompt {
             len,
             block_size: self.block_size,
@@ -194,6 +197,11 @@ impl Prompt {
     /// Hashes of the full blocks, in order. Shape `[len / block_size]`.
     pub fn blocks(&self) -> &[BlockHash] {
         &self.blocks
+    }
+
+    /// As [`blocks`](Self::blocks), to be kept without a copy.
+    pub fn shared_blocks(&self) -> Arc<[BlockHash]> {
+        Arc::clone(&self.blocks)
     }
 
     /// What follows the last full block.

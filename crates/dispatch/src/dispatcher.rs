@@ -75,6 +75,8 @@ pub struct Dispatcher {
     waiting: VecDeque<(u32, Attempt)>,
     /// Entries of `waiting` whose attempt is current.
     queued: usize,
+    /// Of these, requests that any worker may take: what comes after them waits behind them.
+    queued_for_any: usize,
     queue_room: QueueRoom,
     /// Since the queue was last looked at, a worker may have become less busy.
     capacity_changed: bool,
@@ -95,6 +97,7 @@ impl Dispatcher {
             attempts: 0,
             waiting: VecDeque::new(),
             queued: 0,
+            queued_for_any: 0,
             queue_room: QueueRoom::default(),
             capacity_changed: false,
             look_at: None,
@@ -199,16 +202,8 @@ impl Dispatcher {
             "a number names one open request"
         );
         self.open += 1;
+        self.lives[at].named = request.direct.is_some();
         self.begin_attempt(id);
-        if self.queued > 0 {
-            // Those that came before it go first.
-            let busy = self.serve.fleet().targets().len();
-            let error = RouteError::Busy {
-                busy,
-                retry_after_s: 1,
-            };
-            return self.queue_or_reject(now, id, error);
-        }
         self.place(now, id, request, env, scores);
     }
 
@@ -218,22 +213,24 @@ impl Dispatcher {
         if !std::mem::take(&mut self.capacity_changed) || self.queued == 0 {
             return;
         }
-        while let Some(&(id, attempt)) = self.waiting.front() {
-            let life = &self.lives[id as usize];
-            if life.attempt != attempt || !matches!(life.state, State::Waiting) {
-                self.waiting.pop_front();
+        let mut at = 0;
+        while let Some(&(id, attempt)) = self.waiting.get(at) {
+            if !self.waits(id, attempt) {
+                self.waiting.remove(at);
                 continue;
             }
             let request = env.request(id);
             match self.choose(now, id, &request, env, None) {
                 Ok(placement) => {
-                    self.leave_queue();
+                    self.leave_queue(at);
                     self.start(now, id, placement);
                 }
+                // The workers that may take it are busy; others may not be.
+                Err(RouteError::Busy { .. }) if self.lives[id as usize].is_limited() => at += 1,
                 // Those behind it have no better chance.
                 Err(RouteError::Busy { .. }) => break,
                 Err(error) => {
-                    self.leave_queue();
+                    self.leave_queue(at);
                     self.reject(id, error);
                 }
             }
@@ -389,25 +386,35 @@ impl Dispatcher {
         }
     }
 
-    /// The first token of request `id` came.
-    pub fn on_first_token(&mut self, id: u32) {
+    /// The first token of request `id` came. False if none was expected.
+    pub fn on_first_token(&mut self, id: u32) -> bool {
         self.capacity_changed = true;
         let Some(life) = self.lives.get_mut(id as usize) else {
-            return;
+            return false;
         };
         match std::mem::replace(&mut life.state, State::Free) {
             State::Placed(mut placed) => {
                 placed.active.on_first_token();
                 life.state = State::Streaming(placed);
+                true
             }
-            other => life.state = other,
+            other => {
+                life.state = other;
+                false
+            }
         }
     }
 
-    /// The last token of request `id` came. No action follows.
+    /// The last token of request `id` came. No action follows, unless its worker was not to end it yet.
     pub fn on_ended(&mut self, id: u32) {
         if self.is_open(id) {
             self.capacity_changed = true;
+            if matches!(
+                self.lives[id as usize].state,
+                State::Waiting | State::Apart(_)
+            ) {
+                self.leave_workers(id, None);
+            }
             self.end(id);
         }
     }
@@ -424,7 +431,8 @@ impl Dispatcher {
 
     /// A worker failed a request. If no token has come, another one gets it, once.
     fn fail_over(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
-        if !self.is_open(id) {
+        // A worker that has no part of it reports an attempt that is over.
+        if !self.is_open(id) || !self.lives[id as usize].workers().any(|of| of == worker) {
             return;
         }
         let may_retry = self.may_retry(id);
@@ -443,14 +451,6 @@ impl Dispatcher {
         self.lives[id as usize].failed_on.push(worker);
         self.begin_attempt(id);
         let request = env.request(id);
-        if self.queued > 0 {
-            let busy = self.serve.fleet().targets().len();
-            let error = RouteError::Busy {
-                busy,
-                retry_after_s: 1,
-            };
-            return self.queue_or_reject(now, id, error);
-        }
         self.place(now, id, &request, env, None);
     }
 
@@ -469,6 +469,15 @@ impl Dispatcher {
         env: &mut dyn Env,
         scores: Option<&mut Vec<Score>>,
     ) {
+        if self.queued_for_any > 0 && !self.lives[id as usize].is_limited() {
+            // Those that came before it go first.
+            let busy = self.serve.fleet().targets().len();
+            let error = RouteError::Busy {
+                busy,
+                retry_after_s: 1,
+            };
+            return self.queue_or_reject(now, id, error);
+        }
         match self.choose(now, id, request, env, scores) {
             Ok(placement) => self.start(now, id, placement),
             Err(error) => self.queue_or_reject(now, id, error),
@@ -557,6 +566,7 @@ impl Dispatcher {
             life.state = State::Waiting;
             self.waiting.push_back((id, life.attempt));
             self.queued += 1;
+            self.queued_for_any += usize::from(!life.is_limited());
             self.plan_look(now);
         } else {
             self.reject(id, error);
@@ -564,16 +574,39 @@ impl Dispatcher {
     }
 
     fn reject(&mut self, id: u32, error: RouteError) {
+        if matches!(error, RouteError::Busy { .. }) {
+            self.serve.fleet().on_busy_refusal();
+        }
         let failed = self.end(id).last().copied();
         self.actions
             .push_back(Action::Rejected { id, error, failed });
     }
 
-    /// The first request in the queue leaves it.
-    fn leave_queue(&mut self) {
-        self.waiting.pop_front();
+    /// The request at place `at` of the queue leaves it.
+    fn leave_queue(&mut self, at: usize) {
+        if let Some((id, _)) = self.waiting.remove(at) {
+            self.give_place_back(id);
+        }
+    }
+
+    fn give_place_back(&mut self, id: u32) {
         self.queued -= 1;
+        self.queued_for_any -= usize::from(!self.lives[id as usize].is_limited());
         self.queue_room.give_back();
+    }
+
+    fn waits(&self, id: u32, attempt: Attempt) -> bool {
+        let life = &self.lives[id as usize];
+        life.attempt == attempt && matches!(life.state, State::Waiting)
+    }
+
+    /// Entries of requests that left while they waited are skipped, and dropped once they are most.
+    fn tidy_queue(&mut self) {
+        if self.waiting.len() > 2 * self.queued + 64 {
+            let mut waiting = std::mem::take(&mut self.waiting);
+            waiting.retain(|&(id, attempt)| self.waits(id, attempt));
+            self.waiting = waiting;
+        }
     }
 
     /// Where the router looks at loads now and then, the queue is looked at again when it has.
@@ -587,18 +620,18 @@ impl Dispatcher {
     /// Takes a request off the workers and links that it is on, apart from the worker that is `gone`.
     fn leave_workers(&mut self, id: u32, gone: Option<WorkerId>) {
         self.capacity_changed = true;
-        let life = &mut self.lives[id as usize];
         let transfer = self.rules.transfer;
+        let state = std::mem::replace(&mut self.lives[id as usize].state, State::Free);
         let mut kill = |role, rank: RankId| {
             if gone != Some(rank.worker) {
                 self.actions.push_back(Action::Kill { id, role, rank });
             }
         };
-        match std::mem::replace(&mut life.state, State::Free) {
+        match state {
             State::Free | State::Routing => {}
             State::Waiting => {
-                self.queued -= 1;
-                self.queue_room.give_back();
+                self.give_place_back(id);
+                self.tidy_queue();
             }
             State::Placed(placed) | State::Streaming(placed) => kill(placed.role, placed.rank),
             State::Apart(apart) => {

@@ -13,6 +13,8 @@ pub(crate) struct Life {
     pub(crate) failed_on: Vec<WorkerId>,
     /// Input was sent that cannot be sent again.
     pub(crate) pinned: bool,
+    /// The client named its worker.
+    pub(crate) named: bool,
 }
 
 /// Where a request is.
@@ -69,7 +71,13 @@ impl Life {
         attempt: Attempt(0),
         failed_on: Vec::new(),
         pinned: false,
+        named: false,
     };
+
+    /// Whether it may not go to every worker: others with fewer limits may find room before it.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.named || !self.failed_on.is_empty()
+    }
 
     /// The workers that have a part of the request.
     pub(crate) fn workers(&self) -> impl Iterator<Item = WorkerId> {

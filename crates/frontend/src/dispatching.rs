@@ -46,6 +46,8 @@ pub(crate) struct Dispatching {
     changed: Arc<Notify>,
     /// The error for the client of the request that is being refused.
     refusal: RefCell<Option<ApiError>>,
+    /// Requests in the queue when it was last looked at.
+    queued_seen: Cell<usize>,
 }
 
 /// A sequence that the dispatcher owns.
@@ -137,6 +139,7 @@ impl Dispatching {
             sequence: Cell::new(0),
             changed,
             refusal: RefCell::default(),
+            queued_seen: Cell::new(0),
         }
     }
 
@@ -194,8 +197,9 @@ impl Dispatching {
 
     /// The first token of request `id` came.
     pub(crate) fn on_first_token(&self, id: u32) {
-        self.dispatcher.borrow_mut().on_first_token(id);
-        self.with_job(id, |job| job.start = None);
+        if self.dispatcher.borrow_mut().on_first_token(id) {
+            self.with_job(id, |job| job.start = None);
+        }
     }
 
     /// The last token of request `id` came.
@@ -263,9 +267,6 @@ impl Shard {
         );
         if let Some(error) = self.carry_out(Some(id)) {
             return Err(error);
-        }
-        if of.queued() > 0 {
-            of.changed.notify_one();
         }
         Ok(())
     }
@@ -414,8 +415,12 @@ impl Shard {
             // A borrow of its own: actions lead to further inputs.
             let action = self.dispatching.dispatcher.borrow_mut().poll_action();
             let Some(action) = action else {
-                let queued = self.dispatching.queued() as u64;
-                self.metrics.requests_queued.set(queued);
+                let queued = self.dispatching.queued();
+                self.metrics.requests_queued.set(queued as u64);
+                // A retry may queue a request as well: `carry` looks for room from then on.
+                if queued > self.dispatching.queued_seen.replace(queued) {
+                    self.dispatching.changed.notify_one();
+                }
                 return answer;
             };
             let id = action.id();
@@ -474,9 +479,9 @@ impl Shard {
                 }
                 Action::Rejected { error, failed, .. } => {
                     let error = self.rejection(&error, failed);
-                    let later = self.end_with(id, error, submitted);
-                    self.metrics.streams_lost.add(u64::from(later.is_none()));
-                    answer = answer.or(later);
+                    let lost = failed.is_some() && submitted != Some(id);
+                    self.metrics.streams_lost.add(u64::from(lost));
+                    answer = answer.or(self.end_with(id, error, submitted));
                 }
                 Action::Lost {
                     worker,
@@ -485,13 +490,16 @@ impl Shard {
                     ..
                 } => {
                     let error = self.loss(worker, failed, begun);
-                    let later = self.end_with(id, error, submitted);
-                    self.metrics.streams_lost.add(u64::from(later.is_none()));
-                    answer = answer.or(later);
+                    self.metrics
+                        .streams_lost
+                        .add(u64::from(submitted != Some(id)));
+                    answer = answer.or(self.end_with(id, error, submitted));
                 }
                 Action::Refused { .. } => {
                     let error = self.dispatching.refusal.take();
-                    let error = error.expect("a refusal comes with its reason");
+                    let error = error.unwrap_or_else(|| {
+                        ApiError::overloaded("no worker takes the request; try again", 1)
+                    });
                     answer = answer.or(self.end_with(id, error, submitted));
                 }
             }
@@ -601,12 +609,22 @@ impl Shard {
             return;
         }
         let attempts_before = of.dispatcher.borrow().failed_on(id).len() as u8;
+        // A reply that failed wants no more tokens; its handle is not dropped yet.
+        if of.with_job(id, |job| job.reply.state.borrow().is_complete()) == Some(true) {
+            of.dispatcher.borrow_mut().cancel(id);
+            return;
+        }
         let start = of.with_job(id, |job| {
             let mut start = job.start.clone()?;
             start.rank = rank;
             start.dispatched_ns = monotonic_ns();
             let mut state = job.reply.state.borrow_mut();
-            state.times.note(Stage::Dispatched, start.dispatched_ns);
+            if state.times.at(Stage::Dispatched).is_none() {
+                let routed = state.times.at(Stage::Routed).unwrap_or(start.dispatched_ns);
+                let took = start.dispatched_ns.saturating_sub(routed);
+                self.metrics.pre_send.observe(took);
+                state.times.note(Stage::Dispatched, start.dispatched_ns);
+            }
             drop(state);
             match role {
                 Role::Both => {

@@ -346,7 +346,6 @@ pub(crate) fn dispatch(
     if let Some(scores) = scores {
         reply.state.borrow_mut().set_scores(scores_json(&scores));
     }
-    metrics.pre_send.observe(monotonic_ns() - registered_ns);
     Ok(handle)
 }
 

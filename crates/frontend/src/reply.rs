@@ -577,6 +577,11 @@ impl ReplyState {
         sequence.spec.target = target;
     }
 
+    /// Whether nothing is to be added to it any more.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.complete
+    }
+
     /// Whether a token of the sequence has come.
     pub(crate) fn has_begun(&self, index: u32) -> bool {
         self.sequences[index as usize].generated > 0

@@ -125,7 +125,10 @@ impl Feeder {
                 Some(Ok(Some(line))) if line.iter().all(u8::is_ascii_whitespace) => continue,
                 Some(Ok(Some(line))) => self.turn(&line).await,
                 Some(Ok(None)) => {
-                    self.send(Vec::new(), false, true);
+                    // Room is how a worker says that it has the stream; before, nobody would take it.
+                    if self.room().await.is_some() {
+                        self.send(Vec::new(), false, true);
+                    }
                     return;
                 }
                 Some(Err(error)) => Err(error),

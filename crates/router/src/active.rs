@@ -36,7 +36,7 @@ impl ActiveSequence {
         let sequence = ActiveSequence {
             fleet: Arc::clone(fleet),
             target: target as u32,
-            chain: prompt.blocks().into(),
+            chain: prompt.shared_blocks(),
             private_blocks: u64::from(!prompt.len().is_multiple_of(prompt.block_size())),
             prefill_tokens: u64::from(prompt.len()) - hit_tokens,
             prompt_tokens: u64::from(prompt.len()),

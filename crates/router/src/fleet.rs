@@ -395,6 +395,12 @@ impl Fleet {
         }
     }
 
+    /// A request was refused because every ready target was busy. Counted by the caller, as a request
+    /// that waits is routed again and again.
+    pub fn on_busy_refusal(&self) {
+        self.counters.busy.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Whether `target` takes requests.
     pub fn is_ready(&self, target: usize) -> bool {
         self.ready[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1

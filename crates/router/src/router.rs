@@ -452,7 +452,6 @@ impl Router {
                 all_busy.then(|| self.drain.retry_after_s(now, fleet, &self.open))
             };
             if let Some(retry_after_s) = retry_after_s {
-                fleet.counters.busy.fetch_add(1, Ordering::Relaxed);
                 return Err(RouteError::Busy {
                     busy: before,
                     retry_after_s,

@@ -145,12 +145,17 @@ impl Rig {
 
     /// Submits a request with a prompt of `len` tokens. Returns its number.
     pub(crate) fn submit(&mut self, len: u32) -> u32 {
+        self.submit_to(len, None)
+    }
+
+    /// As [`submit`](Self::submit), for the worker that the client names.
+    pub(crate) fn submit_to(&mut self, len: u32, direct: Option<WorkerId>) -> u32 {
         let id = self.prompts.len() as u32;
         self.prompts.push(Request {
             prompt: prompt(u64::from(id % 5), len),
             max_tokens: 10,
             session: None,
-            direct: None,
+            direct,
             streams_input: false,
         });
         let request = self.prompts[id as usize].clone();
@@ -286,7 +291,7 @@ impl Rig {
                 self.end(id, End::Answered);
             } else {
                 self.begun.push(id);
-                self.dispatch.on_first_token(id);
+                assert!(self.dispatch.on_first_token(id));
             }
         }
         self.settle();

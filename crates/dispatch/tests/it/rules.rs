@@ -161,6 +161,40 @@ fn a_full_fleet_queues_in_order_and_then_rejects() {
 }
 
 #[test]
+fn a_request_for_one_worker_does_not_hold_up_those_for_any() {
+    let mut rig = Rig::new(HandOver::Pull, 2, 0, |config| {
+        config.queue_max = 4;
+        config.busy_prefill_tokens = 50;
+    });
+    let first = rig.submit(51);
+    let busy = rig.holder(first, 0).unwrap().worker;
+    let named = rig.submit_to(51, Some(busy));
+    assert_eq!((rig.holder(named, 0), rig.dispatch.queued()), (None, 1));
+    let free = rig.submit(51);
+    assert!(rig.holder(free, 0).is_some_and(|rank| rank.worker != busy));
+    // Both are busy now: the next one waits, and the named one goes first where there is room.
+    let last = rig.submit(51);
+    assert_eq!(rig.dispatch.queued(), 2);
+    rig.progress(first);
+    assert!(rig.holder(named, 0).is_some());
+    rig.progress(free);
+    assert!(rig.holder(last, 0).is_some());
+    assert_eq!(rig.serve.counters().busy_total, 0, "a look is no refusal");
+}
+
+#[test]
+fn refusals_as_busy_are_counted_once_each() {
+    let mut rig = Rig::new(HandOver::Pull, 1, 0, |config| {
+        config.queue_max = 1;
+        config.busy_prefill_tokens = 50;
+    });
+    for _ in 0..4 {
+        rig.submit(51);
+    }
+    assert_eq!(rig.serve.counters().busy_total, 2);
+}
+
+#[test]
 fn a_queue_is_looked_at_again_when_the_router_has_seen_more() {
     let mut rig = Rig::new(HandOver::Pull, 1, 0, |config| {
         config.queue_max = 8;

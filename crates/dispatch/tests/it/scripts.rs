@@ -9,7 +9,7 @@ use crate::rig::{End, Rig};
 
 #[derive(Clone, Copy, Debug)]
 enum Op {
-    Submit { len: u32 },
+    Submit { len: u32, to: Option<u8> },
     Progress { of: u8 },
     Fail { of: u8, which: u8, how: u8 },
     Cancel { of: u8 },
@@ -20,7 +20,8 @@ enum Op {
 
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
-        4 => (1u32..200).prop_map(|len| Op::Submit { len }),
+        4 => (1u32..200, prop::option::weighted(0.2, any::<u8>()))
+            .prop_map(|(len, to)| Op::Submit { len, to }),
         8 => any::<u8>().prop_map(|of| Op::Progress { of }),
         2 => (any::<u8>(), any::<u8>(), 0u8..4).prop_map(|(of, which, how)| Op::Fail { of, which, how }),
         1 => any::<u8>().prop_map(|of| Op::Cancel { of }),
@@ -53,8 +54,8 @@ proptest! {
             let open = rig.open();
             let pick = |of: u8| (!open.is_empty()).then(|| open[usize::from(of) % open.len()]);
             match op {
-                Op::Submit { len } => {
-                    rig.submit(len);
+                Op::Submit { len, to } => {
+                    rig.submit_to(len, to.map(|to| WorkerId(u32::from(to) % serve)));
                 }
                 Op::Progress { of } => {
                     if let Some(id) = pick(of) {

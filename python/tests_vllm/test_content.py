@@ -325,7 +325,9 @@ def test_an_adapter_that_changes_under_one_path_is_noticed(tmp_path: Path) -> No
     rig = Rig(num_blocks=64, extra={"host_bytes": 1 << 22, "model_id": "m"}, **OURS)
     engine: Any = FakeEngine()
     seen: list[str] = []
-    rig.connector.scheduler.reset = lambda: seen.append("reset")  # type: ignore[method-assign]
+    rig.connector.scheduler.reset = (  # type: ignore[method-assign]
+        lambda **_: seen.append("reset")
+    )
 
     def load(name: str, in_place: bool = False) -> int:
         request = SimpleNamespace(lora_name=name, lora_path=str(tmp_path), load_inplace=in_place)

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use slipstream_base::cluster::{Cluster, file};
+use slipstream_base::cluster::{Cluster, HostMode, file};
 use slipstream_base::doc::{Doc, Settings};
 
 use crate::out;
@@ -97,12 +97,54 @@ impl ClusterArgs {
     }
 }
 
-/// Tells of what only the twin does.
+/// Names on stderr the settings that only a simulation heeds.
 fn note_for_live(cluster: &Cluster) {
-    if !cluster.events.is_empty() {
-        eprintln!(
-            "note: the {} [[event]] of the cluster file happen in simulation alone",
-            cluster.events.len()
+    for setting in ignored_live(cluster) {
+        eprintln!("note: {setting} has an effect in simulation only");
+    }
+}
+
+/// Settings of `cluster` that a live cluster does not heed, as a file would have them.
+fn ignored_live(cluster: &Cluster) -> Vec<String> {
+    let mut ignored = Vec::new();
+    match cluster.events.len() {
+        0 => {}
+        1 => ignored.push("the [[event]] of the cluster file".to_owned()),
+        events => ignored.push(format!(
+            "each of the {events} [[event]] of the cluster file"
+        )),
+    }
+    let mut setting = |ignores: bool, name: &str| {
+        if ignores {
+            ignored.push(format!("`{name}`"));
+        }
+    };
+    setting(cluster.router.kv_lag_ms > 0.0, "router.kv_lag_ms");
+    setting(cluster.host.mode != HostMode::None, "host.mode");
+    setting(cluster.network.messages, "network.messages");
+    ignored
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::doc::Doc;
+
+    use super::*;
+
+    #[test]
+    fn settings_for_simulations_are_named() {
+        let ignored = |text: &str| {
+            let doc = Doc::parse("c.toml", text.as_bytes());
+            let (cluster, _) = file::read(doc, |path| std::fs::read(path)).expect("a cluster file");
+            ignored_live(&cluster)
+        };
+        assert_eq!(ignored(""), Vec::<String>::new());
+        assert_eq!(
+            ignored(
+                "[router]\nkv_lag_ms = 2\nqueue_max = 5\n[host]\nmode = \"ideal\"\n\
+                 [network]\nmode = \"flows\"\nmessages = true\n"
+            ),
+            ["`router.kv_lag_ms`", "`host.mode`", "`network.messages`"]
         );
     }
 }

@@ -202,12 +202,6 @@ impl Dispatching {
         }
     }
 
-    /// The last token of request `id` came.
-    pub(crate) fn on_ended(&self, id: u32) {
-        self.dispatcher.borrow_mut().on_ended(id);
-        self.take_job(id);
-    }
-
     /// Input of request `id` was sent, which cannot be sent to another worker.
     pub(crate) fn on_input_sent(&self, id: u32) {
         self.dispatcher.borrow_mut().on_input_sent(id);
@@ -269,6 +263,14 @@ impl Shard {
             return Err(error);
         }
         Ok(())
+    }
+
+    /// The last token of request `id` came.
+    pub(crate) fn on_ended(&self, id: u32) {
+        self.dispatching.dispatcher.borrow_mut().on_ended(id);
+        // A worker that ends it before its time leaves parts elsewhere.
+        self.carry_out(None);
+        self.dispatching.take_job(id);
     }
 
     /// Nobody wants the tokens of request `id` any more: takes it off its workers.

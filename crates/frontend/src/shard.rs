@@ -271,7 +271,7 @@ impl Shard {
     fn on_tokens(&self, stream: StreamId, mut new: NewTokens<'_>, from: Option<&Peer>) -> bool {
         let strange_clock = from.is_some_and(|peer| !peer.has_our_clock());
         new.first = new.first.map(|first| first.unless(strange_clock));
-        let told = self.table.with(stream, |feed| {
+        let found = self.table.with(stream, |feed| {
             let mut state = feed.reply.state.borrow_mut();
             let sequence = feed.sequence;
             let rank = state.target(sequence);
@@ -282,7 +282,7 @@ impl Shard {
             let credit = state.credit_due(sequence);
             Some((rank, taken, credit))
         });
-        if let Some(Some((rank, taken, credit))) = told {
+        if let Some(Some((rank, taken, credit))) = found {
             if taken.begins {
                 self.dispatching.on_first_token(stream.slot);
             }
@@ -292,7 +292,7 @@ impl Shard {
                 self.give_credit(rank, stream, credit);
             }
         }
-        told.is_some()
+        found.is_some()
     }
 
     /// Anything but tokens: a few entries per request. False if its stream is gone.
@@ -336,7 +336,7 @@ impl Shard {
                 } else {
                     state.on_end(index, &end, &self.service.text, &self.metrics);
                     drop(state);
-                    self.dispatching.on_ended(id);
+                    self.on_ended(id);
                 }
             }
             (Entry::Computed { pass, .. }, Leg::Prefill { .. }) => {

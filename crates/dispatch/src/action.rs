@@ -120,12 +120,4 @@ impl Action {
             | Action::Refused { id, .. } => id,
         }
     }
-
-    /// Whether it is the last one of its request.
-    pub fn is_last(&self) -> bool {
-        matches!(
-            self,
-            Action::Rejected { .. } | Action::Lost { .. } | Action::Refused { .. }
-        )
-    }
 }

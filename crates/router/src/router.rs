@@ -263,25 +263,9 @@ impl Router {
     }
 
     /// Whether a prompt of which `uncached` tokens are left to compute where it is decoded may be
-    /// computed elsewhere: whether [`route_prompt`](Self::route_prompt) is worth asking.
+    /// computed elsewhere: whether a fleet that computes prompts for others is worth asking.
     pub fn takes_prompt(&self, uncached: u32) -> bool {
         uncached >= self.fleet.config().remote_prefill_tokens_min
-    }
-
-    /// Of a fleet that computes prompts for others: chooses a rank for a prompt of which `uncached`
-    /// tokens are left to compute where it is decoded, and charges it. `None`, and nothing charged, if
-    /// that is better done there: it is short, or everybody here is busy, or none is ready.
-    pub fn route_prompt(
-        &mut self,
-        now: SimTime,
-        request: &RouteRequest<'_>,
-        uncached: u32,
-    ) -> Option<Routed> {
-        if !self.takes_prompt(uncached) {
-            return None;
-        }
-        let routed = self.route(now, request, None).ok()?;
-        self.computes_soon(&routed).then_some(routed)
     }
 
     /// Whether the rank to which a prompt was just routed has few enough tokens before it.

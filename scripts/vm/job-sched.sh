@@ -92,9 +92,9 @@ kill $heavies
 # ---- an ordinary load: message threads and workers, by futex ----
 run_load requests 8 1 500 500 1
 requests=$(got requests_per_s)
-# Without a lost task 1,585 to 1,887; a task that is lost ends the scheduler. EEVDF has 989 to 1,884, by boot, which
-# makes a poor yardstick.
-check "8 workers: $requests requests/s, EEVDF $eevdf_requests" [ "$requests" -ge 1400 ]
+# The lowest of our runs so far less 5 %: 1,585 to 1,887 were measured. EEVDF has 989 to 1,884, by boot, so it is shown
+# and is no yardstick.
+check "8 workers: $requests requests/s, EEVDF $eevdf_requests" [ "$requests" -ge 1505 ]
 
 # ---- weights, beside a task that runs freely elsewhere ----
 # Shares of sched_ext's weights, which are sched_prio_to_weight over 10.24, rounded: 932:100, 100:1, 100:11.
@@ -126,7 +126,7 @@ check "and the scheduler stays" [ "$(state)" = enabled ]
 
 # ---- everything at once ----
 run_load soak 4 1
-check "soak: 1 ms sleeps are late by $(got late_p99_us) us (p99), $(got late_max_us) at most" [ "$(got late_max_us)" -le 600000 ] # measured: 105 to 302 ms
+check "soak: 1 ms sleeps are late by $(got late_p99_us) us (p99), $(got late_max_us) at most" [ "$(got late_max_us)" -le 300000 ]
 check "and the scheduler stays" [ "$(state)" = enabled ]
 
 # ---- coming and going ----

@@ -1,24 +1,20 @@
 //! Words that every crate of Slipstream shares: ids, time, tokens and block hashes, requests, KV
-//! events, forward-pass metrics, the stages of a request, and the cluster file.
+//! events, forward-pass metrics, the stages of a request and its objectives.
 //!
 //! Nothing here does I/O, reads a clock or knows another crate. Types are plain values; those with
 //! an invariant check it once, in their constructor.
 #![forbid(unsafe_code)]
 
-pub mod cluster;
-pub mod doc;
 pub mod fpm;
 pub mod ids;
 pub mod kv_event;
 pub mod mix;
-pub mod preset;
 pub mod request;
 pub mod slo;
 pub mod stage;
 pub mod text;
 pub mod time;
 pub mod token;
-pub mod workload_file;
 
 pub use fpm::ForwardPassMetrics;
 pub use ids::{RankId, RequestId, WorkerId};

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::Duration;
 
-use slipstream_base::workload_file::{Arrival, Workload};
+use slipstream_config::workload_file::{Arrival, Workload};
 use slipstream_report::drag::{DragError, DragWriter};
 use slipstream_report::run::{EngineCounts, ProcessCost, RunReport, SCHEMA};
 use slipstream_workload::schedule::Shard;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use slipstream_base::cluster::{Cluster, HandOver};
 use slipstream_base::{RankId, SimTime, WorkerId};
+use slipstream_config::cluster::{Cluster, HandOver};
 use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTurn};
 
 use crate::Role;

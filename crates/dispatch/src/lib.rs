@@ -30,4 +30,4 @@ pub use action::{Action, Attempt};
 pub use dispatcher::{Dispatcher, QueueRoom, Rules};
 pub use env::{Env, Request, Via};
 /// What a worker does of a request.
-pub use slipstream_base::cluster::PoolRole as Role;
+pub use slipstream_config::cluster::PoolRole as Role;

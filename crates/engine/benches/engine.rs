@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use slipstream_base::cluster::{EngineConfig, OutputLen};
 use slipstream_base::mix::mix64;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
+use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::pool::{BlockPool, Table};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{DecodeRun, Engine, OutputModel, PassOutput};

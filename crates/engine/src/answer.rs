@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use slipstream_base::TokenId;
-use slipstream_base::cluster::OutputLen;
 use slipstream_base::mix::{below, draw, mix64, unit};
+use slipstream_config::cluster::OutputLen;
 
 use crate::error::EngineError;
 

@@ -6,7 +6,6 @@ mod jump;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_base::fpm::{DecodeStats, PrefillStats};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::mix::mix64;
@@ -14,6 +13,7 @@ use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, KvOp, RankId, RequestId,
     SimTime, Tail, TokenId,
 };
+use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 
 use crate::answer::{OutputModel, natural_len};
 use crate::error::{EngineError, Refusal};

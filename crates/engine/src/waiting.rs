@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use slipstream_base::cluster::SchedulingPolicy;
+use slipstream_config::cluster::SchedulingPolicy;
 
 const NIL: u32 = u32::MAX;
 

@@ -3,9 +3,9 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use slipstream_base::cluster::{EventBus, EventsConfig};
 use slipstream_base::fpm::{DecodeStats, PrefillStats};
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId};
+use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_events::fpm::{FpmMessage, write_fpm};
 use slipstream_events::{EventPlane, PlaneOptions};
 use slipstream_planes::EventSink;

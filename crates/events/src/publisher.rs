@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use slipstream_base::cluster::{EventBus, EventsConfig};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId};
+use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_planes::EventSink;
 use tokio::sync::Notify;
 

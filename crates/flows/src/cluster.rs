@@ -1,7 +1,7 @@
 //! The network between the workers of a cluster file.
 
 use slipstream_base::WorkerId;
-use slipstream_base::cluster::{Cluster, NetworkMode};
+use slipstream_config::cluster::{Cluster, NetworkMode};
 
 use crate::{Endpoint, FabricConfig};
 

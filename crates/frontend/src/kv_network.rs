@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use slipstream_base::cluster::Cluster;
 use slipstream_base::{SimTime, WorkerId};
+use slipstream_config::cluster::Cluster;
 use slipstream_dispatch::Attempt;
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 use slipstream_planes::clock::monotonic_ns;

@@ -271,8 +271,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::Ordering::SeqCst;
 
-    use slipstream_base::cluster::RouterConfig;
     use slipstream_base::{RankId, mix};
+    use slipstream_config::cluster::RouterConfig;
     use slipstream_planes::wire::Announced;
     use slipstream_planes::{Registration, StreamTable};
     use slipstream_router::{Fleet, fleet::TargetConfig};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use slipstream_base::Slo;
 use slipstream_base::slo::Shown;
-use slipstream_base::workload_file::{Content, Workload};
+use slipstream_config::workload_file::{Content, Workload};
 
 /// Objectives of a run. A class's own come before those of the run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

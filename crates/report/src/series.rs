@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
-use slipstream_base::cluster::Cluster;
+use slipstream_config::cluster::Cluster;
 
 use crate::pass::PassRecord;
 use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter};

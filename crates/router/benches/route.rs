@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::mix::draw;
 use slipstream_base::{BlockHash, KvDelta, KvOp, Prompt, RankId, SimTime, Tail, WorkerId};
+use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 use slipstream_router::{Fleet, RouteRequest, Routed, Router, TargetConfig};
 
 const BLOCK_SIZE: u32 = 64;

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::cluster::{Cluster, PoolRole, RouterConfig};
 use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
+use slipstream_config::cluster::{Cluster, PoolRole, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
 use crate::active::ActiveBlocks;
@@ -564,7 +564,7 @@ fn has_thresholds(config: &RouterConfig) -> bool {
 #[cfg(test)]
 pub(crate) mod tests {
     use slipstream_base::KvOp;
-    use slipstream_base::cluster::{EngineConfig, PoolConfig};
+    use slipstream_config::cluster::{EngineConfig, PoolConfig};
 
     use super::*;
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use slipstream_base::cluster::{Cluster, PoolRole};
 use slipstream_base::{KvDelta, RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, PoolRole};
 use slipstream_kvindex::Applied;
 
 use crate::fleet::{Fleet, FleetError};

@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use slipstream_base::RankId;
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::mix::{below, draw, unit};
+use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 
 use crate::fleet::Fleet;
 use crate::router::RouteRequest;

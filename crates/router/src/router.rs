@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slipstream_base::cluster::RouterPolicy;
 use slipstream_base::mix::draw;
 use slipstream_base::{Prompt, RankId, SimTime, WorkerId};
+use slipstream_config::cluster::RouterPolicy;
 
 use crate::active::ActiveSequence;
 use crate::fleet::{CachedBlocks, Fleet};

@@ -1,7 +1,7 @@
 //! Workers that vanish and return, drain, or are slow; links that are slow or down.
 
-use slipstream_base::cluster::{Cluster, Event, Happening};
 use slipstream_base::{RequestId, SimTime, WorkerId};
+use slipstream_config::cluster::{Cluster, Event, Happening};
 use slipstream_engine::Usage;
 
 use crate::parts::ns;

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use slipstream_base::SimTime;
-use slipstream_base::cluster::HostConfig;
+use slipstream_config::cluster::HostConfig;
 
 /// Something that works on what the frontend has to do.
 pub(crate) trait Host: Send {

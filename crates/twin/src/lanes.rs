@@ -26,12 +26,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::text::counted;
-use slipstream_base::workload_file::Workload;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, Prompt, RankId, SimTime, Tail,
 };
+use slipstream_config::cluster::{RouterConfig, RouterPolicy};
+use slipstream_config::workload_file::Workload;
 use slipstream_des::{Spin, WindowBarrier};
 use slipstream_dispatch::ahead;
 use slipstream_engine::{DecodeRun, PassOutput};
@@ -63,7 +63,7 @@ pub(crate) fn are_independent(
     let routes_ahead = ahead && router.policy != RouterPolicy::Direct;
     let open = !matches!(
         workload.arrival,
-        slipstream_base::workload_file::Arrival::Closed { .. }
+        slipstream_config::workload_file::Arrival::Closed { .. }
     );
     routes_ahead && open && !follow_ups
 }

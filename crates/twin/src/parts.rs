@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::cluster::{Cluster, Happening, PoolConfig, PoolRole};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, SimTime, WorkerId};
+use slipstream_config::cluster::{Cluster, Happening, PoolConfig, PoolRole};
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{Engine, KvChanges, OutputModel};
 use slipstream_router::{CachedBlocks, Fleet, ViewTurn};

@@ -6,13 +6,13 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use slipstream_base::cluster::{Cluster, HandOver, HostMode};
 use slipstream_base::mix::mix64;
 use slipstream_base::text::{counted, grouped};
-use slipstream_base::workload_file::Workload;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
 };
+use slipstream_config::cluster::{Cluster, HandOver, HostMode};
+use slipstream_config::workload_file::Workload;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::TimingError;
 use slipstream_engine::{DecodeRun, EngineError, PassOutput, Reserved, Usage};

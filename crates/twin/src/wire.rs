@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use slipstream_base::cluster::Cluster;
 use slipstream_base::{RequestId, SimTime, WorkerId};
+use slipstream_config::cluster::Cluster;
 use slipstream_engine::{Finished, PassOutput};
 use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 

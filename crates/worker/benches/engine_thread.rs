@@ -8,10 +8,10 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use slipstream_base::cluster::{EngineConfig, OutputLen};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, WorkerId,
 };
+use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_planes::events::NoEvents;

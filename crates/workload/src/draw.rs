@@ -4,7 +4,7 @@
 //! machine.
 
 use slipstream_base::mix::{draw, mix64, unit};
-use slipstream_base::workload_file::Dist;
+use slipstream_config::workload_file::Dist;
 
 /// A stream of 64-bit draws, addressed by index: draw 7 is the same whether or not others were
 /// made.
@@ -225,7 +225,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::workload_file::Bounds;
+    use slipstream_config::workload_file::Bounds;
 
     const N: u64 = 100_000;
 

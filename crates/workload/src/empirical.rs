@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use slipstream_base::workload_file::{Class, Dist};
+use slipstream_config::workload_file::{Class, Dist};
 
 use crate::source::SourceError;
 

@@ -1,8 +1,8 @@
 //! Requests drawn from a workload's classes.
 
 use slipstream_base::mix::mix64;
-use slipstream_base::workload_file::{Arrival, Class, Dist, Workload};
 use slipstream_base::{RequestId, SimTime};
+use slipstream_config::workload_file::{Arrival, Class, Dist, Workload};
 
 use crate::draw::{Stream, Table};
 use crate::prompt::{Content, PromptSource, Role, Segment};
@@ -336,7 +336,7 @@ pub fn request_id(session: u64, turn: u32) -> RequestId {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::workload_file::{self, PrefixLevel, SessionShape};
+    use slipstream_config::workload_file::{self, PrefixLevel, SessionShape};
     use std::collections::HashSet;
 
     fn workload(arrival: Arrival, requests: u64, class: Class) -> Workload {
@@ -452,10 +452,10 @@ mod tests {
 
     #[test]
     fn an_empirical_distribution_repeats_its_file() {
-        let mut dist = slipstream_base::workload_file::Empirical {
+        let mut dist = slipstream_config::workload_file::Empirical {
             path: "unused".into(),
             column: None,
-            bounds: slipstream_base::workload_file::Bounds::default(),
+            bounds: slipstream_config::workload_file::Bounds::default(),
             values: [100.0, 100.0, 400.0, 5_000.0].into(),
         };
         dist.bounds.max = 1_000.0;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use slipstream_base::SimTime;
-use slipstream_base::workload_file::{Arrival, Workload};
+use slipstream_config::workload_file::{Arrival, Workload};
 
 use crate::source::{Request, Source, SourceError};
 
@@ -239,7 +239,7 @@ fn check_due(due: SimTime) -> Result<SimTime, SourceError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::workload_file::{Class, Content, Dist, SessionShape};
+    use slipstream_config::workload_file::{Class, Content, Dist, SessionShape};
 
     fn workload(arrival: Arrival, requests: u64, turns: f64) -> Workload {
         let session = SessionShape {

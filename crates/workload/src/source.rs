@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use slipstream_base::workload_file::{Content, Workload};
 use slipstream_base::{RequestId, SimTime};
+use slipstream_config::workload_file::{Content, Workload};
 
 use crate::empirical;
 use crate::generate::Generator;

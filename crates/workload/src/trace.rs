@@ -24,7 +24,7 @@ use std::io::{BufRead, BufReader, Read};
 use serde::Deserialize;
 use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
-use slipstream_base::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
+use slipstream_config::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
 
 use crate::draw::Stream;
 use crate::generate::Arrivals;
@@ -682,7 +682,7 @@ impl<R: BufRead> Iterator for Trace<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::workload_file::{self, Arrival};
+    use slipstream_config::workload_file::{self, Arrival};
 
     fn check(text: &str, on_bad_line: OnBadLine) -> (Vec<Result<Request, String>>, u64) {
         let file = TraceFile {
@@ -1017,7 +1017,7 @@ mod tests {
             branches in 1u32..4,
             priority in -3i32..3,
         ) {
-            use slipstream_base::workload_file::{Class, Dist, PrefixLevel, SessionShape};
+            use slipstream_config::workload_file::{Class, Dist, PrefixLevel, SessionShape};
             let class = Class {
                 isl: Dist::Uniform { min: 70.0, max: 200.0 },
                 osl: Dist::Uniform { min: 1.0, max: 30.0 },

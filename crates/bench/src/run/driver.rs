@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use serde_json::Value;
-use slipstream_base::workload_file::Workload;
 use slipstream_base::{RequestId, SimTime, Stage};
+use slipstream_config::workload_file::Workload;
 use slipstream_report::DragRecord;
 use slipstream_report::drag::TIERS;
 use slipstream_workload::schedule::Shard;

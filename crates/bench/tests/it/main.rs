@@ -10,12 +10,12 @@ use std::time::Duration;
 use fake::{Fake, Received, Reply, STREAM_HEAD, chunk, ending, http, stream, token};
 use proptest::prelude::*;
 use slipstream_base::Stage;
-use slipstream_base::workload_file::{
-    Arrival, Class, Content, Dist, OnBadLine, SessionShape, TraceFile, Workload,
-};
 use slipstream_bench::answer::{Answer, TextField};
 use slipstream_bench::http::Parser;
 use slipstream_bench::{BenchError, Config, Endpoint, Outcome, PromptForm, Target, run};
+use slipstream_config::workload_file::{
+    Arrival, Class, Content, Dist, OnBadLine, SessionShape, TraceFile, Workload,
+};
 use slipstream_report::{DragReader, DragRecord, Objectives, RunReport};
 use slipstream_workload::Vocabulary;
 

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use slipstream_base::cluster::{Cluster, HostMode, file};
-use slipstream_base::doc::{Doc, Settings};
+use slipstream_config::cluster::{Cluster, HostMode, file};
+use slipstream_config::doc::{Doc, Settings};
 
 use crate::out;
 
@@ -127,7 +127,7 @@ fn ignored_live(cluster: &Cluster) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use slipstream_base::doc::Doc;
+    use slipstream_config::doc::Doc;
 
     use super::*;
 

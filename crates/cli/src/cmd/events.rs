@@ -7,9 +7,9 @@ use std::time::Duration;
 use anyhow::Context;
 use bytes::Bytes;
 use clap::{Subcommand, ValueEnum};
-use slipstream_base::cluster::{Cluster, EventsConfig};
 use slipstream_base::text::counted;
 use slipstream_base::{BlockHash, RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, EventsConfig};
 use slipstream_events::nats::NatsSubscriber;
 use slipstream_events::zmq::{self, ZmqError, ZmqSubscriber};
 use slipstream_events::{

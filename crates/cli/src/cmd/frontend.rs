@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
-use slipstream_base::cluster::Cluster;
+use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };

@@ -1,7 +1,7 @@
 //! Whether a cluster's block pools fit into this host's memory.
 
-use slipstream_base::cluster::Cluster;
 use slipstream_base::text::counted;
+use slipstream_config::cluster::Cluster;
 
 /// Bytes that a block takes in a pool, its hash index and the router's block index, at the least:
 /// what 64 engines of 6,150 blocks added to the RSS of `slipstream simulate`, 45 MiB, comes to 120.
@@ -13,7 +13,7 @@ pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let Some(free) = proc_bytes("/proc/meminfo", "MemAvailable:") else {
         return Ok(());
     };
-    let ranks = |pool: &slipstream_base::cluster::PoolConfig| {
+    let ranks = |pool: &slipstream_config::cluster::PoolConfig| {
         u64::from(pool.workers) * u64::from(pool.engine.data_parallel_size)
     };
     let blocks: u64 = cluster

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Subcommand;
-use slipstream_base::doc::Doc;
+use slipstream_config::doc::Doc;
 use slipstream_des::Spin;
 use slipstream_netsim::config::{self, Config, Means};
 use slipstream_netsim::output::{self, Cost};

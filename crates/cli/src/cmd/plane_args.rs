@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use slipstream_base::BlockHash;
-use slipstream_base::cluster::{Cluster, EventBus};
+use slipstream_config::cluster::{Cluster, EventBus};
 use slipstream_planes::tls::{Tls, TlsFiles};
 
 /// Flags that frontends and workers share.

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
-use slipstream_base::cluster::Dtype;
-use slipstream_base::preset::{GPUS, Gpu, MODELS, ModelShape};
+use slipstream_config::cluster::Dtype;
+use slipstream_config::preset::{GPUS, Gpu, MODELS, ModelShape};
 use slipstream_report::table::Table;
 
 use crate::out;

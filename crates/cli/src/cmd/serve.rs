@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
-use slipstream_base::cluster::{Cluster, EngineConfig, EventBus};
 use slipstream_base::{BlockHash, RankId, WorkerId};
+use slipstream_config::cluster::{Cluster, EngineConfig, EventBus};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use slipstream_base::SimTime;
-use slipstream_base::cluster::{Cluster, Happening};
+use slipstream_config::cluster::{Cluster, Happening};
 use slipstream_report::html::run::RunPage;
 use slipstream_report::run::{EngineCounts, GpuCost, ProcessCost, SCHEMA, Simulation, Transfers};
 use slipstream_report::table::{counted, number};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use slipstream_base::SimTime;
-use slipstream_base::cluster::Cluster;
+use slipstream_config::cluster::Cluster;
 use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::latency::{P50, P99, TOO_FEW, cell};
 use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::SimTime;
-use slipstream_base::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
+use slipstream_config::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
 use slipstream_report::latency::{TOO_FEW, tells};
 use slipstream_report::record::Partial;
 use slipstream_report::table::{Table, counted, grouped, number};

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use slipstream_base::cluster::Cluster;
-use slipstream_base::workload_file::Workload;
 use slipstream_base::{RankId, Stage};
+use slipstream_config::cluster::Cluster;
+use slipstream_config::workload_file::Workload;
 use slipstream_report::drag::DragWriter;
 use slipstream_report::pass::PassWriter;
 use slipstream_report::perfetto::{KvSpan, PerfettoWriter, RequestSpan};

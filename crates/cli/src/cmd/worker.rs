@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use slipstream_base::WorkerId;
-use slipstream_base::cluster::Cluster;
 use slipstream_base::text::counted;
+use slipstream_config::cluster::Cluster;
 use slipstream_events::EventPlane;
 use slipstream_planes::wire::SNAPSHOT_BLOCKS_MAX;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -218,7 +218,7 @@ fn read_index(text: &str, count: u32) -> anyhow::Result<std::ops::Range<u32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use slipstream_base::cluster::PoolConfig;
+    use slipstream_config::cluster::PoolConfig;
 
     fn cluster() -> Cluster {
         let mut cluster = Cluster::default();

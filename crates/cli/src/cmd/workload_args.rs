@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
-use slipstream_base::doc::{Doc, Settings};
-use slipstream_base::workload_file::{
+use slipstream_config::doc::{Doc, Settings};
+use slipstream_config::workload_file::{
     self, Arrival, Class, Content, Dist, OnBadLine, TraceFile, Workload,
 };
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use slipstream_base::cluster::{HandOver, RouterConfig, RouterPolicy};
 use slipstream_base::{BlockHash, Prompt, RankId, SimTime, Tail, WorkerId};
+use slipstream_config::cluster::{HandOver, RouterConfig, RouterPolicy};
 use slipstream_dispatch::{Action, Attempt, Dispatcher, Env, Request, Role, Rules, Via};
 use slipstream_router::{Fleet, Router, TargetConfig};
 

@@ -1,7 +1,7 @@
 //! One rule at a time.
 
-use slipstream_base::cluster::HandOver;
 use slipstream_base::{SimTime, WorkerId};
+use slipstream_config::cluster::HandOver;
 use slipstream_dispatch::{Action, Role};
 
 use crate::rig::{End, LATENCY_NS, Rig};

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use slipstream_base::WorkerId;
-use slipstream_base::cluster::HandOver;
+use slipstream_config::cluster::HandOver;
 
 use crate::rig::{End, Rig};
 

@@ -20,8 +20,8 @@ mod table;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use slipstream_base::cluster::{EngineConfig, TimingConfig};
-use slipstream_base::preset::{self, ModelShape};
+use slipstream_config::cluster::{EngineConfig, TimingConfig};
+use slipstream_config::preset::{self, ModelShape};
 use thiserror::Error;
 
 pub use linear::Linear;

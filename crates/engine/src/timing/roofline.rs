@@ -3,8 +3,8 @@
 //! Every part of a pass is bound by arithmetic, by memory or by a link; the equations, symbols and
 //! sources stand in `docs/step-time.md`, with how far the result is off from reference tables.
 
-use slipstream_base::cluster::Dtype;
-use slipstream_base::preset::{Gpu, Link, ModelShape};
+use slipstream_config::cluster::Dtype;
+use slipstream_config::preset::{Gpu, Link, ModelShape};
 
 use super::{StepLoad, StepTime};
 
@@ -300,7 +300,7 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use proptest::prelude::*;
-    use slipstream_base::preset;
+    use slipstream_config::preset;
 
     use super::*;
 

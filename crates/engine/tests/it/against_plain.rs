@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
-use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, GenerationParams, KvDelta, KvOp, Prompt, RankId,
     RequestId, SimTime, Tail, TokenId,
 };
+use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput, output_token};
 

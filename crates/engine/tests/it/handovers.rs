@@ -1,8 +1,8 @@
 //! One engine computes the prompt, another generates: blocks are held, reserved and filled.
 
 use proptest::prelude::*;
-use slipstream_base::cluster::EngineConfig;
 use slipstream_base::{RequestId, SimTime};
+use slipstream_config::cluster::EngineConfig;
 use slipstream_engine::Reserved;
 
 use crate::rig::{Rig, STEP_NS, request, small, tokens_of};

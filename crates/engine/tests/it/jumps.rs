@@ -1,8 +1,8 @@
 //! Runs of decode passes against single ones: the same cluster run both ways leaves the same log.
 
 use proptest::prelude::*;
-use slipstream_base::cluster::EngineConfig;
 use slipstream_base::{ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime};
+use slipstream_config::cluster::EngineConfig;
 use slipstream_engine::timing::{StepLoad, StepTime};
 use slipstream_engine::{DecodeRun, Engine, Finished, FirstToken, PassOutput, Stats};
 

@@ -1,10 +1,10 @@
 //! Small runs whose every step was worked out by hand from vLLM's rules.
 
-use slipstream_base::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{
     BlockHash, FinishReason, KvDelta, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
+use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_engine::{Engine, FirstToken, OutputModel, Refusal, Usage, output_token};
 
 use crate::rig::{EOS, ROOT, Rig, STEP_NS, output_model, request, small, tokens_of};

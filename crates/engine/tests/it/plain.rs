@@ -3,8 +3,8 @@
 
 use std::collections::HashMap;
 
-use slipstream_base::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
 use slipstream_base::{BlockHash, EngineRequest, FinishReason, KvOp, RequestId, Tail, TokenId};
+use slipstream_config::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
 use slipstream_engine::{OutputModel, Usage, output_token};
 
 pub(crate) struct Plain {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use slipstream_base::cluster::{EngineConfig, OutputLen};
 use slipstream_base::{
     BlockHash, EngineRequest, FinishReason, GenerationParams, KvOp, Prompt, RankId, RequestId,
     SimTime, TokenId,
 };
+use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput, Refusal, Usage};
 

@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde::Deserialize;
-use slipstream_base::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
 use slipstream_base::{
     EngineRequest, FinishReason, GenerationParams, Prompt, RankId, RequestId, SimTime, TokenId,
 };
+use slipstream_config::cluster::{EngineConfig, OutputLen, SchedulingPolicy};
 use slipstream_engine::timing::Constant;
 use slipstream_engine::{Engine, OutputModel, PassOutput};
 

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use slipstream_base::cluster::EventBus;
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{BlockHash, KvDelta, KvOp};
+use slipstream_config::cluster::EventBus;
 use slipstream_events::kv::ExternalHash;
 use slipstream_events::{Event, FpmMessage, HubSubscriber, KvEvent, KvEventBatch};
 use slipstream_planes::EventSink;
@@ -175,7 +175,7 @@ fn strangers_are_not_published_and_nothing_breaks() {
 
 #[test]
 fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
-    let config = slipstream_base::cluster::EventsConfig {
+    let config = slipstream_config::cluster::EventsConfig {
         queue_bytes_max: 64 << 10,
         interval_ms: 1000.0, // the bus takes its time, so that the queue fills
         ..config(EventBus::InProcess)

@@ -8,9 +8,9 @@ mod zmq;
 
 use std::time::{Duration, Instant};
 
-use slipstream_base::cluster::{EventBus, EventsConfig};
 use slipstream_base::fpm::DecodeStats;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvDelta, KvOp, RankId, WorkerId};
+use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_events::{EventPlane, EventPublisher, PlaneOptions};
 
 /// Root of block chains.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 
-use slipstream_base::cluster::{EventBus, EventsConfig};
+use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_events::nats::NatsSubscriber;
 use slipstream_events::{FpmMessage, KvEventBatch};
 use slipstream_planes::EventSink;

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::Ordering;
 
-use slipstream_base::cluster::{EventBus, EventsConfig};
+use slipstream_config::cluster::{EventBus, EventsConfig};
 use slipstream_events::zmq::{ZmqSubscriber, replay};
 use slipstream_events::{EventPlane, FpmMessage, KvEventBatch, PlaneOptions};
 use slipstream_planes::EventSink;

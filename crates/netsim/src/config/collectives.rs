@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use slipstream_base::doc::Table;
 use slipstream_base::mix;
+use slipstream_config::doc::Table;
 
 use super::flows::{Made, Reader, Template, append};
 use super::{Dialect, ns};

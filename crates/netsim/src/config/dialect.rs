@@ -4,7 +4,7 @@
 //! class a flow has, how a collective's `sources` and `sinks` pair up, and what `ecn_threshold`
 //! counts.
 
-use slipstream_base::doc::{Table, Value};
+use slipstream_config::doc::{Table, Value};
 
 use super::EXECUTION;
 

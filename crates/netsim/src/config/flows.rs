@@ -6,8 +6,8 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io::Read as _;
 use std::ops::Range;
 
-use slipstream_base::doc::{Table, Value};
 use slipstream_base::mix;
+use slipstream_config::doc::{Table, Value};
 
 use super::flow_list::{self, Row};
 use super::network::{Network, ROUTINGS, no_host, seconds};
@@ -661,7 +661,7 @@ impl<'a> Reader<'a> {
             return None;
         }
         struct Given(Result<Sizes, String>);
-        impl slipstream_base::doc::Scalar for Given {
+        impl slipstream_config::doc::Scalar for Given {
             const MUST: &'static str = "\"WebSearch\", \"Hadoop\", or points [bytes, probability]";
             fn read(value: &Value<'_>) -> Option<Self> {
                 if let Some(name) = String::read(value) {
@@ -1074,7 +1074,7 @@ fn read_routing(t: &Table<'_>) -> Option<Routing> {
 /// One flow number or a list of them.
 fn read_ids(t: &Table<'_>, key: &str) -> Vec<u64> {
     struct Ids(Vec<u64>);
-    impl slipstream_base::doc::Scalar for Ids {
+    impl slipstream_config::doc::Scalar for Ids {
         const MUST: &'static str = "a flow number or a list of them";
         fn read(value: &Value<'_>) -> Option<Self> {
             u64::read(value)

@@ -14,7 +14,7 @@ mod order;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
-use slipstream_base::doc::{Doc, Mistakes, Table};
+use slipstream_config::doc::{Doc, Mistakes, Table};
 
 pub use dialect::Dialect;
 

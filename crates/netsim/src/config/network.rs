@@ -1,6 +1,6 @@
 //! `[topology]`, `[link]`, `[routing]` and `[switch]`.
 
-use slipstream_base::doc::{Scalar, Table, Value};
+use slipstream_config::doc::{Scalar, Table, Value};
 
 use super::{Dialect, note, ns};
 use crate::Error;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use slipstream_base::doc::{Scalar, Table, Value};
+use slipstream_config::doc::{Scalar, Table, Value};
 
 use super::flows::{Made, Reader};
 use crate::scenario::{After, Finished};

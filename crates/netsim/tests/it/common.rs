@@ -1,6 +1,6 @@
 //! Scenarios from TOML, as users write them.
 
-use slipstream_base::doc::Doc;
+use slipstream_config::doc::Doc;
 use slipstream_netsim::config::{self, Config};
 use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};

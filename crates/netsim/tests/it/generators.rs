@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, Cursor};
 use std::path::Path;
 
-use slipstream_base::doc::Doc;
+use slipstream_config::doc::Doc;
 use slipstream_netsim::config::{self, Means};
 use slipstream_netsim::scenario::Flow;
 

@@ -3,7 +3,7 @@
 use std::io::{BufRead, Cursor};
 use std::path::Path;
 
-use slipstream_base::doc::Doc;
+use slipstream_config::doc::Doc;
 use slipstream_netsim::config::{self, Config, Means};
 use slipstream_netsim::{Execution, Simulation};
 

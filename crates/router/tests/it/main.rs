@@ -7,8 +7,8 @@ mod views;
 
 use std::sync::Arc;
 
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::{BlockHash, KvDelta, KvOp, Prompt, RankId, SimTime, Tail, WorkerId};
+use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 use slipstream_router::{Fleet, RouteError, RouteRequest, Routed, Router, TargetConfig};
 
 const BLOCK_SIZE: u32 = 16;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use slipstream_base::cluster::{RouterConfig, RouterPolicy};
 use slipstream_base::{SimTime, WorkerId};
+use slipstream_config::cluster::{RouterConfig, RouterPolicy};
 use slipstream_router::{Candidates, Draws, RoutePolicy, RouteRequest, Router, ViewTurn};
 
 use crate::{config, fleet, prompt, ready, request};

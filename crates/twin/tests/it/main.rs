@@ -6,10 +6,10 @@ mod real;
 use std::path::Path;
 
 use proptest::prelude::*;
-use slipstream_base::cluster::{Cluster, RouterPolicy, file};
-use slipstream_base::doc::Doc;
-use slipstream_base::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_base::{ForwardPassMetrics, SimTime};
+use slipstream_config::cluster::{Cluster, RouterPolicy, file};
+use slipstream_config::doc::Doc;
+use slipstream_config::workload_file::{self, Arrival, Content, Dist, Workload};
 use slipstream_report::series::{EngineInfo, Series};
 use slipstream_report::{Latency, Objectives, PassRecord};
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, simulate};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use slipstream_base::SimTime;
-use slipstream_base::cluster::Cluster;
+use slipstream_config::cluster::Cluster;
 use slipstream_twin::{Hops, Options, Outcome, RequestRecord, Sink};
 
 use super::{cluster, run, workload};
@@ -25,7 +25,7 @@ fn ten_ms(pools: &str, more: &str) -> Cluster {
 const APART: &str = "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n";
 
 /// `count` requests at `rate` a second.
-fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_base::workload_file::Workload {
+fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_config::workload_file::Workload {
     workload(&format!(
         "requests = {count}\n[arrival]\nkind = \"constant\"\nrate_per_s = {rate}\n\
          [[class]]\nisl = {isl}\nosl = {osl}\n"
@@ -67,7 +67,7 @@ impl Sink for Records {
 
 fn simulate(
     cluster: &Cluster,
-    load: &slipstream_base::workload_file::Workload,
+    load: &slipstream_config::workload_file::Workload,
     options: &Options,
 ) -> (Outcome, Vec<Ended>) {
     let mut records = Records::default();
@@ -596,7 +596,7 @@ fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
 }
 
 /// A cluster with everything in it, and a load.
-fn scenario() -> impl Strategy<Value = (Cluster, slipstream_base::workload_file::Workload)> {
+fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_file::Workload)> {
     let policies = vec![
         "kv",
         "round_robin",

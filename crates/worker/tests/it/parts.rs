@@ -138,7 +138,7 @@ fn a_kill_frees_either_part_at_any_stage() {
 /// A rank that waits for prompts alone runs no pass; what it lets go of wakes it for who waits.
 #[test]
 fn room_that_is_given_back_goes_to_the_next_in_line() {
-    let small = slipstream_base::cluster::EngineConfig {
+    let small = slipstream_config::cluster::EngineConfig {
         num_gpu_blocks: 12,
         ..config()
     };

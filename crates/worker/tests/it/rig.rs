@@ -6,11 +6,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use slipstream_base::cluster::{EngineConfig, OutputLen};
 use slipstream_base::{
     BlockHash, EngineRequest, ForwardPassMetrics, GenerationParams, KvDelta, Prompt, RankId,
     RequestId, TokenId, WorkerId,
 };
+use slipstream_config::cluster::{EngineConfig, OutputLen};
 use slipstream_engine::timing::{Constant, StepTime};
 use slipstream_engine::{Engine, OutputModel, output_token};
 use slipstream_planes::ring::Polled;

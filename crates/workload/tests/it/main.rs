@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use slipstream_base::BlockHash;
-use slipstream_base::doc::Doc;
-use slipstream_base::workload_file::{self, Workload};
+use slipstream_config::doc::Doc;
+use slipstream_config::workload_file::{self, Workload};
 use slipstream_workload::{Source, Vocabulary};
 
 fn read(text: &str) -> Workload {

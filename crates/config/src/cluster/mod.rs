@@ -11,8 +11,8 @@ pub mod reference;
 use std::path::{Path, PathBuf};
 
 use crate::doc::Doc;
-use crate::ids::WorkerId;
 use crate::preset::{self, ModelShape};
+use slipstream_base::ids::WorkerId;
 
 /// A whole cluster. The default is what an empty file gives.
 #[derive(Clone, Debug, PartialEq)]

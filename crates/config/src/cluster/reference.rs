@@ -759,7 +759,7 @@ pub fn markdown() -> String {
 const INTRODUCTION: &str = "\
 # The cluster file
 
-<!-- Made from crates/base/src/cluster/reference.rs: `SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-base reference`. -->
+<!-- Made from crates/config/src/cluster/reference.rs: `SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-config reference`. -->
 
 One TOML file describes a cluster. Every key has a default; an empty file is one worker. Unknown
 keys are errors, and all mistakes are reported together, each with its line and a remedy:
@@ -889,7 +889,7 @@ mod tests {
         let found = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             found == markdown(),
-            "docs/cluster-file.md is stale; run SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-base reference"
+            "docs/cluster-file.md is stale; run SLIPSTREAM_WRITE_DOCS=1 cargo test -p slipstream-config reference"
         );
     }
 }

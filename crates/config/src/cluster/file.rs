@@ -5,8 +5,8 @@
 //! start from.
 //!
 //! ```
-//! use slipstream_base::cluster::file;
-//! use slipstream_base::doc::Doc;
+//! use slipstream_config::cluster::file;
+//! use slipstream_config::doc::Doc;
 //!
 //! let mut doc = Doc::parse("cluster.toml", b"[pool.main]\nworkers = 8\n");
 //! doc.set("engine.max_num_seqs=64");
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
-use crate::text::{counted, several};
+use slipstream_base::text::{counted, several};
 
 /// Prefix of the environment variables that [`Doc::env`] takes for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.

@@ -9,7 +9,7 @@ mod read;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::slo::Slo;
+use slipstream_base::slo::Slo;
 
 pub use read::read;
 

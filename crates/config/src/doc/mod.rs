@@ -7,14 +7,14 @@
 //! is either the value with its [`Settings`] (what was effective, and why), or [`Mistakes`].
 //!
 //! ```
-//! use slipstream_base::doc::Doc;
+//! use slipstream_config::doc::Doc;
 //!
 //! #[derive(Debug, PartialEq)]
 //! struct Job { rate: f64, kind: Kind, seed: Option<u64> }
 //! #[derive(Clone, Debug, PartialEq)]
 //! enum Kind { Poisson, Constant }
 //!
-//! fn read(doc: Doc) -> Result<Job, slipstream_base::doc::Mistakes> {
+//! fn read(doc: Doc) -> Result<Job, slipstream_config::doc::Mistakes> {
 //!     let (job, _settings) = doc.read(|root| {
 //!         root.table("arrivals", |t| Job {
 //!             rate: t.get("rate").within(0.001..=1e9).or(1.0),

@@ -223,12 +223,18 @@ pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
 pub(super) fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
     match &cluster.model.tokenizer {
         None => Ok(TextModel::builtin()),
-        Some(dir) => TextModel::load(dir).with_context(|| {
-            format!(
-                "loading the tokenizer (model.tokenizer) from {}",
-                dir.display()
-            )
-        }),
+        Some(dir) => {
+            let text = TextModel::load(dir).with_context(|| {
+                format!(
+                    "loading the tokenizer (model.tokenizer) from {}",
+                    dir.display()
+                )
+            })?;
+            if let Some(why) = text.slow_encoder() {
+                tracing::info!("prompts are encoded by the slower `tokenizers` library: {why}");
+            }
+            Ok(text)
+        }
     }
 }
 

@@ -10,11 +10,12 @@ use tokenizers::Tokenizer;
 use tokenizers::decoders::DecoderWrapper;
 
 use super::template::ChatTemplate;
-use super::{ChatOptions, Message, TextError};
+use super::{ChatOptions, Message, TextError, fast};
 
 /// What a directory holds.
 pub(super) struct Hf {
     tokenizer: Tokenizer,
+    fast: Result<fastokens::Tokenizer, String>,
     template: Option<ChatTemplate>,
 }
 
@@ -31,7 +32,8 @@ pub(super) struct Loaded {
 /// Reads the directory `dir`.
 pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
     let path = dir.join("tokenizer.json");
-    let mut tokenizer = Tokenizer::from_bytes(read(&path)?).map_err(|error| TextError::Parse {
+    let json = read(&path)?;
+    let mut tokenizer = Tokenizer::from_bytes(&json).map_err(|error| TextError::Parse {
         path,
         message: error.to_string(),
     })?;
@@ -54,11 +56,14 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
         .map(|source| ChatTemplate::new(source, config.bos, config.eos))
         .transpose()?;
     let tokens = token_bytes(&tokenizer)?;
-    let hf = Hf {
+    let mut hf = Hf {
         tokenizer,
+        fast: Err("not loaded".to_owned()),
         template,
     };
+    // The library decides which tokens are safe; the fast encoder must agree with it about them.
     let (output, first) = safe_vocab(&hf, &tokens)?;
+    hf.fast = fast::load(&json, &hf.tokenizer, &text_of(&tokens, &output));
     Ok(Loaded {
         hf,
         tokens,
@@ -70,11 +75,22 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
 
 impl Hf {
     pub(super) fn encode(&self, text: &str, add_special_tokens: bool, out: &mut Vec<TokenId>) {
+        if let Ok(fast) = &self.fast
+            && let Ok(tokens) = fast.encode_with_special_tokens(text, add_special_tokens)
+        {
+            out.extend_from_slice(&tokens);
+            return;
+        }
         // The one failure that the library knows here is a text with no token, from a vocabulary
         // that is neither complete nor has a token for the unknown; such text has no tokens.
         if let Ok(encoding) = self.tokenizer.encode_fast(text, add_special_tokens) {
             out.extend_from_slice(encoding.get_ids());
         }
+    }
+
+    /// Why the fast encoder is not used, if it is not.
+    pub(super) fn slow(&self) -> Option<&str> {
+        self.fast.as_ref().err().map(String::as_str)
     }
 
     pub(super) fn render_chat(

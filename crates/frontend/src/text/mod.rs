@@ -8,6 +8,7 @@
 mod builtin;
 mod detok;
 mod export;
+mod fast;
 mod hf;
 mod stop;
 mod template;
@@ -183,6 +184,15 @@ impl TextModel {
         match &self.codec {
             Codec::Builtin(builtin) => builtin.encode(text, out),
             Codec::HuggingFace(hf) => hf.encode(text, add_special_tokens, out),
+        }
+    }
+
+    /// Why prompts are encoded by the `tokenizers` library instead of the fast encoder, which takes
+    /// a hundredth of the time. `None` if the fast one is used, or the built-in tokenizer.
+    pub fn slow_encoder(&self) -> Option<&str> {
+        match &self.codec {
+            Codec::Builtin(_) => None,
+            Codec::HuggingFace(hf) => hf.slow(),
         }
     }
 

@@ -224,3 +224,208 @@ fn what_cannot_be_used_is_refused_with_the_reason() {
         Err(TextError::OutputVocab { found: 0 })
     ));
 }
+
+/// Pre-tokenizers of models that are deployed now, by the regular expressions they are known by.
+const SPLITS: [(&str, &[&str]); 4] = [
+    (
+        "Llama 3",
+        &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "Qwen 2 and 3",
+        &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "gpt-oss",
+        &[
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "DeepSeek V3",
+        &[
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+        ],
+    ),
+];
+
+/// A byte-level BPE whose merges were learned from this crate's own text, with `splits` in front.
+fn byte_level(splits: &[&str], normalizer: &Value) -> TempDir {
+    let exported = builtin_files();
+    let chars: Vec<char> = {
+        // The spelling of bytes is that of the exported vocabulary's first 256 tokens.
+        let json: Value = serde_json::from_str(&exported[0].1).unwrap();
+        let vocab = json["model"]["vocab"].as_object().unwrap();
+        let mut chars = vec!['\0'; 256];
+        for (text, id) in vocab {
+            let id = id.as_u64().unwrap() as usize;
+            if id < 256 {
+                chars[id] = text.chars().next().unwrap();
+            }
+        }
+        chars
+    };
+    let corpus = format!(
+        "{}{}",
+        include_str!("../../src/text/mod.rs"),
+        "日本語の文 für Ärger русский 123 456 💡 \n\n".repeat(20)
+    );
+    let mut words: Vec<Vec<String>> = corpus
+        .split_inclusive(' ')
+        .map(|word| word.trim_end_matches(' '))
+        .map(|word| {
+            format!(" {word}")
+                .bytes()
+                .map(|b| chars[b as usize].to_string())
+                .collect()
+        })
+        .collect();
+    let mut vocab: Vec<String> = chars.iter().map(char::to_string).collect();
+    let mut merges = Vec::new();
+    for _ in 0..600 {
+        let mut counts = std::collections::BTreeMap::new();
+        for pair in words.iter().flat_map(|word| word.windows(2)) {
+            *counts
+                .entry((pair[0].clone(), pair[1].clone()))
+                .or_insert(0) += 1;
+        }
+        let Some(((a, b), _)) = counts.into_iter().max_by_key(|(_, count)| *count) else {
+            break;
+        };
+        let both = format!("{a}{b}");
+        for word in &mut words {
+            let mut at = 0;
+            while at + 1 < word.len() {
+                if word[at] == a && word[at + 1] == b {
+                    word[at].clone_from(&both);
+                    word.remove(at + 1);
+                }
+                at += 1;
+            }
+        }
+        if !vocab.contains(&both) {
+            vocab.push(both);
+        }
+        merges.push(format!("{a} {b}"));
+    }
+    let special = ["<|end|>", "<|user|>", "<｜begin▁of▁sentence｜>"];
+    let first_special = vocab.len();
+    let mut stages: Vec<Value> = splits
+        .iter()
+        .map(|regex| {
+            json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated",
+                   "invert": false})
+        })
+        .collect();
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                       "use_regex": false});
+    stages.push(bytes.clone());
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": normalizer,
+        "added_tokens": special.iter().enumerate().map(|(at, content)| json!({
+            "id": first_special + at, "content": content, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true})).collect::<Vec<_>>(),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": special[2], "type_id": 0}},
+                       {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {special[2]: {"id": special[2], "ids": [first_special + 2],
+                                            "tokens": [special[2]]}}},
+        "decoder": bytes,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
+                  "byte_fallback": false, "ignore_merges": false, "merges": merges,
+                  "vocab": vocab.iter().enumerate().map(|(id, text)| (text.clone(), json!(id)))
+                      .collect::<serde_json::Map<_, _>>()},
+    });
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let config = json!({"eos_token": "<|end|>"}).to_string();
+    fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+    dir
+}
+
+/// A tokenizer as we load it, and the same by the `tokenizers` library alone.
+type Both = (&'static str, TextModel, tokenizers::Tokenizer);
+
+fn both() -> &'static Vec<Both> {
+    static BOTH: OnceLock<Vec<Both>> = OnceLock::new();
+    BOTH.get_or_init(|| {
+        SPLITS
+            .into_iter()
+            .map(|(name, splits)| {
+                let nfc = json!({"type": "NFC"});
+                let normalizer = if name.starts_with("Qwen") {
+                    nfc
+                } else {
+                    Value::Null
+                };
+                let dir = byte_level(splits, &normalizer);
+                let library = tokenizers::Tokenizer::from_file(dir.path().join("tokenizer.json"));
+                (name, TextModel::load(dir.path()).unwrap(), library.unwrap())
+            })
+            .collect()
+    })
+}
+
+#[test]
+fn tokenizers_of_models_deployed_now_are_encoded_fast() {
+    for (name, model, _) in both() {
+        assert_eq!(model.slow_encoder(), None, "{name}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+    #[test]
+    fn fast_tokens_are_those_of_the_library(
+        text in "([ -~]{0,40}|[a-zA-Z ]{0,60}|(<\\|end\\|>|<\\|user\\|>|'[sStTmM]|'LL|[0-9]{1,7}| |\n|\r\n|\t|é|e\u{301}|漢|の|😀|\u{a0}|pub fn ){0,16}|\\PC{0,24}|.{0,24}){1,4}",
+        special in any::<bool>(),
+    ) {
+        for (name, model, library) in both() {
+            let mut ours = Vec::new();
+            model.encode(&text, special, &mut ours);
+            let theirs = library.encode_fast(text.as_str(), special).unwrap();
+            prop_assert_eq!(&ours[..], theirs.get_ids(), "{} on {:?}", name, &text);
+        }
+    }
+}
+
+/// Long prompts are split over threads, and chats come back with what was there before.
+#[test]
+fn fast_tokens_of_a_long_chat_are_those_of_the_library() {
+    let mut chat = String::new();
+    for turn in 0..40 {
+        let part = include_str!("../../src/text/mod.rs");
+        let from = part.char_indices().nth(turn * 97).unwrap().0;
+        chat.push_str("<|user|>");
+        chat.push_str(&part[from..]);
+        chat.push_str("<|end|>\n");
+        if turn % 8 < 2 {
+            for (name, model, library) in both() {
+                let theirs = library.encode_fast(chat.as_str(), true).unwrap();
+                assert_eq!(
+                    encode(model, &chat),
+                    theirs.get_ids(),
+                    "{name}, turn {turn}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tokenizer_that_the_fast_encoder_lacks_is_encoded_by_the_library() {
+    assert!(exported().slow_encoder().is_some(), "WordPiece");
+    let dir = byte_level(SPLITS[0].1, &json!({"type": "NFKC"}));
+    let model = TextModel::load(dir.path()).unwrap();
+    let why = model.slow_encoder().expect("no NFKC");
+    assert!(why.contains("NFKC"), "{why}");
+    assert_eq!(encode(&model, "ﬁ")[1..], encode(&model, "fi")[1..]);
+}

@@ -2,6 +2,7 @@
 
 mod arrows;
 mod doctor;
+mod documents;
 mod hand_over;
 mod kv;
 mod net;

@@ -16,6 +16,11 @@ test-rust:
 test-python:
 	./scripts/pytest.sh
 
+# Format, lints, documentation, types, shell scripts, licenses.
+.PHONY: lint
+lint:
+	./scripts/lint.sh
+
 # SHORT=1: half a minute. TRACE=FILE: replay a trace in Mooncake's form. SPEEDUP=N: time-compression.
 demo: build
 	./scripts/demo.sh

@@ -66,7 +66,7 @@ tokens = 768
 TOML
 
 measure() { # measure POLICY [flags of the router]; sets `share`
-  local policy=$1 urls=() sources=() ports port metrics
+  local policy=$1 urls=() sources=() port metrics
   for _ in 1 2 3 4; do
     port=$(free_ports 1)
     "$bin" serve --listen 127.0.0.1:0 --speedup 100 --set pool.main.workers=1 \

@@ -21,8 +21,9 @@ def curl(*args: str) -> str:
 
 def post(url: str, body: str, header: str = JSON) -> tuple[int, dict]:
     """Status and JSON of a POST."""
-    *lines, status = curl(url, "--header", header, "--data-binary", body, "--write-out",
-                          "\n%{http_code}").split("\n")
+    *lines, status = curl(
+        url, "--header", header, "--data-binary", body, "--write-out", "\n%{http_code}"
+    ).split("\n")
     return int(status), json.loads("\n".join(lines))
 
 
@@ -34,12 +35,26 @@ def test_curl_gets_an_answer(server):
 
 
 def test_curl_gets_a_stream(server):
-    body = json.dumps({
-        "prompt": "hi", "max_tokens": 5, "stream": True, "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    })
-    shown = curl("--no-buffer", "--include", f"{server.url}/v1/completions", "--header", JSON,
-                 "--header", "x-request-id: mine", "--data", body)
+    body = json.dumps(
+        {
+            "prompt": "hi",
+            "max_tokens": 5,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    shown = curl(
+        "--no-buffer",
+        "--include",
+        f"{server.url}/v1/completions",
+        "--header",
+        JSON,
+        "--header",
+        "x-request-id: mine",
+        "--data",
+        body,
+    )
     head, _, events = shown.replace("\r\n", "\n").partition("\n\n")
     assert "text/event-stream" in head
     assert "x-request-id: mine" in head
@@ -58,15 +73,21 @@ def test_the_small_routes(server):
     assert "# TYPE" in metrics
     openapi = json.loads(curl(f"{server.url}/openapi.json"))
     for path in openapi["paths"]:
-        status = curl(server.url + path.replace("{id}", "x"), "--output", "/dev/null",
-                      "--write-out", "%{http_code}")
+        status = curl(
+            server.url + path.replace("{id}", "x"),
+            "--output",
+            "/dev/null",
+            "--write-out",
+            "%{http_code}",
+        )
         assert status != "404" or "{id}" in path, f"{path} is documented, but not there"
 
 
 def test_tokenize_and_detokenize(server):
     text = "The engine waits; 12345 tokens, é漢😀<|im_end|>\n"
-    status, answer = post(f"{server.url}/tokenize",
-                          json.dumps({"prompt": text, "return_token_strs": True}))
+    status, answer = post(
+        f"{server.url}/tokenize", json.dumps({"prompt": text, "return_token_strs": True})
+    )
     assert status == 200
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     status, back = post(f"{server.url}/detokenize", json.dumps({"tokens": answer["tokens"]}))
@@ -186,7 +207,12 @@ def test_many_clients_at_once_get_what_they_asked_for(server):
 
 def test_a_taken_port_is_said_so(server, binary):
     host, port = server.address
-    run = subprocess.run([binary, "serve", "--listen", f"{host}:{port}"], capture_output=True,
-                         text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [binary, "serve", "--listen", f"{host}:{port}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert run.returncode == 2
     assert f"{host}:{port}" in run.stderr

@@ -158,7 +158,12 @@ def test_completions(client, model):
     assert answer.object == "text_completion"
     assert answer.usage.completion_tokens <= 16
     answer = client.completions.create(
-        model=model, prompt="Once", max_tokens=4, logprobs=2, echo=False, seed=1,
+        model=model,
+        prompt="Once",
+        max_tokens=4,
+        logprobs=2,
+        echo=False,
+        seed=1,
         extra_body={"ignore_eos": True},
     )
     logprobs = answer.choices[0].logprobs
@@ -219,9 +224,7 @@ def test_bad_requests_name_the_field(client, model, params, param, part):
 def test_images_are_refused(client, model):
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     with pytest.raises(openai.BadRequestError, match="image_url") as caught:
-        client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": [part]}]
-        )
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": [part]}])
     assert caught.value.param == "messages.0.content.0"
 
 

@@ -8,10 +8,34 @@ import urllib.request
 from tokenizers import Tokenizer
 
 CHARACTERS = [
-    "the", "The", " engine", "  ", "\n", "\t", "1", "23", "4567", "é", "漢", "😀", "<|im_end|>",
-    "<|im_start|>", "<|", "|>", ",", ".", "unfathomable", "Xylophonic",
+    "the",
+    "The",
+    " engine",
+    "  ",
+    "\n",
+    "\t",
+    "1",
+    "23",
+    "4567",
+    "é",
+    "漢",
+    "😀",
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|",
+    "|>",
+    ",",
+    ".",
+    "unfathomable",
+    "Xylophonic",
     "aaaaaaaaaaaaaaaaaaaaaaaaaa",
-    "'s", "\u00a0", "\u200d", "_", "-", "ß", "\0",
+    "'s",
+    "\u00a0",
+    "\u200d",
+    "_",
+    "-",
+    "ß",
+    "\0",
 ]
 
 

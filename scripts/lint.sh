@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Checks what a compiler or a test does not: format, lints, documentation, types of the Python code,
+# shell scripts, licenses and sources of dependencies, and that the fuzz targets build.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/venv.sh
+.venv/bin/ruff check python scripts
+.venv/bin/ruff format --check python scripts
+.venv/bin/mypy
+git ls-files -z | xargs -0 grep -lZE '^#!.*(bash|sh)$' |
+    xargs -0 .venv/bin/shellcheck --external-sources --source-path SCRIPTDIR --severity warning
+
+cargo fmt --all --check
+cargo clippy --workspace --all-targets --locked -- -D warnings
+RUSTDOCFLAGS="-D warnings" cargo doc --quiet --workspace --no-deps --locked
+cargo fmt --manifest-path crates/pybind/Cargo.toml --check
+cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
+cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
+if cargo deny --version >/dev/null 2>&1; then
+    for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
+        cargo deny --offline --manifest-path "$manifest" check bans licenses sources
+    done
+else
+    echo "note: licenses and sources of dependencies are not checked: cargo install cargo-deny" >&2
+fi

@@ -19,7 +19,7 @@ cargo clippy --manifest-path crates/pybind/Cargo.toml --locked -- -D warnings
 cargo check --quiet --manifest-path fuzz/Cargo.toml --locked
 if cargo deny --version >/dev/null 2>&1; then
     for manifest in Cargo.toml crates/pybind/Cargo.toml crates/scx/loader/Cargo.toml fuzz/Cargo.toml; do
-        cargo deny --offline --manifest-path "$manifest" check bans licenses sources
+        cargo deny --log-level error --manifest-path "$manifest" check bans licenses sources
     done
 else
     echo "note: licenses and sources of dependencies are not checked: cargo install cargo-deny" >&2

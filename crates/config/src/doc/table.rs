@@ -499,6 +499,12 @@ impl<'a> Table<'a> {
         self.cx.note(at, message.into(), Some(hint.into()));
     }
 
+    /// Mistakes noted in the whole document so far. Checks that build on what was read before can be
+    /// left out if that was wrong already.
+    pub fn mistake_count(&self) -> usize {
+        self.cx.mistakes.borrow().len()
+    }
+
     /// Refuses `key` with a reason, if it is there; for keys that are known but cannot be used.
     pub fn refuse(&self, key: &str, reason: &str, hint: &str) {
         if let Some(node) = self.node(key) {

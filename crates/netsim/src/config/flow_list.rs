@@ -1,13 +1,18 @@
 //! A list of flows in a file of its own: CSV with a header, or JSON, an object a line. It is read as
 //! a stream, so its length is limited by the memory of the flows alone.
 
+use std::fmt;
 use std::io::{BufRead, Read as _};
 use std::path::Path;
 
+use serde::Deserializer as _;
+use serde::de::{MapAccess, Visitor};
+use serde_json::Value;
+
 /// A line is no longer than this, bytes.
 const LINE_BYTES_MAX: u64 = 4096;
-/// Problems of a file that are told; with more it has gone wrong as a whole.
-const PROBLEMS_MAX: usize = 10;
+/// Errors reported per file; with more it has gone wrong as a whole.
+pub(super) const PROBLEMS_MAX: usize = 10;
 
 /// A flow of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,14 +125,14 @@ impl Draft {
     }
 }
 
-/// Reads the list `file`, named `path`, and hands its flows to `take` in order.
+/// Reads the list `file`, named `path`, and passes its flows to `take` in order, with their lines.
 ///
 /// # Errors
-/// What is wrong, with path and line, at most ten of them.
+/// Each with path and line, at most ten of them.
 pub(super) fn read(
     path: &Path,
     mut file: Box<dyn BufRead>,
-    take: &mut dyn FnMut(Row) -> Result<(), String>,
+    take: &mut dyn FnMut(Row, u64) -> Result<(), String>,
 ) -> Result<(), Vec<String>> {
     let ending = path.extension().map(|e| e.to_string_lossy().to_lowercase());
     let json = match ending.as_deref() {
@@ -160,7 +165,12 @@ pub(super) fn read(
                 break;
             }
         }
-        let text = line.trim();
+        // Spreadsheets begin a file of UTF-8 with a byte order mark.
+        let text = if number == 1 {
+            line.trim_start_matches('\u{feff}').trim()
+        } else {
+            line.trim()
+        };
         if text.is_empty() || !json && text.starts_with('#') {
             continue;
         }
@@ -181,7 +191,7 @@ pub(super) fn read(
             }
         };
         rows += 1;
-        if let Err(what) = row.and_then(&mut *take) {
+        if let Err(what) = row.and_then(|row| take(row, number)) {
             problems.push(place(what));
             if problems.len() == PROBLEMS_MAX {
                 break;
@@ -249,17 +259,19 @@ fn name_of(column: Column) -> &'static str {
 }
 
 fn json_row(text: &str) -> Result<Row, String> {
-    use serde_json::Value;
-    let value: Value = serde_json::from_str(text).map_err(|error| format!("no JSON: {error}"))?;
-    let Value::Object(members) = value else {
-        return Err("must be an object, such as {\"src\": 0, \"dst\": 1, \"bytes\": 1000}".into());
-    };
+    let mut reader = serde_json::Deserializer::from_str(text);
+    let members = reader
+        .deserialize_any(Members)
+        .and_then(|members| reader.end().map(|()| members))
+        .map_err(|error| json_error(&error))?;
     let mut draft = Draft::default();
-    if members.contains_key("start_s") && members.contains_key("start_ns") {
-        return Err("start_s and start_ns both say when the flow starts; keep one".into());
-    }
+    let mut seen = Vec::new();
     for (name, value) in &members {
         let column = column(name)?;
+        if seen.contains(&column) {
+            return Err(format!("`{name}` is there twice"));
+        }
+        seen.push(column);
         match value {
             Value::Null => {}
             Value::Number(number) => draft
@@ -268,7 +280,42 @@ fn json_row(text: &str) -> Result<Row, String> {
             _ => return Err(format!("`{name}` must be a number")),
         }
     }
+    if seen.contains(&Column::StartS) && seen.contains(&Column::StartNs) {
+        return Err("start_s and start_ns both say when the flow starts; keep one".into());
+    }
     draft.finish()
+}
+
+/// An error in a line. The parser counts lines from that one, so its own number of the line would
+/// contradict the file's.
+fn json_error(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    let what = text.strip_suffix(&place).unwrap_or(&text);
+    if error.is_data() {
+        what.to_owned()
+    } else {
+        format!("no JSON: {what} at column {}", error.column())
+    }
+}
+
+/// Reads an object as its members in order, the repeated ones included, which a map would drop.
+struct Members;
+
+impl<'de> Visitor<'de> for Members {
+    type Value = Vec<(String, Value)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object, such as {\"src\": 0, \"dst\": 1, \"bytes\": 1000}")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut members = Vec::new();
+        while let Some(member) = map.next_entry()? {
+            members.push(member);
+        }
+        Ok(members)
+    }
 }
 
 #[cfg(test)]
@@ -277,7 +324,7 @@ mod tests {
 
     fn rows(name: &str, text: &'static str) -> Result<Vec<Row>, String> {
         let mut rows = Vec::new();
-        let mut take = |row| {
+        let mut take = |row, _| {
             rows.push(row);
             Ok(())
         };
@@ -304,7 +351,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_with_its_line() {
+    fn a_byte_order_mark_is_skipped() {
+        for (name, text) in [
+            ("f.csv", "\u{feff}src,dst,bytes\n0,1,7\n"),
+            (
+                "f.jsonl",
+                "\u{feff}{\"src\": 0, \"dst\": 1, \"bytes\": 7}\n",
+            ),
+        ] {
+            assert_eq!(rows(name, text).map(|rows| rows[0].bytes), Ok(7), "{name}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_line_once() {
         for (name, text, part) in [
             (
                 "f.csv",
@@ -325,13 +385,26 @@ mod tests {
             ("f.csv", "src,dst,bytes\n", "lists no flows"),
             ("f.csv", "", "lists no flows"),
             ("f.jsonl", "{\"src\": 0}\n", "f.jsonl:1: `dst` is missing"),
-            ("f.jsonl", "[0, 1]\n", "must be an object"),
+            (
+                "f.jsonl",
+                "[0, 1]\n",
+                "f.jsonl:1: invalid type: sequence, expected an object",
+            ),
+            (
+                "f.jsonl",
+                "{\"src\": 0, \"dst\": 1, \"bytes\": 2, \"bytes\": 3}\n",
+                "f.jsonl:1: `bytes` is there twice",
+            ),
             (
                 "f.jsonl",
                 "{\"src\": -1, \"dst\": 1, \"bytes\": 2}\n",
                 "`src` is `-1`",
             ),
-            ("f.jsonl", "src,dst\n", "no JSON"),
+            (
+                "f.jsonl",
+                "\n\nsrc,dst\n",
+                "f.jsonl:3: no JSON: expected value at column 1",
+            ),
             ("f.txt", "", "is .csv, .jsonl or .ndjson"),
         ] {
             let error = rows(name, text).unwrap_err();

@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io::Read as _;
 use std::ops::Range;
+use std::path::PathBuf;
 
 use slipstream_base::mix;
 use slipstream_config::doc::{Table, Value};
@@ -55,7 +56,19 @@ pub(super) struct Reader<'a> {
     /// Flows so far.
     count: Cell<u64>,
     notes: RefCell<BTreeSet<String>>,
+    /// Lists of flows, in the order of the file.
+    lists: RefCell<Vec<List>>,
     means: &'a Means<'a>,
+}
+
+/// Where the flows of a list came from, for errors about one of them.
+#[derive(Default)]
+struct List {
+    file: PathBuf,
+    /// Index of its first flow among all.
+    first: usize,
+    /// By flow: its line.
+    lines: Vec<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -188,6 +201,7 @@ impl<'a> Reader<'a> {
             next_id: Cell::new(0),
             count: Cell::new(0),
             notes: RefCell::default(),
+            lists: RefCell::default(),
             means,
         }
     }
@@ -201,6 +215,7 @@ impl<'a> Reader<'a> {
             false
         });
         self.given = given.into_inner();
+        let mistakes = root.mistake_count();
         let (mut flows, mut items) = (Vec::new(), Vec::new());
         let mut keep = |flows: &mut Vec<Made>, made: (Item, Vec<Made>)| {
             let (mut item, made) = made;
@@ -215,7 +230,9 @@ impl<'a> Reader<'a> {
         for made in root.array("flow_set", |_, t| (read_item(t), self.read_set(t))) {
             keep(&mut flows, made);
         }
-        for made in root.array("flow_list", |_, t| (read_item(t), self.read_list(t))) {
+        let listed = root.array("flow_list", |_, t| (read_item(t), self.read_list(t)));
+        for (i, made) in listed.into_iter().enumerate() {
+            self.lists.borrow_mut()[i].first = flows.len();
             keep(&mut flows, made);
         }
         for made in root.array("collective", |_, t| (read_item(t), self.read_collective(t))) {
@@ -229,6 +246,11 @@ impl<'a> Reader<'a> {
         for made in root.array("compute", |_, t| (self.read_compute(t), Vec::new())) {
             keep(&mut flows, made);
         }
+        notes.extend(self.notes.take());
+        if root.mistake_count() > mistakes {
+            // Flows are missing, so that what waits for them would be reported as wrong, too.
+            return flows;
+        }
         if flows.is_empty() {
             root.mistake(
                 "flow",
@@ -236,10 +258,48 @@ impl<'a> Reader<'a> {
                 "add a [[flow]], [[flow_set]], [[flow_list]] or [[collective]]",
             );
         }
+        self.check_numbers(root, &flows);
         self.link_items(root, &items, &mut flows);
         self.link_waits(root, &mut flows);
         notes.extend(self.notes.take());
         flows
+    }
+
+    /// Reports flow numbers that a list repeats, with the lines of both flows. (Those of tables alone
+    /// are found when the flows are laid out.)
+    fn check_numbers(&self, root: &Table<'_>, flows: &[Made]) {
+        let lists = self.lists.borrow();
+        let rising = flows.windows(2).all(|w| w[0].flow.id < w[1].flow.id);
+        if lists.is_empty() || rising {
+            return;
+        }
+        let mut order: Vec<u32> = (0..flows.len() as u32).collect();
+        order.sort_unstable_by_key(|&i| (flows[i as usize].flow.id, i));
+        let place = |i: u32| {
+            let list = lists.iter().find_map(|list| {
+                let line = list.lines.get((i as usize).checked_sub(list.first)?)?;
+                Some(format!("{}:{line}", list.file.display()))
+            });
+            list.ok_or("a flow of a table")
+        };
+        let twice = order
+            .windows(2)
+            .filter(|pair| flows[pair[0] as usize].flow.id == flows[pair[1] as usize].flow.id)
+            .map(|pair| (pair[1], place(pair[0]), place(pair[1])))
+            .filter(|(_, first, second)| first.is_ok() || second.is_ok());
+        for (i, first, second) in twice.take(flow_list::PROBLEMS_MAX) {
+            let id = flows[i as usize].flow.id;
+            let text = |place: Result<String, &str>| place.unwrap_or_else(str::to_owned);
+            root.mistake(
+                "flow_list",
+                format!(
+                    "{}: the flow number {id} is that of {}, too",
+                    text(second),
+                    text(first)
+                ),
+                "give each flow a number of its own, or leave the numbers out",
+            );
+        }
     }
 
     /// Turns flow numbers of `starts_after` and `starts_before` into indices.
@@ -370,8 +430,15 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `[[flow_list]]`: flows from a file, a line each.
+    /// `[[flow_list]]`: flows from a file, one per line.
     fn read_list(&self, t: &Table<'_>) -> Vec<Made> {
+        let mut list = List::default();
+        let made = self.read_list_into(t, &mut list);
+        self.lists.borrow_mut().push(list);
+        made
+    }
+
+    fn read_list_into(&self, t: &Table<'_>, list: &mut List) -> Vec<Made> {
         let path = t
             .path("file")
             .required("name the file: file = \"flows.csv\"", "".into());
@@ -385,7 +452,7 @@ impl<'a> Reader<'a> {
             (template.start_ns, template.class, template.answer_class);
         let (has_class, priority) = (template.has_class, template.priority);
         let mut full = false;
-        let mut take = |row: Row| -> Result<(), String> {
+        let mut take = |row: Row, line: u64| -> Result<(), String> {
             let name = |key: &str, number: u32| {
                 self.find_host(number)
                     .ok_or_else(|| format!("`{key}`: {}", no_host(&self.network.topology, number)))
@@ -415,6 +482,7 @@ impl<'a> Reader<'a> {
             template.answer_priority = template.priority;
             let id = self.take_ids(row.id, 1);
             made.push(template.flow(id, src, dst, paths.clone()));
+            list.lines.push(u32::try_from(line).unwrap_or(u32::MAX));
             Ok(())
         };
         let outcome = (self.means.open)(&path)
@@ -427,6 +495,7 @@ impl<'a> Reader<'a> {
                 t.mistake("file", problem, "see `[[flow_list]]` in docs/netsim.md");
             }
         }
+        list.file = path;
         made
     }
 

@@ -170,9 +170,11 @@ fn lists_that_make_no_sense_are_refused_with_file_and_line() {
         assert!(message.contains(part), "{content}: {message}");
     }
     let twice = "id,src,dst,bytes\n7,0,1,10\n7,1,0,10\n";
-    let config = with_list("f.csv", "", twice, u64::MAX).unwrap();
-    let refused = Simulation::new(config.scenario, Execution::default());
-    assert!(refused.err().unwrap().to_string().contains("used twice"));
+    let message = with_list("f.csv", "", twice, u64::MAX).unwrap_err();
+    assert!(
+        message.contains("f.csv:3: the flow number 7 is that of some/f.csv:2"),
+        "{message}"
+    );
     // A list that memory cannot hold ends where that shows, not at its end.
     let message = with_list("f.csv", "", &csv(&"0,1,10\n".repeat(10_000)), 1 << 20).unwrap_err();
     assert!(message.contains("MiB at hand"), "{message}");

@@ -33,13 +33,16 @@ const POINTS_MAX: usize = 1 << 22;
 /// The rows form a full grid, in any order: one for every combination of the values of the axes.
 /// A context of nobody may be left out: where `decode_sequences` is 0, one row stands for every
 /// `decode_context`, and likewise for prefill. Below an axis' first value its first value is
-/// taken; beyond its last, the last two are continued in a straight line. Both are
+/// taken; beyond its last, the last two are continued in a straight line, but never below the
+/// shortest measured step, as a falling line would pass 0. Both are
 /// [extrapolation](StepTime::extrapolates).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Table {
     axes: [Axis; 4],
     /// Row-major over `axes`, ns.
     points: Vec<f64>,
+    /// The smallest of them.
+    shortest: f64,
 }
 
 /// Values of an axis, rising, at least one; an axis that is not in the file has the value 0.
@@ -267,7 +270,11 @@ impl Table {
             }
         }
         match missing.first() {
-            None => Ok(Table { axes, points }),
+            None => Ok(Table {
+                shortest: points.iter().copied().fold(f64::INFINITY, f64::min),
+                axes,
+                points,
+            }),
             Some(first) => Err(TableError::Missing {
                 file: file.to_owned(),
                 count: missing.len(),
@@ -293,7 +300,7 @@ impl Table {
                 sum += weight * self.points[index];
             }
         }
-        sum.max(0.0) // a falling axis, continued, could pass zero
+        sum.max(self.shortest)
     }
 }
 
@@ -493,6 +500,16 @@ prefill_tokens,decode_sequences,decode_context,step_us
         let one = Table::parse("g.csv", one.as_bytes()).unwrap();
         assert!(one.extrapolates(&load(&[], &[101; 8])));
         assert!(!one.extrapolates(&load(&[(0, 70)], &[100; 8])));
+    }
+
+    #[test]
+    fn a_falling_line_stops_at_the_shortest_measured_step() {
+        let text = "decode_sequences,step_us\n1,90\n2,50\n3,30\n";
+        let mut table = Table::parse("g.csv", text.as_bytes()).unwrap();
+        for (sequences, us) in [(2, 50), (3, 30), (4, 30), (5, 30), (1000, 30)] {
+            let load = load(&[], &vec![10; sequences]);
+            assert_eq!(table.step_ns(&load), us * 1000, "{sequences} sequences");
+        }
     }
 
     #[test]

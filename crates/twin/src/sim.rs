@@ -11,7 +11,7 @@ use slipstream_base::text::{counted, grouped};
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, SimTime, WorkerId,
 };
-use slipstream_config::cluster::{Cluster, HandOver, HostMode};
+use slipstream_config::cluster::{Cluster, HandOver, HostMode, RouterPolicy};
 use slipstream_config::workload_file::Workload;
 use slipstream_dispatch::{self as dispatch, Action, Attempt, Dispatcher, Env, Role, Via};
 use slipstream_engine::timing::TimingError;
@@ -106,6 +106,12 @@ pub enum TwinError {
     /// The workload broke.
     #[error(transparent)]
     Workload(#[from] SourceError),
+    /// `router.policy` is `direct`, which no simulated client can follow.
+    #[error(
+        "`router.policy` is \"direct\": clients name the worker of each request, and those of a \
+         workload name none; set another policy, such as \"kv\""
+    )]
+    Direct,
 }
 
 /// A request that has ended, for records.
@@ -480,6 +486,9 @@ impl<'a> Sim<'a> {
         options: &'a Options,
         read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
     ) -> Result<Sim<'a>, TwinError> {
+        if cluster.router.policy == RouterPolicy::Direct {
+            return Err(TwinError::Direct);
+        }
         let host: Option<(Box<dyn Host>, Costs)> = match cluster.host.mode {
             HostMode::None => None,
             HostMode::Ideal => Some((

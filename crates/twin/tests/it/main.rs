@@ -39,6 +39,20 @@ fn run(cluster: &Cluster, workload: &Workload, options: &Options, sink: &mut dyn
     simulate(cluster, workload, options, read, sink).unwrap_or_else(|e| panic!("{e}"))
 }
 
+#[test]
+fn the_direct_policy_is_refused_at_the_start() {
+    let cluster = constant(2, "[router]\npolicy = \"direct\"");
+    let workload =
+        workload("requests = 5\n[arrival]\nkind = \"closed\"\n[[class]]\nisl = 8\nosl = 2\n");
+    let read = |path: &Path| std::fs::read(path);
+    let refused = simulate(&cluster, &workload, &Options::default(), read, &mut ());
+    let text = refused.err().unwrap().to_string();
+    assert!(
+        text.contains("`router.policy`") && text.contains("\"kv\""),
+        "{text}"
+    );
+}
+
 /// What a test looks at of a request.
 struct Ended {
     due: SimTime,

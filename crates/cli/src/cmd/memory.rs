@@ -2,6 +2,7 @@
 
 use slipstream_base::text::counted;
 use slipstream_config::cluster::Cluster;
+use slipstream_config::workload_file::{Arrival, Workload};
 
 /// Bytes that a block takes in a pool, its hash index and the router's block index, at the least:
 /// what 64 engines of 6,150 blocks added to the RSS of `slipstream simulate`, 45 MiB, comes to 120.
@@ -35,6 +36,35 @@ pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Bytes of a simulated request under way, at the least: 3,000,000 of them, with prompts of 1,024
+/// tokens, added 1.9 GB to the RSS of `slipstream simulate`.
+const REQUEST_BYTES: u64 = 600;
+
+/// An error with the numbers if the requests that `workload` has under way at a time cannot fit into
+/// memory.
+pub(crate) fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
+    let (Arrival::Closed { concurrency }, Some(free)) = (
+        &workload.arrival,
+        proc_bytes("/proc/meminfo", "MemAvailable:"),
+    ) else {
+        return Ok(());
+    };
+    let sessions = workload
+        .requests
+        .map_or(u64::from(*concurrency), |n| n.min(u64::from(*concurrency)));
+    let needed = sessions * REQUEST_BYTES;
+    let mib = |bytes: u64| bytes >> 20;
+    anyhow::ensure!(
+        needed <= free,
+        "{} at a time take {} MiB or more to model, and this host has {} MiB free; take a smaller \
+         `concurrency`",
+        counted(sessions, "request"),
+        mib(needed),
+        mib(free)
+    );
+    Ok(())
+}
+
 /// A field of a file in `/proc` that counts in kilobytes, such as `MemAvailable:`, in bytes.
 pub(crate) fn proc_bytes(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
@@ -46,6 +76,26 @@ pub(crate) fn proc_bytes(file: &str, field: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn more_requests_at_a_time_than_memory_holds_are_refused() {
+        let workload = |concurrency, requests| Workload {
+            arrival: Arrival::Closed { concurrency },
+            requests,
+            ..Workload::default()
+        };
+        assert!(check_concurrency(&workload(1000, None)).is_ok());
+        assert!(check_concurrency(&workload(u32::MAX, Some(1000))).is_ok());
+        if let Err(error) = check_concurrency(&workload(u32::MAX, None)) {
+            assert!(
+                error.to_string().contains("4,294,967,295 requests"),
+                "{error}"
+            );
+        } else {
+            let free = proc_bytes("/proc/meminfo", "MemAvailable:");
+            assert!(free.is_none_or(|free| free > 2 << 40), "{free:?}");
+        }
+    }
 
     #[test]
     fn what_no_host_can_hold_is_refused_with_the_numbers() {

@@ -106,6 +106,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let cpu_before = slipstream_bench::process::own_cpu_ns();
     let read = super::files::read;
     super::memory::check(&cluster)?;
+    super::memory::check_concurrency(&workload)?;
     let outcome = slipstream_twin::simulate(&cluster, &workload, &options, read, &mut watcher)?;
     let cpu_s = (slipstream_bench::process::own_cpu_ns() - cpu_before) as f64 / 1e9;
     let wall_s = watcher.began.elapsed().as_secs_f64();

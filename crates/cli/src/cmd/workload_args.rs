@@ -146,7 +146,7 @@ impl WorkloadArgs {
         }
         if let Some(scale) = self.time_scale {
             if !(scale.is_finite() && scale > 0.0) {
-                bail!("--time-scale is {scale}, but must be above 0");
+                bail!("--time-scale is {scale}, but must be a finite number above 0");
             }
             workload.time_scale = scale;
         }
@@ -154,9 +154,12 @@ impl WorkloadArgs {
             file.on_bad_line = what.into();
         }
         if let Some(rate) = self.rate
-            && !(rate.is_finite() && rate > 0.0)
+            && !(rate > 0.0 && rate <= workload_file::RATE_MAX)
         {
-            bail!("--rate is {rate}, but must be above 0");
+            bail!(
+                "--rate is {rate:?}, but must be above 0 and at most {:e} requests/s",
+                workload_file::RATE_MAX
+            );
         }
         Ok((workload, name))
     }

@@ -68,6 +68,15 @@ fn the_twin_hits_what_the_live_cluster_hits() {
 }
 
 #[test]
+fn rates_that_no_clock_can_tell_apart_are_refused() {
+    for rate in ["1e300", "inf", "NaN", "-1", "0"] {
+        let (code, _, err) = run(&["simulate", &format!("--rate={rate}"), "--requests=5"]);
+        assert_eq!(code, Some(2), "{rate}: {err}");
+        assert!(err.contains("at most 1e9 requests/s"), "{rate}: {err}");
+    }
+}
+
+#[test]
 fn a_run_is_repeated_by_its_seed() {
     let digest = |seed: &str| {
         let mut args = vec!["simulate", "--rate=50", "--requests=200", "--quiet", seed];

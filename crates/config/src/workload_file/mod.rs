@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use slipstream_base::slo::Slo;
 
-pub use read::read;
+pub use read::{RATE_MAX, read};
 
 /// A whole workload.
 #[derive(Clone, Debug, PartialEq)]

@@ -97,7 +97,7 @@ enum ArrivalKind {
 }
 
 /// Most sessions a second: one a nanosecond, the clock's step.
-const RATE_MAX: f64 = 1e9;
+pub const RATE_MAX: f64 = 1e9;
 const RATE_MUST: &str = "above 0 and at most 1e9 (one a nanosecond)";
 
 fn is_rate(per_s: f64) -> bool {

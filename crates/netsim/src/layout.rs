@@ -241,9 +241,10 @@ impl Builder {
                     .waiting
                     .insert(sender.0, (flow.after.len() as u32, flow.start_ns));
                 for after in &flow.after {
+                    let until = after.until.of(&flows[after.flow as usize]);
                     shard
                         .successors
-                        .entry((after.flow, after.until))
+                        .entry((after.flow, until))
                         .or_default()
                         .push((sender, after.delay_ns));
                 }
@@ -1191,7 +1192,7 @@ fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
             let Some(other) = scenario.flows.get(after.flow as usize) else {
                 return true;
             };
-            let seen_at = match after.until {
+            let seen_at = match after.until.of(other) {
                 Finished::Delivered => other.dst,
                 Finished::Acknowledged => other.src,
             };

@@ -16,7 +16,9 @@ pub struct FlowResult {
     pub src: Host,
     /// Receiver.
     pub dst: Host,
-    /// When it started.
+    /// Whether it started before the run ended.
+    pub started: bool,
+    /// When it started; 0 if it did not.
     pub start_ns: u64,
     /// When the last byte had arrived in order; `None`: not all did.
     pub delivered_ns: Option<u64>,

@@ -268,12 +268,25 @@ pub enum Paths {
 }
 
 /// When a predecessor counts as finished.
+///
+/// The receiver of a flow without a size cannot know which byte is the last, and that of a flow of 0
+/// bytes gets none: those two finish when their sender does, either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Finished {
     /// Its last byte has arrived.
     Delivered,
-    /// Its sender knows that.
+    /// Its sender knows that. A sender of plain packets, which nothing acknowledges, has sent the last.
     Acknowledged,
+}
+
+impl Finished {
+    /// What can be waited for of `flow`.
+    pub(crate) fn of(self, flow: &Flow) -> Finished {
+        match flow.demand.bytes() {
+            None | Some(0) => Finished::Acknowledged,
+            Some(_) => self,
+        }
+    }
 }
 
 /// A flow waits for another.

@@ -440,26 +440,35 @@ impl Simulation {
     }
 
     /// Time of a flow alone on its path with its data sent at line rate, and of one full packet.
+    ///
+    /// Full packets and a shorter last one, each stored and forwarded: the last packet has to wait
+    /// behind the others up to one of the links, the bottleneck, and crosses that and all later ones
+    /// in its own time. The link that makes this longest is the one that counts.
     fn ideal(&self, index: usize) -> (u64, u64) {
         let flow = &self.scenario.flows[index];
         let bytes = flow.demand.bytes().unwrap_or(0);
         let (full, header) = (u64::from(flow.packet_bytes), u64::from(flow.header_bytes));
-        let first_size = full.min(bytes.max(1)) + header;
+        let packets = bytes.div_ceil(full.max(1)).max(1);
+        let last_size = bytes.max(1) - (packets - 1) * full + header;
         let row = self.rows[index] as usize * self.net.stride;
-        let (mut first, mut packet, mut slowest) = (0, 0, 0);
+        let (mut delay, mut packet, mut slowest, mut ideal) = (0, 0, 0, 0u64);
         for step in &self.net.steps[row..row + self.net.stride] {
             let Some(class) = self.class_of(*step) else {
                 break;
             };
             let link = self.net.classes[class as usize];
-            first += serialization_ns(first_size, link.bits_per_s) + link.delay_ns;
-            packet += serialization_ns(full + header, link.bits_per_s) + link.delay_ns;
-            // The packets after the first follow at the pace of the slowest link.
-            let packets = bytes.div_ceil(full.max(1)).max(1);
-            let rest = (bytes + packets * header).saturating_sub(first_size);
-            slowest = slowest.max(serialization_ns(rest, link.bits_per_s));
+            let full = serialization_ns(full + header, link.bits_per_s);
+            let last = serialization_ns(last_size, link.bits_per_s);
+            delay += link.delay_ns;
+            packet += full;
+            slowest = full.max(slowest);
+            let behind = match packets {
+                1 => 0,
+                _ => (packets - 2).saturating_mul(slowest).saturating_add(packet),
+            };
+            ideal = ideal.max(behind).saturating_add(last);
         }
-        (first + slowest, packet)
+        (ideal.saturating_add(delay), packet + delay)
     }
 
     fn class_of(&self, step: Step) -> Option<u8> {
@@ -482,6 +491,7 @@ impl Simulation {
             dst: spec.dst,
             ..FlowResult::default()
         };
+        let waiting = self.shards[sender.shard()].waiting.get(&sender.0);
         match sender.place() {
             Place::TcpSender => {
                 let s = &self.shards[sender.shard()].tcp_senders[sender.index()];
@@ -529,6 +539,9 @@ impl Simulation {
             }
             place => unreachable!("{place:?} sends no flow"),
         }
+        // At time 0 start those that wait for nothing, and those whose predecessors end at once.
+        result.started =
+            result.start_ns > 0 || waiting.map_or(spec.start_ns == 0, |&waiting| waiting == (0, 0));
         result
     }
 }

@@ -59,7 +59,7 @@ struct RunArgs {
     #[arg(long, default_value_t = Spin::default().looks)]
     spin: u32,
     /// Write sources.csv, sinks.csv, switches.csv and (with `report_interval`) series.csv into this
-    /// folder (over `log_path`)
+    /// folder instead of `log_path`; /dev/null discards them
     #[arg(long, value_name = "FOLDER")]
     csv: Option<PathBuf>,
     /// Write a report with plots, one HTML file; set `report_interval` for queues over time
@@ -100,15 +100,24 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Several runs would write one file, each over the one before.
+/// Refuses flags whose outputs would overwrite each other or mix.
 fn check_flags(args: &RunArgs) -> anyhow::Result<()> {
-    let named = [
-        ("--csv", args.csv.is_some()),
-        ("--html", args.html.is_some()),
-        ("--perfetto", args.perfetto.is_some()),
-        ("--flows", args.flows.is_some()),
+    let outputs = [
+        ("--csv", &args.csv),
+        ("--html", &args.html),
+        ("--perfetto", &args.perfetto),
+        ("--flows", &args.flows),
     ];
-    if let Some((flag, _)) = named.iter().find(|(_, given)| *given) {
+    if let Some((flag, _)) = outputs
+        .iter()
+        .find(|(_, path)| path.as_deref() == Some(Path::new("-")))
+    {
+        anyhow::bail!(
+            "{flag} - would mix with the figures on stdout; name a file, or use --json, which has \
+             the flows"
+        );
+    }
+    if let Some((flag, _)) = outputs.iter().find(|(_, path)| path.is_some()) {
         anyhow::ensure!(
             args.files.len() == 1,
             "{flag} names one output, but there are {} configuration files; run them one at a time",
@@ -180,11 +189,17 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     };
     let result = simulation.result();
     let name = file.display().to_string();
-    let failures = outputs.write(&name, &config, &result, &cost);
-    if args.json {
-        out::stream(|sink| output::write_json(sink, &name, &config, &result, &cost, args.totals))?;
+    let mut failures = outputs.write(&name, &config, &result, &cost);
+    let printed = if args.json {
+        out::stream(|sink| output::write_json(sink, &name, &config, &result, &cost, args.totals))
     } else {
-        out::print(&output::text(&name, &config, &result, &cost))?;
+        out::print(&output::text(&name, &config, &result, &cost))
+    };
+    match printed {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Err(error.into()),
+        // As any other output: the run is complete.
+        Err(error) => failures.push(error.to_string()),
+        Ok(()) => {}
     }
     let events_a_window = result.totals.events / cost.windows.max(1);
     if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
@@ -249,8 +264,11 @@ impl Outputs {
     /// # Errors
     /// If one cannot be written, or two are the same.
     fn plan(input: &Path, args: &RunArgs, config: &Config) -> anyhow::Result<Outputs> {
+        // Discards what `log_path` asks for, too.
+        let discards = |folder: &PathBuf| folder == Path::new("/dev/null");
+        let csv = args.csv.clone().or(config.log_path.clone());
         let outputs = Outputs {
-            csv: args.csv.clone().or(config.log_path.clone()),
+            csv: csv.filter(|folder| !discards(folder)),
             html: args.html.clone(),
             perfetto: args.perfetto.clone(),
             flows: args.flows.clone(),
@@ -261,6 +279,13 @@ impl Outputs {
             &TABLES[..3]
         };
         if let Some(folder) = &outputs.csv {
+            let exists = std::fs::metadata(folder);
+            anyhow::ensure!(
+                exists.is_ok_and(|meta| meta.is_dir()) || !folder.exists(),
+                "{} is not a folder; --csv (and `log_path`) name one, for several files; /dev/null \
+                 discards them",
+                folder.display()
+            );
             std::fs::create_dir_all(folder)
                 .with_context(|| format!("creating {}", folder.display()))?;
         }
@@ -401,7 +426,7 @@ fn write_flows(path: &Path, config: &Config, result: &RunResult) -> Result<(), R
             Cell::U64(f.src.into()),
             Cell::U64(f.dst.into()),
             Cell::Text(output::transport_name(&spec.transport)),
-            Cell::U64(f.start_ns),
+            f.started.then_some(f.start_ns).into(),
             f.delivered_ns.into(),
             f.acked_ns.into(),
             Cell::U64(ideal),

@@ -256,7 +256,7 @@ fn outputs_that_cannot_be_written_are_refused_before_the_run() {
         (vec!["--perfetto", &below], "writing"),
         (vec!["--flows", &none], "No such file"),
         (vec!["--csv", &below], "creating"),
-        (vec!["--csv", &taken], "creating"),
+        (vec!["--csv", &taken], "is not a folder"),
         (vec!["--html", &file], "the configuration itself"),
     ];
     let page = path("page.html");
@@ -326,6 +326,94 @@ fn a_file_that_fails_at_the_end_does_not_take_the_others_with_it() {
     }
     assert_eq!(read(Path::new(&flows)).len(), 3);
     assert!(std::fs::read_to_string(&page).unwrap().contains("<svg"));
+}
+
+#[test]
+fn figures_that_cannot_be_printed_end_the_run_with_1() {
+    if !Path::new("/dev/full").exists() {
+        eprintln!("skipped: there is no /dev/full");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = write(dir.path(), "two.toml", TWO);
+    let flows = dir.path().join("flows.csv");
+    for form in [&["--json"][..], &[]] {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_slipstream"))
+            .args(["net", "run", &file, "--flows"])
+            .arg(&flows)
+            .args(form)
+            .stdout(
+                std::fs::File::options()
+                    .write(true)
+                    .open("/dev/full")
+                    .unwrap(),
+            )
+            .output()
+            .unwrap();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{err}");
+        assert!(err.contains("stdout") && err.contains("No space"), "{err}");
+        assert_eq!(read(&flows).len(), 3);
+    }
+}
+
+#[test]
+fn tables_can_be_discarded_and_stdout_is_not_shared() {
+    let dir = tempfile::tempdir().unwrap();
+    let logged = format!("log_path = \"logs\"\n{TWO}");
+    let file = write(dir.path(), "two.toml", &logged);
+    let (code, _, err) = run(&["net", "run", &file, "--csv", "/dev/null"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(!dir.path().join("logs").exists());
+    let (code, _, err) = run(&["net", "run", &file, "--csv", &file]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("is not a folder"), "{err}");
+    for flag in ["--flows", "--html", "--perfetto", "--csv"] {
+        let (code, out, err) = run(&["net", "run", &file, flag, "-"]);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{err}");
+        assert!(err.contains(flag) && err.contains("stdout"), "{err}");
+    }
+    assert!(!Path::new("-").exists());
+}
+
+/// A number that two flows have is reported with the lines of both, and what waits for a flow of a
+/// broken list is not reported as well.
+#[test]
+fn errors_of_a_list_name_its_lines_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let network = TREE.split("[[flow]]").next().unwrap();
+    let list = "[[flow_list]]\nfile = \"flows.csv\"\nclass = 0\n";
+    let next = "[[flow]]\nflow_id = 900\nflow_type = \"TCP\"\ngraph = [[0, 8]]\nstarts_after = 7\n\
+        traffic = { size = 1250 }\n";
+    let file = write(dir.path(), "listed.toml", &format!("{network}{list}{next}"));
+    let errors = |rows: &str| {
+        write(
+            dir.path(),
+            "flows.csv",
+            &format!("src,dst,bytes,id\n{rows}"),
+        );
+        let (code, _, err) = run(&["net", "run", &file]);
+        assert_eq!(code, Some(2), "{err}");
+        err
+    };
+    let twice = errors("0,8,5,7\n1,8,5,3\n2,8,5,7\n");
+    assert!(
+        twice.contains("flows.csv:4: the flow number 7 is that of")
+            && twice.contains("flows.csv:2"),
+        "{twice}"
+    );
+    let table = errors("0,8,5,7\n1,8,5,900\n");
+    assert!(
+        table.contains("flows.csv:3") && table.contains("the flow number 900"),
+        "{table}"
+    );
+    let broken = errors("0,x,5,7\n");
+    assert!(broken.contains("flows.csv:2: `dst` is `x`"), "{broken}");
+    assert!(!broken.contains("does not exist"), "{broken}");
+    assert!(!broken.contains("no traffic"), "{broken}");
+    // Without the fault the flow that waits does exist.
+    write(dir.path(), "flows.csv", "src,dst,bytes,id\n0,8,5,7\n");
+    assert_eq!(json(&file, &[])["flows"].as_array().unwrap().len(), 2);
 }
 
 /// Hosts 0 and 8 of a fat-tree whose edge switches have two hosts each.

@@ -680,6 +680,19 @@ fn read_switch(
             probability: t.get("pmax").within(0.0..=1.0).or(0.01),
         }),
     };
+    let kinds: [(&str, &[Drop]); 4] = [
+        ("red", &[Drop::Red, Drop::RedEcn]),
+        ("ecn_threshold", &[Drop::Threshold]),
+        ("ecn_ramp", &[Drop::Ramp]),
+        ("trim", &[Drop::Trim]),
+    ];
+    for (key, kinds) in kinds {
+        if t.has(key) && !kinds.contains(&drop) {
+            notes.push(format!(
+                "`switch.{key}` has no effect with the `drop` that the switch has"
+            ));
+        }
+    }
     if matches!(aqm, Aqm::Red { .. }) && capacity == 0 {
         t.mistake(
             "drop",

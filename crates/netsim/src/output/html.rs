@@ -3,11 +3,10 @@
 use slipstream_report::html::chart::{Axis, Chart, Line};
 use slipstream_report::html::{Page, Tile, escape};
 use slipstream_report::latency::TOO_FEW;
-use slipstream_report::table::number;
 
 use super::text::deadlock_text;
-use super::text::{counted, gbit_s, grouped, time};
-use super::{Cost, SizeClass, collectives, goodput, size_classes, transport_name};
+use super::text::{counted, grouped, rate, time};
+use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
 
@@ -56,7 +55,7 @@ pub fn html(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     }
     classes(&mut page, config, result);
     ports(&mut page, config, result);
-    for note in &config.notes {
+    for note in &notes(config, result) {
         page.raw(&format!("<p class=\"says\">{}</p>", escape(note)));
     }
     page.finish()
@@ -80,16 +79,16 @@ fn tiles(config: &Config, result: &RunResult) -> Vec<Tile> {
     if let Some(g) = goodput(config, result) {
         tiles.push(Tile::new(
             "Goodput of a flow",
-            format!("{} Gb/s", number(g.flow_p50 / 1e9)),
+            rate(g.flow_p50),
             format!(
                 "p50; mean {}, least {}",
-                gbit_s(g.flow_mean),
-                gbit_s(g.flow_min)
+                rate(g.flow_mean),
+                rate(g.flow_min)
             ),
         ));
         tiles.push(Tile::new(
             "Goodput of all",
-            format!("{} Gb/s", number(g.all / 1e9)),
+            rate(g.all),
             format!(
                 "over the {} in which any flow was active",
                 time(g.active_ns as f64)
@@ -274,7 +273,7 @@ fn classes(page: &mut Page, config: &Config, result: &RunResult) {
     let rows: Vec<Vec<String>> = collectives(config, result)
         .iter()
         .map(|c| {
-            let bus = c.bus_bits_per_s.map(gbit_s);
+            let bus = c.bus_bits_per_s.map(rate);
             vec![
                 format!("#{}", c.index),
                 c.hosts.to_string(),

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use serde_json::{Map, Value, json as object};
 
-use super::{Cost, collectives, goodput, size_classes, transport_name};
+use super::{Cost, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
 use crate::result::{FlowResult, PortResult, RunResult};
 use crate::scenario::Flow;
@@ -63,7 +63,7 @@ fn flow(f: &FlowResult, spec: &Flow, ideal_ns: u64) -> Value {
     object!({
         "id": f.id, "src": f.src, "dst": f.dst,
         "transport": transport_name(&spec.transport),
-        "start_ns": f.start_ns, "delivered_ns": f.delivered_ns, "acked_ns": f.acked_ns,
+        "start_ns": f.started.then_some(f.start_ns), "delivered_ns": f.delivered_ns, "acked_ns": f.acked_ns,
         "ideal_ns": ideal_ns,
         "bytes": f.bytes, "bytes_acked": f.bytes_acked,
         "packets_sent": f.packets_sent, "bytes_sent": f.bytes_sent,
@@ -166,6 +166,7 @@ fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<Str
         "seed": scenario.seed,
         "digest": format!("{:016x}", result.digest),
         "totals": {
+            "flows_not_started": result.flows.iter().filter(|f| !f.started).count(),
             "events": t.events, "packet_hops": t.packet_hops, "sent": t.sent,
             "delivered": t.delivered, "in_flight": result.in_flight(),
             "data_drops": t.data_drops, "control_drops": t.control_drops,
@@ -180,7 +181,7 @@ fn head(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Map<Str
         "switches": switches,
         "deadlock": deadlock,
         "series": series,
-        "notes": config.notes,
+        "notes": notes(config, result),
         "cost": {
             "setup_s": cost.setup_s, "setup_cpu_s": cost.setup_cpu_s,
             "run_s": cost.run_s, "run_cpu_s": cost.run_cpu_s,

@@ -247,6 +247,47 @@ pub fn collectives(config: &Config, result: &RunResult) -> Vec<CollectiveTime> {
         .collect()
 }
 
+/// Notes of the configuration, and flows of this run that sent nothing, with the reason.
+pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
+    let mut notes = config.notes.clone();
+    let scenario = &config.scenario;
+    let idle =
+        |i: &usize| !result.flows[*i].started || scenario.flows[*i].demand.bytes() == Some(0);
+    let idle: Vec<usize> = (0..result.flows.len()).filter(idle).collect();
+    for &i in idle.iter().take(IDLE_NAMED) {
+        let (flow, spec) = (&result.flows[i], &scenario.flows[i]);
+        let unfinished = spec.after.iter().find(|after| {
+            let f = &result.flows[after.flow as usize];
+            f.acked_ns.or(f.delivered_ns).is_none()
+        });
+        let reason = if flow.started {
+            "has a size of 0 and sends nothing".into()
+        } else if spec.start_ns > scenario.duration_ns {
+            format!(
+                "never starts: its start at {} is after the end of the run, `duration` = {}",
+                text::time(spec.start_ns as f64),
+                text::time(scenario.duration_ns as f64)
+            )
+        } else if let Some(after) = unfinished {
+            let other = result.flows[after.flow as usize].id;
+            format!("did not start: it waits for flow {other}, which had not finished at the end")
+        } else {
+            "did not start before the run ended".into()
+        };
+        notes.push(format!("flow {} {reason}", flow.id));
+    }
+    if idle.len() > IDLE_NAMED {
+        notes.push(format!(
+            "{} more flows sent nothing, for such reasons",
+            text::grouped((idle.len() - IDLE_NAMED) as u64)
+        ));
+    }
+    notes
+}
+
+/// Flows without traffic that are named one by one.
+const IDLE_NAMED: usize = 3;
+
 /// Word for a flow's transport.
 pub fn transport_name(transport: &Transport) -> &'static str {
     use crate::scenario::Congestion;

@@ -35,7 +35,7 @@ pub fn perfetto(config: &Config, result: &RunResult) -> String {
             .acked_ns
             .or(f.delivered_ns)
             .unwrap_or(result.totals.last_event_ns);
-        if end < f.start_ns {
+        if !f.started || end < f.start_ns {
             continue;
         }
         if named.insert(f.src) {

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use slipstream_report::latency::TOO_FEW;
 pub(super) use slipstream_report::table::{counted, grouped};
 
-use super::{Cost, SizeClass, collectives, goodput, size_classes, transport_name};
+use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transport_name};
 use crate::config::Config;
 use crate::deadlock::Deadlock;
 use crate::result::RunResult;
@@ -21,9 +21,14 @@ pub(super) fn time(ns: f64) -> String {
     }
 }
 
-/// A rate, as networks tell it.
-pub(super) fn gbit_s(bits_per_s: f64) -> String {
-    format!("{:.3} Gb/s", bits_per_s / 1e9)
+/// A rate in the unit that suits it.
+pub(super) fn rate(bits_per_s: f64) -> String {
+    match bits_per_s {
+        r if r < 1e3 => format!("{r:.3} b/s"),
+        r if r < 1e6 => format!("{:.3} kb/s", r / 1e3),
+        r if r < 1e9 => format!("{:.3} Mb/s", r / 1e6),
+        r => format!("{:.3} Gb/s", r / 1e9),
+    }
 }
 
 /// The run as text.
@@ -54,9 +59,18 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
     }
     let kinds: Vec<String> = kinds.iter().map(|(k, n)| format!("{n} {k}")).collect();
     let done = result.flows.iter().filter(|f| f.delivered_ns.is_some());
+    let unstarted = result.flows.iter().filter(|f| !f.started).count();
+    let unstarted = match unstarted {
+        0 => String::new(),
+        n => format!(", {} never started", grouped(n as u64)),
+    };
     line(
         "flows",
-        format!("{}; {} delivered in full", kinds.join(", "), done.count()),
+        format!(
+            "{}; {} delivered in full{unstarted}",
+            kinds.join(", "),
+            done.count()
+        ),
     );
     line("simulated", time(t.last_event_ns as f64));
     let sum =
@@ -114,10 +128,10 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
             "goodput",
             format!(
                 "of a flow: mean {}, p50 {}, least {}; of all: {} over the {} in which any was active",
-                gbit_s(g.flow_mean),
-                gbit_s(g.flow_p50),
-                gbit_s(g.flow_min),
-                gbit_s(g.all),
+                rate(g.flow_mean),
+                rate(g.flow_p50),
+                rate(g.flow_min),
+                rate(g.all),
                 time(g.active_ns as f64)
             ),
         );
@@ -149,7 +163,7 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
                     counted(c.hosts as u64, "host"),
                     counted(c.flows as u64, "flow"),
                     time(ns as f64),
-                    gbit_s(bus)
+                    rate(bus)
                 ),
                 _ => format!(
                     "#{}: {}, {}, not finished",
@@ -187,8 +201,8 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
         "seed, digest",
         format!("{}, {:016x}", scenario.seed, result.digest),
     );
-    for note in &config.notes {
-        line("note", note.clone());
+    for note in notes(config, result) {
+        line("note", note);
     }
     format!("{name}\n{out}")
 }

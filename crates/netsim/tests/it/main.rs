@@ -7,6 +7,7 @@ mod days;
 mod generators;
 mod goldens;
 mod graphs;
+mod idle;
 mod known;
 mod lossless;
 mod ndp;

@@ -117,7 +117,7 @@ fn goodput_is_told_by_flow_and_over_active_time() {
     assert_eq!(g.all, 2_625.0 * 8e9 / 12_000.0);
     let text = output::text("x", &config, &result, &Cost::default());
     assert!(
-        text.contains("of a flow: mean 5.025 Gb/s, p50 4.000 Gb/s, least 0.100 Gb/s; of all: 1.750 Gb/s over the 12.00 us"),
+        text.contains("of a flow: mean 5.025 Gb/s, p50 4.000 Gb/s, least 100.000 Mb/s; of all: 1.750 Gb/s over the 12.00 us"),
         "{text}"
     );
     // Nothing was sent: there is no goodput, rather than one of 0.

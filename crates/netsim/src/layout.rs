@@ -14,17 +14,14 @@ use crate::failure::{Outages, epochs};
 use crate::net::{INDEX_MAX, LinkClass, Net, Place, SHARDS_MAX, Step, serialization_ns};
 use crate::retry::{Look, Waits};
 use crate::route::{Router, Routing};
-use crate::scenario::{
-    Arrivals, Congestion, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport,
-};
+use crate::scenario::{Arrivals, Demand, Dist, Finished, Flow, Link, Paths, Scenario, Transport};
 use crate::scheduled::{Discipline, Room, Scheduled};
 use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
 use crate::topology::{End, PortId, Tier, Topology};
 use crate::transport::Paced;
-use crate::transport::bbr::Bbr;
-use crate::transport::control::{Control, Cubic, Dctcp, NewReno};
+use crate::transport::congestion::Control;
 use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
@@ -693,12 +690,6 @@ impl EndpointMaker<'_> {
                     Demand::Bytes(_) => None,
                     Demand::Paced(a) => Some(Paced::new(a, seed)),
                 };
-                let control = match tcp.congestion {
-                    Congestion::NewReno => Control::NewReno(NewReno::default()),
-                    Congestion::Cubic(params) => Control::Cubic(Box::new(Cubic::new(params))),
-                    Congestion::Dctcp { gain } => Control::Dctcp(Box::new(Dctcp::new(gain))),
-                    Congestion::Bbr => Control::Bbr(Box::new(Bbr::new(seed))),
-                };
                 let setup = TcpSetup {
                     flow: index,
                     me: sender,
@@ -711,7 +702,7 @@ impl EndpointMaker<'_> {
                     ssthresh: tcp.ssthresh,
                     rto_min_ns: tcp.rto_ns_min,
                     sws_avoidance: tcp.sws_avoidance,
-                    control,
+                    control: Control::new(&tcp.congestion, seed),
                     bytes: flow.demand.bytes(),
                     app,
                 };

@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
+pub use crate::transport::congestion::OtherCongestion;
 pub use crate::transport::dcqcn::Dcqcn;
 use crate::trim::Trim;
 
@@ -158,6 +159,8 @@ pub enum Congestion {
     },
     /// Version 1, draft-cardwell-iccrg-bbr-congestion-control-00.
     Bbr,
+    /// Another one of the crate's table, called through a pointer.
+    Other(OtherCongestion),
 }
 
 /// TCP of a flow.

@@ -17,11 +17,11 @@ use super::{Dialect, Means, note, ns};
 use crate::buffer::PFC_CLASSES;
 use crate::route::Routing;
 use crate::scenario::{
-    After, Arrivals, Congestion, CubicParams, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths,
-    Queue, Roce, Tcp, Transport,
+    After, Arrivals, Dcqcn, Demand, Dist, Finished, Flow, Ndp, Paths, Queue, Roce, Tcp, Transport,
 };
 use crate::scheduled::Discipline;
 use crate::sizes::Sizes;
+use crate::transport::congestion::ALGORITHMS;
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
 type Waits = Vec<(u64, u64)>;
@@ -105,25 +105,6 @@ const PAIRINGS: &[(&str, Pairing)] = &[
     ("Incast", Pairing::Incast),
     ("AllToAll", Pairing::AllToAll),
 ];
-
-const ALGORITHMS: &[(&str, Algorithm)] = &[
-    ("TCPReno", Algorithm::Reno),
-    ("Reno", Algorithm::Reno),
-    ("NewReno", Algorithm::Reno),
-    ("TCPCubic", Algorithm::Cubic),
-    ("CUBIC", Algorithm::Cubic),
-    ("DCTCP", Algorithm::Dctcp),
-    ("BBR", Algorithm::Bbr),
-    ("TCPBBR", Algorithm::Bbr),
-];
-
-#[derive(Clone, Copy, PartialEq)]
-enum Algorithm {
-    Reno,
-    Cubic,
-    Dctcp,
-    Bbr,
-}
 
 /// Flows of a set, at most.
 const FLOWS_MAX: u64 = 10_000_000;
@@ -815,7 +796,7 @@ impl<'a> Reader<'a> {
             }
             let transport = match kind {
                 FlowType::Tcp => {
-                    Transport::Tcp(t.table("tcp", |t| read_tcp(t, self.dialect)))
+                    Transport::Tcp(t.table("tcp", |t| self.read_tcp(t)))
                 }
                 FlowType::Roce => {
                     let (roce, answers) = self.read_queue_pair(t);
@@ -880,6 +861,36 @@ impl<'a> Reader<'a> {
                 sizes,
             }
         })
+    }
+
+    fn read_tcp(&self, t: &Table<'_>) -> Tcp {
+        let words: Vec<(&str, usize)> = ALGORITHMS
+            .iter()
+            .enumerate()
+            .flat_map(|(i, algorithm)| algorithm.words.iter().map(move |word| (*word, i)))
+            .collect();
+        let chosen = t.choice("cc_algorithm", &words).or(0);
+        for (i, other) in ALGORITHMS.iter().enumerate() {
+            for key in other.keys.iter().filter(|key| i != chosen && t.has(key)) {
+                self.note(format!(
+                    "`traffic.tcp.{key}` has no effect on {}: it belongs to {}",
+                    ALGORITHMS[chosen].words[0], other.words[0]
+                ));
+            }
+        }
+        let algorithm = ALGORITHMS[chosen];
+        let short = algorithm.short_segments_in_days && self.dialect == Dialect::Days;
+        Tcp {
+            congestion: (algorithm.read)(t),
+            initial_window: t
+                .get("initial_window")
+                .within(1..=10_000u32)
+                .or(algorithm.initial_window),
+            ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
+            rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
+            ecn: t.get("ecn").or(algorithm.ecn),
+            sws_avoidance: t.get("sws_avoidance").or(!short),
+        }
     }
 
     /// `roce`, and `dcqcn` of Days: a queue pair and its answers.
@@ -1221,38 +1232,6 @@ fn read_dist(t: &Table<'_>, key: &str) -> Option<Dist> {
             }
         }
     }))
-}
-
-fn read_tcp(t: &Table<'_>, dialect: Dialect) -> Tcp {
-    let algorithm = t.choice("cc_algorithm", ALGORITHMS).or(Algorithm::Reno);
-    let cubic = t.table("cubic", |t| CubicParams {
-        beta: t.get("beta").within(0.01..=0.99).or(0.7),
-        c: t.get("c").within(1e-6..=1e6).or(0.4),
-        fast_convergence: t.get("fast_convergence").or(true),
-    });
-    let (congestion, window) = match algorithm {
-        Algorithm::Reno => (Congestion::NewReno, 2),
-        // Days starts CUBIC with one segment.
-        Algorithm::Cubic => (Congestion::Cubic(cubic), 1),
-        Algorithm::Bbr => (Congestion::Bbr, 10),
-        Algorithm::Dctcp => (
-            Congestion::Dctcp {
-                gain: t.get("gain").within(1e-6..=1.0).or(1.0 / 16.0),
-            },
-            10,
-        ),
-    };
-    Tcp {
-        congestion,
-        initial_window: t.get("initial_window").within(1..=10_000u32).or(window),
-        ssthresh: t.get("ssthresh").within(1..=1u64 << 40).or(65_535),
-        rto_ns_min: seconds(t, "rto_min").unwrap_or(1_000_000_000).max(1_000),
-        ecn: t.get("ecn").or(algorithm == Algorithm::Dctcp),
-        // Days' Reno fills what is left of a window with a short segment; its CUBIC does not.
-        sws_avoidance: t
-            .get("sws_avoidance")
-            .or(dialect == Dialect::Slipstream || algorithm != Algorithm::Reno),
-    }
 }
 
 fn read_roce(t: &Table<'_>) -> Roce {

@@ -17,6 +17,7 @@ use slipstream_report::latency::tells;
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
 use crate::scenario::Transport;
+use crate::transport::congestion;
 
 /// What the run took; the caller measures it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -290,14 +291,8 @@ const IDLE_NAMED: usize = 3;
 
 /// Word for a flow's transport.
 pub fn transport_name(transport: &Transport) -> &'static str {
-    use crate::scenario::Congestion;
     match transport {
-        Transport::Tcp(tcp) => match tcp.congestion {
-            Congestion::NewReno => "TCP NewReno",
-            Congestion::Cubic(_) => "TCP CUBIC",
-            Congestion::Dctcp { .. } => "TCP DCTCP",
-            Congestion::Bbr => "TCP BBR",
-        },
+        Transport::Tcp(tcp) => congestion::label(&tcp.congestion),
         Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
         Transport::Roce(_) => "RoCE",
         Transport::Ndp(_) => "NDP",

@@ -1,7 +1,6 @@
 //! Endpoints: what sends packets and what answers them.
 
-pub(crate) mod bbr;
-pub(crate) mod control;
+pub(crate) mod congestion;
 pub(crate) mod dcqcn;
 pub(crate) mod ndp;
 pub(crate) mod raw;

@@ -5,8 +5,7 @@ use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
 use crate::transport::Paced;
-use crate::transport::bbr::Mending;
-use crate::transport::control::{AckInfo, Control, Window};
+use crate::transport::congestion::{AckInfo, Control, Mending, Window};
 
 /// Duplicate ACKs that mean a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
@@ -60,7 +59,7 @@ impl Received {
     }
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct TcpSender {
     pub(crate) w: Window,
     una: u64,
@@ -111,7 +110,7 @@ pub(crate) struct TcpSender {
 }
 
 /// How a sender is made.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct TcpSetup {
     pub(crate) flow: u32,
     pub(crate) me: Step,

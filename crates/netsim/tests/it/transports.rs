@@ -16,6 +16,7 @@ fn name(congestion: Congestion) -> &'static str {
         Congestion::Cubic(_) => "CUBIC",
         Congestion::Dctcp { .. } => "DCTCP",
         Congestion::Bbr => "BBR",
+        Congestion::Other(_) => unreachable!("none is shipped"),
     }
 }
 

@@ -10,7 +10,11 @@ use std::collections::VecDeque;
 
 use slipstream_base::mix;
 
-use crate::transport::control::Window;
+use super::{Algorithm, Window};
+use crate::scenario::Congestion;
+
+pub(super) const ALGORITHM: Algorithm =
+    Algorithm::new(&["BBR", "TCPBBR"], "TCP BBR", &[], |_| Congestion::Bbr);
 
 /// 2/ln 2, the least gain that doubles the rate each round (the draft, section 4.3.1.1).
 const HIGH_GAIN: f64 = 2.885_39;

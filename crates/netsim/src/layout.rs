@@ -20,12 +20,12 @@ use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::sim::{Execution, Simulation};
 use crate::topology::{End, PortId, Tier, Topology};
-use crate::transport::Paced;
 use crate::transport::congestion::Control;
 use crate::transport::ndp::{NdpReceiver, NdpSender, NdpSetup, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender, QpSetup};
 use crate::transport::tcp::{TcpReceiver, TcpSender, TcpSetup};
+use crate::transport::{EndSetup, Paced};
 use crate::trim::TrimPort;
 
 /// Events that a window must hold per shard on average before shards pay; below, one shard's
@@ -184,6 +184,7 @@ impl Builder {
                 Transport::Roce(_) => (Place::QpSender, Place::QpReceiver),
                 Transport::Ndp(_) => (Place::NdpSender, Place::NdpReceiver),
                 Transport::Packets => (Place::RawSender, Place::RawReceiver),
+                Transport::Other(_) => (Place::OtherSender, Place::OtherReceiver),
             };
             let (s, r) = (
                 next(&mut counts, from, sends),
@@ -213,6 +214,8 @@ impl Builder {
                 pacers: Vec::new(),
                 raw_senders: Vec::new(),
                 raw_receivers: Vec::new(),
+                other_senders: Vec::new(),
+                other_receivers: Vec::new(),
                 successors: HashMap::new(),
                 waiting: HashMap::new(),
                 now: 0,
@@ -815,6 +818,29 @@ impl EndpointMaker<'_> {
                 shards[receiver.shard()]
                     .raw_receivers
                     .push(RawReceiver::new(index, flow.header_bytes, total));
+            }
+            Transport::Other(other) => {
+                let links = &scenario.links;
+                let setup = EndSetup {
+                    flow: index,
+                    me: sender,
+                    rows: data,
+                    packet_bytes: flow.packet_bytes,
+                    header_bytes: flow.header_bytes,
+                    answer_bytes: flow.ack_bytes,
+                    total,
+                    seed,
+                    line_bits_per_s: links.host.unwrap_or(links.edge).bits_per_s,
+                };
+                let made = (other.protocol.sender)(&setup, &other.parameters);
+                shards[sender.shard()].other_senders.push(made);
+                let setup = EndSetup {
+                    me: receiver,
+                    rows: ack,
+                    ..setup
+                };
+                let made = (other.protocol.receiver)(&setup, &other.parameters);
+                shards[receiver.shard()].other_receivers.push(made);
             }
         }
     }

@@ -28,6 +28,8 @@ pub(crate) enum Place {
     None,
     Trim,
     Ingress,
+    OtherSender,
+    OtherReceiver,
 }
 
 const PLACES: [Place; 16] = [
@@ -45,8 +47,8 @@ const PLACES: [Place; 16] = [
     Place::None,
     Place::Trim,
     Place::Ingress,
-    Place::None,
-    Place::None,
+    Place::OtherSender,
+    Place::OtherReceiver,
 ];
 
 /// Shards that a [`Step`] can name.

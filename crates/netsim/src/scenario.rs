@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::route::Routing;
 use crate::scheduled::Discipline;
 use crate::topology::{Host, Node, Topology};
+pub use crate::transport::OtherTransport;
 pub use crate::transport::congestion::OtherCongestion;
 pub use crate::transport::dcqcn::Dcqcn;
 use crate::trim::Trim;
@@ -259,6 +260,8 @@ pub enum Transport {
     Ndp(Ndp),
     /// Packets that nothing answers.
     Packets,
+    /// Another one of the crate's table, called through pointers.
+    Other(OtherTransport),
 }
 
 /// Which paths a flow may take.

@@ -10,6 +10,7 @@ use crate::transport::ndp::{NdpReceiver, NdpSender, Pacer};
 use crate::transport::raw::{RawReceiver, RawSender};
 use crate::transport::roce::{QpReceiver, QpSender};
 use crate::transport::tcp::{TcpReceiver, TcpSender};
+use crate::transport::{Receiver, ReceiverState, Sender, SenderState};
 
 /// Events whose memory is fetched together; 8 to 32 were equally good on E5.
 const LOOK_AHEAD: usize = 16;
@@ -31,6 +32,9 @@ pub(crate) struct Shard {
     pub(crate) pacers: Vec<Pacer>,
     pub(crate) raw_senders: Vec<RawSender>,
     pub(crate) raw_receivers: Vec<RawReceiver>,
+    /// Of transports without a place of their own.
+    pub(crate) other_senders: Vec<Box<dyn Sender>>,
+    pub(crate) other_receivers: Vec<Box<dyn Receiver>>,
     /// By flow and what of it is waited for; empty in runs without dependencies.
     pub(crate) successors: HashMap<(u32, Finished), Successors>,
     /// Predecessors that a sender still waits for, and the earliest start.
@@ -182,7 +186,73 @@ impl Shard {
                     self.on_finished(now, flow, Finished::Delivered);
                 }
             }
+            Place::OtherReceiver => {
+                self.fabric.tally.delivered += 1;
+                let receiver = &mut self.other_receivers[step.index()];
+                if receiver.on_data(now, event, &mut self.fabric, net) {
+                    let flow = receiver.flow();
+                    self.on_finished(now, flow, Finished::Delivered);
+                }
+            }
+            Place::OtherSender => {
+                self.fabric.tally.delivered += 1;
+                let sender = &mut self.other_senders[step.index()];
+                if sender.on_packet(now, event, &mut self.fabric, net) {
+                    let flow = sender.flow();
+                    self.on_finished(now, flow, Finished::Acknowledged);
+                }
+            }
             place => unreachable!("no packet is sent to {place:?}"),
+        }
+    }
+
+    /// The sender at `step`.
+    pub(crate) fn sender(&self, step: Step) -> &dyn SenderState {
+        let index = step.index();
+        match step.place() {
+            Place::TcpSender => &self.tcp_senders[index],
+            Place::QpSender => &self.qp_senders[index],
+            Place::NdpSender => &self.ndp_senders[index],
+            Place::RawSender => &self.raw_senders[index],
+            Place::OtherSender => &*self.other_senders[index],
+            place => unreachable!("{place:?} sends no flow"),
+        }
+    }
+
+    pub(crate) fn sender_mut(&mut self, step: Step) -> &mut dyn SenderState {
+        let index = step.index();
+        match step.place() {
+            Place::TcpSender => &mut self.tcp_senders[index],
+            Place::QpSender => &mut self.qp_senders[index],
+            Place::NdpSender => &mut self.ndp_senders[index],
+            Place::RawSender => &mut self.raw_senders[index],
+            Place::OtherSender => &mut *self.other_senders[index],
+            place => unreachable!("{place:?} sends no flow"),
+        }
+    }
+
+    /// The receiver at `step`.
+    pub(crate) fn receiver(&self, step: Step) -> &dyn ReceiverState {
+        let index = step.index();
+        match step.place() {
+            Place::TcpReceiver => &self.tcp_receivers[index],
+            Place::QpReceiver => &self.qp_receivers[index],
+            Place::NdpReceiver => &self.ndp_receivers[index],
+            Place::RawReceiver => &self.raw_receivers[index],
+            Place::OtherReceiver => &*self.other_receivers[index],
+            place => unreachable!("{place:?} receives no flow"),
+        }
+    }
+
+    pub(crate) fn receiver_mut(&mut self, step: Step) -> &mut dyn ReceiverState {
+        let index = step.index();
+        match step.place() {
+            Place::TcpReceiver => &mut self.tcp_receivers[index],
+            Place::QpReceiver => &mut self.qp_receivers[index],
+            Place::NdpReceiver => &mut self.ndp_receivers[index],
+            Place::RawReceiver => &mut self.raw_receivers[index],
+            Place::OtherReceiver => &mut *self.other_receivers[index],
+            place => unreachable!("{place:?} receives no flow"),
         }
     }
 
@@ -247,6 +317,15 @@ impl Shard {
                 let sender = &mut self.raw_senders[step.index()];
                 let done = sender.on_due(now, kind == Kind::Start, fabric, net);
                 done.then_some(sender.flow)
+            }
+            (Place::OtherSender, kind) => {
+                let sender = &mut self.other_senders[step.index()];
+                let done = if kind == Kind::Start {
+                    sender.on_start(now, fabric, net)
+                } else {
+                    sender.on_timer(now, event, fabric, net)
+                };
+                done.then_some(sender.flow())
             }
             (place, kind) => unreachable!("no {kind:?} is scheduled for {place:?}"),
         };

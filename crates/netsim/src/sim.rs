@@ -15,7 +15,7 @@ use crate::result::{Collected, FlowResult, PortResult, RunResult};
 use crate::scenario::Scenario;
 use crate::series::Sampler;
 use crate::shard::Shard;
-use crate::transport::tcp::{Received, SendCount};
+use crate::transport::{Received, SendCount};
 
 /// How often a run with PFC looks for a deadlock, ns: rarely against events, soon for people.
 const DEADLOCK_NS: u64 = 1_000_000;
@@ -190,23 +190,10 @@ impl Simulation {
     fn reroute(&mut self, reroute: &Reroute) {
         let (sender, receiver) = self.endpoints[reroute.flow as usize];
         let [data, answers] = reroute.rows;
-        let (s, r) = (sender.index(), receiver.index());
-        let from = &mut self.shards[sender.shard()];
-        match sender.place() {
-            Place::TcpSender => from.tcp_senders[s].reroute(data),
-            Place::QpSender => from.qp_senders[s].reroute(data),
-            Place::NdpSender => from.ndp_senders[s].spray.reroute(data),
-            Place::RawSender => from.raw_senders[s].reroute(data),
-            place => unreachable!("{place:?} sends no flow"),
-        }
-        let to = &mut self.shards[receiver.shard()];
-        match receiver.place() {
-            Place::TcpReceiver => to.tcp_receivers[r].reroute(answers),
-            Place::QpReceiver => to.qp_receivers[r].reroute(answers),
-            Place::NdpReceiver => to.ndp_receivers[r].spray.reroute(answers),
-            // Nothing goes back.
-            _ => {}
-        }
+        self.shards[sender.shard()].sender_mut(sender).reroute(data);
+        self.shards[receiver.shard()]
+            .receiver_mut(receiver)
+            .reroute(answers);
     }
 
     fn look_for_deadlock(&mut self, now: u64) {
@@ -492,53 +479,11 @@ impl Simulation {
             ..FlowResult::default()
         };
         let waiting = self.shards[sender.shard()].waiting.get(&sender.0);
-        match sender.place() {
-            Place::TcpSender => {
-                let s = &self.shards[sender.shard()].tcp_senders[sender.index()];
-                let r = &self.shards[receiver.shard()].tcp_receivers[receiver.index()];
-                result.start_ns = s.start;
-                result.acked_ns = s.is_done().then_some(s.end);
-                result.bytes = s.offered();
-                result.bytes_acked = s.acked();
-                result.cwnd = s.w.cwnd;
-                result.ssthresh = s.w.ssthresh;
-                result.bytes_in_order = r.in_order();
-                tell_counts(&mut result, &s.count, &r.received);
-            }
-            Place::QpSender => {
-                let s = &self.shards[sender.shard()].qp_senders[sender.index()];
-                let r = &self.shards[receiver.shard()].qp_receivers[receiver.index()];
-                result.start_ns = s.start;
-                result.acked_ns = s.is_done().then_some(s.end);
-                result.bytes = s.total;
-                result.bytes_acked = s.una;
-                result.nacks = s.nacks;
-                result.notifications = s.notifications;
-                result.rate_bits_per_s = Some(s.rate());
-                result.bytes_in_order = r.next;
-                tell_counts(&mut result, &s.count, &r.received);
-            }
-            Place::NdpSender => {
-                let s = &self.shards[sender.shard()].ndp_senders[sender.index()];
-                let r = &self.shards[receiver.shard()].ndp_receivers[receiver.index()];
-                result.start_ns = s.start;
-                result.acked_ns = s.is_done().then_some(s.end);
-                result.bytes = s.total;
-                result.bytes_acked = s.acked_bytes();
-                result.nacks = s.nacks;
-                result.bytes_in_order = r.distinct_bytes();
-                tell_counts(&mut result, &s.count, &r.received);
-            }
-            Place::RawSender => {
-                let s = &self.shards[sender.shard()].raw_senders[sender.index()];
-                let r = &self.shards[receiver.shard()].raw_receivers[receiver.index()];
-                result.start_ns = s.start;
-                result.bytes = s.count.bytes;
-                result.bytes_in_order = r.received.bytes;
-                tell_counts(&mut result, &s.count, &r.received);
-            }
-            place => unreachable!("{place:?} sends no flow"),
-        }
+        let from = self.shards[sender.shard()].sender(sender);
+        let to = self.shards[receiver.shard()].receiver(receiver);
+        from.report(&mut result);
+        result.bytes_in_order = to.in_order();
+        report_counts(&mut result, from.count(), to.received());
         // At time 0 start those that wait for nothing, and those whose predecessors end at once.
         result.started =
             result.start_ns > 0 || waiting.map_or(spec.start_ns == 0, |&waiting| waiting == (0, 0));
@@ -547,7 +492,7 @@ impl Simulation {
 }
 
 /// What every transport counts at both ends of a flow.
-fn tell_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
+fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
     result.packets_sent = sent.packets;
     result.bytes_sent = sent.bytes;
     result.retransmitted = sent.retransmitted;

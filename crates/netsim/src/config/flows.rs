@@ -22,6 +22,7 @@ use crate::scenario::{
 use crate::scheduled::Discipline;
 use crate::sizes::Sizes;
 use crate::transport::congestion::ALGORITHMS;
+use crate::transport::{OtherTransport, PROTOCOLS};
 
 /// A flow that names others to wait for: (waiting flow, flow that must finish).
 type Waits = Vec<(u64, u64)>;
@@ -77,6 +78,8 @@ enum FlowType {
     Roce,
     Ndp,
     Packets,
+    /// Of [`PROTOCOLS`].
+    Other(usize),
 }
 
 const FLOW_TYPES: &[(&str, FlowType)] = &[
@@ -232,7 +235,8 @@ impl<'a> Reader<'a> {
             // Flows are missing, so that what waits for them would be reported as wrong, too.
             return flows;
         }
-        if flows.is_empty() {
+        // A trace of training is refused by its name; see the caller.
+        if flows.is_empty() && !root.has("workload") {
             root.mistake(
                 "flow",
                 "the file describes no traffic",
@@ -742,7 +746,10 @@ impl<'a> Reader<'a> {
 
     /// `listed`: sizes come from elsewhere.
     fn read_template_of(&self, t: &Table<'_>, listed: bool) -> Template {
-        let kind = t.choice("flow_type", FLOW_TYPES).or(FlowType::Tcp);
+        let others = PROTOCOLS.iter().enumerate();
+        let others = others.map(|(i, protocol)| (protocol.word, FlowType::Other(i)));
+        let words: Vec<(&str, FlowType)> = FLOW_TYPES.iter().copied().chain(others).collect();
+        let kind = t.choice("flow_type", &words).or(FlowType::Tcp);
         let routing = read_routing(t);
         let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
         let mut ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
@@ -758,6 +765,7 @@ impl<'a> Reader<'a> {
         // NDP sprays unless told otherwise.
         let routing = match kind {
             FlowType::Ndp => routing.or(Some(Routing::Spray)),
+            FlowType::Other(i) if PROTOCOLS[i].sprays => routing.or(Some(Routing::Spray)),
             _ => routing,
         };
         t.table("traffic", |t| {
@@ -806,11 +814,15 @@ impl<'a> Reader<'a> {
                 }
                 FlowType::Ndp => Transport::Ndp(t.table("ndp", read_ndp)),
                 FlowType::Packets => Transport::Packets,
+                FlowType::Other(i) => Transport::Other(OtherTransport {
+                    protocol: PROTOCOLS[i],
+                    parameters: (PROTOCOLS[i].read)(t),
+                }),
             };
-            if matches!(kind, FlowType::Roce | FlowType::Ndp) && bytes.is_none() {
+            if !matches!(kind, FlowType::Tcp | FlowType::Packets) && bytes.is_none() {
                 t.mistake(
                     "size",
-                    "RoCE and NDP flows are messages of a known size",
+                    "flows of this type are messages of a known size",
                     "give `size` in bytes",
                 );
             }

@@ -17,7 +17,7 @@ use slipstream_report::latency::tells;
 use crate::config::Config;
 use crate::result::{FlowResult, RunResult};
 use crate::scenario::Transport;
-use crate::transport::congestion;
+use crate::transport;
 
 /// What the run took; the caller measures it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -291,11 +291,5 @@ const IDLE_NAMED: usize = 3;
 
 /// Word for a flow's transport.
 pub fn transport_name(transport: &Transport) -> &'static str {
-    match transport {
-        Transport::Tcp(tcp) => congestion::label(&tcp.congestion),
-        Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
-        Transport::Roce(_) => "RoCE",
-        Transport::Ndp(_) => "NDP",
-        Transport::Packets => "packets",
-    }
+    transport::label(transport)
 }

@@ -1,15 +1,195 @@
 //! Endpoints: what sends packets and what answers them.
+//!
+//! TCP, RoCE queue pairs, NDP and plain packets have places of their own in [`crate::net::Step`] and
+//! are called directly by their shard. Any other transport is a file with a [`Protocol`], a
+//! [`Sender`] and a [`Receiver`], and a line of [`PROTOCOLS`]; those are called through pointers,
+//! and all share two places.
 
 pub(crate) mod congestion;
 pub(crate) mod dcqcn;
 pub(crate) mod ndp;
 pub(crate) mod raw;
 pub(crate) mod roce;
+#[cfg(test)]
+mod stop_and_wait;
 pub(crate) mod tcp;
 
-use slipstream_base::mix;
+use std::fmt;
 
-use crate::scenario::{Arrivals, Dist};
+use slipstream_base::mix;
+use slipstream_config::doc::Table;
+
+use crate::event::Event;
+use crate::fabric::Fabric;
+use crate::layout::Rows;
+use crate::net::{Net, Step};
+use crate::result::FlowResult;
+use crate::scenario::{Arrivals, Dist, Transport};
+
+/// Transports beside the four that are called directly.
+pub(crate) const PROTOCOLS: &[&Protocol] = &[
+    #[cfg(test)]
+    &stop_and_wait::PROTOCOL,
+];
+
+/// What files and outputs know of a transport. Its flows have a known size.
+pub(crate) struct Protocol {
+    /// Value of `flow_type`.
+    pub(crate) word: &'static str,
+    /// Name in outputs.
+    pub(crate) label: &'static str,
+    /// Packets take all paths, unless the file says otherwise.
+    pub(crate) sprays: bool,
+    /// Reads its keys from `[traffic]`.
+    pub(crate) read: fn(&Table<'_>) -> [f64; 8],
+    /// Makes the two ends of a flow from what `read` returned.
+    pub(crate) sender: fn(&EndSetup, &[f64; 8]) -> Box<dyn Sender>,
+    /// As `sender`.
+    pub(crate) receiver: fn(&EndSetup, &[f64; 8]) -> Box<dyn Receiver>,
+}
+
+/// One end of a flow, as it is made.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code, reason = "transports that are added read what they need")]
+pub(crate) struct EndSetup {
+    /// Index of the flow.
+    pub(crate) flow: u32,
+    /// Where timers of this end are scheduled.
+    pub(crate) me: Step,
+    /// Paths of the packets that this end sends.
+    pub(crate) rows: Rows,
+    /// Payload of a full packet, and what each adds on the wire, bytes.
+    pub(crate) packet_bytes: u32,
+    pub(crate) header_bytes: u32,
+    /// An answer on the wire, bytes.
+    pub(crate) answer_bytes: u32,
+    /// Bytes of the flow.
+    pub(crate) total: u64,
+    /// Seed of the flow.
+    pub(crate) seed: u64,
+    /// Rate of a host's link, bits/s.
+    pub(crate) line_bits_per_s: u64,
+}
+
+/// A transport beside the four that are called directly, with its parameters.
+#[derive(Clone, Copy)]
+pub struct OtherTransport {
+    pub(crate) protocol: &'static Protocol,
+    pub(crate) parameters: [f64; 8],
+}
+
+impl fmt::Debug for OtherTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.protocol.word, self.parameters)
+    }
+}
+
+impl PartialEq for OtherTransport {
+    fn eq(&self, other: &OtherTransport) -> bool {
+        (self.protocol.word, self.parameters) == (other.protocol.word, other.parameters)
+    }
+}
+
+/// Name of a transport in outputs.
+pub(crate) fn label(transport: &Transport) -> &'static str {
+    match transport {
+        Transport::Tcp(tcp) => congestion::label(&tcp.congestion),
+        Transport::Roce(roce) if roce.dcqcn.is_some() => "RoCE DCQCN",
+        Transport::Roce(_) => "RoCE",
+        Transport::Ndp(_) => "NDP",
+        Transport::Packets => "packets",
+        Transport::Other(other) => other.protocol.label,
+    }
+}
+
+/// What every sender has to account for.
+pub(crate) trait SenderState {
+    /// Packets take other paths from now on.
+    fn reroute(&mut self, rows: Rows);
+
+    /// Counts of what was sent.
+    fn count(&self) -> &SendCount;
+
+    /// Sets `start_ns`, `acked_ns`, `bytes`, `bytes_acked` and the fields of this transport.
+    fn report(&self, result: &mut FlowResult);
+}
+
+/// What every receiver has to account for.
+pub(crate) trait ReceiverState {
+    /// Answers take other paths from now on.
+    fn reroute(&mut self, rows: Rows);
+
+    /// Counts of what arrived.
+    fn received(&self) -> &Received;
+
+    /// Bytes that arrived, once each: those in order where the transport keeps one.
+    fn in_order(&self) -> u64;
+}
+
+/// The sender of a transport of [`PROTOCOLS`]. Methods return true if the flow is complete for it.
+pub(crate) trait Sender: SenderState + Send + fmt::Debug {
+    /// Index of its flow.
+    fn flow(&self) -> u32;
+
+    /// The flow begins.
+    fn on_start(&mut self, now: u64, fabric: &mut Fabric, net: &Net) -> bool;
+
+    /// An answer arrived.
+    fn on_packet(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+
+    /// A timer that it scheduled (`Kind::Timer`).
+    fn on_timer(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+}
+
+/// The receiver of a transport of [`PROTOCOLS`].
+pub(crate) trait Receiver: ReceiverState + Send + fmt::Debug {
+    /// Index of its flow.
+    fn flow(&self) -> u32;
+
+    /// A packet arrived. True if it completes the flow.
+    fn on_data(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
+}
+
+/// What a sender did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SendCount {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) retransmitted: u64,
+    pub(crate) acks: u64,
+    pub(crate) fast_retransmits: u32,
+    pub(crate) timeouts: u32,
+    /// Sum of departure times from the sender, for mean delays, ns.
+    pub(crate) time_sum: u64,
+}
+
+/// What a receiver has got.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Received {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    /// When the first packet and the last one arrived, ns.
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    /// Sum of arrival times, for mean delays, ns.
+    pub(crate) time_sum: u64,
+    /// When the flow was complete; 0: not yet.
+    pub(crate) done_at: u64,
+}
+
+impl Received {
+    /// A packet with `bytes` of data arrived.
+    #[inline]
+    pub(crate) fn note(&mut self, now: u64, bytes: u64) {
+        if self.packets == 0 {
+            self.first = now;
+        }
+        self.packets += 1;
+        self.bytes += bytes;
+        self.last = now;
+        self.time_sum = self.time_sum.wrapping_add(now);
+    }
+}
 
 /// Draws number `index` of a distribution.
 pub(crate) fn sample(dist: &Dist, seed: u64, index: u64) -> f64 {

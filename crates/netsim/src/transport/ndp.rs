@@ -14,8 +14,9 @@ use crate::event::{Event, Kind, TRIMMABLE, TRIMMED};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
+use crate::result::FlowResult;
 use crate::scenario::{Ndp, Scenario, Transport};
-use crate::transport::tcp::{Received, SendCount};
+use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
 /// What to say of NDP flows in a network that drops whole packets; `None` if it does not.
 pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
@@ -391,12 +392,8 @@ impl NdpSender {
         done
     }
 
-    pub(crate) fn is_done(&self) -> bool {
-        self.end != 0
-    }
-
     /// Bytes acknowledged so far.
-    pub(crate) fn acked_bytes(&self) -> u64 {
+    fn acked_bytes(&self) -> u64 {
         (u64::from(self.acked.count) * u64::from(self.mtu)).min(self.total)
     }
 }
@@ -507,11 +504,6 @@ impl NdpReceiver {
     pub(crate) fn host(&self) -> usize {
         self.host as usize
     }
-
-    /// Bytes received, each counted once.
-    pub(crate) fn distinct_bytes(&self) -> u64 {
-        (u64::from(self.got.count) * u64::from(self.mtu)).min(self.total)
-    }
 }
 
 /// A host's pacer: pulls of all its flows in turn, at the rate of its link.
@@ -563,6 +555,38 @@ impl Pacer {
             self.waiting = true;
             fabric.schedule(self.next, Kind::Timer, self.me.0, 0);
         }
+    }
+}
+
+impl SenderState for NdpSender {
+    fn reroute(&mut self, rows: Rows) {
+        self.spray.reroute(rows);
+    }
+
+    fn count(&self) -> &SendCount {
+        &self.count
+    }
+
+    fn report(&self, result: &mut FlowResult) {
+        result.start_ns = self.start;
+        result.acked_ns = (self.end != 0).then_some(self.end);
+        result.bytes = self.total;
+        result.bytes_acked = self.acked_bytes();
+        result.nacks = self.nacks;
+    }
+}
+
+impl ReceiverState for NdpReceiver {
+    fn reroute(&mut self, rows: Rows) {
+        self.spray.reroute(rows);
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
+    }
+
+    fn in_order(&self) -> u64 {
+        (u64::from(self.got.count) * u64::from(self.mtu)).min(self.total)
     }
 }
 

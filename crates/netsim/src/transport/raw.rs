@@ -4,8 +4,8 @@ use crate::event::{ECT, Event, Kind};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
-use crate::transport::Paced;
-use crate::transport::tcp::{Received, SendCount};
+use crate::result::FlowResult;
+use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 
 #[derive(Clone, Debug)]
 pub(crate) struct RawSender {
@@ -24,11 +24,6 @@ pub(crate) struct RawSender {
 }
 
 impl RawSender {
-    /// Packets take other paths from now on.
-    pub(crate) fn reroute(&mut self, rows: Rows) {
-        (self.row, self.rows) = (rows.first, rows.count);
-    }
-
     pub(crate) fn new(
         flow: u32,
         me: Step,
@@ -110,5 +105,34 @@ impl RawReceiver {
             self.received.done_at = now;
         }
         done
+    }
+}
+
+impl SenderState for RawSender {
+    fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
+    fn count(&self) -> &SendCount {
+        &self.count
+    }
+
+    fn report(&self, result: &mut FlowResult) {
+        result.start_ns = self.start;
+        result.bytes = self.count.bytes;
+    }
+}
+
+impl ReceiverState for RawReceiver {
+    fn reroute(&mut self, _rows: Rows) {
+        // It answers nothing.
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
+    }
+
+    fn in_order(&self) -> u64 {
+        self.received.bytes
     }
 }

@@ -8,9 +8,10 @@ use crate::event::{CE, ECT, Event, Kind, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
+use crate::result::FlowResult;
 use crate::scenario::Roce;
 use crate::transport::dcqcn::ReactionPoint;
-use crate::transport::tcp::{Received, SendCount};
+use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
 /// `seq` of a timer event: the next packet may be sent, or nothing was acknowledged for too long.
 const SEND: u32 = 0;
@@ -68,11 +69,6 @@ pub(crate) struct QpSetup {
 }
 
 impl QpSender {
-    /// Packets take other paths from now on.
-    pub(crate) fn reroute(&mut self, rows: Rows) {
-        (self.row, self.rows) = (rows.first, rows.count);
-    }
-
     pub(crate) fn new(s: QpSetup) -> Self {
         let line = s.line_bits_per_s as f64;
         QpSender {
@@ -239,15 +235,31 @@ impl QpSender {
         done
     }
 
-    pub(crate) fn is_done(&self) -> bool {
-        self.end != 0
-    }
-
     /// Rate at the end, bits/s.
-    pub(crate) fn rate(&self) -> f64 {
+    fn rate(&self) -> f64 {
         self.control
             .as_ref()
             .map_or(self.line_bits_per_s, |c| c.current)
+    }
+}
+
+impl SenderState for QpSender {
+    fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
+    fn count(&self) -> &SendCount {
+        &self.count
+    }
+
+    fn report(&self, result: &mut FlowResult) {
+        result.start_ns = self.start;
+        result.acked_ns = (self.end != 0).then_some(self.end);
+        result.bytes = self.total;
+        result.bytes_acked = self.una;
+        result.nacks = self.nacks;
+        result.notifications = self.notifications;
+        result.rate_bits_per_s = Some(self.rate());
     }
 }
 
@@ -271,11 +283,6 @@ pub(crate) struct QpReceiver {
 }
 
 impl QpReceiver {
-    /// Packets take other paths from now on.
-    pub(crate) fn reroute(&mut self, rows: Rows) {
-        (self.row, self.rows) = (rows.first, rows.count);
-    }
-
     pub(crate) fn new(
         flow: u32,
         (row, rows): (u32, u32),
@@ -349,5 +356,19 @@ impl QpReceiver {
         self.answers += 1;
         let event = Event::packet(kind, row, self.next as u32, self.answer_bytes, 0);
         fabric.emit(net, now, event);
+    }
+}
+
+impl ReceiverState for QpReceiver {
+    fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
+    }
+
+    fn in_order(&self) -> u64 {
+        self.next
     }
 }

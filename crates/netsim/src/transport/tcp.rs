@@ -4,8 +4,9 @@ use crate::event::{CE, ECT, Event, Kind, widen};
 use crate::fabric::Fabric;
 use crate::layout::Rows;
 use crate::net::{Net, Step};
-use crate::transport::Paced;
+use crate::result::FlowResult;
 use crate::transport::congestion::{AckInfo, Control, Mending, Window};
+use crate::transport::{Paced, Received, ReceiverState, SendCount, SenderState};
 
 /// Duplicate ACKs that mean a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
@@ -17,47 +18,6 @@ const GRANULARITY_NS: u64 = 1_000_000;
 const PACE: u32 = 1;
 /// RFC 6298 section 2.1: before any measurement.
 const RTO_NS_INITIAL: u64 = 1_000_000_000;
-
-/// What a sender did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SendCount {
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) retransmitted: u64,
-    pub(crate) acks: u64,
-    pub(crate) fast_retransmits: u32,
-    pub(crate) timeouts: u32,
-    /// Sum of departure times from the sender, for mean delays, ns.
-    pub(crate) time_sum: u64,
-}
-
-/// What a receiver has got.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Received {
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    /// When the first packet and the last one arrived, ns.
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    /// Sum of arrival times, for mean delays, ns.
-    pub(crate) time_sum: u64,
-    /// When the flow was complete; 0: not yet.
-    pub(crate) done_at: u64,
-}
-
-impl Received {
-    /// A packet with `bytes` of data arrived.
-    #[inline]
-    pub(crate) fn note(&mut self, now: u64, bytes: u64) {
-        if self.packets == 0 {
-            self.first = now;
-        }
-        self.packets += 1;
-        self.bytes += bytes;
-        self.last = now;
-        self.time_sum = self.time_sum.wrapping_add(now);
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct TcpSender {
@@ -130,11 +90,6 @@ pub(crate) struct TcpSetup {
 }
 
 impl TcpSender {
-    /// Packets take other paths from now on.
-    pub(crate) fn reroute(&mut self, rows: Rows) {
-        (self.row, self.rows) = (rows.first, rows.count);
-    }
-
     pub(crate) fn new(s: TcpSetup) -> Self {
         let mss = u64::from(s.mss);
         TcpSender {
@@ -517,19 +472,24 @@ impl TcpSender {
         }
         done
     }
+}
 
-    pub(crate) fn is_done(&self) -> bool {
-        self.end != 0
+impl SenderState for TcpSender {
+    fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
     }
 
-    /// Bytes acknowledged so far.
-    pub(crate) fn acked(&self) -> u64 {
-        self.una
+    fn count(&self) -> &SendCount {
+        &self.count
     }
 
-    /// Bytes handed over by the application so far.
-    pub(crate) fn offered(&self) -> u64 {
-        self.limit
+    fn report(&self, result: &mut FlowResult) {
+        result.start_ns = self.start;
+        result.acked_ns = (self.end != 0).then_some(self.end);
+        result.bytes = self.limit;
+        result.bytes_acked = self.una;
+        result.cwnd = self.w.cwnd;
+        result.ssthresh = self.w.ssthresh;
     }
 }
 
@@ -550,11 +510,6 @@ pub(crate) struct TcpReceiver {
 }
 
 impl TcpReceiver {
-    /// Packets take other paths from now on.
-    pub(crate) fn reroute(&mut self, rows: Rows) {
-        (self.row, self.rows) = (rows.first, rows.count);
-    }
-
     pub(crate) fn new(
         flow: u32,
         row: u32,
@@ -640,9 +595,18 @@ impl TcpReceiver {
         }
         self.beyond.splice(a..b, [(from, to)]);
     }
+}
 
-    /// Bytes that arrived in order.
-    pub(crate) fn in_order(&self) -> u64 {
+impl ReceiverState for TcpReceiver {
+    fn reroute(&mut self, rows: Rows) {
+        (self.row, self.rows) = (rows.first, rows.count);
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
+    }
+
+    fn in_order(&self) -> u64 {
         self.next
     }
 }

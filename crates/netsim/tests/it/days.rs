@@ -761,6 +761,7 @@ fn traces_of_training_are_refused_by_name() {
     let message = error(&star(&fifo(5), "[workload.aicb]\ntrace = \"x.txt\"\n"));
     assert!(message.contains("`workload` is not read"), "{message}");
     assert!(message.contains("[[compute]]"), "{message}");
+    assert!(!message.contains("no traffic"), "{message}");
 }
 
 fn collective(kind: &str, count: u32, more: &str, traffic: &str) -> String {

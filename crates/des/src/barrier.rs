@@ -44,7 +44,7 @@ impl WindowBarrier {
         }
     }
 
-    /// Waits for all threads. The last to arrive runs `prepare` before any of them goes on.
+    /// Waits for all threads. The last to arrive runs `prepare` before any of them continues.
     pub fn meet(&self, prepare: impl FnOnce()) {
         if self.threads == 1 {
             prepare();

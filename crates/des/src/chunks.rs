@@ -1,4 +1,4 @@
-//! Where the rings keep their events: chunks of a few cache lines, the last freed reused first.
+//! Storage of the rings' events: chunks of a few cache lines, the last freed reused first.
 //!
 //! A bucket in a growing buffer of its own writes each event to memory that was last used when the
 //! ring went round before, and has left the caches since; the store waits for it. Here a bucket that
@@ -115,7 +115,7 @@ impl<E: Copy> Chunks<E> {
         self.pieces(bucket).map(<[E]>::len).sum()
     }
 
-    /// The bucket's first chunk, copied out, and what is left of the bucket; the chunk is free.
+    /// The bucket's first chunk, copied out, and the rest of the bucket; the chunk is free.
     pub(crate) fn take_chunk(&mut self, bucket: &mut Bucket) -> Option<([E; EVENTS], usize)> {
         if bucket.is_empty() {
             return None;

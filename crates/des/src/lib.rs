@@ -1,4 +1,4 @@
-//! What a discrete-event simulation needs and nothing of what it simulates: an event queue and the
+//! The parts of a discrete-event simulation that do not depend on its subject: an event queue and the
 //! barrier that lets shards of one simulation run side by side.
 //!
 //! - [`Wheel`]: a queue of small `Copy` events in time buckets. A binary heap costs several hundred
@@ -7,7 +7,7 @@
 //! - [`WindowBarrier`]: one meeting per window of lookahead, which parks after a short spin.
 //!
 //! Order is part of the contract: events run by time, and equal times run in the order in which the
-//! wheel received them while both lay in the same level. The order is a function of the calls
+//! wheel received them while both were in the same level. The order is a function of the calls
 //! made, never of threads or addresses, so that a run repeats exactly.
 #![forbid(unsafe_code)]
 

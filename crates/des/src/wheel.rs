@@ -24,7 +24,7 @@ const BINS: usize = 1024;
 
 /// An event that carries the low 32 bits of its time.
 ///
-/// 32 bits keep the event small; the wheel knows the rest, because an event in a ring is less than
+/// 32 bits keep the event small; the wheel adds the rest, because an event in a ring is less than
 /// 2^31 ns ahead.
 pub trait Timed: Copy {
     /// The low 32 bits of the time, ns.
@@ -143,7 +143,7 @@ pub struct Wheel<E> {
 
 impl<E: Timed> Wheel<E> {
     /// A wheel whose buckets are `2^shift` ns wide, at most `2^12` (so that both rings together
-    /// stay within the 2^31 ns that 32-bit times can tell apart).
+    /// stay within the 2^31 ns that 32-bit times can distinguish).
     pub fn new(shift: u32) -> Self {
         assert!(shift <= 12, "bucket width 2^{shift} ns exceeds 4096 ns");
         Wheel {
@@ -180,7 +180,7 @@ impl<E: Timed> Wheel<E> {
 
     /// Schedules `event` at `time`, whose low 32 bits the event must carry.
     ///
-    /// `time` must not lie before the last event popped: simulated time does not run back.
+    /// `time` must not be before the last event popped: simulated time does not run back.
     #[inline]
     pub fn push(&mut self, time: u64, event: E) {
         debug_assert_eq!(event.time_low(), time as u32);
@@ -199,7 +199,7 @@ impl<E: Timed> Wheel<E> {
         let bucket = time >> self.shift;
         assert!(
             bucket >= self.cursor,
-            "event at {time} ns lies before the bucket that runs"
+            "event at {time} ns is before the current bucket"
         );
         self.order += 1;
         let item = Far {
@@ -241,7 +241,7 @@ impl<E: Timed> Wheel<E> {
         (fine, coarse.map(|s| s << SLOTS_LOG), far)
     }
 
-    /// Moves coarse and far events until the earliest bucket lies in `fine`, and returns it;
+    /// Moves coarse and far events until the earliest bucket is in `fine`, and returns it;
     /// `None` if it does not start before `until`. The cursor never moves to `until` or past it:
     /// events from elsewhere may still arrive there.
     fn seek(&mut self, until: u64) -> Option<u64> {
@@ -268,7 +268,7 @@ impl<E: Timed> Wheel<E> {
         }
     }
 
-    /// Moves the earliest far event, which lies in `bucket`, into a ring.
+    /// Moves the earliest far event, which is in `bucket`, into a ring.
     fn bring_far(&mut self, bucket: u64, rings_empty: bool) {
         if rings_empty && bucket > self.cursor {
             self.cursor = bucket;
@@ -288,7 +288,7 @@ impl<E: Timed> Wheel<E> {
     /// Enters the super-bucket that starts at bucket `start`: its events move to the fine ring.
     fn spill(&mut self, start: u64) {
         let mut events = self.coarse.take(start >> SLOTS_LOG);
-        // Nothing lies between the cursor and `start`, so the cursor may move up to it.
+        // No event is between the cursor and `start`, so the cursor may move up to it.
         if start > self.cursor {
             self.cursor = start;
             self.open = false;
@@ -315,7 +315,7 @@ impl<E: Timed> Wheel<E> {
         self.pop_ref(until).map(|(time, event)| (time, *event))
     }
 
-    /// As [`Wheel::pop_before`], but leaves the event where it lies: a caller that takes it apart
+    /// As [`Wheel::pop_before`], but leaves the event in place: a caller that takes it apart
     /// reads it from there. Moved through the stack it is written in pieces and read as a whole,
     /// which the processor's store buffer answers with a stall of a dozen cycles.
     #[inline]

@@ -7,7 +7,7 @@ use crate::{Endpoint, FabricConfig};
 
 impl FabricConfig {
     /// The network of `cluster`: an endpoint a worker, and behind them the frontend's. `None` if it
-    /// is not modelled. All of it is `speedup` times as fast as the file says, which is above 0.
+    /// is not modelled. All of it is `speedup` (above 0) times as fast as in the file.
     pub fn of_cluster(cluster: &Cluster, speedup: f64) -> Option<FabricConfig> {
         let network = &cluster.network;
         if network.mode == NetworkMode::None {

@@ -8,7 +8,7 @@ use slipstream_base::SimTime;
 use crate::share::{LinkId, Sharing};
 use crate::{Endpoint, Network, TransferId};
 
-/// What a [`Fabric`] is made of.
+/// Parameters of a [`Fabric`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct FabricConfig {
     /// Rate of each endpoint's interface in each direction, bits/s. Shape `[endpoints]`.
@@ -17,7 +17,7 @@ pub struct FabricConfig {
     pub leaf: Vec<u32>,
     /// Rate of a leaf's links to the spine together, in each direction, bits/s; `None`: no limit.
     pub uplink_bits_per_s: Option<f64>,
-    /// Latency of each link, ns. Two links lie between endpoints of one leaf, four between others.
+    /// Latency of each link, ns. Two links join endpoints of one leaf, four between others.
     pub hop_latency_ns: u64,
 }
 
@@ -89,7 +89,7 @@ impl Fabric {
         ([up, out, into, down], 4)
     }
 
-    /// Sends on to the spine and beyond what has been sent whole by `now`.
+    /// Forwards messages that have left their leaf completely by `now`.
     fn run(&mut self, now: SimTime) {
         while let Some((end, slot, name)) = self.sharing.next_end()
             && end <= now

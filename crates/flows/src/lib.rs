@@ -45,10 +45,10 @@ pub trait Network: Send {
     /// ever will.
     fn next_time(&mut self) -> Option<SimTime>;
 
-    /// Runs to `now`, and moves what has arrived by then to the end of `out`, in order of arrival.
+    /// Runs to `now`, and appends messages that have arrived by then to `out`, in order of arrival.
     fn advance(&mut self, now: SimTime, out: &mut Vec<TransferId>);
 
-    /// What a message of no bytes takes, ns.
+    /// Time of a message of no bytes, ns.
     fn latency_ns(&self, from: Endpoint, to: Endpoint) -> u64;
 
     /// Transfers that have not arrived.

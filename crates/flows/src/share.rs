@@ -30,7 +30,7 @@ struct Flow {
     left: f64,
     rate: f64,
     since: SimTime,
-    /// Bumped whenever its end moves, so that an older end is known for what it is.
+    /// Bumped whenever its end moves, so that an outdated end is recognized.
     version: u32,
     name: u64,
     live: bool,

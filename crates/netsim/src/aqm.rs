@@ -1,8 +1,8 @@
-//! Active queue management: what a queue does with an arriving packet before it is full.
+//! Active queue management: drops or marks of arriving packets before the queue is full.
 
 use slipstream_base::mix;
 
-/// What drops or marks at a port, besides a full queue.
+/// The rule that drops or marks at a port before the queue is full.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Aqm {
     /// Nothing: a packet is dropped when the queue is full.
@@ -49,7 +49,7 @@ pub enum Aqm {
     },
 }
 
-/// What a queue looks like to an arriving packet.
+/// State of a queue when a packet arrives.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {
     pub(crate) waiting: u32,

@@ -14,7 +14,7 @@ use crate::event::{Event, Kind};
 use crate::fabric::Fabric;
 use crate::net::{Net, Place, Step, serialization_ns};
 
-/// Classes that PFC can tell apart (IEEE 802.1Qbb: eight priorities).
+/// Classes of PFC (IEEE 802.1Qbb: eight priorities).
 pub const PFC_CLASSES: usize = 8;
 /// A pause frame on the wire, bytes (IEEE 802.3 clause 31B: a MAC control frame of minimum size).
 pub(crate) const PAUSE_BYTES: u64 = 64;
@@ -44,7 +44,7 @@ pub struct Pfc {
     pub xoff_bytes: Option<u64>,
     /// Of the dynamic threshold.
     pub alpha: f64,
-    /// A link goes on when its class has fallen this far below the threshold, bytes.
+    /// A link resumes when its class has fallen this far below the threshold, bytes.
     pub xon_gap_bytes: u64,
     /// Bytes kept for what arrives after the pause was sent. `None`: what is under way on the link
     /// (see [`headroom_bytes`]).
@@ -84,7 +84,7 @@ impl Pfc {
 }
 
 /// `seq` of a pause that only another frame ends, and of the event at the end of one that lasts a
-/// number of quanta: beyond what 16 bits can say.
+/// number of quanta: beyond 16 bits.
 pub(crate) const LASTING: u32 = 1 << 16;
 pub(crate) const RUN_OUT: u32 = LASTING + 1;
 
@@ -126,7 +126,7 @@ pub(crate) struct Memory {
     pub(crate) drops: u64,
 }
 
-/// What a switch holds of one incoming link.
+/// Memory of a switch used by one incoming link.
 #[derive(Clone, Debug)]
 pub(crate) struct Ingress {
     /// The port at the other end.
@@ -178,7 +178,7 @@ fn pfc_class(class: usize) -> usize {
 }
 
 impl Fabric {
-    /// What a queue of `memory` may hold now, by dynamic threshold; no limit without a shared buffer.
+    /// Bytes that a queue of `memory` may hold now, by dynamic threshold; no limit without a shared buffer.
     fn threshold(&self, net: &Net, memory: u32, alpha: f64) -> u64 {
         match net.rules.shared {
             Some(shared) => {

@@ -3,7 +3,7 @@
 //! A paused link resumes when the packets that came over it have left the switch. If all of them
 //! wait in queues that are paused themselves, and so on around, nothing can end it. Found by
 //! elimination: an ingress is alive if one of its packets waits in a queue that may send, or in one
-//! that is paused by a live ingress; what is left is dead.
+//! that is paused by a live ingress; the rest is dead.
 
 use std::collections::HashMap;
 

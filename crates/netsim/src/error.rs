@@ -1,8 +1,8 @@
-//! What can be wrong with a run before it starts.
+//! Errors of a run before it starts.
 
 use thiserror::Error as ThisError;
 
-/// Why a scenario cannot run. None is worth a retry; each says how to mend the input.
+/// Why a scenario cannot run. A retry does not help; each text names the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {
@@ -17,7 +17,7 @@ pub enum Error {
     Flow {
         /// The flow's number in the file.
         flow: u64,
-        /// What is wrong, and how to mend it.
+        /// The fault and its remedy.
         what: String,
     },
     /// Flows wait for each other in a circle.
@@ -33,7 +33,7 @@ pub enum Error {
         need_mib: u64,
         /// Limit, MiB.
         have_mib: u64,
-        /// What takes the most.
+        /// The largest part.
         what: String,
     },
 }

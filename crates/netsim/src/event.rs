@@ -2,7 +2,7 @@
 
 use slipstream_des::Timed;
 
-/// What an event is. Packets first, then what is local to a shard.
+/// Kinds of events. Packets first, then events local to a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
@@ -16,17 +16,17 @@ pub(crate) enum Kind {
     Cnp = 3,
     /// NDP: permission to send one more packet.
     Pull = 4,
-    /// NDP: a header that a switch sends back, for it has no room.
+    /// NDP: a header that a switch without room sends back.
     Return = 5,
     /// Start of the flow of endpoint `what`.
     Start = 8,
-    /// A timer of endpoint `what`; `seq` says which.
+    /// A timer of endpoint `what`; `seq` is which.
     Timer = 9,
     /// The application of endpoint `what` has data.
     Tick = 10,
     /// Scheduled port `what` is free.
     Wake = 11,
-    /// PFC: pause class `size` of scheduled port `what` for `seq` quanta, or let it go on (0).
+    /// PFC: pause class `size` of scheduled port `what` for `seq` quanta, or resume it (0).
     Pause = 12,
     /// Time to sample queues.
     Sample = 13,
@@ -134,7 +134,7 @@ impl Event {
         self.meta += HOP;
     }
 
-    /// Turns a packet around: it goes on at `hop` of `row`.
+    /// Turns a packet around: it continues at `hop` of `row`.
     pub(crate) fn turn(&mut self, row: u32, hop: usize) {
         let kept = self.meta & !(0xff << 16 | 0xf << 24);
         self.meta = kept | (hop as u32) << 16 | (Kind::Return as u32) << 24;

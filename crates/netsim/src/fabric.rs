@@ -21,7 +21,7 @@ pub(crate) const UNLIMITED: u32 = u32::MAX;
 
 /// `Port::flags`: every arrival takes the long way (queue management, loss injection, byte limit).
 const MANAGED: u8 = 1;
-/// `Port::flags`: the length of the queue is not tracked, for nobody asks.
+/// `Port::flags`: the length of the queue is not tracked, as nothing reads it.
 const UNTRACKED: u8 = 2;
 
 /// Service starts that a port keeps itself; more go to a ring.
@@ -53,7 +53,7 @@ pub(crate) struct Port {
     starts: [u32; INLINE as usize],
 }
 
-/// What only drops and marks change.
+/// Fields that only drops and marks change.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PortRest {
     pub(crate) drops: u32,
@@ -62,7 +62,7 @@ pub(crate) struct PortRest {
     average: f32,
 }
 
-/// How a port is made.
+/// Properties of a port when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PortSpec {
     pub(crate) class: u8,
@@ -196,7 +196,7 @@ impl Port {
     }
 }
 
-/// What became of the packets that a shard saw.
+/// Counts of the packets in a shard.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     /// Packets handed to a first port.
@@ -308,7 +308,7 @@ impl Fabric {
                 self.rings.push(port, now, start);
             }
         } else {
-            // Nobody waits. Starts kept for longer than 2^31 ns would seem to lie ahead.
+            // No packet waits. Starts kept for longer than 2^31 ns would seem to be ahead.
             port.len = 0;
         }
         let port = &mut self.ports[index];
@@ -436,7 +436,7 @@ impl Fabric {
         self.wheel.push(time, Event::local(kind, time, what, seq));
     }
 
-    /// Schedules an event that is no packet at `to`, which may lie in another shard; `time` is at
+    /// Schedules an event that is no packet at `to`, which may be in another shard; `time` is at
     /// least a link's delay ahead then.
     pub(crate) fn deliver_local(&mut self, to: Step, time: u64, event: Event) {
         if to.shard() == self.shard {

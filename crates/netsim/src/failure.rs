@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::net::{LinkClass, Net, serialization_ns};
 use crate::topology::{End, Host, Node, PortId, Topology};
 
-/// What fails.
+/// The part that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// The link between two switches, in both directions.
@@ -24,7 +24,7 @@ pub enum Target {
 /// A failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// What.
+    /// The part that fails.
     pub target: Target,
     /// When, ns.
     pub at_ns: u64,

@@ -1,4 +1,4 @@
-//! Lays a scenario out: shards, ports, paths and endpoints. What is wrong with a scenario shows here.
+//! Lays a scenario out: shards, ports, paths and endpoints. Errors of a scenario are found here.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -30,7 +30,7 @@ use crate::trim::TrimPort;
 
 /// Events that a window must hold per shard on average before shards pay; below, one shard's
 /// single queue is faster than many nearly empty ones. Chosen by `make bench-net`: f32 has 1 event
-/// a window in all, E5 has thousands.
+/// per window in all, E5 has thousands.
 const EVENTS_PER_SHARD_WINDOW: f64 = 16.0;
 
 pub(crate) struct Builder {
@@ -43,7 +43,7 @@ pub(crate) struct Builder {
     /// Place of each port plus one; 0: not made yet.
     port_steps: Vec<u32>,
     /// Switches share memory, pause their neighbors or turn packets around, so all ports of a switch
-    /// lie in one shard.
+    /// are in one shard.
     whole_switches: bool,
     /// Hosts' ports take their senders in turn.
     host_turns: bool,
@@ -453,7 +453,7 @@ impl Builder {
         Ok(reroutes)
     }
 
-    /// Tells the links in use when they are down.
+    /// Gives the links in use their outages.
     fn note_outages(&mut self) -> Result<(), Error> {
         let topology = &self.scenario.topology;
         for failure in &self.scenario.failures {
@@ -497,7 +497,7 @@ impl Builder {
         Ok(())
     }
 
-    /// The memory of a switch, which is made when first asked for.
+    /// The memory of a switch, which is created on first use.
     fn memory(&mut self, shard: u32, node: u32) -> u32 {
         let known = &mut self.memory_of[node as usize];
         if *known == 0 {
@@ -538,7 +538,7 @@ impl Builder {
         }
     }
 
-    /// The place of a port, which is made when first asked for.
+    /// The place of a port, which is created on first use.
     fn port_step(&mut self, port: PortId) -> Result<Step, Error> {
         if self.port_steps[port as usize] != 0 {
             return Ok(Step(self.port_steps[port as usize] - 1));
@@ -565,7 +565,7 @@ impl Builder {
             capacity,
             aqm: u8::from(managed),
         };
-        // Queues longer than the 2^31 ns that a ring of 32-bit times can tell apart take the other
+        // Queues longer than the 2^31 ns that a ring of 32-bit times can distinguish take the other
         // form too; a ring has up to twice as many places, and is looked through when it is full.
         let link = self.net.classes[class as usize];
         let packet_ns = serialization_ns(self.net.sizes as u64, link.bits_per_s);
@@ -1199,13 +1199,13 @@ fn scenario_density(scenario: &Scenario) -> f64 {
     per_s * 10.0 / 1e9
 }
 
-/// How many shards a run has. A property of the scenario alone: the same on every machine.
+/// The number of shards of a run. A property of the scenario alone: the same on every machine.
 fn shard_count(scenario: &Scenario, lookahead_ns: u64) -> u32 {
     let topology = &scenario.topology;
     let parts = topology.parts().min(SHARDS_MAX);
     let crossing = scenario.flows.iter().any(|flow| {
         flow.after.iter().any(|after| {
-            // What a flow waits for must be seen where the flow starts.
+            // The end of a predecessor must be seen in the shard where the flow starts.
             let Some(other) = scenario.flows.get(after.flow as usize) else {
                 return true;
             };

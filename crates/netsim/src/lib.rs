@@ -1,6 +1,6 @@
 //! A packet-level network simulator: topologies, queues, transports and collectives.
 //!
-//! Why beside the well-known ones: a packet costs one event per FIFO port it crosses, an event is
+//! Why not a well-known one: a packet costs one event per FIFO port it crosses, an event is
 //! 16 bytes and *is* the packet, routes and ports are arithmetic, and pods run side by side with
 //! the same result on any number of threads. It knows nothing of language models.
 //!
@@ -10,7 +10,7 @@
 //!   values)      path table, shared
 //! ```
 //!
-//! Modules in reading order: [`scenario`] (what a run is), [`topology`] and [`route`] (where packets
+//! Modules in reading order: [`scenario`] (a run), [`topology`] and [`route`] (where packets
 //! go), `event`, `net` and `fabric` (how a packet crosses a port), [`aqm`], `transport` (who sends),
 //! `shard`, `layout` and [`sim`] (the loop, windows and threads), [`result`].
 #![forbid(unsafe_code)]

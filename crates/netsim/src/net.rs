@@ -1,17 +1,17 @@
-//! What all shards read and none changes while it runs: the path table and the links' arithmetic.
+//! Data that all shards read and none changes: the path table and the links' arithmetic.
 
 use crate::buffer::{NO_INGRESS, Rules};
 use crate::failure::OutageMap;
 use crate::scheduled::Discipline;
 use crate::trim::Trim;
 
-/// Where a packet is handled next: a port or an endpoint of a shard, in 32 bits.
+/// The next hop of a packet: a port or an endpoint of a shard, in 32 bits.
 ///
 /// Shard in bits 24..32, place in 20..24, index within the shard in 0..20.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step(pub(crate) u32);
 
-/// What a [`Step`] leads to.
+/// Kind of port or endpoint of a [`Step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Fifo,
@@ -103,11 +103,11 @@ pub(crate) struct Net {
     pub(crate) classes: Vec<LinkClass>,
     /// Traffic class of each row.
     pub(crate) row_class: Vec<u8>,
-    /// What scheduled ports do.
+    /// Discipline of scheduled ports.
     pub(crate) discipline: Discipline,
     /// Links that fail; empty in most runs.
     pub(crate) outages: OutageMap,
-    /// What trimming ports do.
+    /// Rules of trimming ports.
     pub(crate) trim: Trim,
     /// Shared buffers and PFC.
     pub(crate) rules: Rules,

@@ -1,4 +1,4 @@
-//! What a run produced.
+//! Results of a run.
 
 use slipstream_base::mix;
 
@@ -7,7 +7,7 @@ use crate::fabric::{Fabric, Tally};
 use crate::series::Series;
 use crate::topology::{Host, Node, PortId};
 
-/// What became of a flow. Times are ns of simulated time.
+/// Result of a flow. Times are ns of simulated time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FlowResult {
     /// Its number in the file.
@@ -65,7 +65,7 @@ pub struct FlowResult {
     pub one_way_delay_ns_mean: Option<f64>,
 }
 
-/// What a port did.
+/// Result of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortResult {
     /// The port.
@@ -88,7 +88,7 @@ pub struct PortResult {
     pub paused_ns: u64,
 }
 
-/// What a switch with shared memory or PFC held.
+/// Memory use of a switch with shared memory or PFC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryResult {
     /// The switch.
@@ -128,7 +128,7 @@ pub struct Totals {
     pub returns: u64,
     /// PFC pauses.
     pub pauses: u64,
-    /// Frames that said a pause again.
+    /// Frames that refreshed a pause.
     pub pause_refreshes: u64,
     /// Time of the last event, ns.
     pub last_event_ns: u64,
@@ -157,7 +157,7 @@ pub struct RunResult {
     pub digest: u64,
 }
 
-/// What is collected of a run before it is summed up.
+/// Results of the parts of a run, before totals.
 pub(crate) struct Collected {
     pub(crate) tally: Tally,
     pub(crate) events: u64,
@@ -218,7 +218,7 @@ impl RunResult {
     /// The first law of conservation that the figures break; `None` if all hold.
     ///
     /// Totals, flows and ports are counted in different places, so a packet or byte that one of them
-    /// loses shows here.
+    /// loses is found here.
     pub fn broken_law(&self) -> Option<String> {
         let t = &self.totals;
         let drops = t.data_drops + t.control_drops;
@@ -327,7 +327,7 @@ fn digest(
     ] {
         add(x);
     }
-    // What few runs have: the others' digests stay what they were before.
+    // Only some runs have these; digests of the others do not change.
     for x in [totals.pause_refreshes, totals.returns] {
         if x > 0 {
             add(x);
@@ -353,7 +353,7 @@ fn digest(
         ] {
             add(x);
         }
-        // What only some transports have: the others' digests stay what they were before.
+        // Only some transports have these; digests of the others do not change.
         let rate = f.rate_bits_per_s.map_or(0, f64::to_bits);
         for x in [f.nacks, f.notifications, rate] {
             if x != 0 {

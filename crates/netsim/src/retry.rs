@@ -1,7 +1,7 @@
 //! The default timeouts of queue pairs and of NDP: longer than a packet and its answer take while
 //! nothing is lost.
 //!
-//! InfiniBand leaves the timeout to whoever knows the fabric: it has to exceed the packet's life in
+//! InfiniBand leaves the timeout to the fabric's administrator: it has to exceed the packet's life in
 //! both directions and the responder's delay (InfiniBand Architecture Specification volume 1, section
 //! 9.7.6.1.3: Local ACK Timeout, 4.096 us times a power of two). A timeout below that sends packets
 //! again that were never lost.
@@ -19,7 +19,7 @@ const EXPONENT_MAX: u32 = 31;
 /// Looks at a path.
 pub(crate) type Look<'a> = dyn FnMut(&[PortId]) + 'a;
 
-/// What may be in the way of a packet, by port and by group of flows that share ports.
+/// Bytes that may be ahead of a packet, by port and by group of flows that share ports.
 pub(crate) struct Waits<'a> {
     scenario: &'a Scenario,
     /// Largest packet on the wire, bytes.

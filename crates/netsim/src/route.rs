@@ -1,5 +1,5 @@
 //! Paths. The generic algorithm walks shortest paths hop by hop and chooses among the neighbors
-//! that lie nearer to the destination; fat-trees and leaf-spines compute the same paths.
+//! that are nearer to the destination; fat-trees and leaf-spines compute the same paths.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
@@ -7,7 +7,7 @@ use slipstream_base::mix;
 
 use crate::topology::{Host, Node, PortId, Topology};
 
-/// How a flow's path is chosen among the shortest ones.
+/// Choice of a flow's path among the shortest ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Routing {
     /// The first path in order of node numbers: every flow between two switches takes the same.

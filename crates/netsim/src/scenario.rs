@@ -1,4 +1,4 @@
-//! What a run is: plain values, made by hand or by a configuration reader.
+//! A run as plain values, made by hand or by a configuration reader.
 
 use crate::aqm::Aqm;
 use crate::buffer::{PFC_CLASSES, Pfc, SharedBuffer};
@@ -40,7 +40,7 @@ pub struct Queue {
     pub capacity_bytes: u64,
     /// Which class is served next.
     pub discipline: Discipline,
-    /// What drops or marks before the queue is full.
+    /// Drops or marks before the queue is full.
     pub aqm: Aqm,
     /// Probability that a packet is lost on its way into a port, for fault injection.
     pub loss: f64,
@@ -106,7 +106,7 @@ pub struct Arrivals {
     pub bytes: Option<u64>,
 }
 
-/// What a flow has to send.
+/// Data that a flow has to send.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Demand {
     /// So many bytes, there from the start.
@@ -281,12 +281,12 @@ pub enum Paths {
 pub enum Finished {
     /// Its last byte has arrived.
     Delivered,
-    /// Its sender knows that. A sender of plain packets, which nothing acknowledges, has sent the last.
+    /// Its sender has the last ACK. Plain packets have none: their sender has sent the last packet.
     Acknowledged,
 }
 
 impl Finished {
-    /// What can be waited for of `flow`.
+    /// The event of `flow` that can be waited for.
     pub(crate) fn of(self, flow: &Flow) -> Finished {
         match flow.demand.bytes() {
             None | Some(0) => Finished::Acknowledged,
@@ -300,7 +300,7 @@ impl Finished {
 pub struct After {
     /// Index of the other flow in [`Scenario::flows`].
     pub flow: u32,
-    /// What is waited for.
+    /// The event to wait for.
     pub until: Finished,
     /// Time between the two, such as computation, ns.
     pub delay_ns: u64,
@@ -317,11 +317,11 @@ pub struct Flow {
     pub dst: Host,
     /// Earliest start, ns.
     pub start_ns: u64,
-    /// What it sends.
+    /// Its data.
     pub demand: Demand,
-    /// How.
+    /// Its transport.
     pub transport: Transport,
-    /// Where.
+    /// Its paths.
     pub paths: Paths,
     /// Payload of a full packet, bytes.
     pub packet_bytes: u32,

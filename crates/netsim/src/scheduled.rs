@@ -228,7 +228,7 @@ impl Scheduled {
         })
     }
 
-    /// The priority by which PFC knows packets of `class`.
+    /// PFC's priority of packets of `class`.
     #[inline]
     fn priority(&self, class: usize) -> usize {
         self.priorities
@@ -385,13 +385,13 @@ impl Fabric {
         }
     }
 
-    /// PFC stops a class of a port or lets it go on.
+    /// PFC pauses or resumes a class of a port.
     pub(crate) fn on_pause(&mut self, net: &Net, now: u64, event: Event) {
         let step = Step(event.what);
         let port = &mut self.scheduled[step.index()];
         let class = event.size() as usize & (PFC_CLASSES - 1);
         let bit = 1 << class;
-        // A frame that came meanwhile has put the end off.
+        // A later frame has extended the pause.
         let pause = match event.seq {
             0 => false,
             RUN_OUT if port.paused_until[class] != now => return,

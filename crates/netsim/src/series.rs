@@ -4,7 +4,7 @@ use crate::net::{Net, Place, Step};
 use crate::shard::Shard;
 use crate::topology::{PortId, Tier, Topology};
 
-/// Samples of single ports that are kept; beyond it only the tiers' go on.
+/// Samples of single ports that are kept; later ones are of tiers only.
 const SAMPLES_MAX: usize = 4_000_000;
 
 /// Samples in time that are taken; a run that lasts longer has none of its end.
@@ -70,7 +70,7 @@ impl Series {
     }
 }
 
-/// What a port has done by a time.
+/// Counters of a port at a time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     sent: u64,

@@ -18,7 +18,7 @@ const LOOK_AHEAD: usize = 16;
 /// Paths, ports and endpoints of less than this stay in a core's caches.
 const SMALL_BYTES: usize = 128 << 10;
 
-/// What starts when a flow finishes: the sender, and how much later, ns.
+/// Flows that start when a flow finishes: the sender, and the delay, ns.
 type Successors = Vec<(Step, u64)>;
 
 pub(crate) struct Shard {
@@ -35,7 +35,7 @@ pub(crate) struct Shard {
     /// Of transports without a place of their own.
     pub(crate) other_senders: Vec<Box<dyn Sender>>,
     pub(crate) other_receivers: Vec<Box<dyn Receiver>>,
-    /// By flow and what of it is waited for; empty in runs without dependencies.
+    /// By flow and its event that is waited for; empty in runs without dependencies.
     pub(crate) successors: HashMap<(u32, Finished), Successors>,
     /// Predecessors that a sender still waits for, and the earliest start.
     pub(crate) waiting: HashMap<u32, (u32, u64)>,
@@ -46,7 +46,7 @@ pub(crate) struct Shard {
 impl Shard {
     /// Runs every event before `until`.
     pub(crate) fn run(&mut self, net: &Net, until: u64) {
-        // What fits into the caches needs no fetching.
+        // Data that fits into the caches needs no fetching.
         let mut ahead = if self.is_small(net) { u64::MAX } else { 0 };
         while let Some((now, event)) = self.fabric.wheel.pop_ref(until) {
             let event = *event;
@@ -78,7 +78,7 @@ impl Shard {
         bytes <= SMALL_BYTES
     }
 
-    /// Reads what the next events will need, so that the cache misses of several overlap instead of
+    /// Reads the data of the next events, so that the cache misses of several overlap instead of
     /// following each other. Returns how many events that covers.
     #[inline]
     fn look_ahead(&self, net: &Net) -> usize {
@@ -110,7 +110,7 @@ impl Shard {
         upcoming.len()
     }
 
-    /// The earliest time that this shard knows of: of its events and of its outgoing mail.
+    /// The earliest time of its events and of its outgoing mail.
     pub(crate) fn next_time(&self) -> u64 {
         let own = self.fabric.wheel.next_bucket_start().unwrap_or(u64::MAX);
         own.min(self.fabric.mail_first)

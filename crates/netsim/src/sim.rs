@@ -17,7 +17,7 @@ use crate::series::Sampler;
 use crate::shard::Shard;
 use crate::transport::{Received, SendCount};
 
-/// How often a run with PFC looks for a deadlock, ns: rarely against events, soon for people.
+/// Interval of the deadlock search in runs with PFC, ns: rare compared with events, short for people.
 const DEADLOCK_NS: u64 = 1_000_000;
 
 /// How a run is executed; none of it changes the result.
@@ -34,8 +34,8 @@ pub struct Execution {
     pub memory_bytes_max: u64,
 }
 
-/// Windows between two looks at how many events they hold, on one thread: few, as a crowded network
-/// would do better with all of them.
+/// Windows between two counts of their events, on one thread: few, as a crowded network would run
+/// faster on all threads.
 const LOOK_ALONE: u64 = 16;
 /// The same on several: starting threads costs about as much as a hundred meetings.
 const LOOK_TOGETHER: u64 = 1_024;
@@ -108,7 +108,7 @@ impl Simulation {
         &self.scenario
     }
 
-    /// Runs to the end of simulated time, or until nothing is left to do. `progress` hears the
+    /// Runs to the end of simulated time, or until nothing is left to do. `progress` gets the
     /// simulated time, ns, and the events so far, about every `progress_ns` of simulated time.
     pub fn run(
         &mut self,
@@ -120,7 +120,7 @@ impl Simulation {
         let mut report = Report {
             every_ns: progress_ns.max(1),
             next_ns: progress_ns.max(1),
-            hear: progress,
+            on_progress: progress,
         };
         // Stops are a property of the scenario: they cut the run in the same places on any number
         // of threads.
@@ -132,7 +132,7 @@ impl Simulation {
             if let Some(sampler) = &mut self.sampler {
                 sampler.skip_to(next, &self.shards);
             }
-            // The wheel knows the next event's bucket, which may begin before the last stop.
+            // This is the start of the next event's bucket, which may be before the last stop.
             stop = self.next_stop(next.max(stop)).min(end);
             self.run_until(stop, execution, &mut report);
             self.at_stop(stop);
@@ -148,7 +148,7 @@ impl Simulation {
         {
             sampler.take(now, &self.shards, &self.net);
         }
-        // What is stuck without a timer leaves no event behind.
+        // Flows stuck without a timer leave no event behind.
         self.look_for_deadlock(self.now());
     }
 
@@ -226,7 +226,7 @@ impl Simulation {
                 let stop = report.next_ns.max(next + 1).min(until);
                 shard.run(&self.net, stop);
                 report.at(stop, shard.events);
-                // What is left of the last bucket lies beyond `until`.
+                // The rest of the last bucket is beyond `until`.
                 if stop == until {
                     break;
                 }
@@ -299,7 +299,7 @@ impl Simulation {
         false
     }
 
-    /// Several threads: each takes its own shards first, then whatever nobody has begun.
+    /// Several threads: each takes its own shards first, then those that no thread has begun.
     ///
     /// Windows and the order in which mail is read are those of [`Simulation::run_windows`], so
     /// the result is the same. Ends after `windows_max` windows; true if there are more before `until`.
@@ -371,7 +371,7 @@ impl Simulation {
         crew.more.into_inner()
     }
 
-    /// What came of it.
+    /// The result so far.
     ///
     /// # Panics
     /// If a law of conservation does not hold ([`RunResult::broken_law`]): a fault of this crate.
@@ -491,7 +491,7 @@ impl Simulation {
     }
 }
 
-/// What every transport counts at both ends of a flow.
+/// Counts that every transport has at both ends of a flow.
 fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
     result.packets_sent = sent.packets;
     result.bytes_sent = sent.bytes;
@@ -510,17 +510,17 @@ fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
     }
 }
 
-/// Who hears of progress, and when next.
+/// The receiver of progress, and its next time.
 struct Report<'a> {
     every_ns: u64,
     next_ns: u64,
-    hear: &'a mut (dyn FnMut(u64, u64) + Send),
+    on_progress: &'a mut (dyn FnMut(u64, u64) + Send),
 }
 
 impl Report<'_> {
     fn at(&mut self, now: u64, events: u64) {
         if now >= self.next_ns {
-            (self.hear)(now, events);
+            (self.on_progress)(now, events);
             self.next_ns = now.saturating_add(self.every_ns);
         }
     }
@@ -529,7 +529,7 @@ impl Report<'_> {
 /// A box of mail: events with their times.
 type MailBox = Mutex<Vec<(u64, Event)>>;
 
-/// What the threads of a run share.
+/// State that the threads of a run share.
 struct Crew<'a> {
     net: &'a Net,
     width: u64,
@@ -546,7 +546,7 @@ struct Crew<'a> {
     boxes: [Vec<MailBox>; 2],
     /// By parity and reader: the set of shards that wrote to it.
     pending: [Vec<AtomicU64>; 2],
-    /// The last window in which somebody took the shard.
+    /// The last window in which a thread took the shard.
     claims: Vec<AtomicU64>,
     /// By thread: the earliest event left in its shards, and its earliest mail.
     earliest: Vec<AtomicU64>,
@@ -613,8 +613,8 @@ impl Crew<'_> {
                 .is_ok()
     }
 
-    /// Reads the last window's mail, runs the shard, and sends what it wrote. Returns the earliest
-    /// time that it knows of.
+    /// Reads the last window's mail, runs the shard, and sends its mail. Returns its earliest
+    /// pending time.
     fn run_shard(&self, shard: &mut Shard, at: usize, window: u64, end: u64) -> u64 {
         let count = self.shards.len();
         let now = (window & 1) as usize;

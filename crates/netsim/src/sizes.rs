@@ -127,7 +127,7 @@ impl Sizes {
         format!("[{}]", points.collect::<Vec<_>>().join(", "))
     }
 
-    /// The size below which a share `u` of the flows lies, bytes; at least 1.
+    /// The size that a share `u` of the flows is below, bytes; at least 1.
     pub fn quantile(&self, u: f64) -> u64 {
         let at = self.points.partition_point(|p| p.1 <= u);
         let bytes = match (

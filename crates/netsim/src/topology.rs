@@ -1,4 +1,4 @@
-//! Where switches and hosts are, and which port leads where.
+//! Switches, hosts, and the ports that join them.
 //!
 //! A topology is a handful of numbers: ports and neighbors are computed, not stored, where the
 //! shape allows it. A fat-tree with k = 96 costs as much to make as one with k = 4.
@@ -47,7 +47,7 @@ pub struct FatTree {
     order: HostOrder,
 }
 
-/// How hosts are numbered where every edge switch has equally many.
+/// Order of host numbers if every edge switch has equally many hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostOrder {
     /// Switch after switch: host = switch · hosts per switch + ordinal.
@@ -774,7 +774,7 @@ impl Topology {
         }
     }
 
-    /// A part for each switch, so that all ports of a switch lie in one: its pod or leaf; cores and
+    /// A part for each switch, so that all ports of a switch are in one: its pod or leaf; cores and
     /// spines are dealt out in turn.
     pub fn part_of_node(&self, node: Node) -> u32 {
         match self {

@@ -147,7 +147,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     }
     let execution = Execution {
         threads: args.threads.unwrap_or_else(super::cores),
-        // Who names a number gets it.
+        // A number on the command line is used as it is.
         window_events_min: args.threads.map_or(EVENTS_A_WINDOW_MIN, |_| 0),
         spin: Spin { looks: args.spin },
         memory_bytes_max: memory_at_hand(),
@@ -204,7 +204,7 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     let events_a_window = result.totals.events / cost.windows.max(1);
     if args.threads.is_some() && cost.threads > 1 && events_a_window < EVENTS_A_WINDOW_MIN {
         eprintln!(
-            "note: threads met {}, once in {}, which costs more than they save; leave --threads out",
+            "note: threads synchronized {}, once in {}, which costs more than they save; omit --threads",
             counted(cost.windows, "time"),
             counted(events_a_window, "event")
         );
@@ -315,7 +315,7 @@ impl Outputs {
         Ok(outputs)
     }
 
-    /// Writes all that can be written; what could not, in words.
+    /// Writes all outputs; returns the errors as text.
     fn write(&self, name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Vec<String> {
         let mut failures = Vec::new();
         let mut save = |path: &Path, write: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
@@ -358,7 +358,7 @@ impl Outputs {
     }
 }
 
-/// A path by which equal files have equal names, as far as they exist.
+/// The canonical path of a file, as far as it exists.
 fn whole_path(path: &Path) -> PathBuf {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -394,7 +394,7 @@ fn save(path: &Path, write: &dyn Fn(&mut dyn Write) -> io::Result<()>) -> io::Re
     partial.complete()
 }
 
-/// A record a flow, as CSV or Parquet.
+/// One record per flow, as CSV or Parquet.
 fn write_flows(path: &Path, config: &Config, result: &RunResult) -> Result<(), RecordError> {
     let columns = [
         ("id", U64),
@@ -456,12 +456,12 @@ fn rss_bytes_max() -> u64 {
     memory::proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
 
-/// Events between two meetings of threads below which one thread is faster: measured, 38 a window
+/// Events between two meetings of threads below which one thread is faster: measured, 38 per window
 /// take twice to ten times as long on two to four threads, E5's 10,000 and more gain
 /// (`docs/benchmarks-net.md`).
 const EVENTS_A_WINDOW_MIN: u64 = 1000;
 
-/// Memory that a run may take; no limit where it cannot be told.
+/// Memory that a run may take; no limit if it is unknown.
 fn memory_at_hand() -> u64 {
     memory::proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX)
 }

@@ -152,12 +152,12 @@ impl Reader<'_> {
         );
         let bytes = match template.demand.bytes() {
             Some(bytes) => bytes,
-            // Each flow sends for as long; nothing is passed on.
+            // Each flow sends for as long; nothing is forwarded.
             None if fans => 0,
             None => {
                 t.mistake(
                     "traffic",
-                    "a collective whose hosts pass on what they get needs `traffic.size`, its bytes a \
+                    "a collective whose hosts forward data needs `traffic.size`, its bytes per \
                      host",
                     "give `size` in bytes in place of `duration`",
                 );
@@ -397,7 +397,7 @@ impl Reader<'_> {
     }
 }
 
-/// What a collective is like, without its hosts.
+/// A collective without its hosts.
 struct Shape {
     /// `None`: sends side by side.
     kind: Option<Kind>,

@@ -1,4 +1,4 @@
-//! Whose meaning a file has, ours or that of Days, where one key means two things.
+//! Dialects: keys that Days and we define differently have the meaning of the file's dialect.
 //!
 //! All keys of both are read in either dialect. The dialect decides how hosts are numbered, which
 //! class a flow has, how a collective's `sources` and `sinks` pair up, and what `ecn_threshold`
@@ -8,7 +8,7 @@ use slipstream_config::doc::{Table, Value};
 
 use super::EXECUTION;
 
-/// Whose meaning a file has.
+/// Whose definitions apply to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
     /// Ours, as documented in `docs/netsim.md`.
@@ -35,7 +35,7 @@ impl Dialect {
 pub(super) struct Chosen {
     pub(super) dialect: Dialect,
     pub(super) because: String,
-    /// What the reader should know about the choice.
+    /// A note for the user about the choice.
     pub(super) note: Option<String>,
 }
 
@@ -130,7 +130,7 @@ const NAMES_HOSTS: &[&str] = &[
     "collective_set.sinks",
 ];
 
-/// Chooses the dialect of the document, and notes a mistake where it cannot be told and matters.
+/// Chooses the dialect of the document; an error if it is ambiguous and changes results.
 pub(super) fn choose(root: &Table<'_>) -> Chosen {
     let named = root.choice("dialect", Dialect::WORDS).optional();
     if let Some(dialect) = named {
@@ -259,7 +259,7 @@ fn is_complete(root: &Table<'_>) -> bool {
         })
 }
 
-/// What of the document means something else in the other dialect, if anything does.
+/// The difference that the choice makes to this document, if any.
 fn differs(root: &Table<'_>) -> Option<&'static str> {
     let several = |v: &Value<'_>| matches!(v, Value::Integer(n) if *n > 1);
     let list = |v: &Value<'_>| matches!(v, Value::List(items) if items.len() > 1);

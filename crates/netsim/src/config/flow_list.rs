@@ -1,5 +1,5 @@
-//! A list of flows in a file of its own: CSV with a header, or JSON, an object a line. It is read as
-//! a stream, so its length is limited by the memory of the flows alone.
+//! A list of flows in a file of its own: CSV with a header, or one JSON object per line. It is read
+//! as a stream, so only the memory of the flows limits its length.
 
 use std::fmt;
 use std::io::{BufRead, Read as _};
@@ -225,7 +225,7 @@ fn csv_header(text: &str) -> Result<Vec<Column>, String> {
         }
     }
     if columns.contains(&Column::StartS) && columns.contains(&Column::StartNs) {
-        return Err("start_s and start_ns both say when a flow starts; keep one".into());
+        return Err("start_s and start_ns both set the start; keep one".into());
     }
     Ok(columns)
 }
@@ -281,7 +281,7 @@ fn json_row(text: &str) -> Result<Row, String> {
         }
     }
     if seen.contains(&Column::StartS) && seen.contains(&Column::StartNs) {
-        return Err("start_s and start_ns both say when the flow starts; keep one".into());
+        return Err("start_s and start_ns both set the start; keep one".into());
     }
     draft.finish()
 }

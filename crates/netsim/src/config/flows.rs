@@ -112,7 +112,7 @@ const PAIRINGS: &[(&str, Pairing)] = &[
 /// Flows of a set, at most.
 const FLOWS_MAX: u64 = 10_000_000;
 
-/// What all flows of a table have in common.
+/// Properties that all flows of a table share.
 #[derive(Clone)]
 pub(super) struct Template {
     pub(super) transport: Transport,
@@ -329,7 +329,7 @@ impl<'a> Reader<'a> {
     pub(super) fn take_ids(&self, first: Option<u64>, count: u64) -> u64 {
         let first = first.unwrap_or_else(|| {
             let mut next = self.next_id.get();
-            // Numbers that the file gives stay free; they are few beside those that it leaves out.
+            // Numbers in the file stay reserved; they are few.
             if count == 1 {
                 while self.given.contains(&next) {
                     next += 1;
@@ -762,7 +762,7 @@ impl<'a> Reader<'a> {
             .or(u32::from(class)) as u8;
         let mut answer_priority = priority;
         let duration_s = self.duration_s;
-        // NDP sprays unless told otherwise.
+        // NDP sprays by default.
         let routing = match kind {
             FlowType::Ndp => routing.or(Some(Routing::Spray)),
             FlowType::Other(i) if PROTOCOLS[i].sprays => routing.or(Some(Routing::Spray)),
@@ -775,13 +775,13 @@ impl<'a> Reader<'a> {
             if sizes.is_some() && size.is_some() {
                 t.mistake(
                     "size",
-                    "`size` and a distribution of sizes both say how much a flow sends",
+                    "`size` and a distribution of sizes both set the size of a flow",
                     "remove one of them",
                 );
             }
             if listed {
                 for key in ["size", "duration"] {
-                    t.refuse(key, "is what the list of flows gives", "remove it");
+                    t.refuse(key, "comes from the list of flows", "remove it");
                 }
             }
             // A stand-in until each flow has its own.
@@ -1033,7 +1033,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// How a queue pair's answers travel, as far as the file says.
+/// Priority and size of a queue pair's answers, if the file gives them.
 struct Answers {
     priority: Option<u8>,
     bytes: Option<u32>,
@@ -1105,8 +1105,8 @@ pub(super) fn settle_classes(
     if of_class[PFC_CLASSES..].iter().any(Option::is_some) {
         root.mistake(
             "switch",
-            "PFC tells apart the first 8 classes of a discipline, and the file uses more",
-            "use at most 8 classes beside link.mode = \"Pfc\"",
+            "PFC has 8 classes, and the file uses more",
+            "use at most 8 classes with link.mode = \"Pfc\"",
         );
     }
     for (class, priority) in queue.priorities.iter_mut().zip(of_class) {
@@ -1137,7 +1137,7 @@ fn random_pair(stream: u64, index: u64, hosts: u32) -> (u32, u32) {
     (src, (src + 1 + step) % hosts)
 }
 
-/// A random cycle through all hosts (Sattolo 1986): everybody sends to one other, nobody to itself.
+/// A random cycle through all hosts (Sattolo 1986): each sends to one other, none to itself.
 fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
     let mut to: Vec<u32> = (0..hosts).collect();
     for i in (1..hosts as usize).rev() {
@@ -1147,7 +1147,7 @@ fn permutation(stream: u64, hosts: u32) -> Vec<u32> {
     to
 }
 
-/// `PathFromConfig` means that `path` or `paths` says it.
+/// `PathFromConfig`: the path is in `path` or `paths`.
 fn read_routing(t: &Table<'_>) -> Option<Routing> {
     let mut words: Vec<(&str, Option<Routing>)> =
         ROUTINGS.iter().map(|&(w, r)| (w, Some(r))).collect();

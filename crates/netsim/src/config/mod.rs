@@ -1,6 +1,6 @@
 //! Reads a TOML file into a [`Scenario`]: Days' files as they are, and our own keys.
 //!
-//! Every mistake is reported with its line, an unknown key too. Keys without effect on results are
+//! Every error is reported with its line, unknown keys included. Keys without effect on results are
 //! accepted and named in [`Config::notes`]. What Days has and this simulator does not model is refused
 //! by name. `dialect` decides where a key means two things.
 
@@ -20,10 +20,10 @@ pub use dialect::Dialect;
 
 use crate::scenario::Scenario;
 
-/// Opens a file that a configuration names; the error says why not.
+/// Opens a file that a configuration names; the error is the reason.
 pub type Open<'a> = dyn Fn(&Path) -> Result<Box<dyn BufRead>, String> + 'a;
 
-/// What a reader may use.
+/// Files and memory that a reader may use.
 pub struct Means<'a> {
     /// Opens the files that the configuration names.
     pub open: &'a Open<'a>,
@@ -34,17 +34,17 @@ pub struct Means<'a> {
 /// A file's content.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What to simulate.
+    /// The run.
     pub scenario: Scenario,
     /// Folder for `sources.csv`, `sinks.csv` and `switches.csv`, if the file names one.
     pub log_path: Option<PathBuf>,
-    /// Whose meaning the file was read with.
+    /// The dialect that the file was read in.
     pub dialect: Dialect,
     /// Why.
     pub dialect_because: String,
     /// Set where the choice of the dialect changes results and the file does not settle it.
     pub dialect_note: Option<String>,
-    /// What was accepted without effect, or will not do what its author may expect, for people.
+    /// Keys accepted without effect, and settings that may surprise, for people.
     pub notes: Vec<String>,
 }
 
@@ -170,7 +170,7 @@ fn ns(seconds: f64) -> u64 {
     (seconds * 1e9).round() as u64
 }
 
-/// Notes `error` as a mistake about `key`.
+/// Reports `error` about `key`.
 fn note(table: &Table<'_>, key: &str, error: &crate::Error) {
     table.mistake(key, error.to_string(), "see docs/netsim.md");
 }

@@ -26,7 +26,7 @@ pub(super) struct Network {
     pub(super) gpus_per_server: Option<u32>,
 }
 
-/// What `[topology]`, or `edges` and `hosts`, say.
+/// Contents of `[topology]`, or of `edges` and `hosts`.
 struct Layout {
     topology: Topology,
     /// Hosts per edge switch, if the file gives them.
@@ -82,7 +82,7 @@ pub(super) const ROUTINGS: &[(&str, Routing)] = &[
 pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> Network {
     let mut layout = read_topology(root, dialect);
     // Days' newer engine always models the links of hosts; its older one does not. Keys that only
-    // the newer one knows tell them apart.
+    // the newer one has distinguish them.
     let newer = root.has("link")
         || root.has("routing")
         || layout.rails.is_some()
@@ -137,7 +137,7 @@ pub(super) fn read(root: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) 
     }
 }
 
-/// Gives edges their own rates and delays; what an edge does not say is that of all.
+/// Gives edges their own rates and delays; an edge without one takes the common value.
 fn with_own_links(
     root: &Table<'_>,
     topology: Topology,
@@ -185,7 +185,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
     if root.has("topology") {
         root.mistake(
             "topology",
-            "`topology` and `edges` both say what the network is",
+            "`topology` and `edges` both define the network",
             "remove one of them",
         );
     }
@@ -229,7 +229,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
     let hosts: Vec<u32> = if numbered {
         root.refuse(
             "hosts",
-            "says where hosts are, and so does `host_nodes`",
+            "conflicts with `host_nodes`: both place the hosts",
             "keep `hosts` for one host a node, named by its node, or `host_nodes`",
         );
         root.get("host_nodes").or(vec![0])
@@ -340,7 +340,7 @@ fn read_dragonfly(t: &Table<'_>) -> (u32, u32, u32) {
         for key in ["p", "a", "h"] {
             t.refuse(
                 key,
-                "and the keys of Days both say how large the dragonfly is",
+                "conflicts with the keys of Days: both set the size of the dragonfly",
                 "keep one of the two",
             );
         }
@@ -395,7 +395,7 @@ fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
     let host: Option<u32> = t.get("host").optional();
     let at = t.get::<f64>("at").within(0.0..=1e9);
     let failure = Failure {
-        at_ns: ns(at.required("say when, in s: at = 0.001", 0.0)),
+        at_ns: ns(at.required("give the time in s: at = 0.001", 0.0)),
         repair_ns: seconds(t, "repair"),
         target: match (link.as_deref(), switch, host) {
             (Some(&[a, b]), None, None) => Target::Link(a, b),
@@ -454,7 +454,7 @@ fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Li
         ] {
             t.refuse(
                 key,
-                "has no place beside a SpectrumX topology, which gives its own rates and delays",
+                "cannot be combined with a SpectrumX topology, which sets rates and delays itself",
                 "use `topology.spectrum_x.link_delay_ns` and its rates",
             );
         }
@@ -533,7 +533,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
     if queue.pfc.is_some() {
         t.mistake(
             "mode",
-            "`link.mode` and `switch.pfc` both say how links are paused",
+            "`link.mode` and `switch.pfc` both configure pauses",
             "remove one of them",
         );
     }
@@ -649,7 +649,7 @@ fn read_switch(
     if rails_rate.is_some() {
         t.refuse(
             "port_rate",
-            "has no place beside a SpectrumX topology",
+            "cannot be combined with a SpectrumX topology",
             "use its nic_rate_bps and uplink_rate_bps",
         );
     }
@@ -714,8 +714,8 @@ fn read_switch(
     if trim.is_some() && (shared.is_some() || pfc.is_some() || discipline != Discipline::Fifo) {
         t.mistake(
             "drop",
-            "ports that trim have two queues of their own, so `discipline`, `shared` and `pfc` have \
-             no place",
+            "ports that trim have two queues of their own, so `discipline`, `shared` and `pfc` \
+             cannot be used",
             "remove those keys, or choose another `drop`",
         );
     }
@@ -807,7 +807,7 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
     if bytes.is_none() && !t.has("ecn_capacity_bytes") {
         t.mistake(
             "ecn",
-            "`switch.ecn` has no `ecn_capacity_bytes` beside it",
+            "`switch.ecn` needs `ecn_capacity_bytes`",
             "give the bytes at which such a queue drops",
         );
     }
@@ -882,7 +882,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
     if classes.is_empty() || classes.iter().any(|&c| c as usize >= PFC_CLASSES) {
         t.mistake(
             "classes",
-            "PFC tells apart the classes 0 to 7",
+            "PFC has the classes 0 to 7",
             "list those that are lossless, such as classes = [0]",
         );
     }
@@ -1058,7 +1058,7 @@ pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
         .map(ns)
 }
 
-/// `Error` for a host that a file names and that is none.
+/// `Error` for a name in a file that is not a host.
 pub(super) fn host_of(topology: &Topology, number: u32) -> Result<u32, Error> {
     topology
         .host_named(number)

@@ -35,7 +35,7 @@ impl Reader<'_> {
         let time = t
             .get::<u64>("duration_ns")
             .within(0..=1_000_000_000_000_000_000)
-            .required("say how long, in ns", 0);
+            .required("give its length in ns", 0);
         if item.name.is_none() {
             t.mistake(
                 "name",
@@ -130,7 +130,7 @@ impl Reader<'_> {
     }
 }
 
-/// What a flow waits for.
+/// Start time and predecessors of a flow.
 #[derive(Default)]
 struct Wait {
     start_ns: u64,
@@ -198,7 +198,7 @@ impl Names<'_> {
                 sends.push(i);
             }
         }
-        // What comes to the host, or what it sends, or all of it.
+        // The flows to the host, else those from it, else all of them.
         let (waits_for, until) = match (gets.is_empty(), sends.is_empty()) {
             (false, _) => (gets, Finished::Delivered),
             (true, false) => (sends, Finished::Acknowledged),

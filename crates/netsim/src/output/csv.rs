@@ -11,7 +11,7 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// One row a flow: what its sender did.
+/// One row per flow: counts of its sender.
 ///
 /// # Errors
 /// If `out` fails.
@@ -33,7 +33,7 @@ pub fn write_sources_csv(out: &mut dyn Write, result: &RunResult) -> io::Result<
     Ok(())
 }
 
-/// One row a flow: what its receiver got. Delays in seconds; empty where packets were lost.
+/// One row per flow: counts of its receiver. Delays in seconds; empty where packets were lost.
 ///
 /// # Errors
 /// If `out` fails.
@@ -60,7 +60,7 @@ pub fn write_sinks_csv(out: &mut dyn Write, config: &Config, result: &RunResult)
     Ok(())
 }
 
-/// One row a port in use.
+/// One row per port in use.
 ///
 /// # Errors
 /// If `out` fails.

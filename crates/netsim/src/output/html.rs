@@ -13,7 +13,7 @@ use crate::result::{FlowResult, RunResult};
 /// Ports in the table of the busiest.
 const PORTS_SHOWN: usize = 20;
 
-/// Points of a line that are drawn: about one a pixel.
+/// Points of a line that are drawn: about one per pixel.
 const POINTS_MAX: usize = 700;
 
 /// The run as an HTML page.
@@ -139,7 +139,7 @@ fn thin(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, Option<f64>)> {
         .map(|&(x, y)| (x, Some(y)))
 }
 
-/// The unit that simulated times up to `most_ns` are told in, and its length in ns.
+/// The unit for simulated times up to `most_ns`, and its length in ns.
 fn unit_of(most_ns: u64) -> (&'static str, f64) {
     match most_ns {
         0..=9_999_999 => ("us", 1e3),

@@ -1,4 +1,4 @@
-//! What people and programs read of a run.
+//! Outputs of a run for people and programs.
 
 mod csv;
 mod html;
@@ -19,7 +19,7 @@ use crate::result::{FlowResult, RunResult};
 use crate::scenario::Transport;
 use crate::transport;
 
-/// What the run took; the caller measures it.
+/// Cost of the run; measured by the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Laying out ports and paths, wall seconds.
@@ -74,7 +74,7 @@ impl SizeClass {
     }
 }
 
-/// How fast data came, bits/s. What counts is bytes in order, once each.
+/// Goodput, bits/s: bytes in order, once each.
 ///
 /// A flow is active from its start to the arrival of its last byte; one that was not delivered, to the
 /// end of the run, and one without a size, to its last arrival. Flows that never started count nowhere.
@@ -82,7 +82,7 @@ impl SizeClass {
 pub struct Goodput {
     /// Flows that were active.
     pub flows: u64,
-    /// Of a flow over the time that it was active: arithmetic mean.
+    /// Of a flow over its active time: arithmetic mean.
     pub flow_mean: f64,
     /// Its median (nearest rank).
     pub flow_p50: f64,
@@ -95,7 +95,7 @@ pub struct Goodput {
     pub active_ns: u64,
 }
 
-/// How fast data came; `None` if no flow was active for a nanosecond.
+/// Goodput; `None` if no flow was active for a nanosecond.
 pub fn goodput(config: &Config, result: &RunResult) -> Option<Goodput> {
     let mut spans: Vec<(u64, u64)> = Vec::new();
     let (mut rates, mut bytes) = (Vec::new(), 0);
@@ -289,7 +289,7 @@ pub fn notes(config: &Config, result: &RunResult) -> Vec<String> {
 /// Flows without traffic that are named one by one.
 const IDLE_NAMED: usize = 3;
 
-/// Word for a flow's transport.
+/// Name of a flow's transport.
 pub fn transport_name(transport: &Transport) -> &'static str {
     transport::label(transport)
 }

@@ -1,4 +1,4 @@
-//! A run as a trace that Perfetto (<https://ui.perfetto.dev>) and Chrome show: a process a host with
+//! A run as a trace that Perfetto (<https://ui.perfetto.dev>) and Chrome show: a process per host with
 //! a track for each flow that it sends, one for collectives, and counters of the tiers.
 //!
 //! Format: the JSON array form of "Trace Event Format", Google, 2016.
@@ -11,7 +11,7 @@ use super::{collectives, transport_name};
 use crate::config::Config;
 use crate::result::RunResult;
 
-/// Process numbers of what is not a host; viewers hide number 0.
+/// Process numbers of rows other than hosts; viewers hide number 0.
 const NETWORK: u32 = 1;
 const COLLECTIVES: u32 = 2;
 const HOSTS: u32 = 3;
@@ -84,7 +84,7 @@ pub fn perfetto(config: &Config, result: &RunResult) -> String {
                 }
                 args
             };
-            // A sample tells of the interval that ends with it.
+            // A sample covers the interval that ends with it.
             let from = now.saturating_sub(series.interval_ns);
             for (name, args) in [
                 ("utilization", used(|s| s.utilization_mean)),

@@ -1,4 +1,4 @@
-//! Endpoints: what sends packets and what answers them.
+//! Endpoints: senders of packets and receivers that answer them.
 //!
 //! TCP, RoCE queue pairs, NDP and plain packets have places of their own in [`crate::net::Step`] and
 //! are called directly by their shard. Any other transport is a file with a [`Protocol`], a
@@ -26,19 +26,19 @@ use crate::net::{Net, Step};
 use crate::result::FlowResult;
 use crate::scenario::{Arrivals, Dist, Transport};
 
-/// Transports beside the four that are called directly.
+/// Transports other than the four that are called directly.
 pub(crate) const PROTOCOLS: &[&Protocol] = &[
     #[cfg(test)]
     &stop_and_wait::PROTOCOL,
 ];
 
-/// What files and outputs know of a transport. Its flows have a known size.
+/// A transport in files and outputs. Its flows have a known size.
 pub(crate) struct Protocol {
     /// Value of `flow_type`.
     pub(crate) word: &'static str,
     /// Name in outputs.
     pub(crate) label: &'static str,
-    /// Packets take all paths, unless the file says otherwise.
+    /// Packets take all paths by default.
     pub(crate) sprays: bool,
     /// Reads its keys from `[traffic]`.
     pub(crate) read: fn(&Table<'_>) -> [f64; 8],
@@ -71,7 +71,7 @@ pub(crate) struct EndSetup {
     pub(crate) line_bits_per_s: u64,
 }
 
-/// A transport beside the four that are called directly, with its parameters.
+/// A transport other than the four that are called directly, with its parameters.
 #[derive(Clone, Copy)]
 pub struct OtherTransport {
     pub(crate) protocol: &'static Protocol,
@@ -102,24 +102,24 @@ pub(crate) fn label(transport: &Transport) -> &'static str {
     }
 }
 
-/// What every sender has to account for.
+/// Accounts of every sender.
 pub(crate) trait SenderState {
     /// Packets take other paths from now on.
     fn reroute(&mut self, rows: Rows);
 
-    /// Counts of what was sent.
+    /// Counts of sent packets.
     fn count(&self) -> &SendCount;
 
     /// Sets `start_ns`, `acked_ns`, `bytes`, `bytes_acked` and the fields of this transport.
     fn report(&self, result: &mut FlowResult);
 }
 
-/// What every receiver has to account for.
+/// Accounts of every receiver.
 pub(crate) trait ReceiverState {
     /// Answers take other paths from now on.
     fn reroute(&mut self, rows: Rows);
 
-    /// Counts of what arrived.
+    /// Counts of received packets.
     fn received(&self) -> &Received;
 
     /// Bytes that arrived, once each: those in order where the transport keeps one.
@@ -150,7 +150,7 @@ pub(crate) trait Receiver: ReceiverState + Send + fmt::Debug {
     fn on_data(&mut self, now: u64, event: Event, fabric: &mut Fabric, net: &Net) -> bool;
 }
 
-/// What a sender did.
+/// Counts of a sender.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SendCount {
     pub(crate) packets: u64,
@@ -163,7 +163,7 @@ pub(crate) struct SendCount {
     pub(crate) time_sum: u64,
 }
 
-/// What a receiver has got.
+/// Counts of a receiver.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Received {
     pub(crate) packets: u64,
@@ -201,7 +201,7 @@ pub(crate) fn sample(dist: &Dist, seed: u64, index: u64) -> f64 {
         Dist::Constant(value) => value,
         Dist::Uniform { low, high } => low + (high - low) * u,
         Dist::DiscreteUniform { low, high } => (low + (high - low + 1.0) * u).floor().min(high),
-        // Inverse transform; 1 − u lies in (0, 1].
+        // Inverse transform; 1 − u is in (0, 1].
         Dist::Exp { lambda } => -libm::log(1.0 - u) / lambda,
     }
 }
@@ -247,7 +247,7 @@ impl Paced {
         let size = sample(&self.arrivals.size, self.seed, 2 * self.index).round();
         let gap_s = sample(&self.arrivals.gap_s, self.seed, 2 * self.index + 1);
         self.index += 1;
-        // A gap of 0 ns for ever would stop time.
+        // A gap of 0 ns, repeated, would stop time.
         self.next = self
             .next
             .saturating_add(((gap_s * 1e9).round() as u64).max(1));

@@ -18,7 +18,7 @@ use crate::result::FlowResult;
 use crate::scenario::{Ndp, Scenario, Transport};
 use crate::transport::{Received, ReceiverState, SendCount, SenderState};
 
-/// What to say of NDP flows in a network that drops whole packets; `None` if it does not.
+/// A warning about NDP flows in a network that drops whole packets; `None` if it does not.
 pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
     let queue = &scenario.queue;
     let drops = queue.trim.is_none()
@@ -30,8 +30,8 @@ pub(crate) fn without_trimming(scenario: &Scenario) -> Option<String> {
         .count();
     (drops && count > 0).then(|| {
         format!(
-            "{count} NDP flows cross switches that drop whole packets, whose receivers never hear of \
-             them: only the sender's timer brings them back; set `switch.drop = \"Trim\"`, or take \
+            "{count} NDP flows cross switches that drop whole packets, whose receivers never learn of \
+             them: only the sender's timer sends them again; set `switch.drop = \"Trim\"`, or take \
              another flow type"
         )
     })
@@ -144,7 +144,7 @@ impl Bits {
     }
 }
 
-/// How a flow is made, at either end.
+/// Properties of a flow, for either end.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NdpSetup {
     pub(crate) flow: u32,
@@ -179,7 +179,7 @@ pub(crate) struct NdpSender {
     window: u32,
     acked: Bits,
     again: VecDeque<u32>,
-    /// Pulls heard of, and pulls that found nothing to send yet.
+    /// Pulls received, and pulls that found nothing to send yet.
     pulled: u32,
     credit: u32,
     retry_ns: u64,
@@ -287,7 +287,7 @@ impl NdpSender {
             }
         }
         while self.credit > 0 {
-            // What was trimmed goes first (section 3.2).
+            // Trimmed packets go first (section 3.2).
             let seq = loop {
                 match self.again.pop_front() {
                     Some(seq) if self.acked.has(seq) => {}
@@ -312,7 +312,7 @@ impl NdpSender {
         false
     }
 
-    /// The receiver does not know of a header that was returned, so nobody asks for the packet again.
+    /// The receiver does not see a header that was returned, so no pull asks for the packet again.
     /// It goes unasked when no more pulls are expected, one at a time, for more would be the incast
     /// anew (Handley et al. 2017, return-to-sender: no resending while PULLs are still expected).
     #[cold]
@@ -333,7 +333,7 @@ impl NdpSender {
         }
     }
 
-    /// Nothing was heard for long: what may be lost goes again, a first window of it unasked.
+    /// No answer for long: packets that may be lost are sent again, a first window of them unasked.
     pub(crate) fn on_timer(&mut self, now: u64, fabric: &mut Fabric, net: &Net) {
         if now != self.retry_at {
             return;
@@ -348,7 +348,7 @@ impl NdpSender {
             let lost = (self.acked.first_missing()..self.next).filter(|&i| !self.acked.has(i));
             self.again.extend(lost);
             for _ in 0..self.window {
-                // With the pulls lost, what was never sent is due too.
+                // With the pulls lost, packets never sent are due too.
                 let (seq, again) = match self.again.pop_front() {
                     Some(seq) => (seq, true),
                     None if self.next < self.packets => {

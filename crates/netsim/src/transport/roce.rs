@@ -26,7 +26,7 @@ pub(crate) struct QpSender {
     header: u32,
     mtu: u64,
     flags: u32,
-    /// Bytes to send, acknowledged, next, and end of what was ever sent.
+    /// Bytes to send, acknowledged, next, and end of all data sent so far.
     pub(crate) total: u64,
     pub(crate) una: u64,
     nxt: u64,
@@ -52,7 +52,7 @@ pub(crate) struct QpSender {
     pub(crate) end: u64,
 }
 
-/// How a sender is made.
+/// Properties of a sender when it is created.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QpSetup {
     pub(crate) flow: u32,

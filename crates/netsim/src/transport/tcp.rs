@@ -24,7 +24,7 @@ pub(crate) struct TcpSender {
     pub(crate) w: Window,
     una: u64,
     nxt: u64,
-    /// End of what was ever sent.
+    /// End of all data sent so far.
     max: u64,
     /// Bytes the application has handed over.
     limit: u64,
@@ -69,7 +69,7 @@ pub(crate) struct TcpSender {
     pub(crate) end: u64,
 }
 
-/// How a sender is made.
+/// Properties of a sender when it is created.
 #[derive(Debug)]
 pub(crate) struct TcpSetup {
     pub(crate) flow: u32,
@@ -184,13 +184,13 @@ impl TcpSender {
             self.sample_rtt(now - self.timed_at);
             self.timed = 0;
         } else if self.timed_out != 0 {
-            // Hosts use timestamps, so that an ACK of what was sent again is a measurement too (RFC
+            // Hosts use timestamps, so that an ACK of a retransmission is a measurement too (RFC
             // 7323 section 4.1), and a measurement ends the back-off (RFC 6298 section 5). Without
             // them the next timeouts of a window of losses would take twice as long each.
             self.end_back_off();
         }
         self.una = ack;
-        // After a timeout an ACK may cover what was sent before it.
+        // After a timeout an ACK may cover data sent before it.
         self.nxt = self.nxt.max(ack);
         self.duplicates = 0;
         if let Control::Bbr(bbr) = &mut self.control {
@@ -201,7 +201,7 @@ impl TcpSender {
             } else if self.recovering {
                 Mending::Partly
             } else {
-                // After a timeout what is missing is not known.
+                // After a timeout it is not known which segments are missing.
                 Mending::Nothing
             };
             let counts = (acked, ack, self.nxt - ack);
@@ -301,7 +301,7 @@ impl TcpSender {
         self.control.on_timeout(&mut self.w, flight, again);
         self.timed_out = self.una + 1;
         self.w.cwnd = self.w.mss;
-        // RFC 6582 section 3.2 step 4, and go-back-N: what was in flight counts as lost.
+        // RFC 6582 section 3.2 step 4, and go-back-N: all data in flight counts as lost.
         self.recover = self.max + 1;
         self.recovering = false;
         self.duplicates = 0;
@@ -396,7 +396,7 @@ impl TcpSender {
         let again = at < self.max;
         if again {
             self.count.retransmitted += 1;
-            // Karn's algorithm (RFC 6298 section 3): no sample from what was sent twice.
+            // Karn's algorithm (RFC 6298 section 3): no sample from data sent twice.
             self.timed = 0;
         } else if self.timed == 0 {
             self.timed = at + u64::from(size);
@@ -450,7 +450,7 @@ impl TcpSender {
         self.end_back_off();
     }
 
-    /// The timeout by what was measured so far.
+    /// The timeout by the measurements so far.
     fn end_back_off(&mut self) {
         self.timed_out = 0;
         self.rto = if self.srtt == 0 {

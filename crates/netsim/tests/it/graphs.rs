@@ -162,7 +162,7 @@ fn lists_that_make_no_sense_are_refused_with_file_and_line() {
             "f.csv",
             "traffic = { size = 5 }\n",
             csv("0,1,10\n"),
-            "what the list",
+            "comes from the list",
         ),
         ("f.txt", "", csv("0,1,10\n"), ".jsonl"),
     ] {

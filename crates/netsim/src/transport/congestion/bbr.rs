@@ -41,7 +41,7 @@ enum State {
     ProbeRtt,
 }
 
-/// What an ACK of new data says about losses.
+/// State of recovery at an ACK of new data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mending {
     /// None is known.
@@ -185,7 +185,7 @@ impl Bbr {
         self.next_send = self.next_send.max(now) + gap;
     }
 
-    /// What of `sent` unacknowledged bytes is still under way.
+    /// The part of `sent` unacknowledged bytes that is still under way.
     pub(crate) fn in_flight(&self, sent: u64) -> u64 {
         sent.saturating_sub(self.credited)
     }
@@ -202,17 +202,17 @@ impl Bbr {
         }
     }
 
-    /// Duplicate ACKs tell of a loss: its retransmission may leave, and then a packet for each that
+    /// Duplicate ACKs show a loss: its retransmission may be sent, and then a packet per packet that
     /// is delivered, for a round trip (section 4.2.3.4).
     pub(crate) fn on_loss(&mut self, sent: u64, w: &mut Window) {
         self.save_window(w);
         self.conserving = true;
         self.lost = true;
-        // packets_in_flight without the one that is lost, and the one that this ACK tells of.
+        // packets_in_flight without the lost one, and the one that caused this ACK.
         w.cwnd = self.in_flight(sent).saturating_sub(w.mss) + w.mss;
     }
 
-    /// What was in flight is taken for lost; the caller sets the window to one segment.
+    /// All data in flight is taken for lost; the caller sets the window to one segment.
     pub(crate) fn on_timeout(&mut self, w: &Window) {
         self.save_window(w);
         self.conserving = false;
@@ -239,7 +239,7 @@ impl Bbr {
         w: &mut Window,
         mending: Mending,
     ) {
-        // The segment that brought this ACK about is news; duplicates may have told of the others.
+        // The segment that caused this ACK is new; duplicate ACKs may have counted the others.
         let known = self.credited.min(acked.saturating_sub(w.mss));
         self.credited -= known;
         self.delivered += acked - known;
@@ -275,7 +275,7 @@ impl Bbr {
         }
     }
 
-    /// Section 4.1: the round, the rate and the round-trip time that a packet tells of.
+    /// Section 4.1: the round, the rate and the round-trip time by a packet.
     fn measure(&mut self, now: u64, sent: Sent) {
         self.round_start = sent.delivered >= self.round_end;
         if self.round_start {
@@ -421,7 +421,7 @@ impl Bbr {
         .max(WINDOW_MIN * w.mss);
     }
 
-    /// Section 4.2.2: what is handed over at once.
+    /// Section 4.2.2: bytes sent at once.
     fn quantum(&self, w: &Window) -> u64 {
         if self.pacing_rate < 1.2e6 {
             w.mss
@@ -507,7 +507,7 @@ mod tests {
         }
         assert_eq!(w.cwnd, 17 * MSS);
         // The retransmission: ten are acknowledged, nine of which were known. The window loses a
-        // segment for the next hole, and grows by the one that was news.
+        // segment for the next hole, and grows by the new one.
         una = 10 * MSS;
         b.on_ack(2_000, (10 * MSS, una, nxt - una), &mut w, Mending::Partly);
         assert_eq!(w.cwnd, 17 * MSS);

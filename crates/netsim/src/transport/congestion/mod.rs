@@ -33,7 +33,7 @@ pub(crate) const ALGORITHMS: &[&Algorithm] = &[
     &scalable::ALGORITHM,
 ];
 
-/// What files and outputs know of a congestion control.
+/// A congestion control in files and outputs.
 pub(crate) struct Algorithm {
     /// Values of `cc_algorithm`.
     pub(crate) words: &'static [&'static str],
@@ -43,7 +43,7 @@ pub(crate) struct Algorithm {
     pub(crate) keys: &'static [&'static str],
     /// First window, segments, unless the file gives one.
     pub(crate) initial_window: u32,
-    /// Packets are ECN-capable, unless the file says otherwise.
+    /// Packets are ECN-capable by default.
     pub(crate) ecn: bool,
     /// In the dialect of Days segments may be shorter than the MSS while more data waits.
     pub(crate) short_segments_in_days: bool,
@@ -82,7 +82,7 @@ pub(crate) fn label(congestion: &Congestion) -> &'static str {
     }
 }
 
-/// A congestion control beside the four that are called directly, with its parameters.
+/// A congestion control other than the four that are called directly, with its parameters.
 #[derive(Clone, Copy)]
 pub struct OtherCongestion {
     label: &'static str,
@@ -118,7 +118,7 @@ impl PartialEq for OtherCongestion {
     }
 }
 
-/// What a congestion control does with a sender's window. The sender finds losses, sends again and
+/// A congestion control sets a sender's window. The sender detects losses, retransmits and
 /// inflates the window during recovery (RFC 6582).
 pub(crate) trait CongestionControl: Send + Sync + fmt::Debug {
     /// An ACK of new data outside recovery.
@@ -150,7 +150,7 @@ pub(crate) struct Window {
     pub(crate) mss: u64,
 }
 
-/// What an ACK of new data says.
+/// An ACK of new data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AckInfo {
     pub(crate) now: u64,
@@ -169,8 +169,8 @@ pub(crate) struct AckInfo {
 }
 
 impl AckInfo {
-    /// Whether the window is what kept the sender from sending more. In slow start a window below
-    /// twice what was in flight counts as well, as it doubles in a round trip.
+    /// Whether the window kept the sender from sending more. In slow start a window below
+    /// twice the data in flight counts as well, as it doubles in a round trip.
     fn window_limits(&self, w: &Window) -> bool {
         self.flight + w.mss > w.cwnd || w.cwnd < w.ssthresh && w.cwnd < 2 * self.flight
     }
@@ -268,7 +268,7 @@ impl Control {
     }
 }
 
-/// RFC 5681 equation (4): half of what is in flight, at least two segments.
+/// RFC 5681 equation (4): half of the data in flight, at least two segments.
 fn halve(w: &mut Window, flight: u64) {
     w.ssthresh = (flight / 2).max(2 * w.mss);
 }

@@ -40,6 +40,8 @@ fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
         | Kind::Stop
         | Kind::Kill
         | Kind::Resync
+        | Kind::Receive
+        | Kind::Release
         | Kind::Credit
         | Kind::Input => {
             let message: ToWorker = wire::decode_to_worker(kind, body, 7)?;

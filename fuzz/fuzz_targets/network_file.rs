@@ -1,0 +1,39 @@
+//! Network files (TOML): either refused with errors that name a place, or a scenario that is refused
+//! or laid out when its flows are few.
+//!
+//! `make fuzz`, or with sanitizers `cargo +nightly fuzz run network_file`; the corpus is kept under
+//! `fuzz/corpus/network_file`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use slipstream_config::doc::Doc;
+use slipstream_netsim::config::{self, Means};
+use slipstream_netsim::{Execution, Simulation};
+
+/// Larger networks take longer to lay out than a fuzzer should wait, though nothing is wrong.
+const SMALL: u32 = 4_096;
+
+fuzz_target!(|bytes: &[u8]| {
+    let means = Means {
+        open: &|path| Err(format!("{} is not there", path.display())),
+        memory_bytes_max: 16 << 20,
+    };
+    match config::read_with(Doc::parse("net.toml", bytes), &means) {
+        Err(mistakes) => assert!(!mistakes.to_string().is_empty()),
+        Ok(config) => {
+            let (hosts, nodes) = {
+                let topology = &config.scenario.topology;
+                (topology.host_count(), topology.node_count())
+            };
+            if hosts <= SMALL && nodes <= SMALL && config.scenario.flows.len() <= SMALL as usize {
+                let execution = Execution {
+                    memory_bytes_max: 64 << 20,
+                    ..Execution::default()
+                };
+                if let Err(error) = Simulation::new(config.scenario, execution) {
+                    assert!(!error.to_string().is_empty());
+                }
+            }
+        }
+    }
+});

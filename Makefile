@@ -52,7 +52,8 @@ bench-events: build
 
 # What the fast path, reused buffers and unshared tables are worth, each on and off.
 .PHONY: bench-stages
-bench-stages: build
+bench-stages:
+	cargo build --release --locked --features bench
 	./scripts/bench-stages.sh
 
 # NVIDIA Dynamo 1.6.1 beside ours, one after the other; installs it from PyPI into a scratch folder.

@@ -4,6 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${SLIPSTREAM_BIN:-${CARGO_TARGET_DIR:-target}/release/slipstream}
+if ! "$bin" serve --bench-locked-table --print-config >/dev/null 2>&1; then
+  echo "$bin has no ablation flags; build it with: cargo build --release --features bench" >&2
+  exit 2
+fi
 scale=${SCALE:-1}
 repeat=${REPEAT:-3}
 out=$(mktemp -d)

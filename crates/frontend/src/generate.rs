@@ -294,7 +294,7 @@ pub(crate) fn dispatch(
     let mut registrations: Vec<Registration<Feed>> = Vec::with_capacity(count);
     let register_ns = monotonic_ns();
     for sequence in 0..count as u32 {
-        let _lock = shard.lock_table();
+        let _lock = shard.table_lock.hold();
         match shard.table.register(Feed {
             reply: reply.clone(),
             sequence,

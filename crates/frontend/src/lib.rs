@@ -35,6 +35,7 @@ pub mod roster;
 pub mod server;
 mod service;
 mod shard;
+mod table_lock;
 mod talk;
 
 pub use kv_network::KvNetwork;

@@ -211,6 +211,7 @@ pub(crate) struct ShardMetrics {
     pub(crate) stream_register: Histogram,
     /// Finding a stream, once a frame.
     pub(crate) table_access: Histogram,
+    #[cfg(feature = "bench")]
     /// Finding the connection of a worker.
     pub(crate) call_home_lookup: Histogram,
     prompt_len: Histogram,
@@ -259,6 +260,7 @@ impl ShardMetrics {
             pre_send: step(),
             stream_register: step(),
             table_access: step(),
+            #[cfg(feature = "bench")]
             call_home_lookup: step(),
             prompt_len: tokens(),
             generation_len: tokens(),
@@ -460,6 +462,7 @@ impl Collector for FrontendCollector {
             |s| &s.stream_register,
         )?;
         self.seconds(
+        #[cfg(feature = "bench")]
             e,
             "slipstream_table_access",
             "Finding a stream, measured once a frame, with the clock's own cost",

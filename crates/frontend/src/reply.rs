@@ -1089,7 +1089,7 @@ impl ReplyHandle {
         }
         self.shard.on_streams_closed(self.registrations.len());
         self.shard.admit_queued();
-        let _lock = self.shard.lock_table();
+        let _lock = self.shard.table_lock.hold();
         self.registrations.clear();
     }
 }

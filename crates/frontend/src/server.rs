@@ -21,6 +21,7 @@ use crate::http;
 use crate::io::ClientIo;
 use crate::metrics::{FrontendCollector, ShardMetrics};
 use crate::shard::{Shard, ShardPlane};
+use crate::table_lock::TableLock;
 use crate::{Limits, Service};
 
 /// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
@@ -140,7 +141,10 @@ impl Frontend {
         let service = Arc::new(service);
         let registry = Arc::new(registry);
         let streams_open = Arc::new(AtomicU64::new(0));
-        let table_lock = service.locked_table.then(Arc::default);
+        #[cfg(feature = "bench")]
+        let table_lock = TableLock::new(service.locked_table);
+        #[cfg(not(feature = "bench"))]
+        let table_lock = TableLock;
         let (stop, stopped) = watch::channel(false);
 
         let mut threads = Vec::new();
@@ -154,6 +158,7 @@ impl Frontend {
             });
             let (service, registry) = (service.clone(), registry.clone());
             let (streams_open, stopped) = (streams_open.clone(), stopped.clone());
+            #[cfg(feature = "bench")]
             let table_lock = table_lock.clone();
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()

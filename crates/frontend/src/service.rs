@@ -33,7 +33,8 @@ pub struct Service {
     pub limits: Limits,
     /// When the server started, Unix time, s.
     pub created: u64,
-    /// Locks all shards' stream tables by one mutex. Only to measure what it costs to share them.
+    /// Locks all shards' stream tables by one mutex, to measure what it costs to share them.
+    #[cfg(feature = "bench")]
     pub locked_table: bool,
     /// Seed of what requests leave open: the content of answers without `seed`, request ids.
     pub seed: u64,

@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::registry::Registry;
 use slipstream_base::{FinishReason, RankId, Stage, WorkerId, mix};
@@ -22,6 +22,7 @@ use crate::openai::ApiError;
 use crate::remote::{Peer, Remote, RemotePlane};
 use crate::reply::{Feed, Leg, NewTokens};
 use crate::service::Service;
+use crate::table_lock::TableLock;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
 /// without a bound a shard whose engines are endlessly fast would never write.
@@ -61,8 +62,7 @@ pub(crate) struct Shard {
     pub(crate) table: StreamTable<Feed>,
     pub(crate) model: Rc<str>,
     pub(crate) plane: Plane,
-    /// `--bench-locked-table`: held while a stream table is touched.
-    table_lock: Option<Arc<Mutex<()>>>,
+    pub(crate) table_lock: TableLock,
     /// Sequences under way over all shards.
     streams_open: Arc<AtomicU64>,
     requests: Cell<u64>,
@@ -78,7 +78,7 @@ impl Shard {
         registry: Arc<Registry>,
         metrics: Arc<ShardMetrics>,
         streams_open: Arc<AtomicU64>,
-        table_lock: Option<Arc<Mutex<()>>>,
+        table_lock: TableLock,
     ) -> Shard {
         let streams_max = match &plane.kv_network {
             None => service.limits.streams_max,
@@ -102,13 +102,6 @@ impl Shard {
             complained: Cell::new((0, 0)),
             service,
         }
-    }
-
-    /// To be held while the stream table is touched; `None` but for measuring.
-    #[inline]
-    pub(crate) fn lock_table(&self) -> Option<MutexGuard<'_, ()>> {
-        let lock = self.table_lock.as_ref()?;
-        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// A number for a new request: unlike any other of this run, and of other runs by their seed.
@@ -214,21 +207,25 @@ impl Shard {
     pub(crate) fn on_frame(&self, frame: &PassFrame, from: Option<&Peer>) {
         let now_ns = monotonic_ns();
         self.metrics.frames.add(1);
-        if let Some(first) = frame.entries().next() {
-            let lock = self.lock_table();
-            std::hint::black_box(self.table.contains(first.stream()));
-            drop(lock);
-            let took = monotonic_ns() - now_ns;
-            self.metrics.table_access.observe(took);
-        }
+        #[cfg(feature = "bench")]
+        self.measure_table(frame, now_ns);
         let mut entries = frame.entries();
         while let Some(entry) = entries.next() {
-            if self.table_lock.is_some() {
-                drop(self.lock_table());
-            }
+            self.table_lock.touch();
             self.on_entry(&entry, &entries, now_ns, from);
         }
         self.admit_queued();
+    }
+
+    /// Measures one look-up in the stream table, which began at `now_ns`.
+    #[cfg(feature = "bench")]
+    fn measure_table(&self, frame: &PassFrame, now_ns: u64) {
+        if let Some(first) = frame.entries().next() {
+            let lock = self.table_lock.hold();
+            std::hint::black_box(self.table.contains(first.stream()));
+            drop(lock);
+            self.metrics.table_access.observe(monotonic_ns() - now_ns);
+        }
     }
 
     /// Applies an entry of a frame, which `rest` follow.

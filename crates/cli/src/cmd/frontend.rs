@@ -120,7 +120,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
     }));
     let mut service = serve::service(cluster, text, fleets.clone())?;
     let dispatching = serve::Dispatching::new(cluster, fleets.clone(), shards);
-    service.locked_table = args.switches.bench_locked_table;
+    args.switches.apply(&mut service);
     let planes = sockets
         .into_iter()
         .enumerate()

@@ -104,7 +104,7 @@ impl Live {
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
         let (events, publishers) =
-            super::events::start(cluster, &specs, threads, switches.bench_fresh_buffers)?;
+            super::events::start(cluster, &specs, threads, switches.fresh_buffers())?;
         let mut publishers = publishers.into_iter();
         let sinks = (0..threads)
             .map(|_| {
@@ -117,7 +117,7 @@ impl Live {
             .collect();
         let timing = LiveTiming {
             speedup: live.speedup,
-            fast_path: !switches.bench_no_fast_path,
+            fast_path: switches.fast_path(),
             ..LiveTiming::default()
         };
         let at_once = specs.iter().filter(|spec| spec.startup_s == 0.0).count();
@@ -155,7 +155,7 @@ impl Live {
         }
         let mut service = service(cluster, text, fleets.clone())?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
-        service.locked_table = switches.bench_locked_table;
+        switches.apply(&mut service);
         let planes = plane
             .shards
             .into_iter()
@@ -329,6 +329,7 @@ pub(super) fn service(
     })
 }
 
+        #[cfg(feature = "bench")]
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = Vec::new();
     if let Some(file) = file {

@@ -106,7 +106,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     let threads = engine_threads(live.engine_threads, cores, specs.len());
     let plane = Plane::new(usize::from(args.links), threads, PlaneLimits::default());
     let events = CallHomeEvents::new();
-    let fresh_buffers = args.switches.bench_fresh_buffers;
+    let fresh_buffers = args.switches.fresh_buffers();
     let (bus, publishers) = super::events::start(cluster, &specs, threads, fresh_buffers)?;
     for line in bus.iter().flat_map(super::events::addresses) {
         eprintln!("{line}");
@@ -120,7 +120,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         .collect();
     let timing = LiveTiming {
         speedup: live.speedup,
-        fast_path: !args.switches.bench_no_fast_path,
+        fast_path: args.switches.fast_path(),
         ..LiveTiming::default()
     };
     let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;

@@ -88,41 +88,63 @@ impl ClusterArgs {
     }
 
     /// As [`resolve`](Self::resolve), for a cluster that is to run live.
+    ///
+    /// # Errors
+    /// Also if the file asks for what a live cluster cannot do.
     pub(crate) fn resolve_live(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
         let cluster = self.resolve(sets)?;
         if let Some(cluster) = &cluster {
-            note_for_live(cluster);
+            refuse_simulated(cluster)?;
+            for setting in simulation_only(cluster) {
+                eprintln!("note: {setting} has an effect in simulation only");
+            }
         }
         Ok(cluster)
     }
 }
 
-/// Names on stderr the settings that only a simulation heeds.
-fn note_for_live(cluster: &Cluster) {
-    for setting in ignored_live(cluster) {
-        eprintln!("note: {setting} has an effect in simulation only");
+/// Refuses settings of a router or network that a live cluster cannot follow.
+fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
+    let mut refused = Vec::new();
+    let mut refuse = |asked: bool, message: &str| {
+        if asked {
+            refused.push(message.to_owned());
+        }
+    };
+    refuse(
+        cluster.router.kv_lag_ms > 0.0,
+        "`router.kv_lag_ms` delays KV events in simulation; a live router applies them when they \
+         arrive: run with `--set router.kv_lag_ms=0`",
+    );
+    refuse(
+        cluster.network.messages,
+        "`network.messages` sends requests and answers over the modelled network; live they cross the \
+         network between the processes: run with `--set network.messages=false`",
+    );
+    if refused.is_empty() {
+        return Ok(());
     }
+    anyhow::bail!(
+        "a live cluster cannot follow its file: {}",
+        refused.join("; ")
+    )
 }
 
-/// Settings of `cluster` that a live cluster does not heed, as a file would have them.
-fn ignored_live(cluster: &Cluster) -> Vec<String> {
-    let mut ignored = Vec::new();
+/// What of `cluster` describes simulated hosts and faults, as a file would have it. A live cluster has
+/// hosts and faults of its own.
+fn simulation_only(cluster: &Cluster) -> Vec<String> {
+    let mut settings = Vec::new();
     match cluster.events.len() {
         0 => {}
-        1 => ignored.push("the [[event]] of the cluster file".to_owned()),
-        events => ignored.push(format!(
+        1 => settings.push("the [[event]] of the cluster file".to_owned()),
+        events => settings.push(format!(
             "each of the {events} [[event]] of the cluster file"
         )),
     }
-    let mut setting = |ignores: bool, name: &str| {
-        if ignores {
-            ignored.push(format!("`{name}`"));
-        }
-    };
-    setting(cluster.router.kv_lag_ms > 0.0, "router.kv_lag_ms");
-    setting(cluster.host.mode != HostMode::None, "host.mode");
-    setting(cluster.network.messages, "network.messages");
-    ignored
+    if cluster.host.mode != HostMode::None {
+        settings.push("`host.mode`".to_owned());
+    }
+    settings
 }
 
 #[cfg(test)]
@@ -131,20 +153,29 @@ mod tests {
 
     use super::*;
 
+    fn cluster(text: &str) -> Cluster {
+        let doc = Doc::parse("c.toml", text.as_bytes());
+        file::read(doc, |path| std::fs::read(path))
+            .expect("a cluster file")
+            .0
+    }
+
     #[test]
-    fn settings_for_simulations_are_named() {
-        let ignored = |text: &str| {
-            let doc = Doc::parse("c.toml", text.as_bytes());
-            let (cluster, _) = file::read(doc, |path| std::fs::read(path)).expect("a cluster file");
-            ignored_live(&cluster)
-        };
-        assert_eq!(ignored(""), Vec::<String>::new());
-        assert_eq!(
-            ignored(
-                "[router]\nkv_lag_ms = 2\nqueue_max = 5\n[host]\nmode = \"ideal\"\n\
-                 [network]\nmode = \"flows\"\nmessages = true\n"
-            ),
-            ["`router.kv_lag_ms`", "`host.mode`", "`network.messages`"]
-        );
+    fn simulated_hosts_and_faults_are_named() {
+        assert_eq!(simulation_only(&cluster("")), Vec::<String>::new());
+        let text = "[router]\nqueue_max = 5\n[host]\nmode = \"ideal\"\n";
+        assert_eq!(simulation_only(&cluster(text)), ["`host.mode`"]);
+        assert!(refuse_simulated(&cluster(text)).is_ok());
+    }
+
+    #[test]
+    fn what_a_live_router_or_network_cannot_do_is_refused_at_once() {
+        let both = "[router]\nkv_lag_ms = 2\n[network]\nmode = \"flows\"\nmessages = true\n";
+        let message = refuse_simulated(&cluster(both)).unwrap_err().to_string();
+        for part in ["router.kv_lag_ms", "network.messages", "--set"] {
+            assert!(message.contains(part), "{message}");
+        }
+        let lag = refuse_simulated(&cluster("[router]\nkv_lag_ms = 2\n")).unwrap_err();
+        assert!(!lag.to_string().contains("network.messages"), "{lag}");
     }
 }

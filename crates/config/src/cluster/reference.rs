@@ -366,7 +366,7 @@ pub const KEYS: &[Key] = &[
         "router.kv_lag_ms",
         "ms, 0 to 3,600,000",
         "0.0",
-        "Simulation alone: time from the end of a pass until the router knows of its blocks.",
+        "Time from the end of a pass until the router knows of its blocks. Simulation only: a live cluster refuses it.",
         "Low: hits are found that a live router would not know of yet.",
     ),
     key(
@@ -436,7 +436,7 @@ pub const KEYS: &[Key] = &[
         "network.messages",
         "true or false",
         "false",
-        "Requests and answers cross the network too, from and to the frontend.",
+        "Requests and answers cross the network too, from and to the frontend. Simulation only: a live cluster refuses it.",
         "true: every pass is an event, so the simulation takes longer.",
     ),
     key(

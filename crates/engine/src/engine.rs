@@ -825,7 +825,7 @@ impl Engine {
                     self.output.token(r.seed, position)
                 };
                 if self.lists_tokens {
-                    out.tokens.push((r.id, token));
+                    out.tokens.push(r.id, token);
                 }
                 stops = r.stops && stops_at(&self.sequences[r.slot], position, token);
             }
@@ -849,6 +849,8 @@ impl Engine {
                 self.finish(at, reason, out);
             }
         }
+        // One token per sequence: nothing is drafted.
+        out.sequence_count = out.token_count;
         if gone > 0 {
             self.running.retain(|r| !r.gone);
         }

@@ -27,5 +27,5 @@ mod waiting;
 pub use answer::{OutputModel, natural_len, output_token};
 pub use engine::{DecodeRun, Engine, Reserved};
 pub use error::{EngineError, Refusal};
-pub use output::{Finished, FirstToken, PassOutput, Stats, Usage};
+pub use output::{Finished, FirstToken, PassOutput, Stats, StepTokens, StepTokensIter, Usage};
 pub use pool::KvChanges;

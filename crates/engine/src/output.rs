@@ -10,11 +10,13 @@ pub struct PassOutput {
     pub start: SimTime,
     /// When it ended, by the model: the time of every token in it.
     pub end: SimTime,
-    /// Output tokens of the pass, at most one a sequence.
+    /// Output tokens of the pass.
     pub token_count: u32,
-    /// Those tokens, in the order in which the engine ran their sequences; empty if the engine was
-    /// told not to list them ([`Engine::list_tokens`](crate::Engine::list_tokens)).
-    pub tokens: Vec<(RequestId, TokenId)>,
+    /// Sequences that got them. As many as `token_count`, unless one got several.
+    pub sequence_count: u32,
+    /// Those tokens, by sequence; empty if the engine was told not to list them
+    /// ([`Engine::list_tokens`](crate::Engine::list_tokens)).
+    pub tokens: StepTokens,
     /// Sequences whose first token came in this pass, in the same order.
     pub first: Vec<FirstToken>,
     /// Sequences whose last token came in this pass, in the same order.
@@ -30,13 +32,128 @@ pub struct PassOutput {
 }
 
 impl PassOutput {
-    pub(crate) fn clear(&mut self) {
+    /// Empties it, apart from its times and its record.
+    pub fn clear(&mut self) {
         self.token_count = 0;
+        self.sequence_count = 0;
         self.tokens.clear();
         self.first.clear();
         self.finished.clear();
         self.kv.ops.clear();
         self.arrived.clear();
+    }
+}
+
+/// The output tokens of a step, by sequence, in the order in which the engine ran the sequences.
+///
+/// A sequence that is listed got at least one token. It gets several if the engine drafts tokens and
+/// verifies them in one step (speculative decoding). 16 bytes per sequence with one token.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepTokens {
+    entries: Vec<TokenEntry>,
+    /// Tokens of the entries with several, in order.
+    several: Vec<TokenId>,
+    /// Sequences among `entries` with several.
+    sequences_with_several: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct TokenEntry {
+    id: RequestId,
+    /// Its token, unless there are several.
+    token: TokenId,
+    /// Tokens in [`StepTokens::several`]; 0 for one token.
+    several: u32,
+}
+
+impl StepTokens {
+    /// Adds a sequence with one token.
+    #[inline]
+    pub fn push(&mut self, id: RequestId, token: TokenId) {
+        self.entries.push(TokenEntry {
+            id,
+            token,
+            several: 0,
+        });
+    }
+
+    /// Adds a sequence with `tokens`. Adds nothing if there are none.
+    pub fn push_all(&mut self, id: RequestId, tokens: &[TokenId]) {
+        match *tokens {
+            [] => {}
+            [token] => self.push(id, token),
+            [token, ..] => {
+                self.several.extend_from_slice(tokens);
+                self.sequences_with_several += 1;
+                self.entries.push(TokenEntry {
+                    id,
+                    token,
+                    several: tokens.len() as u32,
+                });
+            }
+        }
+    }
+
+    /// Each sequence and its tokens, at least one.
+    #[inline]
+    pub fn iter(&self) -> StepTokensIter<'_> {
+        StepTokensIter {
+            entries: self.entries.iter(),
+            several: &self.several,
+        }
+    }
+
+    /// Sequences listed.
+    pub fn sequences(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Tokens listed.
+    pub fn count(&self) -> usize {
+        self.entries.len() + self.several.len() - self.sequences_with_several as usize
+    }
+
+    /// Whether nothing is listed.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Empties the list, and keeps its memory.
+    pub fn clear(&mut self) {
+        self.entries.clear();
+        self.several.clear();
+        self.sequences_with_several = 0;
+    }
+}
+
+impl<'a> IntoIterator for &'a StepTokens {
+    type Item = (RequestId, &'a [TokenId]);
+    type IntoIter = StepTokensIter<'a>;
+
+    fn into_iter(self) -> StepTokensIter<'a> {
+        self.iter()
+    }
+}
+
+/// See [`StepTokens::iter`].
+#[derive(Clone, Debug)]
+pub struct StepTokensIter<'a> {
+    entries: std::slice::Iter<'a, TokenEntry>,
+    several: &'a [TokenId],
+}
+
+impl<'a> Iterator for StepTokensIter<'a> {
+    type Item = (RequestId, &'a [TokenId]);
+
+    #[inline]
+    fn next(&mut self) -> Option<Self::Item> {
+        let entry = self.entries.next()?;
+        if entry.several == 0 {
+            return Some((entry.id, std::slice::from_ref(&entry.token)));
+        }
+        let (tokens, rest) = self.several.split_at(entry.several as usize);
+        self.several = rest;
+        Some((entry.id, tokens))
     }
 }
 
@@ -104,4 +221,37 @@ pub struct Stats {
     pub passes: u64,
     /// Those of them whose length the model of step times had to extrapolate (counter).
     pub extrapolated_passes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Any mixture of one and several tokens comes out as it went in, also from a list that was
+        /// used before.
+        #[test]
+        fn step_tokens_keep_order_and_count(
+            steps in prop::collection::vec(
+                prop::collection::vec(prop::collection::vec(any::<TokenId>(), 0..5), 0..8), 1..4),
+        ) {
+            let mut listed = StepTokens::default();
+            for step in &steps {
+                listed.clear();
+                let mut expected = Vec::new();
+                for (id, tokens) in (0..).map(RequestId).zip(step) {
+                    listed.push_all(id, tokens);
+                    if !tokens.is_empty() {
+                        expected.push((id, tokens.as_slice()));
+                    }
+                }
+                prop_assert_eq!(listed.iter().collect::<Vec<_>>(), &expected[..]);
+                prop_assert_eq!(listed.sequences(), expected.len());
+                prop_assert_eq!(listed.count(), step.iter().map(Vec::len).sum::<usize>());
+                prop_assert_eq!(listed.is_empty(), expected.is_empty());
+            }
+        }
+    }
 }

@@ -235,11 +235,12 @@ pub(crate) struct Watch {
     pub(crate) used_blocks: u32,
     /// Sequences that gave up their blocks for it.
     pub(crate) preempted: u32,
-    /// Gaps between its tokens and those before them, ns, and how often each.
+    /// Gaps between its sequences' tokens and those before them, ns, and how often each.
     pub(crate) gaps: Vec<(u64, u32)>,
 }
 
-/// Gaps between tokens, without looking at each token.
+/// Gaps between tokens, without looking at each token. Tokens that a sequence gets in one step are one
+/// event with one gap before it, as vLLM measures inter-token latency.
 ///
 /// As a rule every sequence that has a token gets the next one in the next pass: then all gaps of a
 /// pass are the time since the end of the pass before, and one count says it all. A preemption
@@ -401,10 +402,10 @@ impl Node {
             watch.gaps.clear();
         }
         let first = out.first.len() as u32;
-        let going_on = out.token_count - first;
+        let going_on = out.sequence_count - first;
         if gaps.broken || gaps.always {
             let mut firsts = out.first.iter().peekable();
-            for &(id, _) in &out.tokens {
+            for (id, _) in &out.tokens {
                 let flight = flights.get_mut(id);
                 if firsts.next_if(|f| f.id == id).is_none() {
                     // While all were in step nobody wrote down when tokens came.
@@ -440,7 +441,7 @@ impl Node {
         gaps.started += first;
         gaps.started -= out.finished.len() as u32;
         gaps.last_end = now;
-        gaps.live = out.token_count - out.finished.len() as u32;
+        gaps.live = out.sequence_count - out.finished.len() as u32;
         if gaps.broken && gaps.started == gaps.live {
             gaps.broken = false;
             self.engine.list_tokens(gaps.always);

@@ -224,7 +224,8 @@ impl Frames {
         for frame in self.slots.iter().flatten() {
             if frame.node == node && frame.life == life {
                 let out = &frame.out;
-                tokens += out.tokens.iter().filter(|(of, _)| *of == id).count() as u32;
+                let of_id = out.tokens.iter().find(|&(of, _)| of == id);
+                tokens += of_id.map_or(0, |(_, tokens)| tokens.len() as u32);
                 end = end.or(out.finished.iter().find(|done| done.id == id));
             }
         }

@@ -57,7 +57,7 @@ fn rig(workers: u32, threads: usize, fast_path: bool) -> Rig {
             let engine = Engine::new(rank, &EngineConfig::default(), timing, output).unwrap();
             WorkerSpec {
                 worker: WorkerId(worker),
-                ranks: vec![engine],
+                ranks: vec![Box::new(engine)],
                 startup_s: 0.0,
             }
         })
@@ -71,7 +71,7 @@ fn rig(workers: u32, threads: usize, fast_path: bool) -> Rig {
         fast_path,
         ..LiveTiming::default()
     };
-    let set = WorkerSet::start(specs, &timing, plane.threads, sinks, |_| ()).unwrap();
+    let set = WorkerSet::start(specs, &timing, plane.threads, sinks, |_, _| ()).unwrap();
     while !set.ranks().iter().all(|rank| rank.is_ready()) {
         std::thread::yield_now();
     }

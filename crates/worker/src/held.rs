@@ -47,20 +47,20 @@ impl HeldTokens {
         (held.generation == addr.stream.generation).then_some(held)
     }
 
-    /// Keeps a token. Returns whether the stream has just begun to wait.
+    /// Keeps tokens. Returns whether the stream has just begun to wait.
     pub(crate) fn push(
         &mut self,
         addr: StreamAddr,
-        token: TokenId,
+        tokens: &[TokenId],
         first: Option<FirstPass>,
     ) -> bool {
         if let Some(held) = self.get_mut(addr) {
-            held.tokens.push(token);
+            held.tokens.extend_from_slice(tokens);
             return false;
         }
         let held = Held {
             generation: addr.stream.generation,
-            tokens: vec![token],
+            tokens: tokens.to_vec(),
             first,
             end: None,
         };
@@ -151,9 +151,9 @@ mod tests {
             start_ns: 1,
             end_ns: 2,
         };
-        assert!(held.push(addr(3, 7), 10, Some(first)));
-        assert!(!held.push(addr(3, 7), 11, None));
-        assert!(!held.push(addr(3, 7), 12, None));
+        assert!(held.push(addr(3, 7), &[10], Some(first)));
+        assert!(!held.push(addr(3, 7), &[11], None));
+        assert!(!held.push(addr(3, 7), &[12], None));
         let end = End {
             reason: FinishReason::Stop,
             usage: Usage::default(),
@@ -188,8 +188,8 @@ mod tests {
     #[test]
     fn a_shard_that_goes_takes_what_waits_for_it() {
         let mut held = HeldTokens::default();
-        held.push(addr(1, 0), 1, None);
-        held.push(addr(2, 0), 1, None);
+        held.push(addr(1, 0), &[1], None);
+        held.push(addr(2, 0), &[1], None);
         assert_eq!(held.of_shard(1).len(), 2);
         held.forget(addr(1, 5));
         assert_eq!(held.of_shard(1), [addr(2, 0)]);

@@ -139,10 +139,9 @@ impl Talk {
         due
     }
 
-    /// The engine computed a token.
-    #[inline]
-    pub(crate) fn on_token(&mut self, token: TokenId) {
-        self.answer.push(token);
+    /// The engine computed tokens.
+    pub(crate) fn on_tokens(&mut self, tokens: &[TokenId]) {
+        self.answer.extend_from_slice(tokens);
     }
 
     /// The engine found so many tokens of the present turn's prompt cached.
@@ -277,13 +276,13 @@ mod tests {
         assert_eq!(talk.next_turn(addr(1)), None, "the first is being answered");
         assert_eq!(talk.room_due(), 0, "what waits takes room");
         for token in [10, 11] {
-            talk.on_token(token);
+            talk.on_tokens(&[token]);
         }
         assert!(!talk.on_answered(FinishReason::Length, 0));
         let turn = talk.next_turn(addr(1)).unwrap();
         assert_eq!(turn.prompt, request(&[1, 2, 3, 10, 11, 20, 21]).prompt);
         assert_eq!(talk.room_due(), 8, "of what the turn took");
-        talk.on_token(12);
+        talk.on_tokens(&[12]);
         assert!(!talk.on_answered(FinishReason::Length, 1));
         let turn = talk.next_turn(addr(1)).unwrap();
         assert_eq!(

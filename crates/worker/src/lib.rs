@@ -1,15 +1,17 @@
 //! Engines in wall-clock time.
 //!
-//! An [`Engine`](slipstream_engine::Engine) says what a pass yields and when it ends; this crate
-//! makes that happen at that time, on a few threads, and carries requests in and tokens out.
+//! A [`Backend`] says what a step gives and when it ends; this crate makes that happen at that time, on a
+//! few threads, and carries requests in and tokens out. The modelled
+//! [`Engine`](slipstream_engine::Engine) is a backend.
 //!
 //! ```text
-//!   ThreadPort ──requests──► thread ── add, abort ──► Engine        one thread, many ranks;
+//!   ThreadPort ──requests──► thread ── start, kill ──► Backend      one thread, many ranks;
 //!       ▲                      │  ◄── begin/finish ──   │           a heap of deadlines
 //!       └──── one frame a ─────┤                        ▼
 //!             shard and round  └──────────────► EventSink: FPM of every pass, KV deltas
 //! ```
 //!
+//! * [`Backend`]: what an engine thread drives.
 //! * [`WorkerSet`]: starts threads, tells when workers are ready, stops them.
 //! * [`timeline`]: modelled time on the wall clock.
 //! * [`callhome`]: a worker process's connections to frontends.
@@ -22,15 +24,18 @@
 //! It knows no HTTP and no client, and nothing of who routed a request.
 #![forbid(unsafe_code)]
 
+mod backend;
 pub mod callhome;
 mod held;
 mod inputs;
 mod live;
 pub mod metrics;
+mod modelled;
 mod set;
 pub mod stats;
 mod thread;
 pub mod timeline;
 
+pub use backend::{Backend, Dead, Refused};
 pub use set::{JoinError, LiveTiming, Resyncs, StartError, WorkerSet, WorkerSpec, engine_threads};
 pub use stats::{RankStats, ThreadStats};

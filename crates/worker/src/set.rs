@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use slipstream_base::{RankId, WorkerId};
-use slipstream_engine::Engine;
 use slipstream_planes::bell::ThreadBell;
 use slipstream_planes::ring::thread_of;
 use slipstream_planes::{EventSink, ThreadPort};
 
+use crate::backend::Backend;
 use crate::stats::{RankStats, ThreadStats};
 use crate::thread::{EngineThread, RankSeed};
 
@@ -19,7 +19,7 @@ pub struct WorkerSpec {
     /// Who it is.
     pub worker: WorkerId,
     /// Its data-parallel ranks, by rank; at least one.
-    pub ranks: Vec<Engine>,
+    pub ranks: Vec<Box<dyn Backend>>,
     /// Modelled time until it takes requests, s.
     pub startup_s: f64,
 }
@@ -115,8 +115,8 @@ pub fn engine_threads(configured: u32, cores: usize, workers: usize) -> usize {
     wanted.min(workers).max(1)
 }
 
-/// Called with each worker that has become ready.
-pub(crate) type OnReady = Arc<dyn Fn(WorkerId) + Send + Sync>;
+/// Called with each worker that has become ready (true), or whose engine has died (false).
+pub(crate) type OnReady = Arc<dyn Fn(WorkerId, bool) + Send + Sync>;
 
 /// What a thread and the handle share.
 #[derive(Debug, Default)]
@@ -177,7 +177,9 @@ impl WorkerSet {
     /// the same place.
     ///
     /// A worker that is starting up refuses requests (they may be retried elsewhere);
-    /// [`RankStats::is_ready`] and `on_ready`, called from its engine thread, say when it does not.
+    /// [`RankStats::is_ready`] and `on_ready(worker, true)`, called from its engine thread, say when it
+    /// does not. `on_ready(worker, false)` says that an engine of the worker has died: no more requests
+    /// should be sent to it.
     ///
     /// # Errors
     /// [`StartError`].
@@ -186,7 +188,7 @@ impl WorkerSet {
         timing: &LiveTiming,
         ports: Vec<ThreadPort>,
         sinks: Vec<Box<dyn EventSink>>,
-        on_ready: impl Fn(WorkerId) + Send + Sync + 'static,
+        on_ready: impl Fn(WorkerId, bool) + Send + Sync + 'static,
     ) -> Result<WorkerSet, StartError> {
         check(&specs, timing, ports.len(), sinks.len())?;
         let on_ready: OnReady = Arc::new(on_ready);
@@ -195,7 +197,7 @@ impl WorkerSet {
         let mut seeds: Vec<Vec<RankSeed>> = (0..thread_count).map(|_| Vec::new()).collect();
         for spec in specs {
             let thread = thread_of(spec.worker, thread_count);
-            for (dp_rank, engine) in spec.ranks.into_iter().enumerate() {
+            for (dp_rank, backend) in spec.ranks.into_iter().enumerate() {
                 let rank = RankId {
                     worker: spec.worker,
                     dp_rank: dp_rank as u16,
@@ -204,11 +206,11 @@ impl WorkerSet {
                     rank,
                     ..RankStats::default()
                 });
-                stats.note_engine(&engine.stats());
+                stats.note_engine(&backend.stats());
                 ranks.push(Arc::clone(&stats));
                 seeds[thread].push(RankSeed {
                     rank,
-                    engine,
+                    backend,
                     stats,
                     startup_s: spec.startup_s,
                 });

@@ -10,17 +10,18 @@ use slipstream_base::{
     EngineRequest, FinishReason, ForwardPassMetrics, KvDelta, RankId, RequestId, SimTime, TokenId,
     WorkerId,
 };
-use slipstream_engine::{Engine, Finished, FirstToken, PassOutput, Refusal, Reserved as Room};
+use slipstream_engine::{Finished, FirstToken, PassOutput, Reserved as Room};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{
-    End, EventSink, FirstPass, Flushed, Input, Part, Prologue, RefusalReason, Reserved,
+    End, EventSink, FirstPass, Flushed, Input, Part, PassFrame, Prologue, RefusalReason, Reserved,
     StartRequest, StreamAddr, ThreadPort, ToWorker, Usage,
 };
 
+use crate::backend::{Backend, Dead, Refused};
 use crate::held::HeldTokens;
 use crate::inputs::{Inputs, Talk};
-use crate::live::{LiveTable, NewStream};
+use crate::live::{LiveStream, LiveTable, NewStream};
 use crate::set::{Control, LiveTiming, OnReady};
 use crate::stats::{RankStats, ThreadStats};
 use crate::timeline::Timeline;
@@ -44,14 +45,14 @@ const DRAIN_NS: u64 = 1_000_000_000;
 /// What a rank is made of.
 pub(crate) struct RankSeed {
     pub(crate) rank: RankId,
-    pub(crate) engine: Engine,
+    pub(crate) backend: Box<dyn Backend>,
     pub(crate) stats: Arc<RankStats>,
     pub(crate) startup_s: f64,
 }
 
 struct Rank {
     id: RankId,
-    engine: Engine,
+    backend: Box<dyn Backend>,
     timeline: Timeline,
     phase: Phase,
     stats: Arc<RankStats>,
@@ -76,6 +77,8 @@ enum Phase {
         start: SimTime,
         end: SimTime,
     },
+    /// Its backend died. It takes no requests any more.
+    Dead,
 }
 
 /// Due at this wall time; same times in the order in which they were set.
@@ -137,7 +140,7 @@ impl EngineThread {
             startup.push(seed.startup_s);
             ranks.push(Rank {
                 id: seed.rank,
-                engine: seed.engine,
+                backend: seed.backend,
                 timeline: Timeline::new(timing.speedup, 0),
                 phase: Phase::Starting,
                 stats: seed.stats,
@@ -148,7 +151,7 @@ impl EngineThread {
         let blocks = sink.wants_blocks().then(StoredBlocks::default);
         if blocks.is_some() {
             for rank in &mut ranks {
-                rank.engine.note_stored_blocks(true);
+                rank.backend.note_stored_blocks(true);
             }
         }
         EngineThread {
@@ -305,9 +308,9 @@ impl EngineThread {
             part: start.part,
         };
         let talks = start.more.then(|| start.request.clone());
-        if let Err((reason, message)) = self.admit(at, start, now) {
+        if let Err(refused) = self.admit(at, start, now) {
             self.ranks[at].stats.refused.add(1);
-            self.refuse(addr, reason, &message);
+            self.refuse(addr, refused.reason, &refused.message);
             return;
         }
         self.live.insert(addr, new);
@@ -318,12 +321,7 @@ impl EngineThread {
     }
 
     /// Puts a request into its engine's waiting queue.
-    fn admit(
-        &mut self,
-        at: usize,
-        start: StartRequest,
-        now: u64,
-    ) -> Result<(), (RefusalReason, String)> {
+    fn admit(&mut self, at: usize, start: StartRequest, now: u64) -> Result<(), Refused> {
         self.make_way(start.addr)?;
         let mut request = start.request;
         request.id = start.addr.into();
@@ -339,32 +337,30 @@ impl EngineThread {
         part: Part,
         model: SimTime,
         now: u64,
-    ) -> Result<(), (RefusalReason, String)> {
+    ) -> Result<(), Refused> {
         let rank = &mut self.ranks[at];
         let id = rank.id;
-        if matches!(rank.phase, Phase::Starting) {
-            let message = format!("worker {} is starting up; retry in a moment", id.worker);
-            return Err((RefusalReason::NotReady, message));
+        let not_ready = match rank.phase {
+            Phase::Starting => Some("is starting up; retry in a moment"),
+            Phase::Dead => Some("has no engine any more; retry on another"),
+            _ => None,
+        };
+        if let Some(why) = not_ready {
+            return Err(Refused {
+                reason: RefusalReason::NotReady,
+                message: format!("worker {} {why}", id.worker),
+            });
         }
-        let waiting = rank.engine.stats().waiting;
+        let waiting = rank.backend.stats().waiting;
         if waiting >= self.waiting_max {
             let limit = self.waiting_max;
-            let message = format!("{waiting} requests wait at {id}, which is the limit of {limit}");
-            return Err((RefusalReason::Busy, message));
+            return Err(Refused {
+                reason: RefusalReason::Busy,
+                message: format!("{waiting} requests wait at {id}, which is the limit of {limit}"),
+            });
         }
-        let added = match part {
-            Part::Whole => rank.engine.add(model, request),
-            Part::Prompt => rank.engine.add_prompt(model, request),
-            Part::Answer { .. } => rank.engine.add_answer(model, request),
-        };
-        added.map_err(|refusal| {
-            let reason = match refusal {
-                Refusal::Duplicate { .. } => RefusalReason::Duplicate,
-                _ => RefusalReason::Invalid,
-            };
-            (reason, refusal.to_string())
-        })?;
-        rank.stats.note_engine(&rank.engine.stats());
+        rank.backend.start(model, request, part)?;
+        rank.stats.note_engine(&rank.backend.stats());
         self.wake(at, now);
         Ok(())
     }
@@ -373,7 +369,7 @@ impl EngineThread {
     /// messages at hand are taken.
     fn wake(&mut self, at: usize, now: u64) {
         let rank = &mut self.ranks[at];
-        if matches!(rank.phase, Phase::Idle { .. }) && !rank.engine.is_idle() {
+        if matches!(rank.phase, Phase::Idle { .. }) && !rank.backend.is_idle() {
             let model = rank.model_now(now);
             rank.timeline.anchor(model, now);
             rank.phase = Phase::Awake { model };
@@ -387,7 +383,7 @@ impl EngineThread {
             return;
         };
         let at = live.rank as usize;
-        if self.ranks[at].engine.receive(addr.into()) {
+        if self.ranks[at].backend.receive(addr.into()) {
             self.ranks[at].stats.prompts_received.add(1);
             self.wake(at, monotonic_ns());
         }
@@ -401,9 +397,9 @@ impl EngineThread {
         };
         let at = live.rank as usize;
         let rank = &mut self.ranks[at];
-        if rank.engine.release_held(addr.into()) {
+        if rank.backend.release(addr.into()) {
             rank.stats.prompts_handed_over.add(1);
-            rank.stats.note_engine(&rank.engine.stats());
+            rank.stats.note_engine(&rank.backend.stats());
             self.live.remove(addr);
             self.wake(at, monotonic_ns());
         } else {
@@ -418,7 +414,7 @@ impl EngineThread {
         let (Some(talk), Some(live)) = (self.inputs.get_mut(addr), self.live.get_mut(addr)) else {
             return;
         };
-        let max_len = self.ranks[live.rank as usize].engine.max_len() as usize;
+        let max_len = self.ranks[live.rank as usize].backend.max_len() as usize;
         if talk.take(input).is_err() || talk.gathered() > max_len {
             self.stats.overruns.add(1);
             self.end_early(addr, true);
@@ -446,11 +442,11 @@ impl EngineThread {
         if let Some(request) = talk.next_turn(addr) {
             let now = monotonic_ns();
             let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
-            if let Err((reason, message)) = self.enqueue(rank, request, Part::Whole, model, now) {
+            if let Err(refused) = self.enqueue(rank, request, Part::Whole, model, now) {
                 self.inputs.remove(addr);
                 self.live.remove(addr);
                 self.ranks[rank].stats.refused.add(1);
-                self.refuse(addr, reason, &message);
+                self.refuse(addr, refused.reason, &refused.message);
                 return;
             }
         }
@@ -466,14 +462,14 @@ impl EngineThread {
 
     /// Sees to it that the slot of `addr` is vacant here. A shard that reuses a slot has ended its
     /// earlier stream, whether or not it managed to say so.
-    fn make_way(&mut self, addr: StreamAddr) -> Result<(), (RefusalReason, String)> {
+    fn make_way(&mut self, addr: StreamAddr) -> Result<(), Refused> {
         self.held.forget(addr);
         match self.live.occupant(addr) {
             None => Ok(()),
-            Some(same) if same == addr => {
-                let message = format!("stream {addr} is already under way");
-                Err((RefusalReason::Duplicate, message))
-            }
+            Some(same) if same == addr => Err(Refused {
+                reason: RefusalReason::Duplicate,
+                message: format!("stream {addr} is already under way"),
+            }),
             Some(old) => {
                 self.stats.superseded.add(1);
                 self.end_early(old, false);
@@ -499,14 +495,14 @@ impl EngineThread {
         };
         let rank = &mut self.ranks[live.rank as usize];
         let id = RequestId::from(addr);
-        let preemptions = rank.engine.preemptions_of(id).unwrap_or_default();
+        let mut preemptions = 0;
         let talk = self.inputs.remove(addr);
         if talk.as_ref().is_none_or(Talk::is_answering) {
-            // A prompt that is computed is no sequence any more, but holds its blocks.
-            let known = rank.engine.abort(id) || rank.engine.release_held(id);
-            debug_assert!(known, "a live stream is in its engine");
+            let known = rank.backend.kill(id);
+            debug_assert!(known.is_some(), "a live stream is in its engine");
+            preemptions = known.unwrap_or_default();
         }
-        rank.stats.note_engine(&rank.engine.stats());
+        rank.stats.note_engine(&rank.backend.stats());
         rank.stats.finished_abort.add(1);
         self.wake(live.rank as usize, monotonic_ns());
         if !tell {
@@ -559,15 +555,15 @@ impl EngineThread {
     /// Publishes what a rank's cache holds, behind the changes that were not yet published.
     fn resync(&mut self, at: usize) {
         let rank = &mut self.ranks[at];
-        if rank.engine.take_kv(&mut self.kv) {
+        if rank.backend.take_kv(&mut self.kv) {
             publish_kv(
                 &mut *self.sink,
-                &mut rank.engine,
+                &mut *rank.backend,
                 &self.kv,
                 &mut self.blocks,
             );
         }
-        rank.engine.kv_snapshot(&mut self.kv);
+        rank.backend.kv_snapshot(&mut self.kv);
         self.sink.on_kv_snapshot(&self.kv);
         rank.stats.resyncs.add(1);
     }
@@ -598,12 +594,13 @@ impl EngineThread {
             match self.ranks[rank as usize].phase {
                 Phase::Starting => self.ready(rank),
                 Phase::InPass { start, end } => {
-                    self.finish(rank, start, end);
-                    // The modelled end is the next pass's start: what the host lost on the way
-                    // does not add up.
-                    self.begin(rank, end);
+                    if self.finish(rank, start, end) {
+                        // The modelled end is the next pass's start: what the host lost on the way
+                        // does not add up.
+                        self.begin(rank, end);
+                    }
                 }
-                Phase::Idle { .. } | Phase::Awake { .. } => {
+                Phase::Idle { .. } | Phase::Awake { .. } | Phase::Dead => {
                     unreachable!("a rank has a deadline only while it starts or runs a pass")
                 }
             }
@@ -622,7 +619,7 @@ impl EngineThread {
         rank.stats.ready.store(true, Ordering::Release);
         let mut siblings = self.ranks.iter().filter(|rank| rank.id.worker == worker);
         if siblings.all(|rank| rank.stats.is_ready()) {
-            (self.on_ready)(worker);
+            (self.on_ready)(worker, true);
         }
     }
 
@@ -632,12 +629,15 @@ impl EngineThread {
         if rank.timeline.begin(start, now) {
             rank.stats.late_anchors.add(1);
         }
-        let end = rank.engine.begin_pass(start);
-        rank.stats.note_engine(&rank.engine.stats());
-        rank.engine.take_reserved(&mut self.reserved);
+        let begun = rank.backend.begin_step(start, &mut self.reserved);
+        rank.stats.note_engine(&rank.backend.stats());
         if !self.reserved.is_empty() {
             self.tell_reserved(at, start);
         }
+        let end = match begun {
+            Ok(end) => end,
+            Err(dead) => return self.bury(at, &dead),
+        };
         let rank = &mut self.ranks[at as usize];
         let Some(end) = end else {
             rank.phase = Phase::Idle {
@@ -645,10 +645,10 @@ impl EngineThread {
                 wall_ns: now,
             };
             // What aborts have changed would otherwise wait for the next pass.
-            if rank.engine.take_kv(&mut self.kv) {
+            if rank.backend.take_kv(&mut self.kv) {
                 publish_kv(
                     &mut *self.sink,
-                    &mut rank.engine,
+                    &mut *rank.backend,
                     &self.kv,
                     &mut self.blocks,
                 );
@@ -690,10 +690,38 @@ impl EngineThread {
         }
     }
 
-    /// Ends a pass: its tokens go to the open frames of their shards, its events to the sink.
-    fn finish(&mut self, at: u32, start: SimTime, end: SimTime) {
+    /// A backend died: its streams end with an error, and its worker takes no requests any more.
+    #[cold]
+    fn bury(&mut self, at: u32, dead: &Dead) {
         let rank = &mut self.ranks[at as usize];
-        rank.engine.finish_pass(&mut self.out);
+        let id = rank.id;
+        tracing::error!(rank = %id, "engine died: {dead}");
+        rank.phase = Phase::Dead;
+        rank.stats.ready.store(false, Ordering::Release);
+        (self.on_ready)(id.worker, false);
+        let message = format!("the engine of {id} died: {dead}");
+        for shard in 0..self.port.shards() as u8 {
+            for addr in self.live.of_shard(shard) {
+                if self.live.get_mut(addr).is_some_and(|live| live.rank == at) {
+                    self.live.remove(addr);
+                    self.inputs.remove(addr);
+                    // What waits for credit is of no use without what would follow.
+                    self.held.forget(addr);
+                    self.ranks[at as usize].stats.finished_abort.add(1);
+                    self.refuse(addr, RefusalReason::Stopping, &message);
+                }
+            }
+        }
+    }
+
+    /// Ends a pass: its tokens go to the open frames of their shards, its events to the sink. False if
+    /// the backend died.
+    fn finish(&mut self, at: u32, start: SimTime, end: SimTime) -> bool {
+        let rank = &mut self.ranks[at as usize];
+        if let Err(dead) = rank.backend.finish_step(&mut self.out) {
+            self.bury(at, &dead);
+            return false;
+        }
         let pass = FirstPass {
             start_ns: rank.timeline.wall_ns(start),
             end_ns: rank.timeline.wall_ns(end),
@@ -707,15 +735,15 @@ impl EngineThread {
             stats: &self.stats,
         };
         let prompts = fan_out(&self.out, rank, pass, &mut streams);
-        rank.stats.note_engine(&rank.engine.stats());
+        rank.stats.note_engine(&rank.backend.stats());
         rank.stats
             .generation_tokens
-            .add(self.out.tokens.len() as u64 - prompts);
+            .add(self.out.tokens.count() as u64 - prompts);
         rank.heard = true;
         if !self.out.kv.ops.is_empty() {
             publish_kv(
                 &mut *self.sink,
-                &mut rank.engine,
+                &mut *rank.backend,
                 &self.out.kv,
                 &mut self.blocks,
             );
@@ -728,6 +756,7 @@ impl EngineThread {
             }
             self.turned = turned;
         }
+        true
     }
 
     /// Once a second: ranks that were idle all the while say that they are alive, and streams of
@@ -736,7 +765,7 @@ impl EngineThread {
         self.heartbeat_ns = now + HEARTBEAT_NS;
         for rank in &mut self.ranks {
             if matches!(rank.phase, Phase::Idle { .. }) && !rank.heard {
-                rank.engine.heartbeat(&mut self.fpm);
+                rank.backend.heartbeat(&mut self.fpm);
                 self.sink.on_fpm(&self.fpm);
             }
             rank.heard = false;
@@ -860,7 +889,7 @@ impl Rank {
     /// overflow within a day.
     fn model_now(&self, now: u64) -> SimTime {
         match self.phase {
-            Phase::Starting => SimTime::ZERO,
+            Phase::Starting | Phase::Dead => SimTime::ZERO,
             Phase::Idle { model, wall_ns } => model + now.saturating_sub(wall_ns),
             Phase::Awake { model } => model,
             Phase::InPass { start, end } => self.timeline.model_between(now, start, end),
@@ -868,17 +897,17 @@ impl Rank {
     }
 }
 
-/// Publishes a delta that `engine` just gave, with the tokens of its blocks if they are wanted.
+/// Publishes a delta that `backend` just gave, with the tokens of its blocks if they are wanted.
 fn publish_kv(
     sink: &mut dyn EventSink,
-    engine: &mut Engine,
+    backend: &mut dyn Backend,
     delta: &KvDelta,
     blocks: &mut Option<StoredBlocks>,
 ) {
     match blocks {
         None => sink.on_kv(delta),
         Some(blocks) => {
-            engine.take_stored_blocks(blocks);
+            backend.take_stored_blocks(blocks);
             sink.on_kv_blocks(delta, blocks);
         }
     }
@@ -909,35 +938,28 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
     let mut first = out.first.iter().peekable();
     let mut finished = out.finished.iter().peekable();
     let mut prompts = 0;
-    for &(id, token) in &out.tokens {
+    for (id, tokens) in &out.tokens {
         let addr = StreamAddr::from(id);
+        let began = first.next_if(|first| first.id == id);
+        let done = finished.next_if(|done| done.id == id);
         let (Some(stream), Some(frame)) = (live.get_mut(addr), port.frame(addr.shard)) else {
             debug_assert!(false, "an engine computed {addr}, which is not live");
             continue;
         };
-        let began = first.next_if(|first| first.id == id);
         if stream.part == Part::Prompt {
             // It ends with its first token, which is computed again where the answer is generated.
-            let done = finished.next_if(|done| done.id == id);
             debug_assert!(
                 began.is_some() && done.is_some(),
                 "{addr} is a prompt alone"
             );
-            prompts += 1;
-            if let Some(began) = began {
-                let prologue = prologue(began, stream.recv_ns, &rank.timeline);
-                frame.push_prologue(addr.stream, &prologue);
-            }
-            rank.stats
-                .prompt_tokens
-                .add(u64::from(stream.prompt_tokens));
-            frame.push_computed(addr.stream, pass);
+            prompts += tokens.len() as u64;
+            end_prompt(began, stream, rank, addr, pass, frame);
             continue;
         }
         if stream.talks
             && let Some(talk) = inputs.get_mut(addr)
         {
-            talk.on_token(token);
+            talk.on_tokens(tokens);
             if let Some(began) = began {
                 talk.on_cached(began.cached_tokens);
             }
@@ -945,58 +967,96 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
         // Later turns of a stream have a prologue each in the engine, and none here.
         let began = began.filter(|_| stream.completion_tokens == 0);
         if let Some(began) = began {
-            stream.cached_tokens = began.cached_tokens;
-            if stream.part == Part::Whole {
-                rank.stats
-                    .prompt_tokens
-                    .add(u64::from(stream.prompt_tokens));
-            }
-            frame.push_prologue(
-                addr.stream,
-                &prologue(began, stream.recv_ns, &rank.timeline),
-            );
+            begin_answer(began, stream, rank, addr, frame);
         }
         let first = began.map(|_| pass);
-        stream.completion_tokens += 1;
-        if stream.credit_tokens == 0 {
-            if held.push(addr, token, first) {
-                stats.paused.add(1);
+        stream.completion_tokens += tokens.len() as u32;
+        if stream.credit_tokens >= tokens.len() as u32 {
+            frame.push_tokens(addr.stream, tokens, first);
+            if stream.credit_tokens != NO_LIMIT {
+                stream.credit_tokens -= tokens.len() as u32;
             }
         } else {
-            frame.push_tokens(addr.stream, &[token], first);
-            if stream.credit_tokens != NO_LIMIT {
-                stream.credit_tokens -= 1;
-            }
+            hold_back(tokens, first, stream, addr, held, stats, frame);
         }
-        if let Some(done) = finished.next_if(|done| done.id == id) {
-            let mut end = end_of(done);
-            let reason = done.reason;
-            let mut over = true;
-            if stream.talks
-                && let Some(talk) = inputs.get_mut(addr)
-            {
-                over = talk.on_answered(reason, done.usage.preemptions);
-                if over {
-                    end = talk.end();
-                    inputs.remove(addr);
-                } else {
-                    frame.push_turn(addr.stream, &end);
-                    turned.push(addr);
-                }
-            }
-            if !over {
-                count_finished(rank, reason);
+        let Some(done) = done else {
+            continue;
+        };
+        count_finished(rank, done.reason);
+        let mut end = end_of(done);
+        if stream.talks
+            && let Some(talk) = inputs.get_mut(addr)
+        {
+            if !talk.on_answered(done.reason, done.usage.preemptions) {
+                frame.push_turn(addr.stream, &end);
+                turned.push(addr);
                 continue;
             }
-            if held.is_empty() || !held.end(addr, end) {
-                frame.push_end(addr.stream, &end);
-            }
-            live.remove(addr);
-            count_finished(rank, reason);
+            end = talk.end();
+            inputs.remove(addr);
         }
+        if held.is_empty() || !held.end(addr, end) {
+            frame.push_end(addr.stream, &end);
+        }
+        live.remove(addr);
     }
     debug_assert!(first.peek().is_none() && finished.peek().is_none());
     prompts
+}
+
+/// A prompt is computed for another worker.
+#[cold]
+fn end_prompt(
+    began: Option<&FirstToken>,
+    stream: &LiveStream,
+    rank: &Rank,
+    addr: StreamAddr,
+    pass: FirstPass,
+    frame: &mut PassFrame,
+) {
+    if let Some(began) = began {
+        let prologue = prologue(began, stream.recv_ns, &rank.timeline);
+        frame.push_prologue(addr.stream, &prologue);
+    }
+    let tokens = u64::from(stream.prompt_tokens);
+    rank.stats.prompt_tokens.add(tokens);
+    frame.push_computed(addr.stream, pass);
+}
+
+/// A stream has its first token.
+fn begin_answer(
+    began: &FirstToken,
+    stream: &mut LiveStream,
+    rank: &Rank,
+    addr: StreamAddr,
+    frame: &mut PassFrame,
+) {
+    stream.cached_tokens = began.cached_tokens;
+    if stream.part == Part::Whole {
+        let tokens = u64::from(stream.prompt_tokens);
+        rank.stats.prompt_tokens.add(tokens);
+    }
+    let prologue = prologue(began, stream.recv_ns, &rank.timeline);
+    frame.push_prologue(addr.stream, &prologue);
+}
+
+/// Sends as many of a step's tokens as there is credit for, and keeps the others.
+#[cold]
+fn hold_back(
+    tokens: &[TokenId],
+    first: Option<FirstPass>,
+    stream: &mut LiveStream,
+    addr: StreamAddr,
+    held: &mut HeldTokens,
+    stats: &ThreadStats,
+    frame: &mut PassFrame,
+) {
+    let (sent, kept) = tokens.split_at(stream.credit_tokens as usize);
+    frame.push_tokens(addr.stream, sent, first);
+    stream.credit_tokens = 0;
+    if held.push(addr, kept, first.filter(|_| sent.is_empty())) {
+        stats.paused.add(1);
+    }
 }
 
 fn count_finished(rank: &Rank, reason: FinishReason) {

@@ -21,7 +21,7 @@ use slipstream_frontend::{
 };
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_router::{Fleet, Fleets, Router};
-use slipstream_worker::{LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
+use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::fleet_sink::FleetSink;
@@ -124,9 +124,13 @@ impl Live {
         let (ready, became_ready) = std::sync::mpsc::channel();
         let on_ready = {
             let fleets = fleets.clone();
-            move |worker: WorkerId| {
-                fleets.set_ready(worker, true);
-                let _ = ready.send(()); // nobody waits any more: fine
+            move |worker: WorkerId, is_ready: bool| {
+                if is_ready {
+                    fleets.set_ready(worker, true);
+                    let _ = ready.send(()); // fails once nothing waits for it
+                } else {
+                    fleets.on_worker_lost(worker);
+                }
             }
         };
         let set = WorkerSet::start(specs, &timing, plane.threads, sinks, on_ready)?;
@@ -260,9 +264,10 @@ pub(super) fn worker_specs(
                         dp_rank: dp_rank as u16,
                     };
                     engine(cluster, rank, &pool.engine, text)
+                        .map(|engine| Box::new(engine) as Box<dyn Backend>)
                         .with_context(|| format!("[pool.{}]", pool.name))
                 })
-                .collect::<anyhow::Result<Vec<Engine>>>()?;
+                .collect::<anyhow::Result<Vec<_>>>()?;
             specs.push(WorkerSpec {
                 worker,
                 ranks,
@@ -324,12 +329,12 @@ pub(super) fn service(
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
+        #[cfg(feature = "bench")]
         locked_table: false,
         seed,
     })
 }
 
-        #[cfg(feature = "bench")]
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     let mut keys = Vec::new();
     if let Some(file) = file {

@@ -10,7 +10,7 @@ use slipstream_base::{
 };
 use slipstream_config::cluster::{EngineConfig, SchedulingPolicy};
 use slipstream_engine::timing::Constant;
-use slipstream_engine::{Engine, OutputModel, PassOutput, output_token};
+use slipstream_engine::{Engine, OutputModel, PassOutput, StepTokens, output_token};
 
 use crate::plain::{Plain, Result};
 use crate::rig::{ROOT, output_model};
@@ -306,7 +306,7 @@ impl Pair {
         prop_assert_eq!((out.start, out.end), (self.now, end));
         self.now = end;
         let got = Result {
-            tokens: out.tokens.clone(),
+            tokens: flat(&out.tokens),
             first: out.first.iter().map(|f| (f.id, f.cached_tokens)).collect(),
             finished: out
                 .finished
@@ -411,4 +411,12 @@ proptest! {
     ) {
         Pair::run(&config, natural, &ops)?;
     }
+}
+
+/// Each token with its sequence.
+fn flat(tokens: &StepTokens) -> Vec<(RequestId, TokenId)> {
+    let of = |(id, tokens): (RequestId, &[TokenId])| -> Vec<_> {
+        tokens.iter().map(|&token| (id, token)).collect()
+    };
+    tokens.iter().flat_map(of).collect()
 }

@@ -83,10 +83,14 @@ impl Rig {
         self.engine.finish_pass(&mut self.out);
         self.engine.audit();
         assert_eq!((self.out.start, self.out.end), (self.now, end));
-        assert_eq!(self.out.token_count as usize, self.out.tokens.len());
+        assert_eq!(self.out.token_count as usize, self.out.tokens.count());
+        assert_eq!(
+            self.out.sequence_count as usize,
+            self.out.tokens.sequences()
+        );
         self.now = end;
-        for &(id, token) in &self.out.tokens {
-            self.answers.entry(id.0).or_default().push(token);
+        for (id, tokens) in &self.out.tokens {
+            self.answers.entry(id.0).or_default().extend(tokens);
         }
         for f in &self.out.finished {
             let twice = self.finished.insert(f.id.0, (f.reason, f.usage));

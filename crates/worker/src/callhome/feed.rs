@@ -52,10 +52,10 @@ impl Feed {
         }
     }
 
-    /// Tells all that `worker` takes requests.
-    pub(crate) fn on_ready(&self, worker: WorkerId) {
+    /// Publishes whether `worker` takes requests.
+    pub(crate) fn on_ready(&self, worker: WorkerId, ready: bool) {
         let mut bytes = Vec::new();
-        wire::encode_ready(worker, true, &mut bytes);
+        wire::encode_ready(worker, ready, &mut bytes);
         self.say(&bytes, |_| true);
     }
 
@@ -235,7 +235,7 @@ mod tests {
         let mut out = Vec::new();
         assert!(!other.take(Waker::noop(), &mut out));
         assert!(out.is_empty());
-        feed.on_ready(WorkerId(3));
+        feed.on_ready(WorkerId(3), true);
         assert!(!other.take(Waker::noop(), &mut out));
         assert_eq!(wire::split(&out).unwrap().unwrap().kind, wire::Kind::Ready);
         drop((one, other));

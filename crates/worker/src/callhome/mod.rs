@@ -116,10 +116,11 @@ impl CallHomeEvents {
         FeedSink::new(self.feed.clone())
     }
 
-    /// To be called with each worker that becomes ready.
-    pub fn on_ready(&self) -> impl Fn(WorkerId) + Send + Sync + 'static {
+    /// To be called with each worker that becomes ready, or stops being so; see
+    /// [`WorkerSet::start`](crate::WorkerSet::start).
+    pub fn on_ready(&self) -> impl Fn(WorkerId, bool) + Send + Sync + 'static {
         let feed = self.feed.clone();
-        move |worker| feed.on_ready(worker)
+        move |worker, ready| feed.on_ready(worker, ready)
     }
 }
 

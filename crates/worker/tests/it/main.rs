@@ -2,6 +2,7 @@
 
 mod parts;
 mod rig;
+mod scripted;
 
 use std::collections::BTreeSet;
 
@@ -478,7 +479,7 @@ fn start_error(specs: Vec<WorkerSpec>, speedup: f64, ports: Vec<ThreadPort>) -> 
         ..LiveTiming::default()
     };
     let sinks = vec![Box::new(rig::Sink::default()) as Box<_>];
-    WorkerSet::start(specs, &timing, ports, sinks, |_| ())
+    WorkerSet::start(specs, &timing, ports, sinks, |_, _| ())
         .err()
         .expect("it should not start")
 }

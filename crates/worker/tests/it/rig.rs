@@ -18,7 +18,7 @@ use slipstream_planes::{
     End, Entry, EventSink, FirstPass, Input, Part, Plane, PlaneLimits, Prologue, RefusalReason,
     Registration, Reserved, ShardPort, StartRequest, StreamAddr, StreamId, StreamTable, ToWorker,
 };
-use slipstream_worker::{LiveTiming, WorkerSet, WorkerSpec};
+use slipstream_worker::{Backend, LiveTiming, WorkerSet, WorkerSpec};
 
 /// No test takes nearly as long; one that does hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -45,14 +45,18 @@ pub(crate) fn rank(worker: u32) -> RankId {
     }
 }
 
-pub(crate) fn engine(rank: RankId, config: &EngineConfig, timing: Box<dyn StepTime>) -> Engine {
+pub(crate) fn engine(
+    rank: RankId,
+    config: &EngineConfig,
+    timing: Box<dyn StepTime>,
+) -> Box<dyn Backend> {
     let output = OutputModel {
         vocab: vocab(),
         first_vocab: None,
         eos: 7,
         lengths: OutputLen::Constant(100_000),
     };
-    Engine::new(rank, config, timing, output).unwrap()
+    Box::new(Engine::new(rank, config, timing, output).unwrap())
 }
 
 /// `count` workers of one rank, each pass `step_ns` long.
@@ -133,7 +137,14 @@ impl Setup {
         let ready = Arc::new(Mutex::new(Vec::new()));
         let on_ready = {
             let ready = Arc::clone(&ready);
-            move |worker| ready.lock().unwrap().push(worker)
+            move |worker, is_ready| {
+                let mut ready = ready.lock().unwrap();
+                if is_ready {
+                    ready.push(worker);
+                } else {
+                    ready.retain(|&of| of != worker);
+                }
+            }
         };
         let set = WorkerSet::start(specs, &self.timing, plane.threads, sinks, on_ready).unwrap();
         Rig {
@@ -287,6 +298,23 @@ impl Shard {
         addr
     }
 
+    /// As [`Shard::start`], for a stream of which `credit_bytes` may come at first.
+    pub(crate) fn start_with_credit(
+        &mut self,
+        rank: RankId,
+        request: EngineRequest,
+        credit_bytes: u32,
+    ) -> StreamAddr {
+        let registration = self.table.register(()).unwrap();
+        let addr = registration.addr();
+        let mut start = start_request(addr, rank, request, false, Part::Whole);
+        start.credit_bytes = credit_bytes;
+        self.port.send(ToWorker::Start(Box::new(start))).unwrap();
+        self.answers.insert(addr.stream, Answer::default());
+        self.open.insert(addr.stream, registration);
+        addr
+    }
+
     fn send(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest, more: bool) {
         self.send_part(addr, rank, request, more, Part::Whole);
     }
@@ -299,16 +327,7 @@ impl Shard {
         more: bool,
         part: Part,
     ) {
-        let start = StartRequest {
-            addr,
-            rank,
-            request,
-            dispatched_ns: slipstream_planes::clock::monotonic_ns(),
-            credit_bytes: slipstream_planes::frame::NO_LIMIT,
-            traced: true,
-            more,
-            part,
-        };
+        let start = start_request(addr, rank, request, more, part);
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
     }
 
@@ -375,6 +394,25 @@ impl Shard {
     }
 }
 
+fn start_request(
+    addr: StreamAddr,
+    rank: RankId,
+    request: EngineRequest,
+    more: bool,
+    part: Part,
+) -> StartRequest {
+    StartRequest {
+        addr,
+        rank,
+        request,
+        dispatched_ns: slipstream_planes::clock::monotonic_ns(),
+        credit_bytes: slipstream_planes::frame::NO_LIMIT,
+        traced: true,
+        more,
+        part,
+    }
+}
+
 fn note(answer: &mut Answer, entry: Entry<'_>) {
     assert!(!answer.is_over(), "{entry:?} after the end: {answer:?}");
     match entry {
@@ -385,7 +423,7 @@ fn note(answer: &mut Answer, entry: Entry<'_>) {
         Entry::Refused {
             reason, message, ..
         } => {
-            assert!(answer.prologue.is_none());
+            // Also of a stream under way, if its engine has died.
             answer.refused = Some((reason, message.to_owned()));
         }
         Entry::Tokens { tokens, first, .. } => {

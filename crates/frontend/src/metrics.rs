@@ -36,7 +36,7 @@ impl Count {
         self.0.store(n, Relaxed);
     }
 
-    fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 }
@@ -104,15 +104,16 @@ impl Histogram {
     /// Notes `value` (ns or tokens, as the bounds are).
     #[inline]
     pub(crate) fn observe(&self, value: u64) {
-        self.observe_n(value, 1);
+        let bucket = self.bounds.partition_point(|&bound| bound < value);
+        self.counts[bucket].add(1);
+        self.sum.add(value);
     }
 
-    /// Notes `value` `n` times.
-    #[inline]
-    pub(crate) fn observe_n(&self, value: u64, n: u64) {
-        let bucket = self.bounds.partition_point(|&bound| bound < value);
-        self.counts[bucket].add(n);
-        self.sum.add(value.wrapping_mul(n));
+    /// Observations and their sum.
+    #[cfg(test)]
+    pub(crate) fn count_and_sum(&self) -> (u64, u64) {
+        let counts = self.counts.iter().map(Count::get);
+        (counts.sum(), self.sum.get())
     }
 }
 
@@ -210,8 +211,8 @@ pub(crate) struct ShardMetrics {
     /// Opening the streams of a request.
     pub(crate) stream_register: Histogram,
     /// Finding a stream, once a frame.
-    pub(crate) table_access: Histogram,
     #[cfg(feature = "bench")]
+    pub(crate) table_access: Histogram,
     /// Finding the connection of a worker.
     pub(crate) call_home_lookup: Histogram,
     prompt_len: Histogram,
@@ -259,8 +260,8 @@ impl ShardMetrics {
             e2e: time(),
             pre_send: step(),
             stream_register: step(),
-            table_access: step(),
             #[cfg(feature = "bench")]
+            table_access: step(),
             call_home_lookup: step(),
             prompt_len: tokens(),
             generation_len: tokens(),
@@ -461,8 +462,8 @@ impl Collector for FrontendCollector {
             "Opening the streams of a request",
             |s| &s.stream_register,
         )?;
-        self.seconds(
         #[cfg(feature = "bench")]
+        self.seconds(
             e,
             "slipstream_table_access",
             "Finding a stream, measured once a frame, with the clock's own cost",

@@ -182,7 +182,8 @@ pub(crate) struct SequenceSpec {
     pub(crate) stop_token_ids: Rc<[TokenId]>,
 }
 
-/// Tokens of a sequence that reached the shard together.
+/// Tokens of a sequence that reached the shard together: those of one step of its engine. They share an
+/// event, as with vLLM.
 pub(crate) struct NewTokens<'a> {
     /// At least one.
     pub(crate) tokens: &'a [TokenId],
@@ -204,10 +205,13 @@ struct Sequence {
     credit_bytes: u32,
     render: SseRender,
     detok: Detokenizer,
-    /// Tokens that wait (streams): for the client to read, and the last one for the sequence's end,
-    /// with which it shares an event.
+    /// Tokens that wait (streams): for the client to read, and those of the last step for the sequence's
+    /// end, with which they share an event.
     held: VecDeque<TokenId>,
-    /// What the token shows that completed a stop string, for the event with the reason.
+    /// Of the tokens in `held`, those that share an event: the position of the first of them, and how many
+    /// there are. Runs of one are not listed.
+    held_runs: VecDeque<(u64, u32)>,
+    /// What the step shows that completed a stop string, for the event with the reason.
     stopped: Option<Piece>,
     /// The answer so far (whole answers).
     text: String,
@@ -232,7 +236,7 @@ struct Sequence {
     closed: bool,
 }
 
-/// What one token adds to a streamed answer.
+/// What the tokens of a step add to a streamed answer.
 struct Piece {
     shown: String,
     logprobs: Option<LogprobsPiece>,
@@ -270,6 +274,7 @@ impl ReplyState {
                 credit_bytes: NO_LIMIT,
                 detok: Detokenizer::default(),
                 held: VecDeque::new(),
+                held_runs: VecDeque::new(),
                 stopped: None,
                 text: String::new(),
                 logprobs: LogprobsPiece::default(),
@@ -448,13 +453,10 @@ impl ReplyState {
                 metrics.ttft.observe(now_ns.saturating_sub(accept));
             }
         } else {
+            // One observation per step, however many tokens it gave: as vLLM's `IterationStats`.
             metrics
                 .itl
                 .observe(now_ns.saturating_sub(sequence.last_token_ns));
-        }
-        // Tokens of one entry reached us together.
-        if tokens.len() > 1 {
-            metrics.itl.observe_n(0, tokens.len() as u64 - 1);
         }
         sequence.last_token_ns = now_ns;
         sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
@@ -482,24 +484,21 @@ impl ReplyState {
             self.open_choices();
         }
         let sequence = &mut self.sequences[index as usize];
-        // The last token shares an event with the reason, and that is known in a moment.
-        let (tokens, last) = tokens.split_at(tokens.len() - usize::from(end_follows));
         if sequence.held.is_empty() && self.out.len() < RENDERED_BYTES_MAX {
-            for &token in tokens {
-                sequence.generated += 1;
+            if end_follows {
+                // They share an event with the reason, which is known in a moment.
+                sequence.hold(tokens);
+            } else {
+                sequence.generated += tokens.len() as u32;
                 make_room(&mut self.out);
-                stopped = sequence.take_streamed(token, text, &mut self.out);
-                if stopped {
-                    break;
-                }
+                stopped = sequence.take_streamed(tokens, text, &mut self.out);
             }
         } else {
             if !self.paused {
                 self.paused = true;
                 metrics.streams_paused.add(1);
             }
-            sequence.generated += tokens.len() as u32;
-            sequence.held.extend(tokens);
+            sequence.hold(tokens);
             if self.out.len() + sequence.held.len() * size_of::<TokenId>() > self.unread_bytes_max {
                 metrics.streams_cut_full.add(1);
                 self.fail(&ApiError::overloaded(
@@ -514,10 +513,6 @@ impl ReplyState {
         }
         if stopped {
             self.close_sequence(index);
-        } else if let [last] = last {
-            let sequence = &mut self.sequences[index as usize];
-            sequence.generated += 1;
-            sequence.held.push_back(*last);
         }
         self.settle(text);
         if first.is_some() {
@@ -650,6 +645,7 @@ impl ReplyState {
         self.open = 0;
         for sequence in &mut self.sequences {
             sequence.held.clear();
+            sequence.held_runs.clear();
         }
         self.wake();
     }
@@ -671,7 +667,7 @@ impl ReplyState {
         }
         for sequence in &mut self.sequences {
             sequence.render_turns(&mut self.out);
-            if sequence.ended.is_some() && !sequence.closed && sequence.held.len() <= 1 {
+            if sequence.ended.is_some() && !sequence.closed && sequence.holds_last_step() {
                 sequence.render_end(text, &mut self.out);
             }
         }
@@ -699,17 +695,14 @@ impl ReplyState {
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
             while self.out.len() < RENDERED_BYTES_MAX {
                 sequence.render_turns(&mut self.out);
-                if sequence.ended.is_some() && sequence.held.len() <= 1 {
-                    break; // the last one leaves with the reason
+                if sequence.ended.is_some() && sequence.holds_last_step() {
+                    break; // it leaves with the reason
                 }
-                let Some(token) = sequence.held.pop_front() else {
+                if sequence.held.is_empty() {
                     break;
-                };
+                }
                 make_room(&mut self.out);
-                if sequence.take_streamed(token, text, &mut self.out) {
-                    // What was generated past the stop string does not count.
-                    sequence.generated = sequence.position as u32;
-                    sequence.held.clear();
+                if sequence.take_held(text, &mut self.out) {
                     stopped.push(index as u32);
                     break;
                 }
@@ -804,11 +797,56 @@ impl ReplyState {
 }
 
 impl Sequence {
-    /// Renders one generated token as an event, also if it shows no text. Returns whether it
-    /// completed a stop string; its event is then the one with the reason.
+    /// Keeps the tokens of a step for later.
+    fn hold(&mut self, tokens: &[TokenId]) {
+        if tokens.len() > 1 {
+            let position = self.position + self.held.len() as u64;
+            self.held_runs.push_back((position, tokens.len() as u32));
+        }
+        self.generated += tokens.len() as u32;
+        self.held.extend(tokens);
+    }
+
+    /// Whether no more tokens wait than those of the last step.
     #[inline]
-    fn take_streamed(&mut self, token: TokenId, text: &TextModel, out: &mut BytesMut) -> bool {
-        if self.spec.plain
+    fn holds_last_step(&self) -> bool {
+        self.held.len() <= 1
+            || matches!(self.held_runs.front(), Some(&(at, run))
+                if at == self.position && self.held.len() == run as usize)
+    }
+
+    /// Renders the first step of those that wait. Returns whether it completed a stop string.
+    fn take_held(&mut self, text: &TextModel, out: &mut BytesMut) -> bool {
+        let run = self
+            .held_runs
+            .front()
+            .filter(|(at, _)| *at == self.position);
+        let run = run.map(|&(_, run)| run);
+        let stopped = match run {
+            None => match self.held.pop_front() {
+                Some(token) => self.take_streamed(&[token], text, out),
+                None => false,
+            },
+            Some(run) => {
+                self.held_runs.pop_front();
+                let run = self.held.len().min(run as usize);
+                let tokens: Vec<TokenId> = self.held.drain(..run).collect();
+                self.take_streamed(&tokens, text, out)
+            }
+        };
+        if stopped {
+            self.held.clear();
+            self.held_runs.clear();
+        }
+        stopped
+    }
+
+    /// Renders the tokens of a step as an event, also if they show no text. Returns whether they
+    /// completed a stop string; their event is then the one with the reason.
+    #[inline]
+    fn take_streamed(&mut self, tokens: &[TokenId], text: &TextModel, out: &mut BytesMut) -> bool {
+        if let [token] = *tokens
+            && self.spec.plain
             && self.detok.is_clean()
             && let Some(json) = text.token_json(token)
         {
@@ -817,19 +855,19 @@ impl Sequence {
             self.render.escaped(json, out);
             return false;
         }
-        self.take_streamed_slowly(token, text, out)
+        self.take_streamed_slowly(tokens, text, out)
     }
 
-    /// As [`take_streamed`](Self::take_streamed): for an echo, stop strings, log probabilities, and
-    /// tokens that are no whole characters.
+    /// As [`take_streamed`](Self::take_streamed): for several tokens, an echo, stop strings, log
+    /// probabilities, and tokens that are no whole characters.
     #[cold]
     fn take_streamed_slowly(
         &mut self,
-        token: TokenId,
+        tokens: &[TokenId],
         text: &TextModel,
         out: &mut BytesMut,
     ) -> bool {
-        let (piece, stopped) = self.take_piece(token, text);
+        let (piece, stopped) = self.take_step(tokens, text);
         if stopped {
             self.stopped = Some(piece);
             return true;
@@ -839,6 +877,29 @@ impl Sequence {
             None => self.render.text(&piece.shown, out),
         }
         false
+    }
+
+    /// What the tokens of a step add, and whether one completed a stop string: those after it count for
+    /// nothing.
+    fn take_step(&mut self, tokens: &[TokenId], text: &TextModel) -> (Piece, bool) {
+        let mut step = Piece {
+            shown: String::new(),
+            logprobs: None,
+        };
+        for &token in tokens {
+            let (piece, stopped) = self.take_piece(token, text);
+            step.shown.push_str(&piece.shown);
+            match (&mut step.logprobs, piece.logprobs) {
+                (Some(all), Some(more)) => all.tokens.extend(more.tokens),
+                (None, more) => step.logprobs = more,
+                (Some(_), None) => {}
+            }
+            if stopped {
+                self.generated = self.position as u32;
+                return (step, true);
+            }
+        }
+        (step, false)
     }
 
     /// What a generated token adds, and whether it completed a stop string.
@@ -959,11 +1020,12 @@ impl Sequence {
         }
     }
 
-    /// Renders the event with the reason, and what the last token shows.
+    /// Renders the event with the reason, and what the last step shows.
     fn render_end(&mut self, text: &TextModel, out: &mut BytesMut) {
         self.closed = true;
         make_room(out);
-        if let Some(&token) = self.held.front()
+        if self.held.len() == 1
+            && let Some(&token) = self.held.front()
             && self.spec.plain
             && self.detok.is_clean()
             && let Some(json) = text.token_json(token)
@@ -975,8 +1037,10 @@ impl Sequence {
             return;
         }
         let mut piece = self.stopped.take();
-        if let Some(token) = self.held.pop_front() {
-            piece = Some(self.take_piece(token, text).0);
+        if !self.held.is_empty() {
+            let tokens: Vec<TokenId> = self.held.drain(..).collect();
+            self.held_runs.clear();
+            piece = Some(self.take_step(&tokens, text).0);
         }
         let mut rest = String::new();
         self.take_rest(&mut rest);
@@ -1284,11 +1348,10 @@ mod tests {
         let tail = self::words(&text, " zebra and more");
         let mut state = reply(Kind::Completion, 3, &["zebra"], None);
         for index in 0..3 {
-            assert!(
-                !state
-                    .on_tokens(index, &tokens(&words), &text, &metrics)
-                    .kill
-            );
+            for word in words.chunks(1) {
+                let taken = state.on_tokens(index, &tokens(word), &text, &metrics);
+                assert!(!taken.kill);
+            }
             assert!(
                 !state.on_tokens(index, &tokens(&tail), &text, &metrics).kill,
                 "held, not looked at"
@@ -1308,7 +1371,7 @@ mod tests {
         assert!(all.ends_with("data: [DONE]\n\n"), "the reply completes");
         assert_eq!(all.matches("\"stop_reason\":\"zebra\"").count(), 3);
         assert!(!all.contains("more"), "nothing past the stop string");
-        assert_eq!(killed.len(), 3);
+        assert_eq!(killed, [0, 2], "the engine has ended the other itself");
         let shown = self::words(&text, " zebra");
         let counted = 3 * (words.len() + shown.len());
         assert!(
@@ -1439,11 +1502,182 @@ mod tests {
         state.on_tokens(0, &all, &text, &metrics);
         state.on_end(0, &end(FinishReason::Length), &text, &metrics);
         let found = events(&mut state);
-        let last = &found[words.len() - 1]["choices"][0];
+        let last = &found[0]["choices"][0];
         assert_eq!(
             (&last["finish_reason"], &last["stop_reason"]),
             (&"stop".into(), &"zebra".into())
         );
+    }
+
+    /// Made once: it takes a while.
+    fn shared_text() -> &'static TextModel {
+        static TEXT: std::sync::OnceLock<TextModel> = std::sync::OnceLock::new();
+        TEXT.get_or_init(TextModel::builtin)
+    }
+
+    /// Renders `words` in steps of these sizes, and returns the events. `read_after`: the client
+    /// reads nothing before so many steps. The last step comes with the end.
+    fn stream_in_steps(
+        state: &mut ReplyState,
+        sizes: &[usize],
+        read_after: usize,
+        words: &[TokenId],
+    ) -> Vec<serde_json::Value> {
+        let text = shared_text();
+        let metrics = ShardMetrics::new();
+        let mut found = Vec::new();
+        let mut rest = words;
+        let mut filled = false;
+        for (at, &size) in sizes.iter().enumerate() {
+            let (step, after) = rest.split_at(size.min(rest.len()));
+            rest = after;
+            if step.is_empty() {
+                break;
+            }
+            let new = NewTokens {
+                end_follows: rest.is_empty(),
+                ..tokens(step)
+            };
+            let taken = state.on_tokens(0, &new, text, &metrics);
+            if rest.is_empty() {
+                state.on_end(0, &end(FinishReason::Length), text, &metrics);
+            }
+            if at < read_after {
+                if !filled {
+                    found.extend(events(state));
+                    state.out.resize(RENDERED_BYTES_MAX, b' ');
+                    filled = true;
+                }
+                continue;
+            }
+            if filled {
+                filled = false;
+                catch_up(state, &mut found);
+            }
+            found.extend(events(state));
+            if taken.kill {
+                break;
+            }
+        }
+        if filled {
+            catch_up(state, &mut found);
+        }
+        found
+    }
+
+    /// A client that was behind reads all there is.
+    fn catch_up(state: &mut ReplyState, found: &mut Vec<serde_json::Value>) {
+        let _filler = state.out.split_to(RENDERED_BYTES_MAX);
+        found.extend(events(state));
+        state.refill(shared_text());
+        found.extend(events(state));
+    }
+
+    fn choice_events(events: &[serde_json::Value]) -> usize {
+        let has_choice = |event: &&serde_json::Value| event["choices"].get(0).is_some();
+        events.iter().filter(has_choice).count()
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
+
+        /// One event per step, whether or not the client is behind; text, counts and order are those of
+        /// the tokens one by one.
+        #[test]
+        fn tokens_of_a_step_share_an_event(
+            sizes in proptest::collection::vec(1usize..=5, 1..20),
+            read_after in 0usize..20,
+        ) {
+            let text = shared_text();
+            let all: usize = sizes.iter().sum();
+            let words = words(text, &" the".repeat(all));
+            proptest::prop_assert_eq!(words.len(), all);
+            let mut state = reply(Kind::Completion, 1, &[], None);
+            let found = stream_in_steps(&mut state, &sizes, read_after, &words);
+            let texts = texts(&found);
+            let shown: String = texts.iter().map(|(text, _)| *text).collect();
+            proptest::prop_assert_eq!(shown, " the".repeat(all));
+            proptest::prop_assert_eq!(choice_events(&found), sizes.len());
+            for (&(text, ends), (at, size)) in texts.iter().zip(sizes.iter().enumerate()) {
+                proptest::prop_assert_eq!(text, " the".repeat(*size));
+                proptest::prop_assert_eq!(ends, at + 1 == sizes.len());
+            }
+            let usage = &found[found.len() - 2]["usage"];
+            proptest::prop_assert_eq!(&usage["completion_tokens"], &serde_json::json!(all));
+            proptest::prop_assert_eq!(found.last().unwrap(), "[DONE]");
+        }
+
+        /// A stop string ends the answer at its token wherever it lies in a step, and tokens after it in
+        /// that step are neither shown nor counted.
+        #[test]
+        fn a_stop_string_cuts_a_step(
+            before in 0usize..8,
+            after in 1usize..8,
+            sizes in proptest::collection::vec(1usize..=5, 20),
+            read_after in 0usize..6,
+        ) {
+            let text = shared_text();
+            let counted = words(text, &format!("{} zebra", " the".repeat(before)));
+            let shown = format!("{} zebra{}", " the".repeat(before), " fox".repeat(after));
+            let all = words(text, &shown);
+            let mut state = reply(Kind::Completion, 1, &["zebra"], None);
+            let found = stream_in_steps(&mut state, &sizes, read_after, &all);
+            let texts = texts(&found);
+            let whole: String = texts.iter().map(|(text, _)| *text).collect();
+            proptest::prop_assert_eq!(whole, format!("{} ", " the".repeat(before)));
+            let last = &found[found.len() - 3]["choices"][0];
+            proptest::prop_assert_eq!(&last["stop_reason"], "zebra");
+            let usage = &found[found.len() - 2]["usage"];
+            proptest::prop_assert_eq!(
+                &usage["completion_tokens"], &serde_json::json!(counted.len()));
+        }
+    }
+
+    /// An engine that gives more than `max_tokens` within a step is cut there.
+    #[test]
+    fn max_tokens_cuts_a_step() {
+        let text = shared_text();
+        let metrics = ShardMetrics::new();
+        let words = words(text, &" the".repeat(7));
+        let mut state = reply(Kind::Completion, 1, &[], None);
+        state.sequences[0].spec.max_tokens = 5;
+        state.on_tokens(0, &tokens(&words[..3]), text, &metrics);
+        let rest = NewTokens {
+            end_follows: true,
+            ..tokens(&words[3..])
+        };
+        state.on_tokens(0, &rest, text, &metrics);
+        state.on_end(0, &end(FinishReason::Length), text, &metrics);
+        let found = events(&mut state);
+        assert_eq!(
+            texts(&found)[..2],
+            [(" the the the", false), (" the the", true)]
+        );
+        assert_eq!(found[2]["usage"]["completion_tokens"], 5);
+        assert_eq!(metrics.excess_tokens.get(), 2);
+    }
+
+    /// vLLM observes the time between two outputs of a sequence, not between two tokens.
+    #[test]
+    fn a_step_is_one_inter_token_latency() {
+        let text = shared_text();
+        let metrics = ShardMetrics::new();
+        let words = words(text, &" the".repeat(9));
+        let mut state = reply(Kind::Completion, 1, &[], None);
+        let first = FirstPass {
+            start_ns: 1,
+            end_ns: 2,
+        };
+        for (step, words) in words.chunks(3).enumerate() {
+            let new = NewTokens {
+                first: (step == 0).then_some(first),
+                now_ns: 10 * step as u64,
+                ..tokens(words)
+            };
+            state.on_tokens(0, &new, text, &metrics);
+        }
+        assert_eq!(metrics.itl.count_and_sum(), (2, 20));
+        assert_eq!(metrics.generation_tokens.get(), 9);
     }
 
     #[test]

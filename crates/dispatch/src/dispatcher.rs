@@ -11,6 +11,8 @@ use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTur
 use crate::Role;
 use crate::action::{Action, Attempt};
 use crate::env::{Env, Request, Via};
+#[cfg(feature = "journal")]
+use crate::journal::{Input, Journal, Line};
 use crate::life::{Apart, Life, Placed, Stage, State};
 
 /// Times that a request without a token is sent to another worker after one failed it. Once: a request
@@ -83,6 +85,8 @@ pub struct Dispatcher {
     /// The queue is looked at again at this time, though no load is known to have fallen.
     look_at: Option<SimTime>,
     actions: VecDeque<Action>,
+    #[cfg(feature = "journal")]
+    journal: Option<Journal>,
 }
 
 impl Dispatcher {
@@ -102,6 +106,23 @@ impl Dispatcher {
             capacity_changed: false,
             look_at: None,
             actions: VecDeque::new(),
+            #[cfg(feature = "journal")]
+            journal: None,
+        }
+    }
+
+    /// Writes what happens from now on to `journal`.
+    #[cfg(feature = "journal")]
+    #[must_use]
+    pub fn with_journal(mut self, journal: Journal) -> Dispatcher {
+        self.journal = Some(journal);
+        self
+    }
+
+    #[cfg(feature = "journal")]
+    fn note(&self, id: u32, input: Input) {
+        if let Some(journal) = &self.journal {
+            journal.push(Line::Input { id, input });
         }
     }
 
@@ -166,7 +187,12 @@ impl Dispatcher {
     /// The next action. Carry all of them out before the next input.
     #[must_use]
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+        let action = self.actions.pop_front();
+        #[cfg(feature = "journal")]
+        if let (Some(journal), Some(action)) = (&self.journal, action) {
+            journal.push(Line::Action(action));
+        }
+        action
     }
 
     /// When [`on_timeout`](Self::on_timeout) is to be called, unless an input changes that.
@@ -202,6 +228,14 @@ impl Dispatcher {
             "a number names one open request"
         );
         self.open += 1;
+        #[cfg(feature = "journal")]
+        self.note(
+            id,
+            Input::Submitted {
+                prompt_tokens: request.prompt.len(),
+                max_tokens: request.max_tokens,
+            },
+        );
         self.lives[at].named = request.direct.is_some();
         self.begin_attempt(id);
         self.place(now, id, request, env, scores);
@@ -240,6 +274,10 @@ impl Dispatcher {
 
     /// Readiness, pace or size of the fleet changed: queued requests may find room.
     pub fn on_fleet_changed(&mut self) {
+        #[cfg(feature = "journal")]
+        if let Some(journal) = &self.journal {
+            journal.push(Line::FleetChanged);
+        }
         self.capacity_changed = true;
     }
 
@@ -280,6 +318,8 @@ impl Dispatcher {
             return self.fail_over(now, id, worker, env);
         }
         if self.is_open(id) {
+            #[cfg(feature = "journal")]
+            self.note(id, Input::Refused { worker });
             self.leave_workers(id, Some(worker));
             let failed = self.end(id).last().copied();
             self.actions
@@ -315,6 +355,8 @@ impl Dispatcher {
                 apart.transfer(id, attempt, at)
             }
         };
+        #[cfg(feature = "journal")]
+        self.note(id, Input::Prefilled);
         self.actions.push_back(action);
         true
     }
@@ -347,6 +389,8 @@ impl Dispatcher {
                 }
             }
         };
+        #[cfg(feature = "journal")]
+        self.note(id, Input::Reserved { cached_tokens });
         self.actions.push_back(action);
         true
     }
@@ -367,6 +411,8 @@ impl Dispatcher {
                     active: apart.decode_active,
                 });
                 drop(apart.prefill_active);
+                #[cfg(feature = "journal")]
+                self.note(id, Input::Transferred);
                 self.actions.push_back(Action::Receive { id, rank: decode });
                 self.actions
                     .push_back(Action::Release { id, rank: prefill });
@@ -396,6 +442,8 @@ impl Dispatcher {
             State::Placed(mut placed) => {
                 placed.active.on_first_token();
                 life.state = State::Streaming(placed);
+                #[cfg(feature = "journal")]
+                self.note(id, Input::FirstToken);
                 true
             }
             other => {
@@ -409,6 +457,8 @@ impl Dispatcher {
     pub fn on_ended(&mut self, id: u32) {
         if self.is_open(id) {
             self.capacity_changed = true;
+            #[cfg(feature = "journal")]
+            self.note(id, Input::Ended);
             if matches!(
                 self.lives[id as usize].state,
                 State::Waiting | State::Apart(_)
@@ -422,6 +472,8 @@ impl Dispatcher {
     /// Nobody wants the answer to request `id` any more.
     pub fn cancel(&mut self, id: u32) {
         if self.is_open(id) {
+            #[cfg(feature = "journal")]
+            self.note(id, Input::Canceled);
             self.leave_workers(id, None);
             self.end(id);
         }
@@ -435,6 +487,8 @@ impl Dispatcher {
         if !self.is_open(id) || !self.lives[id as usize].workers().any(|of| of == worker) {
             return;
         }
+        #[cfg(feature = "journal")]
+        self.note(id, Input::Failed { worker });
         let may_retry = self.may_retry(id);
         let begun = matches!(self.lives[id as usize].state, State::Streaming(_));
         self.leave_workers(id, Some(worker));

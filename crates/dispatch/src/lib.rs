@@ -24,6 +24,8 @@ pub mod action;
 pub mod ahead;
 pub mod dispatcher;
 pub mod env;
+#[cfg(feature = "journal")]
+pub mod journal;
 mod life;
 
 pub use action::{Action, Attempt};

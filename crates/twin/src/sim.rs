@@ -61,6 +61,10 @@ pub struct Options {
     /// Times that a client sends a request again that was refused because no worker could take it,
     /// after the time that the refusal names.
     pub retries: u32,
+    /// What the dispatcher was told and decided. Not for runs whose engines have nothing to do with each
+    /// other, unless `one_queue`.
+    #[cfg(feature = "journal")]
+    pub journal: Option<dispatch::journal::Journal>,
 }
 
 impl Default for Options {
@@ -77,6 +81,8 @@ impl Default for Options {
             one_queue: false,
             feed_index: false,
             retries: 0,
+            #[cfg(feature = "journal")]
+            journal: None,
         }
     }
 }
@@ -505,6 +511,11 @@ impl<'a> Sim<'a> {
             router(&parts.serve),
             parts.prefill.as_ref().map(router),
         );
+        #[cfg(feature = "journal")]
+        let dispatch = match &options.journal {
+            Some(journal) => dispatch.with_journal(journal.clone()),
+            None => dispatch,
+        };
         let mut sim = Sim {
             options,
             cluster,

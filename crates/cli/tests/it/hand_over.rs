@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::planes::{Worker, await_ready, begin, completion, rest};
-use crate::server::{Server, run, slipstream};
+use crate::server::{Server, slipstream};
 
 /// Two workers for prompts, w0 and w1, and two for answers, w2 and w3; blocks of 16 tokens.
 const POOLS: &str = "[model]\nname = \"test-model\"\n[engine]\nblock_size = 16\nnum_gpu_blocks = 256\n\
@@ -171,43 +171,6 @@ fn no_block_is_kept_for_a_client_that_is_gone() {
         assert_eq!(server.metric("slipstream_streams_lost_total"), 0.0);
         server.assert_alive();
     }
-}
-
-#[test]
-fn live_and_twin_hand_the_same_prompts_over() {
-    let dir = tempfile::tempdir().unwrap();
-    let file = file(dir.path());
-    let load = [
-        "--rate=100",
-        "--isl=200",
-        "--osl=8",
-        "--requests=60",
-        "--seed=5",
-        "--json",
-    ];
-    let policy = ["--set=router.policy=round_robin", QUICK];
-    let server = serve(dir.path(), &[&policy]);
-    let url = format!("http://{}", server.address());
-    let live = run(&[&["bench", &url, "--quiet"], &load[..]].concat());
-    assert_eq!(live.0, Some(0), "{live:?}");
-    let file = file.to_str().unwrap();
-    let twin = run(&[&["simulate", file, "--quiet"], &load[..], &policy].concat());
-    assert_eq!(twin.0, Some(0), "{twin:?}");
-    let report = |text: &str| -> Value { serde_json::from_str(text).unwrap() };
-    let (live, twin) = (report(&live.1), report(&twin.1));
-    for field in ["input", "output", "cached"] {
-        assert_eq!(
-            live["tokens"][field], twin["tokens"][field],
-            "{field}: {live} {twin}"
-        );
-    }
-    let handed = server.metric("slipstream_rank_prompts_handed_over_total");
-    assert_eq!(handed, 60.0);
-    assert_eq!(
-        handed,
-        server.metric("slipstream_rank_prompts_received_total")
-    );
-    await_empty(&server);
 }
 
 /// A frontend in front of the pools; prompts of 16 tokens and more are computed apart.

@@ -3,6 +3,7 @@
 mod arrows;
 mod doctor;
 mod documents;
+mod drivers;
 mod hand_over;
 mod kv;
 mod net;

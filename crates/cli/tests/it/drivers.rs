@@ -1,0 +1,666 @@
+//! One script, both drivers of the dispatcher. The twin runs a cluster with faults and writes down what
+//! its dispatcher was told and what it decided. The frontend is then told the same in the same order, by
+//! HTTP clients and by engine threads that the test plays, and must decide the same and send it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use slipstream_base::{BlockHash, FinishReason, WorkerId};
+use slipstream_config::cluster::{Cluster, file};
+use slipstream_config::doc::Doc;
+use slipstream_config::workload_file;
+use slipstream_dispatch::journal::{Input, Journal, Line};
+use slipstream_dispatch::{Action, Dispatcher, Role, Rules};
+use slipstream_frontend::text::TextModel;
+use slipstream_frontend::{
+    ApiKeys, Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, Transport,
+};
+use slipstream_planes::{
+    End, FirstPass, Flushed, Part, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
+    ThreadPort, ToWorker, Usage,
+};
+use slipstream_router::{Fleets, Router};
+use slipstream_twin::{Options, simulate};
+
+/// No step takes nearly as long; one that does hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    None,
+    /// The worker vanishes and does not return.
+    Crash(u32),
+    /// The worker takes no new requests.
+    Drain(u32),
+}
+
+struct Case {
+    name: String,
+    cluster: String,
+    workload: String,
+    fault: Fault,
+}
+
+/// Variety by number; the same for every run.
+fn case(n: u32) -> Case {
+    let policies = [
+        "round_robin",
+        "random",
+        "power_of_two",
+        "least_requests",
+        "least_tokens",
+    ];
+    let policy = policies[n as usize % policies.len()];
+    // With a queue one worker: the twin looks at the queue once everything of a moment has happened, the
+    // frontend after each frame. Two workers may end a step at the same moment.
+    let queue = n % 4 == 1;
+    let apart = n % 3 != 0 && !queue;
+    // A crash hits requests in the order of the driver's numbers, so that one worker may be left to choose
+    // from, or the other driver chooses differently for each.
+    let crash = match (n / 2) % 4 {
+        0 => Some(0),
+        1 if apart => Some(1), // the first that computes prompts
+        _ => None,
+    };
+    let (serve, prefill) = match (crash, apart) {
+        _ if queue => (1, 0),
+        (_, false) => (2, 0),
+        (Some(0), true) => (2, 1),
+        (Some(_), true) => (1, 2),
+        (None, true) => (2, 2),
+    };
+    let fault = match crash {
+        Some(worker) => Fault::Crash(worker),
+        None if n % 4 == 0 => Fault::Drain(n / 4 % (serve + prefill)),
+        None => Fault::None,
+    };
+    let mut cluster = String::from("[model]\nname = \"test-model\"\n");
+    let order = if n % 2 == 0 { "pull" } else { "push" };
+    let _ = write!(
+        cluster,
+        "[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\nremote_prefill_tokens_min = 64\n\
+         seed = {n}\n"
+    );
+    if queue {
+        cluster += "queue_max = 6\nbusy_kv_share = 0.5\n";
+    }
+    cluster += "[engine]\nblock_size = 16\nnum_gpu_blocks = 128\nmax_model_len = 1024\n\
+         max_num_seqs = 16\nmax_num_batched_tokens = 64\n";
+    if apart {
+        let _ = write!(
+            cluster,
+            "[pool.d]\nrole = \"decode\"\nworkers = {serve}\n[pool.p]\nrole = \"prefill\"\nworkers = {prefill}\n"
+        );
+    } else {
+        let _ = write!(cluster, "[pool.main]\nworkers = {serve}\n");
+    }
+    cluster += "[engine.timing]\nkind = \"constant\"\nstep_ns = 10_000_000\n";
+    let (kind, worker) = match fault {
+        Fault::None => ("", 0),
+        Fault::Crash(worker) => ("crash", worker),
+        Fault::Drain(worker) => ("drain", worker),
+    };
+    if !kind.is_empty() {
+        let _ = write!(
+            cluster,
+            "[[event]]\nkind = \"{kind}\"\nworker = {worker}\nat_s = 0.4\n"
+        );
+    }
+    let workload = format!(
+        "requests = 32\nseed = {n}\n[arrival]\nkind = \"poisson\"\nrate_per_s = 50\n\
+         [[class]]\nisl = {{ kind = \"uniform\", min = 20, max = 300 }}\nosl = {{ kind = \"uniform\", min = 1, max = 12 }}\n"
+    );
+    Case {
+        name: format!("case {n}: {policy} {order} apart={apart} queue={queue} {fault:?}"),
+        cluster,
+        workload,
+        fault,
+    }
+}
+
+fn cluster(text: &str) -> Cluster {
+    let doc = Doc::parse("cluster.toml", text.as_bytes());
+    let read = |path: &Path| std::fs::read(path);
+    file::read(doc, read).unwrap_or_else(|e| panic!("{e}")).0
+}
+
+/// What the twin's dispatcher was told and decided.
+fn twin_lines(cluster: &Cluster, workload: &str) -> Vec<Line> {
+    let doc = Doc::parse("workload.toml", workload.as_bytes());
+    let workload = workload_file::read(doc).unwrap_or_else(|e| panic!("{e}")).0;
+    let journal = Journal::default();
+    let options = Options {
+        one_queue: true,
+        journal: Some(journal.clone()),
+        ..Options::default()
+    };
+    let read = |path: &Path| std::fs::read(path);
+    simulate(cluster, &workload, &options, read, &mut ()).unwrap_or_else(|e| panic!("{e}"));
+    journal.lines()
+}
+
+/// Requests by order of submission, as numbers of drivers are used again.
+#[derive(Default)]
+struct Names {
+    by_id: BTreeMap<u32, usize>,
+    submitted: usize,
+}
+
+impl Names {
+    /// The line without what is a driver's own: numbers, attempts and times. With the request.
+    fn name(&mut self, line: &Line) -> (usize, String) {
+        let id = match line {
+            Line::Input { id, input } => {
+                if matches!(input, Input::Submitted { .. }) {
+                    self.by_id.insert(*id, self.submitted);
+                    self.submitted += 1;
+                }
+                *id
+            }
+            Line::Action(action) => action.id(),
+            Line::FleetChanged => unreachable!("it is left out"),
+        };
+        let request = self.by_id[&id];
+        let text = match line {
+            Line::Input { input, .. } => format!("{input:?}"),
+            Line::Action(action) => match action {
+                Action::Start { role, rank, .. } => format!("start {role:?} {rank}"),
+                Action::Kill { role, rank, .. } => format!("kill {role:?} {rank}"),
+                Action::Transfer {
+                    from, to, tokens, ..
+                } => format!("transfer {tokens} {from} {to}"),
+                Action::CancelTransfer { .. } => "cancel transfer".into(),
+                Action::Receive { rank, .. } => format!("receive {rank}"),
+                Action::Release { rank, .. } => format!("release {rank}"),
+                Action::Rejected { error, failed, .. } => format!("rejected {error} {failed:?}"),
+                Action::Lost {
+                    worker,
+                    failed,
+                    begun,
+                    ..
+                } => format!("lost {worker} {failed:?} begun={begun}"),
+                Action::Refused { worker, failed, .. } => format!("refused {worker} {failed:?}"),
+            },
+            Line::FleetChanged => unreachable!("it is left out"),
+        };
+        (request, format!("{request}: {text}"))
+    }
+}
+
+/// Something from outside, and what follows from it.
+#[derive(Debug)]
+struct Step {
+    stimulus: Stimulus,
+    /// Lines of the journal, requests by order of submission.
+    expected: Vec<String>,
+    /// The actions among them, with the request.
+    actions: Vec<(usize, Action)>,
+}
+
+#[derive(Debug)]
+enum Stimulus {
+    Submit {
+        prompt_tokens: u32,
+        max_tokens: u32,
+    },
+    /// Entries of one worker, in one frame.
+    Entries(Vec<(usize, Input)>),
+    Crash(WorkerId),
+    FleetChanged,
+}
+
+/// The twin's lines as steps for the other driver.
+fn steps(lines: &[Line]) -> Vec<Step> {
+    let mut names = Names::default();
+    let mut steps: Vec<Step> = Vec::new();
+    // By request: the worker that generates, and the one that computes the prompt.
+    let mut at: BTreeMap<usize, [Option<WorkerId>; 2]> = BTreeMap::new();
+    let mut worker_of_last = None;
+    for line in lines {
+        if *line == Line::FleetChanged {
+            worker_of_last = None;
+            // What the queue makes of a crash belongs to the crash.
+            if let Some(Stimulus::Crash(_)) = steps.last().map(|step| &step.stimulus) {
+                continue;
+            }
+            steps.push(Step {
+                stimulus: Stimulus::FleetChanged,
+                expected: Vec::new(),
+                actions: Vec::new(),
+            });
+            continue;
+        }
+        let (request, text) = names.name(line);
+        match line {
+            Line::Input { input, .. } => {
+                let ranks = at.entry(request).or_default();
+                let worker = match input {
+                    Input::Prefilled => ranks[1],
+                    _ => ranks[0],
+                };
+                let last = steps.last_mut();
+                match (*input, last.map(|last| (&mut last.stimulus, &last.actions))) {
+                    // They come by themselves at once, as there is no modelled network.
+                    (Input::Transferred, _) => {
+                        let found = steps.iter_mut().rev().find(|step| {
+                            let sent = |(of, action): &(usize, Action)| {
+                                *of == request && matches!(action, Action::Transfer { .. })
+                            };
+                            step.actions.iter().any(sent)
+                        });
+                        let step = found.expect("what arrives was sent");
+                        step.expected.push(text);
+                        continue;
+                    }
+                    (Input::Failed { worker }, Some((Stimulus::Crash(of), _))) if *of == worker => {
+                    }
+                    (Input::Failed { worker }, _) => steps.push(Step {
+                        stimulus: Stimulus::Crash(worker),
+                        expected: Vec::new(),
+                        actions: Vec::new(),
+                    }),
+                    (
+                        Input::Submitted {
+                            prompt_tokens,
+                            max_tokens,
+                        },
+                        _,
+                    ) => steps.push(Step {
+                        stimulus: Stimulus::Submit {
+                            prompt_tokens,
+                            max_tokens,
+                        },
+                        expected: Vec::new(),
+                        actions: Vec::new(),
+                    }),
+                    (input, Some((Stimulus::Entries(entries), actions)))
+                        if actions.is_empty() && worker_of_last == worker =>
+                    {
+                        entries.push((request, input));
+                    }
+                    (input, _) => steps.push(Step {
+                        stimulus: Stimulus::Entries(vec![(request, input)]),
+                        expected: Vec::new(),
+                        actions: Vec::new(),
+                    }),
+                }
+                worker_of_last = worker;
+                steps.last_mut().unwrap().expected.push(text);
+            }
+            Line::Action(action) => {
+                if let Action::Start { role, rank, .. } = action {
+                    let role = usize::from(*role == Role::Prefill);
+                    at.entry(request).or_default()[role] = Some(rank.worker);
+                }
+                // What follows an arrival stands with the arrival.
+                let arrival = format!("{request}: Transferred");
+                let to = matches!(action, Action::Receive { .. } | Action::Release { .. });
+                let found = steps
+                    .iter_mut()
+                    .rev()
+                    .find(|step| !to || step.expected.contains(&arrival));
+                let step = found.expect("an action follows something");
+                step.expected.push(text);
+                step.actions.push((request, *action));
+            }
+            Line::FleetChanged => {}
+        }
+    }
+    for step in &mut steps {
+        if matches!(step.stimulus, Stimulus::Crash(_)) {
+            sort_by_request(&mut step.expected);
+        }
+    }
+    steps
+}
+
+/// A crash hits requests in the order of the driver's numbers, which are its own.
+fn sort_by_request(lines: &mut [String]) {
+    lines.sort_by_key(|line| line.split(':').next().unwrap().parse::<usize>().unwrap());
+}
+
+/// Where a part of a request is.
+#[derive(Clone, Copy)]
+struct Placed {
+    worker: WorkerId,
+    addr: StreamAddr,
+    part: Part,
+}
+
+/// A frontend whose engine threads the test plays, one worker each.
+struct Live {
+    frontend: Frontend,
+    workers: Vec<Option<ThreadPort>>,
+    fleets: Fleets,
+    journal: Journal,
+    names: Names,
+    /// Lines of the journal that were compared.
+    seen: usize,
+    clients: Vec<TcpStream>,
+    /// By request and whether it is its prompt's stream.
+    placed: BTreeMap<(usize, bool), Placed>,
+}
+
+impl Live {
+    fn start(cluster: &Cluster) -> Live {
+        let fleets = Fleets::of_cluster(cluster).unwrap();
+        let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
+        let plane = Plane::new(1, workers as usize, PlaneLimits::default());
+        for worker in 0..workers {
+            fleets.set_ready(WorkerId(worker), true);
+        }
+        let journal = Journal::default();
+        let router = |fleet: &Arc<slipstream_router::Fleet>| Router::new(fleet.clone(), 0);
+        let dispatcher = Dispatcher::new(
+            Rules::of_cluster(cluster),
+            router(&fleets.serve),
+            fleets.prefill.as_ref().map(router),
+        )
+        .with_journal(journal.clone());
+        let kv_network = fleets
+            .prefill
+            .is_some()
+            .then(|| Arc::new(KvNetwork::new(cluster, 1)));
+        let shard = plane.shards.into_iter().next().unwrap();
+        let planes = vec![ShardPlane {
+            transport: Transport::Rings(shard),
+            dispatcher,
+            kv_network,
+        }];
+        let bound = Bound::bind("127.0.0.1:0").unwrap();
+        let service = service(cluster, fleets.clone());
+        let registry = prometheus_client::registry::Registry::default();
+        let frontend = Frontend::start(bound, service, planes, registry).unwrap();
+        Live {
+            frontend,
+            workers: plane.threads.into_iter().map(Some).collect(),
+            fleets,
+            journal,
+            names: Names::default(),
+            seen: 0,
+            clients: Vec::new(),
+            placed: BTreeMap::new(),
+        }
+    }
+
+    fn submit(&mut self, prompt_tokens: u32, max_tokens: u32) {
+        let n = self.clients.len() as u32;
+        let tokens: Vec<String> = (0..prompt_tokens)
+            .map(|at| (300 + (n * 131 + at * 7) % 900).to_string())
+            .collect();
+        let body = format!(
+            "{{\"model\":\"test-model\",\"prompt\":[{}],\"max_tokens\":{max_tokens},\"stream\":true}}",
+            tokens.join(",")
+        );
+        let mut client = TcpStream::connect(self.frontend.address()).unwrap();
+        write!(
+            client,
+            "POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        self.clients.push(client);
+    }
+
+    fn send(&mut self, entries: &[(usize, Input)]) {
+        let prefill = |input: &Input| *input == Input::Prefilled;
+        let (request, input) = &entries[0];
+        let worker = self.placed[&(*request, prefill(input))].worker;
+        let port = self.workers[worker.index()].as_mut().expect("it lives");
+        let frame = port.frame(0).expect("the shard lives");
+        for (request, input) in entries {
+            let placed = self.placed[&(*request, prefill(input))];
+            assert_eq!(placed.worker, worker, "one worker per frame");
+            push(frame, placed, *input);
+        }
+        assert_eq!(port.flush(0, false), Flushed::Sent);
+    }
+
+    /// The new lines of the journal, once there are as many as `count`, and the actions among them.
+    fn lines(&mut self, count: usize) -> (Vec<String>, Vec<(usize, Action)>) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let lines: Vec<Line> = self.journal.lines();
+            let ours = lines.iter().filter(|line| **line != Line::FleetChanged);
+            if ours.clone().count() >= self.seen + count || Instant::now() > deadline {
+                let (mut texts, mut actions) = (Vec::new(), Vec::new());
+                for line in ours.skip(self.seen) {
+                    let (request, text) = self.names.name(line);
+                    texts.push(text);
+                    if let Line::Action(action) = line {
+                        actions.push((request, *action));
+                    }
+                }
+                self.seen += texts.len();
+                return (texts, actions);
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Takes the message with which the frontend carries `action` out.
+    fn expect_message(&mut self, request: usize, action: &Action) {
+        let rank = match action {
+            Action::Start { rank, .. }
+            | Action::Receive { rank, .. }
+            | Action::Release { rank, .. } => *rank,
+            _ => return,
+        };
+        let Some(port) = &mut self.workers[rank.worker.index()] else {
+            return; // it crashed meanwhile
+        };
+        let deadline = Instant::now() + PATIENCE;
+        let message = loop {
+            match port.receive() {
+                // Of a part that the worker may not have got.
+                Some(ToWorker::Kill { .. }) => {}
+                Some(message) => break message,
+                None => {
+                    assert!(
+                        Instant::now() < deadline,
+                        "{request}: {action:?} was not sent"
+                    );
+                    std::thread::yield_now();
+                }
+            }
+        };
+        assert_eq!(message.rank(), rank);
+        match (action, message) {
+            (Action::Start { role, .. }, ToWorker::Start(start)) => {
+                let part = match start.part {
+                    Part::Whole => Role::Both,
+                    Part::Prompt => Role::Prefill,
+                    Part::Answer { .. } => Role::Decode,
+                };
+                assert_eq!(part, *role, "request {request}");
+                let placed = Placed {
+                    worker: rank.worker,
+                    addr: start.addr,
+                    part: start.part,
+                };
+                self.placed
+                    .insert((request, *role == Role::Prefill), placed);
+            }
+            (Action::Receive { .. }, ToWorker::Receive { addr, .. }) => {
+                assert_eq!(addr, self.placed[&(request, false)].addr);
+            }
+            (Action::Release { .. }, ToWorker::Release { addr, .. }) => {
+                assert_eq!(addr, self.placed[&(request, true)].addr);
+            }
+            (action, message) => panic!("{message:?} carries no {action:?} out"),
+        }
+    }
+}
+
+fn push(frame: &mut PassFrame, placed: Placed, input: Input) {
+    let stream = placed.addr.stream;
+    let pass = FirstPass {
+        start_ns: 1,
+        end_ns: 2,
+    };
+    match input {
+        Input::Prefilled => {
+            frame.push_prologue(stream, &Prologue::default());
+            frame.push_computed(stream, pass);
+        }
+        Input::Reserved { cached_tokens } => {
+            let Part::Answer { attempt } = placed.part else {
+                panic!("only an answer's worker makes room")
+            };
+            let reserved = Reserved {
+                attempt,
+                cached_tokens,
+                ..Reserved::default()
+            };
+            frame.push_reserved(stream, &reserved);
+        }
+        Input::FirstToken => {
+            frame.push_prologue(stream, &Prologue::default());
+            frame.push_tokens(stream, &[300], Some(pass));
+        }
+        Input::Ended => {
+            let end = End {
+                reason: FinishReason::Length,
+                usage: Usage::default(),
+            };
+            frame.push_end(stream, &end);
+        }
+        other => panic!("no entry says {other:?}"),
+    }
+}
+
+/// Made once: it takes a while.
+fn text() -> Arc<TextModel> {
+    static TEXT: OnceLock<Arc<TextModel>> = OnceLock::new();
+    TEXT.get_or_init(|| Arc::new(TextModel::builtin())).clone()
+}
+
+fn service(cluster: &Cluster, fleets: Fleets) -> Service {
+    let second = Duration::from_secs(1);
+    Service {
+        model: cluster.model.name.clone(),
+        text: text(),
+        root: BlockHash::root(&cluster.model.name, "", ""),
+        block_size: fleets.serve.block_size(),
+        keep_tokens: false,
+        max_model_len: 1024,
+        kv_blocks: 128,
+        fleets,
+        api_keys: ApiKeys::new([]),
+        limits: Limits {
+            body_bytes_max: 1 << 20,
+            header_bytes_max: 16 << 10,
+            read_timeout: 60 * second,
+            write_timeout: 60 * second,
+            request_timeout: None,
+            streams_max: 1024,
+            stream_buffer_bytes_max: 1 << 20,
+            drain: second / 100,
+        },
+        created: 0,
+        #[cfg(feature = "bench")]
+        locked_table: false,
+        seed: 1,
+    }
+}
+
+/// Replays the twin's lines. Returns how many there were.
+fn check(case: &Case) -> usize {
+    let cluster = cluster(&case.cluster);
+    let lines = twin_lines(&cluster, &case.workload);
+    let mut live = Live::start(&cluster);
+    let mut faulted = false;
+    for (at, step) in steps(&lines).iter().enumerate() {
+        match &step.stimulus {
+            Stimulus::Submit {
+                prompt_tokens,
+                max_tokens,
+            } => live.submit(*prompt_tokens, *max_tokens),
+            Stimulus::Entries(entries) => live.send(entries),
+            Stimulus::Crash(worker) => {
+                faulted = true;
+                live.workers[worker.index()] = None;
+            }
+            Stimulus::FleetChanged if faulted => {}
+            Stimulus::FleetChanged => {
+                faulted = true;
+                match case.fault {
+                    Fault::None => {}
+                    Fault::Drain(worker) => live.fleets.set_ready(WorkerId(worker), false),
+                    Fault::Crash(worker) => {
+                        // It had nothing.
+                        live.workers[worker as usize] = None;
+                        live.fleets.on_worker_lost(WorkerId(worker));
+                    }
+                }
+            }
+        }
+        let (mut found, actions) = live.lines(step.expected.len());
+        if matches!(step.stimulus, Stimulus::Crash(_)) {
+            sort_by_request(&mut found);
+        }
+        assert_eq!(
+            found, step.expected,
+            "{}, step {at} ({:?}): the frontend's dispatcher beside the twin's",
+            case.name, step.stimulus
+        );
+        // In the order of this driver, which is another one after a crash.
+        for (request, action) in &actions {
+            live.expect_message(*request, action);
+        }
+    }
+    let (left, _) = live.lines(0);
+    assert!(
+        left.is_empty(),
+        "{}: more than in the twin: {left:?}",
+        case.name
+    );
+    let count = live.seen;
+    drop(live.clients);
+    drop(live.workers);
+    live.frontend.shutdown();
+    count
+}
+
+#[test]
+fn both_drivers_take_the_same_actions() {
+    let mut kinds = std::collections::BTreeSet::new();
+    for n in 0..40 {
+        let case = case(n);
+        let cluster = cluster(&case.cluster);
+        for line in twin_lines(&cluster, &case.workload) {
+            let kind = match line {
+                Line::Input { input, .. } => format!("{input:?}"),
+                Line::Action(action) => format!("{action:?}"),
+                Line::FleetChanged => "FleetChanged".into(),
+            };
+            let end = kind.find([' ', '{']).unwrap_or(kind.len());
+            kinds.insert(kind[..end].to_owned());
+        }
+        assert!(check(&case) > 32, "{}: something happened", case.name);
+    }
+    // The scripts reach what they are for.
+    for kind in [
+        "Prefilled",
+        "Reserved",
+        "Transferred",
+        "FirstToken",
+        "Ended",
+        "Failed",
+        "Start",
+        "Kill",
+        "Transfer",
+        "Receive",
+        "Release",
+        "Lost",
+        "Rejected",
+    ] {
+        assert!(kinds.contains(kind), "no script has {kind}: {kinds:?}");
+    }
+}

@@ -10,7 +10,7 @@ use slipstream_base::{
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
-use slipstream_planes::{Part, Registration, StartRequest};
+use slipstream_planes::{Part, Registration, StartRequest, StreamAddr};
 use slipstream_router::Score;
 
 use crate::dispatching::Submission;
@@ -178,8 +178,7 @@ fn fit(
     })
 }
 
-/// Routes every sequence, opens its stream, and hands it to its worker; with `more`, as one whose
-/// input goes on.
+/// Opens a stream per sequence and submits each; with `more`, as one whose input continues.
 pub(crate) fn dispatch(
     shard: &Rc<Shard>,
     head: &RequestHead,
@@ -191,50 +190,58 @@ pub(crate) fn dispatch(
     let service = &shard.service;
     let params = &request.params;
     let count = prompts.len() * params.n as usize;
-    let most = service.limits.streams_max;
-    if count > most as usize {
-        let (field, asked) = match prompts.len() {
-            1 => ("n", String::new()),
-            prompts => (
-                "prompt",
-                format!(" ({prompts} prompts of {} choices)", params.n),
-            ),
-        };
-        return Err(ApiError::invalid(
-            field,
-            format!(
-                "asks for {count} streams{asked}, and the server opens at most {most} (`live.streams_max`)"
-            ),
-        ));
-    }
-    if !shard.open_streams(count) {
-        shard.metrics.on_rejected(Rejection::StreamsMax);
-        return Err(ApiError::overloaded(
-            format!(
-                "{} streams are open, which is the limit (`live.streams_max`); try again later",
-                service.limits.streams_max
-            ),
-            1,
-        ));
-    }
-    // From here on the streams are given back by `ReplyHandle`, or by `Claim` if none is made.
-    let claim = Claim { shard, count };
-
-    let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
-    let stops: Rc<[String]> = params.stop.as_slice().into();
-    let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
-    let mut specs = Vec::with_capacity(count);
-    let mut requests = Vec::with_capacity(count);
+    check_count(count, prompts.len(), params.n, service.limits.streams_max)?;
+    let quota = StreamQuota::take(shard, count)?;
+    let shape = shape_of(shard, head, request, &prompts);
+    shard.metrics.prompt_tokens.add(shape.prompt_tokens);
     let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
         scores: String::new(),
     });
-    let shape = Shape {
-        kind: request.kind,
-        id: answer_id(
-            request.kind,
-            params.request_id.as_deref().unwrap_or(&head.id),
+    let (specs, requests) = sequences(shard, params, prompts);
+    let unread_max = service.limits.stream_buffer_bytes_max as usize;
+    let reply = Rc::new(Reply {
+        state: RefCell::new(ReplyState::new(shape, specs, times, trace, unread_max)),
+    });
+    let registrations = register(shard, &reply, count)?;
+    let addresses: Vec<StreamAddr> = registrations.iter().map(Registration::addr).collect();
+    quota.hand_on();
+    let handle = ReplyHandle::new(shard.clone(), reply, registrations);
+    submit(shard, head, handle.reply(), addresses, requests, more)?;
+    Ok(handle)
+}
+
+/// Refuses a request for more streams than the server ever opens.
+fn check_count(count: usize, prompts: usize, choices: u32, most: u32) -> Result<(), ApiError> {
+    if count <= most as usize {
+        return Ok(());
+    }
+    let (field, asked) = match prompts {
+        1 => ("n", String::new()),
+        prompts => (
+            "prompt",
+            format!(" ({prompts} prompts of {choices} choices)"),
         ),
+    };
+    Err(ApiError::invalid(
+        field,
+        format!(
+            "asks for {count} streams{asked}, and the server opens at most {most} (`live.streams_max`)"
+        ),
+    ))
+}
+
+fn shape_of(
+    shard: &Shard,
+    head: &RequestHead,
+    request: &ApiRequest<'_>,
+    prompts: &[Tokenized],
+) -> Shape {
+    let params = &request.params;
+    let id = params.request_id.as_deref().unwrap_or(&head.id);
+    Shape {
+        kind: request.kind,
+        id: answer_id(request.kind, id),
         created: now_unix_s(),
         model: shard.model.clone(),
         stream: params.stream,
@@ -242,9 +249,21 @@ pub(crate) fn dispatch(
         running_usage: params.running_usage,
         prompt_tokens: prompts.iter().map(|p| u64::from(p.prompt.len())).sum(),
         choices_per_prompt: params.n,
-    };
-    shard.metrics.prompt_tokens.add(shape.prompt_tokens);
+    }
+}
 
+/// For each choice of each prompt: how its tokens become text, and what its engine computes.
+fn sequences(
+    shard: &Shard,
+    params: &RequestParams,
+    prompts: Vec<Tokenized>,
+) -> (Vec<SequenceSpec>, Vec<EngineRequest>) {
+    let count = prompts.len() * params.n as usize;
+    let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
+    let stops: Rc<[String]> = params.stop.as_slice().into();
+    let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
+    let mut specs = Vec::with_capacity(count);
+    let mut requests = Vec::with_capacity(count);
     for tokenized in prompts {
         let mut echo = tokenized.echo;
         for choice in 0..params.n {
@@ -286,35 +305,45 @@ pub(crate) fn dispatch(
             });
         }
     }
-    let unread_max = service.limits.stream_buffer_bytes_max as usize;
-    let state = ReplyState::new(shape, specs, times, trace, unread_max);
-    let reply = Rc::new(Reply {
-        state: RefCell::new(state),
-    });
-    let mut registrations: Vec<Registration<Feed>> = Vec::with_capacity(count);
+    (specs, requests)
+}
+
+/// Opens a stream for each sequence of `reply`.
+fn register(
+    shard: &Shard,
+    reply: &Rc<Reply>,
+    count: usize,
+) -> Result<Vec<Registration<Feed>>, ApiError> {
     let register_ns = monotonic_ns();
+    let mut registrations = Vec::with_capacity(count);
     for sequence in 0..count as u32 {
         let _lock = shard.table_lock.hold();
-        match shard.table.register(Feed {
+        let feed = Feed {
             reply: reply.clone(),
             sequence,
             leg: Leg::Answer,
-        }) {
-            Ok(registration) => registrations.push(registration),
-            Err(full) => {
-                shard.metrics.on_rejected(Rejection::StreamsMax);
-                return Err(ApiError::overloaded(full.to_string(), 1));
-            }
-        }
+        };
+        registrations.push(shard.table.register(feed).map_err(|full| {
+            shard.metrics.on_rejected(Rejection::StreamsMax);
+            ApiError::overloaded(full.to_string(), 1)
+        })?);
     }
-    let registered_ns = monotonic_ns();
-    let metrics = &shard.metrics;
-    metrics.stream_register.observe(registered_ns - register_ns);
-    let addresses: Vec<_> = registrations.iter().map(Registration::addr).collect();
-    std::mem::forget(claim);
-    let handle = ReplyHandle::new(shard.clone(), reply.clone(), registrations);
+    let took = monotonic_ns() - register_ns;
+    shard.metrics.stream_register.observe(took);
+    Ok(registrations)
+}
 
-    // The turns of a talk are not held back at the worker; a client that does not read is cut.
+/// Submits the sequences of `reply`. After an error the caller drops its handle, which cancels those that
+/// were submitted.
+fn submit(
+    shard: &Shard,
+    head: &RequestHead,
+    reply: &Rc<Reply>,
+    addresses: Vec<StreamAddr>,
+    requests: Vec<EngineRequest>,
+    more: bool,
+) -> Result<(), ApiError> {
+    // The turns of a duplex request are not held back at the worker; a client that does not read is cut.
     let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
     let mut scores = head.traced.then(Vec::new);
     let starts = addresses.into_iter().zip(requests);
@@ -337,8 +366,7 @@ pub(crate) fn dispatch(
         };
         // The scores are those of the first sequence.
         let scores = scores.as_mut().filter(|_| sequence == 0);
-        if let Err(error) = shard.submit(&reply, sequence, addr, submission, scores) {
-            // Dropping the handle cancels the sequences that were submitted.
+        if let Err(error) = shard.submit(reply, sequence, addr, submission, scores) {
             reply.state.borrow_mut().reject(&error);
             return Err(error);
         }
@@ -346,16 +374,37 @@ pub(crate) fn dispatch(
     if let Some(scores) = scores {
         reply.state.borrow_mut().set_scores(scores_json(&scores));
     }
-    Ok(handle)
+    Ok(())
 }
 
-/// Gives claimed room back unless a [`ReplyHandle`] has taken that over.
-struct Claim<'a> {
+/// Room for streams, given back unless a [`ReplyHandle`] takes it over.
+struct StreamQuota<'a> {
     shard: &'a Shard,
     count: usize,
 }
 
-impl Drop for Claim<'_> {
+impl<'a> StreamQuota<'a> {
+    fn take(shard: &'a Shard, count: usize) -> Result<StreamQuota<'a>, ApiError> {
+        if shard.open_streams(count) {
+            return Ok(StreamQuota { shard, count });
+        }
+        shard.metrics.on_rejected(Rejection::StreamsMax);
+        Err(ApiError::overloaded(
+            format!(
+                "{} streams are open, which is the limit (`live.streams_max`); try again later",
+                shard.service.limits.streams_max
+            ),
+            1,
+        ))
+    }
+
+    /// Someone else gives it back.
+    fn hand_on(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for StreamQuota<'_> {
     fn drop(&mut self) {
         self.shard.on_streams_closed(self.count);
     }

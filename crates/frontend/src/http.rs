@@ -24,6 +24,7 @@ use crate::openai::{
     openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
 };
 use crate::reply::ReplyBody;
+use crate::service::Service;
 use crate::shard::Shard;
 use crate::talk;
 use crate::text::ChatOptions;
@@ -124,6 +125,77 @@ pub(crate) async fn handle(
     Ok(response)
 }
 
+/// What a path answers.
+#[derive(Clone, Copy)]
+enum Endpoint {
+    Chat,
+    Completion,
+    Tokenize,
+    Detokenize,
+    Models,
+    Model,
+    Health,
+    Ready,
+    Live,
+    Version,
+    OpenApi,
+    Metrics,
+}
+
+/// A path of the API.
+struct Route {
+    /// As it is sent; one that ends with `/` begins the paths that it stands for.
+    path: &'static str,
+    methods: &'static [Method],
+    /// Needs no API key.
+    open: bool,
+    endpoint: Endpoint,
+}
+
+const POST: &[Method] = &[Method::POST];
+const READ: &[Method] = &[Method::GET, Method::HEAD];
+
+/// The most frequent ones first.
+static ROUTES: [Route; 13] = [
+    keyed("/v1/chat/completions", POST, Endpoint::Chat),
+    keyed("/v1/completions", POST, Endpoint::Completion),
+    keyed("/tokenize", POST, Endpoint::Tokenize),
+    keyed("/detokenize", POST, Endpoint::Detokenize),
+    keyed("/v1/models", READ, Endpoint::Models),
+    keyed("/v1/models/", READ, Endpoint::Model),
+    open("/metrics", Endpoint::Metrics),
+    open("/health", Endpoint::Health),
+    open("/ready", Endpoint::Ready),
+    open("/live", Endpoint::Live),
+    open("/ping", Endpoint::Live),
+    open("/version", Endpoint::Version),
+    open("/openapi.json", Endpoint::OpenApi),
+];
+
+const fn keyed(path: &'static str, methods: &'static [Method], endpoint: Endpoint) -> Route {
+    Route {
+        path,
+        methods,
+        open: false,
+        endpoint,
+    }
+}
+
+const fn open(path: &'static str, endpoint: Endpoint) -> Route {
+    Route {
+        path,
+        methods: READ,
+        open: true,
+        endpoint,
+    }
+}
+
+fn find_route(path: &str) -> Option<&'static Route> {
+    ROUTES.iter().find(|route| {
+        path == route.path || route.path.ends_with('/') && path.starts_with(route.path)
+    })
+}
+
 async fn route(
     shard: &Rc<Shard>,
     request: Request<Incoming>,
@@ -131,35 +203,31 @@ async fn route(
     times: StageTimes,
 ) -> Result<Response<HttpBody>, ApiError> {
     let service = &shard.service;
-    let path = request.uri().path();
     let limit = service.limits.header_bytes_max;
     if head_bytes(&request) > limit as usize {
         return Err(ApiError::head_too_large(limit));
     }
-    let open = matches!(
-        path,
-        "/health" | "/live" | "/ready" | "/version" | "/metrics" | "/openapi.json" | "/ping"
-    );
+    let path = request.uri().path();
+    let found = find_route(path);
     let authorization = request
         .headers()
         .get(AUTHORIZATION)
         .map(HeaderValue::as_bytes);
-    if !open && !service.api_keys.admit(authorization) {
+    // Also unknown paths: without a key nothing is learned of them.
+    if !found.is_some_and(|route| route.open) && !service.api_keys.admit(authorization) {
         return Err(ApiError::unauthorized());
     }
-    let card = ModelCard {
-        id: &service.model,
-        created: service.created,
-        max_model_len: service.max_model_len,
+    let Some(route) = found else {
+        let method = request.method().as_str();
+        return Err(ApiError::route_not_found(method, path));
     };
-    match path {
-        "/v1/chat/completions" => {
-            allow(&request, &[Method::POST])?;
+    allow(&request, route.methods)?;
+    match route.endpoint {
+        Endpoint::Chat => {
             let (head, body) = receive(shard, request, id).await?;
             generate::generate(shard, Kind::Chat, head, &body, times).await
         }
-        "/v1/completions" => {
-            allow(&request, &[Method::POST])?;
+        Endpoint::Completion => {
             if media_type(request.headers()) == Some("application/x-ndjson") {
                 let (parts, body) = request.into_parts();
                 return talk::talk(shard, head_of(&parts.headers, id)?, body, times).await;
@@ -167,68 +235,50 @@ async fn route(
             let (head, body) = receive(shard, request, id).await?;
             generate::generate(shard, Kind::Completion, head, &body, times).await
         }
-        "/tokenize" => {
-            allow(&request, &[Method::POST])?;
+        Endpoint::Tokenize => {
             let (_, body) = receive(shard, request, id).await?;
             tokenize(shard, &body)
         }
-        "/detokenize" => {
-            allow(&request, &[Method::POST])?;
+        Endpoint::Detokenize => {
             let (_, body) = receive(shard, request, id).await?;
-            let parsed = parse_detokenize(&body)?;
-            generate::check_model(service, parsed.model.as_deref())?;
-            generate::check_tokens(service, "tokens", &parsed.tokens)?;
-            Ok(json(
-                200,
-                detokenize_json(&service.text.decode(&parsed.tokens)),
-            ))
+            detokenize(shard, &body)
         }
-        "/v1/models" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            Ok(json(200, models_json(&[card])))
+        Endpoint::Models => Ok(json(200, models_json(&[card(service)]))),
+        Endpoint::Model => {
+            let model = percent_decode(&path[route.path.len()..]);
+            generate::check_model(service, Some(&model))?;
+            Ok(json(200, model_json(&card(service))))
         }
-        "/health" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            Ok(health(shard))
-        }
-        "/ready" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            let status = if any_ready(&service.fleets.serve) {
-                200
-            } else {
-                503
-            };
-            Ok(json(
-                status,
-                format!("{{\"ready\":{}}}", status == 200).into_bytes(),
-            ))
-        }
-        "/live" | "/ping" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            Ok(json(200, b"{\"live\":true}".to_vec()))
-        }
-        "/version" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            Ok(json(200, version_json().to_vec()))
-        }
-        "/openapi.json" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            Ok(json(200, openapi_json().to_vec()))
-        }
-        "/metrics" => {
-            allow(&request, &[Method::GET, Method::HEAD])?;
-            metrics(shard, id)
-        }
-        _ => {
-            if let Some(model) = path.strip_prefix("/v1/models/") {
-                allow(&request, &[Method::GET, Method::HEAD])?;
-                let model = percent_decode(model);
-                generate::check_model(service, Some(&model))?;
-                return Ok(json(200, model_json(&card)));
-            }
-            Err(ApiError::route_not_found(request.method().as_str(), path))
-        }
+        Endpoint::Health => Ok(health(shard)),
+        Endpoint::Ready => Ok(ready(service)),
+        Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
+        Endpoint::Version => Ok(json(200, version_json().to_vec())),
+        Endpoint::OpenApi => Ok(json(200, openapi_json().to_vec())),
+        Endpoint::Metrics => metrics(shard, id),
     }
+}
+
+fn card(service: &Service) -> ModelCard<'_> {
+    ModelCard {
+        id: &service.model,
+        created: service.created,
+        max_model_len: service.max_model_len,
+    }
+}
+
+fn ready(service: &Service) -> Response<HttpBody> {
+    let ready = any_ready(&service.fleets.serve);
+    let status = if ready { 200 } else { 503 };
+    json(status, format!("{{\"ready\":{ready}}}").into_bytes())
+}
+
+fn detokenize(shard: &Rc<Shard>, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
+    let service = &shard.service;
+    let parsed = parse_detokenize(body)?;
+    generate::check_model(service, parsed.model.as_deref())?;
+    generate::check_tokens(service, "tokens", &parsed.tokens)?;
+    let text = service.text.decode(&parsed.tokens);
+    Ok(json(200, detokenize_json(&text)))
 }
 
 /// Length of a request's head as HTTP/1.1 writes it, as far as can be told: of its target and of

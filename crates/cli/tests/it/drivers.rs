@@ -59,7 +59,7 @@ fn case(n: u32) -> Case {
     // With a queue one worker: the twin looks at the queue once everything of a moment has happened, the
     // frontend after each frame. Two workers may end a step at the same moment.
     let queue = n % 4 == 1;
-    let apart = n % 3 != 0 && !queue;
+    let apart = !n.is_multiple_of(3) && !queue;
     // A crash hits requests in the order of the driver's numbers, so that one worker may be left to choose
     // from, or the other driver chooses differently for each.
     let crash = match (n / 2) % 4 {
@@ -76,11 +76,11 @@ fn case(n: u32) -> Case {
     };
     let fault = match crash {
         Some(worker) => Fault::Crash(worker),
-        None if n % 4 == 0 => Fault::Drain(n / 4 % (serve + prefill)),
+        None if n.is_multiple_of(4) => Fault::Drain(n / 4 % (serve + prefill)),
         None => Fault::None,
     };
     let mut cluster = String::from("[model]\nname = \"test-model\"\n");
-    let order = if n % 2 == 0 { "pull" } else { "push" };
+    let order = if n.is_multiple_of(2) { "pull" } else { "push" };
     let _ = write!(
         cluster,
         "[kv]\nhand_over = \"{order}\"\n[router]\npolicy = \"{policy}\"\nremote_prefill_tokens_min = 64\n\
@@ -474,9 +474,9 @@ impl Live {
         match (action, message) {
             (Action::Start { role, .. }, ToWorker::Start(start)) => {
                 let part = match start.part {
-                    Part::Whole => Role::Both,
-                    Part::Prompt => Role::Prefill,
-                    Part::Answer { .. } => Role::Decode,
+                    Part::Both => Role::Both,
+                    Part::Prefill => Role::Prefill,
+                    Part::Decode { .. } => Role::Decode,
                 };
                 assert_eq!(part, *role, "request {request}");
                 let placed = Placed {
@@ -510,7 +510,7 @@ fn push(frame: &mut PassFrame, placed: Placed, input: Input) {
             frame.push_computed(stream, pass);
         }
         Input::Reserved { cached_tokens } => {
-            let Part::Answer { attempt } = placed.part else {
+            let Part::Decode { attempt } = placed.part else {
                 panic!("only an answer's worker makes room")
             };
             let reserved = Reserved {

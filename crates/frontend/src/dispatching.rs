@@ -26,7 +26,7 @@ use crate::kv_network::{Arrival, KvNetwork};
 use crate::metrics::Rejection;
 use crate::openai::ApiError;
 use crate::remote::NotSent;
-use crate::reply::{Feed, Leg, Reply};
+use crate::reply::{Reply, StreamRole, StreamSlot};
 use crate::shard::{Plane, Shard};
 
 /// While requests are queued, room that other shards' requests gave back is looked for this often, ns.
@@ -36,7 +36,7 @@ const QUEUE_LOOK_NS: u64 = 5_000_000;
 pub(crate) struct Dispatching {
     dispatcher: RefCell<Dispatcher>,
     /// By number in the dispatcher.
-    jobs: RefCell<Vec<Option<Job>>>,
+    open: RefCell<Vec<Option<OpenRequest>>>,
     /// Where some workers compute prompts for others.
     network: Option<Arc<KvNetwork>>,
     /// Steps whose time has not come. Those of one time in the order in which they were planned.
@@ -51,7 +51,7 @@ pub(crate) struct Dispatching {
 }
 
 /// A sequence that the dispatcher owns.
-struct Job {
+struct OpenRequest {
     reply: Rc<Reply>,
     index: u32,
     addr: StreamAddr,
@@ -62,7 +62,7 @@ struct Job {
     /// The attempt that the fields below belong to.
     attempt: Option<Attempt>,
     /// Its stream at the worker that computes its prompt for another.
-    prefill_stream: Option<Registration<Feed>>,
+    prefill_stream: Option<Registration<StreamSlot>>,
     /// The worker that generates its answer has it.
     answer_sent: bool,
     transfer: Option<TransferId>,
@@ -86,14 +86,14 @@ enum Step {
 
 /// What the dispatcher asks.
 struct Surroundings<'a> {
-    jobs: &'a RefCell<Vec<Option<Job>>>,
+    open: &'a RefCell<Vec<Option<OpenRequest>>>,
     network: Option<&'a KvNetwork>,
 }
 
 impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> Request {
-        let jobs = self.jobs.borrow();
-        let job = jobs[id as usize].as_ref();
+        let open = self.open.borrow();
+        let job = open[id as usize].as_ref();
         let job = job.expect("a request is kept until it is over");
         let start = job.start.as_ref();
         let start = start.expect("what it takes to send it is kept until its first token");
@@ -133,7 +133,7 @@ impl Dispatching {
         }
         Dispatching {
             dispatcher: RefCell::new(dispatcher),
-            jobs: RefCell::default(),
+            open: RefCell::default(),
             network,
             planned: RefCell::default(),
             sequence: Cell::new(0),
@@ -145,19 +145,19 @@ impl Dispatching {
 
     fn surroundings(&self) -> Surroundings<'_> {
         Surroundings {
-            jobs: &self.jobs,
+            open: &self.open,
             network: self.network.as_deref(),
         }
     }
 
-    /// Calls `look` with the job of request `id`, if it is not over.
-    fn with_job<R>(&self, id: u32, look: impl FnOnce(&mut Job) -> R) -> Option<R> {
-        let mut jobs = self.jobs.borrow_mut();
-        jobs.get_mut(id as usize)?.as_mut().map(look)
+    /// Calls `look` with request `id`, if it is not over.
+    fn with_request<R>(&self, id: u32, look: impl FnOnce(&mut OpenRequest) -> R) -> Option<R> {
+        let mut open = self.open.borrow_mut();
+        open.get_mut(id as usize)?.as_mut().map(look)
     }
 
-    fn take_job(&self, id: u32) -> Option<Job> {
-        self.jobs.borrow_mut().get_mut(id as usize)?.take()
+    fn take_request(&self, id: u32) -> Option<OpenRequest> {
+        self.open.borrow_mut().get_mut(id as usize)?.take()
     }
 
     fn plan(&self, at_ns: u64, step: Step) {
@@ -198,7 +198,7 @@ impl Dispatching {
     /// The first token of request `id` came.
     pub(crate) fn on_first_token(&self, id: u32) {
         if self.dispatcher.borrow_mut().on_first_token(id) {
-            self.with_job(id, |job| job.start = None);
+            self.with_request(id, |job| job.start = None);
         }
     }
 
@@ -233,7 +233,7 @@ impl Shard {
             .state
             .borrow_mut()
             .set_credit(index, start.credit_bytes);
-        let job = Job {
+        let job = OpenRequest {
             reply: reply.clone(),
             index,
             addr,
@@ -246,11 +246,11 @@ impl Shard {
             transfer: None,
         };
         {
-            let mut jobs = of.jobs.borrow_mut();
-            if jobs.len() <= id as usize {
-                jobs.resize_with(id as usize + 1, || None);
+            let mut open = of.open.borrow_mut();
+            if open.len() <= id as usize {
+                open.resize_with(id as usize + 1, || None);
             }
-            jobs[id as usize] = Some(job);
+            open[id as usize] = Some(job);
         }
         of.dispatcher.borrow_mut().submit(
             SimTime(monotonic_ns()),
@@ -270,14 +270,14 @@ impl Shard {
         self.dispatching.dispatcher.borrow_mut().on_ended(id);
         // A worker that ends it before its time leaves parts elsewhere.
         self.carry_out(None);
-        self.dispatching.take_job(id);
+        self.dispatching.take_request(id);
     }
 
     /// Nobody wants the tokens of request `id` any more: takes it off its workers.
     pub(crate) fn cancel(&self, id: u32) {
         self.dispatching.dispatcher.borrow_mut().cancel(id);
         self.carry_out(None);
-        self.dispatching.take_job(id);
+        self.dispatching.take_request(id);
     }
 
     /// The prompt of request `id` was computed for another worker, at `at_ns` (0: now).
@@ -458,7 +458,7 @@ impl Shard {
                     self.step_at(at, step);
                 }
                 Action::CancelTransfer { .. } => {
-                    let transfer = self.dispatching.with_job(id, |job| job.transfer.take());
+                    let transfer = self.dispatching.with_request(id, |job| job.transfer.take());
                     if let (Some(Some(transfer)), Some(network)) =
                         (transfer, &self.dispatching.network)
                     {
@@ -466,14 +466,14 @@ impl Shard {
                     }
                 }
                 Action::Receive { rank, .. } => {
-                    if let Some(addr) = self.dispatching.with_job(id, |job| job.addr) {
+                    if let Some(addr) = self.dispatching.with_request(id, |job| job.addr) {
                         self.send_control(ToWorker::Receive { rank, addr });
                     }
                 }
                 Action::Release { rank, .. } => {
                     let stream = self
                         .dispatching
-                        .with_job(id, |job| job.prefill_stream.take());
+                        .with_request(id, |job| job.prefill_stream.take());
                     if let Some(stream) = stream.flatten() {
                         let addr = stream.addr();
                         self.send_control(ToWorker::Release { rank, addr });
@@ -510,7 +510,7 @@ impl Shard {
 
     /// A request is over. Its reply takes the error, unless it was just `submitted`: then it is returned.
     fn end_with(&self, id: u32, error: ApiError, submitted: Option<u32>) -> Option<ApiError> {
-        let job = self.dispatching.take_job(id);
+        let job = self.dispatching.take_request(id);
         if submitted == Some(id) {
             return Some(error);
         }
@@ -563,7 +563,7 @@ impl Shard {
         let disaggregated = dispatcher.prefill_rank(id).is_some();
         let retried = !dispatcher.failed_on(id).is_empty();
         drop(dispatcher);
-        self.dispatching.with_job(id, |job| {
+        self.dispatching.with_request(id, |job| {
             if job.attempt == Some(attempt) {
                 return;
             }
@@ -612,11 +612,11 @@ impl Shard {
         }
         let attempts_before = of.dispatcher.borrow().failed_on(id).len() as u8;
         // A reply that failed wants no more tokens; its handle is not dropped yet.
-        if of.with_job(id, |job| job.reply.state.borrow().is_complete()) == Some(true) {
+        if of.with_request(id, |job| job.reply.state.borrow().is_complete()) == Some(true) {
             of.dispatcher.borrow_mut().cancel(id);
             return;
         }
-        let start = of.with_job(id, |job| {
+        let start = of.with_request(id, |job| {
             let mut start = job.start.clone()?;
             start.rank = rank;
             start.dispatched_ns = monotonic_ns();
@@ -630,25 +630,25 @@ impl Shard {
             drop(state);
             match role {
                 Role::Both => {
-                    start.part = Part::Whole;
+                    start.part = Part::Both;
                     job.answer_sent = true;
                 }
                 Role::Decode => {
-                    start.part = Part::Answer {
+                    start.part = Part::Decode {
                         attempt: attempts_before,
                     };
                     job.answer_sent = true;
                 }
                 Role::Prefill => {
-                    let feed = Feed {
+                    let feed = StreamSlot {
                         reply: job.reply.clone(),
                         sequence: job.index,
-                        leg: Leg::Prefill { id },
+                        leg: StreamRole::Prefill { id },
                     };
                     let stream = self.table.register(feed).ok()?;
                     start.addr = stream.addr();
                     start.credit_bytes = NO_LIMIT;
-                    start.part = Part::Prompt;
+                    start.part = Part::Prefill;
                     job.prefill_stream = Some(stream);
                 }
             }
@@ -664,7 +664,7 @@ impl Shard {
             return;
         };
         if self.transport_start(start).is_err() {
-            of.with_job(id, |job| match role {
+            of.with_request(id, |job| match role {
                 Role::Prefill => job.prefill_stream = None,
                 _ => job.answer_sent = false,
             });
@@ -677,7 +677,7 @@ impl Shard {
 
     /// Takes a request off a worker that was sent it.
     fn kill_part(&self, id: u32, role: Role, rank: RankId) {
-        let addr = self.dispatching.with_job(id, |job| match role {
+        let addr = self.dispatching.with_request(id, |job| match role {
             Role::Prefill => job.prefill_stream.take().map(|stream| stream.addr()),
             Role::Both | Role::Decode => {
                 let sent = std::mem::take(&mut job.answer_sent);
@@ -706,7 +706,7 @@ impl Shard {
         self.metrics.kv_bytes.add(bytes);
         let arrival = Arrival { id, attempt };
         let transfer = network.send(self.index, arrival, from.worker, to.worker, bytes);
-        of.with_job(id, |job| {
+        of.with_request(id, |job| {
             job.transfer = transfer;
             let mut state = job.reply.state.borrow_mut();
             state.times.note(Stage::KvSent, monotonic_ns());
@@ -724,7 +724,7 @@ impl Shard {
         if !of.dispatcher.borrow_mut().on_transferred(id, attempt) {
             return;
         }
-        of.with_job(id, |job| {
+        of.with_request(id, |job| {
             job.transfer = None;
             let mut state = job.reply.state.borrow_mut();
             state.times.note(Stage::KvReceived, monotonic_ns());

@@ -20,7 +20,7 @@ use crate::openai::{
     ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
 };
 use crate::reply::{
-    Feed, Leg, Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, Trace,
+    Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, StreamRole, StreamSlot, Trace,
 };
 use crate::service::Service;
 use crate::shard::Shard;
@@ -313,15 +313,15 @@ fn register(
     shard: &Shard,
     reply: &Rc<Reply>,
     count: usize,
-) -> Result<Vec<Registration<Feed>>, ApiError> {
+) -> Result<Vec<Registration<StreamSlot>>, ApiError> {
     let register_ns = monotonic_ns();
     let mut registrations = Vec::with_capacity(count);
     for sequence in 0..count as u32 {
         let _lock = shard.table_lock.hold();
-        let feed = Feed {
+        let feed = StreamSlot {
             reply: reply.clone(),
             sequence,
-            leg: Leg::Answer,
+            leg: StreamRole::Answer,
         };
         registrations.push(shard.table.register(feed).map_err(|full| {
             shard.metrics.on_rejected(Rejection::StreamsMax);
@@ -357,7 +357,7 @@ fn submit(
             credit_bytes,
             traced: true,
             more,
-            part: Part::Whole,
+            part: Part::Both,
         };
         let submission = Submission {
             start: Box::new(start),

@@ -108,9 +108,9 @@ pub(crate) async fn handle(
             }
             // A server that refuses everything would fill a disk: once a second, with a count.
             if error.status >= 500
-                && let Some(unsaid) = shard.may_complain()
+                && let Some(suppressed) = shard.log_allowed()
             {
-                let more = match unsaid {
+                let more = match suppressed {
                     0 => String::new(),
                     n => format!(" ({n} more such answers since the last such line)"),
                 };

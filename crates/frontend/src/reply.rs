@@ -54,15 +54,15 @@ fn make_room(out: &mut BytesMut) {
 }
 
 /// What the stream table holds for a stream: which sequence of which reply it feeds.
-pub(crate) struct Feed {
+pub(crate) struct StreamSlot {
     pub(crate) reply: Rc<Reply>,
     pub(crate) sequence: u32,
-    pub(crate) leg: Leg,
+    pub(crate) leg: StreamRole,
 }
 
 /// Which of a sequence's streams it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Leg {
+pub(crate) enum StreamRole {
     /// Its tokens come by it.
     Answer,
     /// The worker that computes its prompt for another one reports by it.
@@ -1061,7 +1061,7 @@ impl Sequence {
 pub(crate) struct ReplyHandle {
     shard: Rc<Shard>,
     reply: Rc<Reply>,
-    registrations: Vec<Registration<Feed>>,
+    registrations: Vec<Registration<StreamSlot>>,
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
@@ -1069,7 +1069,7 @@ impl ReplyHandle {
     pub(crate) fn new(
         shard: Rc<Shard>,
         reply: Rc<Reply>,
-        registrations: Vec<Registration<Feed>>,
+        registrations: Vec<Registration<StreamSlot>>,
     ) -> ReplyHandle {
         let deadline = shard
             .service

@@ -20,7 +20,7 @@ use crate::kv_network::KvNetwork;
 use crate::metrics::ShardMetrics;
 use crate::openai::ApiError;
 use crate::remote::{Peer, Remote, RemotePlane};
-use crate::reply::{Feed, Leg, NewTokens};
+use crate::reply::{NewTokens, StreamRole, StreamSlot};
 use crate::service::Service;
 use crate::table_lock::TableLock;
 
@@ -59,7 +59,7 @@ pub(crate) struct Shard {
     pub(crate) metrics: Arc<ShardMetrics>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatching: Dispatching,
-    pub(crate) table: StreamTable<Feed>,
+    pub(crate) table: StreamTable<StreamSlot>,
     pub(crate) model: Rc<str>,
     pub(crate) plane: Plane,
     pub(crate) table_lock: TableLock,
@@ -67,7 +67,7 @@ pub(crate) struct Shard {
     streams_open: Arc<AtomicU64>,
     requests: Cell<u64>,
     /// When an answer of 5xx was last logged, ns, and how many were not since.
-    complained: Cell<(u64, u64)>,
+    last_logged: Cell<(u64, u64)>,
 }
 
 impl Shard {
@@ -99,7 +99,7 @@ impl Shard {
             table_lock,
             streams_open,
             requests: Cell::new(0),
-            complained: Cell::new((0, 0)),
+            last_logged: Cell::new((0, 0)),
             service,
         }
     }
@@ -112,16 +112,16 @@ impl Shard {
     }
 
     /// Whether an answer of 5xx may be logged: one a second. Then: how many were not since the last.
-    pub(crate) fn may_complain(&self) -> Option<u64> {
+    pub(crate) fn log_allowed(&self) -> Option<u64> {
         const PAUSE_NS: u64 = 1_000_000_000;
         let now = monotonic_ns();
-        let (last, unsaid) = self.complained.get();
+        let (last, suppressed) = self.last_logged.get();
         if last != 0 && now < last + PAUSE_NS {
-            self.complained.set((last, unsaid + 1));
+            self.last_logged.set((last, suppressed + 1));
             return None;
         }
-        self.complained.set((now, 0));
-        Some(unsaid)
+        self.last_logged.set((now, 0));
+        Some(suppressed)
     }
 
     /// Claims room for `count` sequences. False if that would exceed `live.streams_max`.
@@ -194,7 +194,7 @@ impl Shard {
         let mut cut = 0;
         self.table.for_each(|_, feed| {
             let mut state = feed.reply.state.borrow_mut();
-            if feed.leg == Leg::Answer && !state.has_ended(feed.sequence) {
+            if feed.leg == StreamRole::Answer && !state.has_ended(feed.sequence) {
                 cut += 1;
                 state.fail(&ApiError::stopping());
             }
@@ -272,7 +272,7 @@ impl Shard {
             let mut state = feed.reply.state.borrow_mut();
             let sequence = feed.sequence;
             let rank = state.target(sequence);
-            if feed.leg != Leg::Answer || self.is_foreign(Some(rank.worker), from) {
+            if feed.leg != StreamRole::Answer || self.is_foreign(Some(rank.worker), from) {
                 return None;
             }
             let taken = state.on_tokens(sequence, &new, &self.service.text, &self.metrics);
@@ -302,11 +302,11 @@ impl Shard {
             return false;
         };
         let (id, worker) = match leg {
-            Leg::Answer => {
+            StreamRole::Answer => {
                 let target = reply.state.borrow().target(index);
                 (stream.slot, Some(target.worker))
             }
-            Leg::Prefill { id } => {
+            StreamRole::Prefill { id } => {
                 let rank = self.dispatching.prefill_rank(id);
                 (id, rank.map(|rank| rank.worker))
             }
@@ -320,13 +320,13 @@ impl Shard {
             (Entry::Prologue { prologue, .. }, _) => {
                 state.on_prologue(index, &prologue.unless(strange_clock));
             }
-            (Entry::Turn { end, .. }, Leg::Answer) => {
+            (Entry::Turn { end, .. }, StreamRole::Answer) => {
                 state.on_turn(index, &end, &self.service.text);
             }
-            (Entry::Room { bytes, .. }, Leg::Answer) => state.on_room(bytes),
+            (Entry::Room { bytes, .. }, StreamRole::Answer) => state.on_room(bytes),
             (Entry::End { end, .. }, _) => {
                 let unasked = end.reason == FinishReason::Abort && !state.has_ended(index);
-                if leg != Leg::Answer || unasked && !state.has_begun(index) {
+                if leg != StreamRole::Answer || unasked && !state.has_begun(index) {
                     // The worker shuts down, and has not sent a token.
                     drop(state);
                     self.on_given_up(id, worker);
@@ -336,14 +336,14 @@ impl Shard {
                     self.on_ended(id);
                 }
             }
-            (Entry::Computed { pass, .. }, Leg::Prefill { .. }) => {
+            (Entry::Computed { pass, .. }, StreamRole::Prefill { .. }) => {
                 let pass = pass.unless(strange_clock);
                 let rank = self.dispatching.prefill_rank(id);
                 state.on_prompt_computed(index, rank, pass);
                 drop(state);
                 self.on_prefilled(id, pass.end_ns);
             }
-            (Entry::Reserved { reserved, .. }, Leg::Answer) => {
+            (Entry::Reserved { reserved, .. }, StreamRole::Answer) => {
                 let reserved = reserved.unless(strange_clock);
                 if let Some(ns) = reserved.worker_recv_ns {
                     state.times.note(Stage::WorkerRecv, ns);

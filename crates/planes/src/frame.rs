@@ -25,7 +25,7 @@ pub enum ToWorker {
         /// The stream.
         addr: StreamAddr,
     },
-    /// The keys and values for which a stream that is an answer ([`Part::Answer`]) has reserved blocks
+    /// The keys and values for which a stream that is an answer ([`Part::Decode`]) has reserved blocks
     /// have come: it may run. Nothing if it is gone.
     Receive {
         /// Whose engine it is.
@@ -33,7 +33,7 @@ pub enum ToWorker {
         /// The stream.
         addr: StreamAddr,
     },
-    /// The keys and values of a prompt that was computed here ([`Part::Prompt`]) have been fetched:
+    /// The keys and values of a prompt that was computed here ([`Part::Prefill`]) have been fetched:
     /// its blocks are free, and the stream is over. Nothing if it is gone.
     Release {
         /// Whose engine it is.
@@ -92,21 +92,21 @@ impl ToWorker {
 /// Credit without a bound; see [`StartRequest::credit_bytes`].
 pub const NO_LIMIT: u32 = u32::MAX;
 
-/// What of a request a worker does.
+/// What a worker does of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
     /// All of it.
     #[default]
-    Whole,
+    Both,
     /// It computes the prompt and keeps the blocks. Answered by [`Entry::Prologue`] and
     /// [`Entry::Computed`] (or by [`Entry::Refused`]); ended by [`ToWorker::Release`] or
     /// [`ToWorker::Kill`].
-    Prompt,
+    Prefill,
     /// It generates the answer to a prompt that another worker computes. Answered by
     /// [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
     /// [`ToWorker::Receive`].
-    Answer {
-        /// Which attempt of the stream this is, so that an earlier one's news is known as such.
+    Decode {
+        /// Which attempt of the stream this is, so that entries of an earlier one are recognized.
         attempt: u8,
     },
 }
@@ -173,7 +173,7 @@ pub struct FirstPass {
 /// There are blocks for a prompt that another worker computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reserved {
-    /// As in [`Part::Answer`].
+    /// As in [`Part::Decode`].
     pub attempt: u8,
     /// Leading tokens of the prompt that are cached there and need not come.
     pub cached_tokens: u32,

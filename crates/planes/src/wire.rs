@@ -665,12 +665,12 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
             flags |= start_flag::BLOCK_TOKENS;
         }
         let attempt = match start.part {
-            Part::Whole => 0,
-            Part::Prompt => {
+            Part::Both => 0,
+            Part::Prefill => {
                 flags |= start_flag::PROMPT;
                 0
             }
-            Part::Answer { attempt } => {
+            Part::Decode { attempt } => {
                 flags |= start_flag::ANSWER;
                 attempt
             }
@@ -769,11 +769,11 @@ fn decode_start(fields: &mut Fields<'_>, shard: u8) -> Result<StartRequest, Wire
     }
     let attempt = fields.u8()?;
     let part = match flags & (start_flag::PROMPT | start_flag::ANSWER) {
-        start_flag::PROMPT => Part::Prompt,
-        start_flag::ANSWER => Part::Answer { attempt },
-        _ => Part::Whole,
+        start_flag::PROMPT => Part::Prefill,
+        start_flag::ANSWER => Part::Decode { attempt },
+        _ => Part::Both,
     };
-    if attempt != 0 && !matches!(part, Part::Answer { .. }) {
+    if attempt != 0 && !matches!(part, Part::Decode { .. }) {
         return Err(fields.bad("attempt", attempt.into()));
     }
     let dispatched_ns = fields.u64()?;
@@ -1054,7 +1054,7 @@ mod tests {
         dp_rank: 1,
     };
 
-    const ANSWER: Part = Part::Answer { attempt: 1 };
+    const ANSWER: Part = Part::Decode { attempt: 1 };
 
     fn addr(shard: u8) -> StreamAddr {
         StreamAddr {
@@ -1142,7 +1142,7 @@ mod tests {
             credit_bytes: 262_144,
             traced: !opaque,
             more: false,
-            part: Part::Whole,
+            part: Part::Both,
         }
     }
 
@@ -1277,7 +1277,7 @@ mod tests {
             ),
             (
                 "start-prompt",
-                to_worker(&ToWorker::Start(Box::new(start_part(Part::Prompt)))),
+                to_worker(&ToWorker::Start(Box::new(start_part(Part::Prefill)))),
             ),
             (
                 "start-answer",
@@ -1362,7 +1362,7 @@ mod tests {
             ("start-opaque", start(true)),
             ("start-tokens", start_with_tokens()),
             ("start-more", start_with_more()),
-            ("start-prompt", start_part(Part::Prompt)),
+            ("start-prompt", start_part(Part::Prefill)),
             ("start-answer", start_part(ANSWER)),
         ] {
             let read = decode_to_worker(Kind::Start, body(&samples[name]), 5).unwrap();

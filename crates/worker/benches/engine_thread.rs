@@ -110,7 +110,7 @@ impl Rig {
             credit_bytes: slipstream_planes::frame::NO_LIMIT,
             traced: false,
             more: false,
-            part: Part::Whole,
+            part: Part::Both,
         };
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         registration

@@ -30,11 +30,11 @@ pub trait Backend: Send {
     /// more). No later output names it.
     fn kill(&mut self, id: RequestId) -> Option<u32>;
 
-    /// The prompt of a [`Part::Answer`] has come into the blocks reserved for it. False if no such
+    /// The prompt of a [`Part::Decode`] has come into the blocks reserved for it. False if no such
     /// request waits for it.
     fn receive(&mut self, id: RequestId) -> bool;
 
-    /// Frees the blocks of a [`Part::Prompt`] that is computed. False if none are held for it.
+    /// Frees the blocks of a [`Part::Prefill`] that is computed. False if none are held for it.
     fn release(&mut self, id: RequestId) -> bool;
 
     /// Begins a step at `now`, and returns when it ends; `None` if there is nothing to do until a

@@ -93,7 +93,7 @@ impl LiveTable {
                 credit_tokens: 0,
                 recv_ns: 0,
                 talks: false,
-                part: Part::Whole,
+                part: Part::Both,
             };
             slots.resize(slot + 1, vacant);
         }

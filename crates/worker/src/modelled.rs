@@ -10,9 +10,9 @@ use crate::backend::{Backend, Dead, Refused};
 impl Backend for Engine {
     fn start(&mut self, now: SimTime, request: EngineRequest, part: Part) -> Result<(), Refused> {
         let added = match part {
-            Part::Whole => self.add(now, request),
-            Part::Prompt => self.add_prompt(now, request),
-            Part::Answer { .. } => self.add_answer(now, request),
+            Part::Both => self.add(now, request),
+            Part::Prefill => self.add_prompt(now, request),
+            Part::Decode { .. } => self.add_answer(now, request),
         };
         added.map_err(|refusal| Refused {
             reason: match refusal {

@@ -442,7 +442,7 @@ impl EngineThread {
         if let Some(request) = talk.next_turn(addr) {
             let now = monotonic_ns();
             let model = at.unwrap_or_else(|| self.ranks[rank].model_now(now));
-            if let Err(refused) = self.enqueue(rank, request, Part::Whole, model, now) {
+            if let Err(refused) = self.enqueue(rank, request, Part::Both, model, now) {
                 self.inputs.remove(addr);
                 self.live.remove(addr);
                 self.ranks[rank].stats.refused.add(1);
@@ -675,7 +675,7 @@ impl EngineThread {
             else {
                 continue;
             };
-            let Part::Answer { attempt } = live.part else {
+            let Part::Decode { attempt } = live.part else {
                 debug_assert!(false, "only answers wait for their prompts");
                 continue;
             };
@@ -946,7 +946,7 @@ fn fan_out(out: &PassOutput, rank: &Rank, pass: FirstPass, streams: &mut Streams
             debug_assert!(false, "an engine computed {addr}, which is not live");
             continue;
         };
-        if stream.part == Part::Prompt {
+        if stream.part == Part::Prefill {
             // It ends with its first token, which is computed again where the answer is generated.
             debug_assert!(
                 began.is_some() && done.is_some(),
@@ -1032,7 +1032,7 @@ fn begin_answer(
     frame: &mut PassFrame,
 ) {
     stream.cached_tokens = began.cached_tokens;
-    if stream.part == Part::Whole {
+    if stream.part == Part::Both {
         let tokens = u64::from(stream.prompt_tokens);
         rank.stats.prompt_tokens.add(tokens);
     }

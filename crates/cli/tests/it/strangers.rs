@@ -527,7 +527,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
         credit_bytes: NO_LIMIT,
         traced: false,
         more: false,
-        part: Part::Whole,
+        part: Part::Both,
     };
     let mut bytes = Vec::new();
     wire::encode_start(&start, &mut bytes);

@@ -307,7 +307,7 @@ impl Shard {
     ) -> StreamAddr {
         let registration = self.table.register(()).unwrap();
         let addr = registration.addr();
-        let mut start = start_request(addr, rank, request, false, Part::Whole);
+        let mut start = start_request(addr, rank, request, false, Part::Both);
         start.credit_bytes = credit_bytes;
         self.port.send(ToWorker::Start(Box::new(start))).unwrap();
         self.answers.insert(addr.stream, Answer::default());
@@ -316,7 +316,7 @@ impl Shard {
     }
 
     fn send(&mut self, addr: StreamAddr, rank: RankId, request: EngineRequest, more: bool) {
-        self.send_part(addr, rank, request, more, Part::Whole);
+        self.send_part(addr, rank, request, more, Part::Both);
     }
 
     fn send_part(

@@ -49,7 +49,7 @@ struct Sequence {
 }
 
 impl Scripted {
-    fn new(script: Script) -> (Box<dyn Backend>, Arc<Mutex<Asked>>) {
+    fn boxed(script: Script) -> (Box<dyn Backend>, Arc<Mutex<Asked>>) {
         let asked = Arc::<Mutex<Asked>>::default();
         let backend = Scripted {
             script,
@@ -99,9 +99,10 @@ impl Backend for Scripted {
         if self.script.dies_at == Some((self.steps, false)) {
             return Err(Dead("out of luck".into()));
         }
-        let end = match self.script.stalls_at == Some(self.steps) {
-            true => SimTime::MAX,
-            false => now + 1_000_000,
+        let end = if self.script.stalls_at == Some(self.steps) {
+            SimTime::MAX
+        } else {
+            now + 1_000_000
         };
         self.step = Some((now, end));
         Ok(Some(end))
@@ -190,7 +191,7 @@ fn start(setup: Setup, scripts: Vec<Script>) -> (Rig, Vec<Arc<Mutex<Asked>>>) {
         .map(WorkerId)
         .zip(scripts)
         .map(|(worker, script)| {
-            let (backend, asked) = Scripted::new(script);
+            let (backend, asked) = Scripted::boxed(script);
             let spec = WorkerSpec {
                 worker,
                 ranks: vec![backend],
@@ -296,13 +297,12 @@ fn a_kill_within_a_step_of_several_tokens_stops_the_stream_alone() {
     until(|| rig.set.ranks()[0].passes.get() == 2);
     for (addr, kill) in [(killed, true), (stopped, false)] {
         let rank = rank(0);
-        shard
-            .port
-            .send(match kill {
-                true => ToWorker::Kill { rank, addr },
-                false => ToWorker::Stop { rank, addr },
-            })
-            .unwrap();
+        let message = if kill {
+            ToWorker::Kill { rank, addr }
+        } else {
+            ToWorker::Stop { rank, addr }
+        };
+        shard.port.send(message).unwrap();
     }
     shard.read_until(|shard| shard.answer(stopped).is_over());
     let end = shard.answer(stopped).end.unwrap();

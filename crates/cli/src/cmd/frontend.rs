@@ -9,7 +9,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
-use slipstream_planes::discovery::{Heartbeat, Published, Record, Role};
+use slipstream_planes::discovery::{self, Event, Record, Role, Session};
 use slipstream_router::Fleets;
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let (frontend, heartbeat) = start(args, &cluster)?;
+    let (frontend, announced) = start(args, &cluster)?;
     eprintln!(
         "serving {} from worker processes: slipstream worker with the same cluster file",
         cluster.model.name
@@ -54,12 +54,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     out::print(&format!("listening on http://{}\n", frontend.address()))?;
     serve::wait_for_signal()?;
     serve::say_draining(&cluster);
-    drop(heartbeat);
+    drop(announced);
     frontend.shutdown();
     Ok(ExitCode::SUCCESS)
 }
 
-fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)> {
+fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> {
     let live = &cluster.live;
     let bound = Bound::bind(&live.listen)?;
     // Every client is a file, and the usual soft limit is 1,024.
@@ -86,9 +86,8 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
         fingerprint: fingerprint(cluster),
         shards: sockets.iter().map(|s| s.address().to_string()).collect(),
         workers: Vec::new(),
-        lease_ms: args.plane.lease()?.as_millis() as u64,
-        beat: 0,
     };
+    let lease = args.plane.lease()?;
 
     let text = Arc::new(serve::text_model(cluster)?);
     let fleets = Fleets::of_cluster(cluster)?;
@@ -131,9 +130,13 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Heartbeat)
         })
         .collect();
     let frontend = Frontend::start(bound, service, planes, registry)?;
-    // Last, so that who finds the record finds the shards.
-    let published = Published::new(&args.plane.directory()?, record)?;
-    let heartbeat = Heartbeat::start(published, |error| tracing::warn!("{error}"))
-        .context("starting the heartbeat")?;
-    Ok((frontend, heartbeat))
+    // Last, so that workers that find the record find the shards.
+    let folder = discovery::folder(&args.plane.directory()?)?;
+    let on_event = |event: Event<Record>| {
+        if let Event::Failed(error) = event {
+            tracing::warn!("{error}");
+        }
+    };
+    let announced = Session::start("discovery", folder, Some((record, lease)), on_event)?;
+    Ok((frontend, announced))
 }

@@ -50,7 +50,8 @@ fn crates_depend_as_drawn() {
             &["config", "dispatch", "engine", "planes", "router"][..],
         ),
         ("config", &["dispatch", "engine", "planes", "router"]),
-        ("kvstore", &["config"]),
+        ("discovery", &["config", "kvindex", "kvstore", "planes"]),
+        ("kvstore", &["config", "planes"]),
         (
             "engine",
             &["dispatch", "frontend", "planes", "router", "twin"],

@@ -330,8 +330,8 @@ fn plane_addresses(dir: &Path) -> Vec<String> {
         let whole = path.extension().is_some_and(|ext| ext == "json");
         if stem.starts_with("frontend-") && whole {
             let text = std::fs::read(&path).unwrap();
-            let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
-            let shards = record["shards"].as_array().unwrap();
+            let entry: serde_json::Value = serde_json::from_slice(&text).unwrap();
+            let shards = entry["record"]["shards"].as_array().unwrap();
             found.extend(shards.iter().map(|s| s.as_str().unwrap().to_owned()));
         }
     }
@@ -386,6 +386,22 @@ fn records_that_are_stale_or_cut_short_do_no_harm() {
     await_ready(&server, 2);
     server.assert_alive();
     drop(worker);
+}
+
+#[test]
+fn a_fifo_or_a_link_among_the_records_stops_no_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("frontend-00000000000000aa.json");
+    let made = Command::new("mkfifo").arg(&fifo).status().unwrap();
+    assert!(made.success());
+    let link = dir.path().join("frontend-00000000000000bb.json");
+    std::os::unix::fs::symlink("/dev/zero", link).unwrap();
+    let worker = Worker::start(dir.path(), &[FAST, IMPATIENT]);
+    let server = frontend(dir.path(), &[FAST, IMPATIENT]);
+    await_ready(&server, 2);
+    server.assert_alive();
+    assert!(worker.terminate().success());
+    assert!(server.terminate().success());
 }
 
 #[test]

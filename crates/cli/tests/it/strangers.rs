@@ -6,8 +6,9 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use slipstream_base::{BlockHash, FinishReason, KvDelta, KvOp, RankId, WorkerId, mix};
-use slipstream_planes::discovery::{Change, Published, Record, Role, Watch};
+use slipstream_base::{BlockHash, FinishReason, KvDelta, KvOp, RankId, SimTime, WorkerId, mix};
+use slipstream_discovery::{Backend, Change, Record as _};
+use slipstream_planes::discovery::{self, Record, Role};
 use slipstream_planes::frame::{NO_LIMIT, StartRequest};
 use slipstream_planes::wire::{self, Announced, Hello, Kind, RankLoad, Welcome};
 use slipstream_planes::{End, FirstPass, Part, PassFrame, Prologue, StreamId, ToWorker, Usage};
@@ -43,11 +44,13 @@ fn record(dir: &Path, role: Role) -> Record {
     let began = Instant::now();
     loop {
         let mut changes = Vec::new();
-        Watch::new(dir).look(0, &mut changes).unwrap();
-        let found = changes.into_iter().find_map(|change| match change {
-            Change::Appeared(record) if record.role == role => Some(record),
+        let mut folder = discovery::folder(dir).unwrap();
+        folder.poll(SimTime::ZERO, &mut changes).unwrap();
+        let mut records = changes.into_iter().filter_map(|change| match change {
+            Change::Put { value, .. } => serde_json::from_str::<Record>(&value).ok(),
             _ => None,
         });
+        let found = records.find(|record| record.role == role);
         if let Some(record) = found {
             return record;
         }
@@ -455,7 +458,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
 /// A frontend that the test plays, in the discovery directory of a worker.
 struct Stage {
     listener: std::net::TcpListener,
-    published: Published,
+    record: Record,
 }
 
 impl Stage {
@@ -465,14 +468,15 @@ impl Stage {
             instance: 4711,
             name: "the test".into(),
             shards: vec![listener.local_addr().unwrap().to_string()],
-            lease_ms: 600_000,
             ..like.clone()
         };
-        let published = Published::new(dir, record).unwrap();
-        Stage {
-            listener,
-            published,
-        }
+        let mut folder = discovery::folder(dir).unwrap();
+        let value = serde_json::to_string(&record).unwrap();
+        let lease = Duration::from_secs(600);
+        folder
+            .put(SimTime::ZERO, &record.key(), &value, lease)
+            .unwrap();
+        Stage { listener, record }
     }
 
     /// The next worker that calls, and its hello.
@@ -488,7 +492,7 @@ impl Stage {
     fn welcome(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         Welcome {
-            instance: self.published.record().instance,
+            instance: self.record.instance,
             shard: 0,
             wants_kv: false,
             deadline_ms: 1000,

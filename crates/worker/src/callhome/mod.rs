@@ -28,19 +28,19 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
-use slipstream_planes::clock::monotonic_ns;
-use slipstream_planes::discovery::{Change, DiscoveryError, Published, Record, Role, Watch};
+use slipstream_planes::discovery::{self, Event, Record, Role, Session, SessionError};
 use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
 
 use crate::set::{Resyncs, WorkerSet};
 use crate::stats::RankStats;
 use feed::{Feed, FeedSink};
 
-/// Time between two looks at the discovery directory.
-const LOOK: Duration = Duration::from_millis(200);
+/// Changes of the discovery directory that may wait for the plane's thread; then the discovery
+/// thread waits as well.
+const EVENTS_MAX: usize = 1_024;
 
 /// How a worker process is found, and finds frontends.
 #[derive(Clone, Debug)]
@@ -127,9 +127,9 @@ impl CallHomeEvents {
 /// Why a worker process cannot call home.
 #[derive(Debug, thiserror::Error)]
 pub enum CallHomeError {
-    /// The directory.
+    /// The discovery directory.
     #[error(transparent)]
-    Discovery(#[from] DiscoveryError),
+    Discovery(#[from] SessionError),
     /// A thread or its runtime could not be made.
     #[error("cannot start the plane's thread")]
     Thread(#[from] io::Error),
@@ -206,10 +206,12 @@ impl CallHome {
             fingerprint: config.fingerprint,
             shards: Vec::new(),
             workers: workers.keys().map(|worker| worker.0).collect(),
-            lease_ms: config.lease.as_millis() as u64,
-            beat: 0,
         };
-        let published = Published::new(&config.directory, record)?;
+        let folder = discovery::folder(&config.directory)?;
+        let (sender, events_of_peers) = mpsc::channel(EVENTS_MAX);
+        // The plane's thread may be gone, at the end.
+        let on_event = move |event| drop(sender.blocking_send(event));
+        let session = Session::start("discovery", folder, Some((record, config.lease)), on_event)?;
         let threads = links.first().map_or(0, ShardPort::threads);
         let mut thread_workers = vec![None; threads];
         for &worker in workers.keys() {
@@ -241,7 +243,7 @@ impl CallHome {
                         hang_ups: Cell::new(0),
                         leaving: Cell::new(false),
                     });
-                    LocalSet::new().block_on(&runtime, run(home, published, staged));
+                    LocalSet::new().block_on(&runtime, run(home, session, events_of_peers, staged));
                 })?
         };
         Ok(CallHome {
@@ -281,92 +283,108 @@ impl CallHome {
     }
 }
 
-/// Keeps the record alive, and a dialer for each shard that is announced.
-async fn run(home: Rc<Home>, published: Published, mut staged: watch::Receiver<Stage>) {
-    let mut published = Some(published);
-    let mut watch = Watch::new(&home.config.directory);
-    // By frontend: raised when it is gone.
-    let mut frontends: BTreeMap<u64, watch::Sender<bool>> = BTreeMap::new();
-    let mut dialers = tokio::task::JoinSet::new();
-    let mut changes = Vec::new();
-    let mut looks = tokio::time::interval(LOOK);
-    looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut renewed_ns = monotonic_ns();
-    let mut strangers = std::collections::BTreeSet::new();
+/// Keeps a dialer for each shard of each frontend that is announced, and the record of this process
+/// until it is about to end.
+async fn run(
+    home: Rc<Home>,
+    session: Session,
+    mut events: mpsc::Receiver<Event<Record>>,
+    mut staged: watch::Receiver<Stage>,
+) {
+    let mut frontends = Frontends::new(&home, &staged);
     loop {
         let stage = *staged.borrow_and_update();
         if stage >= Stage::Leaving {
             home.leaving.set(true);
-            published = None;
+            session.stop();
         }
         if stage == Stage::Closing {
             break;
         }
         tokio::select! {
-            _ = looks.tick() => {}
             changed = staged.changed() => {
                 if changed.is_err() {
                     break; // the handle was dropped without a farewell
                 }
-                continue;
             }
-        }
-        while dialers.try_join_next().is_some() {}
-        if stage >= Stage::Leaving {
-            continue;
-        }
-        let now = monotonic_ns();
-        if let Some(published) = &mut published
-            && now - renewed_ns >= home.config.lease.as_nanos() as u64 / 3
-        {
-            renewed_ns = now;
-            if let Err(error) = published.renew() {
-                tracing::warn!("{error}");
+            Some(event) = events.recv(), if stage == Stage::Running => {
+                frontends.on_event(event);
             }
-        }
-        if let Err(error) = watch.look(now, &mut changes) {
-            tracing::warn!("{error}");
-        }
-        for change in changes.drain(..) {
-            match change {
-                Change::Appeared(record) if record.role == Role::Frontend => {
-                    if record.fingerprint != home.config.fingerprint {
-                        if strangers.len() < 1024 && strangers.insert(record.instance) {
-                            tracing::warn!(
-                                "frontend {} serves another cluster and is not dialed; \
-                                 start both from one cluster file",
-                                record.name
-                            );
-                        }
-                        continue;
-                    }
-                    let (gone, is_gone) = watch::channel(false);
-                    for (shard, address) in (0u8..=255).zip(&record.shards) {
-                        let target = dial::Target {
-                            frontend: record.name.clone(),
-                            instance: record.instance,
-                            shard,
-                            address: address.clone(),
-                        };
-                        let dialer =
-                            dial::dial(home.clone(), target, is_gone.clone(), staged.clone());
-                        dialers.spawn_local(dialer);
-                    }
-                    frontends.insert(record.instance, gone);
-                }
-                Change::Vanished(record) => {
-                    // Its connections end by themselves, if they do; no more are made.
-                    if let Some(gone) = frontends.remove(&record.instance) {
-                        let _ = gone.send(true);
-                    }
-                }
-                Change::Appeared(_) => {}
-            }
+            Some(_) = frontends.dialers.join_next() => {}
         }
     }
-    drop(published);
-    // Dialers hear of the end by `staged`, and each sends what is left.
-    while dialers.join_next().await.is_some() {}
+    session.stop();
+    // Its thread may wait for room.
+    drop(events);
+    // Dialers see the end by `staged`, and each sends what is left.
+    while frontends.dialers.join_next().await.is_some() {}
+    drop(session);
+}
+
+/// The frontends that are announced, and the tasks that dial them.
+struct Frontends {
+    home: Rc<Home>,
+    staged: watch::Receiver<Stage>,
+    /// By instance: set when its record is gone.
+    gone: BTreeMap<u64, watch::Sender<bool>>,
+    dialers: tokio::task::JoinSet<()>,
+    /// Instances of other clusters that were reported.
+    foreign: std::collections::BTreeSet<u64>,
+}
+
+impl Frontends {
+    fn new(home: &Rc<Home>, staged: &watch::Receiver<Stage>) -> Frontends {
+        Frontends {
+            home: Rc::clone(home),
+            staged: staged.clone(),
+            gone: BTreeMap::new(),
+            dialers: tokio::task::JoinSet::new(),
+            foreign: std::collections::BTreeSet::new(),
+        }
+    }
+
+    fn on_event(&mut self, event: Event<Record>) {
+        match event {
+            Event::Appeared(record) if record.role == Role::Frontend => self.dial(&record),
+            Event::Vanished(record) => {
+                // Connections that stand go on; no more are made.
+                if let Some(gone) = self.gone.remove(&record.instance) {
+                    let _ = gone.send(true);
+                }
+            }
+            Event::Failed(error) => tracing::warn!("{error}"),
+            Event::Invalid { name, reason } => {
+                tracing::warn!("ignoring {name} in the discovery directory: {reason}");
+            }
+            Event::Appeared(_) | Event::Synced | Event::Recovered => {}
+        }
+    }
+
+    fn dial(&mut self, record: &Record) {
+        if record.fingerprint != self.home.config.fingerprint {
+            if self.foreign.len() < 1024 && self.foreign.insert(record.instance) {
+                tracing::warn!(
+                    "frontend {} serves another cluster and is not dialed; \
+                     start both from one cluster file",
+                    record.name
+                );
+            }
+            return;
+        }
+        let (gone, is_gone) = watch::channel(false);
+        for (shard, address) in (0u8..=255).zip(&record.shards) {
+            let target = dial::Target {
+                frontend: record.name.clone(),
+                instance: record.instance,
+                shard,
+                address: address.clone(),
+            };
+            let staged = self.staged.clone();
+            let dialer = dial::dial(self.home.clone(), target, is_gone.clone(), staged);
+            self.dialers.spawn_local(dialer);
+        }
+        self.gone.insert(record.instance, gone);
+    }
 }
 
 impl Home {

@@ -1,0 +1,119 @@
+//! How processes find each other: each publishes an entry that vanishes unless it is renewed, and
+//! watches the entries of others.
+//!
+//! - [`Backend`]: put, renew, delete and watch entries that are held by leases. [`Folder`] is the
+//!   backend for a folder that all processes can read and write; a lease service such as etcd has
+//!   the same shape.
+//! - [`Session`]: drives a backend on a thread of its own, and turns entries into typed [`Record`]s.
+//!
+//! The thread is the point: a file system may block a caller for as long as it likes (NFS whose
+//! server is away), so no thread that serves connections touches it. What must not wait, does not:
+//! stopping a session is bounded even if the backend never returns.
+
+mod folder;
+mod notify;
+mod session;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use slipstream_base::SimTime;
+
+pub use folder::{Folder, FolderOptions};
+pub use session::{Event, Record, Session, SessionError};
+
+/// Longest value of an entry, bytes. The record of a frontend with 256 shards takes 6 KiB.
+pub const VALUE_BYTES_MAX: usize = 256 << 10;
+
+/// Stores entries under keys, each for as long as its owner renews it.
+///
+/// One thread drives a backend and passes the time in: `now` is of any clock that does not run
+/// backwards. Calls may block for as long as the medium does.
+///
+/// How it maps to etcd: `put` is a lease grant and a put under it, `renew` a keep-alive, `delete` a
+/// delete, `poll` takes what a watch of the prefix has delivered; the server judges the leases.
+pub trait Backend: Send {
+    /// Publishes an entry, or replaces it. It is deleted unless it is renewed within `lease`.
+    ///
+    /// # Errors
+    ///
+    /// [`BackendError`]; a retry may help.
+    fn put(
+        &mut self,
+        now: SimTime,
+        key: &str,
+        value: &str,
+        lease: Duration,
+    ) -> Result<(), BackendError>;
+
+    /// Renews the lease of an entry that this process has put, and puts it again if it is gone.
+    ///
+    /// # Errors
+    ///
+    /// [`BackendError`]; the entry stays until its lease ends.
+    fn renew(&mut self, now: SimTime, key: &str) -> Result<(), BackendError>;
+
+    /// Deletes an entry of this process.
+    ///
+    /// # Errors
+    ///
+    /// [`BackendError`]; then its lease ends it.
+    fn delete(&mut self, key: &str) -> Result<(), BackendError>;
+
+    /// Appends changes since the last call; the first call reports every entry as put. Returns when
+    /// it has to be called again at the latest.
+    ///
+    /// # Errors
+    ///
+    /// [`BackendError`]; entries that were reported stay valid until it succeeds.
+    fn poll(&mut self, now: SimTime, changes: &mut Vec<Change>) -> Result<SimTime, BackendError>;
+
+    /// Waits until there may be changes, the waker is called, or the time is up.
+    fn wait(&mut self, timeout: Duration);
+
+    /// Ends a [`Backend::wait`] early, from any thread.
+    fn waker(&self) -> Waker;
+}
+
+/// Ends a wait; see [`Backend::waker`].
+pub type Waker = Arc<dyn Fn() + Send + Sync>;
+
+/// What happened to an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// It was put, perhaps again.
+    Put {
+        /// Its key.
+        key: String,
+        /// Its value: JSON.
+        value: String,
+    },
+    /// It was deleted, or its lease ended.
+    Deleted {
+        /// Its key.
+        key: String,
+    },
+    /// Something that is no entry; reported once. An entry under that key stays as it was.
+    Invalid {
+        /// Where it is.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// A backend cannot do its work now. A retry may help.
+#[derive(Debug, thiserror::Error)]
+#[error("discovery folder {}: {operation} failed: {source}; {hint}", path.display())]
+pub struct BackendError {
+    /// The folder, or a file in it.
+    pub path: PathBuf,
+    /// What was tried.
+    pub operation: &'static str,
+    /// What to do about it.
+    pub hint: &'static str,
+    /// What the system reported.
+    pub source: io::Error,
+}

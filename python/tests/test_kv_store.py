@@ -413,14 +413,14 @@ def test_who_leaves_takes_its_file_along_and_a_bad_address_is_refused(tmp_path: 
     options = {"identity": IDENTITY, "name": "a", "peers_dir": str(tmp_path), "engine": "a"}
     opened = Opened(listen=["tcp://127.0.0.1:0"], **options)
     (file,) = tmp_path.glob("kv-*.json")
-    record = json.loads(file.read_text())
+    record = json.loads(file.read_text())["record"]
     assert record["engine"] == "a" and record["addresses"] == [opened.store.address()]
     opened.store.close()
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"cannot reach an engine at tcp://0\.0\.0\.0:.*leave out"):
         Opened(listen=["tcp://0.0.0.0:0"], **options)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"folder of peers.*name another as peers_dir"):
+    with pytest.raises(OSError, match=r"discovery folder.*name another as peers_dir"):
         Opened(listen=["tcp://127.0.0.1:0"], **options | {"peers_dir": f"{tmp_path}/file"})
 
 
@@ -501,7 +501,7 @@ def test_buffers_of_other_sizes_are_refused(opened: Opened) -> None:
         opened.store.put([key(1)], memoryview(bytes(5000)))
     with pytest.raises(ValueError, match="cannot be written to"):
         opened.store.load(1, [key(1)], [""], memoryview(bytes(BLOCK)), 1.0)
-    with pytest.raises(ValueError, match="one source a key"):
+    with pytest.raises(ValueError, match="one source per key"):
         opened.store.load(1, [key(1)], [], memoryview(bytearray(BLOCK)), 1.0)
     with pytest.raises(ValueError, match="side by side"):
         opened.store.put([key(1)], memoryview(bytes(2 * BLOCK))[::2])

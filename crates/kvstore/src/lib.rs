@@ -10,7 +10,9 @@
 //! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
 //! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory, TCP and
 //!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same;
-//!   [`discovery`]: how stores find each other in a folder; [`content`]: which weights a model has.
+//!   [`content`]: which weights a model has.
+//! - [`store`]: the tiers of one rank, its peers, and the threads between them; [`discovery`]: what stores
+//!   publish to find each other.
 
 pub mod arena;
 pub mod clock;
@@ -24,6 +26,7 @@ mod ledger;
 pub mod measure;
 pub mod nixl;
 pub mod region;
+pub mod store;
 pub mod tier;
 pub mod transport;
 mod wire;
@@ -32,6 +35,7 @@ pub use arena::Arena;
 pub use handshake::{Mismatch, Profile};
 pub use nixl::{NixlError, NixlOptions};
 pub use region::{Region, RegionError};
+pub use store::{PeerDiscovery, PeerOptions, Store, StoreError, StoreOptions};
 pub use tier::disk::{DiskOptions, DiskTier};
 pub use tier::memory::{MemoryOptions, MemoryTier, Pinned};
 pub use tier::{Medium, Tier, TierChange, TierError, TierStats};

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use slipstream_kvstore::content::{Depth, digest};
 
-use crate::store::in_full;
+use crate::store::with_source;
 
 /// The digest of what files contain, whatever their names and order. `full`: every byte, kept in
 /// the folder `cache`; else samples.
@@ -20,5 +20,5 @@ pub(crate) fn digest_files(
 ) -> PyResult<String> {
     let depth = if full { Depth::Full } else { Depth::Sampled };
     py.detach(|| digest(&paths, depth, cache.as_deref()))
-        .map_err(|error| PyOSError::new_err(in_full(&error)))
+        .map_err(|error| PyOSError::new_err(with_source(&error)))
 }

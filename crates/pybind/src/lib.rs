@@ -8,7 +8,6 @@
 mod content;
 mod groups;
 mod keys;
-mod meeting;
 mod peers;
 mod steps;
 mod store;

@@ -210,43 +210,6 @@ impl DiskTier {
         Ok(Arc::new(tier))
     }
 
-    /// Removes up to `count_max` files of blocks that [`Tier::clear`] has dropped; returns how many.
-    /// To be called now and then.
-    pub fn sweep(&self, count_max: usize) -> usize {
-        let cleared = self.state().cleared.pop();
-        drop(cleared); // not under the lock
-        if !self.has_old.swap(false, Ordering::AcqRel) {
-            return 0;
-        }
-        let mut count = 0;
-        let Ok(entries) = fs::read_dir(&self.options.path) else {
-            return 0;
-        };
-        for entry in entries.flatten() {
-            if !entry
-                .file_name()
-                .as_encoded_bytes()
-                .starts_with(OLD.as_bytes())
-            {
-                continue;
-            }
-            let folder = entry.path();
-            for file in fs::read_dir(&folder).into_iter().flatten().flatten() {
-                if count == count_max {
-                    self.has_old.store(true, Ordering::Release);
-                    return count;
-                }
-                remove_file(&file.path());
-                count += 1;
-            }
-            // A write that is under way may leave one file more.
-            if fs::remove_dir(&folder).is_err() {
-                self.has_old.store(true, Ordering::Release);
-            }
-        }
-        count
-    }
-
     /// Waits until everything that is stored is on the disk.
     ///
     /// # Errors
@@ -524,6 +487,41 @@ impl Tier for DiskTier {
             };
             self.forget(&key, Why::Expired);
             count += 1;
+        }
+        count
+    }
+
+    fn sweep(&self, count_max: usize) -> usize {
+        let cleared = self.state().cleared.pop();
+        drop(cleared); // not under the lock
+        if !self.has_old.swap(false, Ordering::AcqRel) {
+            return 0;
+        }
+        let mut count = 0;
+        let Ok(entries) = fs::read_dir(&self.options.path) else {
+            return 0;
+        };
+        for entry in entries.flatten() {
+            if !entry
+                .file_name()
+                .as_encoded_bytes()
+                .starts_with(OLD.as_bytes())
+            {
+                continue;
+            }
+            let folder = entry.path();
+            for file in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                if count == count_max {
+                    self.has_old.store(true, Ordering::Release);
+                    return count;
+                }
+                remove_file(&file.path());
+                count += 1;
+            }
+            // A write that is under way may leave one file more.
+            if fs::remove_dir(&folder).is_err() {
+                self.has_old.store(true, Ordering::Release);
+            }
         }
         count
     }

@@ -76,6 +76,13 @@ pub trait Tier: Send + Sync {
     /// Drops up to `count_max` blocks whose time has come; returns of how many that was said.
     fn expire(&self, now: SimTime, count_max: usize) -> usize;
 
+    /// Removes up to `count_max` blocks that [`Tier::clear`] has dropped, if they take removing;
+    /// returns how many. To be called now and then.
+    fn sweep(&self, count_max: usize) -> usize {
+        let _ = count_max;
+        0
+    }
+
     /// Appends what changed since the last call, in order. `false` if some of it was not kept, as
     /// nobody asked for long: then [`Tier::keys`] says what is held.
     fn take_changes(&self, out: &mut Vec<TierChange>) -> bool;

@@ -42,9 +42,9 @@ pub struct EndpointOptions {
     pub listen: Vec<Address>,
     /// Blocks to give to peers.
     pub serves: Option<Arc<MemoryTier>>,
-    /// Where blocks are that `serves` no longer holds, such as a disk. One that a peer asks for is
-    /// put back into `serves`, on a thread of its own.
-    pub deeper: Option<Arc<dyn Tier>>,
+    /// Tiers with blocks that `serves` no longer holds, such as a disk, the fastest first. A block
+    /// that a peer asks for is put back into `serves`, on a thread of its own.
+    pub lower: Vec<Arc<dyn Tier>>,
     /// Where peers' messages about keys go; their slots are its peers.
     pub index: Option<Arc<PeerIndex>>,
     /// Whether blocks that came are compared with their checksum. Byte counts always are.
@@ -86,7 +86,7 @@ impl EndpointOptions {
             profile,
             listen: Vec::new(),
             serves: None,
-            deeper: None,
+            lower: Vec::new(),
             index: None,
             verify: true,
             peers_max: 64,
@@ -160,7 +160,7 @@ pub(super) enum Command {
     Found(PeerId, Get),
 }
 
-/// A peer's request for blocks of which some lie deeper.
+/// A peer's request for blocks of which some are in lower tiers.
 pub(super) struct Find {
     pub(super) peer: PeerId,
     pub(super) get: Get,
@@ -246,12 +246,12 @@ impl Endpoint {
         let mut fetcher = None;
         let mut finds = None;
         let options = &shared.options;
-        if let (Some(memory), Some(deeper)) = (&options.serves, &options.deeper) {
-            let (memory, deeper) = (Arc::clone(memory), Arc::clone(deeper));
+        if let (Some(memory), false) = (&options.serves, options.lower.is_empty()) {
+            let (memory, lower) = (Arc::clone(memory), options.lower.clone());
             let (sender, receiver) = sync_channel(FINDS_MAX);
             let shared = Arc::clone(&shared);
-            let find = move || find_deeper(&receiver, &memory, &*deeper, &shared);
-            let thread = std::thread::Builder::new().name("kv-deeper".into());
+            let find = move || promote(&receiver, &memory, &lower, &shared);
+            let thread = std::thread::Builder::new().name("kv-promote".into());
             fetcher = Some(thread.spawn(find)?);
             finds = Some(sender);
         }
@@ -471,7 +471,7 @@ impl Drop for Endpoint {
 }
 
 /// Puts blocks that peers ask for back into memory, until the transport's thread has ended.
-fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, shared: &Shared) {
+fn promote(finds: &Receiver<Find>, memory: &MemoryTier, lower: &[Arc<dyn Tier>], shared: &Shared) {
     let mut block = Vec::new();
     while let Ok(Find { peer, get, due }) = finds.recv() {
         for wanted in &get.blocks {
@@ -480,9 +480,13 @@ fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, s
                 break; // nobody waits for it any more
             }
             let (key, len) = (&wanted.key, wanted.len as usize);
-            if memory.len_of(now, key).is_some() || deeper.len_of(now, key) != Some(len) {
+            let holds = |tier: &&Arc<dyn Tier>| tier.len_of(now, key) == Some(len);
+            if memory.len_of(now, key).is_some() {
                 continue;
             }
+            let Some(tier) = lower.iter().find(holds) else {
+                continue;
+            };
             block.resize(len, 0);
             let epoch = memory.epoch();
             // After the epoch: what is cleared once this endpoint is mute stays so.
@@ -490,7 +494,7 @@ fn find_deeper(finds: &Receiver<Find>, memory: &MemoryTier, deeper: &dyn Tier, s
                 break;
             }
             // A block that cannot be read or finds no room is absent, and counted by its tier.
-            if let Ok(true) = deeper.get(now, key, &mut block)
+            if let Ok(true) = tier.get(now, key, &mut block)
                 && let Err(error) = memory.put_in(epoch, now, key, &block)
             {
                 tracing::warn!("a block that a peer asked for stays on disk: {error}");

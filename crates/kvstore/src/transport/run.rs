@@ -53,7 +53,7 @@ pub(super) struct Run {
     copies: VecDeque<Copy>,
     /// What reads peers' memory by NIXL.
     pub(super) pulls: Option<Pulls>,
-    /// Where requests go for blocks that lie deeper.
+    /// Where requests go for blocks in lower tiers.
     finds: Option<SyncSender<Find>>,
     next_ping: SimTime,
     sweeping: bool,
@@ -656,15 +656,14 @@ impl Run {
     /// A peer asks for blocks.
     fn on_get(&mut self, conn: &mut Conn, get: Get) -> Result<(), Why> {
         let options = &self.shared.options;
-        if let (Some(finds), Some(memory), Some(deeper)) =
-            (&self.finds, &options.serves, &options.deeper)
-        {
+        if let (Some(finds), Some(memory)) = (&self.finds, &options.serves) {
             let now = conn.heard;
-            let lies_deeper = |wanted: &Wanted| {
+            let is_lower = |wanted: &Wanted| {
+                let mut lower = options.lower.iter();
                 memory.len_of(now, &wanted.key).is_none()
-                    && deeper.len_of(now, &wanted.key) == Some(wanted.len as usize)
+                    && lower.any(|t| t.len_of(now, &wanted.key) == Some(wanted.len as usize))
             };
-            if get.blocks.iter().any(lies_deeper) {
+            if get.blocks.iter().any(is_lower) {
                 let due = now + u64::from(get.deadline_ms) * 1_000_000;
                 let find = Find {
                     peer: conn.peer,

@@ -264,7 +264,7 @@ fn who_stops_serving_gives_nothing_that_is_stored_later() {
         let server = start(EndpointOptions {
             listen: vec![at],
             serves: Some(Arc::clone(&memory)),
-            deeper: Some(disk),
+            lower: vec![disk],
             ..EndpointOptions::new("server", profile())
         });
         let client = client();
@@ -338,7 +338,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
         let server = start(EndpointOptions {
             listen: vec![at],
             serves: Some(Arc::clone(&memory)),
-            deeper: Some(disk.clone()),
+            lower: vec![disk.clone()],
             ..EndpointOptions::new("server", profile())
         });
         let client = client();

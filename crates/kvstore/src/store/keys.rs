@@ -1,0 +1,135 @@
+//! Which keys the tiers hold, and the messages by which followers learn of changes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slipstream_kvindex::{Change, KeySet};
+
+use crate::clock;
+use crate::tier::{Tier, TierChange};
+
+/// Messages that may wait to be taken; then the follower gets a snapshot instead.
+const MESSAGES_MAX: usize = 1_024;
+
+/// The keys of all tiers, and messages that were not taken yet. A tier is a holder of keys, by its
+/// index.
+pub(super) struct KeyLedger {
+    /// For the follower that takes messages.
+    keys: KeySet,
+    /// The same keys, for peers.
+    pub(super) served: KeySet,
+    /// Keys by tier, if somebody follows those.
+    tiers: Option<Vec<KeySet>>,
+    changes: Vec<TierChange>,
+    pub(super) messages: VecDeque<Vec<u8>>,
+    /// The tier's index, and what changed in it.
+    pub(super) tier_messages: VecDeque<(usize, Vec<u8>)>,
+    /// Changes of keys that no message can name. Read without the ledger's lock.
+    unpublished: Arc<AtomicU64>,
+}
+
+impl KeyLedger {
+    /// `blocks` is how many the first tier holds.
+    pub(super) fn new(
+        blocks: usize,
+        tiers: usize,
+        by_tier: bool,
+        unpublished: Arc<AtomicU64>,
+    ) -> KeyLedger {
+        let followed = |blocks: usize| {
+            let mut keys = KeySet::new(blocks, clock::unix_ns());
+            keys.set_consumed(true);
+            keys
+        };
+        let of_tier = |tier: usize| followed(if tier == 0 { blocks } else { 0 });
+        KeyLedger {
+            keys: followed(blocks),
+            served: KeySet::new(blocks, clock::unix_ns()),
+            tiers: by_tier.then(|| (0..tiers).map(of_tier).collect()),
+            changes: Vec::new(),
+            messages: VecDeque::new(),
+            tier_messages: VecDeque::new(),
+            unpublished,
+        }
+    }
+
+    /// Takes what changed in a tier.
+    pub(super) fn update(&mut self, index: usize, tier: &dyn Tier) {
+        let mut changes = std::mem::take(&mut self.changes);
+        if !tier.take_changes(&mut changes) {
+            // Some were lost: what is held now, less what was published of this tier before.
+            changes.clear();
+            self.forget(index);
+            changes.extend(tier.keys().into_iter().map(TierChange::Stored));
+        }
+        for change in changes.drain(..) {
+            self.apply(index, &change);
+        }
+        self.changes = changes;
+    }
+
+    /// A tier holds none of the keys that were published of it.
+    pub(super) fn forget(&mut self, index: usize) {
+        let holder = index as u32;
+        for keys in [&mut self.keys, &mut self.served] {
+            let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
+            let _ = keys.apply(held.iter().map(|key| (&key[..], Change::Remove(holder))));
+        }
+        if let Some(tiers) = &mut self.tiers {
+            tiers[index].clear();
+        }
+    }
+
+    fn apply(&mut self, index: usize, change: &TierChange) {
+        let holder = index as u32;
+        let (key, change) = match change {
+            TierChange::Stored(key) => (key, Change::Add(holder)),
+            TierChange::Removed(key) => (key, Change::Remove(holder)),
+        };
+        if let Err(error) = self.keys.change(key, change) {
+            // A disk may hold keys of another length, of another hash function.
+            if self.unpublished.fetch_add(1, Ordering::Relaxed) == 0 {
+                tracing::warn!(
+                    "a stored block is not published: {error}; or give this engine a disk_dir of \
+                     its own"
+                );
+            }
+            return;
+        }
+        let _ = self.served.change(key, change);
+        if let Some(tiers) = &mut self.tiers {
+            let _ = tiers[index].change(key, change);
+        }
+    }
+
+    /// Writes messages of at most `keys_max` keys for what changed; with `resend`, of all keys.
+    pub(super) fn write_messages(&mut self, keys_max: usize, resend: bool) {
+        if resend {
+            self.messages.clear();
+            self.keys.request_snapshot();
+        }
+        while self.messages.len() < MESSAGES_MAX
+            && let Some(message) = self.keys.message(keys_max)
+        {
+            self.messages.push_back(message);
+        }
+        if self.messages.len() == MESSAGES_MAX {
+            // The follower is so far behind that it has to start over.
+            self.messages.clear();
+            self.keys.request_snapshot();
+        }
+        let Some(tiers) = &mut self.tiers else { return };
+        if resend || self.tier_messages.len() >= MESSAGES_MAX {
+            self.tier_messages.clear();
+            tiers.iter_mut().for_each(KeySet::request_snapshot);
+        }
+        for (tier, keys) in tiers.iter_mut().enumerate() {
+            while self.tier_messages.len() < MESSAGES_MAX
+                && let Some(message) = keys.message(keys_max)
+            {
+                self.tier_messages.push_back((tier, message));
+            }
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Connections to the same rank of other engines, made again when they end.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use slipstream_kvindex::PeerIndex;
+
+use super::StoreError;
+use crate::handshake::Profile;
+use crate::held;
+use crate::tier::Tier;
+use crate::tier::memory::MemoryTier;
+use crate::transport::{
+    Address, Completion, Endpoint, EndpointOptions, Event, Nixl, PeerId, Transport, TransportStats,
+};
+
+/// A peer that could not be reached is tried again after this.
+const RETRY: Duration = Duration::from_millis(500);
+/// One whose blocks mean something else: a setting has to change first.
+const RETRY_REFUSED: Duration = Duration::from_secs(30);
+/// Events taken from the transport in one go.
+const EVENTS_MAX: usize = 256;
+/// Connections in addition to those that this side makes.
+const OTHERS_MAX: usize = 256;
+/// Peers that are discovered, in addition to those that are listed.
+const DISCOVERED_MAX: usize = 256;
+
+/// The peers of a rank.
+#[derive(Clone, Debug, Default)]
+pub struct PeerOptions {
+    /// What peers call this side in messages.
+    pub name: String,
+    /// What its blocks depend on.
+    pub profile: Profile,
+    /// Where to listen. Empty: it connects to others alone.
+    pub listen: Vec<Address>,
+    /// Peers to connect to: what all ranks of this engine call it, and where this rank of it is.
+    pub peers: Vec<(String, Address)>,
+    /// Whether `nixl:` addresses can be used.
+    pub nixl: Nixl,
+    /// Where others are discovered.
+    pub discovery: Option<super::PeerDiscovery>,
+}
+
+/// Connections to peers that are listed or discovered.
+pub struct PeerLinks {
+    pub(super) endpoint: Endpoint,
+    links: Mutex<Vec<Link>>,
+    /// Peers that were there at the start are known.
+    is_synced: AtomicBool,
+    found: AtomicU64,
+    left: AtomicU64,
+}
+
+struct Link {
+    /// The same on all ranks of this engine.
+    name: Arc<str>,
+    /// At least one; another is tried when one fails.
+    addresses: Vec<Address>,
+    next: usize,
+    origin: Origin,
+    peer: Option<PeerId>,
+    state: State,
+    retry_at: Instant,
+    /// Why it failed last, so that it is logged once.
+    failure: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Listed,
+    Discovered,
+    /// Its record is gone: it is not connected to again.
+    Leaving,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Not tried yet, or under way for the first time since it was up.
+    Connecting,
+    Up,
+    Down,
+}
+
+impl Link {
+    fn new(name: Arc<str>, addresses: Vec<Address>, origin: Origin) -> Link {
+        Link {
+            name,
+            addresses,
+            next: 0,
+            origin,
+            peer: None,
+            state: State::Connecting,
+            retry_at: Instant::now(),
+            failure: String::new(),
+        }
+    }
+}
+
+/// What peers may have.
+pub(super) struct Served {
+    pub(super) memory: Arc<MemoryTier>,
+    pub(super) lower: Vec<Arc<dyn Tier>>,
+}
+
+impl PeerLinks {
+    /// Listens, and connects. `serves` is what peers may have, `index_keys` how many of their keys
+    /// are kept.
+    pub(super) fn start(
+        options: PeerOptions,
+        serves: Option<Served>,
+        index_keys: Option<usize>,
+    ) -> Result<(PeerLinks, Option<Arc<PeerIndex>>), StoreError> {
+        let is_discovering = options.discovery.is_some();
+        let mut endpoint = EndpointOptions::new(&options.name, options.profile);
+        // A side that listens nowhere is not connected to.
+        let others = if options.listen.is_empty() {
+            0
+        } else {
+            OTHERS_MAX
+        };
+        let discovered = if is_discovering { DISCOVERED_MAX } else { 0 };
+        endpoint.peers_max = options.peers.len() + others + discovered;
+        endpoint.listen = options.listen;
+        if let Some(Served { memory, lower }) = serves {
+            (endpoint.serves, endpoint.lower) = (Some(memory), lower);
+        }
+        endpoint.nixl = options.nixl;
+        let silence_ns = endpoint.silence_max.as_nanos() as u64;
+        let index = index_keys
+            .map(|keys| Arc::new(PeerIndex::new(endpoint.peers_max, keys, 2 * silence_ns)));
+        endpoint.index.clone_from(&index);
+        let listed = options.peers.into_iter();
+        let listed = listed.map(|(name, at)| Link::new(name.into(), vec![at], Origin::Listed));
+        let links = PeerLinks {
+            links: Mutex::new(listed.collect()),
+            endpoint: Endpoint::start(endpoint)?,
+            is_synced: AtomicBool::new(!is_discovering),
+            found: AtomicU64::new(0),
+            left: AtomicU64::new(0),
+        };
+        Ok((links, index))
+    }
+
+    /// An engine was discovered at these addresses.
+    pub(super) fn join(&self, name: &str, addresses: Vec<Address>) {
+        let mut links = held(&self.links);
+        if let Some(link) = links.iter_mut().find(|link| *link.name == *name) {
+            // It has come back, perhaps elsewhere.
+            link.origin = Origin::Discovered;
+            (link.addresses, link.next) = (addresses, 0);
+            link.retry_at = Instant::now();
+            return;
+        }
+        let is_listed = |link: &Link| {
+            link.origin == Origin::Listed && link.addresses.iter().any(|at| addresses.contains(at))
+        };
+        if links.iter().any(is_listed) {
+            return;
+        }
+        let discovered = links.iter().filter(|link| link.origin != Origin::Listed);
+        if discovered.count() == DISCOVERED_MAX {
+            tracing::warn!(
+                "no blocks of peer {name}: the limit of {DISCOVERED_MAX} discovered peers is \
+                 reached"
+            );
+            return;
+        }
+        self.found.fetch_add(1, Ordering::Relaxed);
+        links.push(Link::new(name.into(), addresses, Origin::Discovered));
+    }
+
+    /// An engine's record is gone. A connection that is up is used until it ends.
+    pub(super) fn leave(&self, name: &str) {
+        let mut links = held(&self.links);
+        let Some(at) = links.iter().position(|link| *link.name == *name) else {
+            return;
+        };
+        if links[at].origin == Origin::Listed {
+            return;
+        }
+        links[at].origin = Origin::Leaving;
+        if links[at].peer.is_none() {
+            links.swap_remove(at);
+            self.left.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The peers that were there at the start are known.
+    pub(super) fn set_synced(&self) {
+        self.is_synced.store(true, Ordering::Release);
+    }
+
+    /// Applies what happened, and connects to peers that are not connected. Returns whether anything
+    /// happened.
+    pub(super) fn poll(&self, mut on_done: impl FnMut(Completion)) -> bool {
+        let mut events = Vec::new();
+        self.endpoint.poll(EVENTS_MAX, &mut events);
+        let busy = !events.is_empty();
+        let now = Instant::now();
+        for event in events {
+            match event {
+                Event::Done(done) => on_done(done),
+                Event::Up { peer, name } => self.on_up(peer, &name),
+                Event::Down { peer, why, refused } => self.on_down(peer, why, refused, now),
+            }
+        }
+        for link in held(&self.links).iter_mut() {
+            if link.peer.is_none() && now >= link.retry_at {
+                link.retry_at = now + RETRY;
+                let address = &link.addresses[link.next % link.addresses.len()];
+                link.peer = self.endpoint.connect(address).ok();
+            }
+        }
+        busy
+    }
+
+    fn on_up(&self, peer: PeerId, name: &str) {
+        let mut links = held(&self.links);
+        // Connections that the other side made have no link.
+        let Some(link) = links.iter_mut().find(|link| link.peer == Some(peer)) else {
+            return;
+        };
+        link.state = State::Up;
+        link.failure.clear();
+        tracing::info!("peer {} is {name}", link.name);
+    }
+
+    fn on_down(&self, peer: PeerId, why: String, refused: bool, now: Instant) {
+        let mut links = held(&self.links);
+        let Some(at) = links.iter().position(|link| link.peer == Some(peer)) else {
+            return;
+        };
+        let link = &mut links[at];
+        link.state = State::Down;
+        link.peer = None;
+        link.retry_at = now + if refused { RETRY_REFUSED } else { RETRY };
+        link.next += 1;
+        if link.failure != why {
+            tracing::warn!("no blocks of peer {}: {why}", link.name);
+            link.failure = why;
+        }
+        if link.origin == Origin::Leaving {
+            links.swap_remove(at);
+            self.left.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends all connections, and with them all fetches.
+    pub(super) fn disconnect(&self) {
+        for link in held(&self.links).iter() {
+            if let Some(peer) = link.peer {
+                self.endpoint.disconnect(peer);
+            }
+        }
+    }
+
+    /// The connection to the peer of that name, if it is up.
+    pub(super) fn peer(&self, name: &str) -> Option<PeerId> {
+        let links = held(&self.links);
+        let link = links.iter().find(|link| *link.name == *name)?;
+        link.peer.filter(|_| link.state == State::Up)
+    }
+
+    /// The peers whose connections are up, and their slots in the index.
+    pub(super) fn connected(&self) -> Vec<(Arc<str>, usize)> {
+        let connected = |link: &Link| {
+            let peer = link.peer.filter(|_| link.state == State::Up)?;
+            Some((Arc::clone(&link.name), peer.slot as usize))
+        };
+        held(&self.links).iter().filter_map(connected).collect()
+    }
+
+    /// Whether each peer is connected, or cannot be reached.
+    pub(super) fn is_settled(&self) -> bool {
+        let links = held(&self.links);
+        self.is_synced.load(Ordering::Acquire)
+            && links.iter().all(|link| link.state != State::Connecting)
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> &[Address] {
+        self.endpoint.addresses()
+    }
+
+    /// Counts so far.
+    pub fn stats(&self) -> PeerStats {
+        PeerStats {
+            transport: self.endpoint.stats(),
+            found_total: self.found.load(Ordering::Relaxed),
+            left_total: self.left.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// What the links of a rank have seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerStats {
+    /// What the transport has seen.
+    pub transport: TransportStats,
+    /// Engines that were discovered.
+    pub found_total: u64,
+    /// Of those: engines that left.
+    pub left_total: u64,
+}

@@ -1,0 +1,449 @@
+//! The store of one rank: tiers, and the threads that move blocks between them, peers and the
+//! caller's buffers.
+//!
+//! ```text
+//!   put ──► memory, queue ──► writer threads ──► lower tiers
+//!   load ──► queue ──► reader threads: memory, else a lower tier, else a peer ──► buffer ──► wait
+//!   housekeeper: expired blocks, changed keys ──► messages ──► take_message
+//! ```
+//!
+//! A block that is read from a lower tier is put back into memory. Blocks of peers are fetched into
+//! the caller's buffer by the transport; one more thread polls for the end of fetches and keeps the
+//! connections up.
+//!
+//! [`Store::load`], [`Store::take_message`], [`Store::stats`], [`Store::request_snapshot`],
+//! [`Store::reset`] and [`Store::detach`] take locks that are held for some hundred instructions
+//! only, so an engine's thread may call them; `reset` also renames a folder. [`Store::put`],
+//! [`Store::wait`] and [`Store::close`] are for threads that may wait.
+
+mod discovered;
+mod followers;
+mod keys;
+mod links;
+mod sizes;
+mod work;
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use slipstream_discovery::{Session, SessionError};
+
+use crate::held;
+use crate::region::Region;
+use crate::tier::memory::MemoryTier;
+use crate::tier::{Medium, Tier, TierError, TierStats};
+use crate::transport::{Address, TransportError};
+use sizes::{BlockSizes, check_buffer};
+use work::{Load, Shared};
+
+pub use discovered::PeerDiscovery;
+pub use followers::{Candidate, PeerKeys};
+pub use links::{PeerLinks, PeerOptions, PeerStats};
+
+/// Threads that read for loads. Two, so that one slow read of a lower tier does not hold up memory.
+const READERS: usize = 2;
+/// Threads that write to lower tiers. One is bound by the latency of creating and renaming files.
+const WRITERS: usize = 4;
+/// How often a store that is closed checks whether its writers have ended, and how long it waits
+/// beyond the limit for a write that has begun.
+const WRITERS_POLL: Duration = Duration::from_millis(1);
+const LAST_WRITE: Duration = Duration::from_secs(2);
+
+/// How a store is set up.
+pub struct StoreOptions {
+    /// Bytes of a block of each group of layers; the last four bytes of a key are its group
+    /// (big-endian), unless there is only one.
+    pub block_bytes: Vec<usize>,
+    /// The first tier, whose places have room for the largest block.
+    pub memory: Arc<MemoryTier>,
+    /// The tiers below it, the fastest first. Every block is written to each of them.
+    pub lower: Vec<Arc<dyn Tier>>,
+    /// How long [`Store::close`] writes blocks that wait for lower tiers.
+    pub close_max: Duration,
+    /// Keys per message.
+    pub keys_max: usize,
+    /// Whether [`Store::take_tier_message`] has messages.
+    pub publish_tiers: bool,
+    /// Peers that blocks are shared with.
+    pub peers: Option<PeerOptions>,
+}
+
+impl StoreOptions {
+    /// Blocks of one size in memory alone.
+    pub fn new(memory: Arc<MemoryTier>) -> StoreOptions {
+        StoreOptions {
+            block_bytes: vec![memory.block_bytes()],
+            memory,
+            lower: Vec::new(),
+            close_max: Duration::from_secs(30),
+            keys_max: 2_048,
+            publish_tiers: false,
+            peers: None,
+        }
+    }
+}
+
+/// Why a store cannot do what it was asked. It is usable after each of them.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// No group, or one whose blocks have no bytes.
+    #[error("blocks without bytes; give each group of layers its `block_bytes`")]
+    NoBlockBytes,
+    /// A key of no group.
+    #[error("a key ends with {suffix:?}, which is none of {groups} groups")]
+    NoGroup {
+        /// The key's last bytes.
+        suffix: Box<[u8]>,
+        /// Groups there are.
+        groups: usize,
+    },
+    /// The caller's buffer does not fit the blocks.
+    #[error("the buffer has {bytes} bytes where {blocks} blocks have {wanted}")]
+    Buffer {
+        /// Bytes of the buffer.
+        bytes: usize,
+        /// Blocks of the call.
+        blocks: usize,
+        /// Their bytes.
+        wanted: usize,
+    },
+    /// Sources and keys do not match.
+    #[error("{sources} sources for {keys} keys; give one source per key")]
+    Sources {
+        /// Sources given.
+        sources: usize,
+        /// Keys given.
+        keys: usize,
+    },
+    /// Other engines would be told an address that is no address of this host.
+    #[error(
+        "peers cannot reach an engine at {address}; listen at an address of this host, such as \
+         tcp://10.0.0.1:7300, or leave out peers_dir"
+    )]
+    Unreachable {
+        /// The address.
+        address: Address,
+    },
+    /// A tier.
+    #[error(transparent)]
+    Tier(#[from] TierError),
+    /// The transport did not start.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// Discovery did not start.
+    #[error(transparent)]
+    Discovery(#[from] SessionError),
+    /// No thread.
+    #[error("no thread for the store: {0}; raise ulimit -u")]
+    Thread(#[source] io::Error),
+}
+
+/// Blocks to load, one after the other, into a region of their size.
+pub struct LoadRequest {
+    /// The caller's number for it.
+    pub job: u64,
+    /// Keys of the blocks.
+    pub keys: Vec<Box<[u8]>>,
+    /// For each key, the peer that holds it; empty: this store.
+    pub sources: Vec<String>,
+    /// Where the blocks go. Nobody else touches it until the load has ended.
+    pub into: Arc<Region>,
+    /// When the load ends at the latest, whatever has come.
+    pub deadline: Duration,
+}
+
+/// How a load ended.
+pub struct LoadEnd {
+    /// Its number.
+    pub job: u64,
+    /// Places in its keys of the blocks that did not come, or not as they were stored.
+    pub failed: Vec<u32>,
+    /// Why, for metrics; empty if none failed.
+    pub reason: &'static str,
+    /// Where the others are.
+    pub into: Arc<Region>,
+}
+
+/// What a store has seen.
+#[derive(Clone, Debug, Default)]
+pub struct StoreStats {
+    /// By tier, memory first.
+    pub tiers: Vec<(Medium, TierStats)>,
+    /// Blocks that were not written to a lower tier: the queue was full, they were evicted first, or
+    /// the store was closed.
+    pub dropped_blocks: u64,
+    /// Changes of keys that no message can name.
+    pub unpublished_keys: u64,
+    /// Blocks that memory did not take.
+    pub failed_puts: u64,
+    /// Links to peers, if there are any.
+    pub peers: Option<PeerStats>,
+}
+
+/// The store of one rank. Closed when dropped.
+pub struct Store {
+    shared: Arc<Shared>,
+    close_max: Duration,
+    session: Mutex<Option<Session>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    writers: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Store {
+    /// Starts the threads, connects to peers and publishes where this store listens.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]
+    pub fn start(options: StoreOptions) -> Result<Store, StoreError> {
+        let sizes = BlockSizes::new(options.block_bytes)?;
+        let (memory, lower) = (options.memory, options.lower);
+        if sizes.largest > memory.block_bytes() {
+            return Err(StoreError::Tier(TierError::TooLarge {
+                bytes: sizes.largest,
+                max: memory.block_bytes(),
+            }));
+        }
+        let (mut connected, mut session) = (None, None);
+        if let Some(peers) = options.peers {
+            let (name, discovery) = (peers.name.clone(), peers.discovery.clone());
+            let is_listening = !peers.listen.is_empty();
+            let serves = Some(links::Served {
+                memory: Arc::clone(&memory),
+                lower: lower.clone(),
+            });
+            let (started, _) = PeerLinks::start(peers, serves, None)?;
+            let started = Arc::new(started);
+            if let Some(discovery) = discovery {
+                let publish = is_listening.then(|| (name.as_str(), started.addresses()));
+                let ranks = vec![(discovery, Arc::downgrade(&started))];
+                session = Some(discovered::start(ranks, publish)?);
+            }
+            connected = Some(started);
+        }
+        let (has_links, has_lower) = (connected.is_some(), !lower.is_empty());
+        let shared = Arc::new(Shared::new(
+            sizes,
+            memory,
+            lower,
+            connected,
+            options.keys_max,
+            options.publish_tiers,
+        ));
+        shared.publish_keys();
+        let store = Store {
+            shared,
+            close_max: options.close_max,
+            session: Mutex::new(session),
+            threads: Mutex::default(),
+            writers: Mutex::default(),
+        };
+        for _ in 0..READERS {
+            store.spawn("kv-read", Shared::read)?;
+        }
+        if has_lower {
+            for _ in 0..WRITERS {
+                let thread = store.thread("kv-write", Shared::write)?;
+                held(&store.writers).push(thread);
+            }
+        }
+        store.spawn("kv-house", Shared::keep_house)?;
+        if has_links {
+            store.spawn("kv-poll", Shared::poll_peers)?;
+        }
+        Ok(store)
+    }
+
+    /// Stores blocks that lie one after the other in `data`; returns how many memory holds now. They
+    /// are written to lower tiers later.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the buffer does not fit, or not one block was stored.
+    pub fn put(&self, keys: Vec<Box<[u8]>>, data: &[u8]) -> Result<usize, StoreError> {
+        let shared = &self.shared;
+        let places = shared.sizes.places(&keys)?;
+        check_buffer(data.len(), &places)?;
+        let epoch = shared.memory.epoch();
+        let (held_blocks, failure) = shared.put(epoch, &keys, &places, data);
+        shared.queue_writes(epoch, keys);
+        shared.publish_keys();
+        match (held_blocks, failure) {
+            (0, Some(error)) => Err(error.into()),
+            (held_blocks, _) => Ok(held_blocks),
+        }
+    }
+
+    /// Begins a load, which ends exactly once; see [`Store::wait`].
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the request makes no sense; then it does not end.
+    pub fn load(&self, request: LoadRequest) -> Result<(), StoreError> {
+        let (sources, keys) = (request.sources.len(), request.keys.len());
+        if sources != keys {
+            return Err(StoreError::Sources { sources, keys });
+        }
+        let places = self.shared.sizes.places(&request.keys)?;
+        check_buffer(request.into.len(), &places)?;
+        self.shared.begin(Load {
+            job: request.job,
+            keys: request.keys,
+            sources: request.sources,
+            places,
+            into: request.into,
+            deadline: Instant::now() + request.deadline,
+        });
+        Ok(())
+    }
+
+    /// Waits for loads to end; none at the timeout, or if the store is closed.
+    pub fn wait(&self, timeout: Duration) -> Vec<LoadEnd> {
+        let shared = &self.shared;
+        let ended = held(&shared.ended);
+        let (mut ended, _) = shared
+            .ended_came
+            .wait_timeout_while(ended, timeout, |ended| {
+                ended.is_empty() && !shared.is_closed()
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        ended.drain(..).collect()
+    }
+
+    /// What changed in the set of keys that this store holds. `None` also while messages are being
+    /// written; there will be one in the next step.
+    pub fn take_message(&self) -> Option<Vec<u8>> {
+        self.shared.keys.try_lock().ok()?.messages.pop_front()
+    }
+
+    /// What changed in one tier, and the tier.
+    pub fn take_tier_message(&self) -> Option<(Medium, Vec<u8>)> {
+        let mut keys = self.shared.keys.try_lock().ok()?;
+        let (tier, message) = keys.tier_messages.pop_front()?;
+        Some((self.shared.media[tier], message))
+    }
+
+    /// Publishes all keys anew in the messages to come.
+    pub fn request_snapshot(&self) {
+        self.shared.request_snapshot();
+    }
+
+    /// Counts so far.
+    pub fn stats(&self) -> StoreStats {
+        let shared = &self.shared;
+        let lower = shared.lower();
+        let lower = lower.iter().map(|tier| (tier.medium(), tier.stats()));
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        StoreStats {
+            tiers: std::iter::once((shared.memory.medium(), shared.memory.stats()))
+                .chain(lower)
+                .collect(),
+            dropped_blocks: get(&shared.writes_dropped),
+            unpublished_keys: get(&shared.unpublished),
+            failed_puts: get(&shared.put_failed),
+            peers: shared.links().map(|links| links.stats()),
+        }
+    }
+
+    /// Drops all blocks. What they took is freed later.
+    pub fn reset(&self) {
+        self.shared.reset();
+    }
+
+    /// Drops the blocks in memory and uses neither lower tiers nor peers from now on: what is stored
+    /// from here on means something else than what they hold. Their blocks stay.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Thread`]
+    pub fn detach(&self) -> Result<(), StoreError> {
+        let Some(lower) = self.shared.detach() else {
+            return Ok(()); // detached before
+        };
+        if let Some(session) = &*held(&self.session) {
+            session.stop();
+        }
+        // Connections take their time to end, and a folder's lock goes with the last of them.
+        self.spawn("kv-detach", move |shared| {
+            shared.drop_links("detached");
+            shared.forget_lower();
+        })?;
+        drop(lower);
+        Ok(())
+    }
+
+    /// Where peers reach this store.
+    pub fn address(&self) -> Option<Address> {
+        self.shared.links()?.addresses().first().cloned()
+    }
+
+    /// Ends all threads; loads that have not begun fail. Blocks that wait for lower tiers are written
+    /// first, as far as `close_max` allows; the rest is counted.
+    pub fn close(&self) {
+        let shared = &self.shared;
+        let until = Instant::now() + self.close_max;
+        shared.begin_close(until);
+        // Peers are told first, as writing may take its time.
+        if let Some(session) = &*held(&self.session) {
+            session.stop();
+        }
+        for thread in held(&self.threads).drain(..) {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+        self.end_writers(until);
+        held(&shared.lower).clear();
+        drop(held(&self.session).take());
+        shared.drop_links("closed");
+        drop(held(&shared.ended));
+        shared.ended_came.notify_all();
+    }
+
+    /// Waits for the writers to write what is queued, until a moment.
+    fn end_writers(&self, until: Instant) {
+        let mut writers = std::mem::take(&mut *held(&self.writers));
+        let end = until + LAST_WRITE;
+        while !writers.is_empty() && Instant::now() < end {
+            writers.retain(|writer| !writer.is_finished());
+            std::thread::sleep(WRITERS_POLL);
+        }
+        // A write that a disk never ends cannot be cancelled: its thread is left alone.
+        let dropped = self.shared.drop_writes() + writers.len();
+        if dropped > 0 {
+            tracing::warn!(
+                "{dropped} blocks were not written to disk in the {:.0?} that the store had to \
+                 close; raise `close_s`",
+                self.close_max
+            );
+        }
+    }
+
+    fn spawn(&self, name: &str, work: impl Fn(&Shared) + Send + 'static) -> Result<(), StoreError> {
+        let thread = self.thread(name, work)?;
+        held(&self.threads).push(thread);
+        Ok(())
+    }
+
+    fn thread(
+        &self,
+        name: &str,
+        work: impl Fn(&Shared) + Send + 'static,
+    ) -> Result<JoinHandle<()>, StoreError> {
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new().name(name.into());
+        let thread = thread.spawn(move || work(&shared));
+        thread.map_err(StoreError::Thread)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests;

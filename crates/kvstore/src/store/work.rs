@@ -1,0 +1,577 @@
+//! What the threads of a store do.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::error::Error;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use super::LoadEnd;
+use super::keys::KeyLedger;
+use super::links::PeerLinks;
+use super::sizes::BlockSizes;
+use crate::region::Region;
+use crate::tier::memory::MemoryTier;
+use crate::tier::{Medium, Tier, TierError};
+use crate::transport::{Completion, Fetch, TransferId, Transport};
+use crate::{clock, held};
+
+/// Files of dropped blocks that are removed in one turn of the housekeeper.
+const SWEEP_MAX: usize = 64;
+/// How often the housekeeper drops expired blocks and publishes changes.
+const HOUSEKEEPING: Duration = Duration::from_millis(20);
+/// How often the end of a fetch is looked for, and how often while none is under way.
+const POLL: Duration = Duration::from_micros(50);
+const POLL_IDLE: Duration = Duration::from_millis(2);
+/// Blocks that may wait for lower tiers; those beyond are in memory only, and counted.
+const WRITES_MAX: usize = 4_096;
+/// Blocks that expire in one go.
+const EXPIRE_MAX: usize = 1_024;
+/// A store that is closed waits so long for fetches to end, which takes a turn of the transport's
+/// thread; shorter than until a peer is tried again.
+const LAST_FETCHES: Duration = Duration::from_millis(250);
+
+/// A load: blocks one after the other into `into`.
+pub(super) struct Load {
+    pub(super) job: u64,
+    pub(super) keys: Vec<Box<[u8]>>,
+    /// For each key, the peer that holds it; empty: this store.
+    pub(super) sources: Vec<String>,
+    /// Where in `into` each block begins, and where the last one ends.
+    pub(super) places: Vec<usize>,
+    pub(super) into: Arc<Region>,
+    pub(super) deadline: Instant,
+}
+
+impl Load {
+    /// Where a block goes: its first byte, and how many.
+    fn place(&self, at: usize) -> (usize, usize) {
+        (self.places[at], self.places[at + 1] - self.places[at])
+    }
+}
+
+/// A load that waits for peers.
+struct Pending {
+    /// Fetches that have not ended.
+    fetches: usize,
+    failed: Vec<u32>,
+    reason: &'static str,
+    into: Arc<Region>,
+}
+
+/// Loads that wait for peers by their numbers; and by fetch, its load and places.
+#[derive(Default)]
+struct Fetching {
+    loads: HashMap<u64, Pending>,
+    fetches: HashMap<TransferId, (u64, Vec<u32>)>,
+}
+
+/// What callers and threads share.
+pub(super) struct Shared {
+    pub(super) sizes: BlockSizes,
+    keys_max: usize,
+    pub(super) memory: Arc<MemoryTier>,
+    /// Emptied when the store is closed, so that another may use their folders.
+    pub(super) lower: Mutex<Vec<Arc<dyn Tier>>>,
+    /// What the tiers are, memory first.
+    pub(super) media: Vec<Medium>,
+    /// Taken when the store is closed.
+    links: Mutex<Option<Arc<PeerLinks>>>,
+    fetching: Mutex<Fetching>,
+    pub(super) keys: Mutex<KeyLedger>,
+    resend: AtomicBool,
+    loads: Mutex<VecDeque<Load>>,
+    loads_came: Condvar,
+    writes: Mutex<VecDeque<Box<[u8]>>>,
+    writes_came: Condvar,
+    pub(super) ended: Mutex<VecDeque<LoadEnd>>,
+    pub(super) ended_came: Condvar,
+    /// Counts resets: a block that was pinned or read before one is not stored after it.
+    resets: AtomicU64,
+    /// Neither lower tiers nor peers are used any more.
+    is_detached: AtomicBool,
+    /// Writers write what is queued until then, once `stop` is set.
+    drain_until: Mutex<Option<Instant>>,
+    /// Fetches are under way.
+    poll_soon: AtomicBool,
+    /// The thread that polls for their end.
+    poller: OnceLock<Thread>,
+    stop: AtomicBool,
+    /// A lower tier has refused the last block.
+    refused: AtomicBool,
+    pub(super) writes_dropped: AtomicU64,
+    /// Of the key ledger, to be read without its lock.
+    pub(super) unpublished: Arc<AtomicU64>,
+    pub(super) put_failed: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn new(
+        sizes: BlockSizes,
+        memory: Arc<MemoryTier>,
+        lower: Vec<Arc<dyn Tier>>,
+        links: Option<Arc<PeerLinks>>,
+        keys_max: usize,
+        publish_tiers: bool,
+    ) -> Shared {
+        let unpublished = Arc::new(AtomicU64::new(0));
+        let blocks = memory.arena().len() / memory.block_bytes();
+        let counted = Arc::clone(&unpublished);
+        let keys = KeyLedger::new(blocks, 1 + lower.len(), publish_tiers, counted);
+        let below = lower.iter().map(|tier| tier.medium());
+        Shared {
+            sizes,
+            keys_max,
+            media: std::iter::once(memory.medium()).chain(below).collect(),
+            memory,
+            lower: Mutex::new(lower),
+            links: Mutex::new(links),
+            fetching: Mutex::default(),
+            keys: Mutex::new(keys),
+            resend: AtomicBool::new(false),
+            loads: Mutex::default(),
+            loads_came: Condvar::new(),
+            writes: Mutex::default(),
+            writes_came: Condvar::new(),
+            ended: Mutex::default(),
+            ended_came: Condvar::new(),
+            resets: AtomicU64::new(0),
+            is_detached: AtomicBool::new(false),
+            drain_until: Mutex::new(None),
+            poll_soon: AtomicBool::new(false),
+            poller: OnceLock::new(),
+            stop: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
+            writes_dropped: AtomicU64::new(0),
+            unpublished,
+            put_failed: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn lower(&self) -> Vec<Arc<dyn Tier>> {
+        held(&self.lower).clone()
+    }
+
+    pub(super) fn links(&self) -> Option<Arc<PeerLinks>> {
+        held(&self.links).clone()
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    pub(super) fn request_snapshot(&self) {
+        self.resend.store(true, Ordering::Release);
+    }
+
+    /// Stores blocks in memory: how many it holds now, and the last failure.
+    pub(super) fn put(
+        &self,
+        epoch: u64,
+        keys: &[Box<[u8]>],
+        places: &[usize],
+        data: &[u8],
+    ) -> (usize, Option<TierError>) {
+        let (mut held_blocks, mut failure) = (0, None);
+        for (key, place) in keys.iter().zip(places.windows(2)) {
+            let block = &data[place[0]..place[1]];
+            match self.memory.put_in(epoch, clock::now(), key, block) {
+                Ok(_) => held_blocks += 1,
+                Err(error) => {
+                    self.put_failed.fetch_add(1, Ordering::Relaxed);
+                    failure = Some(error);
+                }
+            }
+        }
+        (held_blocks, failure)
+    }
+
+    /// Queues blocks for lower tiers, unless memory was cleared since `epoch`.
+    pub(super) fn queue_writes(&self, epoch: u64, keys: Vec<Box<[u8]>>) {
+        if held(&self.lower).is_empty() || self.memory.epoch() != epoch {
+            return;
+        }
+        let mut writes = held(&self.writes);
+        let room = WRITES_MAX.saturating_sub(writes.len());
+        let dropped = keys.len().saturating_sub(room) as u64;
+        self.writes_dropped.fetch_add(dropped, Ordering::Relaxed);
+        writes.extend(keys.into_iter().take(room));
+        self.writes_came.notify_all();
+    }
+
+    pub(super) fn begin(&self, load: Load) {
+        if self.is_closed() {
+            self.end_closed(load);
+            return;
+        }
+        held(&self.loads).push_back(load);
+        self.loads_came.notify_one();
+    }
+
+    /// No load begins from now on, and writers end at `until`.
+    pub(super) fn begin_close(&self, until: Instant) {
+        held(&self.drain_until).get_or_insert(until);
+        self.stop.store(true, Ordering::Release);
+        // Under their locks, so that no thread misses it between its look and its wait.
+        for load in held(&self.loads).drain(..) {
+            self.end_closed(load);
+        }
+        self.loads_came.notify_all();
+        drop(held(&self.writes));
+        self.writes_came.notify_all();
+    }
+
+    fn end_closed(&self, load: Load) {
+        let all = (0..load.keys.len() as u32).collect();
+        self.end(load.job, all, "closed", load.into);
+    }
+
+    pub(super) fn reset(&self) {
+        self.resets.fetch_add(1, Ordering::AcqRel);
+        held(&self.writes).clear();
+        // In this order: a block that was read from below before is not put into memory after.
+        for tier in self.lower() {
+            tier.clear();
+        }
+        self.memory.clear();
+    }
+
+    /// Lets go of the lower tiers, and returns them; `None` if that was done before.
+    pub(super) fn detach(&self) -> Option<Vec<Arc<dyn Tier>>> {
+        if self.is_detached.swap(true, Ordering::AcqRel) {
+            self.reset();
+            return None;
+        }
+        self.resets.fetch_add(1, Ordering::AcqRel);
+        // Peers that know keys of before must not get what is stored under them from now on.
+        if let Some(links) = self.links() {
+            links.endpoint.stop_serving();
+        }
+        let lower = std::mem::take(&mut *held(&self.lower));
+        self.drop_writes();
+        self.memory.clear();
+        Some(lower)
+    }
+
+    /// The lower tiers hold nothing any more, as far as followers are concerned.
+    pub(super) fn forget_lower(&self) {
+        let mut keys = held(&self.keys);
+        (1..self.media.len()).for_each(|tier| keys.forget(tier));
+    }
+
+    /// Waits for a load; `None` at the end.
+    fn next_load(&self) -> Option<Load> {
+        let mut loads = held(&self.loads);
+        loop {
+            if self.is_closed() {
+                return None;
+            }
+            if let Some(load) = loads.pop_front() {
+                return Some(load);
+            }
+            loads = self
+                .loads_came
+                .wait(loads)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn end(&self, job: u64, failed: Vec<u32>, reason: &'static str, into: Arc<Region>) {
+        held(&self.ended).push_back(LoadEnd {
+            job,
+            failed,
+            reason,
+            into,
+        });
+        self.ended_came.notify_one();
+    }
+
+    /// Waits for a key to write; `None` at the end, when all are written or there is no time left.
+    fn next_write(&self) -> Option<Box<[u8]>> {
+        let mut queue = held(&self.writes);
+        loop {
+            if self.is_closed() {
+                let until = *held(&self.drain_until);
+                let has_time = until.is_some_and(|until| Instant::now() < until);
+                return if has_time { queue.pop_front() } else { None };
+            }
+            if let Some(key) = queue.pop_front() {
+                return Some(key);
+            }
+            queue = self
+                .writes_came
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    pub(super) fn read(&self) {
+        while let Some(load) = self.next_load() {
+            self.read_load(load);
+        }
+    }
+
+    fn read_load(&self, load: Load) {
+        let (mut failed, mut reason) = (Vec::new(), "");
+        let mut remote: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for (at, key) in load.keys.iter().enumerate() {
+            let closed = self.stop.load(Ordering::Relaxed);
+            if closed || Instant::now() >= load.deadline {
+                failed.push(at as u32);
+                reason = if closed { "closed" } else { "deadline" };
+                continue;
+            }
+            let (begin, len) = load.place(at);
+            let lease = load.into.lease(begin, len);
+            // It may have come here since the peer was found.
+            if lease.is_ok_and(|mut out| self.read_block(key, out.bytes_mut())) {
+                continue;
+            }
+            match &load.sources[at][..] {
+                "" => {
+                    failed.push(at as u32);
+                    reason = "absent";
+                }
+                peer => remote.entry(peer).or_default().push(at as u32),
+            }
+        }
+        let links = if remote.is_empty() {
+            None
+        } else {
+            self.links()
+        };
+        let mut fetching = held(&self.fetching);
+        let mut fetches = 0;
+        for (peer, places) in remote {
+            let submitted = links
+                .as_ref()
+                .and_then(|links| submit(links, peer, &load, &places));
+            if let Some(transfer) = submitted {
+                fetching.fetches.insert(transfer, (load.job, places));
+                fetches += 1;
+            } else {
+                reason = "lost";
+                failed.extend(places);
+            }
+        }
+        if fetches == 0 {
+            drop(fetching);
+            self.end(load.job, failed, reason, load.into);
+            return;
+        }
+        let pending = Pending {
+            fetches,
+            failed,
+            reason,
+            into: load.into,
+        };
+        fetching.loads.insert(load.job, pending);
+        drop(fetching);
+        self.poll_soon.store(true, Ordering::Release);
+        if let Some(poller) = self.poller.get() {
+            poller.unpark();
+        }
+    }
+
+    /// Keeps the connections up, and ends loads whose last fetch has ended.
+    pub(super) fn poll_peers(&self) {
+        let _ = self.poller.set(std::thread::current());
+        while !self.is_closed() {
+            let Some(links) = self.links() else { return };
+            let busy = links.poll(|done| self.on_fetched(&done));
+            drop(links);
+            let waiting = self.poll_soon.load(Ordering::Acquire);
+            if waiting && held(&self.fetching).loads.is_empty() {
+                self.poll_soon.store(false, Ordering::Release);
+            }
+            if !busy {
+                std::thread::park_timeout(if waiting { POLL } else { POLL_IDLE });
+            }
+        }
+    }
+
+    fn on_fetched(&self, done: &Completion) {
+        let mut fetching = held(&self.fetching);
+        let Some((job, places)) = fetching.fetches.remove(&done.transfer) else {
+            return;
+        };
+        let Some(pending) = fetching.loads.get_mut(&job) else {
+            return;
+        };
+        let closed = self.is_closed();
+        for &(at, error) in &done.failed {
+            pending.reason = if closed { "closed" } else { error.name() };
+            pending.failed.push(places[at as usize]);
+        }
+        pending.fetches -= 1;
+        if pending.fetches == 0
+            && let Some(pending) = fetching.loads.remove(&job)
+        {
+            drop(fetching);
+            self.end(job, pending.failed, pending.reason, pending.into);
+        }
+    }
+
+    /// Reads a block from the first tier that has it.
+    fn read_block(&self, key: &[u8], out: &mut [u8]) -> bool {
+        let now = clock::now();
+        match self.memory.get(now, key, out) {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(error) => warn_recomputed(&error),
+        }
+        let epoch = self.memory.epoch();
+        for tier in self.lower() {
+            match tier.get(now, key, out) {
+                Ok(true) => {
+                    // Wanted once, wanted again. Without room it stays below.
+                    let _ = self.memory.put_in(epoch, now, key, out);
+                    return true;
+                }
+                Ok(false) => {}
+                Err(error) => warn_recomputed(&error),
+            }
+        }
+        false
+    }
+
+    pub(super) fn write(&self) {
+        while let Some(key) = self.next_write() {
+            let resets = self.resets.load(Ordering::Acquire);
+            let lower = self.lower(); // empty if detached, which has counted what was queued
+            let epochs: Vec<u64> = lower.iter().map(|tier| tier.epoch()).collect();
+            if lower.is_empty() {
+                continue;
+            }
+            let now = clock::now();
+            let Some(block) = self.memory.pin(now, &key) else {
+                // It was evicted: the tiers below are slower than memory is large.
+                self.writes_dropped.fetch_add(1, Ordering::Relaxed);
+                continue;
+            };
+            if self.resets.load(Ordering::Acquire) != resets {
+                continue; // the block may be of before the reset or after
+            }
+            for (tier, epoch) in lower.iter().zip(epochs) {
+                self.report_write(&tier.put_in(epoch, now, &key, block.bytes()));
+            }
+        }
+    }
+
+    /// Logs a failure once, not for each block; the tier counts them.
+    fn report_write(&self, written: &Result<bool, TierError>) {
+        match written {
+            Ok(_) if self.refused.swap(false, Ordering::AcqRel) => {
+                tracing::warn!("blocks are written to disk again");
+            }
+            Err(error) if !self.refused.swap(true, Ordering::AcqRel) => {
+                let text = with_source(error);
+                tracing::warn!("blocks are in memory only, not on disk: {text}");
+            }
+            _ => {}
+        }
+    }
+
+    /// Takes what waits for lower tiers off its queue, and counts it as dropped.
+    pub(super) fn drop_writes(&self) -> usize {
+        let dropped = std::mem::take(&mut *held(&self.writes));
+        self.writes_dropped
+            .fetch_add(dropped.len() as u64, Ordering::Relaxed);
+        dropped.len()
+    }
+
+    /// Ends the connections to peers; loads that wait for them fail.
+    pub(super) fn drop_links(&self, reason: &'static str) {
+        let links = held(&self.links).take();
+        if let Some(links) = &links {
+            // Fetches end with their connections, and report what had come until then.
+            links.disconnect();
+            let end = Instant::now() + LAST_FETCHES;
+            while !held(&self.fetching).fetches.is_empty() && Instant::now() < end {
+                if !links.poll(|done| self.on_fetched(&done)) {
+                    std::thread::park_timeout(POLL);
+                }
+            }
+        }
+        // Ends the transport's thread; nothing is written to any buffer from here on.
+        drop(links);
+        let mut fetching = held(&self.fetching);
+        let Fetching { loads, fetches } = &mut *fetching;
+        for (_, (job, places)) in fetches.drain() {
+            if let Some(pending) = loads.get_mut(&job) {
+                pending.failed.extend(places);
+                pending.reason = reason;
+            }
+        }
+        for (job, pending) in loads.drain() {
+            self.end(job, pending.failed, pending.reason, pending.into);
+        }
+    }
+
+    pub(super) fn keep_house(&self) {
+        while !self.is_closed() {
+            std::thread::park_timeout(HOUSEKEEPING);
+            self.memory.expire(clock::now(), EXPIRE_MAX);
+            for tier in self.lower() {
+                tier.expire(clock::now(), EXPIRE_MAX);
+                tier.sweep(SWEEP_MAX);
+            }
+            self.publish_keys();
+        }
+    }
+
+    /// Turns what changed in the tiers into messages.
+    pub(super) fn publish_keys(&self) {
+        let lower = self.lower();
+        let mut keys = held(&self.keys);
+        keys.update(0, &*self.memory);
+        for (index, tier) in (1..).zip(&lower) {
+            keys.update(index, &**tier);
+        }
+        if let Some(links) = self.links() {
+            let (endpoint, served) = (&links.endpoint, &mut keys.served);
+            if endpoint.take_snapshot_wanted() {
+                served.set_consumed(true);
+                served.request_snapshot();
+            }
+            // One that the transport cannot take makes it want a snapshot.
+            while served
+                .message(self.keys_max)
+                .is_some_and(|message| endpoint.publish(message))
+            {}
+        }
+        let resend = self.resend.swap(false, Ordering::AcqRel);
+        keys.write_messages(self.keys_max, resend);
+    }
+}
+
+/// Begins to fetch blocks of a load from a peer; `None` if it is not connected or cannot take more.
+fn submit(links: &PeerLinks, peer: &str, load: &Load, places: &[u32]) -> Option<TransferId> {
+    let blocks: Vec<Fetch<'_>> = places
+        .iter()
+        .map(|&at| {
+            let (begin, len) = load.place(at as usize);
+            Fetch {
+                key: &load.keys[at as usize],
+                at: begin,
+                len,
+            }
+        })
+        .collect();
+    let left = load.deadline.saturating_duration_since(Instant::now());
+    let peer = links.peer(peer)?;
+    links.endpoint.fetch(peer, &load.into, &blocks, left).ok()
+}
+
+fn warn_recomputed(error: &TierError) {
+    tracing::warn!("a block is computed again: {}", with_source(error));
+}
+
+/// An error with the one that caused it.
+fn with_source(error: &dyn Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error} ({source})"),
+        None => error.to_string(),
+    }
+}

@@ -84,11 +84,13 @@ impl Arena {
             rustix::fs::memfd_create("slipstream-kv", flags).map_err(system("memfd_create"))?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, asked)
             .map_err(system("fallocate"))?;
-        // So that who maps it need not fear that it shrinks.
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&fd, seals).map_err(system("fcntl"))?;
         let base = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE).map_err(system("mmap"))?;
-        Ok(Arena { fd, base, bytes })
+        let arena = Arena { fd, base, bytes };
+        // After our own mapping, which stays writable: whoever gets the descriptor can only read,
+        // and need not fear that the memory shrinks. FUTURE_WRITE takes Linux 5.1.
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(system("fcntl (Linux 5.1)"))?;
+        Ok(arena)
     }
 
     /// Maps a peer's memory, to read from.
@@ -258,6 +260,25 @@ mod tests {
         rustix::fs::ftruncate(&open, 8192).unwrap();
         let error = Arena::map_peer(open, 8192).err().unwrap();
         assert!(error.to_string().contains("shrinking"), "{error}");
+    }
+
+    #[test]
+    fn whoever_gets_the_descriptor_can_read_and_not_write() {
+        let arena = Arena::create(8192).unwrap();
+        let both = ProtFlags::READ | ProtFlags::WRITE;
+        let fd = arena.fd().try_clone_to_owned().unwrap();
+        assert_eq!(map(&fd, 8192, both).err(), Some(Errno::PERM));
+        assert_eq!(rustix::io::pwrite(&fd, b"x", 0), Err(Errno::PERM));
+        let again = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+        let again = std::fs::File::options().read(true).write(true).open(again);
+        if let Ok(again) = again {
+            assert_eq!(map(&again.into(), 8192, both).err(), Some(Errno::PERM));
+        }
+        // SAFETY: one thread.
+        unsafe { arena.bytes_mut(0, 1)[0] = 7 };
+        let peer = Arena::map_peer(fd, 8192).unwrap();
+        // SAFETY: one thread.
+        assert_eq!(unsafe { peer.bytes(0, 1) }, [7]);
     }
 
     #[test]

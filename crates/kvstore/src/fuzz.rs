@@ -83,7 +83,7 @@ fn read_body(kind: Kind, body: &[u8]) -> Result<(), WireError> {
         Kind::Keys => {
             let _ = KeyMessage::read(body);
         }
-        Kind::Resync | Kind::Ping => {}
+        Kind::Resync | Kind::Ping | Kind::Memory => {}
     }
     Ok(())
 }

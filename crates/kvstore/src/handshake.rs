@@ -78,7 +78,7 @@ pub(crate) struct Hello {
     pub(crate) name: String,
     /// Differs from life to life.
     pub(crate) instance: u64,
-    /// Bytes of shared memory, whose descriptor comes with the frame; 0: none.
+    /// Bytes of shared memory, whose descriptor comes once the greetings agree; 0: none.
     pub(crate) arena_bytes: u64,
     fields: Vec<(String, String)>,
 }

@@ -170,7 +170,8 @@ pub fn serve(
     let (served_bytes, spin) = (options.served_bytes(), options.spin);
     for size in SIZES {
         let tier = MemoryTier::new(MemoryOptions {
-            bytes: served_bytes,
+            // Peers may pin half of it.
+            bytes: 2 * served_bytes,
             block_bytes: size,
             ttl_ns: None,
         })?;

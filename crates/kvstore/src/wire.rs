@@ -3,7 +3,7 @@
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Version of the frames and of their order.
-pub(crate) const VERSION: u8 = 1;
+pub(crate) const VERSION: u8 = 2;
 pub(crate) const HEADER_BYTES: usize = 12;
 /// No frame's body is longer; blocks come behind their frame, and do not count.
 pub(crate) const BODY_BYTES_MAX: usize = 64 << 20;
@@ -44,11 +44,14 @@ pub(crate) enum Kind {
     Resync = 7,
     Ping = 8,
     Introduction = 9,
+    Memory = 10,
 }
 
 impl Kind {
     pub(crate) fn of(byte: u8) -> Option<Kind> {
-        use Kind::{Blocks, Get, Hello, Introduction, Keys, Ping, Refused, Release, Resync};
+        use Kind::{
+            Blocks, Get, Hello, Introduction, Keys, Memory, Ping, Refused, Release, Resync,
+        };
         let all = [
             Hello,
             Refused,
@@ -59,6 +62,7 @@ impl Kind {
             Resync,
             Ping,
             Introduction,
+            Memory,
         ];
         all.into_iter().find(|kind| *kind as u8 == byte)
     }

@@ -135,7 +135,7 @@ impl DiskTier {
         let folder = root.join(BLOCKS);
         fs::create_dir_all(&folder).map_err(|error| disk("creating the folder", root, error))?;
         let lock_path = root.join("lock");
-        let lock = File::create(&lock_path).map_err(|error| disk("creating", &lock_path, error))?;
+        let lock = open_lock(&lock_path).map_err(|error| disk("creating", &lock_path, error))?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
@@ -661,10 +661,7 @@ impl OtherFile {
 
 /// The lock of another folder; `None` if a process holds it.
 fn use_other(folder: &Path) -> Option<File> {
-    let lock = File::options()
-        .read(true)
-        .open(folder.join("lock"))
-        .or_else(|_| File::open(folder));
+    let lock = open_regular(&folder.join("lock")).or_else(|_| open_folder(folder).map(File::from));
     let lock = lock.ok()?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
         .ok()
@@ -683,6 +680,27 @@ fn list_files(folder: &Path, out: &mut Vec<(SystemTime, PathBuf, u64)>, depth: u
             out.push((written, path, meta.len()));
         }
     }
+}
+
+/// Opens a file that is there, if it is a regular one: a FIFO would block, and a link may lead
+/// anywhere.
+fn open_regular(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    checked_regular(rustix::fs::open(path, flags, Mode::empty())?.into())
+}
+
+/// Opens or makes the file that is locked, and leaves what is in it.
+fn open_lock(path: &Path) -> io::Result<File> {
+    let flags =
+        OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    checked_regular(rustix::fs::open(path, flags, Mode::from_raw_mode(0o644))?.into())
+}
+
+fn checked_regular(file: File) -> io::Result<File> {
+    if file.metadata()?.is_file() {
+        return Ok(file);
+    }
+    Err(io::Error::other("it is not a regular file"))
 }
 
 fn open_folder(path: &Path) -> io::Result<OwnedFd> {
@@ -781,7 +799,7 @@ fn file_bytes(key_bytes: usize, len: u64) -> u64 {
 
 /// The head of a file that is as long as it says. Its block is not looked at before it is read.
 fn read_head(path: &Path) -> io::Result<Head> {
-    let mut file = File::open(path)?;
+    let mut file = open_regular(path)?;
     let head = Head::read(&mut file)?;
     let bytes = file.metadata()?.len();
     head.filter(|head| file_bytes(head.key.len(), head.len) == bytes)
@@ -790,7 +808,7 @@ fn read_head(path: &Path) -> io::Result<Head> {
 
 /// Whether the file has this very block, whole; it is in `out` then.
 fn read_block(folder: &OwnedFd, key: &[u8], out: &mut [u8]) -> io::Result<bool> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(
         folder,
         name_of(key),

@@ -44,6 +44,9 @@ struct State {
     cleared: Vec<Cleared<Place>>,
     /// How often all blocks were dropped.
     epoch: u64,
+    /// Readers of each place that are peers, and places that have some; see [`MemoryTier::lend`].
+    lends: Vec<u32>,
+    lent: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -57,6 +60,7 @@ struct Place {
 pub struct Pinned {
     tier: Arc<MemoryTier>,
     place: Place,
+    is_lent: bool,
 }
 
 impl Pinned {
@@ -89,7 +93,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.tier.unpin(self.place.slot);
+        self.tier.unpin(self.place.slot, self.is_lent);
     }
 }
 
@@ -119,6 +123,8 @@ impl MemoryTier {
                 doomed: vec![false; slots],
                 cleared: Vec::new(),
                 epoch: 0,
+                lends: vec![0; slots],
+                lent: 0,
             }),
         }))
     }
@@ -139,6 +145,29 @@ impl MemoryTier {
         Some(Pinned {
             tier: Arc::clone(self),
             place,
+            is_lent: false,
+        })
+    }
+
+    /// As [`MemoryTier::pin`], for a peer. `None` also while peers have pinned half of all places:
+    /// the others are for blocks of this engine, however many the peers ask for.
+    pub(crate) fn lend(self: &Arc<Self>, now: SimTime, key: &[u8]) -> Option<Pinned> {
+        let mut state = self.state();
+        let at = state.ledger.peek(now, key)?.slot as usize;
+        if state.lends[at] == 0 {
+            if state.lent >= self.slots.div_ceil(2) {
+                return None;
+            }
+            state.lent += 1;
+        }
+        state.lends[at] += 1;
+        state.pins[at] += 1;
+        let place = state.ledger.touch(now, key)?;
+        drop(state);
+        Some(Pinned {
+            tier: Arc::clone(self),
+            place,
+            is_lent: true,
         })
     }
 
@@ -167,12 +196,16 @@ impl MemoryTier {
         // SAFETY: tests damage blocks while nobody reads them.
         let bytes = unsafe { self.arena.bytes_mut(at, len) };
         bytes[len / 2] ^= 4;
-        self.unpin(place.slot);
+        self.unpin(place.slot, false);
     }
 
-    fn unpin(&self, slot: u32) {
+    fn unpin(&self, slot: u32, is_lent: bool) {
         let mut state = self.state();
         let at = slot as usize;
+        if is_lent {
+            state.lends[at] -= 1;
+            state.lent -= usize::from(state.lends[at] == 0);
+        }
         state.pins[at] -= 1;
         if state.pins[at] == 0 && state.doomed[at] {
             state.doomed[at] = false;
@@ -301,7 +334,7 @@ impl Tier for MemoryTier {
             out.copy_from_slice(unsafe { self.arena.bytes(self.offset(place.slot), len) });
             checksum(out) == place.checksum
         });
-        self.unpin(place.slot);
+        self.unpin(place.slot, false);
         match verified {
             None => Err(TierError::Length {
                 want: out.len(),

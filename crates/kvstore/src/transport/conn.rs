@@ -24,6 +24,9 @@ const READ_BYTES: usize = 64 << 10;
 const PIECES: usize = 32;
 /// Bytes that may wait for a slow peer, without blocks: those are bounded by what it asked for.
 pub(super) const OUT_BYTES_MAX: usize = 64 << 20;
+/// Bytes that a peer may send before its greeting is accepted; what NIXL writes of an agent is some
+/// KiB.
+pub(super) const GREETING_BYTES_MAX: usize = 1 << 20;
 
 /// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +35,7 @@ pub(super) enum Phase {
     Connecting,
     /// Greetings are under way.
     Greeting,
-    /// The peer has greeted, and has yet to say how its memory is read.
+    /// The peer has greeted, and has yet to give access to its memory.
     Introducing,
     Up,
 }
@@ -83,8 +86,11 @@ pub(super) struct Conn {
     pub(super) start: usize,
     /// Blocks that come behind a frame, in their order.
     pub(super) payload: Option<Payload>,
-    /// A descriptor that came with the greeting.
+    /// The peer made the connection.
+    pub(super) is_inbound: bool,
+    /// A descriptor that came with the peer's memory, and the bytes that its greeting named.
     pub(super) fd: Option<OwnedFd>,
+    pub(super) arena_bytes: u64,
     /// The peer's memory, where it is mapped, and where it is read by NIXL.
     pub(super) arena: Option<Arc<Arena>>,
     pub(super) remote: Option<Remote>,
@@ -112,14 +118,14 @@ pub(super) enum Piece {
     Bytes(Vec<u8>),
     Shared(Arc<[u8]>),
     Block(Pinned),
-    /// A greeting, with the memory of this side.
-    Greeting(Vec<u8>, Arc<MemoryTier>),
+    /// A frame, with the descriptor of this side's memory.
+    Memory(Vec<u8>, Arc<MemoryTier>),
 }
 
 impl Piece {
     fn bytes(&self) -> &[u8] {
         match self {
-            Piece::Bytes(bytes) | Piece::Greeting(bytes, _) => bytes,
+            Piece::Bytes(bytes) | Piece::Memory(bytes, _) => bytes,
             Piece::Shared(bytes) => bytes,
             Piece::Block(block) => block.bytes(),
         }
@@ -156,7 +162,9 @@ impl Conn {
             input: Vec::new(),
             start: 0,
             payload: None,
+            is_inbound: false,
             fd: None,
+            arena_bytes: 0,
             arena: None,
             remote: None,
             out: VecDeque::new(),
@@ -200,12 +208,15 @@ impl Conn {
         let mut slices = [IoSlice::new(&[]); PIECES];
         let mut count = 0;
         for (slice, piece) in slices.iter_mut().zip(&self.out) {
+            if count > 0 && matches!(piece, Piece::Memory(..)) {
+                break; // its descriptor goes with its own first byte
+            }
             let skip = if count == 0 { self.out_at } else { 0 };
             *slice = IoSlice::new(&piece.bytes()[skip..]);
             count += 1;
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        if let (Some(Piece::Greeting(_, tier)), 0) = (self.out.front(), self.out_at) {
+        if let (Some(Piece::Memory(_, tier)), 0) = (self.out.front(), self.out_at) {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             let fds = [tier.arena().fd()];
@@ -241,7 +252,8 @@ impl Conn {
         }
         let before = self.input.len();
         self.input.resize(before + READ_BYTES, 0);
-        let came = if self.way == Way::Map && self.phase == Phase::Greeting {
+        let has_fd = self.phase == Phase::Greeting || self.phase == Phase::Introducing;
+        let came = if self.way == Way::Map && has_fd {
             self.read_with_fd(before)
         } else {
             read_into(&self.socket, &mut self.input[before..])

@@ -55,6 +55,8 @@ pub struct EndpointOptions {
     pub transfers_max: usize,
     /// A peer that is not heard for so long is cut off; pings go out four times as often.
     pub silence_max: Duration,
+    /// How long a peer's request may hold blocks in their places, whatever deadline it names.
+    pub serve_max: Duration,
     /// How long the thread looks for what is likely to come soon before it sleeps: an answer that is
     /// due, or another event after two that came as close to each other. It saves what waking up
     /// takes (some 5 to 50 µs each time), costs at most so much CPU time for each event, and is left
@@ -92,6 +94,7 @@ impl EndpointOptions {
             peers_max: 64,
             transfers_max: 1_024,
             silence_max: Duration::from_secs(5),
+            serve_max: Duration::from_secs(30),
             spin: Duration::from_micros(50),
             nixl: Nixl::Off,
         }

@@ -15,7 +15,9 @@ use rustix::net::SocketFlags;
 use slipstream_base::SimTime;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-use super::conn::{Came, Conn, OUT_BYTES_MAX, Payload, Phase, Piece, Way, read_into};
+use super::conn::{
+    Came, Conn, GREETING_BYTES_MAX, OUT_BYTES_MAX, Payload, Phase, Piece, Way, read_into,
+};
 use super::endpoint::{Command, Find, Nixl, Shared, Transfer, count, hello};
 use super::pull::{Pulls, release};
 use super::{Address, Completion, Event, FetchError, PeerId, TransportError};
@@ -402,13 +404,7 @@ impl Run {
     }
 
     fn greet(&self, conn: &mut Conn) {
-        let bytes = hello(&self.shared.options, conn.way).frame();
-        match &self.shared.options.serves {
-            Some(tier) if conn.way == Way::Map => {
-                conn.push(Piece::Greeting(bytes, Arc::clone(tier)));
-            }
-            _ => conn.push(Piece::Bytes(bytes)),
-        }
+        conn.push(Piece::Bytes(hello(&self.shared.options, conn.way).frame()));
         if conn.way == Way::Pull {
             let introduction = self.pulls.as_ref().map(Pulls::introduction);
             let introduction = introduction.cloned().unwrap_or_default();
@@ -432,6 +428,9 @@ impl Run {
         let Ok(socket) = rustix::net::accept_with(fd, flags) else {
             return; // gone already, or no descriptors: who dials sees silence, and tries again
         };
+        if self.shared.free_slots.is_empty() {
+            self.end_silent();
+        }
         let Some(slot) = self.shared.free_slots.pop() else {
             let peers = self.shared.generations.len();
             tracing::warn!("a connection was closed, as {peers} stand; raise peers_max");
@@ -443,6 +442,7 @@ impl Run {
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
         let mut conn = Conn::new(peer, "a peer that dialed".into(), socket, way, clock::now());
+        conn.is_inbound = true;
         let readable = epoll::EventFlags::IN;
         if epoll::add(&self.epoll, &conn.socket, data_of(peer), readable).is_err() {
             self.free(peer);
@@ -451,6 +451,21 @@ impl Run {
         self.greet(&mut conn);
         self.conns[slot as usize] = Some(conn);
         self.with_conn(peer, |_, _| Ok(()));
+    }
+
+    /// Ends the connection that has waited longest for the peer's greeting, so that peers that never
+    /// greet keep no other out.
+    fn end_silent(&mut self) {
+        let greeting = self.conns.iter().flatten();
+        let greeting = greeting.filter(|conn| conn.is_inbound && conn.phase == Phase::Greeting);
+        let oldest = greeting.min_by_key(|conn| conn.began).map(|conn| conn.peer);
+        if let Some(peer) = oldest {
+            self.with_conn(peer, |_, _| {
+                Err(Why::Text(
+                    "another peer took the place of one that did not greet".into(),
+                ))
+            });
+        }
     }
 
     /// Ends a connection and everything that depends on it.
@@ -513,6 +528,12 @@ impl Run {
                 if matches!(came, Came::Bytes(_)) {
                     conn.heard = clock::now();
                     self.on_input(conn)?;
+                    let waiting = conn.input.len() - conn.start;
+                    if conn.phase != Phase::Up && waiting > GREETING_BYTES_MAX {
+                        return Err(Why::Wire(WireError::Malformed {
+                            what: "it is longer than any greeting",
+                        }));
+                    }
                 }
                 came
             };
@@ -560,6 +581,7 @@ impl Run {
             (Phase::Introducing, Kind::Introduction) => {
                 self.on_introduction(conn, &Introduction::read(body)?)
             }
+            (Phase::Introducing, Kind::Memory) => self.on_memory(conn),
             (_, Kind::Refused) => Err(Why::Refused(Reader(body).text()?)),
             (Phase::Up, Kind::Get) => self.on_get(conn, Get::read(body)?),
             (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
@@ -592,23 +614,32 @@ impl Run {
             let _ = conn.write();
             return Err(Why::Refused(mismatch.to_string()));
         }
-        if theirs.arena_bytes > 0 {
-            let Some(fd) = conn.fd.take() else {
-                return Err(Why::Text(
-                    "it offers shared memory without a descriptor".into(),
-                ));
-            };
-            let arena = Arena::map_peer(fd, theirs.arena_bytes);
-            conn.arena = Some(Arc::new(
-                arena.map_err(|error| Why::Text(error.to_string()))?,
-            ));
-        }
         conn.peer_name = theirs.name;
-        if conn.way == Way::Pull {
+        conn.arena_bytes = theirs.arena_bytes;
+        // Not before: blocks are for peers with this identity alone.
+        if let (Way::Map, Some(tier)) = (conn.way, &self.shared.options.serves) {
+            let frame = frame(Kind::Memory, &[]);
+            conn.push(Piece::Memory(frame, Arc::clone(tier)));
+        }
+        if conn.way == Way::Pull || theirs.arena_bytes > 0 {
             conn.phase = Phase::Introducing;
         } else {
             self.on_up(conn);
         }
+        Ok(())
+    }
+
+    /// A peer gives this side its memory.
+    fn on_memory(&mut self, conn: &mut Conn) -> Result<(), Why> {
+        let Some(fd) = conn.fd.take() else {
+            return Err(Why::Text(
+                "it offers shared memory without a descriptor".into(),
+            ));
+        };
+        let arena = Arena::map_peer(fd, conn.arena_bytes);
+        let arena = arena.map_err(|error| Why::Text(error.to_string()))?;
+        conn.arena = Some(Arc::new(arena));
+        self.on_up(conn);
         Ok(())
     }
 
@@ -664,7 +695,7 @@ impl Run {
                     && lower.any(|t| t.len_of(now, &wanted.key) == Some(wanted.len as usize))
             };
             if get.blocks.iter().any(is_lower) {
-                let due = now + u64::from(get.deadline_ms) * 1_000_000;
+                let due = now + self.serve_ns(&get);
                 let find = Find {
                     peer: conn.peer,
                     get,
@@ -682,6 +713,12 @@ impl Run {
         self.give(conn, &get)
     }
 
+    /// How long a request may hold blocks: its own deadline, but no longer than this side allows.
+    fn serve_ns(&self, get: &Get) -> u64 {
+        let max = self.shared.options.serve_max.as_nanos() as u64;
+        (u64::from(get.deadline_ms) * 1_000_000).min(max)
+    }
+
     /// Answers with what is in memory.
     fn give(&mut self, conn: &mut Conn, get: &Get) -> Result<(), Why> {
         let now = clock::now();
@@ -696,7 +733,7 @@ impl Run {
         let stay = conn.way != Way::Stream;
         for wanted in &get.blocks {
             let tier = self.shared.options.serves.as_ref();
-            let mut pinned = tier.and_then(|tier| tier.pin(now, &wanted.key));
+            let mut pinned = tier.and_then(|tier| tier.lend(now, &wanted.key));
             // After the pin: a block that is of later than the last one is not given away.
             if self.shared.is_mute.load(Ordering::SeqCst) {
                 pinned = None;
@@ -720,7 +757,7 @@ impl Run {
             pins.push(pin);
         }
         let request = get.request;
-        let until = now + u64::from(get.deadline_ms) * 1_000_000 + GRACE_NS;
+        let until = now + self.serve_ns(get) + GRACE_NS;
         conn.push(Piece::Bytes(Blocks { request, answers }.frame()));
         if stay {
             if !pins.is_empty() {

@@ -44,10 +44,15 @@ fn key(n: u64) -> Vec<u8> {
     key
 }
 
-/// A tier that holds blocks `0..blocks`.
+/// A tier that holds blocks `0..blocks`, and may lend all of them.
 fn tier(blocks: u64) -> Arc<MemoryTier> {
+    tier_of(blocks, 2 * blocks as usize + 1)
+}
+
+/// A tier of some places that holds blocks `0..blocks`.
+fn tier_of(blocks: u64, places: usize) -> Arc<MemoryTier> {
     let tier = MemoryTier::new(MemoryOptions {
-        bytes: (blocks as usize + 1) * BLOCK,
+        bytes: places * BLOCK,
         block_bytes: BLOCK,
         ttl_ns: None,
     })
@@ -331,7 +336,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
         for n in 0..20 {
             disk.put(clock::now(), &key(n), &block(n)).unwrap();
         }
-        // Memory has room for three blocks, one of which is not on disk.
+        // Memory has room for five blocks, one of which is not on disk.
         let memory = tier(2);
         memory.clear();
         memory.put(clock::now(), &key(77), &block(77)).unwrap();
@@ -356,7 +361,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
         }
         let short = fetch(&client, peer, &region, &[(3, BLOCK - 8)], LONG);
         assert_eq!(short.failed.len(), 1);
-        assert!(memory.stats().blocks <= 3);
+        assert!(memory.stats().blocks <= 5);
         // A file that was damaged is absent, and nothing else.
         for entry in std::fs::read_dir(folder.path().join("blocks")).unwrap() {
             let path = entry.unwrap().path();
@@ -719,6 +724,199 @@ fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
 }
 
 #[test]
+fn a_peer_pins_half_of_all_places_at_most_and_not_for_as_long_as_it_likes() {
+    on_each(|at| {
+        let memory = MemoryTier::new(MemoryOptions {
+            bytes: 8 * BLOCK,
+            block_bytes: BLOCK,
+            ttl_ns: None,
+        })
+        .unwrap();
+        for n in 0..8 {
+            memory.put(clock::now(), &key(n), &block(n)).unwrap();
+        }
+        let server = start(EndpointOptions {
+            listen: vec![at.clone()],
+            serves: Some(Arc::clone(&memory)),
+            silence_max: Duration::from_millis(400),
+            serve_max: Duration::ZERO,
+            ..EndpointOptions::new("server", profile())
+        });
+        // It asks for everything, for 49 days, and takes nothing; but it is not silent.
+        let mut peer = RawPeer::dial(&server.addresses()[0]);
+        let get = Get {
+            request: 1,
+            deadline_ms: u32::MAX,
+            blocks: (0..8)
+                .map(|n| Wanted {
+                    key: key(n).into(),
+                    len: BLOCK as u32,
+                })
+                .collect(),
+        };
+        peer.send(&peer.greeting(&at, &profile()));
+        peer.send(&get.frame());
+        wait(&server, |event| {
+            matches!(event, Event::Up { .. }).then_some(())
+        });
+        let until = Instant::now() + LONG;
+        while server.stats().served_blocks_total < 4 {
+            assert!(Instant::now() < until, "it is served");
+            std::thread::yield_now();
+        }
+        for n in 100..120 {
+            memory.put(clock::now(), &key(n), &block(n)).unwrap();
+        }
+        let stats = server.stats();
+        assert_eq!((stats.served_blocks_total, stats.absent_total), (4, 4));
+        if matches!(at, Address::Tcp(_)) {
+            return; // the socket has taken the blocks
+        }
+        loop {
+            if peer.try_send(&frame(Kind::Ping, &[])).is_err() {
+                break;
+            }
+            assert!(Instant::now() < until, "it is cut off");
+            std::thread::yield_now();
+        }
+        let (why, _) = down(&server);
+        assert!(
+            why.contains("did not take what it asked for in time"),
+            "{why}"
+        );
+    });
+}
+
+#[test]
+fn memory_is_given_to_peers_whose_greeting_agrees_and_to_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = Address::Unix(folder.path().join("kv"));
+    let tier = tier(1);
+    let server = server(at.clone(), &tier);
+    let mut mute = RawPeer::dial(&at);
+    assert!(
+        mute.receive().is_none(),
+        "the greeting brings no descriptor"
+    );
+    let mut other = RawPeer::dial(&at);
+    let model = Profile {
+        model: "another".into(),
+        ..profile()
+    };
+    other.send(&other.greeting(&at, &model));
+    down(&server);
+    while !other.is_ended {
+        assert!(other.receive().is_none(), "a refusal brings no descriptor");
+    }
+    let mut same = RawPeer::dial(&at);
+    same.send(&same.greeting(&at, &profile()));
+    let fd = loop {
+        assert!(!same.is_ended, "it is given the memory");
+        if let Some(fd) = same.receive() {
+            break fd;
+        }
+    };
+    assert_eq!(
+        rustix::io::pwrite(&fd, b"poison", 0),
+        Err(rustix::io::Errno::PERM)
+    );
+}
+
+#[test]
+fn peers_that_never_greet_keep_no_other_out() {
+    on_each(|at| {
+        let tier = tier(1);
+        let server = start(EndpointOptions {
+            listen: vec![at],
+            serves: Some(Arc::clone(&tier)),
+            peers_max: 4,
+            silence_max: LONG,
+            ..EndpointOptions::new("server", profile())
+        });
+        let mute: Vec<RawPeer> = (0..12)
+            .map(|_| RawPeer::dial(&server.addresses()[0]))
+            .collect();
+        let client = client();
+        let peer = up(&client, &server.addresses()[0]);
+        let region = Region::new(BLOCK);
+        let done = fetch(&client, peer, &region, &[(0, BLOCK)], LONG);
+        assert_eq!(done.failed, []);
+        drop(mute);
+    });
+}
+
+#[test]
+fn a_greeting_that_does_not_end_is_cut_short() {
+    let tier = tier(1);
+    let server = server(any_tcp(), &tier);
+    let mut bytes = frame(Kind::Hello, &vec![0; 4 << 20]);
+    bytes.pop();
+    let why = say(&server, false, &bytes);
+    assert!(why.contains("longer than any greeting"), "{why}");
+}
+
+/// A peer that sends what a test gives it.
+struct RawPeer {
+    socket: std::os::fd::OwnedFd,
+    is_ended: bool,
+}
+
+impl RawPeer {
+    fn dial(at: &Address) -> RawPeer {
+        let socket = match at {
+            Address::Tcp(at) | Address::Nixl(at) => TcpStream::connect(at).unwrap().into(),
+            Address::Unix(path) => std::os::unix::net::UnixStream::connect(path)
+                .unwrap()
+                .into(),
+        };
+        RawPeer {
+            socket,
+            is_ended: false,
+        }
+    }
+
+    /// What makes the connection stand, without memory of its own.
+    #[allow(clippy::unused_self)]
+    fn greeting(&self, at: &Address, profile: &Profile) -> Vec<u8> {
+        let options = EndpointOptions::new("raw", profile.clone());
+        let way = Way::of(at);
+        let mut bytes = hello(&options, way).frame();
+        if way == Way::Pull {
+            bytes.extend(crate::wire::Introduction::default().frame());
+        }
+        bytes
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.try_send(bytes).unwrap();
+    }
+
+    fn try_send(&mut self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        rustix::net::send(&self.socket, bytes, rustix::net::SendFlags::NOSIGNAL)
+    }
+
+    /// Reads some bytes; returns the descriptor that came with them.
+    fn receive(&mut self) -> Option<std::os::fd::OwnedFd> {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut bytes = [0; 4_096];
+        let mut slices = [std::io::IoSliceMut::new(&mut bytes)];
+        let read = recvmsg(
+            &self.socket,
+            &mut slices,
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        );
+        self.is_ended = read.is_err() || read.is_ok_and(|read| read.bytes == 0);
+        control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+            _ => None,
+        })
+    }
+}
+
+#[test]
 fn whatever_comes_in_ends_its_own_connection_alone() {
     let tier = tier(3);
     let server = server(any_tcp(), &tier);
@@ -855,7 +1053,7 @@ fn blocks_that_a_peer_reads_stay_until_it_has_done() {
 fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv");
-    let tier = tier(1); // and room for one more
+    let tier = tier_of(1, 2); // and room for one more
     let server = Endpoint::start(EndpointOptions {
         listen: vec![Address::Unix(path.clone())],
         serves: Some(Arc::clone(&tier)),
@@ -960,7 +1158,7 @@ fn until(endpoint: &Endpoint, f: impl Fn() -> bool) {
 fn a_block_that_is_longer_than_a_read_comes_whole() {
     const LONG_BLOCK: usize = (5 << 20) / 2 + 3;
     let memory = MemoryTier::new(MemoryOptions {
-        bytes: 6 * LONG_BLOCK,
+        bytes: 12 * LONG_BLOCK,
         block_bytes: LONG_BLOCK,
         ttl_ns: None,
     })

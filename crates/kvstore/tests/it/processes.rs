@@ -19,7 +19,8 @@ const BLOCKS: u64 = 64;
 /// Holds blocks and gives them away until it is killed.
 fn serve(folder: &std::path::Path) {
     let tier = MemoryTier::new(MemoryOptions {
-        bytes: BLOCKS as usize * BLOCK,
+        // Peers may pin half of them.
+        bytes: 2 * BLOCKS as usize * BLOCK,
         block_bytes: BLOCK,
         ttl_ns: None,
     })

@@ -429,6 +429,38 @@ fn blocks_survive_kill_9_at_any_moment() {
     }
 }
 
+#[test]
+fn links_and_fifos_in_a_disk_folder_block_nobody_and_lead_nowhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("tier");
+    let open = || {
+        let options = DiskOptions::new(&root, 1 << 30);
+        DiskTier::open(clock::now(), clock::unix_ns(), options)
+    };
+    let tier = open().unwrap();
+    tier.put(clock::now(), &key(1), &block(1)).unwrap();
+    drop(tier);
+    let target = dir.path().join("precious");
+    fs::write(&target, "precious").unwrap();
+    let fifo = |name: &str| {
+        let made = Command::new("mkfifo").arg(root.join(name)).status();
+        assert!(made.unwrap().success());
+    };
+    fifo("blocks/00.kv");
+    std::os::unix::fs::symlink(&target, root.join("blocks/01.kv")).unwrap();
+    let tier = open().unwrap();
+    assert_eq!((tier.stats().blocks, tier.stats().corrupt_total), (1, 2));
+    drop(tier);
+    fs::remove_file(root.join("lock")).unwrap();
+    std::os::unix::fs::symlink(&target, root.join("lock")).unwrap();
+    let error = open().err().unwrap().to_string();
+    assert!(error.contains("lock: creating failed"), "{error}");
+    fs::remove_file(root.join("lock")).unwrap();
+    fifo("lock");
+    assert!(open().is_err());
+    assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+}
+
 /// Files may not grow beyond some bytes, as on a full disk: the block is not stored, nothing is left
 /// behind, and what is there can be read.
 #[test]

@@ -160,8 +160,8 @@ impl Arena {
             return false;
         }
         // SAFETY: inside the mapping, which cannot shrink, and `out` is memory of this process that
-        // nobody else has, so the two do not overlap. No reference to the peer's memory is made:
-        // bytes that it changes meanwhile come out as one value or another.
+        // nobody else has, so the two do not overlap. `copy` reads it without a data race: bytes that the
+        // peer changes at the same time come out as one value or another.
         unsafe {
             let from = self.base.as_ptr().add(at as usize);
             let to = out.as_mut_ptr();

@@ -503,7 +503,7 @@ def test_buffers_of_other_sizes_are_refused(opened: Opened) -> None:
         opened.store.load(1, [key(1)], [""], memoryview(bytes(BLOCK)), 1.0)
     with pytest.raises(ValueError, match="one source per key"):
         opened.store.load(1, [key(1)], [], memoryview(bytearray(BLOCK)), 1.0)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="not contiguous"):
         opened.store.put([key(1)], memoryview(bytes(2 * BLOCK))[::2])
 
 

@@ -34,7 +34,7 @@ pub enum KeyError {
         got: usize,
     },
     /// No key has no bytes, or more than 65,535.
-    #[error("a key has {got} bytes; 1 to 65535 will do")]
+    #[error("key length {got} outside 1..=65535")]
     Size {
         /// Bytes of the key.
         got: usize,
@@ -70,7 +70,7 @@ pub enum KeyError {
         flags: u8,
     },
     /// Messages are missing. Nothing is believed until the next snapshot.
-    #[error("key message {got} came where {want} was due; ask for a snapshot")]
+    #[error("out-of-order key message: got {got}, expected {want}; request a snapshot")]
     Gap {
         /// Sequence number that was due; 0 where no snapshot has begun.
         want: u64,

@@ -69,7 +69,7 @@ impl Arena {
     pub fn create(bytes: usize) -> Result<Arena, ArenaError> {
         let asked = bytes as u64;
         let system = |call| move |source| refusal(asked, call, source);
-        // Without this look the kernel would kill somebody to make room.
+        // Without this check the kernel would kill a process to make room.
         if let Some(limit) = memory_available()
             && limit < asked
         {
@@ -86,7 +86,7 @@ impl Arena {
             .map_err(system("fallocate"))?;
         let base = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE).map_err(system("mmap"))?;
         let arena = Arena { fd, base, bytes };
-        // After our own mapping, which stays writable: whoever gets the descriptor can only read,
+        // After our own mapping, which stays writable: a process that gets the descriptor can only read,
         // and need not fear that the memory shrinks. FUTURE_WRITE takes Linux 5.1.
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(system("fcntl (Linux 5.1)"))?;
@@ -125,7 +125,7 @@ impl Arena {
         self.bytes == 0
     }
 
-    /// Where it lies in this process.
+    /// Its address in this process.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
@@ -139,7 +139,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// Nobody writes to these bytes while the slice lives, in this process or another.
+    /// No one writes to these bytes while the slice lives, in this process or another.
     ///
     /// # Panics
     ///
@@ -147,11 +147,11 @@ impl Arena {
     pub unsafe fn bytes(&self, at: usize, len: usize) -> &[u8] {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes));
         // SAFETY: inside the mapping (asserted), which lives as long as `self`, and memory that
-        // was zeroed by the kernel is initialized. The caller sees to it that nobody writes.
+        // was zeroed by the kernel is initialized. The caller ensures that there is no writer.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
     }
 
-    /// Copies from the memory, whatever others do to it meanwhile: what was copied has to be
+    /// Copies from the memory, whatever others do to it at the same time: the copy has to be
     /// verified if it is a peer's. With `sum`, which is the checksum of the right bytes, it is.
     /// `false` if there are not so many bytes, or others.
     pub fn copy_out(&self, at: u64, out: &mut [u8], sum: Option<u64>) -> bool {
@@ -177,7 +177,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// Nobody else in this process reads or writes these bytes while the slice lives, and the
+    /// Nothing else in this process reads or writes these bytes while the slice lives, and the
     /// arena is one that was created here, not a peer's.
     ///
     /// # Panics

@@ -5,7 +5,7 @@
 //! each MiB and the end of each tensor of a safetensors file, and its header whole: it finds other
 //! weights (another training step, another seed), not an edit of a few rows.
 //!
-//! The digest is XXH3 with 128 bits. It tells versions apart; it is no defense against forgery.
+//! The digest is XXH3 with 128 bits. It distinguishes versions; it is no defense against forgery.
 
 use std::fs::{self, File, Metadata};
 use std::io;

@@ -46,7 +46,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 ///
 /// # Safety
 ///
-/// As [`copy`], and nobody else reads or writes `to`.
+/// As [`copy`], and nothing else reads or writes `to`.
 pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> u64 {
     if bytes < RUN {
         // SAFETY: the caller's promise; what was copied is initialized.
@@ -206,7 +206,7 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, bytes: usize) {
     (words_end..bytes).for_each(byte);
 }
 
-/// Streamed stores are in order with others after this, as whoever is told of the block expects.
+/// Streamed stores are in order with others after this, as readers of the block expect.
 fn end_stream() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64.

@@ -2,7 +2,7 @@
 
 use crate::wire::{Kind, Reader, WireError, frame, put_text};
 
-/// What a block's bytes depend on beside its key. Two stores whose profiles differ in any field
+/// What a block's bytes depend on, in addition to its key. Two stores whose profiles differ in any field
 /// refuse each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {

@@ -1,4 +1,4 @@
-//! What every tier keeps books of: entries by last use, when they are due, and what changed.
+//! What every tier records: entries by last use, when they expire, and what changed.
 
 use std::collections::VecDeque;
 
@@ -43,9 +43,9 @@ struct Entry<V> {
     stamp: u64,
 }
 
-/// Why an entry goes.
+/// Removal an entry goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
+pub(crate) enum Removal {
     Evicted,
     Expired,
     Removed,
@@ -109,15 +109,15 @@ impl<V: Copy> Ledger<V> {
         (entry.until > now).then_some(entry.value)
     }
 
-    pub(crate) fn remove(&mut self, key: &[u8], why: Why) -> Option<V> {
+    pub(crate) fn remove(&mut self, key: &[u8], why: Removal) -> Option<V> {
         let entry = self.entries.pop(key)?;
         self.stats.blocks -= 1;
         self.stats.bytes -= entry.bytes;
         match why {
-            Why::Evicted => self.stats.evicted_total += 1,
-            Why::Expired => self.stats.expired_total += 1,
-            Why::Corrupt => self.stats.corrupt_total += 1,
-            Why::Removed => {}
+            Removal::Evicted => self.stats.evicted_total += 1,
+            Removal::Expired => self.stats.expired_total += 1,
+            Removal::Corrupt => self.stats.corrupt_total += 1,
+            Removal::Removed => {}
         }
         self.note(TierChange::Removed(key.into()));
         Some(entry.value)

@@ -1,6 +1,6 @@
-//! Blocks of KV cache outside of an engine: where they lie, and how they travel.
+//! Blocks of KV cache outside of an engine: where they are stored, and how they are transferred.
 //!
-//! A block is some bytes under a key ([`slipstream_kvindex::KeySet`] has the keys). It lies in a
+//! A block is some bytes under a key ([`slipstream_kvindex::KeySet`] has the keys). It is stored in a
 //! [`Tier`]: host memory ([`MemoryTier`]) or disk ([`DiskTier`]), each with a cap, LRU, a time to
 //! live, and a checksum that every read verifies. What cannot be verified is a miss.
 //!
@@ -50,7 +50,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
-/// A lock whose holder panicked guards plain data: whoever comes next may have it.
+/// Takes a lock even if its last holder panicked: it guards plain data.
 fn held<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex
         .lock()

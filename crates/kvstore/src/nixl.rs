@@ -61,7 +61,7 @@ pub enum NixlError {
         /// `nixl_capi_status_t`.
         code: i32,
     },
-    /// A name that C cannot be told.
+    /// A name that C cannot represent.
     #[error("NIXL: a name has a zero byte in it")]
     Name,
 }
@@ -238,7 +238,7 @@ pub(crate) trait OneSided: Send {
     ///
     /// # Safety
     ///
-    /// The `to` of each span is memory of this side that was registered and that nobody else touches
+    /// The `to` of each span is memory of this side that was registered and that nothing else touches
     /// until [`OneSided::poll`] says that the read has ended.
     unsafe fn read(&mut self, peer: &str, spans: &[Span]) -> Result<Ticket, NixlError>;
 
@@ -456,7 +456,7 @@ impl OneSided for Agent {
     }
 
     fn progress(&mut self) {
-        // Nobody sends any; but looking for messages is how the backend gets to run.
+        // There are none; but polling for messages is how the backend gets to run.
         // SAFETY: handles of this agent. An error changes nothing.
         let _ = unsafe { (self.functions.get_notifs)(self.agent, self.messages, self.options) };
     }

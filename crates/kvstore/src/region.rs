@@ -92,7 +92,7 @@ impl Region {
         self.bytes == 0
     }
 
-    /// Where it lies.
+    /// Its address in this process.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
@@ -180,7 +180,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Some bytes of a region that nobody else reads or writes.
+/// Some bytes of a region, to which this lease has exclusive access.
 pub struct Lease {
     region: Arc<Region>,
     at: usize,

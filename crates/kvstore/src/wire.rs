@@ -91,7 +91,7 @@ type Frame<'a> = (Kind, &'a [u8], usize);
 /// The first frame of `bytes` with its length, or `None` if there is not all of it.
 pub(crate) fn read_frame(bytes: &[u8]) -> Result<Option<Frame<'_>>, WireError> {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-        // Whoever speaks something else is told at once, not after a silence.
+        // A peer of another protocol is refused at once, not after a timeout.
         if bytes.len() > 4 && bytes[4] != VERSION {
             return Err(WireError::Version { got: bytes[4] });
         }
@@ -183,7 +183,7 @@ pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
 /// How to read a side's memory by NIXL; its second frame, where that is what moves blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Introduction {
-    /// Where its blocks lie in its process, and how many bytes there are.
+    /// The address of its blocks in its process, and their bytes.
     pub(crate) base: u64,
     pub(crate) bytes: u64,
     /// What its agent says of itself. Empty: it follows keys and reads no blocks.
@@ -265,7 +265,7 @@ impl Get {
 /// What came of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// It comes behind the frame, or lies at `offset` of the sender's memory.
+    /// It follows the frame, or is at `offset` of the sender's memory.
     Here {
         checksum: u64,
         offset: u64,
@@ -276,7 +276,7 @@ pub(crate) enum Answer {
     Length(u32),
 }
 
-/// Answers a [`Get`], block by block; the blocks come behind it if they do not lie in shared memory.
+/// Answers a [`Get`], block by block; the blocks follow it unless they are in shared memory.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub(crate) request: u64,

@@ -19,7 +19,7 @@ pub(super) struct KeyLedger {
     keys: KeySet,
     /// The same keys, for peers.
     pub(super) served: KeySet,
-    /// Keys by tier, if somebody follows those.
+    /// Keys by tier, if they are followed.
     tiers: Option<Vec<KeySet>>,
     changes: Vec<TierChange>,
     pub(super) messages: VecDeque<Vec<u8>>,

@@ -118,7 +118,7 @@ pub enum StoreError {
         /// Keys given.
         keys: usize,
     },
-    /// Other engines would be told an address that is no address of this host.
+    /// The record would hold an address that other hosts cannot connect to.
     #[error(
         "peers cannot reach an engine at {address}; listen at an address of this host, such as \
          tcp://10.0.0.1:7300, or leave out peers_dir"
@@ -149,7 +149,7 @@ pub struct LoadRequest {
     pub keys: Vec<Box<[u8]>>,
     /// For each key, the peer that holds it; empty: this store.
     pub sources: Vec<String>,
-    /// Where the blocks go. Nobody else touches it until the load has ended.
+    /// Where the blocks go. The caller does not touch it until the load has ended.
     pub into: Arc<Region>,
     /// When the load ends at the latest, whatever has come.
     pub deadline: Duration,
@@ -386,7 +386,7 @@ impl Store {
         let shared = &self.shared;
         let until = Instant::now() + self.close_max;
         shared.begin_close(until);
-        // Peers are told first, as writing may take its time.
+        // The record goes first, as writing may take its time.
         if let Some(session) = &*held(&self.session) {
             session.stop();
         }

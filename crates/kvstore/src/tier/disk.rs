@@ -28,7 +28,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Medium, Tier, TierChange, TierError, TierStats};
 use crate::checksum;
-use crate::ledger::{Cleared, Ledger, Why};
+use crate::ledger::{Cleared, Ledger, Removal};
 
 const MAGIC: [u8; 8] = *b"SLIPKVB1";
 const HEADER_BYTES: usize = 64;
@@ -159,7 +159,7 @@ impl DiskTier {
                         found.push((modified(&path), head));
                     }
                     _ => {
-                        tracing::warn!("{} is no whole block and is removed", path.display());
+                        tracing::warn!("removing truncated block file {}", path.display());
                         ledger.stats.corrupt_total += 1;
                         remove_file(&path);
                     }
@@ -169,8 +169,8 @@ impl DiskTier {
         }
         found.sort_by_key(|(modified, _)| *modified); // the last used is not known, the last written is
         for (written, head) in found {
-            // Told to another time to live, or by another clock, a file lives no longer than told
-            // now.
+            // Written with another time to live, or by another clock, a file lives no longer than the
+            // current one.
             let mut left = head.until_unix_ns.saturating_sub(unix_ns);
             if let Some(ttl) = options.ttl_ns {
                 let age = unix_ns.saturating_sub(since_1970_ns(written));
@@ -244,7 +244,7 @@ impl DiskTier {
         let Some(key) = state.ledger.oldest(|_| true) else {
             return false;
         };
-        state.ledger.remove(&key, Why::Evicted);
+        state.ledger.remove(&key, Removal::Evicted);
         let blocks = Arc::clone(&state.blocks);
         drop(state);
         self.unlink(&blocks, &key);
@@ -277,7 +277,7 @@ impl DiskTier {
         }
     }
 
-    fn forget(&self, key: &[u8], why: Why) -> bool {
+    fn forget(&self, key: &[u8], why: Removal) -> bool {
         let mut state = self.state();
         let was_held = state.ledger.remove(key, why).is_some();
         let blocks = Arc::clone(&state.blocks);
@@ -414,7 +414,7 @@ impl Tier for DiskTier {
         }
         if state.ledger.peek(SimTime::ZERO, key).is_some() {
             // Another thread was faster, or its time has come: the file is ours either way.
-            state.ledger.remove(key, Why::Expired);
+            state.ledger.remove(key, Removal::Expired);
         }
         let until = state.ledger.until(now);
         state.ledger.enter(key, bytes.len() as u64, size, until);
@@ -451,20 +451,20 @@ impl Tier for DiskTier {
             return Ok(false);
         }
         match read {
-            // Evicted or removed meanwhile: no harm done.
+            // Evicted or removed in between: no harm done.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                self.forget(key, Why::Removed);
+                self.forget(key, Removal::Removed);
             }
             Err(error) => {
                 tracing::warn!("{} cannot be read: {error}", self.path_of(key).display());
-                self.forget(key, Why::Corrupt);
+                self.forget(key, Removal::Corrupt);
             }
             Ok(_) => {
                 tracing::warn!(
                     "{} is not what was stored; it is removed, and its block computed again",
                     self.path_of(key).display()
                 );
-                self.forget(key, Why::Corrupt);
+                self.forget(key, Removal::Corrupt);
             }
         }
         Ok(false)
@@ -476,7 +476,7 @@ impl Tier for DiskTier {
     }
 
     fn remove(&self, key: &[u8]) -> bool {
-        self.forget(key, Why::Removed)
+        self.forget(key, Removal::Removed)
     }
 
     fn expire(&self, now: SimTime, count_max: usize) -> usize {
@@ -485,7 +485,7 @@ impl Tier for DiskTier {
             let Some(key) = self.state().ledger.pop_due(now) else {
                 break;
             };
-            self.forget(&key, Why::Expired);
+            self.forget(&key, Removal::Expired);
             count += 1;
         }
         count
@@ -748,7 +748,7 @@ struct Head {
     key: Box<[u8]>,
     len: u64,
     checksum: u64,
-    /// `u64::MAX`: for ever.
+    /// `u64::MAX`: without end.
     until_unix_ns: u64,
 }
 

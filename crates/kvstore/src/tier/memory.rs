@@ -7,7 +7,7 @@ use slipstream_base::SimTime;
 use super::{Medium, Tier, TierChange, TierError, TierStats};
 use crate::arena::Arena;
 use crate::checksum;
-use crate::ledger::{Cleared, Ledger, Why};
+use crate::ledger::{Cleared, Ledger, Removal};
 
 /// How large a memory tier is.
 #[derive(Clone, Copy, Debug)]
@@ -22,9 +22,8 @@ pub struct MemoryOptions {
 
 /// Host memory in places of one size.
 ///
-/// A place is being *filled* (by the one who took it from the free ones), *held* (nobody writes
-/// to it), or *free*. Readers pin a held place; one that is dropped while pinned is free when the
-/// last pin is. So nobody writes where somebody reads, in this process or in one that has a pin
+/// A place is being *filled* (by the one who took it from the free ones), *held* (read-only), or *free*. Readers pin a held place; one that is dropped while pinned is free when the
+/// last pin is. So no place is written while it is read, in this process or in one that has a pin
 /// through a connection.
 pub struct MemoryTier {
     arena: Arc<Arena>,
@@ -70,7 +69,7 @@ impl Pinned {
         unsafe { self.tier.arena.bytes(self.offset(), self.len()) }
     }
 
-    /// Where it lies in [`MemoryTier::arena`].
+    /// Its offset in [`MemoryTier::arena`].
     pub fn offset(&self) -> usize {
         self.tier.offset(self.place.slot)
     }
@@ -129,7 +128,7 @@ impl MemoryTier {
         }))
     }
 
-    /// The memory that blocks lie in.
+    /// The memory of the blocks.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
@@ -183,7 +182,7 @@ impl MemoryTier {
     /// The block was not what was stored: it is dropped, and counted.
     pub fn drop_corrupt(&self, key: &[u8]) {
         let mut state = self.state();
-        if let Some(place) = state.ledger.remove(key, Why::Corrupt) {
+        if let Some(place) = state.ledger.remove(key, Removal::Corrupt) {
             state.release(place.slot);
         }
     }
@@ -223,7 +222,7 @@ impl MemoryTier {
 }
 
 impl State {
-    /// A place that nobody has.
+    /// A place that is free, or becomes free by eviction.
     fn take_free(&mut self, now: SimTime) -> Option<u32> {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
@@ -239,7 +238,7 @@ impl State {
             }
         }
         if let Some(key) = self.ledger.pop_due(now)
-            && let Some(place) = self.ledger.remove(&key, Why::Expired)
+            && let Some(place) = self.ledger.remove(&key, Removal::Expired)
         {
             self.release(place.slot);
             if let Some(slot) = self.free.pop() {
@@ -248,7 +247,7 @@ impl State {
         }
         let pins = &self.pins;
         let oldest = self.ledger.oldest(|place| pins[place.slot as usize] == 0)?;
-        let place = self.ledger.remove(&oldest, Why::Evicted)?;
+        let place = self.ledger.remove(&oldest, Removal::Evicted)?;
         Some(place.slot)
     }
 
@@ -296,7 +295,7 @@ impl Tier for MemoryTier {
             };
             slot
         };
-        // SAFETY: the place is not free any more and has no key, so nobody else knows of it.
+        // SAFETY: the place is no longer free and has no key yet, so nothing else refers to it.
         unsafe { self.arena.bytes_mut(self.offset(slot), bytes.len()) }.copy_from_slice(bytes);
         let place = Place {
             slot,
@@ -313,7 +312,7 @@ impl Tier for MemoryTier {
                 state.free.push(slot); // another thread was faster
                 return Ok(false);
             }
-            state.ledger.remove(key, Why::Expired);
+            state.ledger.remove(key, Removal::Expired);
             state.release(other.slot);
         }
         let until = state.ledger.until(now);
@@ -330,7 +329,7 @@ impl Tier for MemoryTier {
         };
         let len = place.len as usize;
         let verified = (len == out.len()).then(|| {
-            // SAFETY: the place is pinned, so that nobody writes to it.
+            // SAFETY: the place is pinned, so it is not written to.
             out.copy_from_slice(unsafe { self.arena.bytes(self.offset(place.slot), len) });
             checksum(out) == place.checksum
         });
@@ -359,7 +358,7 @@ impl Tier for MemoryTier {
 
     fn remove(&self, key: &[u8]) -> bool {
         let mut state = self.state();
-        let Some(place) = state.ledger.remove(key, Why::Removed) else {
+        let Some(place) = state.ledger.remove(key, Removal::Removed) else {
             return false;
         };
         state.release(place.slot);
@@ -372,7 +371,7 @@ impl Tier for MemoryTier {
         while count < count_max
             && let Some(key) = state.ledger.pop_due(now)
         {
-            if let Some(place) = state.ledger.remove(&key, Why::Expired) {
+            if let Some(place) = state.ledger.remove(&key, Removal::Expired) {
                 state.release(place.slot);
             }
             count += 1;

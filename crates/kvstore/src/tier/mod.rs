@@ -1,4 +1,4 @@
-//! Where blocks lie.
+//! Where blocks are stored.
 
 pub mod disk;
 pub mod memory;
@@ -84,7 +84,7 @@ pub trait Tier: Send + Sync {
     }
 
     /// Appends what changed since the last call, in order. `false` if some of it was not kept, as
-    /// nobody asked for long: then [`Tier::keys`] says what is held.
+    /// nothing took them for long: then [`Tier::keys`] has what is held.
     fn take_changes(&self, out: &mut Vec<TierChange>) -> bool;
 
     /// All keys held. Costs O(keys).
@@ -130,11 +130,11 @@ pub struct TierStats {
     pub failed_total: u64,
 }
 
-/// Why a tier cannot do what it was asked. The tier is usable after each of them.
+/// Removal a tier cannot do what it was asked. The tier is usable after each of them.
 #[derive(Debug, thiserror::Error)]
 pub enum TierError {
     /// No block of this size will ever fit.
-    #[error("a block has {bytes} bytes, and the tier takes at most {max}; raise its bytes a block")]
+    #[error("block of {bytes} bytes exceeds the tier's {max} bytes; increase `block_bytes`")]
     TooLarge {
         /// Bytes of the block.
         bytes: usize,
@@ -162,7 +162,7 @@ pub enum TierError {
         path: PathBuf,
         /// What was tried.
         what: &'static str,
-        /// Why it failed.
+        /// Removal it failed.
         source: std::io::Error,
     },
     /// The folder is in use by another process.

@@ -40,9 +40,9 @@ pub(super) enum Phase {
     Up,
 }
 
-/// How blocks go over a connection.
+/// How blocks are transferred over a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Scheme {
     /// Behind their frames.
     Stream,
     /// They stay, and the other side maps them.
@@ -51,21 +51,21 @@ pub(super) enum Way {
     Pull,
 }
 
-impl Way {
-    pub(super) fn of(address: &Address) -> Way {
+impl Scheme {
+    pub(super) fn of(address: &Address) -> Scheme {
         match address {
-            Address::Tcp(_) => Way::Stream,
-            Address::Unix(_) => Way::Map,
-            Address::Nixl(_) => Way::Pull,
+            Address::Tcp(_) => Scheme::Stream,
+            Address::Unix(_) => Scheme::Map,
+            Address::Nixl(_) => Scheme::Pull,
         }
     }
 
     /// As the handshake says it.
     pub(super) fn name(self) -> &'static str {
         match self {
-            Way::Stream => "tcp",
-            Way::Map => "unix",
-            Way::Pull => "nixl",
+            Scheme::Stream => "tcp",
+            Scheme::Map => "unix",
+            Scheme::Pull => "nixl",
         }
     }
 }
@@ -76,7 +76,7 @@ pub(super) struct Conn {
     pub(super) name: String,
     pub(super) peer_name: String,
     pub(super) socket: OwnedFd,
-    pub(super) way: Way,
+    pub(super) scheme: Scheme,
     pub(super) phase: Phase,
     pub(super) heard: SimTime,
     /// The greeting has to be there by then.
@@ -139,8 +139,8 @@ impl Piece {
     }
 }
 
-/// What came of reading.
-pub(super) enum Came {
+/// What a read returned.
+pub(super) enum ReadOutcome {
     Bytes(usize),
     /// No more for now.
     Nothing,
@@ -149,13 +149,19 @@ pub(super) enum Came {
 }
 
 impl Conn {
-    pub(super) fn new(peer: PeerId, name: String, socket: OwnedFd, way: Way, now: SimTime) -> Conn {
+    pub(super) fn new(
+        peer: PeerId,
+        name: String,
+        socket: OwnedFd,
+        way: Scheme,
+        now: SimTime,
+    ) -> Conn {
         Conn {
             peer,
             name,
             peer_name: String::new(),
             socket,
-            way,
+            scheme: way,
             phase: Phase::Greeting,
             heard: now,
             began: now,
@@ -245,7 +251,7 @@ impl Conn {
     }
 
     /// Reads some bytes behind those in `input`.
-    pub(super) fn read(&mut self) -> io::Result<Came> {
+    pub(super) fn read(&mut self) -> io::Result<ReadOutcome> {
         if self.start > 0 {
             self.input.drain(..self.start);
             self.start = 0;
@@ -253,20 +259,20 @@ impl Conn {
         let before = self.input.len();
         self.input.resize(before + READ_BYTES, 0);
         let has_fd = self.phase == Phase::Greeting || self.phase == Phase::Introducing;
-        let came = if self.way == Way::Map && has_fd {
+        let came = if self.scheme == Scheme::Map && has_fd {
             self.read_with_fd(before)
         } else {
             read_into(&self.socket, &mut self.input[before..])
         };
         let kept = match came {
-            Ok(Came::Bytes(bytes)) => bytes,
+            Ok(ReadOutcome::Bytes(bytes)) => bytes,
             _ => 0,
         };
         self.input.truncate(before + kept);
         came
     }
 
-    fn read_with_fd(&mut self, before: usize) -> io::Result<Came> {
+    fn read_with_fd(&mut self, before: usize) -> io::Result<ReadOutcome> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [io::IoSliceMut::new(&mut self.input[before..])];
@@ -277,20 +283,20 @@ impl Conn {
                 self.fd = fds.last().or(self.fd.take());
             }
         }
-        came_of(came.map(|message| message.bytes))
+        outcome_of(came.map(|message| message.bytes))
     }
 }
 
 /// Reads into `out`, which is not empty.
-pub(super) fn read_into(socket: &OwnedFd, out: &mut [u8]) -> io::Result<Came> {
-    came_of(rustix::io::read(socket, out))
+pub(super) fn read_into(socket: &OwnedFd, out: &mut [u8]) -> io::Result<ReadOutcome> {
+    outcome_of(rustix::io::read(socket, out))
 }
 
-fn came_of(read: rustix::io::Result<usize>) -> io::Result<Came> {
+fn outcome_of(read: rustix::io::Result<usize>) -> io::Result<ReadOutcome> {
     match read {
-        Ok(0) => Ok(Came::End),
-        Ok(bytes) => Ok(Came::Bytes(bytes)),
-        Err(Errno::AGAIN | Errno::INTR) => Ok(Came::Nothing),
+        Ok(0) => Ok(ReadOutcome::End),
+        Ok(bytes) => Ok(ReadOutcome::Bytes(bytes)),
+        Err(Errno::AGAIN | Errno::INTR) => Ok(ReadOutcome::Nothing),
         Err(error) => Err(error.into()),
     }
 }

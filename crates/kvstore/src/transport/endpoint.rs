@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use slipstream_base::SimTime;
 use slipstream_kvindex::PeerIndex;
 
-use super::conn::Way;
+use super::conn::Scheme;
 use super::pull::Pulls;
 use super::run::Run;
 use super::{
@@ -38,7 +38,7 @@ pub struct EndpointOptions {
     /// What blocks depend on; see [`Profile`].
     pub profile: Profile,
     /// Where to listen; port 0 takes a free one. A file in a `unix:` address's place is replaced
-    /// if nobody listens there.
+    /// if no process listens there.
     pub listen: Vec<Address>,
     /// Blocks to give to peers.
     pub serves: Option<Arc<MemoryTier>>,
@@ -229,7 +229,7 @@ impl Endpoint {
         }
         let transfers_max = options.transfers_max.max(1);
         let shared = Arc::new(Shared {
-            // Beside transfers: a few words about peers and keys.
+            // In addition to transfers: connects, disconnects and messages about keys.
             commands: ArrayQueue::new(transfers_max + 2 * peers + 64),
             done: ArrayQueue::new(transfers_max),
             peer_events: ArrayQueue::new(4 * peers + 64),
@@ -276,7 +276,7 @@ impl Endpoint {
         &self.addresses
     }
 
-    /// Tells all peers about keys: a message of a [`slipstream_kvindex::KeySet`]. `false` if the
+    /// Sends all peers a message about keys, of a [`slipstream_kvindex::KeySet`]. `false` if the
     /// thread is far behind and the message was dropped: then a snapshot is wanted.
     pub fn publish(&self, message: Vec<u8>) -> bool {
         let sent = message.len() <= BODY_BYTES_MAX
@@ -422,7 +422,7 @@ impl Transport for Endpoint {
         let shared = &*self.shared;
         let before = out.len();
         // Counted before the completions are taken: those of a connection are in their queue before
-        // its end is told, so that they come first.
+        // its end is reported, so that they come first.
         let peer_events = shared.peer_events.len();
         while out.len() - before < max
             && let Some(done) = shared.done.pop()
@@ -456,7 +456,7 @@ impl Transport for Endpoint {
 }
 
 impl Drop for Endpoint {
-    /// Ends the thread. Transfers under way end with it, and are not told.
+    /// Ends the thread. Transfers under way end with it, and are not reported.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
@@ -480,7 +480,7 @@ fn promote(finds: &Receiver<Find>, memory: &MemoryTier, lower: &[Arc<dyn Tier>],
         for wanted in &get.blocks {
             let now = clock::now();
             if now > due {
-                break; // nobody waits for it any more
+                break; // the requester has given up
             }
             let (key, len) = (&wanted.key, wanted.len as usize);
             let holds = |tier: &&Arc<dyn Tier>| tier.len_of(now, key) == Some(len);
@@ -542,7 +542,7 @@ fn listen(address: &Address) -> Result<(OwnedFd, Address), TransportError> {
         }
         Address::Unix(path) => {
             if std::os::unix::net::UnixStream::connect(path).is_err() {
-                // Of a process that was killed: nobody answers there.
+                // Of a process that was killed: nothing listens there.
                 let _ = std::fs::remove_file(path);
             }
             let listener = UnixListener::bind(path).map_err(failed("listening"))?;
@@ -577,9 +577,9 @@ fn start_nixl(options: &NixlOptions, serves: Option<&MemoryTier>) -> Result<Pull
     Pulls::new(Box::new(agent), &staging, served)
 }
 
-pub(super) fn hello(options: &EndpointOptions, way: Way) -> Hello {
+pub(super) fn hello(options: &EndpointOptions, way: Scheme) -> Hello {
     let bytes = match &options.serves {
-        Some(tier) if way == Way::Map => tier.arena().len() as u64,
+        Some(tier) if way == Scheme::Map => tier.arena().len() as u64,
         _ => 0,
     };
     let transport = way.name();

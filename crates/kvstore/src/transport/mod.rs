@@ -26,9 +26,9 @@ use crate::region::{Region, RegionError};
 pub enum Address {
     /// Blocks cross a socket.
     Tcp(SocketAddr),
-    /// Blocks are read where they lie; for peers on one host.
+    /// Blocks are read in place; for peers on one host.
     Unix(PathBuf),
-    /// Messages cross a socket, and blocks are read where they lie by NIXL.
+    /// Messages cross a socket, and blocks are read in place by NIXL.
     Nixl(SocketAddr),
 }
 
@@ -82,7 +82,7 @@ pub struct Fetch<'a> {
     pub len: usize,
 }
 
-/// Why a block did not come. Its bytes in the region may be anything; it has to be computed.
+/// CloseReason a block did not come. Its bytes in the region may be anything; it has to be computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FetchError {
     /// The peer does not hold it.
@@ -142,14 +142,14 @@ pub enum Event {
     Down {
         /// The peer it was.
         peer: PeerId,
-        /// What to tell a person.
+        /// The reason, for people.
         why: String,
-        /// Whether another try makes no sense before somebody changes a setting.
+        /// Whether a retry is useless until a setting changes.
         refused: bool,
     },
 }
 
-/// Why nothing was submitted. Nothing has changed.
+/// CloseReason nothing was submitted. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// As many transfers are under way, or wait to be polled, as may be. Poll, and try again.
@@ -179,7 +179,7 @@ pub enum SubmitError {
     },
 }
 
-/// Why a transport cannot start.
+/// CloseReason a transport cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// No address.
@@ -195,7 +195,7 @@ pub enum TransportError {
         address: String,
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// CloseReason.
         source: std::io::Error,
     },
     /// Blocks cannot be given away there without NIXL.

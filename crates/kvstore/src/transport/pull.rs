@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use slipstream_base::SimTime;
 
-use super::conn::{Conn, Piece, Way};
-use super::run::{Run, TURN_BYTES, Why, place_of};
+use super::conn::{Conn, Piece, Scheme};
+use super::run::{CloseReason, Run, TURN_BYTES, place_of};
 use super::{FetchError, PeerId};
 use crate::arena::Arena;
 use crate::copy::copy_hashed;
@@ -90,7 +90,7 @@ struct Read {
     parts: Vec<Part>,
 }
 
-/// Where a peer's blocks lie, and the name that its memory goes by.
+/// The address of a peer's blocks, and the name of its memory.
 pub(super) struct Remote {
     agent: Arc<str>,
     base: u64,
@@ -116,7 +116,7 @@ impl Pulls {
         let slots: Vec<Lease> = (0..staging.len() / SLOT_BYTES)
             .map(|at| staging.lease(at * SLOT_BYTES, SLOT_BYTES))
             .collect::<Result<_, _>>()
-            .expect("nobody else has it");
+            .expect("the region is new");
         let introduction = Introduction {
             base: served
                 .as_ref()
@@ -280,7 +280,7 @@ impl Run {
         conn: &mut Conn,
         request: u64,
         answers: Vec<Answer>,
-    ) -> Result<(), Why> {
+    ) -> Result<(), CloseReason> {
         let mut parts = VecDeque::new();
         let mut blocks = Vec::with_capacity(answers.len());
         for (block, answer) in answers.into_iter().enumerate() {
@@ -297,8 +297,8 @@ impl Run {
                     let wanted = place_of(&mut self.transfers, request, block as u32)
                         .map(|place| place.len());
                     if !there || wanted.is_some_and(|wanted| wanted != len as usize) {
-                        return Err(Why::Text(
-                            "its blocks do not lie in its memory, or are not as long as was asked for"
+                        return Err(CloseReason::Text(
+                            "its blocks are outside of its memory, or not as long as was asked for"
                                 .into(),
                         ));
                     }
@@ -328,7 +328,7 @@ impl Run {
             return Ok(());
         };
         if pulls.requests.contains_key(&request) {
-            return Err(Why::Text("it answers a request twice".into()));
+            return Err(CloseReason::Text("it answers a request twice".into()));
         }
         let pull = Pull {
             peer: conn.peer,
@@ -358,12 +358,12 @@ impl Run {
             });
         }
         for (peer, why) in ends.lost {
-            self.with_conn(peer, |_, _| Err(Why::Text(why)));
+            self.with_conn(peer, |_, _| Err(CloseReason::Text(why)));
         }
     }
 
     fn pull_some_of(&mut self, pulls: &mut Pulls, ends: &mut Ends) {
-        let pinned = |conn: &Conn| conn.way == Way::Pull && !conn.pins.is_empty();
+        let pinned = |conn: &Conn| conn.scheme == Scheme::Pull && !conn.pins.is_empty();
         pulls.read_by_peers = self.conns.iter().flatten().any(pinned);
         if pulls.read_by_peers {
             pulls.engine.progress();
@@ -389,7 +389,7 @@ impl Run {
             if !self.transfers.contains_key(&request)
                 && let Some(pull) = pulls.requests.get_mut(&request)
             {
-                pull.parts.clear(); // nobody waits for them any more
+                pull.parts.clear(); // the transfer has ended
             }
             while let Some(pull) = pulls.requests.get(&request)
                 && !pull.parts.is_empty()
@@ -452,7 +452,7 @@ impl Run {
             return;
         };
         pull.reads -= 1;
-        // The peer holds a block in its place until the deadline, and not for ever.
+        // The peer holds a block in its place until the deadline only.
         let in_time = |deadline| clock::now() <= deadline;
         let verify = self.shared.options.verify;
         let mut from = 0;

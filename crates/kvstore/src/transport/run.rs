@@ -16,7 +16,7 @@ use slipstream_base::SimTime;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use super::conn::{
-    Came, Conn, GREETING_BYTES_MAX, OUT_BYTES_MAX, Payload, Phase, Piece, Way, read_into,
+    Conn, GREETING_BYTES_MAX, OUT_BYTES_MAX, Payload, Phase, Piece, ReadOutcome, Scheme, read_into,
 };
 use super::endpoint::{Command, Find, Nixl, Shared, Transfer, count, hello};
 use super::pull::{Pulls, release};
@@ -34,12 +34,12 @@ pub(super) const TURN_BYTES: usize = 8 << 20;
 /// Requests of one peer that may be under way: blocks that it holds in their places.
 const REQUESTS_MAX: usize = 4_096;
 /// How long beyond its deadline a peer's request holds blocks in their places: what it copies in time
-/// is then copied from a place that nobody wrote to, even if its clock reads a little early.
+/// is then copied from a place that was not written to, even if its clock reads a little early.
 const GRACE_NS: u64 = 1_000_000_000;
 /// Keys of an index that are swept between two looks at the sockets.
 const SWEPT: usize = 1_024;
 
-/// Generations wrap here: beside a slot they leave two bits for what is no connection.
+/// Generations wrap here: with a slot they leave two bits for events that are no connection.
 const GENERATION_MAX: u32 = (1 << 30) - 1;
 const WAKE: u64 = u64::MAX;
 const LISTENERS: u64 = 1 << 63;
@@ -47,11 +47,11 @@ const LISTENERS: u64 = 1 << 63;
 pub(super) struct Run {
     pub(super) shared: Arc<Shared>,
     epoll: OwnedFd,
-    listeners: Vec<(OwnedFd, Way)>,
+    listeners: Vec<(OwnedFd, Scheme)>,
     pub(super) conns: Vec<Option<Conn>>,
     pub(super) transfers: HashMap<u64, Transfer>,
     deadlines: BTreeSet<(SimTime, u64)>,
-    /// Blocks that lie in a peer's memory and are to be copied.
+    /// Blocks in a peer's memory that are to be copied.
     copies: VecDeque<Copy>,
     /// What reads peers' memory by NIXL.
     pub(super) pulls: Option<Pulls>,
@@ -59,7 +59,7 @@ pub(super) struct Run {
     finds: Option<SyncSender<Find>>,
     next_ping: SimTime,
     sweeping: bool,
-    /// Where bytes go that nobody wants any more.
+    /// Where bytes go that are no longer wanted.
     scratch: Vec<u8>,
 }
 
@@ -69,8 +69,8 @@ struct Copy {
     answers: std::iter::Enumerate<std::vec::IntoIter<Answer>>,
 }
 
-/// Why a connection ends.
-pub(super) enum Why {
+/// CloseReason a connection ends.
+pub(super) enum CloseReason {
     Wire(WireError),
     Io(io::Error),
     /// Blocks do not mean the same.
@@ -78,15 +78,15 @@ pub(super) enum Why {
     Text(String),
 }
 
-impl From<WireError> for Why {
-    fn from(error: WireError) -> Why {
-        Why::Wire(error)
+impl From<WireError> for CloseReason {
+    fn from(error: WireError) -> CloseReason {
+        CloseReason::Wire(error)
     }
 }
 
-impl From<io::Error> for Why {
-    fn from(error: io::Error) -> Why {
-        Why::Io(error)
+impl From<io::Error> for CloseReason {
+    fn from(error: io::Error) -> CloseReason {
+        CloseReason::Io(error)
     }
 }
 
@@ -105,12 +105,12 @@ struct Spin {
     /// What is being awaited, and until when.
     awaited: Option<(usize, SimTime)>,
     /// Of answers that are due, and of events after close ones.
-    luck: [Luck; 2],
+    backoff: [SpinBackoff; 2],
 }
 
 /// How many more times something is not awaited, and how many those were from the start.
 #[derive(Clone, Copy, Default)]
-struct Luck {
+struct SpinBackoff {
     skip: u32,
     skipped: u32,
 }
@@ -123,7 +123,7 @@ impl Spin {
             max_ns: max.as_nanos() as u64,
             last: SimTime::ZERO,
             awaited: None,
-            luck: [Luck::default(); 2],
+            backoff: [SpinBackoff::default(); 2],
         }
     }
 
@@ -137,9 +137,9 @@ impl Spin {
             return;
         }
         let kind = usize::from(!answer_due);
-        let luck = &mut self.luck[kind];
-        if luck.skip > 0 {
-            luck.skip -= 1;
+        let backoff = &mut self.backoff[kind];
+        if backoff.skip > 0 {
+            backoff.skip -= 1;
         } else {
             self.awaited = Some((kind, now + self.max_ns));
         }
@@ -158,13 +158,13 @@ impl Spin {
     }
 
     fn end(&mut self, kind: usize, came: bool) {
-        let luck = &mut self.luck[kind];
-        luck.skipped = if came {
+        let backoff = &mut self.backoff[kind];
+        backoff.skipped = if came {
             0
         } else {
-            (2 * luck.skipped).clamp(1, SKIPPED_MAX)
+            (2 * backoff.skipped).clamp(1, SKIPPED_MAX)
         };
-        luck.skip = luck.skipped;
+        backoff.skip = backoff.skipped;
     }
 }
 
@@ -187,7 +187,7 @@ impl Run {
             let data = epoll::EventData::new_u64(LISTENERS | at as u64);
             epoll::add(&epoll, listener, data, readable)?;
         }
-        let way = |at: usize| Way::of(&shared.options.listen[at]);
+        let way = |at: usize| Scheme::of(&shared.options.listen[at]);
         let peers = shared.generations.len();
         Ok(Run {
             epoll,
@@ -292,7 +292,7 @@ impl Run {
     pub(super) fn with_conn(
         &mut self,
         peer: PeerId,
-        f: impl FnOnce(&mut Run, &mut Conn) -> Result<(), Why>,
+        f: impl FnOnce(&mut Run, &mut Conn) -> Result<(), CloseReason>,
     ) -> bool {
         let place = &mut self.conns[peer.slot as usize];
         if place.as_ref().is_none_or(|conn| conn.peer != peer) {
@@ -301,11 +301,11 @@ impl Run {
         let mut conn = place.take().expect("it is some");
         let mut result = f(self, &mut conn);
         if result.is_ok() {
-            result = conn.write().map_err(Why::from);
+            result = conn.write().map_err(CloseReason::from);
         }
         if result.is_ok() && conn.is_slow() {
             count(&self.shared.counters.slow_peers, 1);
-            result = Err(Why::Text(format!(
+            result = Err(CloseReason::Text(format!(
                 "more than {OUT_BYTES_MAX} bytes wait for it to read"
             )));
         }
@@ -336,7 +336,9 @@ impl Run {
             match command {
                 Command::Connect(peer, address) => self.connect(peer, &address),
                 Command::Disconnect(peer) => {
-                    self.with_conn(peer, |_, _| Err(Why::Text("closed by this side".into())));
+                    self.with_conn(peer, |_, _| {
+                        Err(CloseReason::Text("closed by this side".into()))
+                    });
                 }
                 Command::Fetch(transfer, get) => self.fetch(transfer, get),
                 Command::Found(peer, get) => {
@@ -392,7 +394,7 @@ impl Run {
     }
 
     fn add(&mut self, peer: PeerId, address: &Address, socket: OwnedFd) -> io::Result<()> {
-        let way = Way::of(address);
+        let way = Scheme::of(address);
         let mut conn = Conn::new(peer, address.to_string(), socket, way, clock::now());
         conn.phase = Phase::Connecting;
         conn.wants_write = true;
@@ -404,19 +406,21 @@ impl Run {
     }
 
     fn greet(&self, conn: &mut Conn) {
-        conn.push(Piece::Bytes(hello(&self.shared.options, conn.way).frame()));
-        if conn.way == Way::Pull {
+        conn.push(Piece::Bytes(
+            hello(&self.shared.options, conn.scheme).frame(),
+        ));
+        if conn.scheme == Scheme::Pull {
             let introduction = self.pulls.as_ref().map(Pulls::introduction);
             let introduction = introduction.cloned().unwrap_or_default();
             conn.push(Piece::Bytes(introduction.frame()));
         }
     }
 
-    fn on_connected(conn: &mut Conn) -> Result<(), Why> {
+    fn on_connected(conn: &mut Conn) -> Result<(), CloseReason> {
         let error = rustix::net::sockopt::socket_error(&conn.socket).map_err(io::Error::from)?;
         error.map_err(io::Error::from)?;
         conn.phase = Phase::Greeting;
-        if conn.way != Way::Map {
+        if conn.scheme != Scheme::Map {
             rustix::net::sockopt::set_tcp_nodelay(&conn.socket, true).map_err(io::Error::from)?;
         }
         Ok(())
@@ -433,12 +437,12 @@ impl Run {
         }
         let Some(slot) = self.shared.free_slots.pop() else {
             let peers = self.shared.generations.len();
-            tracing::warn!("a connection was closed, as {peers} stand; raise peers_max");
+            tracing::warn!("refusing a connection: all {peers} are in use; raise peers_max");
             return;
         };
         let generation = self.shared.generations[slot as usize].load(Ordering::Acquire);
         let peer = PeerId { slot, generation };
-        if way != Way::Map {
+        if way != Scheme::Map {
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
         let mut conn = Conn::new(peer, "a peer that dialed".into(), socket, way, clock::now());
@@ -461,7 +465,7 @@ impl Run {
         let oldest = greeting.min_by_key(|conn| conn.began).map(|conn| conn.peer);
         if let Some(peer) = oldest {
             self.with_conn(peer, |_, _| {
-                Err(Why::Text(
+                Err(CloseReason::Text(
                     "another peer took the place of one that did not greet".into(),
                 ))
             });
@@ -469,7 +473,7 @@ impl Run {
     }
 
     /// Ends a connection and everything that depends on it.
-    fn end(&mut self, conn: Conn, why: &Why) {
+    fn end(&mut self, conn: Conn, why: &CloseReason) {
         let peer = conn.peer;
         let _ = epoll::delete(&self.epoll, &conn.socket);
         let lost: Vec<u64> = self
@@ -491,17 +495,17 @@ impl Run {
         }
         let counters = &self.shared.counters;
         let (text, refused) = match why {
-            Why::Wire(error) => {
+            CloseReason::Wire(error) => {
                 count(&counters.malformed, 1);
                 let version = matches!(error, WireError::Version { .. });
                 (error.to_string(), version)
             }
-            Why::Io(error) => (format!("the connection ended: {error}"), false),
-            Why::Refused(text) => {
+            CloseReason::Io(error) => (format!("the connection ended: {error}"), false),
+            CloseReason::Refused(text) => {
                 count(&counters.refused, 1);
                 (text.clone(), true)
             }
-            Why::Text(text) => (text.clone(), false),
+            CloseReason::Text(text) => (text.clone(), false),
         };
         tracing::info!("{}: {text}", conn.name);
         let why = format!("{}: {text}", conn.name);
@@ -518,19 +522,19 @@ impl Run {
         debug_assert!(pushed.is_ok(), "as many as there is room for");
     }
 
-    fn on_readable(&mut self, conn: &mut Conn) -> Result<(), Why> {
+    fn on_readable(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         let mut turn = 0;
         while turn < TURN_BYTES {
             let came = if conn.payload.is_some() {
                 self.read_payload(conn)?
             } else {
                 let came = conn.read()?;
-                if matches!(came, Came::Bytes(_)) {
+                if matches!(came, ReadOutcome::Bytes(_)) {
                     conn.heard = clock::now();
                     self.on_input(conn)?;
                     let waiting = conn.input.len() - conn.start;
                     if conn.phase != Phase::Up && waiting > GREETING_BYTES_MAX {
-                        return Err(Why::Wire(WireError::Malformed {
+                        return Err(CloseReason::Wire(WireError::Malformed {
                             what: "it is longer than any greeting",
                         }));
                     }
@@ -538,19 +542,23 @@ impl Run {
                 came
             };
             match came {
-                Came::Bytes(bytes) => turn += bytes,
-                Came::Nothing => return Ok(()),
-                Came::End if conn.phase == Phase::Greeting => {
-                    return Err(Why::Text("it closed the connection before greeting".into()));
+                ReadOutcome::Bytes(bytes) => turn += bytes,
+                ReadOutcome::Nothing => return Ok(()),
+                ReadOutcome::End if conn.phase == Phase::Greeting => {
+                    return Err(CloseReason::Text(
+                        "it closed the connection before greeting".into(),
+                    ));
                 }
-                Came::End => return Err(Why::Text("it closed the connection".into())),
+                ReadOutcome::End => {
+                    return Err(CloseReason::Text("it closed the connection".into()));
+                }
             }
         }
         Ok(())
     }
 
     /// Takes the frames that are there.
-    fn on_input(&mut self, conn: &mut Conn) -> Result<(), Why> {
+    fn on_input(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         while conn.payload.is_none() {
             let input = std::mem::take(&mut conn.input);
             let Some((kind, body, bytes)) = read_frame(&input[conn.start..])? else {
@@ -575,14 +583,14 @@ impl Run {
         Ok(())
     }
 
-    fn on_frame(&mut self, conn: &mut Conn, kind: Kind, body: &[u8]) -> Result<(), Why> {
+    fn on_frame(&mut self, conn: &mut Conn, kind: Kind, body: &[u8]) -> Result<(), CloseReason> {
         match (conn.phase, kind) {
             (Phase::Greeting, Kind::Hello) => self.on_hello(conn, Hello::read(body)?),
             (Phase::Introducing, Kind::Introduction) => {
                 self.on_introduction(conn, &Introduction::read(body)?)
             }
             (Phase::Introducing, Kind::Memory) => self.on_memory(conn),
-            (_, Kind::Refused) => Err(Why::Refused(Reader(body).text()?)),
+            (_, Kind::Refused) => Err(CloseReason::Refused(Reader(body).text()?)),
             (Phase::Up, Kind::Get) => self.on_get(conn, Get::read(body)?),
             (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
             (Phase::Up, Kind::Release) => {
@@ -598,30 +606,30 @@ impl Run {
                 Ok(())
             }
             (Phase::Up, Kind::Ping) => Ok(()),
-            _ => Err(Why::Wire(WireError::Malformed {
+            _ => Err(CloseReason::Wire(WireError::Malformed {
                 what: "it came before the greeting, or after it a second one",
             })),
         }
     }
 
-    fn on_hello(&mut self, conn: &mut Conn, theirs: Hello) -> Result<(), Why> {
+    fn on_hello(&mut self, conn: &mut Conn, theirs: Hello) -> Result<(), CloseReason> {
         conn.name = format!("{} ({})", theirs.name, conn.name);
-        if let Err(mismatch) = hello(&self.shared.options, conn.way).check(&theirs) {
+        if let Err(mismatch) = hello(&self.shared.options, conn.scheme).check(&theirs) {
             // The other side finds the same; but an older one may not.
             let mut body = Vec::new();
             put_text(&mut body, &mismatch.to_string());
             conn.push(Piece::Bytes(frame(Kind::Refused, &body)));
             let _ = conn.write();
-            return Err(Why::Refused(mismatch.to_string()));
+            return Err(CloseReason::Refused(mismatch.to_string()));
         }
         conn.peer_name = theirs.name;
         conn.arena_bytes = theirs.arena_bytes;
         // Not before: blocks are for peers with this identity alone.
-        if let (Way::Map, Some(tier)) = (conn.way, &self.shared.options.serves) {
+        if let (Scheme::Map, Some(tier)) = (conn.scheme, &self.shared.options.serves) {
             let frame = frame(Kind::Memory, &[]);
             conn.push(Piece::Memory(frame, Arc::clone(tier)));
         }
-        if conn.way == Way::Pull || theirs.arena_bytes > 0 {
+        if conn.scheme == Scheme::Pull || theirs.arena_bytes > 0 {
             conn.phase = Phase::Introducing;
         } else {
             self.on_up(conn);
@@ -630,25 +638,29 @@ impl Run {
     }
 
     /// A peer gives this side its memory.
-    fn on_memory(&mut self, conn: &mut Conn) -> Result<(), Why> {
+    fn on_memory(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         let Some(fd) = conn.fd.take() else {
-            return Err(Why::Text(
+            return Err(CloseReason::Text(
                 "it offers shared memory without a descriptor".into(),
             ));
         };
         let arena = Arena::map_peer(fd, conn.arena_bytes);
-        let arena = arena.map_err(|error| Why::Text(error.to_string()))?;
+        let arena = arena.map_err(|error| CloseReason::Text(error.to_string()))?;
         conn.arena = Some(Arc::new(arena));
         self.on_up(conn);
         Ok(())
     }
 
-    fn on_introduction(&mut self, conn: &mut Conn, theirs: &Introduction) -> Result<(), Why> {
+    fn on_introduction(
+        &mut self,
+        conn: &mut Conn,
+        theirs: &Introduction,
+    ) -> Result<(), CloseReason> {
         if let Some(pulls) = &mut self.pulls
             && !theirs.agent.is_empty()
         {
             let remote = pulls.meet(theirs);
-            conn.remote = Some(remote.map_err(|error| Why::Text(error.to_string()))?);
+            conn.remote = Some(remote.map_err(|error| CloseReason::Text(error.to_string()))?);
         }
         self.on_up(conn);
         Ok(())
@@ -685,7 +697,7 @@ impl Run {
     }
 
     /// A peer asks for blocks.
-    fn on_get(&mut self, conn: &mut Conn, get: Get) -> Result<(), Why> {
+    fn on_get(&mut self, conn: &mut Conn, get: Get) -> Result<(), CloseReason> {
         let options = &self.shared.options;
         if let (Some(finds), Some(memory)) = (&self.finds, &options.serves) {
             let now = conn.heard;
@@ -720,17 +732,17 @@ impl Run {
     }
 
     /// Answers with what is in memory.
-    fn give(&mut self, conn: &mut Conn, get: &Get) -> Result<(), Why> {
+    fn give(&mut self, conn: &mut Conn, get: &Get) -> Result<(), CloseReason> {
         let now = clock::now();
         if conn.pins.len() >= REQUESTS_MAX {
-            return Err(Why::Text(format!(
+            return Err(CloseReason::Text(format!(
                 "it has more than {REQUESTS_MAX} requests under way"
             )));
         }
         let mut answers = Vec::with_capacity(get.blocks.len());
         let mut pins = Vec::new();
         let counters = &self.shared.counters;
-        let stay = conn.way != Way::Stream;
+        let stay = conn.scheme != Scheme::Stream;
         for wanted in &get.blocks {
             let tier = self.shared.options.serves.as_ref();
             let mut pinned = tier.and_then(|tier| tier.lend(now, &wanted.key));
@@ -762,7 +774,7 @@ impl Run {
         if stay {
             if !pins.is_empty() {
                 conn.pins.insert(request, (until, pins));
-                if let (Some(pulls), Way::Pull) = (&mut self.pulls, conn.way) {
+                if let (Some(pulls), Scheme::Pull) = (&mut self.pulls, conn.scheme) {
                     pulls.on_pinned(now);
                 }
             }
@@ -776,23 +788,23 @@ impl Run {
     }
 
     /// A peer answers.
-    fn on_blocks(&mut self, conn: &mut Conn, blocks: Blocks) -> Result<(), Why> {
+    fn on_blocks(&mut self, conn: &mut Conn, blocks: Blocks) -> Result<(), CloseReason> {
         let Blocks { request, answers } = blocks;
         let transfer = self.transfers.get(&request).filter(|t| t.peer == conn.peer);
         if transfer.is_some_and(|transfer| transfer.places.len() != answers.len()) {
-            return Err(Why::Text(
+            return Err(CloseReason::Text(
                 "it answers for other blocks than it was asked for".into(),
             ));
         }
-        if conn.way != Way::Stream && transfer.is_none() {
+        if conn.scheme != Scheme::Stream && transfer.is_none() {
             // Its deadline has passed, or another peer was asked.
             conn.push(release(request));
             return Ok(());
         }
-        if conn.way == Way::Pull {
+        if conn.scheme == Scheme::Pull {
             return self.begin_pull(conn, request, answers);
         }
-        if conn.way == Way::Map {
+        if conn.scheme == Scheme::Map {
             self.copies.push_back(Copy {
                 peer: conn.peer,
                 request,
@@ -800,7 +812,7 @@ impl Run {
             });
             return Ok(());
         }
-        // Where its deadline has passed, the blocks are read all the same, and nobody gets them.
+        // If its deadline has passed, the blocks are read all the same, and discarded.
         let wanted: Vec<Option<usize>> = match transfer {
             Some(transfer) => transfer
                 .places
@@ -815,7 +827,7 @@ impl Run {
             match answer {
                 Answer::Here { checksum, len, .. } => {
                     if wanted.is_some_and(|wanted| wanted != len as usize) {
-                        return Err(Why::Text(
+                        return Err(CloseReason::Text(
                             "its blocks are not as long as was asked for".into(),
                         ));
                     }
@@ -857,7 +869,7 @@ impl Run {
     }
 
     /// Reads a block into its place.
-    fn read_payload(&mut self, conn: &mut Conn) -> Result<Came, Why> {
+    fn read_payload(&mut self, conn: &mut Conn) -> Result<ReadOutcome, CloseReason> {
         let payload = conn.payload.as_mut().expect("blocks are coming");
         let &(at, len, _) = payload.blocks.front().expect("it would have ended");
         let place = place_of(&mut self.transfers, payload.request, at);
@@ -868,7 +880,7 @@ impl Run {
             self.scratch.resize(left, 0);
             read_into(&conn.socket, &mut self.scratch)?
         };
-        if let Came::Bytes(bytes) = came {
+        if let ReadOutcome::Bytes(bytes) = came {
             conn.heard = clock::now();
             payload.filled += bytes;
             self.end_payload_if_complete(conn);
@@ -944,7 +956,7 @@ impl Run {
                         }
                     }
                 };
-                // The peer holds a block in its place until the deadline, and not for ever.
+                // The peer holds a block in its place until the deadline only.
                 let in_time = |t: &Transfer| clock::now() <= t.deadline;
                 let late = !self.transfers.get(&request).is_some_and(in_time);
                 let outcome = if late {
@@ -974,7 +986,7 @@ impl Run {
         self.transfers.insert(id, transfer);
         let mut up = false;
         self.with_conn(peer, |_, conn| {
-            up = conn.phase == Phase::Up && (conn.way != Way::Pull || conn.remote.is_some());
+            up = conn.phase == Phase::Up && (conn.scheme != Scheme::Pull || conn.remote.is_some());
             if up && !empty {
                 conn.push(Piece::Bytes(get));
             }
@@ -1064,18 +1076,18 @@ impl Run {
         for peer in peers {
             self.with_conn(peer, |run, conn| {
                 if now.since(conn.heard) > silence_ns {
-                    return Err(Why::Text(format!(
+                    return Err(CloseReason::Text(format!(
                         "it was silent for {} ms",
                         silence_ns / 1_000_000
                     )));
                 }
                 if conn.phase != Phase::Up && now.since(conn.began) > silence_ns {
-                    return Err(Why::Text("it did not greet in time".into()));
+                    return Err(CloseReason::Text("it did not greet in time".into()));
                 }
                 // Its pins are void: it must not read on.
                 let overdue = conn.pins.values().any(|(until, _)| *until < now);
                 if overdue || conn.write_due.is_some_and(|due| due < now) {
-                    return Err(Why::Text(
+                    return Err(CloseReason::Text(
                         "it did not take what it asked for in time".into(),
                     ));
                 }
@@ -1173,7 +1185,7 @@ mod tests {
             now += MAX - 1;
             assert!(looks_after(&mut spin, now, true));
         }
-        // Events after close ones have luck of their own.
+        // Events after close ones have a backoff of their own.
         assert!(looks_after(&mut spin, now + 1, false));
     }
 }

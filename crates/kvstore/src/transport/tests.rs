@@ -10,7 +10,7 @@ use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
-use super::conn::Way;
+use super::conn::Scheme;
 use super::endpoint::hello;
 use super::pull::Pulls;
 use super::*;
@@ -593,7 +593,7 @@ fn fake(listener: &TcpListener) -> TcpStream {
     stream.set_read_timeout(Some(LONG)).unwrap();
     let options = EndpointOptions::new("fake", profile());
     stream
-        .write_all(&hello(&options, Way::Stream).frame())
+        .write_all(&hello(&options, Scheme::Stream).frame())
         .unwrap();
     assert_eq!(next_frame(&mut stream).0, Kind::Hello);
     stream
@@ -713,7 +713,7 @@ fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
     if greet {
         let options = EndpointOptions::new("fake", profile());
         stream
-            .write_all(&hello(&options, Way::Stream).frame())
+            .write_all(&hello(&options, Scheme::Stream).frame())
             .unwrap();
     }
     let _ = stream.write_all(bytes);
@@ -879,9 +879,9 @@ impl RawPeer {
     #[allow(clippy::unused_self)]
     fn greeting(&self, at: &Address, profile: &Profile) -> Vec<u8> {
         let options = EndpointOptions::new("raw", profile.clone());
-        let way = Way::of(at);
+        let way = Scheme::of(at);
         let mut bytes = hello(&options, way).frame();
-        if way == Way::Pull {
+        if way == Scheme::Pull {
             bytes.extend(crate::wire::Introduction::default().frame());
         }
         bytes
@@ -961,7 +961,7 @@ fn whatever_comes_in_ends_its_own_connection_alone() {
     let mut stream = TcpStream::connect(at).unwrap();
     let options = EndpointOptions::new("fake", profile());
     stream
-        .write_all(&hello(&options, Way::Stream).frame())
+        .write_all(&hello(&options, Scheme::Stream).frame())
         .unwrap();
     stream.write_all(&cut).unwrap();
     drop(stream);
@@ -1064,7 +1064,7 @@ fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
     let mut reader = std::os::unix::net::UnixStream::connect(path).unwrap();
     let options = EndpointOptions::new("fake", profile());
     reader
-        .write_all(&hello(&options, Way::Map).frame())
+        .write_all(&hello(&options, Scheme::Map).frame())
         .unwrap();
     let blocks = vec![Wanted {
         key: key(0).into(),

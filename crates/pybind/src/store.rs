@@ -146,7 +146,9 @@ const FIELDS: [&str; 18] = [
 impl StoreConfig {
     fn of(arguments: Option<&Bound<'_, PyDict>>) -> PyResult<StoreConfig> {
         let Some(arguments) = arguments else {
-            return Err(PyTypeError::new_err("block_bytes and host_bytes are missing"));
+            return Err(PyTypeError::new_err(
+                "block_bytes and host_bytes are missing",
+            ));
         };
         for name in arguments.keys() {
             let name: String = name.extract()?;

@@ -8,7 +8,8 @@
  *   load leave SECONDS CPU GROUP     half of the hogs end, as they are found on CPU; then the others' time
  *   load delay SECONDS CPUS GROUP... how late a sleeper on CPUS wakes up beside hogs
  *   load pair SECONDS CPUS CPUS      two threads wake each other by pipe; the longest round
- *   load soak SECONDS SEED           all of it, changing at random; the longest a sleeper was late
+ *   load soak SECONDS SEED           all of it, changing at random; how late a sleeper was, less what
+ *                                    the machine itself was late by (raw_*: with it)
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -483,13 +484,111 @@ static void *run_bursts(void *arg)
 	return NULL;
 }
 
+/*
+ * The control: real-time sleepers, one bound to each CPU, which no scheduler of ours can delay. Where
+ * they are late, the machine was: a host that runs something else than this CPU, or interrupts.
+ */
+struct interval {
+	u64 due, woke;
+};
+
+#define INTERVALS 4096
+
+struct control {
+	pthread_t thread;
+	int cpu;
+	int n;
+	struct interval late[INTERVALS];
+};
+
+static struct control controls[64];
+static int nr_controls;
+static struct interval *sleeps;
+static int nr_sleeps;
+
+static void *run_control(void *arg)
+{
+	struct control *c = arg;
+	struct sched_param param = { .sched_priority = 90 };
+	cpu_set_t set;
+
+	CPU_ZERO(&set);
+	CPU_SET((size_t)c->cpu, &set);
+	settle(&set, 0, false);
+	if (sched_setscheduler(0, SCHED_FIFO, &param))
+		fail("sched_setscheduler");
+	while (!stop) {
+		u64 due = now() + 4000000, woke;
+
+		sleep_ns(4000000);
+		woke = now();
+		if (woke - due > 500000 && c->n < INTERVALS)
+			c->late[c->n++] = (struct interval){ due, woke };
+	}
+	return NULL;
+}
+
+static void start_controls(void)
+{
+	cpu_set_t online;
+
+	if (sched_getaffinity(0, sizeof(online), &online))
+		fail("sched_getaffinity");
+	for (int cpu = 0; cpu < 64; cpu++) {
+		struct control *c = &controls[nr_controls];
+
+		if (!CPU_ISSET((size_t)cpu, &online))
+			continue;
+		c->cpu = cpu;
+		nr_controls++;
+		if (pthread_create(&c->thread, NULL, run_control, c))
+			fail("pthread_create");
+	}
+}
+
+/* How much of an interval the control of the CPU that was latest in it was late by. */
+static u64 machine_late(const struct interval *i)
+{
+	u64 most = 0;
+
+	for (int c = 0; c < nr_controls; c++) {
+		u64 sum = 0;
+
+		for (int j = 0; j < controls[c].n; j++) {
+			const struct interval *l = &controls[c].late[j];
+			u64 from = l->due > i->due ? l->due : i->due;
+			u64 to = l->woke < i->woke ? l->woke : i->woke;
+
+			if (to > from)
+				sum += to - from;
+		}
+		if (sum > most)
+			most = sum;
+	}
+	return most;
+}
+
+/* Sleeps 1 ms again and again, and keeps when it woke up and should have. */
+static void sleep_and_keep(double seconds)
+{
+	u64 end = now() + (u64)(seconds * 1e9), due;
+
+	sleeps = malloc(SAMPLES * sizeof(*sleeps));
+	if (!sleeps)
+		fail("malloc");
+	while ((due = now() + 1000000) < end && nr_sleeps < SAMPLES) {
+		sleep_ns(1000000);
+		sleeps[nr_sleeps++] = (struct interval){ due, now() };
+	}
+}
+
 static int soak(double seconds, u64 seed)
 {
 	long nr_cpus = sysconf(_SC_NPROCESSORS_ONLN);
 	int nr_workers = 1 + (int)(mix(seed) % 16), nr_messengers = 1 + (int)(mix(seed + 1) % 2);
 	struct pair pairs[SOAK_PAIRS];
 	pthread_t ask[SOAK_PAIRS], answer[SOAK_PAIRS], restless[4], bursts;
-	struct samples late = { 0 }, wake = { 0 };
+	struct samples late = { 0 }, raw = { 0 }, control = { 0 }, wake = { 0 };
 	u64 draw = seed * 1000, done = 0;
 
 	memset(pairs, 0, sizeof(pairs));
@@ -517,8 +616,22 @@ static int soak(double seconds, u64 seed)
 			fail("pthread_create");
 	if (pthread_create(&bursts, NULL, run_bursts, (void *)(uintptr_t)(seed * 99)))
 		fail("pthread_create");
-	sleep_through(seconds, &late);
+	start_controls();
+	sleep_and_keep(seconds);
 	stop = true;
+	for (int i = 0; i < nr_controls; i++)
+		pthread_join(controls[i].thread, NULL);
+	for (int i = 0; i < nr_sleeps; i++) {
+		u64 was = sleeps[i].woke > sleeps[i].due ? sleeps[i].woke - sleeps[i].due : 0;
+		u64 theirs = was > 500000 ? machine_late(&sleeps[i]) : 0;
+
+		record(&raw, was);
+		record(&late, was - (theirs < was ? theirs : was));
+	}
+	record(&control, 0);
+	for (int i = 0; i < nr_controls; i++)
+		for (int j = 0; j < controls[i].n; j++)
+			record(&control, controls[i].late[j].woke - controls[i].late[j].due);
 	end_requests(nr_workers, nr_messengers, &wake, &done);
 	for (int i = 0; i < nr_hogs; i++)
 		pthread_join(hogs[i].thread, NULL);
@@ -531,6 +644,8 @@ static int soak(double seconds, u64 seed)
 	pthread_join(bursts, NULL);
 	printf("workers %d\nrequests_per_s %.0f\n", nr_workers, (double)done / seconds);
 	print_samples("late", &late);
+	print_samples("raw", &raw);
+	print_samples("control", &control);
 	print_samples("wake", &wake);
 	for (int i = 0; i < SOAK_PAIRS; i++)
 		print_samples("pair", &pairs[i].round);

@@ -359,6 +359,8 @@ void slip_p_enter(u32 cpu, s32 current, u32 nr_running, u64 now)
 	rqs[cpu].clock_task = now;
 }
 
+void slip_p_set_real_time(u32 cpu, u32 tasks) { rqs[cpu].rt.rt_nr_running = tasks; }
+
 s32 slip_p_init(void)
 {
 #ifdef SLIP_OP_init

@@ -20,7 +20,7 @@
 #define SLIP_WEIGHT	100u	/* weight of a task of nice 0, as sched_ext counts */
 #define SLIP_LOAD_SCALE	1024u	/* load of an LLC with one runnable task a CPU */
 #define SLIP_STEAL_TRIES	4u	/* hand-overs of other CPUs looked at per dispatch */
-#define SLIP_DOMAINS	8u	/* per LLC: 0 tasks of any CPU, the others sets of CPU masks */
+#define SLIP_DOMAINS	64u	/* per LLC: 0 tasks of any CPU, the others one CPU mask each */
 #define SLIP_LAG_MAX_NS	50000000ull	/* credit that a runnable task may gather, virtual ns */
 
 #define slip_inline static inline __attribute__((always_inline, unused))

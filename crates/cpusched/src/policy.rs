@@ -18,8 +18,8 @@ pub const WAKE_PREV_OK: u32 = 8;
 pub const WAKE_MASKED: u32 = 16;
 /// The wakee may run on one CPU only.
 pub const WAKE_SINGLE: u32 = 32;
-/// Domains of an LLC: 0 for tasks of any CPU, the others for sets of CPU masks. `SLIP_DOMAINS`.
-pub const DOMAINS: u32 = 8;
+/// Domains of an LLC: 0 for tasks of any CPU, the others for one CPU mask each. `SLIP_DOMAINS`.
+pub const DOMAINS: u32 = 64;
 
 /// Counters in the order of `enum slip_path`, then `enum slip_counter`.
 pub const COUNTERS: [&str; 21] = [

@@ -10,7 +10,9 @@
 //!   slice left or the CPU's own queue holds a task.
 //! - `update_idle` is called on changes only: a CPU that is kicked and finds nothing is idle in the
 //!   kernel's mask again without a call.
-//! - Slices are used up at ticks. A CPU on which a real-time task runs is not asked at all.
+//! - Slices are used up at ticks. A CPU on which a real-time task runs is not asked at all; one that it
+//!   is about to take is asked before. `ops.cpu_release` follows if a task of ours had the CPU, and not
+//!   if it idled: what is in its local queue then waits for the real-time task.
 //!
 //! The program's state is global, as in the kernel: [`Host`] holds the process's only one.
 
@@ -61,6 +63,7 @@ unsafe extern "C" {
     safe fn slip_p_set_queued(task: u32, queued: u32);
     safe fn slip_p_set_exec(task: u32, sum: u64, start: u64);
     safe fn slip_p_enter(cpu: u32, current: i32, nr_running: u32, now: u64);
+    safe fn slip_p_set_real_time(cpu: u32, tasks: u32);
     safe fn slip_p_init() -> i32;
     safe fn slip_p_init_task(task: u32) -> i32;
     safe fn slip_p_enable(task: u32);
@@ -428,6 +431,9 @@ impl Host {
                 core_of.as_ptr(),
             );
         }
+        for cpu in 0..m.cpus() {
+            slip_p_set_real_time(cpu, u32::from(with(|k| k.real_time[cpu as usize])));
+        }
         with(|k| k.enter(k.first_online()));
         let failed = slip_p_init();
         assert_eq!(failed, 0, "the program's init");
@@ -682,15 +688,24 @@ impl Host {
         with(|k| {
             k.now = now;
             k.real_time[cpu as usize] = busy;
+            k.current[cpu as usize] = prev;
+            k.enter(cpu);
             k.current[cpu as usize] = None;
         });
+        slip_p_set_real_time(cpu, u32::from(busy));
         if !busy {
-            with(|k| k.enter(cpu));
             slip_p_cpu_acquire(cpu as i32);
             return;
         }
+        // The kernel lets us dispatch before it picks the real-time task.
+        let has_slice = |prev: TaskId| slip_p_slice(prev) > 0;
+        if with(|k| k.local[cpu as usize].is_empty()) && !prev.is_some_and(has_slice) {
+            slip_p_dispatch(cpu as i32, prev.map_or(-1, |p| p as i32));
+            with(Kernel::deliver_kicks);
+        }
+        let was_ours = prev.is_some();
         if let Some(prev) = prev {
-            if slip_p_slice(prev) > 0 {
+            if has_slice(prev) {
                 with(|k| {
                     k.tasks[prev as usize].place = Place::Local(cpu);
                     k.local[cpu as usize].push_front(prev);
@@ -706,9 +721,12 @@ impl Host {
         } else {
             self.set_idle(cpu, now, false, false);
         }
-        with(|k| k.enter(cpu));
-        slip_p_cpu_release(cpu as i32);
-        with(Kernel::deliver_kicks);
+        // What is in the local queue of a CPU that idled stays there.
+        if was_ours {
+            with(|k| k.enter(cpu));
+            slip_p_cpu_release(cpu as i32);
+            with(Kernel::deliver_kicks);
+        }
     }
 
     /// A CPU came or went: the kernel ends the program and the loader loads it again.
@@ -716,6 +734,8 @@ impl Host {
         let waiting: Vec<TaskId> = with(|k| {
             k.now = now;
             k.online[cpu as usize] = online;
+            // A real-time task that had the CPU goes elsewhere.
+            k.real_time[cpu as usize] = false;
             k.current[cpu as usize] = None;
             k.is_idling[cpu as usize] = online;
             k.idle[cpu as usize] = online;

@@ -2,7 +2,6 @@
 //! go: the BPF program as the kernel calls it, and the model of EEVDF beside it where both must hold.
 
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use proptest::test_runner::TestCaseError;
 use slipstream_cpusched::machine::{Costs, CpuMask, Machine, Mechanism};
 use slipstream_cpusched::policy::Params;
@@ -216,6 +215,32 @@ fn real_time_task_leaves_masked_tasks_their_other_cpus() {
     }
 }
 
+/// Each burst of a real-time task wakes its CPU from idle, or interrupts a task there. What waits in the
+/// other LLC, where all CPUs are busy, must not be taken to a CPU that it is about to lose.
+#[test]
+fn real_time_task_that_wakes_an_idle_cpu_keeps_no_task_there() {
+    let m = machine(2, 3);
+    let mut w = Workload::default();
+    for i in 0..6 {
+        let (sleep, work) = (Span::Exp(2 * MS), Span::Exp(MS));
+        w.add_sleeper("free", sleep, work, CpuMask::ALL, i % 3);
+    }
+    w.real_time = (0..2)
+        .map(|i| RealTime {
+            cpu: 4 + i,
+            from_ns: (20 + 7 * u64::from(i)) * MS,
+            run_ns: 12 * MS,
+            period_ns: 17 * MS,
+        })
+        .collect();
+    let r = run(m, &w, Kind::Slipstream, 0, 10_000);
+    assert!(
+        r.idle_beside_work_ns <= TICK,
+        "a task waited {} ns beside an idle CPU",
+        r.idle_beside_work_ns
+    );
+}
+
 #[test]
 fn benchmark_of_futexes_loses_no_task() {
     for m in [machine(1, 4), machine(2, 4)] {
@@ -294,12 +319,7 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
             period_ns: 100 * MS,
         });
     }
-    // A CPU that goes away while a real-time task has it is not covered: tasks waited there for up to
-    // 70 ms beside an idle CPU.
-    let away = h
-        .away
-        .filter(|cpu| h.real_time.iter().all(|(taken, _)| taken != cpu));
-    if let Some(cpu) = away {
+    if let Some(cpu) = h.away {
         w.hotplug = [(50, false), (250, true)]
             .map(|(ms, online)| Hotplug {
                 cpu,
@@ -309,23 +329,24 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
             .into();
     }
     let r = run_seed(h.machine, &w, Kind::Slipstream, 50, 450, h.seed);
+    // The first burst of a real-time task on a CPU may catch a task that was just sent there.
+    let trapped = h.real_time.iter().map(|t| t.1 * MS).max().unwrap_or(0);
     prop_assert!(
-        r.idle_beside_work_ns <= TICK,
+        r.idle_beside_work_ns <= TICK + trapped,
         "a task waited {} ns beside an idle CPU of its mask",
         r.idle_beside_work_ns
     );
-    // Where masks overlap in part, shares and waits are not what weights say (docs/sched.md, "Shares").
-    let apart = |a: u64, b: u64| a == b || a & b == 0;
-    let masks = || h.tasks.iter().map(|&(bits, ..)| bits);
-    if !masks().all(|a| masks().all(|b| apart(a, b))) {
-        return Ok(());
-    }
-    // A task of weight 20 among thirteen others, eight of weight 400, on one CPU: it is due one
-    // part in 160 of the CPU, so a slice of a millisecond each 160 ms, and no less than that.
-    for g in &r.groups {
+    // Twice the time in which all others have their share of one CPU while the task is due one run, which
+    // is a slice and a tick; and what the tasks owed before, and real-time tasks. After 2 s it is sent
+    // ahead of the order.
+    let total: u64 = h.tasks.iter().map(|t| u64::from(t.1)).sum();
+    for (g, &(_, weight, _)) in r.groups.iter().zip(&h.tasks) {
+        let weight = u64::from(weight);
+        let one_run = (6 * MS * weight / 100).clamp(MS / 2, 12 * MS) + TICK;
+        let most = (200 * MS + 2 * one_run * total / weight + trapped).min(2_300 * MS);
         prop_assert!(
-            g.wait_max_ns < 300 * MS,
-            "{} waited {} ns",
+            g.wait_max_ns < most,
+            "{} waited {} of {most} ns",
             g.name,
             g.wait_max_ns
         );
@@ -369,9 +390,7 @@ fn check_shares(
 }
 
 proptest! {
-    // The same hosts in every run: one in some ten thousand keeps a task for up to 12 ms beside an idle CPU
-    // (docs/sched.md, "No task waits beside an idle CPU").
-    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 60, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases())]
 
     #[test]
     fn no_task_waits_beside_an_idle_cpu_or_for_long(h in host()) {

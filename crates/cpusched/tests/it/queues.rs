@@ -5,7 +5,6 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use slipstream_cpusched::policy::{
     Core, DOMAINS, Heads, Params, Source, WAKE_MASKED, WAKE_PREV_OK, WAKE_SINGLE, Wake, choose,
 };
@@ -61,7 +60,7 @@ impl Host {
             let domain = match s.mask {
                 m if m == all => 0,
                 m if m.is_power_of_two() => DOMAINS + m.trailing_zeros(),
-                // Masks share domains as they do by hash.
+                // Each mask has a domain of its own: there are fewer masks than domains.
                 m => 1 + m % (DOMAINS - 1),
             };
             core.set_domain(task, domain);
@@ -397,7 +396,7 @@ fn a_real_time_task_does_not_hold_up_tasks_of_several_cpus() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases())]
 
     /// `Host::step` asserts that no CPU idles beside a task of its mask for longer than a tick.
     #[test]
@@ -417,8 +416,8 @@ proptest! {
     }
 
     /// Hogs of one mask share what the mask gets as their weights say, whatever else runs elsewhere,
-    /// unless one has a whole CPU and could not use more. Beside tasks whose mask overlaps in part they
-    /// do not always: `docs/sched.md` has an example under "Shares".
+    /// and beside tasks of masks that overlap theirs in part, unless one has nearly a whole CPU: a task
+    /// that is due a whole one, or more, shares it now and then.
     #[test]
     fn hogs_of_one_mask_share_by_weight(
         (mask, weights) in (1u32..16, prop::collection::vec(50u32..400, 2..6)),
@@ -426,15 +425,11 @@ proptest! {
     ) {
         let n = weights.len();
         let mut specs: Vec<Spec> = weights.iter().map(|&w| hog(mask, w)).collect();
-        let others: Vec<_> = others
-            .into_iter()
-            .filter(|(other, _)| *other == mask || other & mask == 0)
-            .collect();
         specs.extend(others.iter().map(|&(m, w)| hog(m, w)));
         let mut host = Host::new(4, specs);
         host.run(1_000);
         let got = host.run(8_000);
-        let uncapped: Vec<usize> = (0..n).filter(|&i| got[i] < 0.9).collect();
+        let uncapped: Vec<usize> = (0..n).filter(|&i| got[i] < 0.85).collect();
         let per_weight = |i: &usize| got[*i] / f64::from(weights[*i]);
         let most = uncapped.iter().map(per_weight).fold(0.0, f64::max);
         let least = uncapped.iter().map(per_weight).fold(f64::MAX, f64::min);

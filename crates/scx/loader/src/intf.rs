@@ -73,7 +73,7 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
         }
     }
     let one = |b: Bytes, (llc, bit): &(u32, u32)| {
-        // The hand-over's time, place, level; then the own domain, the counts and the padding.
+        // The hand-over's time, place, level; then the own domain, the counts and real-time tasks' times.
         let b = b.u64(0).u32(*llc).u32(*bit).u64(0);
         (0..5).fold(b, |b, _| b.u64(0))
     };

@@ -23,6 +23,13 @@ struct slip_config {
 	u64 online[SLIP_CPUS_MAX / 64];	/* a task whose mask has all of these may run anywhere */
 };
 
+/* A mask of several CPUs that tasks have; its index is the domain of those tasks. */
+struct slip_mask {
+	u64 hash;		/* of its CPUs that are online; 0: never used */
+	u32 tasks;		/* that have it; at 0 another mask may take its place */
+	u32 pad;
+};
+
 /* A CPU, and what is known of the queue of the tasks of that CPU alone; one cache line. */
 struct slip_cpu_state {
 	struct slip_cpu cpu;
@@ -31,7 +38,8 @@ struct slip_cpu_state {
 	u32 bound_empty_at;	/* ... and that count when it was last found empty */
 	u32 seen_put;		/* its LLC's `put` when this CPU last looked for work */
 	u32 pull_hint;		/* 1 + the LLC that it was woken to take a task from */
-	u64 pad;
+	u32 real_time_since;	/* when a real-time task took it, ms; 0: none has it */
+	u32 pad;
 };
 
 /* An LLC, its queue, its domains, its CPUs by bit, and how their hardware threads pair. */

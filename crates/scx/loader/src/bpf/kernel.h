@@ -42,9 +42,15 @@ struct sched_entity {
 	u64 sum_exec_runtime;
 } __co_re;
 
+/* Its real-time tasks. */
+struct rt_rq {
+	u32 rt_nr_running;
+} __co_re;
+
 /* A CPU's run queue. */
 struct rq {
 	u32 nr_running;
+	struct rt_rq rt;
 	u64 clock;
 	u64 clock_task;	/* the same without the time that interrupts took */
 } __co_re;
@@ -99,6 +105,7 @@ struct sched_ext_ops {
 	void (*cpu_release)(s32 cpu, struct scx_cpu_release_args *args);
 	void (*enable)(struct task_struct *p);
 	s32 (*init_task)(struct task_struct *p, struct scx_init_task_args *args);
+	void (*exit_task)(struct task_struct *p, struct scx_exit_task_args *args);
 	void (*dump)(struct scx_dump_ctx *ctx);
 	void (*dump_cpu)(struct scx_dump_ctx *ctx, s32 cpu, bool idle);
 	void (*dump_task)(struct scx_dump_ctx *ctx, struct task_struct *p);

@@ -32,6 +32,7 @@ char _license[] SEC("license") = "GPL";
 #define RESCUE_LOOKS	4	/* tasks of a queue for which the tick and the timer look for a CPU */
 #define RECLASSIFY_NS	100000000ull	/* after which a task's cgroup is looked up again */
 #define TIMER_NS	100000000ull
+#define REAL_TIME_MS	10000u	/* for which a long run of a real-time task is remembered */
 #define AGED_NS		2000000000ull	/* a task that waited this long goes ahead of the order */
 
 struct task_ctx {
@@ -43,7 +44,7 @@ struct task_ctx {
 	u32 llc;
 	u32 selected;		/* select_cpu saw this wake-up */
 	u32 accounted;		/* ops.dispatch accounted for its run, ops.enqueue need not */
-	u32 pad;
+	u32 claimed;		/* 1 + the idle CPU that is to take it from the queue; 0 none */
 };
 
 /*
@@ -54,6 +55,8 @@ struct task_ctx {
 const volatile struct slip_config slip_config SEC(".rodata.config");
 struct slip_cpu_state slip_cpus[SLIP_CPUS_MAX] SEC(".data.cpus");
 struct slip_llc_state slip_llcs[SLIP_LLCS_MAX] SEC(".data.llcs");
+struct slip_mask slip_masks[SLIP_DOMAINS];
+u32 slip_real_time_at;	/* when a real-time task last left a CPU after long, by coarse(); 0: never */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -245,6 +248,34 @@ static __always_inline bool take_llc(struct slip_llc_state *s, u32 id)
 	return 0;
 }
 
+/*
+ * Whether a real-time task runs on a CPU, or is about to. A CPU that it wakes from idle is still idle
+ * by the kernel's mask until it switches. A task in that CPU's local queue then waits until the
+ * real-time task sleeps: the kernel calls ops.cpu_release only if a task of ours had the CPU, and
+ * nothing else takes tasks out of a local queue.
+ */
+static __always_inline bool has_real_time(u32 cpu)
+{
+	const struct rq *rq = bpf_per_cpu_ptr(&runqueues, cpu);
+
+	return rq && rq->rt.rt_nr_running;
+}
+
+/* Time in units of about a millisecond, never 0. */
+static __always_inline u32 coarse(u64 now) { return (u32)(now >> 20) | 1; }
+
+/*
+ * Whether a real-time task kept some CPU for a millisecond or more lately. It may be back, on any CPU,
+ * before an idle one that we wake has left its idle state. So tasks are then not put into local queues:
+ * they wait where others can take them.
+ */
+static __always_inline bool had_real_time(u64 now)
+{
+	u32 at = slip_real_time_at;
+
+	return at && coarse(now) - at < REAL_TIME_MS;
+}
+
 static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
 {
 	struct slip_cpu *c = &cpu_of(cpu)->cpu;
@@ -253,7 +284,7 @@ static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
 	if (!scx_bpf_test_and_clear_cpu_idle(cpu))
 		return 0;
 	__sync_fetch_and_and(&llc_of(c->llc)->llc.idle_mask, ~slip_bit(c->bit));
-	return 1;
+	return !has_real_time(cpu);
 }
 
 /*
@@ -271,7 +302,8 @@ static __always_inline s32 claim_of(struct slip_llc_state *s, u64 mask)
 		cpu = cpu_of_bit(s, bit);
 		if (scx_bpf_test_and_clear_cpu_idle(cpu)) {
 			__sync_fetch_and_and(&s->llc.idle_mask, ~slip_bit(bit));
-			return (s32)cpu;
+			if (!has_real_time(cpu))
+				return (s32)cpu;
 		}
 		mask &= ~slip_bit(bit);
 	}
@@ -307,7 +339,7 @@ static __always_inline s32 claim_in(const struct cpumask *mask)
 		return -1;
 	c = &cpu_of(cpu)->cpu;
 	__sync_fetch_and_and(&llc_of(c->llc)->llc.idle_mask, ~slip_bit(c->bit));
-	return cpu;
+	return has_real_time(cpu) ? -1 : cpu;
 }
 
 static s32 slip_env_claim_masked(struct slip_env *env)
@@ -369,8 +401,49 @@ static __always_inline void classify(struct task_struct *p, struct task_ctx *tc,
 	tc->class_weight = class ? class->weight : 0;
 }
 
-/* The domain of a task's CPU mask. Masks that share a domain by chance share its clock, no more. */
-static __always_inline u32 domain_of_mask(struct task_struct *p)
+/* As in cpu_of_bit(): the mask is for the verifier. */
+static __always_inline struct slip_mask *mask_of(u32 domain)
+{
+	barrier_var(domain);
+	return &slip_masks[domain & (SLIP_DOMAINS - 1)];
+}
+
+/*
+ * The domain of a mask of several CPUs, by the hash of its bits, with one task more. With more masks in
+ * use than there are domains, some share one: then its clock is that of the mask that gets more of its
+ * CPUs, and the shares of the others' tasks are no longer those of their weights.
+ */
+__attribute__((noinline)) u32 slip_join_mask(u64 hash)
+{
+	u32 at, i, unused = 0, start = (u32)(hash % (SLIP_DOMAINS - 1));
+	u64 was;
+
+	bpf_for(i, 0, SLIP_DOMAINS - 1) {
+		at = 1 + (start + i) % (SLIP_DOMAINS - 1);
+		if (mask_of(at)->hash == hash) {
+			__sync_fetch_and_add(&mask_of(at)->tasks, 1);
+			return at;
+		}
+		if (!unused && !mask_of(at)->tasks)
+			unused = at;
+	}
+	at = unused ? unused : 1 + start;
+	was = mask_of(at)->hash;
+	/* Another CPU may take it for another mask just now: then they share it. */
+	if (unused)
+		__sync_val_compare_and_swap(&mask_of(at)->hash, was, hash);
+	__sync_fetch_and_add(&mask_of(at)->tasks, 1);
+	return at;
+}
+
+static __always_inline void leave_mask(u32 domain)
+{
+	if (domain && domain < SLIP_DOMAINS)
+		__sync_fetch_and_add(&mask_of(domain)->tasks, -1);
+}
+
+/* The domain of a task's CPU mask, which it joins. */
+static __always_inline u32 join_domain(struct task_struct *p)
 {
 	const struct cpumask *mask = p->cpus_ptr;
 	u64 hash = 0;
@@ -387,7 +460,7 @@ static __always_inline u32 domain_of_mask(struct task_struct *p)
 		lacks |= (online & ~word) != 0;
 		hash = slip_mix(hash ^ (online & word));
 	}
-	return lacks ? 1 + (u32)(hash % (SLIP_DOMAINS - 1)) : 0;
+	return lacks ? slip_join_mask(hash | 1) : 0;
 }
 
 static __always_inline bool is_masked(const struct task_ctx *tc)
@@ -482,6 +555,13 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 		tc->selected = 1;
 		return prev_cpu;
 	}
+	if (to.path != SLIP_HANDOFF && had_real_time(w.now)) {
+		tc->path = SLIP_QUEUE_LLC;
+		tc->llc = to.llc;
+		tc->selected = 1;
+		tc->claimed = to.cpu + 1;
+		return prev_cpu;
+	}
 	llc = &llc_of(to.llc)->llc;
 	slice = slip_slice(params(), &tc->t, llc);
 	if (to.path == SLIP_HANDOFF && waker) {
@@ -530,7 +610,7 @@ SEC("struct_ops/slip_enqueue")
 void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 {
 	struct task_ctx *tc = task_of(p);
-	u32 cpu = scx_bpf_task_cpu(p), id;
+	u32 cpu = scx_bpf_task_cpu(p), id, claimed;
 	struct slip_cpu_state *c = cpu_of(cpu);
 	struct slip_llc_state *s;
 	struct slip_domain *d;
@@ -546,7 +626,10 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	now = scx_bpf_now();
 	/* select_cpu is not asked for tasks of one CPU. */
 	placed = tc->selected && (enq_flags & SCX_ENQ_WAKEUP);
+	/* Of a new task too, which comes without SCX_ENQ_WAKEUP: else the CPU would idle for good. */
+	claimed = tc->claimed;
 	tc->selected = 0;
+	tc->claimed = 0;
 	if (tc->accounted && !(enq_flags & SCX_ENQ_WAKEUP)) {
 		slip_charge(&tc->t, p->se.sum_exec_runtime);
 	} else if (!placed) {
@@ -567,6 +650,8 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	if (tc->t.domain >= SLIP_DOMAINS) {
 		scx_bpf_dsq_insert_vtime(p, DSQ_CPU + cpu, slice, key, enq_flags);
 		c->bound_put++;
+		if (claimed)
+			kick_for(claimed - 1, id); /* its mask has just changed */
 		/* The kernel wakes an idle CPU itself: the task is on its run queue. */
 		if ((enq_flags & SCX_ENQ_WAKEUP) && slip_config.params.preempt &&
 		    tc->t.level == 0 && c->cpu.level == SLIP_LEVELS - 1)
@@ -576,7 +661,9 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 	scx_bpf_dsq_insert_vtime(p, id, slice, key, enq_flags);
 	set_queued(s, (u32)slip_max(0, (s64)scx_bpf_dsq_nr_queued(id)) + 1);
 	__sync_fetch_and_add(&s->put, 1);
-	if (!kick_idle(p, tc, id) && placed && tc->path == SLIP_PREEMPT)
+	if (claimed)
+		kick_for(claimed - 1, id);
+	else if (!kick_idle(p, tc, id) && placed && tc->path == SLIP_PREEMPT)
 		scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
 }
 
@@ -710,9 +797,27 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	struct slip_heads heads;
 	u32 id = c->cpu.llc, from;
 	struct slip_llc_state *s = llc_of(id);
+	const struct rq *rq;
 	u64 slice = 0;
 
 	c->seen_put = *(volatile u32 *)&s->put;
+	rq = bpf_this_cpu_ptr(&runqueues);
+	if (rq->rt.rt_nr_running) {
+		/*
+		 * The kernel asks before it picks the real-time task, which then keeps what is taken here
+		 * (has_real_time()). Tasks of this CPU alone lose nothing by that.
+		 */
+		if (!prev)
+			take_bound(c, cpu);
+		return;
+	}
+	if (c->real_time_since) {
+		u32 at = coarse(scx_bpf_now());
+
+		if (at - c->real_time_since >= 2)
+			slip_real_time_at = at;
+		c->real_time_since = 0;
+	}
 	if (s->llc.handover_mask & slip_bit(c->cpu.bit)) {
 		if (scx_bpf_dsq_move_to_local(DSQ_HANDOVER + cpu)) {
 			slip_handover_taken(&s->llc, &c->cpu);
@@ -851,6 +956,25 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 	}
 }
 
+/* The CPU that a task which waited too long is sent to: its last one, or another without real-time tasks. */
+static __always_inline s32 aged_cpu(struct task_struct *p, const struct task_ctx *tc)
+{
+	s32 cpu = scx_bpf_task_cpu(p);
+	struct slip_llc_state *s = llc_of(cpu_of(cpu)->cpu.llc);
+	u32 i;
+
+	if (tc->t.domain >= SLIP_DOMAINS || !has_real_time(cpu))
+		return cpu;
+	bpf_for(i, 0, SLIP_LLC_CPUS) {
+		u32 other = s->cpu_of_bit[i & 63];
+
+		if (i < s->llc.nr_cpus && bpf_cpumask_test_cpu(other, p->cpus_ptr) &&
+		    !has_real_time(other))
+			return other;
+	}
+	return cpu;
+}
+
 /*
  * A task that waited for AGED_NS is sent to the CPU it last ran on, ahead of the order. Looks at the
  * last tasks of the queue, who are owed the least; one at a time. The order by virtual time bounds
@@ -873,7 +997,7 @@ __attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
 			tc = task_of(p);
 			if (!tc || now < tc->t.queued_at || now - tc->t.queued_at < AGED_NS)
 				continue;
-			if (scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL_ON | scx_bpf_task_cpu(p), 0)) {
+			if (scx_bpf_dsq_move(&it, p, SCX_DSQ_LOCAL_ON | aged_cpu(p, tc), 0)) {
 				count(SLIP_C_AGED);
 				sent = 1;
 				break;
@@ -914,6 +1038,13 @@ void BPF_PROG(slip_update_idle, s32 cpu, bool idle)
 	struct slip_llc_state *s = llc_of(c->cpu.llc);
 
 	slip_cpu_set_idle(params(), &s->llc, &c->cpu, idle);
+	if (!idle && has_real_time(cpu)) {
+		c->real_time_since = coarse(scx_bpf_now());
+		/* What it was woken for is for others. */
+		if (c->cpu.llc < slip_config.nr_llcs && look_queued(s, c->cpu.llc))
+			slip_rescue(c->cpu.llc);
+		return;
+	}
 	/*
 	 * Who queues a task counts `put` up and then looks for idle CPUs, and we say that we idle and
 	 * then read `put`: one of the two sees the other. The task itself may not be there yet, so
@@ -938,6 +1069,7 @@ void BPF_PROG(slip_cpu_release, s32 cpu, struct scx_cpu_release_args *args)
 	s32 idle;
 
 	c->level = 0;
+	cpu_of(cpu)->real_time_since = coarse(scx_bpf_now());
 	if (bpf_ksym_exists(scx_bpf_reenqueue_local___count)) {
 		back = scx_bpf_reenqueue_local___count();
 		n = bpf_map_lookup_elem(&slip_stats, &zero);
@@ -958,16 +1090,18 @@ SEC("struct_ops/slip_set_cpumask")
 void BPF_PROG(slip_set_cpumask, struct task_struct *p, const struct cpumask *mask)
 {
 	struct task_ctx *tc = task_of(p);
-	u32 domain = domain_of_mask(p);
+	struct slip_domain *from;
+	u32 domain;
 
-	if (!tc || tc->t.domain == domain)
+	if (!tc)
 		return;
-	{
-		struct slip_domain *from = domain_of(&tc->t, tc->t.llc);
-
-		tc->t.domain = domain;
-		slip_change_domain(&tc->t, from, domain_of(&tc->t, tc->t.llc));
-	}
+	domain = join_domain(p);
+	leave_mask(tc->t.domain);
+	if (tc->t.domain == domain)
+		return;
+	from = domain_of(&tc->t, tc->t.llc);
+	tc->t.domain = domain;
+	slip_change_domain(&tc->t, from, domain_of(&tc->t, tc->t.llc));
 }
 
 /* A task comes from another scheduling class: what it used there is not ours to charge. */
@@ -989,10 +1123,19 @@ s32 BPF_PROG(slip_init_task, struct task_struct *p, struct scx_init_task_args *a
 
 	if (!tc)
 		return -12; /* ENOMEM */
-	tc->t.domain = domain_of_mask(p);
+	tc->t.domain = join_domain(p);
 	slip_task_init(&tc->t, p->scx.weight, id, domain_of(&tc->t, id)->clock);
 	tc->t.exec_ns = p->se.sum_exec_runtime;
 	return 0;
+}
+
+SEC("struct_ops/slip_exit_task")
+void BPF_PROG(slip_exit_task, struct task_struct *p, struct scx_exit_task_args *args)
+{
+	struct task_ctx *tc = task_of(p);
+
+	if (tc)
+		leave_mask(tc->t.domain);
 }
 
 SEC("struct_ops.s/slip_init")
@@ -1110,6 +1253,7 @@ struct sched_ext_ops slipstream = {
 	.cpu_release = (void *)slip_cpu_release,
 	.enable = (void *)slip_enable,
 	.init_task = (void *)slip_init_task,
+	.exit_task = (void *)slip_exit_task,
 	.dump = (void *)slip_dump,
 	.dump_cpu = (void *)slip_dump_cpu,
 	.dump_task = (void *)slip_dump_task,

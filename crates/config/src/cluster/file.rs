@@ -707,6 +707,17 @@ fn read_timing(
             }
         }
         Kind::Roofline => {
+            if !shape.is_uniform() {
+                t.mistake(
+                    "kind",
+                    format!(
+                        "`kind` is \"roofline\", but {} has layers of several kinds, latent attention or shared \
+                         experts, which the roofline cannot express",
+                        shape.name
+                    ),
+                    "take \"table\" or \"linear\"; `slipstream predict` answers deployments of this model",
+                );
+            }
             let TimingConfig::Roofline { gpu, .. } = TimingConfig::default() else {
                 unreachable!("the default is a roofline");
             };
@@ -737,7 +748,7 @@ fn read_timing(
 fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
     let origin = match shape.weights {
         Dtype::Bf16 => Origin::Default,
-        Dtype::Fp8 => Origin::Derived(format!("`quantization_config` of {}", shape.name)),
+        _ => Origin::Derived(format!("`quantization_config` of {}", shape.name)),
     };
     let dtype = t.choice("dtype", DTYPES).or_from(origin, shape.weights);
     if shape.weights == Dtype::Fp8 && dtype == Dtype::Bf16 {

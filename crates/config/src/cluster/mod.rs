@@ -279,19 +279,41 @@ impl Default for TimingConfig {
 /// Number format of weights or KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dtype {
-    /// 2 bytes.
+    /// 16 bits.
     #[default]
     Bf16,
-    /// 1 byte.
+    /// 8 bits, floating point; scales per tensor, channel or block of 128.
     Fp8,
+    /// 8 bits, integer.
+    Int8,
+    /// 4 bits, integer, with a 16-bit scale per group of 64: GPTQ, AWQ, compressed-tensors.
+    Int4,
+    /// 4 bits, floating point, with an FP8 scale per 16 numbers.
+    Nvfp4,
+    /// 4 bits, floating point, with an 8-bit exponent per 32 numbers.
+    Mxfp4,
 }
 
 impl Dtype {
-    /// Bytes of one number.
-    pub fn bytes(self) -> u64 {
+    /// Bytes of one number, its share of the scales included if there is one per group of numbers.
+    pub fn bytes(self) -> f64 {
         match self {
-            Dtype::Bf16 => 2,
-            Dtype::Fp8 => 1,
+            Dtype::Bf16 => 2.0,
+            Dtype::Fp8 | Dtype::Int8 => 1.0,
+            Dtype::Int4 | Dtype::Mxfp4 => 0.53125,
+            Dtype::Nvfp4 => 0.5625,
+        }
+    }
+
+    /// Word in files and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::Bf16 => "bf16",
+            Dtype::Fp8 => "fp8",
+            Dtype::Int8 => "int8",
+            Dtype::Int4 => "int4",
+            Dtype::Nvfp4 => "nvfp4",
+            Dtype::Mxfp4 => "mxfp4",
         }
     }
 }

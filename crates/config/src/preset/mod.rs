@@ -7,4 +7,4 @@ mod model;
 mod quantization;
 
 pub use gpu::{GPUS, Gpu, Link, gpu};
-pub use model::{Experts, MODELS, ModelShape, ShapeError, model};
+pub use model::{Attention, Experts, MODELS, ModelShape, ShapeError, model};

@@ -17,10 +17,56 @@ pub struct Experts {
     pub per_token: u32,
     /// Width of one expert.
     pub intermediate_size: u32,
+    /// Width of the experts that every token passes through, together; 0: none.
+    pub shared_size: u32,
+    /// Layers that have a dense MLP of `intermediate_size` instead of experts.
+    pub dense_layers: u32,
+    /// Format of the routed experts' weights in the checkpoint.
+    pub weights: Dtype,
 }
 
-/// Shape of a decoder-only transformer with (grouped-query) attention over the whole context and a
-/// gated MLP or a mixture of such experts.
+/// How layers attend to their context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Attention {
+    /// Grouped-query attention over the whole context in every layer.
+    #[default]
+    Full,
+    /// Multi-head latent attention (DeepSeek): one compressed vector per token.
+    Latent {
+        /// `q_lora_rank`; 0: queries are not compressed.
+        query_rank: u32,
+        /// `kv_lora_rank`.
+        kv_rank: u32,
+        /// `qk_rope_head_dim`.
+        rope_dim: u32,
+        /// `qk_nope_head_dim`.
+        nope_dim: u32,
+        /// `v_head_dim`.
+        value_dim: u32,
+        /// Tokens of the context that are attended to (`index_topk`); 0: all.
+        sparse_tokens: u32,
+    },
+    /// Grouped-query attention, in some layers over a window only.
+    Windowed {
+        /// Tokens of the window.
+        tokens: u32,
+        /// Layers with a window.
+        layers: u32,
+    },
+    /// Grouped-query attention in some layers, linear attention (Gated DeltaNet) in the others.
+    Linear {
+        /// Layers with linear attention.
+        layers: u32,
+        /// `linear_num_key_heads`.
+        key_heads: u32,
+        /// `linear_num_value_heads`.
+        value_heads: u32,
+        /// `linear_key_head_dim` and `linear_value_head_dim`.
+        head_dim: u32,
+    },
+}
+
+/// Shape of a decoder-only transformer with a gated MLP or a mixture of such experts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelShape {
     /// Name in a cluster file.
@@ -53,10 +99,101 @@ pub struct ModelShape {
     pub kv_cache: Dtype,
     /// The mixture of experts, if it is one.
     pub experts: Option<Experts>,
+    /// How its layers attend to their context.
+    pub attention: Attention,
 }
 
 impl ModelShape {
-    /// Weights of the attention projections of one layer.
+    /// Whether every layer is the same: attention over the whole context, and a dense MLP or
+    /// routed experts alone. The roofline takes no other shapes.
+    pub fn is_uniform(&self) -> bool {
+        self.attention == Attention::Full
+            && self
+                .experts
+                .is_none_or(|e| e.shared_size == 0 && e.dense_layers == 0)
+    }
+
+    /// Layers whose keys and values cover the whole context.
+    pub fn full_attention_layers(&self) -> u32 {
+        match self.attention {
+            Attention::Full | Attention::Latent { .. } => self.layers,
+            Attention::Windowed { layers, .. } | Attention::Linear { layers, .. } => {
+                self.layers.saturating_sub(layers)
+            }
+        }
+    }
+
+    /// Weights of the attention projections of all layers.
+    pub fn attention_params_total(&self) -> u64 {
+        let hidden = u64::from(self.hidden_size);
+        let heads = u64::from(self.attention_heads);
+        let all = u64::from(self.layers);
+        match self.attention {
+            Attention::Full | Attention::Windowed { .. } => all * self.attention_params(),
+            Attention::Latent {
+                query_rank,
+                kv_rank,
+                rope_dim,
+                nope_dim,
+                value_dim,
+                ..
+            } => {
+                let [query_rank, kv_rank, rope, nope, value] =
+                    [query_rank, kv_rank, rope_dim, nope_dim, value_dim].map(u64::from);
+                let query = if query_rank == 0 {
+                    hidden * heads * (nope + rope)
+                } else {
+                    query_rank * (hidden + heads * (nope + rope))
+                };
+                let layer = query
+                    + hidden * (kv_rank + rope)
+                    + kv_rank * heads * (nope + value)
+                    + heads * value * hidden;
+                all * layer
+            }
+            Attention::Linear {
+                layers,
+                key_heads,
+                value_heads,
+                head_dim,
+            } => {
+                let [linear, keys, values, width] =
+                    [layers, key_heads, value_heads, head_dim].map(u64::from);
+                // Query, key, value, output gate and output; two numbers per value head.
+                let layer = hidden * width * (2 * keys + 3 * values) + 2 * hidden * values;
+                // Full layers gate their output with as many numbers as there are queries.
+                let full = self.attention_params() + hidden * heads * u64::from(self.head_dim);
+                linear * layer + (all - linear.min(all)) * full
+            }
+        }
+    }
+
+    /// Weights of the dense MLPs and of shared experts, all layers.
+    pub fn dense_mlp_params(&self) -> u64 {
+        let one = |width: u32| 3 * u64::from(self.hidden_size) * u64::from(width);
+        match self.experts {
+            None => u64::from(self.layers) * one(self.intermediate_size),
+            Some(e) => {
+                u64::from(e.dense_layers) * one(self.intermediate_size)
+                    + u64::from(self.expert_layers()) * one(e.shared_size)
+            }
+        }
+    }
+
+    /// Layers that have experts.
+    pub fn expert_layers(&self) -> u32 {
+        self.experts
+            .map_or(0, |e| self.layers.saturating_sub(e.dense_layers))
+    }
+
+    /// Weights of all routed experts and their routers.
+    pub fn expert_params(&self) -> u64 {
+        self.experts.map_or(0, |e| {
+            u64::from(self.expert_layers()) * u64::from(e.count) * self.mlp_params()
+        })
+    }
+
+    /// Weights of the attention projections of one layer, if it attends as [`Attention::Full`] does.
     pub fn attention_params(&self) -> u64 {
         let heads = u64::from(self.attention_heads) + u64::from(self.kv_heads);
         // Query and output have `attention_heads`, key and value `kv_heads` each.
@@ -87,32 +224,56 @@ impl ModelShape {
 
     /// All weights. Norms and biases are left out: below 0.1 % in every preset.
     pub fn params(&self) -> u64 {
-        let mlps = self.experts.map_or(1, |e| u64::from(e.count));
-        let layer = self.attention_params() + self.router_params() + mlps * self.mlp_params();
         let embeddings = if self.tied_embeddings { 1 } else { 2 };
-        u64::from(self.layers) * layer + embeddings * self.embedding_params()
+        self.attention_params_total()
+            + u64::from(self.expert_layers()) * self.router_params()
+            + self.dense_mlp_params()
+            + self.expert_params()
+            + embeddings * self.embedding_params()
     }
 
     /// Weights that one token passes through (without the input embedding, which is looked up).
     pub fn active_params(&self) -> u64 {
-        let mlps = self.experts.map_or(1, |e| u64::from(e.per_token));
-        let layer = self.attention_params() + self.router_params() + mlps * self.mlp_params();
-        u64::from(self.layers) * layer + self.embedding_params()
+        let routed = self.experts.map_or(0, |e| {
+            u64::from(self.expert_layers()) * u64::from(e.per_token) * self.mlp_params()
+        });
+        self.attention_params_total()
+            + u64::from(self.expert_layers()) * self.router_params()
+            + self.dense_mlp_params()
+            + routed
+            + self.embedding_params()
     }
 
-    /// Bytes of weights on each of `tensor_parallel` GPUs. FP8 checkpoints keep the embeddings in
-    /// 16 bits.
+    /// Bytes of weights on each of `tensor_parallel` GPUs, with attention and dense MLPs in `dtype`
+    /// and experts in the checkpoint's format for them, or `dtype` if that has fewer bytes.
+    /// Checkpoints of fewer bits keep the embeddings in 16.
     pub fn weight_bytes_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
         let embeddings = self.embedding_params() * if self.tied_embeddings { 1 } else { 2 };
-        let bytes = (self.params() - embeddings) * dtype.bytes() + embeddings * Dtype::Bf16.bytes();
-        bytes.div_ceil(u64::from(tensor_parallel.max(1)))
+        let experts = self.expert_params();
+        let of_experts = self
+            .experts
+            .map_or(dtype.bytes(), |e| e.weights.bytes().min(dtype.bytes()));
+        let bytes = (self.params() - embeddings - experts) as f64 * dtype.bytes()
+            + experts as f64 * of_experts
+            + embeddings as f64 * Dtype::Bf16.bytes();
+        (bytes as u64).div_ceil(u64::from(tensor_parallel.max(1)))
     }
 
     /// Bytes that one token of KV cache takes on each of `tensor_parallel` GPUs. With more GPUs
-    /// than key-value heads, heads are repeated.
+    /// than key-value heads, heads are repeated; the vector of latent attention is on every GPU.
+    /// Windows and states of linear attention do not grow with the context and are not counted.
     pub fn kv_bytes_per_token_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
-        let heads = self.kv_heads.div_ceil(tensor_parallel.max(1));
-        2 * u64::from(self.layers) * u64::from(heads) * u64::from(self.head_dim) * dtype.bytes()
+        let numbers = if let Attention::Latent {
+            kv_rank, rope_dim, ..
+        } = self.attention
+        {
+            u64::from(kv_rank + rope_dim)
+        } else {
+            let heads = self.kv_heads.div_ceil(tensor_parallel.max(1));
+            2 * u64::from(heads) * u64::from(self.head_dim)
+        };
+        let numbers = u64::from(self.full_attention_layers()) * numbers;
+        (numbers as f64 * dtype.bytes()).ceil() as u64
     }
 
     /// Whether `tensor_parallel` GPUs can share the model.
@@ -123,7 +284,9 @@ impl ModelShape {
         let tp = tensor_parallel;
         tp > 0
             && self.attention_heads.is_multiple_of(tp)
-            && (self.kv_heads.is_multiple_of(tp) || tp.is_multiple_of(self.kv_heads))
+            && (matches!(self.attention, Attention::Latent { .. })
+                || self.kv_heads.is_multiple_of(tp)
+                || tp.is_multiple_of(self.kv_heads))
             && self.mlp_width().is_multiple_of(tp)
     }
 
@@ -192,6 +355,9 @@ impl ModelShape {
                         Some(width) => width,
                         None => number(config, "intermediate_size")?,
                     },
+                    shared_size: 0,
+                    dense_layers: 0,
+                    weights: formats.weights,
                 })
             }
         };
@@ -221,6 +387,7 @@ impl ModelShape {
             weights: formats.weights,
             kv_cache: formats.kv_cache,
             experts,
+            attention: Attention::Full,
         })
     }
 }
@@ -399,6 +566,7 @@ const fn llama(
         weights: Dtype::Bf16,
         kv_cache: Dtype::Bf16,
         experts: None,
+        attention: Attention::Full,
     }
 }
 
@@ -423,8 +591,81 @@ const fn with_experts(shape: ModelShape, count: u32, per_token: u32, width: u32)
         count,
         per_token,
         intermediate_size: width,
+        shared_size: 0,
+        dense_layers: 0,
+        weights: Dtype::Bf16,
     });
     shape
+}
+
+/// `shared_size` and `dense_layers` of a mixture of experts, and the checkpoint's formats.
+const fn sharing(
+    shape: ModelShape,
+    shared_size: u32,
+    dense_layers: u32,
+    [weights, of_experts]: [Dtype; 2],
+) -> ModelShape {
+    let mut shape = shape;
+    if let Some(experts) = &mut shape.experts {
+        experts.shared_size = shared_size;
+        experts.dense_layers = dense_layers;
+        experts.weights = of_experts;
+    }
+    shape.weights = weights;
+    shape
+}
+
+const fn attending(shape: ModelShape, attention: Attention) -> ModelShape {
+    let mut shape = shape;
+    shape.attention = attention;
+    shape
+}
+
+const fn normed(shape: ModelShape) -> ModelShape {
+    let mut shape = shape;
+    shape.qk_norm = true;
+    shape
+}
+
+/// Sizes that DeepSeek-V3 and Kimi-K2 share.
+const fn latent(sparse_tokens: u32) -> Attention {
+    Attention::Latent {
+        query_rank: 1536,
+        kv_rank: 512,
+        rope_dim: 64,
+        nope_dim: 128,
+        value_dim: 128,
+        sparse_tokens,
+    }
+}
+
+const BF16: [Dtype; 2] = [Dtype::Bf16, Dtype::Bf16];
+const FP8: [Dtype; 2] = [Dtype::Fp8, Dtype::Fp8];
+
+const fn deepseek_v3(
+    name: &'static str,
+    source: &'static str,
+    heads: u32,
+    [count, dense_layers]: [u32; 2],
+    [vocab_size, max_positions]: [u32; 2],
+    formats: [Dtype; 2],
+    sparse_tokens: u32,
+) -> ModelShape {
+    let sizes = [61, 7168, 18_432];
+    let shape = llama(
+        name,
+        source,
+        sizes,
+        [heads, heads, 192],
+        [vocab_size, max_positions],
+    );
+    let shape = sharing(
+        with_experts(shape, count, 8, 2048),
+        2048,
+        dense_layers,
+        formats,
+    );
+    attending(shape, latent(sparse_tokens))
 }
 
 const fn tied(shape: ModelShape) -> ModelShape {
@@ -603,11 +844,416 @@ pub const MODELS: &[ModelShape] = &[
         8,
         1536,
     ),
+    llama(
+        "llama-3.3-70b",
+        "meta-llama/Llama-3.3-70B-Instruct",
+        [80, 8192, 28_672],
+        [64, 8, 128],
+        [128_256, 131_072],
+    ),
+    attending(
+        sharing(
+            with_experts(
+                llama(
+                    "llama-4-scout",
+                    "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+                    [48, 5120, 16_384],
+                    [40, 8, 128],
+                    [202_048, 10_485_760],
+                ),
+                16,
+                1,
+                8192,
+            ),
+            8192,
+            0,
+            BF16,
+        ),
+        Attention::Windowed {
+            tokens: 8192,
+            layers: 36,
+        },
+    ),
+    attending(
+        sharing(
+            with_experts(
+                llama(
+                    "llama-4-maverick",
+                    "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+                    [48, 5120, 16_384],
+                    [40, 8, 128],
+                    [202_048, 1_048_576],
+                ),
+                128,
+                1,
+                8192,
+            ),
+            8192,
+            24,
+            BF16,
+        ),
+        Attention::Windowed {
+            tokens: 8192,
+            layers: 36,
+        },
+    ),
+    attending(
+        sharing(
+            with_experts(
+                llama(
+                    "gpt-oss-20b",
+                    "openai/gpt-oss-20b",
+                    [24, 2880, 2880],
+                    [64, 8, 64],
+                    [201_088, 131_072],
+                ),
+                32,
+                4,
+                2880,
+            ),
+            0,
+            0,
+            [Dtype::Bf16, Dtype::Mxfp4],
+        ),
+        Attention::Windowed {
+            tokens: 128,
+            layers: 12,
+        },
+    ),
+    attending(
+        sharing(
+            with_experts(
+                llama(
+                    "gpt-oss-120b",
+                    "openai/gpt-oss-120b",
+                    [36, 2880, 2880],
+                    [64, 8, 64],
+                    [201_088, 131_072],
+                ),
+                128,
+                4,
+                2880,
+            ),
+            0,
+            0,
+            [Dtype::Bf16, Dtype::Mxfp4],
+        ),
+        Attention::Windowed {
+            tokens: 128,
+            layers: 18,
+        },
+    ),
+    deepseek_v3(
+        "deepseek-v3",
+        "deepseek-ai/DeepSeek-V3",
+        128,
+        [256, 3],
+        [129_280, 163_840],
+        FP8,
+        0,
+    ),
+    deepseek_v3(
+        "deepseek-v3.1",
+        "deepseek-ai/DeepSeek-V3.1",
+        128,
+        [256, 3],
+        [129_280, 163_840],
+        FP8,
+        0,
+    ),
+    deepseek_v3(
+        "deepseek-r1",
+        "deepseek-ai/DeepSeek-R1",
+        128,
+        [256, 3],
+        [129_280, 163_840],
+        FP8,
+        0,
+    ),
+    deepseek_v3(
+        "deepseek-r1-0528",
+        "deepseek-ai/DeepSeek-R1-0528",
+        128,
+        [256, 3],
+        [129_280, 163_840],
+        FP8,
+        0,
+    ),
+    deepseek_v3(
+        "deepseek-v3.2",
+        "deepseek-ai/DeepSeek-V3.2",
+        128,
+        [256, 3],
+        [129_280, 163_840],
+        FP8,
+        2048,
+    ),
+    deepseek_v3(
+        "kimi-k2",
+        "moonshotai/Kimi-K2-Instruct",
+        64,
+        [384, 1],
+        [163_840, 131_072],
+        FP8,
+        0,
+    ),
+    deepseek_v3(
+        "kimi-k2.5",
+        "moonshotai/Kimi-K2.5",
+        64,
+        [384, 1],
+        [163_840, 262_144],
+        [Dtype::Bf16, Dtype::Int4],
+        0,
+    ),
+    normed(sharing(
+        with_experts(
+            llama(
+                "glm-4.5",
+                "zai-org/GLM-4.5",
+                [92, 5120, 12_288],
+                [96, 8, 128],
+                [151_552, 131_072],
+            ),
+            160,
+            8,
+            1536,
+        ),
+        1536,
+        3,
+        BF16,
+    )),
+    normed(sharing(
+        with_experts(
+            llama(
+                "glm-4.6",
+                "zai-org/GLM-4.6",
+                [92, 5120, 12_288],
+                [96, 8, 128],
+                [151_552, 202_752],
+            ),
+            160,
+            8,
+            1536,
+        ),
+        1536,
+        3,
+        BF16,
+    )),
+    sharing(
+        with_experts(
+            llama(
+                "glm-4.5-air",
+                "zai-org/GLM-4.5-Air",
+                [46, 4096, 10_944],
+                [96, 8, 128],
+                [151_552, 131_072],
+            ),
+            128,
+            8,
+            1408,
+        ),
+        1408,
+        1,
+        BF16,
+    ),
+    normed(sharing(
+        with_experts(
+            llama(
+                "minimax-m2",
+                "MiniMaxAI/MiniMax-M2",
+                [62, 3072, 1536],
+                [48, 8, 128],
+                [200_064, 196_608],
+            ),
+            256,
+            8,
+            1536,
+        ),
+        0,
+        0,
+        FP8,
+    )),
+    normed(sharing(
+        with_experts(
+            llama(
+                "minimax-m2.5",
+                "MiniMaxAI/MiniMax-M2.5",
+                [62, 3072, 1536],
+                [48, 8, 128],
+                [200_064, 196_608],
+            ),
+            256,
+            8,
+            1536,
+        ),
+        0,
+        0,
+        FP8,
+    )),
+    normed(with_experts(
+        llama(
+            "qwen3-coder-480b-a35b",
+            "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+            [62, 6144, 8192],
+            [96, 8, 128],
+            [151_936, 262_144],
+        ),
+        160,
+        8,
+        2560,
+    )),
+    attending(
+        sharing(
+            with_experts(
+                normed(llama(
+                    "qwen3-next-80b-a3b",
+                    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+                    [48, 2048, 5120],
+                    [16, 2, 256],
+                    [151_936, 262_144],
+                )),
+                512,
+                10,
+                512,
+            ),
+            512,
+            0,
+            BF16,
+        ),
+        Attention::Linear {
+            layers: 36,
+            key_heads: 16,
+            value_heads: 32,
+            head_dim: 128,
+        },
+    ),
+    attending(
+        sharing(
+            with_experts(
+                normed(llama(
+                    "qwen3.5-397b-a17b",
+                    "Qwen/Qwen3.5-397B-A17B",
+                    [60, 4096, 1024],
+                    [32, 2, 256],
+                    [248_320, 262_144],
+                )),
+                512,
+                10,
+                1024,
+            ),
+            1024,
+            0,
+            BF16,
+        ),
+        Attention::Linear {
+            layers: 45,
+            key_heads: 16,
+            value_heads: 64,
+            head_dim: 128,
+        },
+    ),
+    attending(
+        normed(tied(llama(
+            "gemma-3-4b",
+            "google/gemma-3-4b-it",
+            [34, 2560, 10_240],
+            [8, 4, 256],
+            [262_208, 131_072],
+        ))),
+        Attention::Windowed {
+            tokens: 1024,
+            layers: 29,
+        },
+    ),
+    attending(
+        normed(tied(llama(
+            "gemma-3-12b",
+            "google/gemma-3-12b-it",
+            [48, 3840, 15_360],
+            [16, 8, 256],
+            [262_208, 131_072],
+        ))),
+        Attention::Windowed {
+            tokens: 1024,
+            layers: 40,
+        },
+    ),
+    attending(
+        normed(tied(llama(
+            "gemma-3-27b",
+            "google/gemma-3-27b-it",
+            [62, 5376, 21_504],
+            [32, 16, 128],
+            [262_208, 131_072],
+        ))),
+        Attention::Windowed {
+            tokens: 1024,
+            layers: 52,
+        },
+    ),
+    llama(
+        "mistral-nemo-12b",
+        "mistralai/Mistral-Nemo-Instruct-2407",
+        [40, 5120, 14_336],
+        [32, 8, 128],
+        [131_072, 131_072],
+    ),
+    llama(
+        "mistral-small-3.2-24b",
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+        [40, 5120, 32_768],
+        [32, 8, 128],
+        [131_072, 131_072],
+    ),
+    llama(
+        "mistral-large-2",
+        "mistralai/Mistral-Large-Instruct-2407",
+        [88, 12_288, 28_672],
+        [96, 8, 128],
+        [32_768, 131_072],
+    ),
+    llama(
+        "phi-4",
+        "microsoft/phi-4",
+        [40, 5120, 17_920],
+        [40, 10, 128],
+        [100_352, 16_384],
+    ),
+    attending(
+        sharing(
+            with_experts(
+                llama(
+                    "glm-5",
+                    "zai-org/GLM-5",
+                    [78, 6144, 12_288],
+                    [64, 64, 256],
+                    [154_880, 202_752],
+                ),
+                256,
+                8,
+                2048,
+            ),
+            2048,
+            3,
+            BF16,
+        ),
+        Attention::Latent {
+            query_rank: 2048,
+            kv_rank: 512,
+            rope_dim: 64,
+            nope_dim: 192,
+            value_dim: 256,
+            sparse_tokens: 2048,
+        },
+    ),
 ];
 
-/// The model named `name`.
+/// The model called `name`: a preset's name, or the id of its Hugging Face repository in any case.
 pub fn model(name: &str) -> Option<&'static ModelShape> {
-    MODELS.iter().find(|model| model.name == name)
+    MODELS
+        .iter()
+        .find(|model| model.name == name || model.source.eq_ignore_ascii_case(name))
 }
 
 #[cfg(test)]
@@ -640,6 +1286,34 @@ mod tests {
             ("qwen3-32b", 32.76),
             ("qwen3-30b-a3b", 30.53),
             ("qwen3-235b-a22b", 235.09),
+            ("llama-3.3-70b", 70.55),
+            ("llama-4-scout", 107.77),
+            ("llama-4-maverick", 400.7),
+            ("gpt-oss-20b", 20.9),
+            ("gpt-oss-120b", 116.8),
+            ("deepseek-v3", 671.0),
+            ("deepseek-v3.1", 671.0),
+            ("deepseek-r1", 671.0),
+            ("deepseek-r1-0528", 671.0),
+            ("deepseek-v3.2", 671.0),
+            ("kimi-k2", 1026.0),
+            ("kimi-k2.5", 1026.0),
+            ("glm-4.5", 352.8),
+            ("glm-4.6", 352.8),
+            ("glm-4.5-air", 106.9),
+            ("minimax-m2", 228.7),
+            ("minimax-m2.5", 228.7),
+            ("qwen3-coder-480b-a35b", 480.0),
+            ("qwen3-next-80b-a3b", 79.7),
+            ("qwen3.5-397b-a17b", 397.0),
+            ("gemma-3-4b", 3.88),
+            ("gemma-3-12b", 11.77),
+            ("gemma-3-27b", 27.0),
+            ("mistral-nemo-12b", 12.25),
+            ("mistral-small-3.2-24b", 23.57),
+            ("mistral-large-2", 122.6),
+            ("phi-4", 14.66),
+            ("glm-5", 744.0),
         ];
         assert_eq!(cards.len(), MODELS.len(), "a preset without a card");
         for (name, billions) in cards {

@@ -172,7 +172,7 @@ impl Roofline {
         let hidden = f64::from(shape.hidden_size);
         let peak = match dtype {
             Dtype::Bf16 => gpu.bf16_flops,
-            Dtype::Fp8 => gpu.fp8_flops.unwrap_or(gpu.bf16_flops),
+            _ => gpu.fp8_flops.unwrap_or(gpu.bf16_flops),
         };
         // The one GPU besides the RTX PRO 6000 whose kernels were measured.
         let of_compute = match gpu.name {
@@ -202,7 +202,7 @@ impl Roofline {
                 mlp * f64::from(e.count),
                 mlp * f64::from(e.per_token),
                 peak,
-                dtype.bytes() as f64,
+                dtype.bytes(),
             ),
             untouched: 1.0 - f64::from(e.per_token) / f64::from(e.count),
         });
@@ -246,9 +246,9 @@ impl Roofline {
         let kv_bytes = shape.kv_bytes_per_token_per_gpu(tensor_parallel, kv_dtype) as f64;
         let qk_norm_ns = if shape.qk_norm { QK_NORM_FIXED_NS } else { 0.0 };
         Roofline {
-            dense: gemm(dense, dense, peak, dtype.bytes() as f64),
+            dense: gemm(dense, dense, peak, dtype.bytes()),
             // FP8 checkpoints keep the head in 16 bits.
-            head: gemm(head, head, gpu.bf16_flops, Dtype::Bf16.bytes() as f64),
+            head: gemm(head, head, gpu.bf16_flops, Dtype::Bf16.bytes()),
             experts,
             attention_pair_ns: pair_flops / (gpu.bf16_flops * ATTENTION_COMPUTE) * NS,
             context_ns: stream(kv_bytes),

@@ -36,6 +36,11 @@ torture:
 fuzz:
 	./scripts/fuzz.sh
 
+# Predictions against measured deployments on held-out folds (docs/accuracy.md). WRITE=1: new profile and tables.
+.PHONY: accuracy
+accuracy: build
+	./scripts/accuracy.sh
+
 # Interleavings of the lock-free parts of the plane, under loom (its own target folder).
 .PHONY: loom
 loom:

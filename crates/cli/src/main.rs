@@ -34,6 +34,10 @@ enum Command {
     Simulate(Box<cmd::simulate::Args>),
     /// Run one load on many clusters in virtual time, and show which are worth having
     Sweep(Box<cmd::sweep::Args>),
+    /// Predict TTFT and TPOT of a table of deployments, with error bars
+    Predict(cmd::predict::Args),
+    /// Fit a step-time profile to measured deployments, and score it on held-out ones
+    Calibrate(cmd::calibrate::Args),
     /// Run a load live and in virtual time, and say where the difference is
     Drag(Box<cmd::drag::Args>),
     /// Simulate, measure and load the CPU scheduler
@@ -65,6 +69,8 @@ fn main() -> ExitCode {
         Command::Worker(args) => cmd::worker::run(&args),
         Command::Simulate(args) => cmd::simulate::run(&args),
         Command::Sweep(args) => cmd::sweep::run(&args),
+        Command::Predict(args) => cmd::predict::run(&args),
+        Command::Calibrate(args) => cmd::calibrate::run(&args),
         Command::Drag(args) => cmd::drag::run(&args),
         Command::Sched(args) => cmd::sched::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),

@@ -12,12 +12,14 @@ mod watch;
 mod workload_args;
 
 pub(crate) mod bench;
+pub(crate) mod calibrate;
 pub(crate) mod doctor;
 pub(crate) mod drag;
 pub(crate) mod events;
 pub(crate) mod frontend;
 pub(crate) mod kv;
 pub(crate) mod net;
+pub(crate) mod predict;
 pub(crate) mod presets;
 pub(crate) mod sched;
 pub(crate) mod serve;

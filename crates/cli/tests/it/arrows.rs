@@ -52,6 +52,7 @@ fn crates_depend_as_drawn() {
         ("config", &["dispatch", "engine", "planes", "router"]),
         ("discovery", &["config", "kvindex", "kvstore", "planes"]),
         ("kvstore", &["config", "planes"]),
+        ("perf", &["engine", "report", "twin", "workload"]),
         (
             "engine",
             &["dispatch", "frontend", "planes", "router", "twin"],

@@ -1,0 +1,314 @@
+//! Makes a profile from measured deployments, and scores it on those that a fit did not see.
+
+use std::collections::BTreeMap;
+
+use crate::deployment::Deployment;
+use crate::linear_algebra::solve;
+use crate::predict::physical;
+use crate::profile::{COUNT, Distance, OWN, Params, Profile, SHARED};
+use crate::residual::{self, Features};
+
+/// A deployment with its measured means.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// What was deployed.
+    pub deployment: Deployment,
+    /// Mean TPOT, ms.
+    pub tpot_ms: f64,
+    /// Mean TTFT, ms.
+    pub ttft_ms: f64,
+}
+
+/// Spread of repeated measurements on log time, TPOT and TTFT, that residuals are weighed with.
+const NOISE: [f64; 2] = [0.06, 0.15];
+/// The same of what physics leaves over, while parameters are fitted.
+const PHYSICS_NOISE: [f64; 2] = [0.12, 0.35];
+
+/// Fits the physical parameters: Gauss-Newton on log time with the priors as ridge and weights that
+/// fall off beyond one standard deviation.
+pub fn params(samples: &[&Sample]) -> Params {
+    let prior: Vec<f64> = Params::prior()
+        .values
+        .iter()
+        .map(|x| libm::log(*x))
+        .collect();
+    let spread = Params::spread();
+    let mut at = prior.clone();
+    let params_of = |at: &[f64]| Params {
+        values: at.iter().map(|x| libm::exp(*x)).collect(),
+    };
+    let errors = |params: &Params, sample: &Sample| {
+        let p = physical(&sample.deployment, params);
+        [
+            libm::log(p.tpot_ms / sample.tpot_ms) / PHYSICS_NOISE[0],
+            libm::log(p.ttft_ms / sample.ttft_ms) / PHYSICS_NOISE[1],
+        ]
+    };
+    // Soft L1: quadratic near 0, linear beyond.
+    let cost_of = |at: &[f64]| {
+        let params = params_of(at);
+        let data: f64 = samples
+            .iter()
+            .flat_map(|s| errors(&params, s))
+            .map(|e| 2.0 * ((1.0 + e * e).sqrt() - 1.0))
+            .sum();
+        let held: f64 = at
+            .iter()
+            .zip(&prior)
+            .zip(&spread)
+            .map(|((x, p), s)| (2.0 * (x - p) / s).powi(2))
+            .sum();
+        data + held
+    };
+    let mut cost = cost_of(&at);
+    let mut damping = 1e-2;
+    for _ in 0..14 {
+        let here = params_of(&at);
+        let mut moved = Vec::with_capacity(COUNT);
+        const STEP: f64 = 1e-3;
+        for i in 0..COUNT {
+            let mut values = here.values.clone();
+            values[i] *= libm::exp(STEP);
+            moved.push(Params { values });
+        }
+        let mut a = vec![0.0; COUNT * COUNT];
+        let mut b = vec![0.0; COUNT];
+        for sample in samples {
+            let framework = sample.deployment.framework as usize;
+            let own = SHARED.len() + framework * OWN.len();
+            let touched: Vec<usize> = (0..SHARED.len()).chain(own..own + OWN.len()).collect();
+            let e = errors(&here, sample);
+            let slopes: Vec<[f64; 2]> = touched
+                .iter()
+                .map(|&i| {
+                    let m = errors(&moved[i], sample);
+                    [(m[0] - e[0]) / STEP, (m[1] - e[1]) / STEP]
+                })
+                .collect();
+            for target in 0..2 {
+                let weight = 1.0 / (1.0 + e[target] * e[target]).sqrt();
+                for (&i, u) in touched.iter().zip(&slopes) {
+                    b[i] -= weight * u[target] * e[target];
+                    for (&j, v) in touched.iter().zip(&slopes) {
+                        if j <= i {
+                            a[i * COUNT + j] += weight * u[target] * v[target];
+                        }
+                    }
+                }
+            }
+        }
+        for i in 0..COUNT {
+            let pull = 4.0 / (spread[i] * spread[i]);
+            b[i] -= pull * (at[i] - prior[i]);
+            a[i * COUNT + i] += pull;
+        }
+        let mut better = false;
+        for _ in 0..6 {
+            let (mut a, mut step) = (a.clone(), b.clone());
+            for i in 0..COUNT {
+                a[i * COUNT + i] *= 1.0 + damping;
+            }
+            assert!(solve(&mut a, &mut step), "a ridge is positive definite");
+            let there: Vec<f64> = at
+                .iter()
+                .zip(&step)
+                .map(|(x, s)| x + s.clamp(-0.7, 0.7))
+                .collect();
+            let cost_there = cost_of(&there);
+            if cost_there < cost {
+                let little = cost - cost_there < 1e-4 * cost;
+                (at, cost) = (there, cost_there);
+                damping = (damping * 0.3).max(1e-6);
+                better = !little;
+                break;
+            }
+            damping *= 5.0;
+        }
+        if !better {
+            break;
+        }
+    }
+    params_of(&at)
+}
+
+/// Fits parameters and residual; the bands stay those of the prior.
+pub fn profile(samples: &[&Sample]) -> Profile {
+    let params = params(samples);
+    let mut profile = Profile::prior();
+    let featured: Vec<(Features, [f64; 2])> = samples
+        .iter()
+        .map(|s| {
+            let p = physical(&s.deployment, &params);
+            let errors = [
+                libm::log(s.tpot_ms / p.tpot_ms),
+                libm::log(s.ttft_ms / p.ttft_ms),
+            ];
+            (Features::of(&s.deployment), errors)
+        })
+        .collect();
+    for target in 0..2 {
+        let rows: Vec<(&Features, f64)> = featured.iter().map(|(f, e)| (f, e[target])).collect();
+        profile.residual[target] = residual::fit(&rows, target, NOISE[target]);
+    }
+    profile.params = params;
+    profile
+}
+
+/// A sample as a fold that did not contain it predicts it.
+#[derive(Clone, Copy, Debug)]
+pub struct HeldOut {
+    /// Index of the sample.
+    pub sample: usize,
+    /// Index of the fold among those of its kind.
+    pub fold: usize,
+    /// Log of predicted over measured, TPOT and TTFT.
+    pub errors: [f64; 2],
+    /// The same by physics alone, with the parameters of the fold.
+    pub physics: [f64; 2],
+    /// Whether more requests were under way than there was room for, by the model.
+    pub saturated: bool,
+}
+
+/// Names of the folds of one kind, and the fold of each sample.
+pub fn folds(samples: &[Sample], kind: Distance) -> (Vec<String>, Vec<usize>) {
+    const PARTS: u64 = 5;
+    let keys: Vec<String> = samples
+        .iter()
+        .map(|s| {
+            let d = &s.deployment;
+            let p = d.parallel;
+            let cell = format!(
+                "{}|{}|{}|{}|{}",
+                d.family(),
+                d.gpu.name,
+                d.framework.name(),
+                d.precision,
+                d.mode()
+            );
+            match kind {
+                Distance::Near => {
+                    let series = format!(
+                        "{cell}|{}x{}x{}|{}+{}",
+                        p.tensor, p.attention_data, p.expert, d.isl, d.osl
+                    );
+                    part(&series, PARTS)
+                }
+                Distance::Combination => part(&cell, PARTS),
+                Distance::Model => d.family(),
+                Distance::Gpu => d.gpu.name.to_owned(),
+                Distance::Framework => d.framework.name().to_owned(),
+            }
+        })
+        .collect();
+    let mut names = keys.clone();
+    names.sort_unstable();
+    names.dedup();
+    let of = keys
+        .iter()
+        .map(|key| names.binary_search(key).expect("it is one of them"))
+        .collect();
+    (names, of)
+}
+
+/// One of `parts` equal parts of all texts, by a hash (FNV-1a).
+fn part(text: &str, parts: u64) -> String {
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("part {} of {parts}", (hash >> 17) % parts + 1)
+}
+
+/// Predicts every sample by a profile that was fitted without its fold.
+pub fn held_out(samples: &[Sample], kind: Distance) -> Vec<HeldOut> {
+    let (names, of) = folds(samples, kind);
+    let mut results = Vec::with_capacity(samples.len());
+    for fold in 0..names.len() {
+        let kept: Vec<&Sample> = samples
+            .iter()
+            .zip(&of)
+            .filter(|(_, f)| **f != fold)
+            .map(|(s, _)| s)
+            .collect();
+        if kept.is_empty() {
+            continue;
+        }
+        let fitted = profile(&kept);
+        for (index, sample) in samples.iter().enumerate().filter(|(i, _)| of[*i] == fold) {
+            let physical = physical(&sample.deployment, &fitted.params);
+            let features = Features::of(&sample.deployment);
+            let physics = [
+                libm::log(physical.tpot_ms / sample.tpot_ms),
+                libm::log(physical.ttft_ms / sample.ttft_ms),
+            ];
+            let errors = [0, 1].map(|target| {
+                physics[target] + features.residual(&fitted.residual[target], target)
+            });
+            results.push(HeldOut {
+                sample: index,
+                fold,
+                errors,
+                physics,
+                saturated: physical.saturated,
+            });
+        }
+    }
+    results.sort_by_key(|r| r.sample);
+    results
+}
+
+/// The value below which `share` of `values` lie; `values` is not empty.
+pub fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let at = share * (sorted.len() - 1) as f64;
+    let low = sorted[at as usize];
+    let high = sorted[(at as usize + 1).min(sorted.len() - 1)];
+    low + (high - low) * at.fract()
+}
+
+/// Bands in which 80 % of the measured times of held-out samples lie, on log time around the
+/// prediction, by distance and load. Few samples of a kind take those of all loads.
+pub fn bands(
+    held_out: &BTreeMap<Distance, Vec<HeldOut>>,
+) -> BTreeMap<(Distance, bool), [[f64; 2]; 2]> {
+    const LEAST: usize = 30;
+    let mut bands = BTreeMap::new();
+    for (&distance, results) in held_out {
+        for past in [false, true] {
+            let chosen: Vec<&HeldOut> = results.iter().filter(|r| r.saturated == past).collect();
+            let chosen = if chosen.len() < LEAST {
+                results.iter().collect()
+            } else {
+                chosen
+            };
+            let band = [0, 1].map(|target| {
+                let missed: Vec<f64> = chosen.iter().map(|r| -r.errors[target]).collect();
+                if missed.is_empty() {
+                    return [-1.0, 1.0];
+                }
+                [
+                    quantile(&missed, 0.1).min(0.0),
+                    quantile(&missed, 0.9).max(0.0),
+                ]
+            });
+            bands.insert((distance, past), band);
+        }
+    }
+    bands
+}
+
+/// Fits a profile to all of `samples`, with bands from the errors of held-out folds, which are
+/// returned besides. `source` says what the samples are, and the command.
+pub fn calibrate(
+    samples: &[Sample],
+    source: String,
+) -> (Profile, BTreeMap<Distance, Vec<HeldOut>>) {
+    let held_out: BTreeMap<_, _> = Distance::ALL
+        .into_iter()
+        .map(|distance| (distance, held_out(samples, distance)))
+        .collect();
+    let mut profile = profile(&samples.iter().collect::<Vec<_>>());
+    profile.bands = bands(&held_out);
+    profile.source = source;
+    (profile, held_out)
+}

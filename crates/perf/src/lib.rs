@@ -1,0 +1,31 @@
+//! Time of an engine step, and TTFT and TPOT of a deployment at a fixed concurrency.
+//!
+//! ```text
+//!  row of a table ─► Deployment ─► Physics (terms of a step) ─► closed loop ─► TTFT, TPOT
+//!                                      ▲                            │
+//!                   Profile: overheads, efficiencies ───────────────┤
+//!                   Profile: residual on log time, error bands ─────┘
+//! ```
+//!
+//! [`Physics`] says how long one step takes on given work; the timing model `calibrated` of the
+//! engine uses the same. [`Profile`] holds what was fitted to measured deployments, and is data.
+//! [`fit`] makes a profile from a table of measured deployments, and scores it on data that the
+//! fit did not see. Equations and sources: `docs/step-time.md`; errors: `docs/accuracy.md`.
+//!
+//! The crate does no I/O: texts go in and come out.
+
+mod deployment;
+pub mod fit;
+mod linear_algebra;
+mod physics;
+mod predict;
+mod profile;
+pub mod report;
+mod residual;
+
+pub use deployment::{
+    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, generation, read_rows,
+};
+pub use physics::{Load, Physics, Terms};
+pub use predict::{Estimate, predict};
+pub use profile::{Distance, Params, Profile, ProfileError};

@@ -1,0 +1,160 @@
+//! TTFT and TPOT of a closed loop: the steps' times, queues, and the profile's corrections.
+
+use crate::deployment::{Deployment, Parallel, Serving};
+use crate::physics::{Load, Physics};
+use crate::profile::{Distance, Params, Profile};
+use crate::residual;
+
+/// What is expected of a deployment.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// Mean time to first token, ms: expected, and the band that 80 % of measurements fall in.
+    pub ttft_ms: f64,
+    /// Lower end of the band.
+    pub ttft_low_ms: f64,
+    /// Upper end of the band.
+    pub ttft_high_ms: f64,
+    /// Mean time per output token after the first, ms.
+    pub tpot_ms: f64,
+    /// Lower end of the band.
+    pub tpot_low_ms: f64,
+    /// Upper end of the band.
+    pub tpot_high_ms: f64,
+    /// Distance from what the profile was fitted to.
+    pub distance: Distance,
+    /// More requests are under way than the KV cache or the prefill workers take.
+    pub saturated: bool,
+}
+
+/// TTFT and TPOT by physics alone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Physical {
+    pub(crate) tpot_ms: f64,
+    pub(crate) ttft_ms: f64,
+    pub(crate) saturated: bool,
+}
+
+/// Share of the GPU's memory that frameworks use, and what of it is neither weights nor cache.
+/// Source: vLLM's default `gpu_memory_utilization` up to 0.18 was 0.9; the reserve is what its
+/// memory profile reports for activations and CUDA graphs on 80 GB GPUs, 2 to 6 GB.
+const MEMORY_SHARE: f64 = 0.9;
+const RESERVE_BYTES: f64 = 4e9;
+
+/// Bytes of weights on each GPU.
+fn weight_bytes(d: &Deployment) -> f64 {
+    let (shape, formats) = (&d.shape, &d.formats);
+    let tp = f64::from(d.parallel.tensor);
+    let group = f64::from(d.parallel.expert_tensor * d.parallel.expert);
+    let bytes = (shape.attention_params_total() as f64 * formats.attention.bytes()
+        + shape.dense_mlp_params() as f64 * formats.mlp.bytes()
+        + 2.0 * shape.embedding_params() as f64 * 2.0)
+        / tp
+        + shape.expert_params() as f64 * formats.experts.bytes() / group;
+    bytes / f64::from(d.parallel.pipeline)
+}
+
+/// Sequences that the KV cache of one attention-data rank holds.
+fn sequences_max(d: &Deployment) -> f64 {
+    let budget = d.gpu.memory_bytes as f64 * MEMORY_SHARE - RESERVE_BYTES - weight_bytes(d);
+    let token = d
+        .shape
+        .kv_bytes_per_token_per_gpu(d.parallel.tensor, d.formats.kv_cache) as f64
+        / f64::from(d.parallel.pipeline);
+    // Answers are half written on average; some room stays unused.
+    let tokens = budget.max(2e9) / token.max(1.0);
+    (tokens / (d.isl + 0.55 * d.osl)).max(1.0)
+}
+
+pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
+    let physics = |parallel: Parallel| {
+        Physics::new(&d.shape, &d.gpu, d.formats, parallel, d.framework, params)
+    };
+    let own = |name| params.own(d.framework, name);
+    let shared = |name| params.shared(name);
+    let decoder = physics(d.parallel);
+    let ranks = f64::from(d.parallel.attention_data);
+    let context = d.isl + d.osl / 2.0;
+    let api = own("api_ms") * 1e6;
+    let per_request = own("api_sequence_ms") * 1e6;
+    match d.serving {
+        Serving::Aggregated => {
+            let room = sequences_max(d);
+            let running = d.batch.min(room);
+            let load = Load::decode(running, context);
+            let step = decoder.ns(&load);
+            let prompt = decoder.ns(&load.with_prompt(d.isl)) - step;
+            // Each answer sees the prompts of all others once.
+            let others = own("interference") * (running - 1.0).max(0.0) / d.osl * prompt;
+            let tpot = step + others;
+            let life = d.osl * tpot;
+            let busy = (running * prompt / (life + prompt)).min(0.97);
+            let service = prompt + step / 2.0;
+            let queue = own("queue") * busy / (1.0 - busy) * service / 2.0
+                + own("burst") * running * prompt * 0.1;
+            let no_room = (d.batch - running).max(0.0) / running.max(1.0) * life;
+            let fixed = api + per_request * d.batch * ranks;
+            let ttft = fixed + prompt + step + queue + no_room;
+            Physical {
+                tpot_ms: tpot / 1e6,
+                ttft_ms: ttft / 1e6,
+                saturated: d.batch > room,
+            }
+        }
+        Serving::Disaggregated {
+            prefill_workers,
+            prefill,
+            decode_workers,
+        } => {
+            let prefiller = physics(prefill);
+            let prompt = prefiller.ns(&Load::default().with_prompt(d.isl));
+            let under_way = d.batch * f64::from(decode_workers) * ranks;
+            let places = f64::from(prefill_workers) * f64::from(prefill.attention_data);
+            let most = places / prompt;
+            // Requests per ns: what the loop offers, and what prefill workers take, rounded where they meet.
+            let rate = |tpot: f64| {
+                let offered = under_way / (prompt + d.osl * tpot);
+                let both = libm::pow(offered, -4.0) + libm::pow(most, -4.0);
+                (offered, libm::pow(both, -0.25))
+            };
+            let first = decoder.ns(&Load::decode(d.batch, context));
+            let (_, taken) = rate(first);
+            let ranks_all = f64::from(decode_workers) * ranks;
+            let running = (taken * d.osl * first / ranks_all).clamp(1.0_f64.min(d.batch), d.batch);
+            let step = decoder.ns(&Load::decode(running, context));
+            let (offered, taken) = rate(step);
+            let waits = (under_way / taken - d.osl * step - prompt).max(0.0);
+            let fixed = api + shared("split_api_ms") * 1e6 + per_request * d.batch;
+            let computed = prompt * shared("split_prefill");
+            let queue = waits * shared("split_queue")
+                + shared("split_burst") * 0.1 * under_way * prompt / places;
+            let ttft = fixed + computed + queue;
+            Physical {
+                tpot_ms: step * shared("split_decode") / 1e6,
+                ttft_ms: ttft / 1e6,
+                saturated: offered > most,
+            }
+        }
+    }
+}
+
+/// What `profile` expects of `d`.
+pub fn predict(d: &Deployment, profile: &Profile) -> Estimate {
+    let physical = physical(d, &profile.params);
+    let features = residual::Features::of(d);
+    let distance = features.distance(profile);
+    let [tpot, ttft] = [0, 1].map(|target| {
+        let physical = [physical.tpot_ms, physical.ttft_ms][target];
+        physical * libm::exp(features.residual(&profile.residual[target], target))
+    });
+    let [of_tpot, of_ttft] = profile.bands[&(distance, physical.saturated)];
+    Estimate {
+        ttft_ms: ttft,
+        ttft_low_ms: ttft * libm::exp(of_ttft[0]),
+        ttft_high_ms: ttft * libm::exp(of_ttft[1]),
+        tpot_ms: tpot,
+        tpot_low_ms: tpot * libm::exp(of_tpot[0]),
+        tpot_high_ms: tpot * libm::exp(of_tpot[1]),
+        distance,
+        saturated: physical.saturated,
+    }
+}

@@ -1,0 +1,283 @@
+//! What physics leaves over, on log time: a sum of effects of nested groups of deployments.
+//!
+//! Every effect is drawn towards 0 by its prior, so a group with little data says little, and a
+//! deployment of which no group was measured gets physics alone: the correction fades with
+//! distance. Effects of groups that span models (framework, generation, precision) carry over to
+//! models that were never measured; those of a combination stay with it.
+
+use std::collections::BTreeMap;
+
+use crate::deployment::{Deployment, Serving, generation};
+use crate::linear_algebra::solve;
+use crate::profile::{Distance, Profile};
+
+/// Standard deviations of a group's effects on log TPOT; those on log TTFT are [`TTFT_SPREAD`] times as large.
+struct Group {
+    name: &'static str,
+    /// Of the effect itself.
+    effect: f64,
+    /// Of its slopes over the features beyond the first.
+    slope: f64,
+    /// Features that it has, the constant included.
+    features: usize,
+}
+
+const fn group(name: &'static str, effect: f64, slope: f64, features: usize) -> Group {
+    Group {
+        name,
+        effect,
+        slope,
+        features,
+    }
+}
+
+const TTFT_SPREAD: f64 = 2.5;
+
+/// From wide to narrow.
+const GROUPS: &[Group] = &[
+    group("mode", 0.03, 0.01, 3),
+    group("framework", 0.03, 0.01, 3),
+    group("generation", 0.03, 0.01, 3),
+    group("system", 0.02, 0.01, 1),
+    group("precision", 0.04, 0.015, 3),
+    group("kind", 0.04, 0.015, 3),
+    group("family", 0.05, 0.02, 3),
+    group("family-framework", 0.08, 0.03, 3),
+    group("family-generation", 0.08, 0.03, 3),
+    group("layout", 0.06, 0.02, 3),
+    group("combination", 0.20, 0.08, 7),
+    group("name", 0.10, 0.04, 3),
+    group("version", 0.12, 0.05, 3),
+    group("parallel", 0.12, 0.06, 4),
+    group("lengths", 0.06, 0.03, 2),
+    group("series", 0.06, 0.04, 2),
+];
+
+/// Groups and features of one deployment.
+pub(crate) struct Features {
+    levels: Vec<String>,
+    values: [Vec<f64>; 2],
+}
+
+/// Continuous features stay where deployments are measured: beyond, slopes would extrapolate.
+fn within(x: f64, most: f64) -> f64 {
+    x.clamp(-most, most)
+}
+
+impl Features {
+    pub(crate) fn of(d: &Deployment) -> Features {
+        let framework = d.framework.name();
+        let generation = generation(d.gpu.name);
+        let mode = d.mode();
+        let family = d.family();
+        let kind = match (d.shape.experts, d.shape.attention) {
+            (None, _) => "dense",
+            (Some(_), slipstream_config::preset::Attention::Latent { .. }) => "latent",
+            (Some(_), slipstream_config::preset::Attention::Linear { .. }) => "linear",
+            (Some(_), _) => "experts",
+        };
+        let p = d.parallel;
+        let layout = format!(
+            "{}{}",
+            if p.expert > 1 { "ep" } else { "tp" },
+            if p.attention_data > 1 { "-dp" } else { "" }
+        );
+        let combination = format!("{family}|{framework}|{generation}|{}|{mode}", d.precision);
+        let parallel = match d.serving {
+            Serving::Aggregated => format!(
+                "{combination}|{}|{}x{}x{}",
+                d.gpu.name, p.tensor, p.attention_data, p.expert
+            ),
+            Serving::Disaggregated { prefill, .. } => format!(
+                "{combination}|{}|{}x{}x{}-{}x{}",
+                d.gpu.name,
+                p.tensor,
+                p.attention_data,
+                p.expert,
+                prefill.tensor,
+                prefill.attention_data
+            ),
+        };
+        let lengths = format!("{combination}|{}|{}+{}", d.gpu.name, d.isl, d.osl);
+        let series = format!("{parallel}|{}+{}", d.isl, d.osl);
+        let levels = GROUPS
+            .iter()
+            .map(|group| match group.name {
+                "mode" => mode.to_owned(),
+                "framework" => format!("{framework}|{mode}"),
+                "generation" => format!("{generation}|{framework}"),
+                "system" => format!("{}|{framework}", d.gpu.name),
+                "precision" => format!("{framework}|{generation}|{}", d.precision),
+                "kind" => format!("{framework}|{kind}|{generation}|{}", d.precision),
+                "family" => family.clone(),
+                "family-framework" => format!("{family}|{framework}"),
+                "family-generation" => format!("{family}|{framework}|{generation}"),
+                "layout" => format!("{framework}|{layout}|{kind}"),
+                "combination" => combination.clone(),
+                // Repositories of one shape may be served with other options, such as drafts of tokens.
+                "name" => format!("{combination}|{}", d.shape.name),
+                "version" => format!("{combination}|{}|{}", d.shape.name, d.version),
+                "parallel" => parallel.clone(),
+                "lengths" => lengths.clone(),
+                "series" => series.clone(),
+                other => unreachable!("{other} is no group"),
+            })
+            .collect();
+        let log2 = |x: f64| libm::log2(x.max(1e-9));
+        let batch = within(log2(d.batch * f64::from(p.attention_data)) - 4.5, 5.0) / 2.0;
+        let input = within(log2(d.isl / 2048.0), 3.0) / 1.5;
+        let output = within(log2(d.osl / 1024.0), 3.0) / 2.0;
+        let gpus = within(log2(f64::from(p.tensor * p.attention_data)) - 2.0, 2.0);
+        let base = [
+            1.0,
+            batch,
+            input,
+            gpus,
+            output,
+            batch * batch / 2.0 - 0.3,
+            batch * input,
+        ];
+        let values = [base.to_vec(), base.to_vec()];
+        Features { levels, values }
+    }
+
+    /// Name of the constant effect of `group`.
+    fn key(&self, group: &str) -> String {
+        let at = GROUPS.iter().position(|g| g.name == group);
+        let level = &self.levels[at.expect("a group of the list")];
+        format!("{group}|{level}|0")
+    }
+
+    /// Name, standard deviation and value of each effect on `target` (0: TPOT, 1: TTFT).
+    fn effects(&self, target: usize) -> impl Iterator<Item = (String, f64, f64)> {
+        let scale = [1.0, TTFT_SPREAD][target];
+        GROUPS
+            .iter()
+            .zip(&self.levels)
+            .flat_map(move |(group, level)| {
+                self.values[target][..group.features]
+                    .iter()
+                    .enumerate()
+                    .map(move |(i, value)| {
+                        let spread = if i == 0 { group.effect } else { group.slope };
+                        (
+                            format!("{}|{level}|{i}", group.name),
+                            spread * scale,
+                            *value,
+                        )
+                    })
+            })
+    }
+
+    /// Log of measured over physical time that `coefficients` expect.
+    ///
+    /// A model that was never measured gets 0: on held-out models, effects of wider groups alone are
+    /// no better than physics (docs/accuracy.md).
+    pub(crate) fn residual(&self, coefficients: &BTreeMap<String, f32>, target: usize) -> f64 {
+        if !coefficients.contains_key(&self.key("family")) {
+            return 0.0;
+        }
+        let sum: f64 = self
+            .effects(target)
+            .filter_map(|(name, _, value)| Some(f64::from(*coefficients.get(&name)?) * value))
+            .sum();
+        // Physics is never off by more than this on data that was understood.
+        within(sum, [0.8, 1.5][target])
+    }
+
+    pub(crate) fn distance(&self, profile: &Profile) -> Distance {
+        let measured = |name: &str| profile.residual[0].contains_key(&self.key(name));
+        let any_framework = |level: &str| {
+            let framework = level.split('|').next().unwrap_or("");
+            ["agg", "disagg"].iter().any(|mode| {
+                profile.residual[0].contains_key(&format!("framework|{framework}|{mode}|0"))
+            })
+        };
+        let any_gpu = |level: &str| {
+            let gpu = level.split('|').next().unwrap_or("");
+            let start = format!("system|{gpu}|");
+            profile.residual[0]
+                .range(start.clone()..)
+                .next()
+                .is_some_and(|(name, _)| name.starts_with(&start))
+        };
+        if measured("parallel") {
+            Distance::Near
+        } else if !any_framework(&self.levels[1]) {
+            Distance::Framework
+        } else if !measured("family") {
+            Distance::Model
+        } else if !any_gpu(&self.levels[3]) {
+            Distance::Gpu
+        } else {
+            Distance::Combination
+        }
+    }
+}
+
+/// Fits effects to the second of each of `samples`, log of measured over physical time: ridge
+/// regression, with samples that lie `noise` and more away counting less (Cauchy weights).
+///
+/// Solved in its dual form, a matrix of the samples: there are several effects per sample.
+pub(crate) fn fit(
+    samples: &[(&Features, f64)],
+    target: usize,
+    noise: f64,
+) -> BTreeMap<String, f32> {
+    let n = samples.len();
+    // Levels as numbers, to compare them quickly.
+    let mut numbers: BTreeMap<(usize, &str), usize> = BTreeMap::new();
+    let levels: Vec<Vec<usize>> = samples
+        .iter()
+        .map(|(features, _)| {
+            let of_group = features.levels.iter().enumerate().map(|(group, level)| {
+                let next = numbers.len();
+                *numbers.entry((group, level.as_str())).or_insert(next)
+            });
+            of_group.collect()
+        })
+        .collect();
+    let scale = [1.0, TTFT_SPREAD][target];
+    let mut kernel = vec![0.0; n * n];
+    for i in 0..n {
+        for j in 0..=i {
+            let (x, y) = (&samples[i].0.values[target], &samples[j].0.values[target]);
+            let sum: f64 = GROUPS
+                .iter()
+                .enumerate()
+                .filter(|(g, _)| levels[i][*g] == levels[j][*g])
+                .map(|(_, group)| {
+                    let pairs = x.iter().zip(y).take(group.features).skip(1);
+                    let slopes: f64 = pairs.map(|(a, b)| a * b).sum();
+                    group.effect * group.effect + group.slope * group.slope * slopes
+                })
+                .sum();
+            kernel[i * n + j] = sum * scale * scale;
+        }
+    }
+    let mut weights = vec![1.0; n];
+    let mut dual = vec![0.0; n];
+    for _ in 0..3 {
+        let mut a = kernel.clone();
+        for (i, weight) in weights.iter().enumerate() {
+            a[i * n + i] += noise * noise / weight;
+        }
+        dual = samples.iter().map(|(_, error)| *error).collect();
+        assert!(solve(&mut a, &mut dual), "a ridge is positive definite");
+        for (weight, dual) in weights.iter_mut().zip(&dual) {
+            // What is left over of a sample is its dual variable times its variance.
+            let left = dual * noise * noise / *weight;
+            *weight = 1.0 / (1.0 + (left / (2.0 * noise)).powi(2));
+        }
+    }
+    let mut effects: BTreeMap<String, f64> = BTreeMap::new();
+    for ((features, _), dual) in samples.iter().zip(&dual) {
+        for (name, spread, value) in features.effects(target) {
+            *effects.entry(name).or_default() += spread * spread * value * dual;
+        }
+    }
+    effects
+        .into_iter()
+        .map(|(name, effect)| (name, effect as f32))
+        .collect()
+}

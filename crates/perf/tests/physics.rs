@@ -1,0 +1,146 @@
+//! Properties of step times that hold whatever was fitted.
+
+use slipstream_config::cluster::Dtype;
+use slipstream_config::preset;
+use slipstream_perf::{Deployment, predict, read_rows};
+use slipstream_perf::{Distance, Formats, Framework, Load, Parallel, Params, Physics, Profile};
+
+fn physics(model: &str, gpu: &str, precision: Dtype, parallel: Parallel) -> Physics {
+    let shape = preset::model(model).unwrap();
+    Physics::new(
+        shape,
+        preset::gpu(gpu).unwrap(),
+        Formats::of(shape, precision),
+        parallel,
+        Framework::Vllm,
+        &Params::prior(),
+    )
+}
+
+fn split(tensor: u32, attention_data: u32, expert: u32) -> Parallel {
+    Parallel {
+        tensor,
+        attention_data,
+        expert_tensor: tensor * attention_data / expert,
+        expert,
+        ..Parallel::ONE
+    }
+}
+
+#[test]
+fn more_work_takes_longer_on_every_preset() {
+    for model in preset::MODELS {
+        for gpu in preset::GPUS {
+            let step = physics(&model.name, gpu.name, Dtype::Bf16, split(4, 1, 1));
+            let mut before = 0.0;
+            for load in [
+                Load::decode(1.0, 100.0),
+                Load::decode(8.0, 100.0),
+                Load::decode(8.0, 20_000.0),
+                Load::decode(64.0, 20_000.0),
+                Load::decode(64.0, 20_000.0).with_prompt(1000.0),
+                Load::decode(64.0, 20_000.0).with_prompt(8000.0),
+            ] {
+                let ns = step.ns(&load);
+                assert!(
+                    ns.is_finite() && ns > before,
+                    "{} on {}",
+                    model.name,
+                    gpu.name
+                );
+                before = ns;
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_reads_what_its_kind_says() {
+    let grows = |model: &str| {
+        let step = physics(model, "h200-sxm", Dtype::Bf16, split(8, 1, 1));
+        let at = |context: f64| step.terms(&Load::decode(32.0, context)).attention;
+        (at(64_000.0) - at(32_000.0)) / (at(32_000.0) - at(16_000.0))
+    };
+    // Full, latent and windowed attention grow with the context; sparse attention by its index alone.
+    for model in [
+        "llama-3.1-70b",
+        "deepseek-v3",
+        "gpt-oss-120b",
+        "qwen3.5-397b-a17b",
+    ] {
+        assert!((grows(model) - 2.0).abs() < 1e-6, "{model}");
+    }
+    let per_token = |model: &str| {
+        let step = physics(model, "h200-sxm", Dtype::Bf16, split(8, 1, 1));
+        let at = |context: f64| step.terms(&Load::decode(32.0, context)).attention;
+        at(64_000.0) - at(32_000.0)
+    };
+    assert!(per_token("deepseek-v3.2") < 0.3 * per_token("deepseek-v3"));
+    // Half of gpt-oss's layers see 128 tokens.
+    let full = 2.0 * 18.0 * 64.0 * 2.0 * 32.0 * 32_000.0 / (4.8e12 * 0.85) * 1e9;
+    assert!((per_token("gpt-oss-120b") / full - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn ranks_of_attention_meet_at_the_experts() {
+    let alone = physics("deepseek-v3", "h200-sxm", Dtype::Fp8, split(1, 1, 1));
+    let eight = physics("deepseek-v3", "h200-sxm", Dtype::Fp8, split(1, 8, 8));
+    let load = Load::decode(512.0, 1000.0);
+    // Each GPU holds an eighth of the experts and serves the tokens of eight ranks: more than an eighth of
+    // the work of one alone, and no more than that work with imbalance.
+    let (alone, eight) = (alone.terms(&load), eight.terms(&load));
+    assert!(eight.experts > alone.experts / 8.0 && eight.experts < 1.4 * alone.experts);
+    assert!(alone.collectives == 0.0 && eight.collectives > 0.0);
+    assert!(
+        (alone.attention / eight.attention - 1.0).abs() < 0.2,
+        "attention is not split"
+    );
+}
+
+#[test]
+fn fewer_bits_are_read_faster() {
+    let dense = |precision| {
+        physics("llama-3.1-70b", "b200-sxm", precision, split(8, 1, 1))
+            .terms(&Load::decode(1.0, 100.0))
+            .dense
+    };
+    assert!(dense(Dtype::Bf16) > dense(Dtype::Fp8) && dense(Dtype::Fp8) > dense(Dtype::Nvfp4));
+    // Hopper has no FP4 units: weights are unpacked, and prompts gain nothing over 16 bits.
+    let prompt = |precision| {
+        physics("llama-3.1-70b", "h100-sxm", precision, split(8, 1, 1))
+            .terms(&Load::default().with_prompt(8000.0))
+            .dense
+    };
+    assert!(prompt(Dtype::Nvfp4) > prompt(Dtype::Bf16));
+}
+
+#[test]
+fn error_bars_widen_with_distance_and_unseen_deployments_are_named() {
+    let head = "model_path,system,backend,precision,isl,osl,batch_size,tp_size\n";
+    let near = "meta-llama/Llama-3.1-70B,h200_sxm,vllm,fp8,1024,1024,16,8\n";
+    let model = "google/gemma-3-27b-it,h200_sxm,vllm,bf16,1024,1024,16,2\n";
+    let gpu = "meta-llama/Llama-3.1-70B,mi355x,vllm,fp8,1024,1024,16,8\n";
+    let combination = "meta-llama/Llama-3.1-70B,h200_sxm,sglang,bf16,1024,1024,16,4\n";
+    let rows = read_rows(format!("{head}{near}{model}{gpu}{combination}").as_bytes()).unwrap();
+    let answers: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            predict(
+                &Deployment::read(row, &|_| None).unwrap(),
+                Profile::built_in(),
+            )
+        })
+        .collect();
+    let distances: Vec<Distance> = answers.iter().map(|a| a.distance).collect();
+    assert_eq!(
+        distances,
+        [
+            Distance::Near,
+            Distance::Model,
+            Distance::Gpu,
+            Distance::Combination
+        ]
+    );
+    let width = |i: usize| answers[i].tpot_high_ms / answers[i].tpot_low_ms;
+    assert!((1..4).all(|i| width(i) > width(0)));
+}

@@ -1,19 +1,19 @@
-//! Forward-pass metrics (FPM): one record a pass and rank.
+//! Forward-pass metrics (FPM): one record per step and rank.
 
 use crate::ids::RankId;
 
-/// What one forward pass worked on, and what was left in the queues.
+/// Work of one forward pass, and the state of the queues after it.
 ///
-/// Order: by `counter`, per rank, which counts passes (and idle heartbeats); a gap says that a
+/// Order: by `counter`, which counts the passes (and idle heartbeats) of a rank. A gap means that a
 /// full queue dropped records. Fields and their names on the wire follow the schema that planners
 /// for vLLM read (version 1); variances are population variances.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ForwardPassMetrics {
-    /// Who ran the pass.
+    /// The rank that ran the pass.
     pub rank: RankId,
     /// Number of this record among those of the rank, from 0.
     pub counter: u64,
-    /// Wall time of the pass, s: modelled where the engine is a model; 0 in a heartbeat.
+    /// Wall time of the pass, s: modelled if the engine is a model; 0 in a heartbeat.
     pub wall_time_s: f64,
     /// Prefill sequences in the pass.
     pub scheduled_prefill: PrefillStats,
@@ -21,24 +21,24 @@ pub struct ForwardPassMetrics {
     pub scheduled_prefill_kv_tokens: u64,
     /// Decode sequences in the pass.
     pub scheduled_decode: DecodeStats,
-    /// Prefill sequences that wait.
+    /// Waiting prefill sequences.
     pub queued_prefill: PrefillStats,
-    /// Decode sequences that wait (preempted ones).
+    /// Waiting decode sequences (preempted ones).
     pub queued_decode: DecodeStats,
 }
 
-/// Sums over prefill sequences.
+/// Totals over prefill sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PrefillStats {
     /// Sequences.
     pub requests: u32,
-    /// Tokens to compute: of this pass if scheduled, in all if queued.
+    /// Tokens to compute: in this pass if scheduled, in total if queued.
     pub tokens: u64,
     /// Variance of those tokens over the sequences.
     pub length_variance: f64,
 }
 
-/// Sums over decode sequences.
+/// Totals over decode sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DecodeStats {
     /// Sequences.

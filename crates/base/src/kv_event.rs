@@ -1,4 +1,4 @@
-//! What an engine's KV cache gained and lost, as the router's index hears it.
+//! Changes of an engine's KV cache, as published to the router's index.
 
 use crate::ids::RankId;
 use crate::token::{BlockHash, TokenId};
@@ -13,24 +13,25 @@ pub enum KvOp {
         /// The block before it; the chain's root for the first block of a prompt.
         parent: BlockHash,
     },
-    /// The last copy of a block is gone.
+    /// The last copy of a block was removed.
     Removed {
         /// The block.
         hash: BlockHash,
     },
-    /// Every block is gone (prefix cache reset, or the engine restarted).
+    /// Every block was removed (prefix cache reset, or engine restart).
     Cleared,
 }
 
-/// The changes of one pass, in the order in which they happened.
+/// The changes of one step, in order.
 ///
-/// Order: `sequence` grows by one with each delta that is published for a rank, so a consumer sees
-/// a gap. After a gap it asks for a snapshot: `Cleared`, then every block held. A snapshot takes no
-/// number: its `sequence` is that of the delta that comes next.
-/// Delivery: at least once; a consumer ignores a block that it already holds or never held.
+/// Order: `sequence` grows by one with each delta that is published for a rank, so a consumer
+/// detects a gap. After a gap it requests a snapshot: `Cleared`, then every block held. A snapshot
+/// takes no number: its `sequence` is that of the next delta.
+/// Delivery: at least once. A consumer ignores a duplicate store, and the removal of a block that
+/// it does not have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvDelta {
-    /// Whose cache changed.
+    /// The rank whose cache changed.
     pub rank: RankId,
     /// Number of this delta among those of the rank, from 0.
     pub sequence: u64,
@@ -38,9 +39,9 @@ pub struct KvDelta {
     pub ops: Vec<KvOp>,
 }
 
-/// What a consumer outside of Slipstream wants to know of the blocks that a delta stores: one entry
-/// for each [`KvOp::Stored`], in the same order. Kept apart from the delta, as it takes many times
-/// its memory and the router needs none of it.
+/// Tokens of the blocks that a delta stores, for consumers outside of Slipstream: one entry for
+/// each [`KvOp::Stored`], in the same order. Kept apart from the delta, because it takes many times
+/// the memory and the router needs none of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StoredBlocks {
     tokens: Vec<TokenId>,
@@ -49,7 +50,7 @@ pub struct StoredBlocks {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StoredBlock {
-    /// Where its tokens end in `tokens`.
+    /// End of its tokens in `tokens`.
     end: u32,
     first: bool,
 }
@@ -62,17 +63,17 @@ impl StoredBlocks {
         self.blocks.push(StoredBlock { end, first });
     }
 
-    /// Blocks.
+    /// Number of blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// Forgets them.
+    /// Removes all blocks.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.blocks.clear();

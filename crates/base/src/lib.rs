@@ -1,8 +1,8 @@
-//! Words that every crate of Slipstream shares: ids, time, tokens and block hashes, requests, KV
+//! Types that every crate of Slipstream shares: ids, time, tokens and block hashes, requests, KV
 //! events, forward-pass metrics, the stages of a request and its objectives.
 //!
-//! Nothing here does I/O, reads a clock or knows another crate. Types are plain values; those with
-//! an invariant check it once, in their constructor.
+//! This crate does no I/O, reads no clock and depends on no other crate of the workspace. Types are
+//! plain values; constructors check their invariants once.
 #![forbid(unsafe_code)]
 
 pub mod fpm;

@@ -1,4 +1,5 @@
-//! A stateless mixer, for draws that must not depend on the order in which they are made.
+//! A stateless random-number generator, for draws that must not depend on the order in which they
+//! are made.
 
 /// Mixes `x` into 64 well-spread bits: the finaliser of SplitMix64.
 ///

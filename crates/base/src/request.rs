@@ -11,14 +11,14 @@ pub struct Prompt {
     len: u32,
     block_size: u32,
     root: BlockHash,
-    /// Shared: a request is kept until its first token, and its blocks are charged meanwhile.
+    /// Shared: the request and the accounting of its blocks both hold it until the first token.
     blocks: Arc<[BlockHash]>,
     tail: Tail,
-    /// Tokens of the full blocks, where somebody wants to hear of them.
+    /// Tokens of the full blocks, if KV events need them.
     block_tokens: Option<Arc<[TokenId]>>,
 }
 
-/// What follows the last full block of a prompt; decides how the first generated block is hashed.
+/// The part after the last full block of a prompt; decides how the first generated block is hashed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tail {
     /// The tokens of the partial block. Shape `[len % block_size]`. Generated blocks are hashed
@@ -31,7 +31,7 @@ pub enum Tail {
     },
 }
 
-/// Why a [`Prompt`] could not be made. A caller's mistake; nothing to retry.
+/// Why a [`Prompt`] could not be built. An error of the caller; a retry does not help.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum PromptError {
     /// No tokens at all.
@@ -44,16 +44,16 @@ pub enum PromptError {
         len / block_size, len % block_size
     )]
     Shape {
-        /// Tokens in all.
+        /// Tokens of the prompt.
         len: u32,
         /// Tokens per block.
         block_size: u32,
-        /// Hashes given.
+        /// Hashes that were given.
         blocks: usize,
-        /// Tail tokens given.
+        /// Tail tokens that were given.
         tail: usize,
     },
-    /// A block of no tokens.
+    /// Blocks cannot have 0 tokens.
     #[error("block_size is 0; set `engine.block_size` to 16 or more")]
     BlockSize,
 }
@@ -121,11 +121,11 @@ impl Prompt {
         })
     }
 
-    /// The same prompt, with the tokens of its full blocks kept, 4 bytes each: KV events that name
-    /// tokens need them, engines and routers do not. `tokens` are those of the whole prompt.
+    /// The same prompt, with the tokens of its full blocks kept, 4 bytes each. KV events that name
+    /// tokens need them; engines and routers do not. `tokens` are those of the whole prompt.
     ///
     /// # Errors
-    /// [`PromptError::Shape`] if they are not as many as the prompt's.
+    /// [`PromptError::Shape`] if their number differs from the prompt's length.
     pub fn with_block_tokens(mut self, tokens: &[TokenId]) -> Result<Prompt, PromptError> {
         if tokens.len() != self.len as usize {
             return Err(PromptError::Shape {
@@ -145,15 +145,15 @@ impl Prompt {
         self.block_tokens.as_deref()
     }
 
-    /// The same prompt, with `root` as what its first block was chained from.
+    /// The same prompt, with `root` as the hash that its first block was chained from.
     #[must_use]
     pub fn with_root(mut self, root: BlockHash) -> Prompt {
         self.root = root;
         self
     }
 
-    /// The prompt that goes on with `more`: full blocks keep their hashes, new ones are chained to
-    /// them. `None` if the tokens of the tail are not known, or the sum has no room in 32 bits.
+    /// This prompt followed by `more`: full blocks keep their hashes, new ones are chained to them.
+    /// `None` if the tokens of the tail are not known, or the length exceeds 32 bits.
     pub fn extended(&self, more: &[TokenId]) -> Option<Prompt> {
         let Tail::Tokens(tail) = &self.tail else {
             return None;
@@ -177,13 +177,13 @@ impl Prompt {
         })
     }
 
-    /// Root of the chain: the parent of the first block, be it of the prompt or (in a prompt
-    /// shorter than a block) completed by generated tokens.
+    /// Root of the chain: the parent of the first block. In a prompt shorter than a block,
+    /// generated tokens complete that block.
     pub fn root(&self) -> BlockHash {
         self.root
     }
 
-    /// Tokens in all, at least 1.
+    /// Number of tokens, at least 1.
     #[allow(clippy::len_without_is_empty)] // never empty, by construction
     pub fn len(&self) -> u32 {
         self.len
@@ -199,12 +199,12 @@ impl Prompt {
         &self.blocks
     }
 
-    /// As [`blocks`](Self::blocks), to be kept without a copy.
+    /// [`blocks`](Self::blocks), shared instead of copied.
     pub fn shared_blocks(&self) -> Arc<[BlockHash]> {
         Arc::clone(&self.blocks)
     }
 
-    /// What follows the last full block.
+    /// The part after the last full block.
     pub fn tail(&self) -> &Tail {
         &self.tail
     }
@@ -213,11 +213,11 @@ impl Prompt {
 /// How much to generate, in vLLM's and OpenAI's terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GenerationParams {
-    /// Tokens to generate at most; at least 1. The driver has already applied the model's limit.
+    /// Limit of tokens to generate; at least 1. The driver has already applied the model's limit.
     pub max_tokens: u32,
-    /// Tokens before the end-of-sequence token or a stop token may end the sequence.
+    /// Minimum of tokens before the end-of-sequence token or a stop token may end the sequence.
     pub min_tokens: u32,
-    /// Go on to `max_tokens` whatever the natural length is.
+    /// Generate `max_tokens` tokens whatever the natural length is.
     pub ignore_eos: bool,
     /// Tokens that end the sequence when generated (the token is emitted, as vLLM does).
     pub stop_token_ids: Box<[TokenId]>,
@@ -239,11 +239,11 @@ impl Default for GenerationParams {
 pub struct EngineRequest {
     /// Unique among the engine's live requests.
     pub id: RequestId,
-    /// What to compute first.
+    /// The prompt to compute.
     pub prompt: Prompt,
-    /// How far to go.
+    /// Limits of the answer.
     pub params: GenerationParams,
-    /// Under priority scheduling: lower goes first; ties by arrival. As in vLLM.
+    /// Under priority scheduling, a lower number is scheduled first; ties by arrival. As in vLLM.
     pub priority: i32,
     /// Decides the content and the natural length of the answer: same seed, same answer.
     pub seed: u64,
@@ -253,11 +253,11 @@ pub struct EngineRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum FinishReason {
-    /// It came to its natural end, or generated a stop token.
+    /// Natural end, or a stop token.
     Stop = 0,
-    /// It reached `max_tokens` or the model's length.
+    /// `max_tokens` or the model's length was reached.
     Length = 1,
-    /// Its client or its driver cancelled it.
+    /// Cancelled by its client or its driver.
     Abort = 2,
 }
 

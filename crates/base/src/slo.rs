@@ -1,10 +1,10 @@
-//! Objectives that a request meets or misses: `ttft=1s,itl=50ms`. Each class of a workload may have its
+//! Service-level objectives of a request: `ttft=1s,itl=50ms`. Each class of a workload may have its
 //! own.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Objectives, ns; `None`: not stated.
+/// Objectives, ns; `None` if not set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Slo {
     text: String,
@@ -15,28 +15,28 @@ pub struct Slo {
     e2e: Option<u64>,
 }
 
-/// What a request showed, ns.
+/// Measured latencies of a request, ns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shown {
-    /// Due to first token.
+    /// From due time to first token.
     pub ttft: u64,
     /// Mean gap between events with text.
     pub itl: u64,
-    /// Longest such gap.
+    /// Longest gap between events with text.
     pub itl_max: u64,
     /// (E2E − TTFT) / (OSL − 1).
     pub tpot: u64,
-    /// Due to last token.
+    /// From due time to last token.
     pub e2e: u64,
 }
 
 impl Slo {
-    /// Whether an objective is on the longest gap between two tokens of a request.
+    /// Whether an objective concerns the longest gap between two tokens of a request.
     pub fn reads_longest_gap(&self) -> bool {
         self.itl_max.is_some()
     }
 
-    /// The objective called `name` (as in `ttft=1s`), ns, if there is one.
+    /// The objective called `name` (as in `ttft=1s`), ns, if it is set.
     pub fn limit_ns(&self, name: &str) -> Option<u64> {
         match name {
             "ttft" => self.ttft,
@@ -48,7 +48,7 @@ impl Slo {
         }
     }
 
-    /// Whether a request that was answered met every objective.
+    /// Whether an answered request met every objective.
     pub fn is_met(&self, shown: &Shown) -> bool {
         [
             (self.ttft, shown.ttft),
@@ -72,7 +72,7 @@ impl FromStr for Slo {
         };
         for part in text.split(',') {
             let (name, value) = part.split_once('=').ok_or_else(|| {
-                format!("`{part}` is not NAME=TIME; write for example ttft=1s,itl=50ms")
+                format!("`{part}` is not NAME=TIME; for example ttft=1s,itl=50ms")
             })?;
             let slot = match name.trim() {
                 "ttft" => &mut slo.ttft,
@@ -82,7 +82,7 @@ impl FromStr for Slo {
                 "e2e" => &mut slo.e2e,
                 other => {
                     return Err(format!(
-                        "`{other}` is not an objective; there are ttft, itl (mean gap), itl_max (longest gap), tpot, e2e"
+                        "`{other}` is not an objective; expected ttft, itl (mean gap), itl_max (longest gap), tpot, e2e"
                     ));
                 }
             };
@@ -101,7 +101,7 @@ impl fmt::Display for Slo {
 /// Reads a time with its unit, `50ms` or `1.5s`, as ns.
 ///
 /// # Errors
-/// A message that says what to write.
+/// A message with the expected form.
 pub fn parse_ns(text: &str) -> Result<u64, String> {
     let unit_at = text
         .find(|c: char| c.is_ascii_alphabetic())
@@ -123,7 +123,7 @@ pub fn parse_ns(text: &str) -> Result<u64, String> {
     let number: f64 = number
         .trim()
         .parse()
-        .map_err(|_| format!("`{text}` is not a time; write for example 50ms"))?;
+        .map_err(|_| format!("`{text}` is not a time; for example 50ms"))?;
     if !(number.is_finite() && number >= 0.0) {
         return Err(format!("`{text}` is not a time: it must not be negative"));
     }
@@ -160,7 +160,7 @@ mod tests {
     fn what_cannot_be_read_is_said() {
         for (text, says) in [
             ("ttft", "NAME=TIME"),
-            ("tftt=1s", "there are ttft"),
+            ("tftt=1s", "expected ttft"),
             ("ttft=1", "unit"),
             ("ttft=-1s", "negative"),
             ("ttft=xs", "not a time"),

@@ -1,46 +1,45 @@
 //! The stages of a request, in the order in which it passes them: the columns of a drag record.
 
-/// A moment in the life of a request. The gap between two neighbors is a hand-over (or the work
-/// between two hand-overs), and has a histogram.
+/// A point in the life of a request. The interval between two neighboring stages has a histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Stage {
-    /// The load generator meant to send it.
+    /// The load generator's due time.
     Due,
-    /// The frontend had read the head of the HTTP request.
+    /// The frontend read the head of the HTTP request.
     Accept,
-    /// Body read and JSON checked.
+    /// The body was read, and its JSON checked.
     Parsed,
-    /// Prompt rendered, tokenized and hashed.
+    /// The prompt was rendered, tokenized and hashed.
     Tokenized,
-    /// Worker chosen.
+    /// The worker was chosen.
     Routed,
-    /// Handed to the request plane.
+    /// Submitted to the request plane.
     Dispatched,
-    /// Taken by the worker.
+    /// Received by the worker.
     WorkerRecv,
     /// Left the engine's waiting queue for the first time.
     Admitted,
-    /// The pass that computed the last of its prompt ended, if another worker than that which
-    /// generates computed it.
+    /// End of the step that computed the last of its prompt, if another worker than the one that
+    /// generates computed it (disaggregated prefill).
     Prefilled,
-    /// The prompt's keys and values began to be sent to the worker that generates, if so.
+    /// Start of the KV transfer to the worker that generates, if there is one.
     KvSent,
-    /// They had come.
+    /// End of that transfer.
     KvReceived,
-    /// The pass that computed its first token began.
+    /// Start of the step that computed its first token.
     FirstPassStart,
-    /// That pass ended.
+    /// End of that step.
     FirstPassEnd,
     /// The frame with its first token reached the frontend.
     FrameRecv,
     /// The first token was rendered as SSE.
     Rendered,
-    /// The first token was handed to the socket.
+    /// The first token was written to the socket.
     Written,
-    /// The client had the first token.
+    /// The client received the first token.
     ClientRecv,
-    /// The client had the last token.
+    /// The client received the last token.
     LastClientRecv,
 }
 
@@ -92,13 +91,14 @@ impl Stage {
     }
 }
 
-/// When a request passed each stage, ns of one clock (`CLOCK_MONOTONIC` live); `None` if it did
-/// not, or if nobody looked.
+/// When a request reached each stage, ns of one clock (`CLOCK_MONOTONIC` live); `None` if it did
+/// not, or if the stage was not recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageTimes([u64; Stage::ALL.len()]);
 
 impl StageTimes {
-    /// Notes that `stage` was passed at `ns`. The first note wins, so a retry does not move it.
+    /// Records that `stage` was reached at `ns`. The first record wins, so a retry does not move
+    /// it.
     pub fn note(&mut self, stage: Stage, ns: u64) {
         let slot = &mut self.0[stage as usize];
         if *slot == 0 {
@@ -106,7 +106,7 @@ impl StageTimes {
         }
     }
 
-    /// When `stage` was passed. A clock reading of 0 counts as absent.
+    /// When `stage` was reached. A clock reading of 0 counts as absent.
     pub fn at(&self, stage: Stage) -> Option<u64> {
         Some(self.0[stage as usize]).filter(|&ns| ns != 0)
     }

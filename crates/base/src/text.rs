@@ -13,7 +13,7 @@ pub fn grouped(value: u64) -> String {
     out
 }
 
-/// A count and what is counted, told as one: `1 request`, `2,000 requests`, `0 switches`.
+/// A count with its noun: `1 request`, `2,000 requests`, `0 switches`.
 ///
 /// `one` is the singular, whose last word takes the ending: `s`, `es` after a hiss, `ies` for a `y`
 /// that follows a consonant.
@@ -21,7 +21,7 @@ pub fn counted(value: u64, one: &str) -> String {
     format!("{} {}", grouped(value), several(value, one))
 }
 
-/// The word of [`counted`] alone, for a count that stands elsewhere.
+/// The noun of [`counted`] alone, for a count that is printed elsewhere.
 pub fn several(value: u64, one: &str) -> String {
     if value == 1 {
         return one.to_owned();

@@ -16,7 +16,7 @@ pub type TokenId = u32;
 pub struct BlockHash(pub u64);
 
 impl BlockHash {
-    /// Root of a chain: what stands before the first block of a prompt.
+    /// Root of a chain: the parent of a prompt's first block.
     pub fn root(model: &str, lora: &str, tenant: &str) -> BlockHash {
         // Lengths keep ("ab", "c") apart from ("a", "bc").
         let salted = format!(
@@ -30,7 +30,7 @@ impl BlockHash {
 
     /// Hash of the block that holds `tokens` and follows `self`.
     ///
-    /// Allocates nothing up to 64 tokens a block.
+    /// Allocates nothing up to 64 tokens per block.
     pub fn child(self, tokens: &[TokenId]) -> BlockHash {
         const STACK_TOKENS: usize = 64;
         if tokens.len() <= STACK_TOKENS {
@@ -46,9 +46,9 @@ impl BlockHash {
     }
 
     /// Hash of sub-block `index` of trace id `id`, which follows `self`. Traces that name a run of
-    /// tokens by an id instead of listing them (Mooncake: 512 tokens an id) chain their engine
-    /// blocks by this; the same function hashes generated tokens of unknown content as
-    /// `(request, position)`.
+    /// tokens by an id instead of listing them (Mooncake: 512 tokens per id) chain their engine
+    /// blocks by this. The same function hashes generated tokens of unknown content as `(request,
+    /// position)`.
     pub fn child_of_id(self, id: u64, index: u64) -> BlockHash {
         let mut bytes = [0u8; 16];
         bytes[..8].copy_from_slice(&id.to_le_bytes());

@@ -1,7 +1,7 @@
-//! Waits for a moment of `CLOCK_MONOTONIC`, to the microsecond where the system allows it.
+//! Waits for a time of `CLOCK_MONOTONIC`, to the microsecond if the system allows it.
 //!
-//! Tokio's timers count in milliseconds, which would send every request of an open loop up to a
-//! millisecond late; so on Linux a timerfd stands in.
+//! Tokio's timers count in milliseconds, which would send each request of an open loop up to a
+//! millisecond late. On Linux this module uses a timerfd instead.
 
 #[cfg(target_os = "linux")]
 mod imp {
@@ -13,7 +13,7 @@ mod imp {
     };
     use tokio::io::unix::AsyncFd;
 
-    /// One alarm, set again and again.
+    /// One reusable alarm.
     #[derive(Debug)]
     pub(crate) struct Alarm(AsyncFd<OwnedFd>);
 
@@ -27,7 +27,7 @@ mod imp {
             Ok(Alarm(AsyncFd::new(fd)?))
         }
 
-        /// Returns once the clock shows `at_ns`, at once if it already does.
+        /// Returns when the clock reaches `at_ns`, immediately if it already has.
         pub(crate) async fn wait_until(&mut self, at_ns: u64) -> std::io::Result<()> {
             let spec = Itimerspec {
                 it_interval: Timespec {
@@ -44,7 +44,7 @@ mod imp {
             loop {
                 let mut ready = self.0.readable().await?;
                 let mut count = [0u8; 8];
-                // Reading resets it. Not ready after all (an alarm set again): wait on.
+                // Reading resets it. If it is not ready (the alarm was set again), keep waiting.
                 match rustix::io::read(self.0.get_ref(), &mut count) {
                     Ok(_) => return Ok(()),
                     Err(rustix::io::Errno::AGAIN) => ready.clear_ready(),
@@ -59,7 +59,7 @@ mod imp {
 mod imp {
     use std::time::Duration;
 
-    /// One alarm, to tokio's millisecond.
+    /// One alarm with tokio's resolution, 1 ms.
     #[derive(Debug)]
     pub(crate) struct Alarm;
 

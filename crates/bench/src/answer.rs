@@ -1,7 +1,7 @@
-//! What an OpenAI endpoint answers: streamed events counted as they arrive, or one JSON body.
+//! Answers of an OpenAI endpoint: streamed events counted as they arrive, or one JSON body.
 //!
-//! Only what decides something is parsed as JSON: events without text (role, finish, usage,
-//! errors), the last one, and the traced stages. An event with text costs two substring searches.
+//! Only events without text (role, finish, usage, errors), the last event, and the traced stages
+//! are parsed as JSON. An event with text costs two substring searches.
 
 use std::sync::LazyLock;
 
@@ -21,7 +21,7 @@ pub struct Usage {
     /// Tokens of the answer.
     #[serde(default)]
     pub completion_tokens: u32,
-    /// Prompt tokens found cached; `None` if the server does not say.
+    /// Prompt tokens found cached; `None` if the server does not report them.
     #[serde(default, rename = "prompt_tokens_details", deserialize_with = "cached")]
     pub cached_tokens: Option<u32>,
 }
@@ -49,7 +49,7 @@ pub enum TextField {
 static CONTENT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"content\":"));
 static TEXT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"text\":"));
 
-/// An answer under way.
+/// An answer in progress.
 #[derive(Debug)]
 pub struct Answer {
     field: TextField,
@@ -60,20 +60,20 @@ pub struct Answer {
     text: Option<String>,
     /// Events that carried text.
     pub events: u64,
-    /// Whether `[DONE]` came.
+    /// Whether `[DONE]` arrived.
     pub done: bool,
-    /// What the server counted.
+    /// Token counts of the server.
     pub usage: Option<Usage>,
     /// An error that the stream or the body carried.
     pub error: Option<String>,
     /// The traced stages.
     pub trace: Option<Value>,
-    /// The body outgrew what is kept.
+    /// The body exceeded the limit.
     pub too_long: bool,
 }
 
 impl Answer {
-    /// An answer whose text is in `field`; `keep_text`: gather the text too.
+    /// An answer whose text is in `field`; `keep_text` collects the text too.
     pub fn new(field: TextField, keep_text: bool) -> Answer {
         Answer {
             field,
@@ -89,15 +89,15 @@ impl Answer {
         }
     }
 
-    /// The text gathered.
+    /// The collected text.
     pub fn take_text(&mut self) -> String {
         self.text.take().unwrap_or_default()
     }
 
-    /// Takes the next bytes of an event stream.
+    /// Processes the next bytes of an event stream.
     pub fn feed_stream(&mut self, bytes: &[u8]) {
         let mut rest = bytes;
-        // The last event with text within this read; kept once a read, not once an event.
+        // The last event with text within this read; stored once per read, not once per event.
         let mut last: Option<&[u8]> = None;
         while let Some(end) = memchr::memchr(b'\n', rest) {
             let (line, after) = (&rest[..end], &rest[end + 1..]);
@@ -124,7 +124,7 @@ impl Answer {
         self.keep(rest);
     }
 
-    /// Takes the next bytes of a body that is not a stream.
+    /// Processes the next bytes of a body that is not a stream.
     pub fn feed_body(&mut self, bytes: &[u8]) {
         self.keep(bytes);
     }
@@ -172,7 +172,7 @@ impl Answer {
         }
     }
 
-    /// Looks at a line of the stream; whether it was an event with text.
+    /// Processes a line of the stream; returns whether it was an event with text.
     fn on_line(&mut self, line: &[u8]) -> bool {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         let Some(data) = data_of(line) else {
@@ -238,7 +238,7 @@ impl Answer {
     }
 }
 
-/// What follows `data:` and one space, if the line is an event's data.
+/// The data of an event's line: the part after `data:` and one space. `None` for other lines.
 fn data_of(line: &[u8]) -> Option<&[u8]> {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let data = line.strip_prefix(b"data:")?;
@@ -257,7 +257,7 @@ fn text_of(value: &Value, field: TextField) -> Option<String> {
     text?.as_str().map(str::to_owned)
 }
 
-/// The beginning of what should have been an answer, for a message.
+/// The beginning of a malformed answer, for a message.
 fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]);
     text.split_whitespace().collect::<Vec<_>>().join(" ")

@@ -8,7 +8,7 @@ use slipstream_workload::{Request, Vocabulary};
 
 use crate::target::{Endpoint, PromptForm, Target};
 
-/// What all requests of a run have in common.
+/// The part that all requests of a run have in common.
 #[derive(Clone, Debug)]
 pub struct Template {
     endpoint: Endpoint,
@@ -22,7 +22,7 @@ pub struct Template {
     opening: String,
 }
 
-/// What [`Template::new`] needs.
+/// Parameters of [`Template::new`].
 #[derive(Clone, Debug)]
 pub struct TemplateParts<'a> {
     /// The server.
@@ -31,24 +31,24 @@ pub struct TemplateParts<'a> {
     pub endpoint: Endpoint,
     /// Form of prompts.
     pub form: PromptForm,
-    /// Ask for a stream.
+    /// Whether to request a stream.
     pub stream: bool,
-    /// Model asked for.
+    /// Model name.
     pub model: &'a str,
     /// Sent as a bearer token.
     pub api_key: Option<&'a str>,
     /// Further headers, `Name: value`.
     pub headers: &'a [String],
-    /// Ask for traced stages.
+    /// Whether to request traced stages.
     pub trace_stages: bool,
-    /// Words of prompts.
+    /// Vocabulary for prompts as words.
     pub vocabulary: Vocabulary,
-    /// Token ids of prompts, in the form [`PromptForm::Tokens`].
+    /// Token ids for [`PromptForm::Tokens`].
     pub token_ids: std::ops::Range<u32>,
 }
 
 impl Template {
-    /// Renders what is common.
+    /// Renders the common part.
     pub fn new(parts: TemplateParts<'_>) -> Template {
         let path = match parts.endpoint {
             Endpoint::Completions => "/v1/completions",
@@ -87,13 +87,13 @@ impl Template {
         self.endpoint
     }
 
-    /// Whether streams are asked for.
+    /// Whether streams are requested.
     pub fn stream(&self) -> bool {
         self.stream
     }
 
-    /// One request, ready to be sent. `answer` gives the text of an earlier answer of the session;
-    /// where it gives none, a made-up text of the right length stands in.
+    /// One request, ready to be sent. `answer` returns the text of an earlier answer of the
+    /// session; if it returns none, a made-up text of the same length is used.
     pub fn render<'a>(
         &self,
         request: &Request,
@@ -216,7 +216,7 @@ fn escape(text: &str, out: &mut String) {
             b'\n' => out.push_str("\\n"),
             control => write!(out, "\\u{control:04x}").expect(TAKES_ALL),
         }
-        // What is escaped is ASCII, so the next byte begins a character.
+        // Escaped characters are ASCII, so the next byte begins a character.
         rest = &rest[at + 1..];
     }
     out.push_str(rest);

@@ -1,4 +1,4 @@
-//! Connections: a pool for the run, and a blocking look-up for what is asked around it.
+//! Connections: a pool for the run, and blocking requests before and after it.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -16,7 +16,7 @@ use crate::body::push_common_headers;
 use crate::http::{HttpError, Parser};
 use crate::target::Target;
 
-/// Bytes of one read at most. All connections of a thread share one buffer, so it may be large.
+/// Largest read, bytes. All connections of a thread share one buffer, so it may be large.
 const READ_BYTES: usize = 128 << 10;
 
 /// Why an exchange ended without an answer.
@@ -31,7 +31,7 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
-    /// The kind that errors are counted under.
+    /// The category that the error is counted in.
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Failure::Connect(_) => "connect",
@@ -64,14 +64,14 @@ impl Pool {
 
     /// An idle connection (and `true`), or a new one.
     pub(crate) async fn take(&self) -> Result<(TcpStream, bool), Failure> {
-        // The one used last is the least likely to have been closed meanwhile.
+        // The most recently used one is the least likely to have been closed.
         if let Some(stream) = self.idle.borrow_mut().pop() {
             return Ok((stream, true));
         }
         Ok((self.connect().await?, false))
     }
 
-    /// A new connection, with TCP_NODELAY as every client of worth sets it.
+    /// A new connection with TCP_NODELAY set, as in OpenAI's clients.
     pub(crate) async fn connect(&self) -> Result<TcpStream, Failure> {
         let connect = TcpStream::connect(&self.addresses[..]);
         let stream = tokio::time::timeout(self.connect_timeout, connect)
@@ -90,14 +90,14 @@ impl Pool {
         self.idle.borrow_mut().push(stream);
     }
 
-    /// Waits until the socket has bytes, and looks at them where they lie. No bytes: closed.
+    /// Waits until the socket has bytes and reads them in place. No bytes: closed.
     pub(crate) async fn read<R>(
         &self,
         stream: &mut TcpStream,
         mut look: impl FnMut(&[u8]) -> R,
     ) -> io::Result<R> {
         poll_fn(|cx| {
-            // Borrowed for this poll alone; other requests use it in theirs.
+            // Borrowed for this poll only; other requests use it in theirs.
             let mut buffer = self.buffer.borrow_mut();
             let mut read = ReadBuf::new(&mut buffer);
             ready!(Pin::new(&mut *stream).poll_read(cx, &mut read))?;
@@ -107,7 +107,7 @@ impl Pool {
     }
 }
 
-/// Gets `path` with a connection of its own, and returns status and body. Blocks.
+/// Requests `path` on a connection of its own; returns status and body. Blocks.
 pub(crate) fn get(
     target: &Target,
     path: &str,
@@ -161,7 +161,7 @@ fn get_over(
     Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }
 
-/// What an error body says, for a message.
+/// The message of an error body.
 pub(crate) fn error_text(body: &str) -> String {
     let mut answer = Answer::new(TextField::Text, false);
     answer.feed_body(body.as_bytes());

@@ -1,4 +1,4 @@
-//! How busy the host is, which decides whether latencies measured on it mean anything.
+//! Load of the host, which decides whether latencies measured on it are meaningful.
 //!
 //! Two views, both from `/proc` (Linux; absent elsewhere):
 //!
@@ -9,7 +9,7 @@
 //!   `/proc/PID/task/TID/schedstat`: `Documentation/scheduler/sched-stats.rst`). The mean wait per turn
 //!   on a CPU is about what every wake-up adds to a token.
 //!
-//! [`wake_up_lateness`] asks the same of the host before anything runs on it.
+//! [`wake_up_lateness`] measures the same before a run starts.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ struct CpuTicks {
     steal: u64,
 }
 
-/// How busy the host was between two samples. `None`: the kernel does not say.
+/// Load of the host between two samples. `None`: not reported by the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HostLoad {
     /// Part of all CPUs' time that was not idle, stolen time included.
@@ -42,7 +42,7 @@ pub struct HostLoad {
 }
 
 impl HostSample {
-    /// The state now.
+    /// The current state.
     pub fn now() -> HostSample {
         let read = |path| fs::read_to_string(path).ok();
         HostSample {
@@ -52,7 +52,7 @@ impl HostSample {
         }
     }
 
-    /// What happened from `earlier` until this sample.
+    /// Difference between `earlier` and this sample.
     pub fn since(&self, earlier: &HostSample) -> HostLoad {
         let wall_us = self.at.duration_since(earlier.at).as_micros() as f64;
         let cpu = self.cpu.zip(earlier.cpu).map(|(now, then)| CpuTicks {
@@ -101,7 +101,7 @@ fn pressure_us(pressure: &str) -> Option<u64> {
     total.strip_prefix("total=")?.parse().ok()
 }
 
-/// Time that threads of a process waited for a CPU, and how often they got one.
+/// Time that threads of a process waited for a CPU, and how often they were scheduled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunQueue {
     /// Time spent ready to run, without a CPU, ns.
@@ -111,12 +111,12 @@ pub struct RunQueue {
 }
 
 impl RunQueue {
-    /// Of the live threads of process `pid` so far. `None` if there is no such process, or the
+    /// Totals of the live threads of process `pid`. `None` if there is no such process, or the
     /// kernel does not count.
     pub fn of(pid: u32) -> Option<RunQueue> {
         let mut sum = RunQueue::default();
         for thread in fs::read_dir(format!("/proc/{pid}/task")).ok()? {
-            // A thread may end while we look.
+            // A thread may end during the scan.
             let stat = thread.and_then(|t| fs::read_to_string(t.path().join("schedstat")));
             if let Some(queue) = stat.ok().as_deref().and_then(run_queue) {
                 sum = sum.plus(queue);
@@ -125,7 +125,7 @@ impl RunQueue {
         (sum.turns > 0).then_some(sum)
     }
 
-    /// Both together.
+    /// Sum of both.
     pub fn plus(self, other: RunQueue) -> RunQueue {
         RunQueue {
             wait_ns: self.wait_ns + other.wait_ns,
@@ -133,7 +133,7 @@ impl RunQueue {
         }
     }
 
-    /// What was added since `earlier`.
+    /// Increase since `earlier`.
     pub fn since(self, earlier: RunQueue) -> RunQueue {
         RunQueue {
             wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
@@ -158,7 +158,7 @@ fn run_queue(schedstat: &str) -> Option<RunQueue> {
     })
 }
 
-/// How late timed waits end on this host: the 99th percentile of 400 waits of 1 ms, on one thread.
+/// Lateness of timed waits on this host: the 99th percentile of 400 waits of 1 ms, on one thread.
 /// Takes under a second, longer if the host is busy.
 pub fn wake_up_lateness() -> Duration {
     const WAITS: usize = 400;
@@ -177,9 +177,9 @@ pub fn wake_up_lateness() -> Duration {
 /// Part of an engine step that waiting for a CPU may take before measured latencies mislead.
 pub const WAIT_SHARE_MAX: f64 = 0.05;
 
-/// The largest time compression up to `max` at which timed waits end within [`WAIT_SHARE_MAX`] of an
-/// engine step of `step_ms`; rounded down to 1, 2 or 5 times a power of ten. `None` if not even a
-/// tenth of the real pace would do.
+/// The largest time compression up to `max` at which timed waits end within [`WAIT_SHARE_MAX`] of
+/// an engine step of `step_ms`, rounded down to 1, 2 or 5 times a power of ten. `None` if even a
+/// tenth of the real pace is too fast.
 pub fn compression(step_ms: f64, lateness: Duration, max: f64) -> Option<f64> {
     const LEAST: f64 = 0.1;
     let late_ms = lateness.as_secs_f64() * 1e3;
@@ -195,7 +195,7 @@ pub fn compression(step_ms: f64, lateness: Duration, max: f64) -> Option<f64> {
     let rounded = [5.0, 2.0, 1.0]
         .map(|digit| digit * decade)
         .into_iter()
-        // Not by a rounding error below the limit that it equals.
+        // A rounding error must not put it below a limit that it equals.
         .find(|&step| step <= limit * (1.0 + 1e-9))?;
     (rounded >= LEAST * (1.0 - 1e-9)).then_some(rounded)
 }
@@ -255,13 +255,13 @@ mod tests {
             assert_eq!(compression(step_ms, late, max), expected, "{late_us} µs");
         };
         check(12.0, 0, 10.0, Some(10.0));
-        check(12.0, 60, 10.0, Some(10.0)); // a host with nothing to do: 5 % of 12 ms are 600 µs
+        check(12.0, 60, 10.0, Some(10.0)); // an idle host: 5 % of 12 ms are 600 µs
         check(12.0, 61, 10.0, Some(5.0));
         check(12.0, 300, 10.0, Some(2.0));
         check(12.0, 600, 10.0, Some(1.0));
         check(12.0, 601, 10.0, Some(0.5));
         check(12.0, 6000, 10.0, Some(0.1));
         check(12.0, 6001, 10.0, None);
-        check(12.0, 100, 3.0, Some(3.0)); // what was asked for need not be round
+        check(12.0, 100, 3.0, Some(3.0)); // the requested value need not be round
     }
 }

@@ -1,7 +1,7 @@
 //! HTTP/1.1 answers, parsed as they arrive: head, framing, body slices.
 //!
-//! Hand-made because the load generator must cost far less than the server that it measures: body
-//! bytes are looked at where the socket left them, and nothing is allocated a read.
+//! Written by hand because the load generator must cost far less than the server that it measures:
+//! body bytes are read in place, and nothing is allocated per read.
 
 /// Most bytes of an answer's head.
 const HEAD_BYTES_MAX: usize = 64 << 10;
@@ -14,18 +14,18 @@ pub enum HttpError {
     /// The head cannot be parsed.
     #[error("not an HTTP answer: {0}")]
     Head(String),
-    /// The head does not end.
+    /// The head exceeds its limit.
     #[error("the head of the answer is longer than {HEAD_BYTES_MAX} bytes")]
     HeadTooLong,
     /// Chunk framing is broken.
     #[error("broken chunked encoding: {0}")]
     Chunk(&'static str),
-    /// The connection ended within the answer.
+    /// The connection was closed within the answer.
     #[error("the connection was closed before the answer was complete")]
     Cut,
 }
 
-/// What the head of an answer said.
+/// Fields of an answer's head.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Head {
     /// Status code.
@@ -43,7 +43,7 @@ pub struct Head {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Head,
-    /// So many bytes left.
+    /// This number of bytes is left.
     Sized(u64),
     /// In the line of a chunk's size.
     ChunkSize {
@@ -54,7 +54,7 @@ enum State {
     ChunkData(u64),
     /// Line end after a chunk's data.
     ChunkEnd,
-    /// Lines after the last chunk; bytes in the present one.
+    /// Trailer lines; bytes in the current one.
     Trailer(usize),
     UntilClose,
     Complete,
@@ -94,11 +94,11 @@ impl Parser {
         self.state == State::Head && self.head_bytes.is_empty()
     }
 
-    /// Takes the next bytes, wherever the network cut them. Body bytes go to `body` in order, with
-    /// the head. Returns how many bytes belong to this answer; what follows is not part of it.
+    /// Processes the next bytes, wherever the network split them. Body bytes go to `body` in order,
+    /// with the head. Returns how many bytes belong to this answer.
     ///
     /// # Errors
-    /// [`HttpError`]; body bytes before the fault have been handed over.
+    /// [`HttpError`]; body bytes before the error were passed on.
     pub fn feed(
         &mut self,
         bytes: &[u8],
@@ -161,10 +161,10 @@ impl Parser {
         Ok(at)
     }
 
-    /// The connection was closed by the other side.
+    /// The peer closed the connection.
     ///
     /// # Errors
-    /// [`HttpError::Cut`] if the answer was not over.
+    /// [`HttpError::Cut`] if the answer was not complete.
     pub fn on_close(&mut self) -> Result<(), HttpError> {
         match self.state {
             State::UntilClose | State::Complete => {
@@ -175,18 +175,18 @@ impl Parser {
         }
     }
 
-    /// Takes bytes of the head; returns how many belong to it.
+    /// Processes bytes of the head; returns how many belong to it.
     fn feed_head(&mut self, bytes: &[u8]) -> Result<usize, HttpError> {
         let before = self.head_bytes.len();
         self.head_bytes.extend_from_slice(bytes);
-        // Look for the blank line from where it may have begun.
+        // Search the blank line from its earliest possible start.
         let from = before.saturating_sub(3);
         let end = memchr::memmem::find(&self.head_bytes[from..], b"\r\n\r\n");
         let Some(end) = end.map(|i| from + i + 4) else {
             if self.head_bytes.len() > HEAD_BYTES_MAX {
                 return Err(HttpError::HeadTooLong);
             }
-            // Refuse what cannot become an answer at once, not after 64 KiB.
+            // Refuse bytes that cannot become an answer at once, not after 64 KiB.
             if !b"HTTP/1.".starts_with(&self.head_bytes[..self.head_bytes.len().min(7)]) {
                 return Err(HttpError::Head("it does not begin with HTTP/1.".into()));
             }

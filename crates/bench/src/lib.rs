@@ -1,9 +1,9 @@
 //! Loads an OpenAI endpoint with a workload, and measures what its clients see.
 //!
-//! Latency counts from when a request was *due*, so a slow server cannot hide behind a load
+//! Latency counts from the time a request was *due*, so a slow server cannot hide behind a load
 //! generator that waits for it (coordinated omission). Memory is bounded: histograms instead of
-//! lists, drag records streamed to disk. The generator knows HTTP and the OpenAI API, and nothing
-//! of the server behind it.
+//! lists, drag records streamed to disk. The generator uses HTTP and the OpenAI API only, and
+//! depends on nothing of the server.
 //!
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.

@@ -1,4 +1,4 @@
-//! What processes cost: CPU time and resident memory, from `/proc` (Linux; absent elsewhere).
+//! Cost of processes: CPU time and resident memory, from `/proc` (Linux; absent elsewhere).
 
 use std::fs;
 
@@ -11,11 +11,11 @@ pub struct Usage {
     pub rss_peak_bytes: u64,
 }
 
-/// Cost of process `pid` so far. `None` if there is no such process, or no `/proc`.
+/// Cost of process `pid` since its start. `None` if there is no such process, or no `/proc`.
 ///
-/// CPU time is the sum over its threads in ns, where the kernel keeps that, or else the process's
-/// own in clock ticks (10 ms on most systems). The larger counts: threads that have ended are in
-/// the ticks alone.
+/// CPU time is the sum over its threads in ns if the kernel keeps that, otherwise the process's own
+/// in clock ticks (10 ms on most systems). The larger counts: only the ticks include threads that
+/// have ended.
 pub fn usage_of(pid: u32) -> Option<Usage> {
     let ticks = cpu_ticks(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
     let ticks_s = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
@@ -52,8 +52,8 @@ fn clock_ns(clock: rustix::time::ClockId) -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Lifts the soft limit of open files to the hard one, as every connection is a file. Returns the
-/// limit that holds then.
+/// Raises the soft limit of open files to the hard one, because every connection is a file. Returns
+/// the new limit.
 pub fn raise_open_files() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

@@ -1,4 +1,4 @@
-//! The run: threads of single-threaded runtimes, each with its part of the sessions.
+//! The run: threads of single-threaded runtimes, each with its share of the sessions.
 
 mod counters;
 mod driver;
@@ -23,7 +23,7 @@ use crate::process;
 use crate::target::{Endpoint, PromptForm, Target};
 use slipstream_report::{Distributions, Objectives, Series, Totals};
 
-/// What is run, and how.
+/// Configuration of a run.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The server.
@@ -32,9 +32,9 @@ pub struct Config {
     pub endpoint: Endpoint,
     /// Form of prompts.
     pub form: PromptForm,
-    /// Ask for streams (or for whole answers).
+    /// Whether to request streams (or whole answers).
     pub stream: bool,
-    /// Model; `None`: the first that the server lists.
+    /// Model; `None`: the first in the server's list.
     pub model: Option<String>,
     /// Sent as a bearer token.
     pub api_key: Option<String>,
@@ -42,51 +42,51 @@ pub struct Config {
     pub headers: Vec<String>,
     /// The requests.
     pub workload: Workload,
-    /// The workload in a few words.
+    /// A short description of the workload.
     pub workload_name: String,
-    /// Words that are one token each for the server.
+    /// Words of one token each on the server.
     pub vocabulary: Vocabulary,
-    /// Token ids that the server's model has, for [`PromptForm::Tokens`].
+    /// Token ids of the server's model, for [`PromptForm::Tokens`].
     pub token_ids: std::ops::Range<u32>,
     /// Objectives.
     pub slo: Objectives,
-    /// Requests sent and answered before measuring begins; of the same kind, with other texts.
+    /// Warm-up requests before the measurement; of the same kind, with other texts.
     pub warmup: u64,
-    /// A request may take so long.
+    /// Timeout of a request.
     pub timeout: Duration,
-    /// A connection may take so long.
+    /// Timeout of a connection attempt.
     pub connect_timeout: Duration,
-    /// Threads; sessions are shared out among them. At least 1.
+    /// Threads; sessions are divided among them. At least 1.
     pub threads: u32,
-    /// Requests in flight at most, over all threads; further ones wait, and their wait counts.
+    /// Limit of requests in flight over all threads; further ones wait, and their wait counts.
     pub in_flight_max: u64,
-    /// Times that a request answered 429 or 503 is sent again, after its `Retry-After`.
+    /// Retries of a request that is answered 429 or 503, after its `Retry-After`.
     pub retries: u32,
-    /// Write one drag record a request to this file: CSV, or Parquet if its name ends in
+    /// Write one drag record per request to this file: CSV, or Parquet if its name ends in
     /// `.parquet`.
     pub drag: Option<PathBuf>,
-    /// Keep the run over time.
+    /// Record the run over time.
     pub series: bool,
-    /// Ask the server for the times of its stages.
+    /// Request the server's stage times.
     pub trace_stages: bool,
-    /// Processes whose cost is the server's.
+    /// Server processes whose cost is measured.
     pub server_pids: Vec<u32>,
     /// Read the server's counters from `/metrics`, if it has them.
     pub scrape_metrics: bool,
     /// Name of the run in tables.
     pub label: String,
-    /// Wait so long for the server to answer before the run.
+    /// Wait this long for the server to answer before the run.
     pub wait_ready: Duration,
-    /// End the run early, with what was measured, on SIGINT.
+    /// On SIGINT, end the run early and report the measurements so far.
     pub catch_interrupt: bool,
 }
 
-/// How far a run is.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Whether warm-up is still going on.
+    /// Whether warm-up is in progress.
     pub warming_up: bool,
-    /// Requests ended.
+    /// Requests that ended.
     pub ended: u64,
     /// Of those, failed.
     pub failed: u64,
@@ -94,38 +94,38 @@ pub struct Progress {
     pub in_flight: u64,
     /// Events with text so far.
     pub events: u64,
-    /// Requests in all, if it is known.
+    /// Number of requests, if known.
     pub total: Option<u64>,
-    /// Since measuring began, ns.
+    /// Time since the measurement began, ns.
     pub elapsed_ns: u64,
 }
 
-/// What came out.
+/// Results of a run.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The measures.
+    /// The measurements.
     pub report: RunReport,
     /// The latencies behind its percentiles.
     pub distributions: Distributions,
-    /// The run over time, if it was kept.
+    /// The run over time, if recorded.
     pub series: Option<Box<Series>>,
     /// Why the drag records are incomplete, if they are.
     pub drag_failure: Option<DragError>,
     /// Whether the run was cut short by an interrupt.
     pub interrupted: bool,
-    /// What a reader of the report should know.
+    /// Notes for the reader of the report.
     pub notes: Vec<String>,
 }
 
-/// Why a run could not be made. Failed requests are no such error: they are counted.
+/// Why a run failed. Failed requests are counted instead.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// Not a URL that can be loaded.
+    /// The URL cannot be used.
     #[error("`{url}` cannot be loaded: {why}")]
     Url {
-        /// As given.
+        /// As it was given.
         url: String,
-        /// What to write.
+        /// The remedy.
         why: String,
     },
     /// The host's name is not known.
@@ -133,18 +133,18 @@ pub enum BenchError {
     Lookup {
         /// Host and port.
         host: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The server does not answer, or not as an OpenAI endpoint. May be retried.
+    /// The server does not answer, or its answer is not that of an OpenAI endpoint. May be retried.
     #[error("{url}: {what}")]
     Server {
-        /// What was asked.
+        /// The URL of the request.
         url: String,
-        /// What came.
+        /// The answer.
         what: String,
     },
-    /// The requests broke off.
+    /// The source of requests failed.
     #[error(transparent)]
     Source(#[from] SourceError),
     /// Drag records could not be written.
@@ -152,10 +152,10 @@ pub enum BenchError {
     Drag {
         /// The file.
         path: PathBuf,
-        /// What failed.
+        /// The cause.
         source: DragError,
     },
-    /// A process to watch is not there.
+    /// A process to watch does not exist.
     #[error("there is no process {0} to watch, or /proc does not show it; check --server-pid")]
     NoProcess(u32),
     /// The options contradict each other.
@@ -164,14 +164,14 @@ pub enum BenchError {
     /// The system refused a thread, a timer or a file.
     #[error("{what}: {source}")]
     System {
-        /// What was wanted.
+        /// The resource.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// What a thread shows while it runs.
+/// Counters that a thread publishes while it runs.
 #[derive(Debug, Default)]
 pub(crate) struct ThreadProgress {
     pub(crate) ended: AtomicU64,
@@ -180,15 +180,15 @@ pub(crate) struct ThreadProgress {
     pub(crate) events: AtomicU64,
 }
 
-/// Rows of drag records, shared by the threads: one lock a request.
+/// Rows of drag records, shared by the threads: one lock per request.
 pub(crate) type DragSink = Mutex<DragWriter<BufWriter<File>>>;
 
-/// What all threads of a run share.
+/// State shared by all threads of a run.
 pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) template: Template,
     pub(crate) drag: Option<DragSink>,
-    /// Why no more drag records are written, if that is so.
+    /// Why drag records are no longer written, if so.
     pub(crate) drag_failure: Mutex<Option<DragError>>,
     pub(crate) stop: watch::Receiver<bool>,
     pub(crate) progress: Vec<ThreadProgress>,
@@ -219,7 +219,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
     }
     let model = find_model(&config)?;
     let mut notes = Vec::new();
-    // A handful of files beside the sockets: runtimes, timers, the drag file.
+    // A few files besides the sockets: runtimes, timers, the drag file.
     let files = process::raise_open_files().saturating_sub(64);
     let in_flight_max = config.in_flight_max.min(files).max(1);
     if let Arrival::Closed { concurrency } = config.workload.arrival
@@ -271,7 +271,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
                     index,
                     count: shared.config.threads,
                 };
-                // The receiver is gone only if the run was given up.
+                // The receiver is dropped only if the run was abandoned.
                 let _ = tell.send(driver::run_thread(&shared, shard, &stopper));
             })
             .map_err(|source| BenchError::System {
@@ -288,7 +288,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
             Ok(Ok(part)) => totals.add(&part),
             Ok(Err(error)) => {
                 failure.get_or_insert(error);
-                // Nothing more is worth sending.
+                // The report is no longer needed.
                 stopper.send_replace(true);
             }
             Err(mpsc::RecvTimeoutError::Timeout) => on_progress(&shared.progress()),
@@ -303,7 +303,7 @@ pub fn run(config: Config, on_progress: &mut dyn FnMut(&Progress)) -> Result<Out
 }
 
 impl Shared {
-    /// Lets all threads begin to measure together, and returns the moment.
+    /// Starts the measurement in all threads together, and returns the time.
     fn start_line(&self) -> u64 {
         if self.gate.wait().is_leader() {
             let baseline = Baseline {
@@ -341,7 +341,7 @@ impl Shared {
         if pids.is_empty() {
             return None;
         }
-        // One that is gone leaves no sum worth showing.
+        // Without one of the processes the sum is wrong.
         pids.iter().try_fold(process::Usage::default(), |sum, pid| {
             let one = process::usage_of(*pid)?;
             Some(process::Usage {
@@ -453,7 +453,7 @@ fn per(cpu_s: f64, count: u64) -> f64 {
     }
 }
 
-/// Threads that have something to do.
+/// Number of threads with at least one session.
 fn threads_of(config: &Config) -> Result<u32, BenchError> {
     if config.threads == 0 {
         return Err(BenchError::Options("--threads is 0; use 1 or more".into()));
@@ -477,7 +477,7 @@ fn open_drag(path: &Path) -> Result<DragSink, BenchError> {
     Ok(Mutex::new(writer))
 }
 
-/// The model to ask for; waits for the server if told to.
+/// The model to request; waits for the server if configured.
 fn find_model(config: &Config) -> Result<String, BenchError> {
     let url = format!("{}/v1/models", config.target.url.trim_end_matches("/v1"));
     let fail = |what: String| BenchError::Server {
@@ -509,7 +509,7 @@ fn find_model(config: &Config) -> Result<String, BenchError> {
         return Ok(model.clone());
     }
     if status == 401 || status == 403 {
-        return Err(fail(format!("status {status}; give a key by --api-key")));
+        return Err(fail(format!("status {status}; set a key with --api-key")));
     }
     serde_json::from_str::<serde_json::Value>(&body)
         .ok()
@@ -518,7 +518,7 @@ fn find_model(config: &Config) -> Result<String, BenchError> {
         .ok_or_else(|| {
             let says = client::error_text(&body);
             fail(format!(
-                "status {status} {says}: no model is listed; name one by --model"
+                "status {status} {says}: no model is listed; name one with --model"
             ))
         })
 }

@@ -1,4 +1,4 @@
-//! Where requests go, and how they are worded.
+//! The server, and the form of requests.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 
@@ -33,16 +33,16 @@ pub struct Target {
     pub authority: String,
     /// Path before `/v1`, usually empty.
     pub base_path: String,
-    /// Where to connect, in order of preference; at least one.
+    /// Addresses, in order of preference; at least one.
     pub addresses: Vec<SocketAddr>,
 }
 
 impl Target {
-    /// Reads a URL, `http://HOST[:PORT][/PATH]`, and looks its host up. A final `/v1` is dropped,
+    /// Parses a URL, `http://HOST[:PORT][/PATH]`, and looks its host up. A final `/v1` is dropped,
     /// since OpenAI clients' base URLs have it.
     ///
     /// # Errors
-    /// [`BenchError::Url`] if it is not one, [`BenchError::Lookup`] if the host is not known.
+    /// [`BenchError::Url`] if it is malformed, [`BenchError::Lookup`] if the host is not known.
     pub fn resolve(url: &str) -> Result<Target, BenchError> {
         let bad = |why: &str| BenchError::Url {
             url: url.to_owned(),

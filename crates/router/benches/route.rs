@@ -75,7 +75,7 @@ fn request(prompt: &Prompt) -> RouteRequest<'_> {
     }
 }
 
-/// One sequence comes, and the oldest ends.
+/// One sequence starts, and the oldest ends.
 fn turn(router: &mut Router, prompt: &Prompt, live: &mut VecDeque<Routed>, keep: usize) {
     let mut routed = router
         .route(SimTime(0), &request(black_box(prompt)), None)
@@ -103,7 +103,7 @@ fn route(c: &mut Criterion) {
             };
             let fleet = fleet(targets, true, config);
             let mut router = Router::new(fleet, 0);
-            // Cached ones, each on one target, in no order.
+            // Cached blocks, each on one target, in random order.
             let cached = u64::from(targets * PER_TARGET);
             let prompts: Vec<_> = (0..cached.min(4_000))
                 .map(|n| prompt(n * 7_919 % cached))
@@ -122,7 +122,7 @@ fn route(c: &mut Criterion) {
     group.finish();
 }
 
-/// Everything but the index: an empty one answers after two look-ups.
+/// Everything except the index: an empty one answers after two look-ups.
 fn accounting(c: &mut Criterion) {
     let mut group = c.benchmark_group("accounting");
     let prompts: Vec<_> = (0..1_000).map(prompt).collect();
@@ -162,7 +162,7 @@ fn accounting(c: &mut Criterion) {
             stop.store(true, Ordering::Relaxed);
         });
     }
-    // What it replaces: a count a block.
+    // The alternative: a count per block.
     let mut counts: HashMap<BlockHash, u32> = HashMap::new();
     let mut live: VecDeque<&Prompt> = VecDeque::new();
     let mut at = 0;
@@ -187,7 +187,7 @@ fn accounting(c: &mut Criterion) {
     group.finish();
 }
 
-/// What options cost: KV-aware at 8 targets with each of them.
+/// Cost of options: KV-aware routing at 8 targets with each of them.
 fn variants(c: &mut Criterion) {
     let mut group = c.benchmark_group("variants");
     let prompts: Vec<_> = (0..600).map(prompt).collect();

@@ -1,4 +1,4 @@
-//! What live sequences weigh: requests, tokens to prefill, and distinct blocks.
+//! Load of live sequences: requests, tokens to prefill, and distinct blocks.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,15 +8,15 @@ use slipstream_base::{BlockHash, Prompt};
 
 use crate::fleet::Fleet;
 
-/// A sequence that was routed and has not ended. Dropping it gives back all that it was charged,
-/// whatever became of the request.
-#[must_use = "dropping it says that the sequence ended"]
+/// The charge of a sequence that was routed and has not ended. Dropping it takes back the whole
+/// charge, however the request ended.
+#[must_use = "dropping it ends the sequence's charge"]
 pub struct ActiveSequence {
     fleet: Arc<Fleet>,
     target: u32,
     /// Full blocks of the prompt.
     chain: Arc<[BlockHash]>,
-    /// 1 if the prompt ends in a partial block, which nobody shares.
+    /// 1 if the prompt ends in a partial block, which is never shared.
     private_blocks: u64,
     /// Charged until the first token; 0 after.
     prefill_tokens: u64,
@@ -25,7 +25,7 @@ pub struct ActiveSequence {
 }
 
 impl ActiveSequence {
-    /// Charges `prompt` to `target`, of which it finds `hit_blocks` cached.
+    /// Charges `prompt` to `target`, which has `hit_blocks` of it cached.
     pub(crate) fn charge(
         fleet: &Arc<Fleet>,
         target: usize,
@@ -54,7 +54,7 @@ impl ActiveSequence {
         sequence
     }
 
-    /// The first token came: the prompt is computed. Further calls do nothing.
+    /// The first token arrived: the prompt is computed. Further calls do nothing.
     pub fn on_first_token(&mut self) {
         if !self.decoding {
             self.decoding = true;
@@ -99,8 +99,8 @@ impl Drop for ActiveSequence {
     }
 }
 
-// Relaxed: a load is a hint to others. Each charge is taken back by the thread that holds the
-// sequence, so that the sums come out right whatever the order.
+// Relaxed: a load is a hint to other threads. The thread that owns the sequence takes each charge
+// back, so the sums are right in any order.
 fn add(cell: &AtomicU64, n: u64) {
     cell.fetch_add(n, Ordering::Relaxed);
 }
@@ -113,14 +113,14 @@ fn sub(cell: &AtomicU64, n: u64) {
 ///
 /// Hashes are chained, so two prompts that share a block share all before it: live prompts form a
 /// tree. It is kept as *runs*, stretches of blocks that the same sequences pass through, found by
-/// the hash of their first block. A prompt then costs one map access for each run on its path and
-/// a binary search where it leaves a run, not one access a block.
+/// the hash of their first block. A prompt then costs one map access for each run on its path and a
+/// binary search where it leaves a run, instead of one access per block.
 #[derive(Debug, Default)]
 pub(crate) struct ActiveBlocks {
     runs: HashMap<BlockHash, Run>,
     /// Live sequences.
     sequences: u64,
-    /// Distinct blocks: what the runs hold.
+    /// Distinct blocks over all runs.
     blocks: u64,
 }
 
@@ -135,7 +135,7 @@ struct Run {
 }
 
 impl ActiveBlocks {
-    /// A sequence with these blocks begins. Returns how many of them no live sequence had.
+    /// Adds a sequence with these blocks. Returns how many of them no live sequence had.
     pub(crate) fn insert(&mut self, chain: &Arc<[BlockHash]>) -> u64 {
         self.sequences += 1;
         let fresh = self.enter_runs(chain);
@@ -167,13 +167,13 @@ impl ActiveBlocks {
         0
     }
 
-    /// A sequence that was inserted with these blocks ended. Returns how many of them no live
+    /// Removes a sequence that was added with these blocks. Returns how many of them no live
     /// sequence has any more.
     pub(crate) fn remove(&mut self, chain: &[BlockHash]) -> u64 {
         self.sequences -= 1;
         let mut freed = self.leave_runs(chain);
         if self.sequences == 0 {
-            // Nothing is left, whatever the hashes said.
+            // No sequence is left, so no block is, even after hash collisions.
             self.runs.clear();
             freed = self.blocks;
         }
@@ -185,8 +185,8 @@ impl ActiveBlocks {
         let mut at = 0;
         let mut freed = 0;
         while at < chain.len() {
-            // A run of a live sequence is in the map, unless two prompts collide in a hash, which a
-            // client can bring about. The count is then off until the target has been idle.
+            // A run of a live sequence is in the map, unless the hashes of two prompts collide,
+            // which a client can provoke. The count is then wrong until the target has been idle.
             let Some(run) = self.runs.get_mut(&chain[at]) else {
                 break;
             };
@@ -320,7 +320,8 @@ mod tests {
             prop_assert!(active.runs.is_empty());
         }
 
-        /// Hashes that were not chained, as colliding ones look: counts are off, but not for ever.
+        /// Hashes that were not chained, as after a collision: counts are wrong, but only until the
+        /// target is idle.
         #[test]
         fn colliding_hashes_do_no_lasting_harm(
             chains in prop::collection::vec(prop::collection::vec(0u64..6, 0..8), 1..20),

@@ -1,4 +1,4 @@
-//! What routers share: the load, readiness and cached blocks of every target.
+//! State that routers share: the load, readiness and cached blocks of every target.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ use crate::session::SessionTable;
 /// One rank that requests can go to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TargetConfig {
-    /// Which rank.
+    /// The rank.
     pub rank: RankId,
     /// Blocks of its KV cache (`engine.num_gpu_blocks`).
     pub kv_blocks: u32,
@@ -23,15 +23,15 @@ pub struct TargetConfig {
     pub prefix_caching: bool,
 }
 
-/// Why a fleet could not be built. A mistake in the configuration; retrying does not help.
+/// Why a fleet could not be built. An error in the configuration; a retry does not help.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum FleetError {
-    /// Nothing to route to.
+    /// There are no targets.
     #[error(
         "no rank takes prompts; add a [pool.NAME] with role \"both\" or \"prefill\" and workers >= 1"
     )]
     Empty,
-    /// Prompts are hashed once, in blocks of one size.
+    /// Prompts are hashed once, in blocks of one size, so all pools need the same.
     #[error(
         "pool `{pool}` has block_size {block_size}, but pool `{other_pool}` has {other}; \
          one router serves one block size: set `engine.block_size` for all pools"
@@ -56,12 +56,12 @@ pub enum FleetError {
     },
 }
 
-/// Load of one target, written by every router: a cache line to itself, so that charging one
-/// target does not slow the reading of its neighbor.
+/// Load of one target, written by every router. It has a cache line of its own, so that charging
+/// one target does not slow reads of its neighbor.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct LoadLine {
-    /// Sequences that were routed here and have not ended.
+    /// Sequences that were routed to the target and have not ended.
     pub(crate) requests: AtomicU64,
     /// Prompt tokens still to compute, after reuse, of sequences without a first token.
     pub(crate) prefill_tokens: AtomicU64,
@@ -69,24 +69,24 @@ pub(crate) struct LoadLine {
     pub(crate) decode_tokens: AtomicU64,
     /// Distinct blocks of live prompts.
     pub(crate) active_blocks: AtomicU64,
-    /// Prefill tokens ever discharged; its rate gives the `Retry-After` estimate.
+    /// Prefill tokens discharged since the start; the rate gives the `Retry-After` estimate.
     pub(crate) prefill_tokens_done: AtomicU64,
-    /// Active blocks ever given back; likewise.
+    /// Active blocks released since the start; also for `Retry-After`.
     pub(crate) blocks_freed: AtomicU64,
-    /// Sequences ever routed here.
+    /// Sequences routed to the target since the start.
     pub(crate) routed: AtomicU64,
 }
 
-/// The load of one target at one moment, for metrics.
+/// The load of one target at one time, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Which rank.
+    /// The rank.
     pub rank: RankId,
     /// Whether it takes requests.
     pub ready: bool,
-    /// Whether the index knows all of its blocks; `false` from a gap to the next snapshot.
+    /// Whether the index has all of its blocks; `false` from a gap to the next snapshot.
     pub trusted: bool,
-    /// Sequences routed there that have not ended.
+    /// Sequences routed to the target that have not ended.
     pub requests: u64,
     /// Prompt tokens still to compute, after reuse.
     pub prefill_tokens: u64,
@@ -96,37 +96,37 @@ pub struct Load {
     pub active_blocks: u64,
     /// Blocks of its KV cache.
     pub kv_blocks: u32,
-    /// Blocks that the index believes cached there.
+    /// Blocks that the index counts as cached there.
     pub cached_blocks: u64,
-    /// Sequences ever routed there.
+    /// Sequences routed to the target since the start.
     pub routed_total: u64,
 }
 
-/// What the fleet has counted since its start, for metrics.
+/// Counters of the fleet since its start, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Deltas skipped because one before them was missing and no snapshot had come since.
+    /// Deltas skipped because an earlier one was missing and no snapshot had arrived.
     pub kv_gaps_total: u64,
-    /// Deltas seen before.
+    /// Duplicate deltas.
     pub kv_duplicates_total: u64,
     /// Deltas of a rank that is no target here.
     pub kv_strangers_total: u64,
-    /// Blocks that found no room in the index.
+    /// Blocks that exceeded the index's capacity.
     pub kv_dropped_blocks_total: u64,
     /// Requests refused because every ready target was busy.
     pub busy_total: u64,
-    /// Requests sent where their session was.
+    /// Requests sent to their session's target.
     pub affinity_hits_total: u64,
-    /// Sessions forgotten before their time because the table was full.
+    /// Sessions evicted before their expiry because the table was full.
     pub sessions_dropped_total: u64,
 }
 
-/// What every decision may write, on lines of its own: the rest of a fleet is read by every
-/// decision and hardly ever written.
+/// Counters that every decision may write, on cache lines of their own: decisions read the rest of
+/// a fleet and hardly ever write it.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct CounterCells {
-    /// Turns of the round robin.
+    /// Position of the round robin.
     pub(crate) turns: AtomicU64,
     pub(crate) kv_gaps: AtomicU64,
     pub(crate) kv_duplicates: AtomicU64,
@@ -136,21 +136,22 @@ pub(crate) struct CounterCells {
     pub(crate) affinity_hits: AtomicU64,
 }
 
-/// Where the fleet learns what is cached.
+/// Source of the fleet's view of caches.
 enum Cached {
     Exact(BlockIndex),
     Approximate(ApproximateIndex),
-    /// Somewhere else: see [`CachedBlocks`]. Nothing, for whoever does not ask there.
+    /// Not in the fleet: callers pass [`CachedBlocks`], or route without cache state.
     Elsewhere,
 }
 
-/// What targets have cached, asked where they keep it: for a driver that has the engines at hand, and
-/// need not tell a fleet of every change.
+/// Cached blocks of targets, queried at their source: for a driver that owns the engines, and need
+/// not publish every change to a fleet.
 pub trait CachedBlocks {
-    /// How many leading `blocks` a target has cached.
+    /// Number of leading `blocks` that a target has cached.
     fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32;
 
-    /// The same for every target: writes to `out`, which is full of zeros. Shape `[targets]`.
+    /// [`CachedBlocks`] of every target, written to `out`, which is full of zeros. Shape
+    /// `[targets]`.
     fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
         for (target, hit) in out.iter_mut().enumerate() {
             *hit = self.overlap_of(target, blocks);
@@ -170,7 +171,7 @@ pub struct Fleet {
     workers: Box<[Range<u32>]>,
     pub(crate) loads: Box<[LoadLine]>,
     pub(crate) active: Box<[Mutex<ActiveBlocks>]>,
-    /// One bit a target.
+    /// One bit per target.
     ready: Box<[AtomicU64]>,
     /// Bumped after each change of `ready`, so that a router rebuilds its list only then.
     ready_generation: AtomicU64,
@@ -198,8 +199,8 @@ impl Fleet {
         Fleet::of_roles_with(cluster, roles, cached)
     }
 
-    /// As [`of_roles`](Self::of_roles), without a block index, for a driver whose routers ask
-    /// [`CachedBlocks`], or look at no cache. Deltas are ignored.
+    /// [`of_roles`](Self::of_roles) without a block index, for a driver whose routers use
+    /// [`CachedBlocks`] or read no cache state. Deltas are ignored.
     ///
     /// # Errors
     /// As [`of_roles`](Self::of_roles).
@@ -260,7 +261,7 @@ impl Fleet {
         Fleet::with(config, block_size, targets, cached)
     }
 
-    /// Makes the index that a configuration asks for.
+    /// Builds the index for a configuration.
     fn index(config: &RouterConfig) -> impl FnOnce(&[TargetConfig]) -> Cached + use<> {
         let (kv_events, ttl_s) = (config.kv_events, config.approximate_ttl_s);
         move |targets| {
@@ -268,7 +269,7 @@ impl Fleet {
                 let capacity = targets.iter().map(|t| t.kv_blocks as usize).sum();
                 Cached::Exact(BlockIndex::new(targets.len(), capacity))
             } else {
-                // A target without prefix caching never has a hit, so nothing is believed of it.
+                // A target without prefix caching never has a hit, so it gets no entries.
                 let kv_blocks: Vec<u32> = targets
                     .iter()
                     .map(|t| if t.prefix_caching { t.kv_blocks } else { 0 })
@@ -348,7 +349,7 @@ impl Fleet {
         self.workers.get(worker.index()).cloned().unwrap_or(0..0)
     }
 
-    /// Whether `worker` takes requests from now on. Sequences that it has are not touched.
+    /// Sets whether `worker` takes requests from now on. Its sequences are not touched.
     pub fn set_ready(&self, worker: WorkerId, ready: bool) {
         for target in self.targets_of(worker) {
             let bit = 1 << (target % 64);
@@ -362,8 +363,8 @@ impl Fleet {
         self.ready_generation.fetch_add(1, Ordering::Release);
     }
 
-    /// `worker` vanished, and its cache with it: it takes no requests until [`Fleet::set_ready`],
-    /// and its event stream begins again at sequence 0.
+    /// `worker` disappeared with its cache: it takes no requests until [`Fleet::set_ready`], and
+    /// its event stream restarts at sequence 0.
     pub fn on_worker_lost(&self, worker: WorkerId) {
         self.set_ready(worker, false);
         for target in self.targets_of(worker) {
@@ -375,19 +376,19 @@ impl Fleet {
         }
     }
 
-    /// Whether any decision by the policy of the configuration looks at what is cached, or at loads
-    /// that follow from it. If not, a simulation need not tell.
+    /// Whether any decision of the configured policy reads cache state, or loads that follow from
+    /// it. If not, a simulation need not publish it.
     pub fn reads_cache(&self) -> bool {
         Fleet::would_read_cache(&self.config)
     }
 
-    /// As [`reads_cache`](Self::reads_cache), of a fleet with this configuration.
+    /// [`reads_cache`](Self::reads_cache) for a fleet with this configuration.
     pub fn would_read_cache(config: &RouterConfig) -> bool {
         let policy = policy::from_config(config);
         policy.reads_loads() || policy.reads_overlap() || has_thresholds(config)
     }
 
-    /// The caller promises that from now on one thread alone feeds the index
+    /// Promises that from now on only one thread feeds the index
     /// ([`BlockIndex::promise_single_writer`]).
     pub fn promise_single_writer(&self) {
         if let Cached::Exact(index) = &self.cached {
@@ -395,8 +396,8 @@ impl Fleet {
         }
     }
 
-    /// A request was refused because every ready target was busy. Counted by the caller, as a request
-    /// that waits is routed again and again.
+    /// A request was refused because every ready target was busy. The caller counts it, because a
+    /// waiting request is routed several times.
     pub fn on_busy_refusal(&self) {
         self.counters.busy.fetch_add(1, Ordering::Relaxed);
     }
@@ -406,29 +407,29 @@ impl Fleet {
         self.ready[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1
     }
 
-    /// Changes whenever readiness does.
+    /// Changes whenever readiness changes.
     pub(crate) fn ready_generation(&self) -> u64 {
         self.ready_generation.load(Ordering::Acquire)
     }
 
-    /// The cache of a rank changed. If the answer says `gap`, ask that rank's engine for a
-    /// snapshot (`Cleared`, then every block held), and hand it to [`Fleet::resync`]; until then
-    /// the rank counts as holding nothing, and each of its deltas says `gap`.
+    /// Applies a change of a rank's cache. If the result has `gap`, request a snapshot from that
+    /// rank's engine (`Cleared`, then every block held), and pass it to [`Fleet::resync`]. Until
+    /// then the rank counts as holding nothing, and each of its deltas returns `gap`.
     ///
-    /// Ignored where the index is approximate. A rank that is no target is counted and ignored.
+    /// Ignored if the index is approximate. A rank that is no target is counted and ignored.
     pub fn on_kv(&self, delta: &KvDelta) -> Applied {
         self.feed(delta, BlockIndex::apply)
     }
 
-    /// Says that `delta` will be told next: what it changes is brought into the cache. Small deltas
-    /// that came together are told faster so.
+    /// Prefetches the data that `delta` will change, before [`Fleet::on_kv`]. Batches of small
+    /// deltas are applied faster this way.
     pub fn expect_kv(&self, delta: &KvDelta) {
         if let Cached::Exact(index) = &self.cached {
             index.touch(&delta.ops);
         }
     }
 
-    /// Takes `snapshot` for all that its rank holds, whatever its sequence, which is that of the
+    /// Replaces the state of a rank by `snapshot`, whatever its sequence, which is that of the
     /// rank's next delta (a snapshot takes no number).
     pub fn resync(&self, snapshot: &KvDelta) -> Applied {
         self.feed(snapshot, BlockIndex::resync)
@@ -476,14 +477,16 @@ impl Fleet {
         }
     }
 
-    /// `blocks` go to `target`: an index without events believes them cached from now on.
+    /// Records that `blocks` go to `target`: an index without events counts them as cached from now
+    /// on.
     pub(crate) fn on_routed(&self, now: SimTime, target: usize, blocks: &[BlockHash]) {
         if let Cached::Approximate(index) = &self.cached {
             index.on_routed(now, target, blocks);
         }
     }
 
-    /// Whether `target`, with so many active blocks and tokens to prefill, is above a threshold.
+    /// Whether `target`, with this number of active blocks and tokens to prefill, is above a
+    /// threshold.
     pub(crate) fn is_busy(&self, target: usize, active_blocks: u64, prefill_tokens: u64) -> bool {
         let prefill_max = self.config.busy_prefill_tokens;
         self.blocks_max(target)
@@ -502,13 +505,13 @@ impl Fleet {
         has_thresholds(&self.config)
     }
 
-    /// Prompt tokens that `target` has still to compute, after reuse.
+    /// Prompt tokens that `target` still has to compute, after reuse.
     pub fn prefill_tokens(&self, target: usize) -> u64 {
         self.loads[target].prefill_tokens.load(Ordering::Relaxed)
     }
 
-    /// The load of every target, by dense index. Each number is right by itself; they are not read
-    /// at one instant.
+    /// The load of every target, by dense index. Each number is correct by itself; they are not
+    /// read at one instant.
     pub fn loads(&self) -> Vec<Load> {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
         self.targets
@@ -537,7 +540,7 @@ impl Fleet {
             .collect()
     }
 
-    /// What was counted since the start.
+    /// Counters since the start.
     pub fn counters(&self) -> Counters {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
         let cells = &self.counters;

@@ -8,12 +8,12 @@ use slipstream_kvindex::Applied;
 
 use crate::fleet::{Fleet, FleetError};
 
-/// Who takes what. A worker belongs to one of the two, by its pool's role.
+/// The fleets for prompts and for answers. A worker belongs to one of the two, by its pool's role.
 #[derive(Clone)]
 pub struct Fleets {
-    /// Takes whole requests, and answers to prompts computed elsewhere.
+    /// Takes whole requests, and answers whose prompts were computed elsewhere.
     pub serve: Arc<Fleet>,
-    /// Takes prompts, if there are pools for it.
+    /// Takes prompts, if pools have that role.
     pub prefill: Option<Arc<Fleet>>,
 }
 
@@ -35,7 +35,7 @@ impl Fleets {
         })
     }
 
-    /// The fleet that `rank` is a target of; the serving one if of neither.
+    /// The fleet that has `rank` as a target; the serving one if neither has.
     #[inline]
     pub fn of(&self, rank: RankId) -> &Arc<Fleet> {
         match &self.prefill {
@@ -44,7 +44,7 @@ impl Fleets {
         }
     }
 
-    /// Both, or the one that there is.
+    /// Both, or the only one.
     pub fn each(&self) -> impl Iterator<Item = &Arc<Fleet>> {
         std::iter::once(&self.serve).chain(&self.prefill)
     }
@@ -76,7 +76,7 @@ impl Fleets {
 }
 
 impl From<Fleet> for Fleets {
-    /// A fleet that takes whole requests alone.
+    /// A fleet for whole requests only.
     fn from(serve: Fleet) -> Fleets {
         Fleets {
             serve: Arc::new(serve),

@@ -1,4 +1,4 @@
-//! Chooses the worker of each request, and keeps count of what each worker has on its hands.
+//! Chooses the worker of each request, and accounts for the load of each worker.
 //!
 //! ```text
 //!   frontend shard ── Router::route(now, request) ──► Routed { target, hit_blocks, active }
@@ -13,8 +13,9 @@
 //! or reads a clock, so the simulator runs the same objects: used by one thread, the same calls
 //! and seed give the same choices. Costs and knobs: `docs/routing.md`.
 //!
-//! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers), [`router`] a decision from request to accounting,
-//! [`policy`] the ways to choose, [`active`] what live sequences weigh.
+//! Modules: [`fleet`] is the shared state ([`Fleets`]: one for prompts, one for answers),
+//! [`router`] a decision from request to accounting, [`policy`] the routing policies, [`active`]
+//! the load of live sequences.
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_methods)] // its own
 

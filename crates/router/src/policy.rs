@@ -1,4 +1,4 @@
-//! The ways to choose a worker.
+//! Routing policies.
 
 use std::sync::atomic::Ordering;
 
@@ -10,33 +10,33 @@ use crate::fleet::Fleet;
 use crate::router::RouteRequest;
 use crate::view::{ViewedLoad, Views};
 
-/// A candidate as a policy sees it.
+/// A candidate, as a policy reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkerView {
-    /// Which rank.
+    /// The rank.
     pub rank: RankId,
     /// Leading blocks of the prompt that it would reuse. 0 unless [`RoutePolicy::reads_overlap`].
     pub hit_blocks: u32,
     /// Sequences in flight.
     pub requests: u64,
-    /// Prompt tokens of those still to compute, after reuse.
+    /// Prompt tokens still to compute for those, after reuse.
     pub prefill_tokens: u64,
-    /// Prompt tokens of those that decode.
+    /// Prompt tokens of those in decode.
     pub decode_tokens: u64,
     /// Distinct blocks of live prompts.
     pub active_blocks: u64,
 }
 
-/// The ranks that a request may go to, sorted by rank. A view is read when asked for: a policy
-/// that looks at two candidates touches two cache lines, whatever the size of the fleet.
+/// The ranks that a request may go to, sorted by rank. A view is read on access: a policy that
+/// compares two candidates touches two cache lines, whatever the size of the fleet.
 #[derive(Clone, Copy)]
 pub struct Candidates<'a> {
     pub(crate) fleet: &'a Fleet,
     /// Dense target indexes, rising.
     pub(crate) targets: &'a [u32],
-    /// Hits by dense target index; empty unless they were asked for.
+    /// Hits by dense target index; empty unless requested.
     pub(crate) hits: &'a [u32],
-    /// What the router believes of loads, by dense target index, if it does not look each time.
+    /// The router's view of loads, by dense target index, unless it reads them for each decision.
     pub(crate) views: Option<&'a Views>,
 }
 
@@ -46,7 +46,7 @@ impl Candidates<'_> {
         self.targets.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no candidates.
     pub fn is_empty(&self) -> bool {
         self.targets.is_empty()
     }
@@ -111,9 +111,9 @@ impl Draws {
 /// Chooses the rank that will serve a request.
 ///
 /// A policy does no I/O and reads no clock: the same candidates, request and draws give the same
-/// choice. The router runs it on live workers, the simulator on mock engines.
+/// choice. The router runs it for live workers, the simulator for modelled engines.
 pub trait RoutePolicy: Send {
-    /// Place of the chosen one among `candidates`; `None` only if there are none.
+    /// Index of the chosen one among `candidates`; `None` only if there are none.
     fn choose(
         &mut self,
         candidates: &Candidates<'_>,
@@ -121,13 +121,14 @@ pub trait RoutePolicy: Send {
         draws: &mut Draws,
     ) -> Option<usize>;
 
-    /// What speaks against a candidate, for traced requests; the unit is the policy's own. 0 where
-    /// a policy does not compare.
+    /// Cost of a candidate, for traced requests, in the policy's own unit. 0 if a policy does not
+    /// compare.
     fn cost(&self, _view: &WorkerView, _request: &RouteRequest<'_>) -> f64 {
         0.0
     }
 
-    /// Whether `choose` reads [`WorkerView::hit_blocks`], so that the index is walked for all.
+    /// Whether `choose` reads [`WorkerView::hit_blocks`], so that the index is searched for all
+    /// candidates.
     fn reads_overlap(&self) -> bool {
         false
     }
@@ -147,7 +148,7 @@ pub(crate) fn from_config(config: &RouterConfig) -> Box<dyn RoutePolicy> {
         RouterPolicy::PowerOfTwo => Box::new(PowerOfTwo),
         RouterPolicy::LeastRequests => Box::new(LeastRequests),
         RouterPolicy::LeastTokens => Box::new(LeastTokens),
-        // A named worker leaves its ranks to choose from; that is a matter of cache and load.
+        // A named worker leaves its ranks to choose from, by cache and load.
         RouterPolicy::Kv | RouterPolicy::Direct => Box::new(KvAware {
             prefill_weight: config.prefill_weight,
             temperature: config.temperature,
@@ -289,7 +290,7 @@ fn least<K: Ord>(candidates: &Candidates<'_>, key: impl Fn(&WorkerView) -> K) ->
 pub struct KvAware {
     /// Weight of prefill blocks against active blocks.
     pub prefill_weight: f64,
-    /// How far the choice spreads beyond the cheapest; 0: not at all.
+    /// Spread of the choice beyond the cheapest; 0: none.
     pub temperature: f64,
     costs: Vec<f64>,
 }
@@ -343,7 +344,7 @@ impl KvAware {
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
         let most = costs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let scale = if most > least { most - least } else { 1.0 };
-        // `libm`, as the system's `exp` may differ from machine to machine in the last bit.
+        // `libm`, because the system's `exp` may differ between machines in the last bit.
         let mut sum = 0.0;
         for cost in &mut costs {
             sum += libm::exp(-(*cost - least) / scale / self.temperature);

@@ -17,18 +17,18 @@ use crate::view::{ViewTurn, ViewedLoad, Views};
 pub struct RouteRequest<'a> {
     /// The prompt, in blocks of [`Fleet::block_size`] tokens.
     pub prompt: &'a Prompt,
-    /// Tokens of the answer at most. The policies here do not count an answer before it exists
-    /// (clients often send a bound far above what they get); another policy may.
+    /// Limit of the answer's tokens. The policies here do not count an answer before it exists
+    /// (clients often send a limit far above the actual length); another policy may.
     pub max_tokens: u32,
-    /// Names the client's session; with `router.affinity_ttl_s` its requests stay together.
+    /// The client's session; with `router.affinity_ttl_s` its requests stay together.
     pub session: Option<u64>,
-    /// The worker that the client named. Its ranks are chosen among by the policy.
+    /// The worker that the client named. The policy chooses among its ranks.
     pub direct: Option<WorkerId>,
-    /// Workers not to use: those that this request has already failed on.
+    /// Workers to exclude: those that this request has already failed on.
     pub exclude: &'a [WorkerId],
 }
 
-/// Where a request goes.
+/// The target of a request.
 #[must_use]
 pub struct Routed {
     /// The rank.
@@ -39,19 +39,19 @@ pub struct Routed {
     pub active: ActiveSequence,
 }
 
-/// Where a request is to go, before it is charged.
+/// The target of a request, before it is charged.
 #[derive(Clone, Copy, Debug)]
 pub struct Chosen {
     /// The rank.
     pub target: RankId,
-    /// Its place among the targets of the fleet.
+    /// Its index among the targets of the fleet.
     pub index: u32,
     /// Leading blocks of the prompt that it is expected to reuse.
     pub hit_blocks: u32,
 }
 
 impl Chosen {
-    /// Charges `prompt`, for which it was chosen, to its target in `fleet`.
+    /// Charges `prompt`, for which the target was chosen, in `fleet`.
     pub fn charge(&self, fleet: &Arc<Fleet>, prompt: &Prompt) -> ActiveSequence {
         ActiveSequence::charge(fleet, self.index as usize, prompt, self.hit_blocks)
     }
@@ -62,7 +62,7 @@ impl Chosen {
 pub struct Score {
     /// The candidate.
     pub rank: RankId,
-    /// What the policy held against it, in the policy's own unit (KV-aware: blocks).
+    /// Cost by the policy, in the policy's own unit (KV-aware: blocks).
     pub cost: f64,
     /// Leading blocks of the prompt that it would have reused.
     pub hit_blocks: u32,
@@ -74,7 +74,7 @@ pub struct Score {
     pub active_blocks: u64,
 }
 
-/// Why a request was not routed. The router stays usable.
+/// Why a request was not routed. The router remains usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// No worker is ready, or the request has failed on all that are. Retrying may help: workers
@@ -94,30 +94,31 @@ pub enum RouteError {
     Busy {
         /// Ranks that are ready, all of them busy.
         busy: usize,
-        /// Estimate of when one will take requests again, s, 1 to 60.
+        /// Estimated wait until one takes requests again, s, 1 to 60.
         retry_after_s: u32,
     },
-    /// The client named a worker that does not exist, or computes prompts for others alone. Retrying does not help.
+    /// The client named a worker that does not exist, or that only computes prompts for others. A
+    /// retry does not help.
     #[error("there is no worker {worker} that answers requests; workers are w0 to w{last}")]
     UnknownWorker {
-        /// The name.
+        /// The named worker.
         worker: WorkerId,
-        /// The highest that exists.
+        /// The last worker.
         last: u32,
     },
     /// The client named a worker that is not ready, or on which the request failed. Retrying may
     /// help.
     #[error("worker {worker} is not ready; retry when it is, or name another")]
     WorkerNotReady {
-        /// The name.
+        /// The named worker.
         worker: WorkerId,
     },
-    /// The policy is `direct`, and the client named none. Retrying does not help.
+    /// The policy is `direct`, and the client named no worker. A retry does not help.
     #[error(
         "the router's policy is `direct`, so the request must name its worker: send `x-slipstream-worker`"
     )]
     WorkerNotNamed,
-    /// The prompt was hashed in blocks of another size. A mistake of the caller.
+    /// The prompt was hashed in blocks of another size. An error of the caller.
     #[error(
         "the prompt comes in blocks of {prompt} tokens, but this fleet's blocks hold {fleet}; hash it with `engine.block_size`"
     )]
@@ -130,7 +131,7 @@ pub enum RouteError {
 }
 
 impl RouteError {
-    /// Whether the same request may succeed later.
+    /// Whether a retry of the same request may succeed.
     pub fn retry_may_help(&self) -> bool {
         match self {
             RouteError::NoWorker { .. }
@@ -151,11 +152,11 @@ pub struct Router {
     /// Ready targets, rising, as of `ready_generation`.
     ready: Vec<u32>,
     ready_generation: u64,
-    /// Those of `ready` that the request at hand may use.
+    /// The subset of `ready` that the current request may use.
     open: Vec<u32>,
-    /// Hits of the request at hand, by target.
+    /// Hits of the current request, by target.
     hits: Vec<u32>,
-    /// What it believes of loads; `None` if it looks each time.
+    /// Its view of loads; `None` if it reads them for each decision.
     views: Option<Views>,
     drain: DrainRate,
 }
@@ -168,10 +169,10 @@ impl Router {
         Router::with_policy(fleet, shard, policy)
     }
 
-    /// Router number `shard` of `fleet`, with a policy of the caller's.
+    /// Router number `shard` of `fleet`, with a custom policy.
     pub fn with_policy(fleet: Arc<Fleet>, shard: u32, policy: Box<dyn RoutePolicy>) -> Router {
         let config = fleet.config();
-        // Busy thresholds are of loads, too.
+        // Busy thresholds read loads, too.
         let reads_loads = policy.reads_loads() || fleet.has_thresholds();
         let views = (config.view_interval_ms > 0.0 && reads_loads)
             .then(|| Views::new((config.view_interval_ms * 1e6).round() as u64));
@@ -188,31 +189,30 @@ impl Router {
         }
     }
 
-    /// What a request that is routed at `now` is decided by, where `router.view_interval_ms` is set;
-    /// without it [`ViewTurn::Fresh`].
+    /// The view that decides a request routed at `now`, if `router.view_interval_ms` is set;
+    /// otherwise [`ViewTurn::Fresh`].
     pub fn view_turn(&self, now: SimTime) -> ViewTurn {
         let views = self.views.as_ref();
         views.map_or(ViewTurn::Fresh, |views| views.turn(now))
     }
 
-    /// From now on the router looks at loads only when it is told to, by [`see`](Self::see): for a
-    /// driver that routes ahead of what workers do. A turn that is [`ViewTurn::Fresh`] looks all the
-    /// same.
+    /// From now on the router refreshes its view only on [`see`](Self::see): for a driver that
+    /// routes ahead of its workers. A [`ViewTurn::Fresh`] still refreshes.
     pub fn look_by_hand(&mut self) {
         if let Some(views) = &mut self.views {
             views.by_hand = true;
         }
     }
 
-    /// A request comes at `now`, but is not routed yet: see [`view_turn`](Self::view_turn).
+    /// A request arrives at `now`, but is not routed yet: see [`view_turn`](Self::view_turn).
     pub fn advance_view(&mut self, now: SimTime) {
         if let Some(views) = &mut self.views {
             views.advance(now, &self.fleet);
         }
     }
 
-    /// Looks at loads as they are now, for the decisions of the next interval; nothing if it has
-    /// looked in this one.
+    /// Reads the current loads, for the decisions of the next interval; no effect if this interval
+    /// already has a view.
     pub fn see(&mut self) {
         if let Some(views) = &mut self.views {
             views.see(&self.fleet);
@@ -225,7 +225,7 @@ impl Router {
     }
 
     /// Chooses a rank for `request` and charges it. With `scores`, all candidates are appended
-    /// there, by rank: for traced requests, as it costs a walk of the index and of all loads under
+    /// there, by rank. That is for traced requests, because it walks the index and all loads under
     /// every policy.
     ///
     /// # Errors
@@ -240,7 +240,7 @@ impl Router {
         Ok(self.charge(chosen, request))
     }
 
-    /// As [`route`](Self::route), but asks `cached` what targets have cached, and not the fleet's index.
+    /// [`route`](Self::route), but with hits from `cached` instead of the fleet's index.
     ///
     /// # Errors
     /// [`RouteError`]; nothing is charged then.
@@ -262,13 +262,13 @@ impl Router {
         }
     }
 
-    /// Whether a prompt of which `uncached` tokens are left to compute where it is decoded may be
-    /// computed elsewhere: whether a fleet that computes prompts for others is worth asking.
+    /// Whether a prompt with `uncached` tokens left to compute at its decode worker may be computed
+    /// elsewhere: whether to query a prefill fleet.
     pub fn takes_prompt(&self, uncached: u32) -> bool {
         uncached >= self.fleet.config().remote_prefill_tokens_min
     }
 
-    /// Whether the rank to which a prompt was just routed has few enough tokens before it.
+    /// Whether the rank that a prompt was just routed to has a short enough prefill queue.
     pub fn computes_soon(&self, routed: &Routed) -> bool {
         let Some(target) = self.fleet.target_of(routed.target) else {
             return false;
@@ -278,8 +278,8 @@ impl Router {
         queue_max == 0 || before <= queue_max
     }
 
-    /// As [`route`](Self::route), but charges nothing yet: for a driver that routes ahead of time, and
-    /// charges when that has come.
+    /// [`route`](Self::route) without the charge: for a driver that routes ahead of time, and
+    /// charges when that time comes.
     ///
     /// # Errors
     /// [`RouteError`].
@@ -448,7 +448,7 @@ impl Router {
         Ok(())
     }
 
-    /// Where the request's session is kept, if that target is open to it.
+    /// The target of the request's session, if the request may use it.
     fn session_target(&self, now: SimTime, request: &RouteRequest<'_>) -> Option<u32> {
         let sessions = self.fleet.sessions.as_ref()?;
         let target = sessions.target(now, request.session?)?;
@@ -461,7 +461,7 @@ impl Router {
     }
 }
 
-/// Whether `target` is above a busy threshold, as far as the router knows.
+/// Whether `target` is above a busy threshold, by the router's view.
 fn is_busy(fleet: &Fleet, views: Option<&Views>, target: usize) -> bool {
     let load = match views {
         Some(views) => views.loads[target],
@@ -470,13 +470,13 @@ fn is_busy(fleet: &Fleet, views: Option<&Views>, target: usize) -> bool {
     fleet.is_busy(target, load.active_blocks, load.prefill_tokens)
 }
 
-/// Blocks of a prompt that can be reused: an engine computes at least the last token.
+/// Reusable blocks of a prompt: an engine computes at least the last token.
 fn reusable_blocks(prompt: &Prompt) -> &[slipstream_base::BlockHash] {
     let reusable = (prompt.len() - 1) / prompt.block_size();
     &prompt.blocks()[..reusable as usize]
 }
 
-/// How fast the fleet works off what it has, for `Retry-After`.
+/// Throughput of the fleet, for `Retry-After`.
 #[derive(Clone, Copy, Debug, Default)]
 struct DrainRate {
     /// When `mark` was read; `None` before the first request.
@@ -484,7 +484,7 @@ struct DrainRate {
     mark: Drained,
 }
 
-/// Sums over the fleet since its start.
+/// Totals of the fleet since its start.
 #[derive(Clone, Copy, Debug, Default)]
 struct Drained {
     prefill_tokens: u64,
@@ -492,9 +492,9 @@ struct Drained {
 }
 
 impl DrainRate {
-    /// Shortest span over which a rate is taken, s.
+    /// Shortest span of a rate, s.
     const SPAN_MIN_S: f64 = 1.0;
-    /// Longest wait that is asked of a client, s: the estimate is not worth more.
+    /// Longest `Retry-After`, s: the estimate is not reliable beyond.
     const RETRY_AFTER_MAX_S: f64 = 60.0;
 
     fn observe(&mut self, now: SimTime) {
@@ -502,7 +502,7 @@ impl DrainRate {
     }
 
     /// Seconds until the one of `busy` that is nearest to its thresholds falls below them, at the
-    /// mean rate per target since the mark; 1 s where no rate is known.
+    /// mean rate per target since the mark; 1 s if no rate is known.
     fn retry_after_s(&mut self, now: SimTime, fleet: &Fleet, busy: &[u32]) -> u32 {
         let mut drained = Drained::default();
         for load in &fleet.loads {

@@ -1,4 +1,4 @@
-//! Which target a session was last routed to.
+//! The last target of each session.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,12 +8,12 @@ use lru::LruCache;
 use slipstream_base::SimTime;
 use slipstream_base::mix::{below, mix64};
 
-/// Sessions remembered at most; the one that was quiet longest is forgotten first, and counted.
+/// Limit of sessions; the least recently used one is evicted first, and counted.
 const SESSIONS_MAX: usize = 1 << 18;
-/// Locks among which sessions are spread, so that shards seldom wait for each other.
+/// Locks over which sessions are spread, so that shards seldom wait for each other.
 const LOCKS: usize = 64;
 
-/// Sessions and their targets, forgotten `ttl_ns` after their last request.
+/// Sessions and their targets, expired `ttl_ns` after their last request.
 pub(crate) struct SessionTable {
     ttl_ns: u64,
     parts: Box<[Mutex<LruCache<u64, Entry>>]>,
@@ -37,7 +37,7 @@ impl SessionTable {
         }
     }
 
-    /// Where `session` is kept at `now`.
+    /// The target of `session` at `now`.
     pub(crate) fn target(&self, now: SimTime, session: u64) -> Option<u32> {
         let part = self.part(session);
         let entry = part.peek(&session)?;
@@ -50,8 +50,8 @@ impl SessionTable {
         let mut part = self.part(session);
         let until = now + self.ttl_ns;
         part.put(session, Entry { target, until });
-        // At most two leave for each that comes, so the table shrinks after a burst, and no single
-        // request pays for it.
+        // At most two expire for each that is added, so the table shrinks after a burst, and no
+        // single request pays for it.
         for _ in 0..2 {
             let full = part.len() > PART_MAX.get();
             match part.peek_lru() {
@@ -65,7 +65,7 @@ impl SessionTable {
         }
     }
 
-    /// Sessions forgotten before their time.
+    /// Sessions evicted before their expiry.
     pub(crate) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }

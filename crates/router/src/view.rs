@@ -1,4 +1,4 @@
-//! Loads as a router believes them to be, where it does not look each time.
+//! A router's delayed view of loads.
 
 use std::sync::atomic::Ordering;
 
@@ -6,7 +6,7 @@ use slipstream_base::{Prompt, SimTime};
 
 use crate::fleet::Fleet;
 
-/// The load of a target as a router saw it last, with what it has routed there since.
+/// The load of a target at the router's last refresh, plus its own routing since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ViewedLoad {
     pub(crate) requests: u64,
@@ -16,7 +16,7 @@ pub(crate) struct ViewedLoad {
 }
 
 impl ViewedLoad {
-    /// As it is.
+    /// The current load.
     #[inline]
     pub(crate) fn of(fleet: &Fleet, target: usize) -> ViewedLoad {
         let load = &fleet.loads[target];
@@ -29,36 +29,37 @@ impl ViewedLoad {
     }
 }
 
-/// How a moment stands to what a router has seen.
+/// Age of the view that a decision uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ViewTurn {
-    /// It goes by what it went by before.
+    /// The same view as for the previous decision.
     Same,
-    /// It goes by the look that it took in the interval before this one.
+    /// The view that was refreshed in the previous interval.
     Next,
-    /// It has not looked for so long that it goes by what it sees now.
+    /// The view has expired; it is refreshed now.
     Fresh,
 }
 
-/// What one router believes.
+/// The view of one router.
 ///
-/// Time is cut into intervals of `router.view_interval_ms`. In each, decisions go by the look that was
-/// taken in the one before, and by what the router has routed since that look: at most two intervals
-/// old, as where workers tell of their loads once in each, and the news takes as long.
+/// Time is divided into intervals of `router.view_interval_ms`. Decisions in an interval use the
+/// view that was refreshed in the previous one, plus the router's own routing since. The view is at
+/// most two intervals old, as if workers published their loads once per interval, with a delay of
+/// one interval.
 #[derive(Debug)]
 pub(crate) struct Views {
     interval_ns: u64,
     /// The interval of the last request; `None` before the first.
     interval: Option<u64>,
-    /// What decisions go by; by dense target index.
+    /// The view of this interval; by dense target index.
     pub(crate) loads: Vec<ViewedLoad>,
-    /// What they go by in the next interval: as seen in this one, with what was routed since.
+    /// The view of the next interval: loads at its refresh, plus requests routed since.
     next: Vec<ViewedLoad>,
-    /// `next` has been seen.
+    /// Whether `next` was refreshed.
     seen: bool,
-    /// What was routed in this interval, while it has not been.
+    /// Requests routed in this interval, until it is.
     routed: Vec<(u32, ViewedLoad)>,
-    /// The driver says when to look.
+    /// The driver decides when to refresh.
     pub(crate) by_hand: bool,
 }
 
@@ -84,7 +85,7 @@ impl Views {
         }
     }
 
-    /// A request comes at `now`: from here on decisions go by the next look.
+    /// A request arrives at `now`: from here on decisions use the next view.
     pub(crate) fn advance(&mut self, now: SimTime, fleet: &Fleet) {
         match self.turn(now) {
             ViewTurn::Same => return,
@@ -106,7 +107,7 @@ impl Views {
         }
     }
 
-    /// Looks, for the decisions of the next interval, unless it has.
+    /// Refreshes the view for the next interval, unless it is done.
     pub(crate) fn see(&mut self, fleet: &Fleet) {
         if self.seen {
             return;
@@ -121,8 +122,8 @@ impl Views {
         self.seen = true;
     }
 
-    /// `prompt` goes to `target`. Blocks that it shares with others there, other than those that it
-    /// hits, are counted again until they are seen.
+    /// Charges `prompt` to `target`. Blocks that it shares with other prompts there, except its
+    /// hits, are counted twice until the next refresh.
     pub(crate) fn on_routed(&mut self, target: usize, prompt: &Prompt, hit_blocks: u32) {
         let (size, len) = (u64::from(prompt.block_size()), u64::from(prompt.len()));
         let hits = u64::from(hit_blocks);

@@ -16,9 +16,9 @@ pub(super) fn engine_counts(page: &str) -> Option<EngineCounts> {
     (counts != EngineCounts::default()).then_some(counts)
 }
 
-/// What was counted between two looks.
+/// Counter increase between two readings.
 pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCounts {
-    // A counter that appears with its first event began at 0.
+    // A counter that appears with its first event started at 0.
     let minus = |end: Option<f64>, begin: Option<f64>| end.map(|e| e - begin.unwrap_or(0.0));
     EngineCounts {
         preemptions: minus(end.preemptions, begin.preemptions),
@@ -28,8 +28,7 @@ pub(super) fn difference(end: &EngineCounts, begin: &EngineCounts) -> EngineCoun
     }
 }
 
-/// Tokens of a block, where the server tells its configuration: a label of
-/// `vllm:cache_config_info`.
+/// Tokens per block, if the server reports its configuration: a label of `vllm:cache_config_info`.
 fn block_size(page: &str) -> Option<f64> {
     let line = page
         .lines()

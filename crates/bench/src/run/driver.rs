@@ -1,4 +1,4 @@
-//! One thread of a run: takes requests as they come due, and sees each through.
+//! One thread of a run: sends requests when they are due, and follows each to its end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ use slipstream_report::{Answered, Failed, Series, Timeline, Totals};
 /// Salt of the warm-up's texts: any number but 0, which is the workload itself.
 const WARMUP_SALT: u64 = 0x7761_726d;
 
-/// Runs warm-up and measured part of one shard.
+/// Runs the warm-up and the measured part of one shard.
 pub(super) fn run_thread(
     shared: &Arc<Shared>,
     shard: Shard,
@@ -63,7 +63,7 @@ pub(super) fn run_thread(
         }
         _ => Ok(Totals::default()),
     };
-    // Every thread comes to the line, whatever has gone wrong in it, or the others would wait.
+    // Every thread reaches the barrier even after an error, or the others would wait.
     let start_ns = shared.start_line();
     let (runtime, warmup) = (runtime?, warmup?);
     let mut totals = run(&runtime, &config.workload, 0, start_ns)?;
@@ -94,12 +94,12 @@ fn run_phase(
         });
     }
     local.block_on(runtime, worker.clone().drive(alarm))?;
-    // What an interrupt left in flight goes with it.
+    // Requests that an interrupt left in flight are dropped.
     drop(local);
     Ok(worker.to_totals())
 }
 
-/// What the requests of one thread share.
+/// State shared by the requests of one thread.
 struct Worker {
     shared: Arc<Shared>,
     pool: Rc<Pool>,
@@ -108,9 +108,9 @@ struct Worker {
     in_flight_max: u64,
     schedule: RefCell<Schedule>,
     totals: RefCell<Totals>,
-    /// Answers of sessions under way, by turn; what the next prompt repeats.
+    /// Answers of open sessions, by turn; the next prompt repeats them.
     answers: RefCell<HashMap<u64, Vec<String>>>,
-    /// A request ended: the loop looks again.
+    /// Wakes the loop when a request ends.
     ended: Notify,
 }
 
@@ -129,7 +129,7 @@ impl End {
     }
 }
 
-/// One try at a request: what came, and how it ended.
+/// One attempt of a request: its answer, and how it ended.
 struct Attempt {
     end: End,
     answer: Answer,
@@ -164,7 +164,7 @@ impl Worker {
     fn to_totals(&self) -> Totals {
         let schedule = self.schedule.borrow();
         let mut totals = self.totals.take();
-        // In flight still: an interrupt cut them off.
+        // Still in flight: cut off by an interrupt.
         totals.requests.abandoned += schedule.abandoned() + schedule.in_flight();
         totals.requests.skipped_lines = schedule.skipped_lines();
         self.shared.progress[self.index].in_flight.store(0, Relaxed);
@@ -175,7 +175,7 @@ impl Worker {
         SimTime(monotonic_ns().saturating_sub(self.start_ns))
     }
 
-    /// Begins requests as they come due, until all have ended or an interrupt comes.
+    /// Starts requests as they come due, until all have ended or an interrupt arrives.
     async fn drive(self: Rc<Self>, mut alarm: Alarm) -> Result<(), BenchError> {
         let mut stop = self.shared.stop.clone();
         loop {
@@ -198,14 +198,14 @@ impl Worker {
         }
     }
 
-    /// Begins what is due, and returns when to look again (ns), if time alone will tell.
+    /// Starts due requests; returns the time of the next one (ns), if only time must pass.
     fn begin_due(self: &Rc<Self>) -> Result<Option<u64>, BenchError> {
         let mut schedule = self.schedule.borrow_mut();
         let progress = &self.shared.progress[self.index];
         loop {
             let now = self.now();
             if schedule.in_flight() >= self.in_flight_max {
-                // The next end brings us back.
+                // The next end of a request wakes the loop.
                 return Ok(None);
             }
             let Some(request) = schedule.pop(now)? else {
@@ -217,7 +217,7 @@ impl Worker {
         }
     }
 
-    /// Sends a request, takes its answer, and books the outcome.
+    /// Sends a request, reads its answer, and records the outcome.
     async fn see_through(self: Rc<Self>, request: Request) {
         let mut timeline = Timeline::new(self.start_ns + request.due.0);
         let bytes = {
@@ -255,7 +255,7 @@ impl Worker {
         Answer::new(field, request.has_next())
     }
 
-    /// Sends a request again while it is answered 429 or 503, as often as the run allows.
+    /// Retries a request while it is answered 429 or 503, up to the configured number of times.
     async fn try_until_answered(
         &self,
         request: &Request,
@@ -275,8 +275,8 @@ impl Worker {
         }
     }
 
-    /// One try. A connection that was kept may have been closed by the server just then; that says
-    /// nothing about the request, which goes out once more on a new one.
+    /// One attempt. The server may just have closed a kept connection. That is no failure of the
+    /// request, which is sent once more on a new connection.
     async fn attempt(
         &self,
         request: &Request,
@@ -311,7 +311,7 @@ impl Worker {
         Attempt { end, answer, head }
     }
 
-    /// Sends `bytes` and takes the answer until it is complete.
+    /// Sends `bytes` and reads the answer until it is complete.
     async fn exchange(
         &self,
         mut stream: TcpStream,
@@ -324,8 +324,8 @@ impl Worker {
         if timeline.sent == 0 {
             timeline.sent = monotonic_ns();
         }
-        // A server may refuse a request before it has read it all: then writing fails, and the
-        // answer says why.
+        // A server may refuse a request before it has read it all. Then writing fails, and the
+        // answer holds the reason.
         let written = stream.write_all(bytes).await;
         let progress = &self.shared.progress[self.index];
         while !parser.is_complete() {
@@ -362,7 +362,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What a complete answer amounts to.
+    /// The outcome of a complete answer.
     fn judge(
         &self,
         request: &Request,
@@ -420,7 +420,7 @@ impl Worker {
         })
     }
 
-    /// Books how a request ended, and tells the schedule.
+    /// Records how a request ended, and reports it to the schedule.
     fn book(&self, request: &Request, timeline: &Timeline, attempt: Attempt, tries: u32) {
         let Attempt {
             end,
@@ -462,7 +462,7 @@ impl Worker {
         progress.in_flight.store(schedule.in_flight(), Relaxed);
         if let Some(drag) = &self.shared.drag {
             let record = drag_record(request, timeline, &end, &answer, &head, tries);
-            // A disk that is full ends the records, not the run. Locks in this order everywhere.
+            // A full disk ends the records, not the run. Locks in this order everywhere.
             let mut failure = self.shared.drag_failure.lock().expect(super::UNPOISONED);
             if failure.is_none() {
                 *failure = drag.lock().expect(super::UNPOISONED).write(&record).err();
@@ -482,7 +482,7 @@ impl Attempt {
     }
 }
 
-/// The row of a request: the client's columns, and the server's where it answered with them.
+/// The row of a request: the client's columns, and the server's if the answer had them.
 fn drag_record(
     request: &Request,
     timeline: &Timeline,
@@ -503,7 +503,7 @@ fn drag_record(
         .and_then(|t| serde_json::from_str(t).ok());
     if let Some(trace) = answer.trace.as_ref().or(header.as_ref()) {
         let number = |name: &str| trace.get(name).and_then(Value::as_u64);
-        // Stages stand in an object of their own, or beside the rest.
+        // Stages are in an object of their own, or next to the other fields.
         let stages = trace.get("stages").unwrap_or(trace);
         for stage in Stage::ALL {
             if let Some(ns) = stages.get(stage.name()).and_then(Value::as_u64) {
@@ -515,7 +515,7 @@ fn drag_record(
         if let Some(retries) = number("retries") {
             record.retries = Some(tries + retries as u32);
         }
-        // One number means the device's tier; an object names tiers.
+        // One number is the device tier; an object names tiers.
         let hits = trace.get("hit_blocks");
         record.hit_blocks[0] = hits.and_then(Value::as_u64).map(|n| n as u32);
         for (slot, tier) in record.hit_blocks.iter_mut().zip(TIERS) {

@@ -1,11 +1,11 @@
-//! A small OpenAI server on loopback that misbehaves as it is told.
+//! A small OpenAI server on loopback with scripted faults.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-/// A request as it came.
+/// A received request.
 #[derive(Clone, Debug)]
 pub(crate) struct Received {
     pub(crate) path: String,
@@ -33,15 +33,15 @@ impl Received {
     }
 }
 
-/// What to answer.
+/// The scripted answer.
 pub(crate) enum Reply {
     /// These bytes; the connection stays open.
     Bytes(Vec<u8>),
-    /// These bytes, then the connection closes in good order.
+    /// These bytes, then an orderly close.
     Close(Vec<u8>),
-    /// These bytes, then the connection is reset.
+    /// These bytes, then a reset.
     Reset(Vec<u8>),
-    /// Nothing, ever; the connection stays open until the client gives up.
+    /// No answer; the connection stays open until the client closes it.
     Silence,
 }
 
@@ -159,7 +159,7 @@ fn serve(
             }
             Reply::Reset(bytes) => {
                 let _ = writer.write_all(&bytes);
-                // Lingering for no time turns the close into a reset.
+                // A linger time of 0 turns the close into a reset.
                 rustix::net::sockopt::set_socket_linger(stream, Some(std::time::Duration::ZERO))
                     .unwrap();
                 return;
@@ -205,7 +205,7 @@ pub(crate) fn ending(prompt_tokens: u64, tokens: u64) -> String {
     chunk(&usage) + &chunk("data: [DONE]\n\n") + "0\r\n\r\n"
 }
 
-/// A complete stream of as many tokens as were asked for.
+/// A complete stream with the requested number of tokens.
 pub(crate) fn stream(request: &Received) -> Vec<u8> {
     let mut text = String::from(STREAM_HEAD);
     for k in 0..request.max_tokens() {

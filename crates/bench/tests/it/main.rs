@@ -1,4 +1,4 @@
-//! The load generator against a server that does what it should, and against one that does not.
+//! The load generator against a correct server, and against a faulty one.
 
 mod fake;
 
@@ -72,7 +72,7 @@ fn bench(config: Config) -> RunReport {
     run(config, &mut |_| {}).map(|o: Outcome| o.report).unwrap()
 }
 
-/// One request against `reply`: the kind that its failure is counted under, and the example.
+/// One request against `reply`: the category that its failure is counted in, and the example.
 fn check_failure(reply: impl Fn(&Received) -> Reply + Send + Sync + 'static) -> (String, String) {
     let fake = Fake::start(reply);
     let report = bench(config(&fake, closed(1, 1)));
@@ -133,7 +133,7 @@ fn threads_and_repetitions_send_the_same_bytes() {
 
 #[test]
 fn an_open_loop_sends_without_waiting_for_answers() {
-    // The server answers nobody until all five are there; a closed loop would hang.
+    // The server answers only when all five have arrived; a closed loop would hang.
     let count = Arc::new((Mutex::new(0), Condvar::new()));
     let fake = Fake::start(move |r| {
         let (arrived, all) = &*count;
@@ -154,7 +154,7 @@ fn an_open_loop_sends_without_waiting_for_answers() {
 fn waiting_for_a_slow_server_counts_from_when_a_request_was_due() {
     let fake = Fake::start(|r| Reply::Bytes(stream(r)));
     let drag = tempfile::NamedTempFile::new().unwrap();
-    // All due at once, but one at a time in flight: the wait must show.
+    // All are due at once, but only one may be in flight: the wait must show.
     let arrival = Arrival::Timestamps { ms: vec![0.0; 4] };
     let mut config = config(&fake, workload(arrival, 4, 10.0, 5.0));
     config.in_flight_max = 1;
@@ -488,7 +488,7 @@ fn a_trace_that_breaks_off_ends_the_run_with_its_line() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
-    /// Whatever the chunks, and wherever the network cuts, the same events are counted.
+    /// The number of events does not depend on chunk sizes or on where the network splits them.
     #[test]
     fn cuts_make_no_difference(
         chunks in prop::collection::vec(1usize..200, 1..20),

@@ -92,7 +92,7 @@ fn a_lost_worker_takes_its_blocks_along() {
     assert_eq!(route(&mut router, &prompt).target.worker, WorkerId(0));
     fleet.set_ready(WorkerId(1), true);
     assert_eq!(route(&mut router, &prompt).hit_blocks, 0);
-    // Its next life numbers its deltas from 0 again.
+    // After a restart it numbers its deltas from 0 again.
     assert!(!fleet.on_kv(&stored(1, 0, &prompt)).gap);
     assert_eq!(route(&mut router, &prompt).hit_blocks, 9);
 }

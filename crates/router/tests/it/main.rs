@@ -1,4 +1,4 @@
-//! A fleet and its routers from the outside.
+//! A fleet and its routers, through their public interface.
 #![allow(clippy::disallowed_methods)] // it tests the router itself
 
 mod busy;
@@ -82,7 +82,7 @@ fn charged(fleet: &Fleet) -> u64 {
         .sum()
 }
 
-/// What an engine publishes when it has stored `prompt`.
+/// The delta that an engine publishes when it has stored `prompt`.
 fn stored(worker: u32, sequence: u64, prompt: &Prompt) -> KvDelta {
     let parents = std::iter::once(BlockHash(0)).chain(prompt.blocks().iter().copied());
     let ops = prompt.blocks().iter().zip(parents);

@@ -1,4 +1,4 @@
-//! Loads that a router looks at now and then.
+//! Loads that a router refreshes at intervals.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn between_two_looks_it_knows_what_it_routed_and_not_what_ended() {
         let routed = routed.unwrap();
         (routed.target.worker.0, routed.active)
     };
-    // The first look is at 5 ms. What it routes itself counts at once.
+    // The first refresh is at 5 ms. The router's own requests count at once.
     let (first, ended) = go(5 * MS, 0);
     let (second, _second) = go(6 * MS, 1);
     assert_eq!((first, second), (0, 1));
@@ -34,18 +34,14 @@ fn between_two_looks_it_knows_what_it_routed_and_not_what_ended() {
     drop(ended);
     let (third, _third) = go(7 * MS, 2);
     let (fourth, _fourth) = go(10 * MS - 1, 3);
-    assert_eq!(
-        (third, fourth),
-        (0, 1),
-        "2 and 1 believed, 1 and 1 in truth"
-    );
-    // From 10 to 15 ms it goes by the look of 5 ms, and what it routed since: 2 and 2.
+    assert_eq!((third, fourth), (0, 1), "view 2 and 1, actual 1 and 1");
+    // From 10 to 15 ms it uses the view of 5 ms, plus its requests since: 2 and 2.
     let (fifth, _fifth) = go(10 * MS, 4);
-    assert_eq!(fifth, 0, "3 and 2 believed, 2 and 2 in truth");
-    // From 15 ms on by that of 10 ms, which saw 1 and 2, and the one routed since.
+    assert_eq!(fifth, 0, "view 3 and 2, actual 2 and 2");
+    // From 15 ms on it uses the view of 10 ms, which has 1 and 2, plus the one routed since.
     let (sixth, _sixth) = go(15 * MS, 5);
-    assert_eq!(sixth, 0, "2 and 2 believed, and in truth");
-    // After a pause it looks at once: 3 and 2.
+    assert_eq!(sixth, 0, "view and actual 2 and 2");
+    // After a pause it refreshes at once: 3 and 2.
     assert_eq!(go(100 * MS, 6).0, 1);
 }
 
@@ -67,10 +63,10 @@ fn a_named_workers_ranks_are_seen_now_and_then() {
     let (first, _kept) = go(0, 0);
     let (second, ended) = go(MS, 1);
     assert_eq!((first, second), (0, 1));
-    // Rank 1 is idle again, which is not seen before the next look: by what is believed both have one
+    // Rank 1 is idle again, which the view shows after the next refresh. Until then both have one
     // request, and the first is taken.
     drop(ended);
-    assert_eq!(go(2 * MS, 2).0, 0, "1 and 1 believed, 1 and 0 in truth");
+    assert_eq!(go(2 * MS, 2).0, 0, "view 1 and 1, actual 1 and 0");
 }
 
 /// The last rank with the fewest requests, or the first of all.
@@ -99,7 +95,7 @@ impl RoutePolicy for Custom {
     }
 }
 
-/// It counts what the policy says, not the one that the configuration names.
+/// The custom policy's own `reads_load` decides, not the configured policy.
 #[test]
 fn a_policy_of_the_callers_says_whether_it_reads_loads() {
     for named in [RouterPolicy::RoundRobin, RouterPolicy::LeastRequests] {
@@ -114,7 +110,8 @@ fn a_policy_of_the_callers_says_whether_it_reads_loads() {
             };
             let (_kept, ended) = (go(0), go(MS));
             drop(ended);
-            // Worker 0 has ended its request, which is not seen yet: 1 and 1, and the last is taken.
+            // Worker 0 has ended its request, which the view does not show yet: 1 and 1, and the
+            // last is taken.
             let (third, _active) = go(2 * MS);
             let turn = router.view_turn(SimTime(3 * MS));
             if reads_loads {
@@ -138,9 +135,9 @@ fn another_routers_requests_are_seen_later() {
         routed.target.worker.0
     };
     assert_eq!(go(&mut mine, 0, &short), 0);
-    assert_eq!(go(&mut other, 1, &long), 1, "they look for the first time");
-    // Worker 1 has 400 tokens and 0 has 16, but that is not known here before 10 ms: the look of 0 ms
-    // saw nothing, that of 5 ms saw it.
+    assert_eq!(go(&mut other, 1, &long), 1, "first refresh");
+    // Worker 1 has 400 tokens and 0 has 16, but the view does not show that before 10 ms: the
+    // refresh at 0 ms had nothing, the one at 5 ms has it.
     assert_eq!(go(&mut mine, 2, &short), 1);
     assert_eq!(go(&mut mine, 5 * MS, &short), 0);
     assert_eq!(go(&mut mine, 5 * MS, &short), 1);
@@ -151,7 +148,7 @@ fn another_routers_requests_are_seen_later() {
     assert_eq!(go(&mut mine, 10 * MS, &short), 0);
 }
 
-/// A driver that routes ahead and looks by hand decides as one that routes as time goes on.
+/// A driver that routes ahead and refreshes by hand decides as one that routes in time order.
 #[test]
 fn looking_by_hand_decides_the_same() {
     let prompts: Vec<_> = (0..60).map(|n| prompt(n % 7, 40 + 13 * n as u32)).collect();
@@ -192,7 +189,7 @@ fn thresholds_go_by_what_is_believed() {
         .map(|_| router.route(SimTime(0), &request(&p), None).unwrap())
         .collect();
     assert!(router.route(SimTime(MS), &request(&p), None).is_err());
-    drop(charges); // all has ended, but it has not looked
+    drop(charges); // all have ended, but the view is older
     assert!(router.route(SimTime(9 * MS), &request(&p), None).is_err());
     assert!(router.route(SimTime(15 * MS), &request(&p), None).is_ok());
 }

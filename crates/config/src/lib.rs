@@ -1,7 +1,7 @@
-//! The files that a user writes: cluster and workload, read with diagnostics that name file, line
-//! and remedy, and the presets of GPUs and models that they refer to.
+//! User-written files: cluster and workload files, read with errors that name file, line and
+//! remedy, and the presets of GPUs and models that they refer to.
 //!
-//! Nothing here does I/O, reads a clock or starts anything: texts go in, checked values come out.
+//! This crate does no I/O, reads no clock and starts nothing: texts go in, checked values come out.
 #![forbid(unsafe_code)]
 
 pub mod cluster;

@@ -1,8 +1,8 @@
 //! Reads the cluster file into a [`Cluster`].
 //!
-//! Four layers: defaults, the file, the environment, flags; the later wins. Within one layer, and
-//! across them, a pool's own `[pool.NAME.engine]` wins over `[engine]`, which is what all pools
-//! start from.
+//! Layers, from lowest to highest: defaults, the file, the environment, flags. Within one layer and
+//! across layers, a pool's own `[pool.NAME.engine]` overrides `[engine]`, which is the base of all
+//! pools.
 //!
 //! ```
 //! use slipstream_config::cluster::file;
@@ -27,11 +27,11 @@ use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::text::{counted, several};
 
-/// Prefix of the environment variables that [`Doc::env`] takes for a cluster:
+/// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
 /// `SLIPSTREAM_ENGINE__MAX_NUM_SEQS`.
 pub const ENV_PREFIX: &str = "SLIPSTREAM_";
 
-/// Words of `[router] policy`.
+/// Values of `[router] policy`.
 pub const POLICIES: &[(&str, RouterPolicy)] = &[
     ("round_robin", RouterPolicy::RoundRobin),
     ("random", RouterPolicy::Random),
@@ -69,22 +69,22 @@ const KV_DTYPES: &[(&str, Option<Dtype>)] = &[
     ("fp8", Some(Dtype::Fp8)),
 ];
 
-/// Sections of the design that this version does not have.
+/// Sections of the design that this version does not implement.
 const LATER: &[&str] = &["prices"];
 
-/// Workers of all pools together; `WorkerId`s are dense and per-worker state is an array.
+/// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
 const WORKERS_MAX: u32 = 65_536;
 
-/// A year, s: longer is a slip of units, and products with 1e9 ns must fit.
+/// A year, s: a longer time is an error in the unit, and products with 1e9 ns must fit.
 const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 
-/// Reads `doc` as a cluster. `load` reads the files that it names (`model.config`,
-/// `engine.timing.path`); nothing else is opened.
+/// Reads `doc` as a cluster. `load` reads the files that it refers to (`model.config`,
+/// `engine.timing.path`); no other file is opened.
 ///
 /// The [`Settings`] hold every effective value and its origin.
 ///
 /// # Errors
-/// All mistakes together, each with place and remedy. Nothing was started; mend and read again.
+/// All mistakes together, each with place and remedy. Nothing was started.
 pub fn read(
     doc: Doc,
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
@@ -103,7 +103,7 @@ pub fn read(
             read_pool(name, t, &base, &model, &mut load)
         });
         if pools.is_empty() {
-            // As if the file said `[pool.main]`.
+            // As if the file contained `[pool.main]`.
             let whole = root.table("pool", |pools| {
                 pools.table("main", |t| read_pool("main", t, &base, &model, &mut load))
             });
@@ -119,8 +119,8 @@ pub fn read(
         let block_size = pools[0].engine.block_size;
         if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
             let message = format!(
-                "pool `{}` has blocks of {block_size} tokens, but pool `{}` of {}: one router cannot \
-                 follow both",
+                "pool `{}` has blocks of {block_size} tokens, but pool `{}` of {}: one router needs \
+                 one block size",
                 pools[0].name, other.name, other.engine.block_size
             );
             root.mistake("pool", message, "set `block_size` once, in `[engine]`");
@@ -140,20 +140,20 @@ pub fn read(
     })
 }
 
-/// Prompts must be computed by somebody, and so must answers.
+/// Some pool must compute prompts, and some must compute answers.
 fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
     let has = |role| pools.iter().any(|pool| pool.role == role);
     let mistake = |message: &str, hint| root.mistake("pool", message, hint);
     if has(PoolRole::Prefill) && !has(PoolRole::Decode) && !has(PoolRole::Both) {
         mistake(
-            "every pool's `role` is \"prefill\": nobody would generate answers",
+            "every pool's `role` is \"prefill\", so no pool generates answers",
             "add a pool with `role = \"decode\"`",
         );
     }
     if has(PoolRole::Decode) && !has(PoolRole::Prefill) {
         mistake(
-            "a pool's `role` is \"decode\", but no pool's is \"prefill\": nobody would compute its prompts",
-            "add a pool with `role = \"prefill\"`, or write \"both\"",
+            "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
+            "add a pool with `role = \"prefill\"`, or use \"both\"",
         );
     }
 }
@@ -176,17 +176,17 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
     let mut events = root.array("event", |_, t| {
         let kind = t
             .choice("kind", KINDS)
-            .required("say what happens: crash, drain, slow or link", Kind::Crash);
+            .required("set it to crash, drain, slow or link", Kind::Crash);
         let at_s = t
             .get("at_s")
             .within(0.0..=TIME_S_MAX)
-            .required("say when, in seconds from the start", 0.0);
+            .required("set the time, in seconds from the start", 0.0);
         let until_s: Option<f64> = t.get("until_s").within(0.0..=TIME_S_MAX).optional();
         if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
             t.mistake(
                 "until_s",
                 format!("`until_s` is {until_s}, but it begins at {at_s}"),
-                "give a later time, or remove it: then it never ends",
+                "set a later time, or remove it for an event without end",
             );
         }
         let worker: u32 = t
@@ -195,12 +195,12 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
                 |&worker: &u32| u64::from(worker) < workers,
                 &format!("the number of a worker, 0 to {}", workers.saturating_sub(1)),
             )
-            .required("say to which worker, by its number over all pools", 0);
+            .required("set the worker, by its number over all pools", 0);
         if kind != Kind::Slow {
-            t.unused("factor", "kind", "only \"slow\" has one");
+            t.unused("factor", "kind", "only \"slow\" uses it");
         }
         if kind != Kind::Link {
-            t.unused("share", "kind", "only \"link\" has one");
+            t.unused("share", "kind", "only \"link\" uses it");
         }
         let what = match kind {
             Kind::Crash => Happening::Crash,
@@ -209,13 +209,13 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
                 factor: t
                     .get("factor")
                     .within(0.001..=1e6)
-                    .required("say how many times as long passes take", 1.0),
+                    .required("set the factor by which passes take longer", 1.0),
             },
             Kind::Link => Happening::Link {
                 share: t
                     .get("share")
                     .within(0.0..=1.0)
-                    .required("say what share of its rate is left; 0: it is down", 1.0),
+                    .required("set the remaining share of its rate; 0: it is down", 1.0),
             },
         };
         Event {
@@ -231,7 +231,7 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
 
 fn read_network(t: &Table<'_>) -> NetworkConfig {
     let default = NetworkConfig::default();
-    // A terabyte a millisecond, at most; a bit a millisecond, at least.
+    // At most a terabyte per millisecond, at least a bit per millisecond.
     const RATE: std::ops::RangeInclusive<f64> = 1e3..=1e16;
     NetworkConfig {
         mode: t.choice("mode", NETWORKS).or(default.mode),
@@ -291,8 +291,8 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
         let names: Vec<&str> = preset::MODELS.iter().map(|m| &*m.name).collect();
         t.mistake(
             "preset",
-            format!("`model.preset` is \"{preset}\", which is no preset"),
-            format!("one of {}, or give `model.config`", names.join(", ")),
+            format!("`model.preset` is \"{preset}\", which is not a preset"),
+            format!("one of {}, or set `model.config`", names.join(", ")),
         );
     }
     let name = match &config {
@@ -301,7 +301,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
             .check(|n: &String| !n.is_empty(), "a name")
             .or_from(Origin::Preset(preset.clone()), preset.clone()),
         Some(path) => {
-            // A model's folder is named after it: `models/my-model/config.json`.
+            // The default name is that of the model's folder: `models/my-model/config.json`.
             let folder = path.parent().and_then(Path::file_name);
             let name = folder.map_or("model".into(), |f| f.to_string_lossy().into_owned());
             t.get("name")
@@ -319,7 +319,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
             Err(error) => t.mistake(
                 "config",
                 format!("`model.config`: {}: {error}", path.display()),
-                "give the `config.json` of a model, or name a `preset` instead",
+                "set the path of a model's `config.json`, or use a `preset`",
             ),
         }
     }
@@ -386,7 +386,7 @@ fn read_engine(
             "tensor_parallel_size",
             format!(
                 "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads, {} \
-                 key-value heads and MLPs {} wide, which do not all split evenly",
+                 key-value heads and an MLP width of {}, which do not all split evenly",
                 shape.name,
                 shape.attention_heads,
                 shape.kv_heads,
@@ -414,7 +414,7 @@ fn read_engine(
                  share the experts and wait for each other in every step, which is not modelled",
                 shape.name
             ),
-            "set it to 1: more `workers`, each with all experts, or a larger `tensor_parallel_size`",
+            "set it to 1, and use more `workers` (each with all experts) or a larger `tensor_parallel_size`",
         );
     }
 
@@ -433,7 +433,7 @@ fn read_engine(
         None => (default.num_gpu_blocks, Origin::Default),
         Some(memory) => memory.blocks(t, block_size),
     };
-    // 2^24 blocks of 16 tokens are 268 million tokens, more than any GPU holds of any model.
+    // 2^24 blocks of 16 tokens are 268 million tokens, more than any GPU has memory for.
     let num_gpu_blocks = t
         .get("num_gpu_blocks")
         .within(1..=1 << 24)
@@ -470,7 +470,7 @@ fn read_engine(
             "block_size",
             format!(
                 "`block_size` is {block_size}, but `max_model_len` is {max_model_len}: \
-                 no prompt would fill a block"
+                 no prompt fills a block"
             ),
             "set a smaller `block_size`; vLLM's default is 16",
         );
@@ -491,17 +491,14 @@ fn read_engine(
         let whole = max_model_len
             .max(default.max_num_batched_tokens)
             .max(max_num_seqs);
-        budget.or_from(
-            Origin::Derived("holds the longest prompt whole".into()),
-            whole,
-        )
+        budget.or_from(Origin::Derived("fits the longest prompt".into()), whole)
     };
     if max_num_batched_tokens < max_num_seqs {
         t.mistake(
             "max_num_batched_tokens",
             format!(
                 "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_num_seqs` is \
-                 {max_num_seqs}: not every running sequence would get a token"
+                 {max_num_seqs}: not every running sequence gets a token"
             ),
             format!("set `max_num_batched_tokens = {max_num_seqs}` or more"),
         );
@@ -511,7 +508,7 @@ fn read_engine(
             "max_num_batched_tokens",
             format!(
                 "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_model_len` is \
-                 {max_model_len} and chunked prefill is off: longer prompts could never run"
+                 {max_model_len} and chunked prefill is off: longer prompts can never run"
             ),
             format!("set it to {max_model_len}, or `enable_chunked_prefill = true`"),
         );
@@ -542,7 +539,7 @@ fn read_engine(
     }
 }
 
-/// What of a GPU is left for the KV cache.
+/// Share of a GPU's memory that is left for the KV cache.
 struct Memory<'m> {
     gpu: &'static Gpu,
     shape: &'m ModelShape,
@@ -553,11 +550,11 @@ struct Memory<'m> {
 }
 
 impl Memory<'_> {
-    /// Blocks that fit beside the weights, and how that came about; a mistake (and 1) if not even
-    /// the weights do.
+    /// Blocks that fit next to the weights, and how the number was derived; a mistake (and 1) if
+    /// not even the weights fit.
     ///
-    /// vLLM also sets aside what a profiling pass needed for activations, some percent of the
-    /// memory, which is not modelled: state `num_gpu_blocks` to match a given deployment.
+    /// vLLM also reserves the activation memory of a profiling pass, some percent of the memory,
+    /// which is not modelled: set `num_gpu_blocks` to match a given deployment.
     fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
         let budget = (self.gpu.memory_bytes as f64 * self.utilization) as u64;
         let weights = self
@@ -579,7 +576,7 @@ impl Memory<'_> {
                 gigabytes(budget),
                 self.utilization,
             );
-            // The least that holds one sequence of the model's full length.
+            // The smallest that holds one sequence of the model's full length.
             let enough = (1..=64).find(|&tp| {
                 let rest = budget.saturating_sub(self.shape.weight_bytes_per_gpu(tp, self.dtype));
                 let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.kv_dtype);
@@ -587,8 +584,8 @@ impl Memory<'_> {
                     && rest >= per_token * u64::from(self.shape.max_positions)
             });
             let hint = match enough {
-                Some(tp) => format!("set `tensor_parallel_size = {tp}`, or take a larger GPU"),
-                None => "take a larger GPU or a smaller model".into(),
+                Some(tp) => format!("set `tensor_parallel_size = {tp}`, or use a larger GPU"),
+                None => "use a larger GPU or a smaller model".into(),
             };
             t.mistake("tensor_parallel_size", message, hint);
             return (1, Origin::Default);
@@ -625,7 +622,7 @@ fn read_output_len(t: &Table<'_>) -> OutputLen {
             OutputLen::Constant(
                 t.get("tokens")
                     .within(1..=tokens_max)
-                    .required("say how many", 1),
+                    .required("set the number", 1),
             )
         }
         Kind::LogNormal => {
@@ -671,7 +668,7 @@ fn read_timing(
         (Kind::Roofline, &["gpu", "dtype"]),
         (Kind::Table, &["path"]),
     ];
-    // An hour: a longer pass is a slip of units.
+    // An hour: a longer pass is an error in the unit.
     const STEP_NS_MAX: u64 = 3_600_000_000_000;
 
     let kind = t.choice("kind", KINDS).or(Kind::Roofline);
@@ -689,7 +686,7 @@ fn read_timing(
     match kind {
         Kind::Constant => TimingConfig::Constant {
             step_ns: t.get("step_ns").within(0..=STEP_NS_MAX).required(
-                "say how long a pass takes, such as `step_ns = 10_000_000` for 10 ms",
+                "set the duration of a pass, such as `step_ns = 10_000_000` for 10 ms",
                 0,
             ),
         },
@@ -697,7 +694,7 @@ fn read_timing(
             let coefficient = |key| t.get(key).within(0.0..=STEP_NS_MAX as f64).or(0.0);
             TimingConfig::Linear {
                 base_ns: t.get("base_ns").within(0.0..=STEP_NS_MAX as f64).required(
-                    "say what an empty pass would take, such as `base_ns = 5e6` for 5 ms",
+                    "set the duration of an empty pass, such as `base_ns = 5e6` for 5 ms",
                     0.0,
                 ),
                 per_prefill_token_ns: coefficient("per_prefill_token_ns"),
@@ -729,14 +726,14 @@ fn read_timing(
         Kind::Table => {
             let path = t
                 .path("path")
-                .required("name a CSV file (see docs/step-time.md)", "".into());
+                .required("set it to a CSV file (see docs/step-time.md)", "".into());
             if !path.as_os_str().is_empty()
                 && let Err(error) = load(&path)
             {
                 t.mistake(
                     "path",
                     format!("`path`: {}: {error}", path.display()),
-                    "a path in a file starts from the folder of that file",
+                    "paths are relative to the folder of the cluster file",
                 );
             }
             TimingConfig::Table { path }
@@ -744,7 +741,7 @@ fn read_timing(
     }
 }
 
-/// The format of the weights: the checkpoint's, or FP8 made of 16 bits at its loading.
+/// The format of the weights: the checkpoint's, or FP8 quantized from 16 bits at load time.
 fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
     let origin = match shape.weights {
         Dtype::Bf16 => Origin::Default,
@@ -758,23 +755,23 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
                 "`dtype` is \"bf16\", but {} has FP8 weights (`quantization_config`)",
                 shape.name
             ),
-            "remove it, or give the `config.json` of the checkpoint in 16 bits",
+            "remove it, or use the `config.json` of the checkpoint in 16 bits",
         );
     }
     if dtype == Dtype::Fp8 && preset::gpu(gpu).is_some_and(|g| g.fp8_flops.is_none()) {
         let (message, hint) = if shape.weights == Dtype::Fp8 {
             (
                 format!(
-                    "{} has FP8 weights, but {gpu} has no FP8 units, and FP8 weights that are computed \
-                     with in 16 bits are not modelled",
+                    "{} has FP8 weights, but {gpu} has no FP8 units, and FP8 weights with \
+                     16-bit arithmetic are not modelled",
                     shape.name
                 ),
-                "take another `gpu`, or the `config.json` of the checkpoint in 16 bits",
+                "use another `gpu`, or the `config.json` of the checkpoint in 16 bits",
             )
         } else {
             (
                 format!("`dtype` is \"fp8\", but {gpu} has no FP8 units"),
-                "write \"bf16\", or take another `gpu`",
+                "use \"bf16\", or another `gpu`",
             )
         };
         t.mistake("dtype", message, hint);
@@ -932,7 +929,7 @@ fn read_events(t: &Table<'_>) -> EventsConfig {
     }
 }
 
-/// `tcp://` and what can be listened on; `*` stands for every address.
+/// `tcp://` and an address to listen on; `*` stands for every address.
 fn is_zmq_endpoint(text: &str) -> bool {
     let Some(address) = text.strip_prefix("tcp://") else {
         return false;
@@ -943,7 +940,7 @@ fn is_zmq_endpoint(text: &str) -> bool {
     }
 }
 
-/// What NATS takes as the beginning of a subject, without wildcards.
+/// A valid beginning of a NATS subject, without wildcards.
 fn is_subject_prefix(text: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let is_word = |word: &str| !word.is_empty() && word.chars().all(plain);
@@ -1004,7 +1001,7 @@ mod tests {
             "[model]\npreset = \"qwen3-32\"\n\n[engine]\nblock_size = 0\nmax_nmu_seqs = 5\n\
              enable_prefix_caching = \"yes\"\n\n[ruoter]\npolicy = \"kv\"\n",
             &[
-                "c.toml:2:10: `model.preset` is \"qwen3-32\", which is no preset",
+                "c.toml:2:10: `model.preset` is \"qwen3-32\", which is not a preset",
                 "c.toml:5:14: `engine.block_size` is 0, but must be 1 to 1024",
                 "c.toml:6:1: unknown key `engine.max_nmu_seqs`\nhint: did you mean `max_num_seqs`?",
                 "c.toml:7:25: `engine.enable_prefix_caching` is a string (\"yes\"), but must be true or false",
@@ -1033,7 +1030,7 @@ mod tests {
             &[
                 "c.toml:6:10: `event[0].worker` is 3, but must be the number of a worker, 0 to 2",
                 "`until_s` is 2, but it begins at 2",
-                "`event[1].share` is not used: only \"link\" has one",
+                "`event[1].share` is not used: only \"link\" uses it",
                 "`event[2].kind` is a string (\"fire\"), but must be one of",
                 "`event[2].at_s` is -1",
                 "`event[2].worker` is missing",
@@ -1041,11 +1038,11 @@ mod tests {
         );
         check_refused(
             "[pool.a]\nrole = \"prefill\"\n",
-            &["nobody would generate answers"],
+            &["no pool generates answers"],
         );
         check_refused(
             "[pool.a]\nrole = \"decode\"\n[pool.b]\n",
-            &["nobody would compute its prompts"],
+            &["to compute its prompts"],
         );
         let (cluster, _) = parse(
             "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n\
@@ -1070,7 +1067,7 @@ mod tests {
             &[
                 "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPU of h100-sxm, but \
                85.9 GB of it is 77.3 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
-               hint: set `tensor_parallel_size = 4`, or take a larger GPU",
+               hint: set `tensor_parallel_size = 4`, or use a larger GPU",
             ],
         );
     }
@@ -1080,8 +1077,8 @@ mod tests {
         check_refused(
             "[engine]\ntensor_parallel_size = 3\n",
             &[
-                "`tensor_parallel_size` is 3, but qwen3-8b has 32 attention heads, 8 key-value heads and MLPs \
-               12288 wide, which do not all split evenly\nhint: one of 1, 2, 4, 8, 16, 32",
+                "`tensor_parallel_size` is 3, but qwen3-8b has 32 attention heads, 8 key-value heads and an MLP width \
+               of 12288, which do not all split evenly\nhint: one of 1, 2, 4, 8, 16, 32",
             ],
         );
         check_refused(
@@ -1181,7 +1178,7 @@ mod tests {
         assert_eq!(origin.to_string(), "folder of model.config");
     }
 
-    /// The `config.json` of an FP8 checkpoint, alone and with what the file says.
+    /// The `config.json` of an FP8 checkpoint, alone and with settings of the file.
     fn parse_with_json(json: &'static str, text: &str) -> Result<(Cluster, Settings), Mistakes> {
         let text = format!("[model]\nconfig = \"m/config.json\"\n{text}");
         read(Doc::parse("c.toml", text.as_bytes()), |_| Ok(json.into()))
@@ -1209,7 +1206,7 @@ mod tests {
             ),
             (
                 "[engine.timing]\ngpu = \"a100-sxm-80gb\"\n",
-                "a100-sxm-80gb has no FP8 units, and FP8 weights that are computed with in 16 bits",
+                "a100-sxm-80gb has no FP8 units, and FP8 weights with 16-bit arithmetic",
             ),
         ] {
             let mistakes = parse_with_json(FP8_JSON, text).unwrap_err().to_string();
@@ -1233,7 +1230,7 @@ mod tests {
         assert!(weights.0 > plain.0 && weights.0 < plain.0 * 3 / 2);
         assert_eq!(weights.1, plain.1);
         assert_eq!((cache.0 / 2, cache.1 * 2), plain);
-        // The checkpoint brings scales for an FP8 cache.
+        // The checkpoint contains scales for an FP8 cache.
         let scales = r#"{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
             "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8",

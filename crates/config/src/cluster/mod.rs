@@ -1,9 +1,8 @@
-//! The cluster file, resolved: what `serve` and `simulate` build their cluster from.
+//! The cluster file, resolved: `serve` and `simulate` build their cluster from it.
 //!
-//! These are plain values with defaults. Reading them from TOML, with every mistake reported
-//! together by line, is the parser's part ([`file`]); what each key means, and what goes wrong
-//! with too little or too much of it, stands in [`reference`] (and `docs/cluster-file.md`, which
-//! is made from it).
+//! These are plain values with defaults. [`file`] reads them from TOML, and reports all mistakes
+//! together, with lines. [`reference`] documents each key, with the effect of values that are too
+//! small or too large; `docs/cluster-file.md` is generated from it.
 
 pub mod file;
 pub mod reference;
@@ -14,25 +13,24 @@ use crate::doc::Doc;
 use crate::preset::{self, ModelShape};
 use slipstream_base::ids::WorkerId;
 
-/// A whole cluster. The default is what an empty file gives.
+/// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
     /// `[model]`
     pub model: ModelConfig,
-    /// `[pool.NAME]`, in file order; at least one. Each holds its own resolved `[engine]`.
+    /// `[pool.NAME]`, in file order; at least one. Each has its own resolved `[engine]`.
     pub pools: Vec<PoolConfig>,
     /// `[router]`
     pub router: RouterConfig,
-    /// `[network]`: live it says how long a prompt's keys and values are under way between workers;
-    /// for all else a live cluster has its own.
+    /// `[network]`. Live, it sets the duration of KV transfers between workers only.
     pub network: NetworkConfig,
-    /// `[host]`: used by `simulate` alone; a live cluster has its own.
+    /// `[host]`: for `simulate` only.
     pub host: HostConfig,
     /// `[kv]`
     pub kv: KvConfig,
-    /// `[[event]]`, in order of time: used by `simulate` alone.
+    /// `[[event]]`, in order of time: for `simulate` only.
     pub events: Vec<Event>,
-    /// `[live]`: used by `serve` alone.
+    /// `[live]`: for `serve` only.
     pub live: LiveConfig,
 }
 
@@ -46,18 +44,19 @@ impl Cluster {
         (0..).map(WorkerId).zip(each)
     }
 
-    /// Whether some workers compute prompts for others.
+    /// Whether some workers compute prompts for others (disaggregated prefill).
     pub fn hands_over(&self) -> bool {
         self.pools.iter().any(|p| p.role == PoolRole::Prefill)
     }
 
-    /// Bytes of a token's keys and values, by worker that computes them: 2 x layers x key-value heads
-    /// x head size x bytes of `kv_cache_dtype`.
+    /// KV bytes per token, by the worker that computes it: 2 x layers x key-value heads x head size
+    /// x bytes of `kv_cache_dtype`.
     pub fn kv_bytes_per_token(&self) -> Vec<u64> {
         self.workers()
             .map(|(_, pool)| {
                 let dtype = pool.engine.kv_cache_dtype;
-                // On one GPU, which has every head once: those that several GPUs hold are sent once.
+                // On one GPU, which has every head once: heads that several GPUs hold are sent
+                // once.
                 self.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
             })
             .collect()
@@ -82,19 +81,19 @@ impl Default for Cluster {
     }
 }
 
-/// `[model]`: which model is served, and how text becomes tokens.
+/// `[model]`: the model, and its tokenizer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// A preset's name (`slipstream presets`), which sets the shape of the model. Default
-    /// `qwen3-8b`, which fits on one default GPU and leaves room for its KV cache.
+    /// `qwen3-8b`, which fits on one default GPU with space for its KV cache.
     pub preset: String,
-    /// Name that clients send as `model`. Default: the preset's name.
+    /// Model name in requests. Default: the preset's name.
     pub name: String,
     /// Hugging Face style `config.json`; overrides the preset's shape.
     pub config: Option<PathBuf>,
     /// Directory with `tokenizer.json` (and a chat template); `None`: the built-in tokenizer.
     pub tokenizer: Option<PathBuf>,
-    /// The shape that `config` or `preset` gives.
+    /// The shape of `config` or `preset`.
     pub shape: ModelShape,
 }
 
@@ -114,13 +113,13 @@ impl Default for ModelConfig {
     }
 }
 
-/// What a pool's engines do.
+/// The role of a pool's engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PoolRole {
     /// Prefill and decode in the same engine.
     #[default]
     Both,
-    /// Prefill only; hands the KV cache over.
+    /// Prefill only; the KV cache is transferred to a decode worker.
     Prefill,
     /// Decode only.
     Decode,
@@ -131,9 +130,9 @@ pub enum PoolRole {
 pub struct PoolConfig {
     /// The NAME of `[pool.NAME]`.
     pub name: String,
-    /// What its engines do.
+    /// The role of its engines.
     pub role: PoolRole,
-    /// Workers. Default 1.
+    /// Number of workers. Default 1.
     pub workers: u32,
     /// `[engine]` with this pool's overrides applied.
     pub engine: EngineConfig,
@@ -154,34 +153,33 @@ pub enum SchedulingPolicy {
 pub struct EngineConfig {
     /// Tokens per KV block. Default 16.
     pub block_size: u32,
-    /// KV blocks per rank. Default: what the GPU's memory leaves after the weights, or 16,384
-    /// where no GPU is named.
+    /// KV blocks per rank. Default: the GPU's memory after the weights, or 16,384 if no GPU is set.
     pub num_gpu_blocks: u32,
-    /// Sequences in one pass at most. Default 256.
+    /// Limit of sequences per pass. Default 256.
     pub max_num_seqs: u32,
-    /// Tokens in one pass at most. Default 8,192.
+    /// Limit of tokens per pass. Default 8,192.
     pub max_num_batched_tokens: u32,
-    /// Prompt plus answer at most, tokens. Default: the model's.
+    /// Limit of prompt plus answer, tokens. Default: the model's.
     pub max_model_len: u32,
     /// Reuse blocks by hash. Default true.
     pub enable_prefix_caching: bool,
-    /// Split a prompt over passes when the budget is short. Default true.
+    /// Split a prompt over passes if the budget is short. Default true.
     pub enable_chunked_prefill: bool,
     /// Order of the waiting queue.
     pub scheduling_policy: SchedulingPolicy,
     /// GPUs that share one replica of the model. Default 1.
     pub tensor_parallel_size: u32,
-    /// Ranks with a scheduler of their own in a worker. Default 1.
+    /// Ranks of a worker, each with its own scheduler. Default 1.
     pub data_parallel_size: u32,
     /// Share of a GPU's memory for weights and KV cache. Default 0.9.
     pub gpu_memory_utilization: f64,
-    /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it brings
-    /// scales for FP8.
+    /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it
+    /// contains scales for FP8.
     pub kv_cache_dtype: Dtype,
     /// Time from a worker's start until it takes requests, s. Default 0.
     pub startup_s: f64,
-    /// Natural length of an answer, tokens: drawn per request from its seed, used unless the
-    /// request says `ignore_eos`.
+    /// Natural length of an answer, tokens: drawn per request from its seed, unless the request
+    /// sets `ignore_eos`.
     pub output_len: OutputLen,
     /// `[engine.timing]`
     pub timing: TimingConfig,
@@ -212,7 +210,7 @@ impl Default for EngineConfig {
 /// Distribution of natural answer lengths, tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OutputLen {
-    /// Always the same.
+    /// A constant length.
     Constant(u32),
     /// Log-normal with the given mean and coefficient of variation; at least 1.
     LogNormal {
@@ -232,12 +230,12 @@ impl Default for OutputLen {
     }
 }
 
-/// `[engine.timing]`: how long a pass takes.
+/// `[engine.timing]`: the duration of a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TimingConfig {
-    /// Every pass the same, ns.
+    /// A constant duration, ns.
     Constant {
-        /// Length of a pass, ns.
+        /// Duration of a pass, ns.
         step_ns: u64,
     },
     /// `base + per_prefill_token·p + per_decode_token·d + per_sequence·s + per_context_token·c`, ns.
@@ -318,10 +316,10 @@ impl Dtype {
     }
 }
 
-/// How a worker is chosen.
+/// Routing policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RouterPolicy {
-    /// One after the other.
+    /// Round robin.
     RoundRobin,
     /// Uniformly at random.
     Random,
@@ -341,16 +339,16 @@ pub enum RouterPolicy {
 /// `[router]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RouterConfig {
-    /// How a worker is chosen. Default `kv`.
+    /// Routing policy. Default `kv`.
     pub policy: RouterPolicy,
-    /// Weight of prefill blocks against active blocks in the KV cost. Default 4 (docs/routing.md has
-    /// what others give).
+    /// Weight of prefill blocks against active blocks in the KV cost. Default 4 (docs/routing.md
+    /// compares values).
     pub prefill_weight: f64,
-    /// 0: the cheapest worker; above: softmax over normalized costs. Default 0.
+    /// 0: the cheapest worker; above 0: softmax over normalized costs. Default 0.
     pub temperature: f64,
-    /// Follow the engines' KV events. Default true; false: an approximate index of what was routed.
+    /// Follow the engines' KV events. Default true; false: an approximate index of routed prompts.
     pub kv_events: bool,
-    /// How long the approximate index believes a block is cached, s. Default 120.
+    /// Time that the approximate index counts a block as cached, s. Default 120.
     pub approximate_ttl_s: f64,
     /// Keep a session (`x-session-id`) on its worker for this long after its last request, s;
     /// 0: no affinity. Default 0.
@@ -360,22 +358,23 @@ pub struct RouterConfig {
     pub busy_kv_share: f64,
     /// A worker with more prompt tokens to prefill is busy; 0: never. Default 0.
     pub busy_prefill_tokens: u64,
-    /// `simulate` alone: requests that wait in the frontend while every ready worker is busy; further
-    /// ones are refused. Default 0.
+    /// Limit of requests that wait in the frontend while every ready worker is busy; further ones
+    /// are refused. Default 0.
     pub queue_max: u32,
-    /// The router looks at loads once in each such interval, ms, and goes by the look that it took in
-    /// the one before, and by what it has routed since; 0: it always knows. Default 0.
+    /// Interval between refreshes of the router's view of loads, ms. Decisions use the view of the
+    /// previous interval plus the router's own routing since; 0: always the current loads. Default
+    /// 0.
     pub view_interval_ms: f64,
-    /// `simulate` alone: time from a pass's end until the router's index knows of its blocks, ms.
-    /// Default 0.
+    /// For `simulate` only: delay from the end of a pass until the router's index has its blocks,
+    /// ms. Default 0.
     pub kv_lag_ms: f64,
-    /// With prefill pools: a prompt with fewer tokens to compute than this is computed where it is
-    /// decoded. Default 0: none is.
+    /// With prefill pools: a prompt with fewer tokens to compute than this is computed by its
+    /// decode worker. Default 0: none.
     pub remote_prefill_tokens_min: u32,
-    /// With prefill pools: where the prefill rank chosen has more prompt tokens than this to compute
-    /// already, the prompt is computed where it is decoded; 0: never. Default 0.
+    /// With prefill pools: if the chosen prefill rank already has more prompt tokens than this to
+    /// compute, the prompt is computed by its decode worker; 0: never. Default 0.
     pub remote_prefill_queue_max: u64,
-    /// Seed of the policies that draw. Default 0.
+    /// Seed of random policies. Default 0.
     pub seed: u64,
 }
 
@@ -400,10 +399,10 @@ impl Default for RouterConfig {
     }
 }
 
-/// How the network between frontend and workers is modelled.
+/// Model of the network between frontend and workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NetworkMode {
-    /// Whatever is sent is there at once.
+    /// Messages arrive at once.
     #[default]
     None,
     /// Transfers are flows that share links fairly.
@@ -413,7 +412,7 @@ pub enum NetworkMode {
 /// `[network]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NetworkConfig {
-    /// How it is modelled. Default: not at all.
+    /// The model. Default: none.
     pub mode: NetworkMode,
     /// Network interface of each GPU of a worker, in each direction, bits/s. Default 400e9, as of a
     /// DGX H100 (NVIDIA's data sheet: eight ConnectX-7 for eight GPUs).
@@ -424,13 +423,14 @@ pub struct NetworkConfig {
     pub hop_latency_us: f64,
     /// Workers under one leaf switch; 0: all of them. Default 0.
     pub workers_per_leaf: u32,
-    /// A leaf switch's links to the spine together, in each direction, bits/s; 0: no limit. Default 0.
+    /// Total rate of a leaf switch's links to the spine, in each direction, bits/s; 0: no limit.
+    /// Default 0.
     pub uplink_bits_per_s: f64,
-    /// Requests and answers cross the network too. Default false.
+    /// Whether requests and answers use the network too. Default false.
     pub messages: bool,
-    /// Bytes of a prompt token in a request, where `messages`. Default 4.
+    /// Bytes per prompt token in a request, if `messages`. Default 4.
     pub request_token_bytes: u32,
-    /// Bytes of an answer token in a worker's frame, where `messages`. Default 8.
+    /// Bytes per answer token in a worker's frame, if `messages`. Default 8.
     pub answer_token_bytes: u32,
 }
 
@@ -450,35 +450,35 @@ impl Default for NetworkConfig {
     }
 }
 
-/// How the frontend's processors are modelled.
+/// Model of the frontend's processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostMode {
     /// Work takes no time.
     #[default]
     None,
-    /// Work waits for the first free core, and keeps it until it is done.
+    /// Work waits for the first free core, and keeps it until done.
     Ideal,
 }
 
-/// `[host]`: what the frontend's work costs. The defaults are what our own frontend was measured
-/// to take (`docs/benchmarks.md`, and the table of `docs/twin.md`).
+/// `[host]`: cost of the frontend's work. The defaults are measurements of Slipstream's own
+/// frontend (`docs/benchmarks.md`, and the table of `docs/twin.md`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostConfig {
-    /// How it is modelled. Default: not at all.
+    /// The model. Default: none.
     pub mode: HostMode,
-    /// Cores that the frontend may use. Default 4.
+    /// Cores of the frontend. Default 4.
     pub cpus: u32,
     /// Read and check a request, us. Default 26.
     pub parse_us: f64,
-    /// Tokenize and hash a prompt token, ns. Default 115.
+    /// Tokenize and hash, ns per prompt token. Default 115.
     pub tokenize_token_ns: f64,
     /// Choose a worker, us. Default 17.
     pub route_us: f64,
-    /// Hand a request to a worker, us. Default 3.
+    /// Submit a request to a worker, us. Default 3.
     pub dispatch_us: f64,
-    /// Take and write out a frame of tokens (a pass of a worker), us. Default 6.
+    /// Read a frame of tokens (one per pass of a worker) and write it to clients, us. Default 6.
     pub frame_us: f64,
-    /// Render a token, ns. Default 190.
+    /// Render, ns per token. Default 190.
     pub token_ns: f64,
 }
 
@@ -497,86 +497,88 @@ impl Default for HostConfig {
     }
 }
 
-/// Who moves a prompt's keys and values from the engine that computed them.
+/// The initiator of the KV transfer of a prompt that another engine computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HandOver {
-    /// The decode worker fetches them when the prompt has been computed, and it has room.
+    /// The decode worker fetches it when the prompt is computed and blocks are free.
     #[default]
     Pull,
-    /// The prefill worker sends them when it has computed them; the decode worker made room before.
+    /// The prefill worker sends it when computed; the decode worker reserved blocks before.
     Push,
 }
 
 /// `[kv]`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvConfig {
-    /// With prefill pools: who moves a prompt's keys and values. Default pull.
+    /// With prefill pools: initiator of the KV transfer. Default pull.
     pub hand_over: HandOver,
 }
 
-/// What happens to a worker.
+/// A fault of a worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Happening {
-    /// It vanishes, with all that it holds; at the end it starts again.
+    /// It stops and loses its state; at the end it starts again.
     Crash,
-    /// It takes no more requests, and ends those that it has; at the end it takes requests again.
+    /// It takes no more requests, and finishes those in progress; at the end it takes requests
+    /// again.
     Drain,
     /// Its passes take `factor` times as long.
     Slow {
         /// Above 0.
         factor: f64,
     },
-    /// Its network interface has this share of its rate; 0: it is down.
+    /// The rate of its network interface is multiplied by this share; 0: it is down.
     Link {
         /// 0 to 1.
         share: f64,
     },
 }
 
-/// An `[[event]]`: something happens to a worker at a time.
+/// An `[[event]]`: a fault of a worker at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// When, s.
+    /// Start, s.
     pub at_s: f64,
-    /// When it ends, s; `None`: never.
+    /// End, s; `None`: never.
     pub until_s: Option<f64>,
     /// Number of the worker, over all pools in file order.
     pub worker: u32,
-    /// What.
+    /// The fault.
     pub what: Happening,
 }
 
-/// `[live]`: what concerns `serve` alone.
+/// `[live]`: settings of `serve` only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LiveConfig {
     /// Address to listen on. Default `127.0.0.1:8000`.
     pub listen: String,
-    /// Divides modelled time; 0: do not wait at all. Default 1.
+    /// Divides modelled time; 0: no waiting at all. Default 1.
     pub speedup: f64,
     /// Frontend shards (threads); 0: half of the cores, at least 1. Default 0.
     pub shards: u32,
-    /// Engine threads; 0: one for every 8 workers, at most cores − 1. Default 0.
+    /// Engine threads; 0: one per 8 workers, at most cores − 1. Default 0.
     pub engine_threads: u32,
-    /// File of API keys, one a line; with the variable `SLIPSTREAM_API_KEYS` (comma separated)
-    /// they are the keys accepted. Neither: no key needed.
+    /// File of API keys, one per line. Keys in the variable `SLIPSTREAM_API_KEYS` (comma separated)
+    /// are accepted too. Without either, no key is needed.
     pub api_keys_file: Option<PathBuf>,
     /// Largest request body, bytes. Default 8 MiB.
     pub body_bytes_max: u64,
-    /// Largest request head, bytes; as much of an answer may wait in a connection. Default 16 KiB.
+    /// Largest request head, bytes; also the limit of buffered answer per connection. Default 16
+    /// KiB.
     pub header_bytes_max: u32,
-    /// Time in which a request's head must arrive, and its body after that, s. Default 10.
+    /// Time limit for a request's head, and for its body after that, s. Default 10.
     pub read_timeout_s: f64,
-    /// Streams open at once, over all shards; more answer 503. Default 65,536.
+    /// Limit of open streams, over all shards; further requests get 503. Default 65,536.
     pub streams_max: u32,
-    /// Unread answer per stream before it is cut, bytes. Default 4 MiB.
+    /// Limit of unread answer per stream, bytes; a stream beyond it is closed. Default 4 MiB.
     pub stream_buffer_bytes_max: u64,
-    /// A stream whose client reads nothing for so long is cut, s. Default 60.
+    /// A stream whose client reads nothing for this time is closed, s. Default 60.
     pub write_timeout_s: f64,
-    /// A request may take so long in all, s; 0: no limit. Default 0.
+    /// Time limit of a request, s; 0: none. Default 0.
     pub request_timeout_s: f64,
-    /// Time that open requests have to finish after SIGINT or SIGTERM, s. Default 30.
+    /// Time for open requests to finish after SIGINT or SIGTERM, s. Default 30.
     pub drain_timeout_s: f64,
-    /// `[live.events]`: where forward-pass metrics and KV events go.
+    /// `[live.events]`: destination of forward-pass metrics and KV events.
     pub events: EventsConfig,
 }
 
@@ -601,10 +603,10 @@ impl Default for LiveConfig {
     }
 }
 
-/// How events leave the process.
+/// Transport of events out of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventBus {
-    /// Not at all.
+    /// No events.
     #[default]
     None,
     /// To subscribers inside the process.
@@ -618,33 +620,32 @@ pub enum EventBus {
 /// `[live.events]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EventsConfig {
-    /// Where events go. Default: nowhere.
+    /// The transport. Default: none.
     pub bus: EventBus,
     /// Publish forward-pass metrics. Default true.
     pub fpm: bool,
     /// Publish KV events. Default true.
     pub kv: bool,
-    /// ZeroMQ: where forward-pass metrics of all ranks are published. Default
-    /// `tcp://127.0.0.1:5556`.
+    /// ZeroMQ: endpoint for forward-pass metrics of all ranks. Default `tcp://127.0.0.1:5556`.
     pub fpm_endpoint: String,
-    /// ZeroMQ: where the KV events of the first rank are published; rank `n` of the process takes
-    /// the port `n` above. Default `tcp://127.0.0.1:5557`.
+    /// ZeroMQ: endpoint for the KV events of the first rank; rank `n` of the process uses the port
+    /// `n` above. Default `tcp://127.0.0.1:5557`.
     pub kv_endpoint: String,
-    /// ZeroMQ: where the first rank answers requests for past KV events; the others as above.
-    /// Default: none do.
+    /// ZeroMQ: endpoint at which the first rank answers requests for past KV events; port `n` above
+    /// for rank `n`. Default: none.
     pub replay_endpoint: Option<String>,
     /// ZeroMQ: topic of KV events, as in vLLM. Default empty.
     pub kv_topic: String,
     /// NATS: the server. Default `nats://127.0.0.1:4222`.
     pub nats_url: String,
-    /// Subjects (and topics of metrics) begin with this. Default `slipstream`.
+    /// Prefix of subjects (and of topics of metrics). Default `slipstream`.
     pub subject_prefix: String,
-    /// Bytes that wait for the bus, per engine thread and kind, and in ZeroMQ per subscriber; then
-    /// the oldest are dropped. Default 8 MiB.
+    /// Limit of queued bytes per engine thread and kind, and in ZeroMQ per subscriber; beyond it
+    /// the oldest events are dropped. Default 8 MiB.
     pub queue_bytes_max: u64,
-    /// Batches of KV events a rank keeps for replay. Default 10,000, as in vLLM.
+    /// Batches of KV events kept per rank for replay. Default 10,000, as in vLLM.
     pub replay_batches_max: u32,
-    /// Events leave at most every so many ms, together. Default 5.
+    /// Events are sent in batches, at most one per this many ms. Default 5.
     pub interval_ms: f64,
 }
 

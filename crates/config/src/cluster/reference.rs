@@ -1,5 +1,5 @@
-//! What every key of the cluster file means. `docs/cluster-file.md` is made from this, and a test
-//! holds that it names exactly the keys that [`super::file`] reads, with their defaults.
+//! Documentation of every key of the cluster file. `docs/cluster-file.md` is generated from it, and
+//! a test checks that it has exactly the keys that [`super::file`] reads, with their defaults.
 
 use std::fmt::Write as _;
 
@@ -10,11 +10,11 @@ pub struct Key {
     pub path: &'static str,
     /// Type, unit and bounds.
     pub value: &'static str,
-    /// Default as TOML, or in words between parentheses.
+    /// Default as TOML, or in words in parentheses.
     pub default: &'static str,
-    /// What it means.
+    /// Its meaning.
     pub meaning: &'static str,
-    /// What goes wrong when it is too low or too high (or wrong).
+    /// Effect of a value that is too low or too high (or wrong).
     pub pitfall: &'static str,
 }
 
@@ -40,35 +40,35 @@ pub const KEYS: &[Key] = &[
         "model.preset",
         "string",
         "\"qwen3-8b\"",
-        "Model whose shape is used; `slipstream presets` lists them.",
-        "A shape other than the model you mean gives wrong step times and a wrong KV cache size.",
+        "The model, for its shape; `slipstream presets` lists them.",
+        "The shape of another model gives wrong step times and a wrong KV cache size.",
     ),
     key(
         "model.name",
         "string",
         "(the preset's name, or the folder of `config`)",
-        "What clients send as `model`.",
-        "Clients that send another name get 404.",
+        "Model name in requests.",
+        "Requests with another name get 404.",
     ),
     key(
         "model.config",
         "path",
         "(none)",
         "A Hugging Face style `config.json`; overrides the preset's shape.",
-        "Attention that is not over the whole context (latent, windowed, linear) is refused.",
+        "Models whose attention does not cover the whole context (latent, windowed, linear) are rejected.",
     ),
     key(
         "model.tokenizer",
         "path",
         "(the built-in tokenizer)",
         "Folder with `tokenizer.json` and, for chat, a template.",
-        "With another tokenizer than the real deployment, prompts have other lengths.",
+        "A tokenizer other than the real deployment's gives other prompt lengths.",
     ),
     key(
         "engine.block_size",
         "tokens, 1 to 1,024",
         "16",
-        "Tokens of a KV block: the unit of allocation and of prefix reuse. The same in all pools.",
+        "Tokens per KV block: the unit of allocation and of prefix reuse. The same in all pools.",
         "High: prompts shorter than a block share nothing, and each sequence wastes half a block on \
          average. Low: more hashes and events per request.",
     ),
@@ -76,30 +76,30 @@ pub const KEYS: &[Key] = &[
         "engine.num_gpu_blocks",
         "blocks, 1 to 16,777,216",
         "(GPU memory x utilization - weights; 16,384 unless `timing.kind` is \"roofline\")",
-        "KV blocks of a rank.",
-        "Low: preemptions, and long prompts are refused. High: a cache that the GPU would not have.",
+        "KV blocks per rank.",
+        "Low: preemptions, and long prompts are refused. High: a cache larger than the GPU's memory.",
     ),
     key(
         "engine.max_num_seqs",
         "sequences, 1 to 65,536",
         "256",
-        "Sequences in one pass at most.",
-        "Low: requests wait although the GPU has room. High: every token takes longer, and blocks run \
+        "Limit of sequences per pass.",
+        "Low: requests wait although the GPU has capacity. High: every token takes longer, and blocks run \
          out (preemptions).",
     ),
     key(
         "engine.max_num_batched_tokens",
         "tokens, 1 to 16,777,216",
         "8192",
-        "Token budget of a pass, over prefill and decode. At least `max_num_seqs`; at least \
-         `max_model_len` where chunked prefill is off.",
-        "Low: prefill takes more passes (TTFT). High: passes with prefill hold up decodes (ITL).",
+        "Token budget per pass, over prefill and decode. At least `max_num_seqs`; at least \
+         `max_model_len` if chunked prefill is off.",
+        "Low: prefill takes more passes (TTFT). High: passes with prefill delay decodes (ITL).",
     ),
     key(
         "engine.max_model_len",
         "tokens, 1 to the model's",
-        "(what the model allows and the KV cache holds)",
-        "Prompt plus answer at most.",
+        "(the model's limit, or the KV cache's capacity if smaller)",
+        "Limit of prompt plus answer.",
         "Low: requests are refused. High: one request may take the whole cache.",
     ),
     key(
@@ -107,14 +107,14 @@ pub const KEYS: &[Key] = &[
         "true or false",
         "true",
         "Reuse cached blocks by hash.",
-        "false: every prompt is computed whole, and KV-aware routing has nothing to find.",
+        "false: every prompt is computed completely, and KV-aware routing finds no hits.",
     ),
     key(
         "engine.enable_chunked_prefill",
         "true or false",
         "true",
-        "Split a prompt over passes when the budget is short.",
-        "false: a prompt waits until a pass has room for all of it.",
+        "Split a prompt over passes if the budget is short.",
+        "false: a prompt waits until one pass can hold all of it.",
     ),
     key(
         "engine.scheduling_policy",
@@ -135,9 +135,9 @@ pub const KEYS: &[Key] = &[
         "engine.data_parallel_size",
         "ranks, 1 to 1,024",
         "1",
-        "Ranks in a worker, each with a scheduler and a KV cache of its own. 1 for a mixture of experts: its \
+        "Ranks per worker, each with its own scheduler and KV cache. 1 for a mixture of experts: its \
          ranks would share the experts and wait for each other in every step, which is not modelled.",
-        "High: prefixes are spread thin over the ranks.",
+        "High: cached prefixes are spread over many ranks.",
     ),
     key(
         "engine.gpu_memory_utilization",
@@ -150,39 +150,39 @@ pub const KEYS: &[Key] = &[
         "engine.kv_cache_dtype",
         "\"auto\", \"bf16\" or \"fp8\"",
         "\"auto\"",
-        "Format of keys and values: of the default of `num_gpu_blocks`, of what the roofline reads, and of what is \
-         sent between workers. \"auto\", as in vLLM: \"bf16\", also for FP8 weights, unless the checkpoint brings scales \
+        "Format of keys and values, used for the default of `num_gpu_blocks`, memory reads of the roofline, and KV \
+         transfers. \"auto\", as in vLLM: \"bf16\", also for FP8 weights, unless the checkpoint contains scales \
          for an FP8 cache (`kv_cache_scheme`, `kv_cache_quant_algo`).",
-        "\"fp8\": twice the blocks; what it costs in answers is not modelled.",
+        "\"fp8\": twice the blocks; the loss of quality is not modelled.",
     ),
     key(
         "engine.startup_s",
         "s, 0 to 86,400",
         "0.0",
         "Time from a worker's start until it takes requests.",
-        "High: a test waits for it at `speedup` 1.",
+        "High: the wait is in real time at `speedup` 1.",
     ),
     key(
         "engine.output_len.kind",
         "\"constant\" or \"lognormal\"",
         "\"lognormal\"",
-        "Distribution of natural answer lengths, drawn from a request's seed. Unused where a request \
-         says `ignore_eos`.",
-        "\"constant\" makes equal requests end together, which real ones do not.",
+        "Distribution of natural answer lengths, drawn from a request's seed. Not used if a request \
+         sets `ignore_eos`.",
+        "\"constant\" makes equal requests end together, unlike real ones.",
     ),
     key(
         "engine.output_len.tokens",
         "tokens, 1 to 16,777,216; needed for \"constant\"",
         "(none)",
         "The length.",
-        "Above `max_tokens` of the requests, those decide alone.",
+        "Above the requests' `max_tokens`, it has no effect.",
     ),
     key(
         "engine.output_len.mean",
         "tokens, 1 to 16,777,216",
         "256.0",
         "Mean of the lognormal.",
-        "Above `max_tokens` of the requests, those decide alone.",
+        "Above the requests' `max_tokens`, it has little effect.",
     ),
     key(
         "engine.output_len.cv",
@@ -195,50 +195,50 @@ pub const KEYS: &[Key] = &[
         "engine.timing.kind",
         "\"constant\", \"linear\", \"roofline\" or \"table\"",
         "\"roofline\"",
-        "How long a pass takes; `docs/step-time.md` has the equations.",
-        "A key that the chosen kind does not use is a mistake, unless the kind comes from a higher \
+        "Model of a pass's duration; `docs/step-time.md` has the equations.",
+        "A key that the chosen kind does not use is an error, unless the kind is set in a higher \
          layer (`--set engine.timing.kind=constant` over a file with a roofline).",
     ),
     key(
         "engine.timing.step_ns",
         "ns, 0 to 3,600,000,000,000; needed for \"constant\"",
         "(none)",
-        "Length of every pass.",
-        "0: the engine does not model time at all.",
+        "Duration of every pass.",
+        "0: passes take no time.",
     ),
     key(
         "engine.timing.base_ns",
         "ns, at least 0; needed for \"linear\"",
         "(none)",
-        "Cost of a pass before anything is in it.",
+        "Fixed cost of a pass.",
         "Low: small batches are too fast.",
     ),
     key(
         "engine.timing.per_prefill_token_ns",
         "ns, at least 0",
         "0.0",
-        "Cost of a prompt token.",
+        "Cost per prompt token.",
         "0: prefill is free, and prefix reuse gains nothing.",
     ),
     key(
         "engine.timing.per_decode_token_ns",
         "ns, at least 0",
         "0.0",
-        "Cost of a sequence that decodes.",
-        "0: batches may grow for free.",
+        "Cost per decoding sequence.",
+        "0: larger batches cost nothing.",
     ),
     key(
         "engine.timing.per_sequence_ns",
         "ns, at least 0",
         "0.0",
-        "Cost of a sequence in the pass, prefill or decode.",
-        "0: batches may grow for free.",
+        "Cost per sequence in the pass, prefill or decode.",
+        "0: larger batches cost nothing.",
     ),
     key(
         "engine.timing.per_context_token_ns",
         "ns, at least 0",
         "0.0",
-        "Cost of a token of context that a decode attends to.",
+        "Cost per token of context in decode.",
         "0: long contexts decode as fast as short ones.",
     ),
     key(
@@ -254,73 +254,73 @@ pub const KEYS: &[Key] = &[
         "\"bf16\" or \"fp8\"",
         "\"bf16\"",
         "Format of the weights. Default: the checkpoint's, if `model.config` has a `quantization_config`. \"fp8\" \
-         with a checkpoint in 16 bits: quantized when it is loaded.",
-        "\"fp8\" on a GPU without FP8 units is refused, and \"bf16\" for an FP8 checkpoint.",
+         with a checkpoint in 16 bits: quantized at load time.",
+        "\"fp8\" on a GPU without FP8 units is rejected, and so is \"bf16\" for an FP8 checkpoint.",
     ),
     key(
         "engine.timing.path",
         "path; needed for \"table\"",
         "(none)",
         "CSV grid of measured passes; `docs/step-time.md` has the format.",
-        "Beyond its last points the table is continued in a straight line.",
+        "Beyond its last points the table is extrapolated linearly.",
     ),
     key(
         "pool.NAME.role",
         "\"both\", \"prefill\" or \"decode\"",
         "\"both\"",
-        "What its engines do: whole requests; prompts alone, whose keys and values are handed over; answers \
-         to such prompts. A decode worker computes a prompt itself where `router.remote_prefill_…` says so.",
-        "Prefill pools want a pool of another role, decode pools a prefill pool.",
+        "Role of its engines: whole requests; only prompts, followed by a KV transfer; or answers \
+         to such prompts. A decode worker computes a prompt itself if `router.remote_prefill_…` says so.",
+        "Prefill pools need a pool of another role, decode pools need a prefill pool.",
     ),
     key(
         "pool.NAME.workers",
         "workers, 1 to 65,536 (all pools together as well)",
         "1",
-        "Equal workers of this pool.",
-        "High: prefixes are spread thin, and each worker costs memory for its block pool.",
+        "Number of equal workers in this pool.",
+        "High: cached prefixes are spread over many workers, and each worker needs memory for its block pool.",
     ),
     key(
         "pool.NAME.engine",
         "table",
-        "(what `[engine]` says)",
-        "Any key of `[engine]`, for this pool alone: `[pool.big.engine]`, \
+        "(as in `[engine]`)",
+        "Any key of `[engine]`, for this pool only: `[pool.big.engine]`, \
          `[pool.big.engine.timing]`.",
-        "A pool's own key wins over `[engine]`, also over `--set engine.…`.",
+        "A pool's own key overrides `[engine]`, and also `--set engine.…`.",
     ),
     key(
         "router.policy",
         "\"round_robin\", \"random\", \"power_of_two\", \"least_requests\", \"least_tokens\", \"kv\" or \"direct\"",
         "\"kv\"",
-        "How a worker is chosen. `direct`: the client names it (`x-slipstream-worker`).",
-        "Policies that do not look at prefixes spread a conversation over all workers.",
+        "Routing policy. `direct`: the client names the worker (`x-slipstream-worker`).",
+        "Policies that ignore prefixes spread a conversation over all workers.",
     ),
     key(
         "router.prefill_weight",
         "0 to 1,000,000",
         "4.0",
         "Weight of blocks left to prefill against active blocks in the cost of `kv`.",
-        "Low: load alone decides. High: popular prefixes pile up on one worker.",
+        "Low: only load counts. High: popular prefixes overload one worker.",
     ),
     key(
         "router.temperature",
         "0 to 1,000,000",
         "0.0",
-        "`kv`: 0 takes the cheapest worker; above, a softmax over normalized costs.",
-        "High: as good as random.",
+        "`kv`: 0 selects the cheapest worker; above 0, a softmax over normalized costs.",
+        "High: almost random.",
     ),
     key(
         "router.kv_events",
         "true or false",
         "true",
-        "Follow the engines' KV events; false: an approximate index of what was routed where.",
-        "false: evictions go unseen until `approximate_ttl_s`.",
+        "Follow the engines' KV events; false: an approximate index of routed prompts.",
+        "false: evictions are not visible until `approximate_ttl_s`.",
     ),
     key(
         "router.approximate_ttl_s",
         "s, 0.001 to 31,622,400",
         "120.0",
-        "How long the approximate index believes a block is cached.",
-        "High: hits that are no more. Low: misses that would be hits.",
+        "Time that the approximate index counts a block as cached.",
+        "High: predicted hits that were evicted. Low: predicted misses that would hit.",
     ),
     key(
         "router.affinity_ttl_s",
@@ -334,7 +334,7 @@ pub const KEYS: &[Key] = &[
         "router.busy_kv_share",
         "share, 0.01 to 1,000,000",
         "1.0",
-        "A worker whose active blocks exceed this share of its cache is busy; all busy: 503. 1 or \
+        "A worker whose active blocks exceed this share of its cache is busy; if all are busy: 503. 1 or \
          more: never.",
         "Low: requests are refused although they could wait.",
     ),
@@ -342,14 +342,14 @@ pub const KEYS: &[Key] = &[
         "router.busy_prefill_tokens",
         "tokens",
         "0",
-        "A worker with more prompt tokens to prefill is busy; all busy: 503. 0: never.",
+        "A worker with more prompt tokens to prefill is busy; if all are busy: 503. 0: never.",
         "Low: one long prompt makes a worker busy.",
     ),
     key(
         "router.queue_max",
         "requests, 0 to 1,048,576",
         "0",
-        "Requests that may wait in the frontend, first come first served, while every ready worker is busy. \
+        "Limit of requests that wait in the frontend, first come first served, while every ready worker is busy. \
          Further ones get 503.",
         "High: under overload every request waits. Low: bursts are refused.",
     ),
@@ -357,45 +357,45 @@ pub const KEYS: &[Key] = &[
         "router.view_interval_ms",
         "ms, 0 to 3,600,000",
         "0.0",
-        "The router looks at loads once in each such interval, and goes by the look that it took in the one \
-         before and by what it has routed since: up to two intervals old, as where several routers tell each \
-         other. 0: it always knows.",
-        "High: requests go to workers that were idle a while ago.",
+        "Interval between refreshes of the router's view of loads. Decisions use the view of the previous \
+         interval plus the router's own routing since, so it is up to two intervals old, as between routers \
+         that exchange loads. 0: always the current loads.",
+        "High: requests go to workers that are no longer idle.",
     ),
     key(
         "router.kv_lag_ms",
         "ms, 0 to 3,600,000",
         "0.0",
-        "Time from the end of a pass until the router knows of its blocks. Simulation only: a live cluster refuses it.",
-        "Low: hits are found that a live router would not know of yet.",
+        "Simulation only: delay from the end of a pass until the router's index has its blocks.",
+        "Low: the router finds hits that are not yet visible to a live router.",
     ),
     key(
         "router.remote_prefill_tokens_min",
         "tokens",
         "0",
-        "With prefill pools: a prompt with fewer tokens to compute, after reuse, is computed by the worker that decodes it.",
-        "High: long prompts hold up decodes. Low: short ones pay for a hand-over.",
+        "With prefill pools: a prompt with fewer tokens to compute, after reuse, is computed by its decode worker.",
+        "High: long prompts delay decodes. Low: short prompts pay for a KV transfer.",
     ),
     key(
         "router.remote_prefill_queue_max",
         "tokens",
         "0",
-        "With prefill pools: where the prefill rank that would be chosen has more prompt tokens to compute, the prompt is computed by the worker that decodes it. 0: never.",
-        "Low: prefill pools idle while decodes are held up.",
+        "With prefill pools: if the chosen prefill rank already has more prompt tokens to compute, the prompt is computed by its decode worker. 0: never.",
+        "Low: prefill pools are idle while decodes are delayed.",
     ),
     key(
         "router.seed",
         "integer, 0 to 2^63 - 1",
         "0",
-        "Seed of the policies that draw.",
+        "Seed of random policies.",
         "",
     ),
     key(
         "network.mode",
         "\"none\" or \"flows\"",
         "\"none\"",
-        "`flows`: what is sent between workers shares links fairly (`docs/twin.md`). Live: keys and values of prompts that are handed over, which then take the modelled time.",
-        "\"none\": hand-overs take no time.",
+        "`flows`: transfers between workers share links fairly (`docs/twin.md`). Live, KV transfers take the modelled time.",
+        "\"none\": KV transfers take no time.",
     ),
     key(
         "network.nic_bits_per_s",
@@ -415,7 +415,7 @@ pub const KEYS: &[Key] = &[
         "network.hop_latency_us",
         "us, 0 to 1,000,000",
         "1.0",
-        "Latency of each link that is crossed; two to a worker under the same switch, four to others.",
+        "Latency per link; two links to a worker under the same switch, four to others.",
         "",
     ),
     key(
@@ -429,56 +429,56 @@ pub const KEYS: &[Key] = &[
         "network.uplink_bits_per_s",
         "bits/s, 1e3 to 1e16, or 0",
         "0.0",
-        "A leaf switch's links to the spine together, in each direction; 0: no limit.",
-        "Low: hand-overs between leaves wait for each other.",
+        "Total rate of a leaf switch's links to the spine, in each direction; 0: no limit.",
+        "Low: KV transfers between leaves slow each other down.",
     ),
     key(
         "network.messages",
         "true or false",
         "false",
-        "Requests and answers cross the network too, from and to the frontend. Simulation only: a live cluster refuses it.",
+        "Simulation only: whether requests and answers use the network too, between frontend and workers.",
         "true: every pass is an event, so the simulation takes longer.",
     ),
     key(
         "network.request_token_bytes",
         "bytes, 0 to 4,096",
         "4",
-        "Bytes of a prompt token in a request.",
+        "Bytes per prompt token in a request.",
         "",
     ),
     key(
         "network.answer_token_bytes",
         "bytes, 0 to 65,536",
         "8",
-        "Bytes of an answer token in a worker's frame.",
+        "Bytes per answer token in a worker's frame.",
         "",
     ),
     key(
         "host.mode",
         "\"none\" or \"ideal\"",
         "\"none\"",
-        "`ideal`: the frontend's work waits for a free core and takes the time below. Simulation alone.",
-        "\"none\": TTFT lacks what the frontend takes.",
+        "`ideal`: the frontend's work waits for a free core and takes the time below. Simulation only.",
+        "\"none\": TTFT excludes the frontend's time.",
     ),
     key(
         "host.cpus",
         "cores, 1 to 4,096",
         "4",
-        "Cores that the frontend may use.",
+        "Cores of the frontend.",
         "Low: requests and tokens wait for each other.",
     ),
     key(
         "host.parse_us",
         "us",
         "26.0",
-        "Read and check a request. The defaults of this table are what our own frontend was measured to take.",
+        "Read and check a request. The defaults of this table are measurements of Slipstream's own frontend.",
         "",
     ),
     key(
         "host.tokenize_token_ns",
         "ns",
         "115.0",
-        "Tokenize and hash a prompt token.",
+        "Tokenize and hash, per prompt token.",
         "",
     ),
     key("host.route_us", "us", "17.0", "Choose a worker.", ""),
@@ -486,29 +486,29 @@ pub const KEYS: &[Key] = &[
         "host.dispatch_us",
         "us",
         "3.0",
-        "Hand a request to its worker.",
+        "Submit a request to its worker.",
         "",
     ),
     key(
         "host.frame_us",
         "us",
         "6.0",
-        "Take a worker's frame of tokens (one a pass) and write it to clients.",
+        "Read a worker's frame of tokens (one per pass) and write it to clients.",
         "",
     ),
-    key("host.token_ns", "ns", "190.0", "Render a token.", ""),
+    key("host.token_ns", "ns", "190.0", "Render, per token.", ""),
     key(
         "kv.hand_over",
         "\"pull\" or \"push\"",
         "\"pull\"",
-        "With prefill pools: the decode worker fetches a prompt's keys and values once they are computed and it has room; or it makes room first, and the prefill worker sends them.",
-        "pull: the prefill worker's blocks are held while the decode worker has no room. push: the decode worker's are held while the prompt waits.",
+        "With prefill pools: `pull`: the decode worker fetches the KV of a computed prompt when blocks are free. `push`: it reserves blocks first, and the prefill worker sends.",
+        "pull: the prefill worker's blocks stay occupied until the decode worker has free ones. push: the decode worker's blocks are reserved while the prompt waits.",
     ),
     key(
         "event.kind",
         "\"crash\", \"drain\", \"slow\" or \"link\"; needed",
         "(none)",
-        "`[[event]]`: what happens to a worker. It vanishes; it takes no new requests; its passes take `factor` times as long; its interface has `share` of its rate. Simulation alone.",
+        "`[[event]]`: a fault of a worker. crash: it stops and loses its state; drain: it takes no new requests; slow: its passes take `factor` times as long; link: its interface has `share` of its rate. Simulation only.",
         "",
     ),
     key(
@@ -522,42 +522,42 @@ pub const KEYS: &[Key] = &[
         "event.until_s",
         "s, above `at_s`",
         "(none: it never ends)",
-        "When it ends. A worker that crashed starts then, and is ready `startup_s` later.",
+        "End of the fault. A crashed worker restarts then, and is ready `startup_s` later.",
         "",
     ),
     key(
         "event.worker",
         "number; needed",
         "(none)",
-        "Which worker, counted over all pools in file order from 0.",
+        "The worker, numbered over all pools in file order from 0.",
         "",
     ),
     key(
         "event.factor",
         "0.001 to 1,000,000; needed for \"slow\"",
         "(none)",
-        "How many times as long its passes take.",
+        "Factor on the duration of its passes.",
         "",
     ),
     key(
         "event.share",
         "0 to 1; needed for \"link\"",
         "(none)",
-        "What is left of its interface's rate; 0: it is down.",
+        "Remaining share of its interface's rate; 0: it is down.",
         "",
     ),
     key(
         "live.listen",
         "\"ADDRESS:PORT\"",
         "\"127.0.0.1:8000\"",
-        "Address to listen on; port 0 takes a free one.",
-        "0.0.0.0 opens the server to everyone who can reach the machine.",
+        "Address to listen on; port 0 selects a free one.",
+        "0.0.0.0 makes the server reachable from other machines.",
     ),
     key(
         "live.speedup",
         "0 to 1e12",
         "1.0",
-        "Divides modelled time; 0: do not wait at all.",
+        "Divides modelled time; 0: no waiting at all.",
         "High: the CPU becomes the bottleneck, and latencies measure it instead of the model.",
     ),
     key(
@@ -565,20 +565,20 @@ pub const KEYS: &[Key] = &[
         "threads, 0 to 1,024",
         "0",
         "Frontend shards; 0: half of the cores, at least 1.",
-        "High: shards and engine threads take each other's cores.",
+        "High: shards and engine threads compete for cores.",
     ),
     key(
         "live.engine_threads",
         "threads, 0 to 1,024",
         "0",
-        "Engine threads; 0: one for every 8 workers, at most cores - 1.",
-        "Low: passes of many workers end late at a high speed-up. High: more wake-ups.",
+        "Engine threads; 0: one per 8 workers, at most cores - 1.",
+        "Low: with many workers, passes end late at a high speed-up. High: more wake-ups.",
     ),
     key(
         "live.api_keys_file",
         "path",
         "(none: no key needed)",
-        "File of API keys, one a line, beside those in `SLIPSTREAM_API_KEYS` (comma separated).",
+        "File of API keys, one per line, in addition to those in `SLIPSTREAM_API_KEYS` (comma separated).",
         "",
     ),
     key(
@@ -592,56 +592,56 @@ pub const KEYS: &[Key] = &[
         "live.header_bytes_max",
         "bytes, 1,024 to 1,048,576",
         "16384",
-        "Largest request head; as much of an answer may wait in a connection.",
-        "Low: clients behind proxies that add headers get 431. High: streams take more memory.",
+        "Largest request head; also the limit of buffered answer per connection.",
+        "Low: clients behind proxies that add headers get 431. High: streams need more memory.",
     ),
     key(
         "live.read_timeout_s",
         "s, 0.01 to 86,400",
         "10.0",
-        "Time for a request's head to arrive, and for its body after that.",
-        "High: slow clients hold connections. Low: clients on slow links are cut.",
+        "Time limit for a request's head, and for its body after that.",
+        "High: slow clients hold connections. Low: clients on slow links are disconnected.",
     ),
     key(
         "live.streams_max",
         "streams, 1 to 16,777,216",
         "65536",
-        "Streams open at once, over all shards; more get 503.",
-        "High: memory follows.",
+        "Limit of open streams, over all shards; further requests get 503.",
+        "High: memory grows with it.",
     ),
     key(
         "live.stream_buffer_bytes_max",
         "bytes, 4,096 to 1,073,741,824",
         "4194304",
-        "Unread answer of a stream before it is cut.",
-        "Low: clients that pause for a moment are cut. High: slow clients fill the memory.",
+        "Limit of unread answer per stream; a stream beyond it is closed.",
+        "Low: clients that pause briefly are disconnected. High: slow clients can fill the memory.",
     ),
     key(
         "live.write_timeout_s",
         "s, 0.01 to 86,400",
         "60.0",
-        "A stream whose client reads nothing for so long is cut.",
+        "A stream whose client reads nothing for this time is closed.",
         "High: dead clients hold their sequences' blocks.",
     ),
     key(
         "live.request_timeout_s",
         "s, 0 to 86,400",
         "0.0",
-        "A request may take so long in all; 0: no limit.",
-        "Low: long answers are cut.",
+        "Time limit of a request; 0: none.",
+        "Low: long answers are truncated.",
     ),
     key(
         "live.drain_timeout_s",
         "s, 0 to 86,400",
         "30.0",
-        "Open requests may take so long to finish after SIGINT or SIGTERM; then they end with an error.",
-        "Low: long answers are cut at each restart. High: a restart takes as long.",
+        "Time for open requests to finish after SIGINT or SIGTERM; then they end with an error.",
+        "Low: long answers are truncated at each restart. High: a restart takes this long.",
     ),
     key(
         "live.events.bus",
         "\"none\", \"in-process\", \"zmq\", \"nats\"",
         "\"none\"",
-        "Where forward-pass metrics and KV events go; see `docs/events.md`.",
+        "Transport of forward-pass metrics and KV events; see `docs/events.md`.",
         "",
     ),
     key(
@@ -656,27 +656,27 @@ pub const KEYS: &[Key] = &[
         "boolean",
         "true",
         "Publish KV events.",
-        "On: a request's tokens stay with it (4 bytes each), so that events can name them.",
+        "On: a request keeps its tokens (4 bytes each), because events name them.",
     ),
     key(
         "live.events.fpm_endpoint",
         "\"tcp://ADDRESS:PORT\"",
         "\"tcp://127.0.0.1:5556\"",
-        "ZeroMQ: forward-pass metrics of all ranks are published here; port 0 takes a free one.",
-        "`*` as address opens it to everyone who can reach the machine.",
+        "ZeroMQ: forward-pass metrics of all ranks are published here; port 0 selects a free one.",
+        "`*` as address makes it reachable from other machines.",
     ),
     key(
         "live.events.kv_endpoint",
         "\"tcp://ADDRESS:PORT\"",
         "\"tcp://127.0.0.1:5557\"",
-        "ZeroMQ: KV events of the first rank are published here, those of rank n at the port n above.",
-        "Ports above it that are taken: the server does not start.",
+        "ZeroMQ: KV events of the first rank are published here; rank n uses the port n above.",
+        "If one of these ports is in use, the server does not start.",
     ),
     key(
         "live.events.replay_endpoint",
         "\"tcp://ADDRESS:PORT\"",
         "(none: past KV events are not kept)",
-        "ZeroMQ: the first rank sends past KV events to those who ask here; the others as above.",
+        "ZeroMQ: the first rank answers requests for past KV events here; rank n at the port n above.",
         "",
     ),
     key(
@@ -684,42 +684,42 @@ pub const KEYS: &[Key] = &[
         "string of at most 255 bytes",
         "\"\"",
         "ZeroMQ: topic of KV events, as in vLLM.",
-        "Subscribers of another topic get nothing.",
+        "Subscribers of another topic receive nothing.",
     ),
     key(
         "live.events.nats_url",
         "\"nats://HOST:PORT\"",
         "\"nats://127.0.0.1:4222\"",
-        "NATS: the server. It may come later, go away and return.",
+        "NATS: the server. It may start later, stop and return.",
         "",
     ),
     key(
         "live.events.subject_prefix",
         "words with dots between",
         "\"slipstream\"",
-        "Subjects, and ZeroMQ topics of metrics, begin with this.",
-        "Two clusters with one prefix on one server look like one.",
+        "Subjects, and ZeroMQ topics of metrics, have this prefix.",
+        "Two clusters with one prefix on one server are indistinguishable.",
     ),
     key(
         "live.events.queue_bytes_max",
         "bytes, 65,536 to 4,294,967,296",
         "8388608",
-        "Events that wait, per engine thread and kind, and in ZeroMQ per subscriber; then the oldest go.",
-        "Low: a short pause of the reader loses events. High: a stuck reader costs memory.",
+        "Limit of queued events, per engine thread and kind, and in ZeroMQ per subscriber; beyond it the oldest are dropped.",
+        "Low: a short pause of the reader loses events. High: a stalled reader uses memory.",
     ),
     key(
         "live.events.replay_batches_max",
         "batches, 0 to 16,777,216",
         "10000",
-        "Batches of KV events that a rank keeps for replay, within eight times `queue_bytes_max`.",
-        "Low: who missed more cannot catch up. High: memory follows.",
+        "Batches of KV events kept per rank for replay, within eight times `queue_bytes_max`.",
+        "Low: a subscriber that missed more cannot catch up. High: memory grows with it.",
     ),
     key(
         "live.events.interval_ms",
         "ms, 0 to 1,000",
         "5.0",
-        "Events leave at most so often; the first after a pause leaves at once.",
-        "High: readers hear late. 0: a wake-up for each pass, at high speed-ups thousands a second.",
+        "Minimum interval between sends; the first event after a pause is sent at once.",
+        "High: events arrive late. 0: one wake-up per pass, thousands per second at high speed-ups.",
     ),
 ];
 
@@ -728,10 +728,7 @@ pub fn markdown() -> String {
     let mut out = String::from(INTRODUCTION);
     let mut section = "";
     for key in KEYS {
-        let (table, name) = key
-            .path
-            .rsplit_once('.')
-            .expect("every key lies in a table");
+        let (table, name) = key.path.rsplit_once('.').expect("every key is in a table");
         if table != section {
             section = table;
             write!(
@@ -832,7 +829,7 @@ mod tests {
     use crate::cluster::file;
     use crate::doc::Doc;
 
-    /// Every key that the parser reads, over all kinds, with the default if it is a plain one.
+    /// Every key that the parser reads, over all kinds, with its default if that is a constant.
     fn keys_read() -> BTreeMap<String, Option<String>> {
         let table = "\n[engine.timing]\nkind = \"table\"\npath = \"t.csv\"\n";
         let linear = "\n[engine.timing]\nkind = \"linear\"\nbase_ns = 1\n";
@@ -867,7 +864,7 @@ mod tests {
         assert_eq!(described.len(), KEYS.len(), "a key twice");
         let keys = keys_read();
         let mut read: BTreeSet<&str> = keys.keys().map(String::as_str).collect();
-        read.insert("pool.NAME.engine"); // a table, described in its own right
+        read.insert("pool.NAME.engine"); // a table, described separately
         assert_eq!(described, read);
     }
 

@@ -1,17 +1,17 @@
-//! What went wrong in a document, as people read it.
+//! Errors in a document, for users.
 
 use std::fmt;
 
 use super::node::Origin;
 
-/// One mistake: where, what, and how to mend it.
+/// One error: position, message and remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistake {
-    /// Where the value stands; [`Origin::Default`] if the document as a whole is meant.
+    /// Position of the value; [`Origin::Default`] for the document as a whole.
     pub at: Origin,
-    /// What is wrong, naming the key. Lower case, no final stop.
+    /// The message, which names the key. Lower case, no final stop.
     pub message: String,
-    /// How to mend it.
+    /// The remedy.
     pub hint: Option<String>,
 }
 
@@ -34,19 +34,19 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// All mistakes of a document, in the order in which they stand in it; at least one.
+/// All errors of a document, in document order; at least one.
 ///
-/// Nothing was built from the document; mend it and read it again.
+/// No value was built from the document; correct it and read it again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistakes(Vec<Mistake>);
 
 impl Mistakes {
-    /// Shown in full; a file with more has gone wrong as a whole.
+    /// Limit of printed errors; further ones are counted.
     const SHOWN_MAX: usize = 50;
 
-    /// Sorts by place and drops repetitions. `None` if there are none.
+    /// Sorts by position and removes duplicates. `None` if there are none.
     pub(super) fn collect(mut all: Vec<Mistake>) -> Option<Mistakes> {
-        all.sort_by_key(|m| m.at.position()); // stable: equal places keep their order
+        all.sort_by_key(|m| m.at.position()); // stable: equal positions keep their order
         let mut kept: Vec<Mistake> = Vec::with_capacity(all.len());
         let mut start_of_place = 0;
         for mistake in all {
@@ -63,7 +63,7 @@ impl Mistakes {
         (!kept.is_empty()).then_some(Mistakes(kept))
     }
 
-    /// A single mistake found by other means than walking, such as a file that cannot be read.
+    /// A single error that was found outside of a document, such as a file that cannot be read.
     pub fn one(at: Origin, message: impl Into<String>, hint: Option<String>) -> Mistakes {
         Mistakes(vec![Mistake {
             at,
@@ -72,12 +72,12 @@ impl Mistakes {
         }])
     }
 
-    /// The mistakes, in the order in which they stand in the document.
+    /// The errors, in document order.
     pub fn iter(&self) -> std::slice::Iter<'_, Mistake> {
         self.0.iter()
     }
 
-    /// How many there are; never 0.
+    /// Number of errors; never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.0.len()
@@ -93,8 +93,8 @@ impl<'m> IntoIterator for &'m Mistakes {
 }
 
 impl fmt::Display for Mistakes {
-    /// One after the other; `error: ` stands before each but the first, so that a program that
-    /// prints `error: {mistakes}` gets equal blocks.
+    /// One error after the other, with `error: ` before each except the first, so that a program
+    /// that prints `error: {mistakes}` gets uniform blocks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, mistake) in self.0.iter().take(Self::SHOWN_MAX).enumerate() {
             if index > 0 {
@@ -104,14 +104,14 @@ impl fmt::Display for Mistakes {
         }
         match self.0.len().saturating_sub(Self::SHOWN_MAX) {
             0 => Ok(()),
-            more => write!(f, "\nerror: and {more} more mistakes"),
+            more => write!(f, "\nerror: and {more} more errors"),
         }
     }
 }
 
 impl std::error::Error for Mistakes {}
 
-/// `text` fit for a one-line message: control characters escaped, cut after 60 characters.
+/// `text` for a one-line message: control characters escaped, truncated after 60 characters.
 pub(super) fn shown(text: &str) -> String {
     const CHARS_MAX: usize = 60;
     let mut out = String::new();
@@ -129,13 +129,13 @@ pub(super) fn shown(text: &str) -> String {
     out
 }
 
-/// The candidate nearest to `word`, if one is near enough to be meant: at most a third of the
-/// word's letters inserted, deleted, replaced or swapped.
+/// The candidate nearest to `word`, if near enough for a hint: at most a third of the word's
+/// letters inserted, deleted, replaced or swapped.
 pub(super) fn nearest<'c>(
     word: &str,
     candidates: impl IntoIterator<Item = &'c str>,
 ) -> Option<&'c str> {
-    const LETTERS_MAX: usize = 64; // longer words are no keys of ours, and the cost is quadratic
+    const LETTERS_MAX: usize = 64; // longer words are never keys, and the cost is quadratic
     let word: Vec<char> = word.to_lowercase().chars().take(LETTERS_MAX + 1).collect();
     if word.is_empty() || word.len() > LETTERS_MAX {
         return None;

@@ -1,10 +1,10 @@
-//! Reads a TOML document so that *all* mistakes are reported together, each with its line and its
-//! remedy, and so that every value knows where it came from.
+//! Reads a TOML document, reports *all* errors together, each with its line and remedy, and records
+//! the origin of every value.
 //!
-//! serde stops at the first error and forgets where values stood. Here a [`Doc`] holds the parsed
-//! document with positions, overlaid by environment and flags; [`Doc::read`] walks it with
-//! [`Table`]s and [`Field`]s, which note mistakes and go on with a stand-in value. At the end there
-//! is either the value with its [`Settings`] (what was effective, and why), or [`Mistakes`].
+//! serde stops at the first error and drops positions. Here a [`Doc`] holds the parsed document
+//! with positions, overlaid by environment and flags. [`Doc::read`] walks it with [`Table`]s and
+//! [`Field`]s, which record errors and continue with a default. The result is either the value with
+//! its [`Settings`] (effective values with origins), or [`Mistakes`].
 //!
 //! ```
 //! use slipstream_config::doc::Doc;
@@ -39,12 +39,12 @@
 //! );
 //! ```
 //!
-//! | module | what it is |
+//! | module | content |
 //! | --- | --- |
 //! | `node` | the document as a tree with origins; layers over it |
 //! | `table` | typed reading |
-//! | `mistake` | what went wrong, as people read it |
-//! | `settings` | what was effective and where it came from, as TOML |
+//! | `mistake` | errors, for users |
+//! | `settings` | effective values and their origins, as TOML |
 
 mod mistake;
 mod node;

@@ -1,4 +1,4 @@
-//! The document as a tree in which every value knows its origin, and the layers over it.
+//! The document as a tree in which every value has its origin, and the layers over it.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -12,16 +12,16 @@ use super::mistake::{Mistake, Mistakes, shown};
 use super::settings::Settings;
 use super::table::{Context, Table};
 
-/// Where a value came from.
+/// Origin of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// Nobody said anything.
+    /// Not set.
     Default,
-    /// It belongs to a preset that was named.
+    /// From a preset.
     Preset(String),
-    /// It was computed; the text says how.
+    /// Computed; the text explains how.
     Derived(String),
-    /// It stands in a file. `line` and `column` count from 1; 0 means the file as a whole.
+    /// From a file. `line` and `column` count from 1; 0 means the file as a whole.
     File {
         /// Path of the file as it was given.
         file: Arc<str>,
@@ -37,7 +37,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// File over default, environment over file, flag over environment.
+    /// Precedence: file over default, environment over file, flag over environment.
     pub(super) fn layer(&self) -> u8 {
         match self {
             Origin::Default | Origin::Preset(_) | Origin::Derived(_) => 0,
@@ -47,7 +47,7 @@ impl Origin {
         }
     }
 
-    /// Sorts mistakes: the file from top to bottom, then environment and flags, then the rest.
+    /// Order of errors: the file from top to bottom, then environment and flags, then the rest.
     pub(super) fn position(&self) -> (u8, u32, u32) {
         match self {
             Origin::File { line, column, .. } => (0, *line, *column),
@@ -76,26 +76,26 @@ impl fmt::Display for Origin {
 #[derive(Clone, Debug)]
 pub(super) struct Node {
     pub(super) kind: Kind,
-    /// Where the value stands.
+    /// Position of the value.
     pub(super) at: Origin,
-    /// Where its key stands.
+    /// Position of its key.
     pub(super) key_at: Origin,
     /// Its path as written, such as `engine.block_size`.
     pub(super) path: String,
-    /// What was written, where a flag or a variable set this very key.
+    /// The written text, if a flag or a variable set exactly this key.
     pub(super) raw: Option<String>,
 }
 
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     String(String),
-    /// Text of the integer where it does not fit.
+    /// Text of the integer, if it does not fit.
     Integer(Result<i64, String>),
     Float(f64),
     Bool(bool),
     Date(String),
     Array(Vec<Node>),
-    /// In the order in which the keys stand.
+    /// In document order.
     Table(Vec<(String, Node)>),
 }
 
@@ -117,7 +117,7 @@ impl Node {
         }
     }
 
-    /// Whether a node at `keys` satisfies `test`; every item of an array on the way is looked at.
+    /// Whether a node at `keys` satisfies `test`; all items of arrays on the path are checked.
     pub(super) fn any(&self, keys: &[&str], test: &dyn Fn(&Node) -> bool) -> bool {
         match (&self.kind, keys) {
             (_, []) => test(self),
@@ -126,7 +126,7 @@ impl Node {
         }
     }
 
-    /// The item at `path` in nested arrays, as far as there is one.
+    /// The item at `path` in nested arrays, as far as it exists.
     pub(super) fn item(&self, path: &[usize]) -> &Node {
         match (&self.kind, path) {
             (Kind::Array(items), [at, rest @ ..]) if *at < items.len() => items[*at].item(rest),
@@ -134,7 +134,7 @@ impl Node {
         }
     }
 
-    /// Lays `over` over `self`: tables key by key, all else as a whole.
+    /// Overlays `self` with `over`: tables key by key, other values as a whole.
     pub(super) fn overlay(&mut self, over: Node) {
         match (&mut self.kind, over.kind) {
             (Kind::Table(mine), Kind::Table(theirs)) => {
@@ -152,27 +152,27 @@ impl Node {
 
 /// A parsed document, ready to be overlaid and read.
 ///
-/// Layers go on in the order file, environment, flags; the later wins. Whatever is wrong with one
-/// of them is kept and reported by [`Doc::read`] with the rest.
+/// Layers are applied in the order file, environment, flags; the later overrides. Errors in a layer
+/// are kept, and reported by [`Doc::read`] with the rest.
 #[derive(Debug)]
 pub struct Doc {
     name: Arc<str>,
     root: Node,
     mistakes: Vec<Mistake>,
-    /// Lines with a syntax error: what was made of them is not worth a second complaint.
+    /// Lines with a syntax error: their values are not reported a second time.
     broken_lines: Vec<u32>,
 }
 
 impl Doc {
-    /// A document larger than this is refused: while it is read it takes about a hundred times its
-    /// text, which is 1.6 GB of memory here.
+    /// Size limit of a document: reading takes about a hundred times its text in memory, 1.6 GB at
+    /// this limit.
     pub const BYTES_MAX: usize = 16 << 20;
-    /// Parts of a key in a flag or variable. Trees are walked and dropped recursively; for
-    /// documents, the parser refuses deep nesting.
+    /// Limit of a key's parts in a flag or variable, because trees are walked and dropped
+    /// recursively. In documents, the parser rejects deep nesting.
     const DEPTH_MAX: usize = 64;
 
     /// Parses `text`, the content of the file `name`. Bytes that are not UTF-8 and broken syntax
-    /// become mistakes; what else can be read is.
+    /// become errors; the rest is read.
     pub fn parse(name: &str, text: &[u8]) -> Doc {
         let mut doc = Doc {
             name: name.into(),
@@ -198,7 +198,7 @@ impl Doc {
         let lossy = String::from_utf8_lossy(text);
         let lines = Lines::new(&doc.name, &lossy);
         if let Err(error) = std::str::from_utf8(text) {
-            // Valid up to there, so the lossy text has the same offsets so far.
+            // Valid up to this offset, so the lossy text has the same offsets so far.
             let at = lines.place(error.valid_up_to());
             doc.broken(at, "not UTF-8", Some("save the file as UTF-8".into()));
         }
@@ -233,9 +233,9 @@ impl Doc {
         }
     }
 
-    /// Lays environment variables over the document: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64` sets
+    /// Overlays the document with environment variables: `SLIPSTREAM_ENGINE__MAX_NUM_SEQS=64` sets
     /// `engine.max_num_seqs`. The rest of the name after `prefix` is the path in lower case, with
-    /// two underscores for each dot; variables without two underscores there are not ours.
+    /// two underscores for each dot. Variables without two underscores there are ignored.
     pub fn env(&mut self, prefix: &str, vars: impl IntoIterator<Item = (String, String)>) {
         let mut ours: Vec<_> = vars
             .into_iter()
@@ -245,14 +245,14 @@ impl Doc {
                 rest.contains("__").then_some((name, path, value))
             })
             .collect();
-        ours.sort(); // the environment has no order, mistakes and overlays should
+        ours.sort(); // the environment has no order, but errors and overlays need one
         for (name, path, value) in ours {
             self.overlay(&path, &value, &Origin::Env(name));
         }
     }
 
-    /// Lays a flag `--set key=value` over the document. `value` is TOML; what is not is taken as a
-    /// string, so quotes may be left out.
+    /// Overlays the document with a flag `--set key=value`. `value` is TOML; anything else is read
+    /// as a string, so quotes may be omitted.
     pub fn set(&mut self, assignment: &str) {
         let origin = Origin::Set(assignment.to_owned());
         match assignment.split_once('=') {
@@ -271,7 +271,7 @@ impl Doc {
             let hint = "a key is words joined by dots, such as `engine.max_num_seqs`".to_owned();
             self.note(
                 origin.clone(),
-                format!("`{}` names no key", shown(path)),
+                format!("`{}` is not a key", shown(path)),
                 Some(hint),
             );
             return;
@@ -280,7 +280,7 @@ impl Doc {
             Ok(parsed) => convert(parsed.get_ref(), path, &|_| origin.clone()),
             Err(_) => Kind::String(value.to_owned()),
         };
-        // Wrap it from the inside out, then lay the whole over the document.
+        // Wrap it from the inside out, then overlay the document with the whole.
         for depth in (0..parts.len()).rev() {
             let node = Node {
                 kind,
@@ -298,11 +298,10 @@ impl Doc {
         self.root.overlay(over);
     }
 
-    /// Reads the document with `read`, which touches every key that it knows; keys that it did
-    /// not touch are mistakes.
+    /// Reads the document with `read`, which reads every known key; other keys are errors.
     ///
     /// # Errors
-    /// All mistakes together, if there is any.
+    /// All errors together, if there are any.
     pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Mistakes> {
         let mut broken_lines = self.broken_lines;
         broken_lines.sort_unstable();
@@ -356,7 +355,7 @@ fn convert_table(
             (order(key, value), name.to_owned(), node)
         })
         .collect();
-    // The parser sorts by name; the file's order is what a reader expects.
+    // The parser sorts by name; users expect the file's order.
     entries.sort_by_key(|(start, ..)| *start);
     entries
         .into_iter()

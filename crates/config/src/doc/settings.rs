@@ -1,4 +1,4 @@
-//! What was effective and where it came from.
+//! Effective values and their origins.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -14,7 +14,7 @@ pub(super) enum Step {
     Index(usize),
 }
 
-/// A path as people write it: `pool.main.workers`, `event[0].at_s`.
+/// A path in the usual notation: `pool.main.workers`, `event[0].at_s`.
 pub(super) fn dotted(path: &[Step]) -> String {
     let mut out = String::new();
     for step in path {
@@ -31,14 +31,14 @@ pub(super) fn dotted(path: &[Step]) -> String {
     out
 }
 
-/// A value that was read, or taken in place of one that was not given.
+/// A value that was read, or the default for one that was not set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// Path of the key, such as `pool.main.engine.block_size`.
     pub path: String,
-    /// The value as TOML; `None` if there is none (an optional key that was not given).
+    /// The value as TOML; `None` for an optional key that was not set.
     pub value: Option<String>,
-    /// Where it came from.
+    /// Its origin.
     pub origin: Origin,
     group: usize,
     key: String,
@@ -47,7 +47,7 @@ pub struct Setting {
 /// All settings of a document, in the order in which they were read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// Paths of tables, in the order in which they were met.
+    /// Paths of tables, in the order of first use.
     groups: Vec<Vec<Step>>,
     /// Index into `groups`.
     group_of: HashMap<Vec<Step>, usize>,
@@ -55,7 +55,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The table at `path`, met now if not before.
+    /// The table at `path`, added if new.
     pub(super) fn group(&mut self, path: &[Step]) -> usize {
         if let Some(index) = self.group_of.get(path) {
             return *index;
@@ -88,8 +88,8 @@ impl Settings {
         self.settings.iter().find(|s| s.path == path)
     }
 
-    /// The effective values as a TOML document which reads back to the same values, with a comment
-    /// behind each that says where it came from.
+    /// The effective values as a TOML document with the same meaning; a comment after each value
+    /// names its origin.
     pub fn to_toml(&self) -> String {
         const COMMENT_COLUMN: usize = 44;
         let mut out = String::new();
@@ -103,7 +103,7 @@ impl Settings {
         for group in order {
             let path = &self.groups[group];
             let is_item = matches!(path.last(), Some(Step::Index(_)));
-            // A table that holds only tables needs no header of its own.
+            // A table that contains only tables needs no header of its own.
             let is_parent = |g: &Vec<Step>| g.len() > path.len() && g.starts_with(path);
             if members[group].is_empty() && !is_item && self.groups.iter().any(is_parent) {
                 continue;
@@ -154,7 +154,7 @@ impl<'s> IntoIterator for &'s Settings {
     }
 }
 
-/// `text` fit for a TOML comment, which may hold no control character.
+/// `text` for a TOML comment, which must not contain control characters.
 fn comment(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })

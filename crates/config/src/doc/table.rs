@@ -13,10 +13,10 @@ use super::mistake::{Mistake, Mistakes, nearest, shown};
 use super::node::{Kind, Node, Origin, convert};
 use super::settings::{Settings, Step, dotted, string_to_toml};
 
-/// What all tables of one reading share.
+/// State that all tables of one reading share.
 pub(super) struct Context {
     pub(super) file: Arc<str>,
-    /// Rising.
+    /// In ascending order.
     pub(super) broken_lines: Vec<u32>,
     pub(super) mistakes: RefCell<Vec<Mistake>>,
     /// Paths that were read, with the length of their table's part.
@@ -39,7 +39,7 @@ impl Context {
         if let Origin::File { line, .. } = at
             && self.broken_lines.binary_search(&line).is_ok()
         {
-            return; // the syntax error on that line is the mistake
+            return; // the syntax error on that line is reported
         }
         self.mistakes
             .borrow_mut()
@@ -49,7 +49,7 @@ impl Context {
     pub(super) fn close(self) -> Result<Settings, Mistakes> {
         let known = self.known.borrow();
         for (index, unknown) in self.unknown.borrow().iter().enumerate() {
-            // A hint looks at all known keys; a file with more strangers is none of ours.
+            // A hint searches all known keys; a file with more unknown keys is not a configuration.
             const HINTS_MAX: usize = 200;
             let hint = if index < HINTS_MAX {
                 hint_for(unknown, &known)
@@ -80,7 +80,7 @@ fn hint_for(unknown: &Unknown, known: &BTreeSet<(String, String)>) -> Option<Str
     if let Some(key) = nearest(&unknown.key, here.iter().copied()) {
         return Some(format!("did you mean `{key}`?"));
     }
-    // Right key, wrong table. The shortest path is the least special one.
+    // The right key in the wrong table. The shortest path is the most general one.
     let elsewhere = known
         .iter()
         .filter(|(_, key)| *key == unknown.key)
@@ -102,7 +102,7 @@ fn hint_for(unknown: &Unknown, known: &BTreeSet<(String, String)>) -> Option<Str
     }
 }
 
-/// A table of the document while it is read. One that is absent reads as an empty one.
+/// A table of the document during reading. A missing table reads as an empty one.
 pub struct Table<'a> {
     cx: &'a Context,
     node: Option<&'a Node>,
@@ -131,11 +131,11 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Ends the reading of this table: what nobody asked for is unknown.
+    /// Ends the reading of this table: keys that were not read are unknown.
     pub(super) fn close(&self) {
         let known = self.known.borrow();
-        // Items of a long array have the same keys, so those of the first stand for all: hints need
-        // no more, and memory does not grow with them.
+        // Items of a long array have the same keys, so the first item's keys are enough for hints,
+        // and memory does not grow with the array.
         const ITEMS_APART: usize = 64;
         let first: Vec<Step> = self
             .path
@@ -163,7 +163,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// The node under `key`, which is known from now on.
+    /// The node under `key`, which becomes known.
     fn node(&self, key: &str) -> Option<&'a Node> {
         if !self.known.borrow().contains(key) {
             self.known.borrow_mut().insert(key.to_owned());
@@ -171,7 +171,7 @@ impl<'a> Table<'a> {
         self.node.and_then(|n| n.child(key))
     }
 
-    /// Path of `key` as it was written, or where it would be.
+    /// Path of `key` as written, or its path if it were set.
     fn path_of(&self, key: &str) -> String {
         if let Some(table) = self.node {
             if let Some(node) = table.child(key) {
@@ -189,17 +189,17 @@ impl<'a> Table<'a> {
         self.node(key).is_some()
     }
 
-    /// Whether `key` holds a table, for keys that take a plain value or a table. Reading it as the
-    /// wrong one of the two is a mistake like others.
+    /// Whether `key` holds a table, for keys that accept a value or a table. Reading it as the
+    /// wrong one of the two is a usual error.
     pub fn holds_table(&self, key: &str) -> bool {
         self.node(key)
             .is_some_and(|n| matches!(n.kind, Kind::Table(_)))
     }
 
-    /// Whether a value that the file has at `path` (keys joined by dots, from here) satisfies `test`;
-    /// values from flags and the environment do not count. Of an array of tables on the way every
-    /// item is looked at. The keys do not become known by it: this tells kinds of files apart before
-    /// they are read.
+    /// Whether a value in the file at `path` (keys joined by dots, from here) satisfies `test`;
+    /// values from flags and the environment do not count. All items of an array of tables on the
+    /// path are checked. The keys do not become known: this distinguishes kinds of files before
+    /// reading.
     pub fn any(&self, path: &str, test: impl Fn(&Value<'_>) -> bool) -> bool {
         let keys: Vec<&str> = path.split('.').collect();
         let passes = |node: &Node| {
@@ -208,8 +208,8 @@ impl<'a> Table<'a> {
         self.node.is_some_and(|n| n.any(&keys, &passes))
     }
 
-    /// Whether a table of the document at `path` lacks the last key of it; as [`Table::any`]. A
-    /// table that is not there lacks nothing.
+    /// Whether a table of the document at `path` lacks the path's last key; arrays as in
+    /// [`Table::any`]. A missing table lacks nothing.
     pub fn any_lacks(&self, path: &str) -> bool {
         let mut keys: Vec<&str> = path.split('.').collect();
         let last = keys.pop().unwrap_or_default();
@@ -220,18 +220,18 @@ impl<'a> Table<'a> {
         self.node.is_some_and(|n| n.any(&keys, &lacks))
     }
 
-    /// Whether this table itself stands in the document.
+    /// Whether the document has this table.
     pub fn is_present(&self) -> bool {
         self.node.is_some()
     }
 
-    /// Whether `key` holds a table, for keys that take a value or a table of its particulars.
+    /// Whether `key` holds a table, for keys that accept a value or a table with details.
     pub fn has_table(&self, key: &str) -> bool {
         self.node(key)
             .is_some_and(|node| matches!(node.kind, Kind::Table(_)))
     }
 
-    /// Where the value of `key` came from; [`Origin::Default`] if it is absent.
+    /// Origin of the value of `key`; [`Origin::Default`] if it is not set.
     pub fn origin(&self, key: &str) -> Origin {
         self.node(key).map_or(Origin::Default, |n| n.at.clone())
     }
@@ -242,7 +242,7 @@ impl<'a> Table<'a> {
             if let Some(value) = T::read(&Value::of(&node.kind)) {
                 return Ok(value);
             }
-            // Flags and variables are text first: `--set model.name=8` names a model.
+            // Flags and variables are text: `--set model.name=8` is a name.
             if let Some(value) = node
                 .raw
                 .as_deref()
@@ -272,7 +272,7 @@ impl<'a> Table<'a> {
         self.field(key, read, Box::new(T::to_toml))
     }
 
-    /// One of a few words under `key`.
+    /// One of a list of words under `key`.
     pub fn choice<'t, T: Clone + PartialEq>(
         &'t self,
         key: &str,
@@ -308,8 +308,8 @@ impl<'a> Table<'a> {
         self.field(key, read, Box::new(render))
     }
 
-    /// A path under `key`. Relative ones in a file start from the folder of that file, those from
-    /// the environment or a flag from the working directory.
+    /// A path under `key`. In a file, relative paths start from the file's folder; from the
+    /// environment or a flag, from the working directory.
     pub fn path(&self, key: &str) -> Field<'_, PathBuf> {
         let folder = Path::new(&*self.cx.file).parent().unwrap_or(Path::new(""));
         let read = |node: &Node| {
@@ -365,7 +365,7 @@ impl<'a> Table<'a> {
         field
     }
 
-    /// Reads the table under `key`; an absent one reads as empty.
+    /// Reads the table under `key`; a missing one reads as empty.
     pub fn table<R>(&self, key: &str, read: impl FnOnce(&Table<'_>) -> R) -> R {
         let node = self.node(key).filter(|node| self.is_table(node));
         let table = self.at_path(node, Step::Key(key.to_owned()));
@@ -374,8 +374,8 @@ impl<'a> Table<'a> {
         result
     }
 
-    /// Reads the table under `key` laid over the table `base`: keys that it does not have are
-    /// taken from there. Mistakes in them name the path in `base`.
+    /// Reads the table under `key` over the table `base`: keys that it does not have are read from
+    /// there. Errors in them name the path in `base`.
     pub fn table_over<R>(
         &self,
         key: &str,
@@ -404,7 +404,7 @@ impl<'a> Table<'a> {
         self.at_path(node, Step::Key(key.to_owned()))
     }
 
-    /// Reads every table under `key` (`[pool.NAME]`), in the document's order; at most 1,024 of them.
+    /// Reads every table under `key` (`[pool.NAME]`), in the document's order; at most 1,024.
     pub fn tables<R>(&self, key: &str, mut read: impl FnMut(&str, &Table<'_>) -> R) -> Vec<R> {
         let Some(node) = self.node(key).filter(|node| self.is_table(node)) else {
             return Vec::new();
@@ -428,7 +428,7 @@ impl<'a> Table<'a> {
             .collect()
     }
 
-    /// Reads every table of the array under `key` (`[[event]]`); at most 262,144 of them.
+    /// Reads every table of the array under `key` (`[[event]]`); at most 262,144.
     pub fn array<R>(&self, key: &str, mut read: impl FnMut(usize, &Table<'_>) -> R) -> Vec<R> {
         let Some(node) = self.node(key) else {
             return Vec::new();
@@ -461,7 +461,7 @@ impl<'a> Table<'a> {
             .collect()
     }
 
-    /// `max`, and a mistake if `node` holds more.
+    /// Returns `max`, and reports an error if `node` holds more.
     fn at_most(&self, max: usize, count: usize, node: &Node) -> usize {
         if count > max {
             let message = format!(
@@ -489,7 +489,7 @@ impl<'a> Table<'a> {
         false
     }
 
-    /// Notes a mistake about `key`, where it stands (or where its table does, if it is absent).
+    /// Reports an error about `key`, at its position (or at its table's, if it is not set).
     /// `message` should name the key.
     pub fn mistake(&self, key: &str, message: impl Into<String>, hint: impl Into<String>) {
         let at = match self.node.and_then(|n| n.child(key)) {
@@ -499,13 +499,13 @@ impl<'a> Table<'a> {
         self.cx.note(at, message.into(), Some(hint.into()));
     }
 
-    /// Mistakes noted in the whole document so far. Checks that build on what was read before can be
-    /// left out if that was wrong already.
+    /// Errors noted in the whole document so far. Checks that build on values read before are skipped if
+    /// those were wrong already.
     pub fn mistake_count(&self) -> usize {
         self.cx.mistakes.borrow().len()
     }
 
-    /// Refuses `key` with a reason, if it is there; for keys that are known but cannot be used.
+    /// Rejects `key` with a reason, if it is set; for keys that are known but cannot be used.
     pub fn refuse(&self, key: &str, reason: &str, hint: &str) {
         if let Some(node) = self.node(key) {
             let message = format!("`{}` {reason}", shown(&node.path));
@@ -514,11 +514,11 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Refuses `key` because the value of `decider` makes it useless. A key from a lower layer (or
-    /// a less special table) than `decider` is passed over: `--set engine.timing.kind=constant`
-    /// need not be answered by taking the roofline's keys out of the file.
+    /// Rejects `key` because the value of `decider` makes it useless. A key from a lower layer (or
+    /// a more general table) than `decider` is ignored: `--set engine.timing.kind=constant` does
+    /// not require removing the roofline's keys from the file.
     pub fn unused(&self, key: &str, decider: &str, reason: &str) {
-        // A key of a base table (`table_over`) is less special than one written here.
+        // A key of a base table (`table_over`) is more general than one written here.
         let rank = |key: &str| {
             let node = self.node(key)?;
             Some((node.path == self.path_here(key), node.at.layer()))
@@ -540,9 +540,9 @@ impl<'a> Table<'a> {
     }
 }
 
-/// What is wrong with a value.
+/// The error of a value.
 struct Wrong {
-    /// Where in nested arrays, if not the value as a whole.
+    /// Position in nested arrays, if not the value as a whole.
     items: Vec<usize>,
     is: String,
     must: String,
@@ -570,7 +570,7 @@ impl Wrong {
     }
 }
 
-/// A value of a document, as a [`Scalar`] sees it.
+/// A value of a document, as read by a [`Scalar`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value<'v> {
     /// Text.
@@ -602,16 +602,16 @@ impl Value<'_> {
 
 /// A type that a single value of a document can hold.
 pub trait Scalar: Sized {
-    /// Completes "… but must be": what is accepted.
+    /// Completes "… but must be": the accepted values.
     const MUST: &'static str;
     /// The value, if it is of this type and in its range.
     fn read(value: &Value<'_>) -> Option<Self>;
-    /// Of an array that is not of this type because of an item: its index (in nested arrays, one a
-    /// level), and what is accepted there.
+    /// For an array that is not of this type because of an item: its index (in nested arrays, one
+    /// per level), and the accepted values there.
     fn bad_item(_value: &Value<'_>) -> Option<(Vec<usize>, &'static str)> {
         None
     }
-    /// TOML which reads back to `self`.
+    /// TOML that reads as `self`.
     fn to_toml(&self) -> String;
 }
 
@@ -636,7 +636,7 @@ integer!(u32, "an integer from 0 to 4,294,967,295");
 integer!(u64, "an integer from 0 to 2^63 - 1");
 integer!(i64, "an integer of 64 bits");
 
-/// Finite numbers only: no key of ours has a use for `inf` and `nan`.
+/// Finite numbers only: no key accepts `inf` or `nan`.
 impl Scalar for f64 {
     const MUST: &'static str = "a finite number";
     fn read(value: &Value<'_>) -> Option<Self> {
@@ -702,20 +702,20 @@ impl<T: Scalar> Scalar for Vec<T> {
     }
 }
 
-/// A value under way: checked by [`Field::within`] and [`Field::check`], then taken by one of
-/// [`Field::or`], [`Field::or_from`], [`Field::optional`] and [`Field::required`], which record it.
-#[must_use = "take the value with `or`, `optional` or `required`"]
+/// A value in progress: checked by [`Field::within`] and [`Field::check`], then finished by
+/// [`Field::or`], [`Field::or_from`], [`Field::optional`] or [`Field::required`], which record it.
+#[must_use = "finish the field with `or`, `optional` or `required`"]
 pub struct Field<'t, T> {
     table: &'t Table<'t>,
     key: String,
     value: Option<T>,
-    /// The key is there, be its value good or bad.
+    /// Whether the key is set, with a valid value or not.
     given: bool,
     render: Box<dyn Fn(&T) -> String + 't>,
 }
 
 impl<T> Field<'_, T> {
-    /// Requires the value to lie in `range`.
+    /// Requires the value to be in `range`.
     pub fn within(self, range: impl RangeBounds<T>) -> Self
     where
         T: PartialOrd + Display,
@@ -762,7 +762,7 @@ impl<T> Field<'_, T> {
         self.or_from(Origin::Default, default)
     }
 
-    /// The value, or `fallback`, which came from `origin`.
+    /// The value, or `fallback` with its `origin`.
     pub fn or_from(self, origin: Origin, fallback: T) -> T {
         let origin = if self.given {
             self.table.origin(&self.key)
@@ -778,7 +778,7 @@ impl<T> Field<'_, T> {
         value
     }
 
-    /// The value, if there is one.
+    /// The value, if it is set.
     pub fn optional(self) -> Option<T> {
         let text = self.value.as_ref().map(|value| (self.render)(value));
         let origin = self.table.origin(&self.key);
@@ -786,10 +786,10 @@ impl<T> Field<'_, T> {
         self.value
     }
 
-    /// The value; without one, a mistake with `remedy`. `stand_in` lets the reading go on; what
-    /// is built from it is thrown away.
+    /// The value; if it is not set, an error with `remedy`. `stand_in` lets the reading continue;
+    /// the result is discarded.
     pub fn required(self, remedy: &str, stand_in: T) -> T {
-        // In a document with broken syntax it may well be there, unread.
+        // In a document with broken syntax the key may exist without having been read.
         if !self.given && self.table.cx.broken_lines.is_empty() {
             let message = format!("`{}` is missing", shown(&self.table.path_of(&self.key)));
             self.table
@@ -871,11 +871,7 @@ mod tests {
         assert_eq!(plant.kind, 2);
         assert_eq!(plant.rate, 3.0);
         let part = |name: &str, size| (name.to_owned(), size, "a".to_owned());
-        assert_eq!(
-            plant.parts,
-            [part("z", 4), part("a", 5)],
-            "in the order of the file"
-        );
+        assert_eq!(plant.parts, [part("z", 4), part("a", 5)], "in file order");
         assert_eq!(plant.events, [1.0, 2.5]);
         let origin = |path: &str| settings.get(path).unwrap().origin.to_string();
         assert_eq!(origin("plant.rate"), "f.toml:4");
@@ -953,7 +949,7 @@ mod tests {
                 true, true, true, false, false, false, true, true, false, false
             ]
         );
-        // Looking makes nothing known.
+        // `any` makes no key known.
         assert!(unknown.contains("unknown key `a`"), "{unknown}");
     }
 
@@ -989,7 +985,7 @@ mod tests {
         assert_eq!(
             plant.parts[2],
             ("new".to_owned(), 0, "b".to_owned()),
-            "size 4 is passed over"
+            "size 4 is ignored"
         );
         assert_eq!(
             settings.get("plant.rate").unwrap().origin.to_string(),
@@ -1015,9 +1011,9 @@ mod tests {
         let shown = read(doc).unwrap_err().to_string();
         for part in [
             "--set plant.rate: no `=` in it",
-            "--set plant..rate=1: `plant..rate` names no key",
+            "--set plant..rate=1: `plant..rate` is not a key",
             "--set plant=1: `plant` is 1, but must be a table",
-            "--set =1: `` names no key",
+            "--set =1: `` is not a key",
         ] {
             assert!(shown.contains(part), "{part} not in\n{shown}");
         }
@@ -1059,7 +1055,7 @@ mod tests {
         let parts = lines(|i| format!("[part.p{i}]\n"));
         let strangers = lines(|i| format!("k{i} = 1\n"));
         let shown = mistakes_of(&format!("{strangers}[plant]\nname = \"a\"\n{parts}"));
-        assert!(shown.contains("and 4951 more mistakes"), "{shown}");
+        assert!(shown.contains("and 4951 more errors"), "{shown}");
         let shown = mistakes_of(&format!("[plant]\nname = \"a\"\n{parts}"));
         assert!(
             shown.contains("`part` has 5000 entries, but must have at most 1024"),

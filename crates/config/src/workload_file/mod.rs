@@ -1,8 +1,8 @@
-//! The workload file, resolved: which requests are made, and when.
+//! The workload file, resolved: requests and their arrival times.
 //!
-//! Plain values with defaults. The same file and seed give the same requests to `bench`,
-//! `simulate` and `drag`. All times are workload time; [`Workload::time_scale`] compresses them
-//! together when the requests are made.
+//! Plain values with defaults. The same file and seed give the same requests to `bench`, `simulate`
+//! and `drag`. All times are workload time; [`Workload::time_scale`] divides them all when the
+//! requests are generated.
 
 mod read;
 
@@ -16,17 +16,19 @@ pub use read::{RATE_MAX, read};
 /// A whole workload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// Seed of every draw. Default 0.
+    /// Seed of all random numbers. Default 0.
     pub seed: u64,
-    /// Requests in all, later turns counted; `None`: until `duration_s` or the trace ends.
+    /// Total number of requests, including later turns; `None`: until `duration_s` or the trace
+    /// ends.
     pub requests: Option<u64>,
-    /// No session begins later than this, s of workload time.
+    /// Limit of session start times, s of workload time.
     pub duration_s: Option<f64>,
-    /// Divides arrival times, think times and `duration_s`: 60 makes an hour a minute. Default 1.
+    /// Divides arrival times, think times and `duration_s`: 60 turns an hour into a minute. Default
+    /// 1.
     pub time_scale: f64,
-    /// When sessions begin.
+    /// Arrivals of sessions.
     pub arrival: Arrival,
-    /// What is asked.
+    /// Prompts and answers.
     pub content: Content,
 }
 
@@ -43,57 +45,57 @@ impl Default for Workload {
     }
 }
 
-/// When sessions begin. A session is one conversation, and most often one request.
+/// Arrivals of sessions. A session is one conversation, and usually one request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Arrival {
-    /// Closed loop: so many sessions at a time; one begins where another ended.
+    /// Closed loop: a fixed number of concurrent sessions; when one ends, the next begins.
     Closed {
-        /// Sessions at a time, at least 1.
+        /// Concurrent sessions, at least 1.
         concurrency: u32,
     },
-    /// At equal gaps.
+    /// At constant intervals.
     Constant {
         /// Sessions, 1/s.
         rate_per_s: f64,
     },
-    /// At exponential gaps.
+    /// At exponential intervals (Poisson).
     Poisson {
-        /// Sessions, 1/s, on average.
+        /// Mean sessions, 1/s.
         rate_per_s: f64,
     },
-    /// At Gamma-distributed gaps: `cv` above 1 is burstier than Poisson, below 1 smoother.
+    /// At Gamma-distributed intervals: `cv` above 1 is burstier than Poisson, below 1 smoother.
     Gamma {
-        /// Sessions, 1/s, on average.
+        /// Mean sessions, 1/s.
         rate_per_s: f64,
-        /// Standard deviation of the gaps over their mean.
+        /// Standard deviation of the intervals over their mean.
         cv: f64,
     },
-    /// At Weibull-distributed gaps: `shape` below 1 is burstier than Poisson, 1 is Poisson, above it
-    /// smoother.
+    /// At Weibull-distributed intervals: `shape` below 1 is burstier than Poisson, 1 is Poisson,
+    /// above 1 is smoother.
     Weibull {
-        /// Sessions, 1/s, on average.
+        /// Mean sessions, 1/s.
         rate_per_s: f64,
         /// Shape of the distribution.
         shape: f64,
     },
-    /// At random (Poisson), at a rate that goes from one value to another and stays there.
+    /// Poisson, at a rate that changes linearly and then stays constant.
     Ramp {
         /// Sessions, 1/s, at the start.
         from_per_s: f64,
-        /// Sessions, 1/s, at the end and from then on; above 0.
+        /// Sessions, 1/s, at the end of the ramp and after it; above 0.
         to_per_s: f64,
-        /// How long the rate takes from one to the other, s, above 0.
+        /// Duration of the ramp, s, above 0.
         ramp_s: f64,
     },
-    /// At random (Poisson), at a rate that rises and falls like a cosine.
+    /// Poisson, at a rate that follows a cosine.
     Diurnal {
-        /// Sessions, 1/s, on average over a period.
+        /// Mean sessions over a period, 1/s.
         rate_per_s: f64,
-        /// The rate goes from `rate_per_s · (1 − amplitude)` to `rate_per_s · (1 + amplitude)`.
+        /// The rate varies from `rate_per_s · (1 − amplitude)` to `rate_per_s · (1 + amplitude)`.
         amplitude: f64,
-        /// From peak to peak, s. Default: a day.
+        /// Period, s. Default: a day.
         period_s: f64,
-        /// When the first peak is, s. Default: half a period, so that a run begins at the lowest.
+        /// Time of the first peak, s. Default: half a period, so that a run begins at the minimum.
         peak_s: f64,
     },
     /// At these times, ms, in order; one session each.
@@ -101,11 +103,11 @@ pub enum Arrival {
         /// Shape `[n]`, not decreasing.
         ms: Vec<f64>,
     },
-    /// As the trace says.
+    /// From the trace.
     Trace,
 }
 
-/// What is asked.
+/// Prompts and answers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// Drawn from classes; at least one.
@@ -119,19 +121,19 @@ pub enum Content {
 pub struct TraceFile {
     /// A Mooncake JSONL file: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`.
     pub path: PathBuf,
-    /// What to do with a line that is not a request. Default `Stop`.
+    /// Handling of a line that is not a request. Default `Stop`.
     pub on_bad_line: OnBadLine,
-    /// Tokens that one of `hash_ids` stands for. Default 512.
+    /// Tokens per entry of `hash_ids`. Default 512.
     pub tokens_per_id: u32,
 }
 
-/// What to do with a line of a trace that is not a request.
+/// Handling of a trace's line that is not a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnBadLine {
     /// End the run with an error that names the line.
     #[default]
     Stop,
-    /// Count it and go on.
+    /// Count it and continue.
     Skip,
 }
 
@@ -142,17 +144,17 @@ pub struct Class {
     pub name: String,
     /// Share of sessions, relative to the other classes. Default 1.
     pub weight: f64,
-    /// Tokens of a session's first prompt, shared prefix included. Default 1,024.
+    /// Tokens of a session's first prompt, including the shared prefix. Default 1,024.
     pub isl: Dist,
     /// Tokens of an answer: the request's `max_tokens`. Default 128.
     pub osl: Dist,
-    /// Ask for exactly `osl` tokens. Default true.
+    /// Generate exactly `osl` tokens. Default true.
     pub ignore_eos: bool,
     /// Sent as `priority`, if not 0. Default 0.
     pub priority: i32,
     /// Shared prefixes, outermost first; empty: nothing is shared.
     pub prefix: Vec<PrefixLevel>,
-    /// More than one turn.
+    /// Multi-turn sessions.
     pub session: SessionShape,
     /// Objectives of its requests, for goodput; `None`: those of the run.
     pub slo: Option<Slo>,
@@ -174,11 +176,11 @@ impl Default for Class {
     }
 }
 
-/// `[[prefix]]`: one level of a tree of shared prefixes. A session takes one path from the root,
+/// `[[prefix]]`: one level of a tree of shared prefixes. A session follows one path from the root,
 /// and its prompt begins with the texts along it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrefixLevel {
-    /// Different texts below each text of the level above, at least 1.
+    /// Number of different texts below each text of the level above, at least 1.
     pub branches: u32,
     /// Tokens of each text, at least 1; the same for all sessions that share the text.
     pub tokens: Dist,
@@ -186,17 +188,17 @@ pub struct PrefixLevel {
     pub skew: f64,
 }
 
-/// `[session]`: turns that follow each other, each with everything before it in its prompt.
+/// `[session]`: consecutive turns, each with the whole conversation so far in its prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SessionShape {
-    /// Turns. Default 1.
+    /// Number of turns. Default 1.
     pub turns: Dist,
-    /// From an answer's end until the next turn is due, s of workload time. Default 0.
+    /// Think time: from an answer's end until the next turn is due, s of workload time. Default 0.
     pub think_time_s: Dist,
     /// New user text of every turn after the first, tokens. Default 64.
     pub user_tokens: Dist,
-    /// A session ends before a turn whose prompt (counting answers at full `osl`) would be longer
-    /// than this, tokens.
+    /// A session ends before a turn whose prompt (counting answers at full `osl`) would exceed this
+    /// length, tokens.
     pub isl_max: Option<u32>,
 }
 
@@ -214,52 +216,52 @@ impl Default for SessionShape {
 /// A distribution of positive numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Dist {
-    /// Always this.
+    /// A constant.
     Exact(f64),
-    /// Equally likely between both ends; whole numbers include both.
+    /// Uniform between both ends; whole numbers include both.
     Uniform {
-        /// Least.
+        /// Minimum.
         min: f64,
-        /// Most.
+        /// Maximum.
         max: f64,
     },
-    /// Normal, cut to the bounds (a draw beyond one becomes that bound).
+    /// Normal, clamped to the bounds.
     Normal {
-        /// Mean before cutting.
+        /// Mean before clamping.
         mean: f64,
-        /// Standard deviation over mean, before cutting.
+        /// Standard deviation over mean, before clamping.
         cv: f64,
         /// The bounds.
         bounds: Bounds,
     },
     /// Log-normal with this mean and coefficient of variation (of the values, not their
-    /// logarithms), cut to the bounds.
+    /// logarithms), clamped to the bounds.
     LogNormal {
-        /// Mean before cutting.
+        /// Mean before clamping.
         mean: f64,
-        /// Standard deviation over mean, before cutting.
+        /// Standard deviation over mean, before clamping.
         cv: f64,
         /// The bounds.
         bounds: Bounds,
     },
-    /// Exponential, cut to the bounds.
+    /// Exponential, clamped to the bounds.
     Exponential {
-        /// Mean before cutting.
+        /// Mean before clamping.
         mean: f64,
         /// The bounds.
         bounds: Bounds,
     },
-    /// Zipf's law over the whole numbers from `min` to `max`: the *k*-th of them (from 1) with a chance
-    /// proportional to `k^-skew`.
+    /// Zipf's law over the whole numbers from `min` to `max`: the *k*-th of them (from 1) with a
+    /// probability proportional to `k^-skew`.
     Zipf {
-        /// Least, and likeliest.
+        /// Minimum, the most likely value.
         min: f64,
-        /// Most.
+        /// Maximum.
         max: f64,
         /// Exponent; 0: all equal.
         skew: f64,
     },
-    /// One of the values of a file, each as likely as any other.
+    /// One of the values of a file, with equal probability.
     Empirical(Empirical),
     /// One of these values, by weight.
     Choice {
@@ -270,25 +272,25 @@ pub enum Dist {
     },
 }
 
-/// Values that were measured: a column of a CSV file.
+/// Measured values: a column of a CSV file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Empirical {
     /// The file.
     pub path: PathBuf,
     /// Name of the column; `None`: the first one.
     pub column: Option<String>,
-    /// Values beyond become the nearer bound.
+    /// Bounds that values are clamped to.
     pub bounds: Bounds,
-    /// The values; empty until whoever draws has read the file.
+    /// The values; empty until the user of the distribution has read the file.
     pub values: Arc<[f64]>,
 }
 
-/// Ends of a distribution.
+/// Bounds of a distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bounds {
-    /// Least. Default 0 (lengths are at least 1 in any case).
+    /// Minimum. Default 0 (lengths are at least 1 in any case).
     pub min: f64,
-    /// Most. Default: none.
+    /// Maximum. Default: none.
     pub max: f64,
 }
 
@@ -302,7 +304,7 @@ impl Default for Bounds {
 }
 
 impl Dist {
-    /// The largest value that can be drawn; infinite if there is none.
+    /// The largest possible value; infinite if there is none.
     pub fn max(&self) -> f64 {
         match self {
             Dist::Exact(value) => *value,
@@ -315,7 +317,7 @@ impl Dist {
         }
     }
 
-    /// The smallest value that can be drawn.
+    /// The smallest possible value.
     pub fn min(&self) -> f64 {
         match self {
             Dist::Exact(value) => *value,

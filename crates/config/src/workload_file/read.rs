@@ -1,4 +1,4 @@
-//! The workload file from TOML.
+//! Reads the workload file from TOML.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -9,22 +9,22 @@ use super::{
 };
 use crate::doc::{Doc, Mistakes, Settings, Table};
 
-/// Most branches of a prefix level: each has a place in a table of popularities.
+/// Limit of a prefix level's branches: each has an entry in a table of popularities.
 const BRANCHES_MAX: u32 = 1_000_000;
 /// Longest prompt or answer, tokens: far beyond any model, and sums stay within 32 bits.
 const TOKENS_MAX: f64 = 100_000_000.0;
-/// Turns of a session: a request's number leaves them 12 bits.
+/// Limit of a session's turns: a request's number has 12 bits for them.
 const TURNS_MAX: f64 = 4_096.0;
 /// Longest think time, s: a year.
 const THINK_TIME_S_MAX: f64 = 31_536_000.0;
 
-/// Reads a workload, and says for every key where its value came from.
+/// Reads a workload, and records the origin of every value.
 ///
 /// # Errors
-/// All [`Mistakes`] of the document together.
+/// All errors of the document together.
 pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
     doc.read(|root| {
-        // Plain keys before tables, so that the settings print as TOML that reads back.
+        // Plain keys before tables, so that the settings print as valid TOML.
         let mut workload = Workload {
             seed: root.get("seed").or(0),
             requests: root.get("requests").within(1..).optional(),
@@ -40,10 +40,10 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
         };
         let has_trace = root.has("trace");
         if has_trace {
-            refuse_class_keys(root, "the trace says what is asked");
+            refuse_class_keys(root, "the trace has the prompts");
             root.refuse(
                 "class",
-                "is not used: the trace says what is asked",
+                "is not used: the trace has the prompts",
                 "remove it, or `[trace]`",
             );
             workload.content = Content::Trace(root.table("trace", read_trace));
@@ -51,7 +51,7 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
             workload.content = Content::Generated(read_classes(root));
         }
         workload.arrival = read_arrival(root, has_trace);
-        // A key that is there and wrong is a mistake of its own.
+        // A key with an invalid value is an error of its own.
         let ends = root.has("requests")
             || root.has("duration_s")
             || matches!(workload.content, Content::Trace(_))
@@ -70,7 +70,7 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
 fn read_trace(t: &Table<'_>) -> TraceFile {
     TraceFile {
         path: t.path("file").required(
-            "name the JSONL file: `file = \"trace.jsonl\"`",
+            "set the JSONL file: `file = \"trace.jsonl\"`",
             PathBuf::new(),
         ),
         on_bad_line: t
@@ -96,9 +96,9 @@ enum ArrivalKind {
     Trace,
 }
 
-/// Most sessions a second: one a nanosecond, the clock's step.
+/// Limit of sessions per second: one per nanosecond, the clock's resolution.
 pub const RATE_MAX: f64 = 1e9;
-const RATE_MUST: &str = "above 0 and at most 1e9 (one a nanosecond)";
+const RATE_MUST: &str = "above 0 and at most 1e9 (one per nanosecond)";
 
 fn is_rate(per_s: f64) -> bool {
     per_s > 0.0 && per_s <= RATE_MAX
@@ -120,7 +120,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
     root.table("arrival", |t| {
         let kind = t.choice("kind", &kinds);
         let kind = if t.is_present() && !has_trace {
-            kind.required("say how sessions arrive: `kind = \"poisson\"`", K::Closed)
+            kind.required("set the kind of arrivals: `kind = \"poisson\"`", K::Closed)
         } else {
             kind.or(if has_trace { K::Trace } else { K::Closed })
         };
@@ -162,7 +162,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
         let rate = || {
             t.get("rate_per_s")
                 .check(|r| is_rate(*r), RATE_MUST)
-                .required("set the sessions a second: `rate_per_s = 10`", 1.0)
+                .required("set the sessions per second: `rate_per_s = 10`", 1.0)
         };
         match kind {
             K::Closed => Arrival::Closed {
@@ -179,7 +179,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
             },
             K::Weibull => Arrival::Weibull {
                 rate_per_s: rate(),
-                // Below 0.1 a mean takes billions of gaps to show.
+                // Below 0.1 the mean converges only after billions of intervals.
                 shape: t.get("shape").within(0.1..=100.0).required(
                     "set the shape: below 1 is burstier than Poisson, 1 is Poisson",
                     1.0,
@@ -194,7 +194,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
                 ramp_s: t
                     .get("ramp_s")
                     .check(|s| *s > 0.0, "above 0")
-                    .required("say how long the ramp is: `ramp_s = 600`", 1.0),
+                    .required("set the duration of the ramp: `ramp_s = 600`", 1.0),
             },
             K::Diurnal => {
                 let rate_per_s = rate();
@@ -303,10 +303,10 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
         priority,
         slo,
         prefix: t.array("prefix", |_, level| {
-            let branches = level.get("branches").within(1..=BRANCHES_MAX).required(
-                "say how many different texts this level has: `branches = 8`",
-                1,
-            );
+            let branches = level
+                .get("branches")
+                .within(1..=BRANCHES_MAX)
+                .required("set the number of texts of this level: `branches = 8`", 1);
             let skew = level.get("skew").within(0.0..=10.0).or(0.0);
             let [tokens] = read_dists(level, &[("tokens", 256.0, 1.0..=TOKENS_MAX)]);
             PrefixLevel {
@@ -341,7 +341,7 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
                 "`isl` is at most {} tokens, but the shared prefix alone has {shared} or more",
                 class.isl.max()
             ),
-            "make `isl` longer than the prefix (it counts the whole prompt), or the prefix shorter",
+            "increase `isl`, which is the length of the whole prompt, or shorten the prefix",
         );
     }
     class
@@ -360,7 +360,7 @@ enum DistKind {
 }
 
 /// Several distributions of one table, plain numbers first: a key after a sub-table would print
-/// into the wrong one.
+/// into the wrong table.
 fn read_dists<const N: usize>(
     t: &Table<'_>,
     keys: &[(&str, f64, RangeInclusive<f64>); N],
@@ -375,7 +375,7 @@ fn read_dists<const N: usize>(
     dists
 }
 
-/// A number, or a table that says how numbers are drawn; all between `least` and `most`.
+/// A number, or a table with a distribution; all between `least` and `most`.
 fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> Dist {
     use DistKind as K;
     if !t.has_table(key) {
@@ -394,7 +394,7 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
     t.table(key, |d| {
         let kind = d
             .choice("kind", &kinds)
-            .required("say how it is drawn: `kind = \"lognormal\"`", K::Exact);
+            .required("set the distribution: `kind = \"lognormal\"`", K::Exact);
         let unless = |key: &str, kinds: &[DistKind]| {
             if !kinds.contains(&kind) {
                 d.unused(
@@ -496,10 +496,9 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
                 }
             }
             K::Empirical => Dist::Empirical(Empirical {
-                path: d.path("file").required(
-                    "name the CSV file: `file = \"lengths.csv\"`",
-                    PathBuf::new(),
-                ),
+                path: d
+                    .path("file")
+                    .required("set the CSV file: `file = \"lengths.csv\"`", PathBuf::new()),
                 column: d.get("column").optional(),
                 bounds: bounds(),
                 values: [].into(),
@@ -511,7 +510,7 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
                         |v| !v.is_empty() && v.iter().all(|v| (least..=most).contains(v)),
                         &format!("numbers from {least} to {most}, at least one"),
                     )
-                    .required("list them: `values = [128, 1024]`", vec![default]);
+                    .required("set the values: `values = [128, 1024]`", vec![default]);
                 let weights = d
                     .get::<Vec<f64>>("weights")
                     .check(
@@ -534,7 +533,7 @@ fn ordered(d: &Table<'_>, min: f64, max: f64) {
         d.mistake(
             "min",
             format!("`min` is {min}, above `max`, which is {max}"),
-            "exchange them",
+            "swap them",
         );
     }
 }
@@ -614,7 +613,7 @@ mod tests {
         assert_eq!(class.session.turns, Dist::Exact(5.0));
     }
 
-    /// What `--print-config` shows is a workload file with the same meaning.
+    /// The output of `--print-config` is a workload file with the same meaning.
     #[test]
     fn settings_read_back_to_the_same_workload() {
         for text in [
@@ -661,7 +660,7 @@ mod tests {
         assert!(check("requests = 3").is_ok());
     }
 
-    /// Every mistake of a file is told, each with its line and a remedy.
+    /// Every error of a file is reported, each with its line and a remedy.
     #[test]
     fn five_mistakes_at_once() {
         let error = check(
@@ -705,7 +704,7 @@ mod tests {
             ),
             (
                 "requests = 1\nisl = 100\n[[prefix]]\nbranches = 2\ntokens = 100",
-                "longer than the prefix",
+                "shorten the prefix",
             ),
             (
                 "requests = 1\nisl = 5\n[[class]]\n",
@@ -728,10 +727,10 @@ mod tests {
             ),
             (
                 "isl = 4\n[trace]\nfile = \"x\"",
-                "the trace says what is asked",
+                "the trace has the prompts",
             ),
-            ("[trace]\n", "name the JSONL file"),
-            ("requests = 1\nisl = { mean = 5 }", "say how it is drawn"),
+            ("[trace]\n", "set the JSONL file"),
+            ("requests = 1\nisl = { mean = 5 }", "set the distribution"),
             (
                 "requests = 1\nosl = { kind = \"choice\", values = [1, 2], weights = [1] }",
                 "2 numbers",
@@ -742,7 +741,7 @@ mod tests {
             ),
             (
                 "requests = 1\nisl = { kind = \"empirical\" }",
-                "name the CSV file",
+                "set the CSV file",
             ),
             (
                 "requests = 1\n[arrival]\nkind = \"weibull\"\nrate_per_s = 1\nshape = 0",
@@ -760,7 +759,7 @@ mod tests {
                 "requests = 1\n[arrival]\nkind = \"diurnal\"\nrate_per_s = 1\namplitude = 2",
                 "amplitude",
             ),
-            ("requests = 1\nslo = \"tfft=1s\"", "there are ttft"),
+            ("requests = 1\nslo = \"tfft=1s\"", "expected ttft"),
         ] {
             let error = check(text).unwrap_err();
             assert!(error.contains(says), "{says:?} is not in:\n{error}");

@@ -1,4 +1,4 @@
-//! What it costs an engine thread to publish a pass.
+//! Cost of publishing a pass on an engine thread.
 
 use std::hint::black_box;
 
@@ -50,7 +50,7 @@ fn encode(c: &mut Criterion) {
     group.finish();
 }
 
-/// All that the engine thread does: encode, queue, ring. The bus thread throws away.
+/// The engine thread's whole work: encode, queue, ring. The bus thread discards the events.
 fn publish(c: &mut Criterion) {
     let mut group = c.benchmark_group("publish");
     for (name, fresh_buffers) in [("as it is", false), ("fresh buffers", true)] {

@@ -1,4 +1,4 @@
-//! Events on their way from engine threads to the bus: encoded, in batches, in bounded queues.
+//! Events between engine threads and the bus: encoded, in batches, in bounded queues.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use crate::zmtp;
 
-/// What an event tells of.
+/// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A forward pass.
@@ -22,10 +22,10 @@ pub enum Kind {
 /// A batch is closed at this size, so that a full queue drops little at once.
 const BATCH_BYTES: usize = 64 << 10;
 
-/// Where a rank's events go: formatted once, in every form that a bus may want.
+/// Destination of a rank's events: formatted once, in every form that a bus may need.
 #[derive(Clone, Debug)]
 pub struct RankTopics {
-    /// Whose.
+    /// The rank.
     pub rank: RankId,
     /// The worker's name in records.
     pub worker_id: String,
@@ -35,22 +35,22 @@ pub struct RankTopics {
     pub kv: Topic,
 }
 
-/// A subject, and what of it is made once.
+/// A subject, with its encoded forms.
 #[derive(Clone, Debug)]
 pub struct Topic {
-    /// As NATS and people know it: `slipstream.fpm.w0.0`.
+    /// For NATS and people: `slipstream.fpm.w0.0`.
     pub subject: async_nats::Subject,
-    /// As ZeroMQ knows it.
+    /// For ZeroMQ.
     pub topic: Bytes,
-    /// The ZMTP frame of `topic`, which more frames follow.
+    /// The ZMTP frame of `topic`, followed by more frames.
     pub(crate) frame: Box<[u8]>,
 }
 
 impl Topic {
-    /// A topic whose ZeroMQ form is another than its subject.
+    /// A topic whose ZeroMQ form differs from its subject.
     ///
     /// # Errors
-    /// If NATS would not take the subject.
+    /// If NATS would reject the subject.
     pub(crate) fn new(subject: &str, topic: &[u8]) -> Result<Topic, async_nats::SubjectError> {
         let mut frame = Vec::new();
         zmtp::put_frame(&mut frame, topic, true);
@@ -62,11 +62,11 @@ impl Topic {
     }
 }
 
-/// Where in a batch an event lies. The batch holds it as ZMTP frames: topic, sequence (8 bytes,
+/// Position of an event in a batch. The batch holds it as ZMTP frames: topic, sequence (8 bytes,
 /// big-endian), payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Index of the rank among the process's.
+    /// Index of the rank among those of the process.
     pub rank: u32,
     /// Number among the rank's events of this kind.
     pub sequence: u64,
@@ -78,7 +78,7 @@ pub struct Record {
 /// Events of one kind from one engine thread, in order.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// Of what.
+    /// Their kind.
     pub kind: Kind,
     /// The events.
     pub records: Vec<Record>,
@@ -103,20 +103,20 @@ impl Batch {
     }
 }
 
-/// What a queue has dropped and passed on.
+/// Counters of a queue.
 #[derive(Debug, Default)]
 pub struct QueueCounters {
-    /// Events put in.
+    /// Events added.
     pub queued: AtomicU64,
-    /// Events dropped as the queue was full.
+    /// Events dropped because the queue was full.
     pub dropped: AtomicU64,
 }
 
-/// Events of one kind that wait for the bus. Beyond `bytes_max` the oldest batch is dropped; the
-/// newest stays, however large.
+/// Queued events of one kind. Beyond `bytes_max` the oldest batch is dropped; the newest stays,
+/// whatever its size.
 ///
-/// Events are encoded in place, under the lock: some 50 ns for a pass. The bus holds it to take a
-/// batch. `benches/events.rs` has in its figures what that costs.
+/// Events are encoded in place, under the lock: about 50 ns for a pass. The bus takes the lock to
+/// remove a batch. The figures of `benches/events.rs` include this cost.
 #[derive(Debug)]
 pub(crate) struct Lane {
     kind: Kind,
@@ -134,7 +134,7 @@ struct Inner {
     spare: Open,
 }
 
-/// A batch that grows.
+/// A batch in progress.
 #[derive(Debug, Default)]
 struct Open {
     bytes: Vec<u8>,
@@ -152,11 +152,11 @@ impl Lane {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Nothing panics while it is held.
+        // No code panics while it is held.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts an event in, whose payload `encode` appends; adds to `lost` the ranks (with repeats)
+    /// Adds an event whose payload `encode` appends; appends to `lost` the ranks (with repeats)
     /// whose events were dropped for it.
     pub(crate) fn put(
         &self,
@@ -170,14 +170,14 @@ impl Lane {
         let inner = &mut *inner;
         let bytes = &mut inner.open.bytes;
         if bytes.capacity() == 0 {
-            // It is closed once it is full, so a pass fits behind the last one.
+            // A batch is closed when full, so a pass fits behind the last one.
             bytes.reserve(BATCH_BYTES + 4096);
         }
         let start = bytes.len();
         bytes.extend_from_slice(topic_frame);
-        bytes.extend_from_slice(&[1, 8]); // a short frame, which more follow
+        bytes.extend_from_slice(&[1, 8]); // a short frame, followed by more
         bytes.extend_from_slice(&sequence.to_be_bytes());
-        // A frame in its long form, whose length is known in a moment.
+        // A frame in its long form; its length is filled in below.
         bytes.extend_from_slice(&[2, 0, 0, 0, 0, 0, 0, 0, 0]);
         let payload = bytes.len();
         encode(bytes);
@@ -227,8 +227,8 @@ impl Lane {
             let spare = std::mem::take(&mut inner.spare);
             std::mem::replace(&mut inner.open, spare)
         };
-        // Copied, so that who keeps it (for replay) keeps its bytes and no more, and the memory,
-        // which is in the engine thread's cache, is used again.
+        // Copied, so that a consumer that keeps it (for replay) keeps only its bytes, and this
+        // memory, which is in the engine thread's cache, is reused.
         let batch = Batch {
             kind: self.kind,
             records: open.records.clone(),
@@ -252,7 +252,7 @@ impl Lane {
 pub(crate) struct ThreadQueue {
     pub(crate) fpm: Lane,
     pub(crate) kv: Lane,
-    /// Wakes the bus.
+    /// Wakes the bus's thread.
     pub(crate) bell: Arc<Notify>,
 }
 
@@ -327,7 +327,7 @@ mod tests {
         let dropped = lane.counters.dropped.load(Ordering::Relaxed);
         assert_eq!(lost.len() as u64, dropped);
         assert!(lost.iter().all(|&rank| rank == 7));
-        // What is left is the newest, without a hole.
+        // The newest events are left, without a gap.
         assert_eq!(kept, (dropped..1000).collect::<Vec<_>>());
         assert!(dropped > 0 && lane.has_room());
     }
@@ -360,7 +360,7 @@ mod tests {
         assert_eq!(lane.lock().open.bytes.as_ptr(), spare);
     }
 
-    /// Where a record of five bytes lies in a batch of its own.
+    /// Position of a five-byte record in a batch of its own.
     fn lane_record() -> Record {
         Record {
             rank: 7,

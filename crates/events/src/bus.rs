@@ -1,4 +1,4 @@
-//! What a bus is, and the one inside the process.
+//! The bus trait, and the bus inside the process.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -11,44 +11,44 @@ use tokio::sync::Notify;
 
 use crate::batch::{Batch, Kind, RankTopics};
 
-/// Carries batches away. Lives on the event thread alone.
+/// Sends batches. Runs on the event thread only.
 pub(crate) trait Bus {
-    /// Takes a batch: sent, queued for those who listen within bounds, or counted as dropped.
+    /// Takes a batch: sent, queued within bounds for subscribers, or counted as dropped.
     ///
-    /// It may wait while the other side is away; meanwhile the queues before it fill and drop
-    /// their oldest. Dropping the future gives the rest of the batch up.
+    /// It may wait while the peer is unavailable. During that time the queues before it fill and
+    /// drop their oldest. Dropping the future drops the rest of the batch.
     fn send<'a>(&'a mut self, batch: &'a Batch) -> Pin<Box<dyn Future<Output = ()> + 'a>>;
 
-    /// Waits until what was taken has left, as far as it can.
+    /// Waits until the taken batches were sent, as far as possible.
     fn close<'a>(&'a mut self) -> Pin<Box<dyn Future<Output = ()> + 'a>>;
 }
 
-/// What a bus counts. All of them only grow, but for `subscribers`.
+/// Counters of a bus. All are monotonic except `subscribers`.
 #[derive(Debug, Default)]
 pub struct BusCounters {
-    /// Forward-pass metrics handed to the bus.
+    /// Forward-pass metrics passed to the bus.
     pub fpm_sent: AtomicU64,
-    /// KV batches handed to the bus.
+    /// KV batches passed to the bus.
     pub kv_sent: AtomicU64,
     /// Bytes of both.
     pub bytes_sent: AtomicU64,
     /// Events dropped for a subscriber that reads too slowly.
     pub subscriber_dropped: AtomicU64,
-    /// Events that the bus refused (too large for it), or gave up at shutdown.
+    /// Events that the bus rejected (too large), or dropped at shutdown.
     pub refused: AtomicU64,
-    /// Subscribers connected now. NATS: whether the server is (0 or 1).
+    /// Connected subscribers. NATS: whether the server is connected (0 or 1).
     pub subscribers: AtomicU64,
     /// Connections lost.
     pub disconnects: AtomicU64,
-    /// Peers that sent what no ZeroMQ peer should, or too much.
+    /// Peers that violated the protocol or a limit.
     pub bad_peers: AtomicU64,
     /// Connections that could not be accepted (too many descriptors or subscribers).
     pub accept_errors: AtomicU64,
     /// Requests for past KV events.
     pub replays: AtomicU64,
-    /// Batches sent for them.
+    /// Batches sent in reply.
     pub replayed: AtomicU64,
-    /// Requests that made no sense.
+    /// Malformed requests.
     pub bad_replays: AtomicU64,
 }
 
@@ -67,12 +67,12 @@ pub(crate) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }
 
-/// An event as a subscriber gets it.
+/// A received event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Subject or topic.
     pub topic: Bytes,
-    /// Number among the events of its kind and rank, from 0; `None` where the bus does not tell.
+    /// Number among the events of its kind and rank, from 0; `None` if the bus does not provide it.
     pub sequence: Option<u64>,
     /// MessagePack.
     pub payload: Bytes,
@@ -99,13 +99,13 @@ struct HubQueue {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing panics while one of these is held.
+    // No code panics while one of these is held.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Hub {
-    /// A new subscriber for events from now on. What it does not read within `bytes_max` is
-    /// dropped, the oldest first.
+    /// A new subscriber for events from now on. Beyond `bytes_max` of unread events, the oldest are
+    /// dropped.
     pub fn subscribe(&self, bytes_max: usize) -> HubSubscriber {
         let queue = Arc::new(HubQueue {
             bytes_max,
@@ -119,7 +119,7 @@ impl Hub {
 }
 
 impl HubSubscriber {
-    /// The next event, if one is there.
+    /// The next event, if one is available.
     pub fn try_recv(&mut self) -> Option<Event> {
         let mut events = lock(&self.queue.events);
         let event = events.0.pop_front()?;
@@ -127,7 +127,7 @@ impl HubSubscriber {
         Some(event)
     }
 
-    /// The next event, when it is there. Any runtime will do.
+    /// Waits for the next event. Works on any runtime.
     pub async fn recv(&mut self) -> Event {
         loop {
             if let Some(event) = self.try_recv() {
@@ -137,7 +137,7 @@ impl HubSubscriber {
         }
     }
 
-    /// Events dropped as this subscriber did not read them in time.
+    /// Events dropped because this subscriber did not read them in time.
     pub fn dropped(&self) -> u64 {
         self.queue.dropped.load(Ordering::Relaxed)
     }

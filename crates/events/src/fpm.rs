@@ -9,9 +9,9 @@
 //! ```
 //!
 //! Names, types and order are those that planners for Dynamo and vLLM read (Dynamo 1.6,
-//! `ForwardPassMetrics`). There are two ways to write one: [`FpmMessage`] owns its fields and is
-//! serialized into a new buffer; [`write_fpm`] borrows them and appends to a buffer that is used
-//! again. Both give the same bytes.
+//! `ForwardPassMetrics`). There are two writers: [`FpmMessage`] owns its fields and is serialized
+//! into a new buffer; [`write_fpm`] borrows them and appends to a reused buffer. Both give the same
+//! bytes.
 
 use serde::{Deserialize, Serialize};
 use slipstream_base::ForwardPassMetrics;
@@ -30,19 +30,19 @@ pub struct FpmMessage {
     pub worker_id: String,
     /// Rank in the worker.
     pub dp_rank: u16,
-    /// Number among the rank's records, from 0; a gap is records that were dropped.
+    /// Number among the rank's records, from 0; a gap means dropped records.
     pub counter_id: u64,
     /// Time of the pass, s; 0 in an idle heartbeat.
     pub wall_time: f64,
-    /// What the pass worked on.
+    /// Work of the pass.
     pub scheduled_requests: ScheduledRequests,
-    /// What waits.
+    /// The queues.
     pub queued_requests: QueuedRequests,
 }
 
-/// What a pass worked on. Counts, tokens, and population variances of tokens.
+/// Work of a pass. Counts, tokens, and population variances of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[allow(missing_docs)] // the names say it; `ForwardPassMetrics` explains them
+#[allow(missing_docs)] // documented at `ForwardPassMetrics`
 pub struct ScheduledRequests {
     pub num_prefill_requests: u32,
     pub sum_prefill_tokens: u64,
@@ -53,7 +53,7 @@ pub struct ScheduledRequests {
     pub var_decode_kv_tokens: f64,
 }
 
-/// What waits. As [`ScheduledRequests`].
+/// Queued requests. Units as in [`ScheduledRequests`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct QueuedRequests {
@@ -99,11 +99,11 @@ impl FpmMessage {
         rmp_serde::to_vec_named(self).expect("numbers and strings in memory always serialize")
     }
 
-    /// Reads a record. Fields in any order; those missing are zero, unknown ones are skipped, as
-    /// `msgspec` reads them.
+    /// Reads a record. Fields may be in any order; missing ones are zero, unknown ones are skipped,
+    /// as in `msgspec`.
     ///
     /// # Errors
-    /// [`DecodeError`]: what is wrong, at which byte.
+    /// [`DecodeError`]: the error and its byte offset.
     pub fn decode(bytes: &[u8]) -> Result<FpmMessage, DecodeError> {
         let mut reader = Reader::new(bytes);
         let mut fpm = FpmMessage::default();
@@ -114,7 +114,7 @@ impl FpmMessage {
                     fpm.version = reader.u32("version")?;
                     if fpm.version != FPM_VERSION {
                         let message = format!(
-                            "the schema has version {}, but {FPM_VERSION} is what can be read",
+                            "schema version {} is not supported; expected {FPM_VERSION}",
                             fpm.version
                         );
                         return Err(Reader::value_error(at, message));
@@ -173,11 +173,11 @@ fn read_scheduled(reader: &mut Reader<'_>) -> Result<ScheduledRequests, DecodeEr
     Ok(s)
 }
 
-/// Appends the record `fpm` of the worker named `worker_id` to `out`: the bytes of
-/// [`FpmMessage::to_vec`] without the copies in between.
+/// Appends the record `fpm` of the worker named `worker_id` to `out`: the same bytes as
+/// [`FpmMessage::to_vec`], without intermediate copies.
 pub fn write_fpm(out: &mut Vec<u8>, worker_id: &str, fpm: &ForwardPassMetrics) {
     use msgpack::{float, map, string, uint};
-    // All fields and their names take less than this, so the pushes below do not grow the buffer.
+    // The upper bound of all fields and names, so the pushes below do not grow the buffer.
     out.reserve(640 + worker_id.len());
     map(out, 7);
     string(out, "version");
@@ -313,7 +313,7 @@ mod tests {
         let error = FpmMessage::decode(&bytes).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "byte 9: the schema has version 2, but 1 is what can be read"
+            "byte 9: schema version 2 is not supported; expected 1"
         );
     }
 

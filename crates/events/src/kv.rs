@@ -1,5 +1,4 @@
-//! KV events as vLLM publishes them: MessagePack batches that list the blocks a rank's cache gained
-//! and lost.
+//! KV events in vLLM's format: MessagePack batches of changes to a rank's set of cached blocks.
 //!
 //! ```text
 //! [ts, [event, …], data_parallel_rank]
@@ -11,9 +10,9 @@
 //! ```
 //!
 //! Source: vLLM 0.33, `vllm/distributed/kv_events.py` (the batch is `array_like`, events are tagged
-//! maps that omit defaults), and `BlockPool` for which fields are set. The golden test compares bytes
-//! with those of vLLM's own classes. The reader also takes batches that are maps, and events that are
-//! positional arrays, which older publishers write. It skips fields that it does not know.
+//! maps that omit defaults), and `BlockPool` for which fields are set. The golden test compares
+//! bytes with those of vLLM's own classes. The reader also accepts batches that are maps, and
+//! events that are positional arrays, as older publishers write them. It skips unknown fields.
 
 use serde::Serialize;
 use slipstream_base::kv_event::StoredBlocks;
@@ -32,9 +31,9 @@ pub const FULL_ATTENTION: &str = "full_attention";
 /// Serializes (JSON) as a map; the wire format is [`KvEventBatch::to_vec`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct KvEventBatch {
-    /// When it was made, seconds since 1970.
+    /// Creation time, seconds since 1970.
     pub ts: f64,
-    /// In the order in which they happened.
+    /// In order of occurrence.
     pub events: Vec<KvEvent>,
     /// The rank in its worker. vLLM always sets it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -45,22 +44,22 @@ pub struct KvEventBatch {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "type")]
 pub enum KvEvent {
-    /// Blocks were stored, each the successor of the one before it.
+    /// Blocks were stored; each follows the previous one.
     BlockStored(Box<BlockStored>),
     /// Blocks were evicted.
     BlockRemoved(BlockRemoved),
-    /// Every block is gone.
+    /// All blocks were removed.
     AllBlocksCleared {},
 }
 
-/// Blocks that were stored, each the successor of the one before it.
+/// Stored blocks; each follows the previous one.
 ///
-/// The fields from `extra_keys` on are left out of the wire format if they are `None`.
+/// The fields from `extra_keys` on are omitted on the wire if they are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct BlockStored {
     /// Hashes in prefix order. Shape `[n]`.
     pub block_hashes: Vec<ExternalHash>,
-    /// The block before the first; `None` if that one opens a prompt.
+    /// The block before the first; `None` at the beginning of a prompt.
     pub parent_block_hash: Option<ExternalHash>,
     /// Tokens of the blocks, shape `[n * block_size]`. Empty if unknown: a prompt given as hashes, or
     /// a snapshot.
@@ -69,11 +68,11 @@ pub struct BlockStored {
     pub block_size: u32,
     /// Number of the LoRA adapter (deprecated in vLLM).
     pub lora_id: Option<u64>,
-    /// Where they are stored, such as [`MEDIUM_GPU`].
+    /// Storage medium, such as [`MEDIUM_GPU`].
     pub medium: Option<String>,
     /// The LoRA adapter.
     pub lora_name: Option<String>,
-    /// What went into each block's hash besides its tokens. Shape `[n]`.
+    /// Inputs of each block's hash besides its tokens. Shape `[n]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
     /// Group of layers, in a hybrid cache.
@@ -85,7 +84,7 @@ pub struct BlockStored {
     /// Its window, tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache_spec_sliding_window: Option<u32>,
-    /// `LOCAL` or `REMOTE`, as the publisher sees it.
+    /// `LOCAL` or `REMOTE`, relative to the publisher.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub locality: Option<String>,
     /// The offloading tier that published the event.
@@ -94,24 +93,24 @@ pub struct BlockStored {
     /// The session whose request stored the blocks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
-    /// Tokens beyond each block that went into its hash. Shape `[n][any]`.
+    /// Tokens beyond each block that its hash includes. Shape `[n][any]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lookahead_token_ids: Option<Vec<Vec<TokenId>>>,
 }
 
-/// Blocks that were evicted.
+/// Evicted blocks.
 ///
-/// The fields from `group_idx` on are left out of the wire format if they are `None`.
+/// The fields from `group_idx` on are omitted on the wire if they are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct BlockRemoved {
-    /// Their hashes. vLLM publishes an event per block.
+    /// Their hashes. vLLM publishes one event per block.
     pub block_hashes: Vec<ExternalHash>,
-    /// Where they were stored.
+    /// Storage medium.
     pub medium: Option<String>,
     /// Group of layers, in a hybrid cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_idx: Option<u32>,
-    /// `LOCAL` or `REMOTE`, as the publisher sees it.
+    /// `LOCAL` or `REMOTE`, relative to the publisher.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub locality: Option<String>,
     /// The offloading tier that published the event.
@@ -119,7 +118,7 @@ pub struct BlockRemoved {
     pub ownership: Option<String>,
 }
 
-/// A block's hash: a number or bytes, as vLLM is configured.
+/// A block's hash: a number or bytes, depending on vLLM's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ExternalHash {
     /// 64 bits.
@@ -137,8 +136,8 @@ impl Serialize for ExternalHash {
     }
 }
 
-/// A value that went into a block's hash besides its tokens: the name of a LoRA adapter, a cache
-/// salt, a pair of an image's identifier and its offset, or a digest of embeddings.
+/// An input of a block's hash besides its tokens: the name of a LoRA adapter, a cache salt, a pair
+/// of an image's identifier and its offset, or a digest of embeddings.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum ExtraKey {
@@ -177,7 +176,7 @@ impl KvEventBatch {
     /// Reads a batch: maps, positional arrays, or a mix.
     ///
     /// # Errors
-    /// [`DecodeError`]: what is wrong, at which byte.
+    /// [`DecodeError`]: the error and its byte offset.
     pub fn decode(bytes: &[u8]) -> Result<KvEventBatch, DecodeError> {
         let mut reader = Reader::new(bytes);
         let mut batch = KvEventBatch::default();
@@ -217,7 +216,7 @@ impl BlockStored {
             self.lookahead_token_ids.is_some(),
         ];
         let optional = optional.iter().filter(|&&is_some| is_some).count() as u16;
-        // `msgspec` chooses the header for all 16 fields of vLLM's class before it omits any.
+        // `msgspec` chooses the header for all 16 fields of vLLM's class before it omits defaults.
         map16(out, 8 + optional);
         string(out, "type");
         string(out, "BlockStored");
@@ -343,7 +342,7 @@ fn write_or_nil<T>(out: &mut Vec<u8>, value: Option<T>, write: impl FnOnce(&mut 
     }
 }
 
-/// A field with a default of `None`: vLLM omits it then.
+/// A field with default `None`, which vLLM omits.
 fn write_if_some<T>(
     out: &mut Vec<u8>,
     name: &str,
@@ -384,7 +383,7 @@ const REMOVED_FIELDS: &[&str] = &[
     "ownership",
 ];
 
-/// Fields of a struct, in a map by name or in an array by place.
+/// Fields of a struct, in a map by name or in an array by position.
 struct Fields {
     len: usize,
     places: Option<&'static [&'static str]>,
@@ -405,7 +404,7 @@ impl Fields {
         Ok(Fields { len, places: None })
     }
 
-    /// Name of field number `place`; empty if it is behind those that are known.
+    /// Name of field number `place`; empty beyond the known fields.
     fn name<'b>(&self, place: usize, reader: &mut Reader<'b>) -> Result<&'b str, DecodeError> {
         match self.places {
             Some(names) => Ok(names.get(place).copied().unwrap_or("")),
@@ -467,10 +466,7 @@ fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
         "AllBlocksCleared" => Ok(KvEvent::AllBlocksCleared {}),
         _ => Err(Reader::value_error(
             at,
-            format!(
-                "a KV event of type `{}`, which is not known",
-                kind.escape_default()
-            ),
+            format!("unknown KV event type `{}`", kind.escape_default()),
         )),
     }
 }
@@ -487,7 +483,7 @@ fn type_of<'b>(reader: &Reader<'b>, len: usize, at: usize) -> Result<&'b str, De
     Err(Reader::value_error(at, "a KV event without a `type`"))
 }
 
-/// Which of the required fields an event has.
+/// Required fields that an event has.
 #[derive(Default)]
 struct Found {
     block_hashes: bool,
@@ -557,7 +553,7 @@ fn read_hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
     }
 }
 
-/// Extra keys are pairs at most; anything much deeper is no key.
+/// Extra keys are at most pairs; deeper nesting is rejected.
 const EXTRA_KEYS_DEPTH_MAX: u32 = 4;
 
 fn read_keys(reader: &mut Reader<'_>, depth: u32) -> Result<Vec<ExtraKey>, DecodeError> {
@@ -607,10 +603,10 @@ fn optional<'b, T>(
     read(reader).map(Some)
 }
 
-/// Changes of a cache that become one batch, and what is known besides.
+/// Changes of a cache that become one batch, with their context.
 #[derive(Clone, Copy, Debug)]
 pub struct KvChanges<'c> {
-    /// When, seconds since 1970.
+    /// Time, seconds since 1970.
     pub ts: f64,
     /// The rank in its worker.
     pub dp_rank: u16,
@@ -626,7 +622,7 @@ pub struct KvChanges<'c> {
     pub root: BlockHash,
 }
 
-/// A run of changes that one event publishes.
+/// A run of changes, published as one event.
 struct Run {
     /// Ops `start..end`.
     start: usize,
@@ -640,19 +636,19 @@ impl KvChanges<'_> {
         self.blocks.map_or(&[], |blocks| blocks.tokens(block))
     }
 
-    /// Whether stored block number `block`, which follows `parent`, opens a prompt.
+    /// Whether stored block number `block`, which follows `parent`, begins a prompt.
     fn is_first(&self, block: usize, parent: BlockHash) -> bool {
         parent == self.root || self.blocks.is_some_and(|blocks| blocks.is_first(block))
     }
 
     /// The extra key of a stored block that follows `parent`: the salt of a prompt's first block.
-    /// Only the chain's root reaches the engine, not the salt, so the root stands in for it.
+    /// The engine receives only the chain's root, not the salt, so the root is used instead.
     fn salt(&self, is_first: bool, parent: BlockHash) -> Option<String> {
         (is_first && parent != self.root).then(|| format!("{:016x}", parent.0))
     }
 
-    /// Runs of stored blocks that follow each other; single removals and clearings, as vLLM
-    /// publishes an event for each.
+    /// Runs of consecutive stored blocks; single removals and clearings, because vLLM publishes an
+    /// event for each.
     fn runs(&self) -> impl Iterator<Item = Run> + '_ {
         let mut at = 0;
         let mut block = self.first_block;
@@ -681,7 +677,7 @@ impl KvChanges<'_> {
         })
     }
 
-    /// The batch, with fields of its own.
+    /// The batch with owned fields.
     pub fn to_batch(&self) -> KvEventBatch {
         let events = self.runs().map(|run| {
             let ops = &self.ops[run.start..run.end];
@@ -727,8 +723,8 @@ impl KvChanges<'_> {
         }
     }
 
-    /// Appends the batch to `out`: the bytes of [`KvEventBatch::to_vec`] without the copies in
-    /// between.
+    /// Appends the batch to `out`: the same bytes as [`KvEventBatch::to_vec`], without intermediate
+    /// copies.
     pub fn write(&self, out: &mut Vec<u8>) {
         use msgpack::{array, float, map, map16, nil, string, uint};
         array(out, 3);
@@ -843,7 +839,7 @@ mod tests {
     }
 
     fn op() -> impl Strategy<Value = KvOp> {
-        // Few hashes, so that chains come up.
+        // Few hashes, so that chains occur.
         prop_oneof![
             5 => (0u64..4, 0u64..4).prop_map(|(hash, parent)| stored(hash, parent)),
             2 => any::<u64>().prop_map(removed),
@@ -928,7 +924,7 @@ mod tests {
 
     #[test]
     fn positional_arrays_are_read() {
-        // What vLLM wrote before events became maps:
+        // vLLM's format before events became maps:
         // ["BlockStored", hashes, parent, tokens, size, lora].
         let positional = (
             1.5,
@@ -973,7 +969,7 @@ mod tests {
         let encode = |events: &[(&str, u32)]| rmp_serde::to_vec(&(1.0, events)).unwrap();
         check(
             encode(&[("BlockStolen", 1)]),
-            "type `BlockStolen`, which is not known",
+            "unknown KV event type `BlockStolen`",
         );
         check(encode(&[("BlockStored", 1)]), "block_hashes expected");
         check(

@@ -1,20 +1,20 @@
-//! The event plane's outside: forward-pass metrics (FPM) and KV events on the wire.
+//! Publishes forward-pass metrics (FPM) and KV events outside of the process.
 //!
 //! ```text
 //!   engine thread ── EventPublisher ─► bounded queues ─┐                     ┌─► inside the process
-//!     encodes into a buffer of its own     (one a      ├─► event thread ─ Bus ┼─► ZeroMQ: PUB, replay
-//!   engine thread ── EventPublisher ─►  kind, thread) ─┘    one a process     └─► NATS
+//!     encodes into a buffer of its own     (one per    ├─► event thread ─ Bus ┼─► ZeroMQ: PUB, replay
+//!   engine thread ── EventPublisher ─►  kind, thread) ─┘    one per process     └─► NATS
 //! ```
 //!
 //! * [`fpm`], [`kv`]: the messages, in an owned and in a borrowed form with the same bytes, and
-//!   their readers, which name the byte that they stumble on.
-//! * [`EventPlane`], [`EventPublisher`]: from engine threads to the bus that the cluster file names.
-//! * [`bus`]: what a bus is, and the one inside the process; [`zmq`], [`nats`]: the others, and
-//!   subscribers to them; [`zmtp`]: ZeroMQ's wire.
-//! * [`metrics`]: what was sent and dropped.
+//! their readers, whose errors name the byte offset.
+//! * [`EventPlane`], [`EventPublisher`]: from engine threads to the configured bus.
+//! * [`bus`]: the bus trait, and the bus inside the process; [`zmq`], [`nats`]: the others, and
+//! subscribers to them; [`zmtp`]: ZeroMQ's wire protocol.
+//! * [`metrics`]: counters of sent and dropped events.
 //!
-//! It is a crate beside `planes` so that neither NATS's client nor the codecs come with the frames
-//! and rings that shards and engine threads share. It knows no engine and no router.
+//! It is separate from `planes`, so that frames and rings, which shards and engine threads share,
+//! do not depend on NATS's client and the codecs. It depends on no engine and no router.
 #![forbid(unsafe_code)]
 
 mod batch;

@@ -1,4 +1,4 @@
-//! What `/metrics` says of the event plane.
+//! Metrics of the event plane for `/metrics`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ impl fmt::Debug for EventsCollector {
 }
 
 impl EventsCollector {
-    /// Events put into the queues, and dropped there: of forward-pass metrics, then of KV events.
+    /// Events added to the queues, and dropped there: of forward-pass metrics, then of KV events.
     pub fn queues(&self) -> [(u64, u64); 2] {
         let mut sums = [(0, 0); 2];
         for queue in &self.0.queues {
@@ -50,7 +50,7 @@ impl Collector for EventsCollector {
             ),
             (
                 "slipstream_events_dropped",
-                "Events dropped, the oldest first, as the bus did not take them in time",
+                "Events dropped, oldest first, because the bus was too slow",
                 fpm.1,
                 kv.1,
             ),
@@ -68,17 +68,17 @@ impl Collector for EventsCollector {
         let counters = [
             (
                 "slipstream_events_sent_fpm",
-                "Forward-pass metrics handed to the bus",
+                "Forward-pass metrics passed to the bus",
                 &bus.fpm_sent,
             ),
             (
                 "slipstream_events_sent_kv",
-                "KV batches handed to the bus",
+                "KV batches passed to the bus",
                 &bus.kv_sent,
             ),
             (
                 "slipstream_events_sent_bytes",
-                "Bytes of both",
+                "Bytes of forward-pass metrics and KV batches",
                 &bus.bytes_sent,
             ),
             (
@@ -88,7 +88,7 @@ impl Collector for EventsCollector {
             ),
             (
                 "slipstream_events_refused",
-                "Events that the bus did not take",
+                "Events that the bus rejected",
                 &bus.refused,
             ),
             (
@@ -98,7 +98,7 @@ impl Collector for EventsCollector {
             ),
             (
                 "slipstream_events_bad_peers",
-                "Peers cut for what they sent",
+                "Peers disconnected for protocol errors",
                 &bus.bad_peers,
             ),
             (
@@ -113,12 +113,12 @@ impl Collector for EventsCollector {
             ),
             (
                 "slipstream_events_replayed",
-                "Batches sent for them",
+                "Past KV batches sent",
                 &bus.replayed,
             ),
             (
                 "slipstream_events_bad_replays",
-                "Requests for past KV events that made no sense",
+                "Malformed requests for past KV events",
                 &bus.bad_replays,
             ),
         ];
@@ -130,7 +130,7 @@ impl Collector for EventsCollector {
         encoder
             .encode_descriptor(
                 "slipstream_events_subscribers",
-                "Subscribers connected; NATS: whether the server is",
+                "Connected subscribers; NATS: whether the server is connected",
                 None,
                 MetricType::Gauge,
             )?

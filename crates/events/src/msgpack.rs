@@ -1,5 +1,5 @@
-//! MessagePack, as much of it as events need: writing into a buffer that is used again, and
-//! reading with a place in every complaint.
+//! The subset of MessagePack that events need: writing into a reused buffer, and reading with byte
+//! offsets in errors.
 //!
 //! Source of the format: the MessagePack specification (`spec.md` of the msgpack project). Numbers
 //! are written in their shortest form, as `rmp-serde` and `msgspec` do.
@@ -28,7 +28,7 @@ pub(crate) fn array(out: &mut Vec<u8>, len: u32) {
     }
 }
 
-/// Appends a string. One longer than 4 GiB is cut; no name or topic is.
+/// Appends a string, truncated at 4 GiB; names and topics are shorter.
 #[inline]
 pub(crate) fn string(out: &mut Vec<u8>, text: &str) {
     let len = text.len();
@@ -83,7 +83,7 @@ pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
     }
 }
 
-/// The value that stands for none.
+/// The nil value.
 pub(crate) const NIL: u8 = 0xc0;
 
 /// Appends [`NIL`].
@@ -98,37 +98,36 @@ fn tagged<const N: usize>(out: &mut Vec<u8>, tag: u8, rest: &[u8; N]) {
     out.extend_from_slice(rest);
 }
 
-/// What is wrong with a message, and at which byte of it. The message is of no use; the next one
-/// may be.
+/// An error in a message, with its byte offset. The message is unusable; the next one may be valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// It ends too early.
+    /// The message is truncated.
     #[error("byte {at}: the message ends in the middle of {what}")]
     Truncated {
         /// Offset from the message's start.
         at: usize,
-        /// What was being read.
+        /// The value that was being read.
         what: &'static str,
     },
-    /// Something else stands there.
+    /// A value of another type.
     #[error("byte {at}: {what} expected, but the value has type byte 0x{tag:02x}")]
     Type {
         /// Offset from the message's start.
         at: usize,
-        /// What was expected.
+        /// The expected value.
         what: &'static str,
         /// MessagePack's type byte.
         tag: u8,
     },
-    /// A value of the right type makes no sense.
+    /// An invalid value of the right type.
     #[error("byte {at}: {what}")]
     Value {
         /// Offset from the message's start.
         at: usize,
-        /// What is wrong with it.
+        /// The error.
         what: String,
     },
-    /// Something follows the message.
+    /// Bytes after the message.
     #[error("byte {at}: {extra} more bytes follow the message")]
     Trailing {
         /// Where the message ends.
@@ -138,7 +137,7 @@ pub enum DecodeError {
     },
 }
 
-/// Values nested deeper than this are refused.
+/// Limit of nesting.
 const DEPTH_MAX: u32 = 32;
 
 /// Reads values one by one.
@@ -153,17 +152,17 @@ impl<'b> Reader<'b> {
         Reader { bytes, at: 0 }
     }
 
-    /// Where the next value begins.
+    /// Offset of the next value.
     pub(crate) fn at(&self) -> usize {
         self.at
     }
 
-    /// Bytes not read.
+    /// Number of unread bytes.
     pub(crate) fn left(&self) -> usize {
         self.bytes.len() - self.at
     }
 
-    /// A complaint about the value at `at`.
+    /// An error about the value at `at`.
     pub(crate) fn value_error(at: usize, what: impl Into<String>) -> DecodeError {
         DecodeError::Value {
             at,
@@ -171,7 +170,7 @@ impl<'b> Reader<'b> {
         }
     }
 
-    /// Holds that everything was read.
+    /// Checks that everything was read.
     pub(crate) fn end(&self) -> Result<(), DecodeError> {
         match self.left() {
             0 => Ok(()),
@@ -235,7 +234,7 @@ impl<'b> Reader<'b> {
                 return Err(DecodeError::Type { at, what, tag });
             }
         };
-        // Each item takes a byte at least: a length that lies reserves no memory.
+        // Each item takes at least a byte, so a false length reserves no memory.
         if len.saturating_mul(per_item) > self.left() {
             return Err(DecodeError::Truncated { at, what });
         }
@@ -275,7 +274,7 @@ impl<'b> Reader<'b> {
         self.take(len, what).map(Some)
     }
 
-    /// A whole number; negative ones as what they are in two's complement.
+    /// A whole number; negative ones in two's complement.
     pub(crate) fn uint(&mut self, what: &'static str) -> Result<u64, DecodeError> {
         let at = self.at;
         let tag = self.peek(what)?;
@@ -305,7 +304,7 @@ impl<'b> Reader<'b> {
             .map_err(|_| Reader::value_error(at, format!("{what} does not fit into 32 bits")))
     }
 
-    /// A number; whole ones too, as Python writes 0 where it means 0.0.
+    /// A number, including whole ones, because Python writes 0 for 0.0.
     pub(crate) fn float(&mut self, what: &'static str) -> Result<f64, DecodeError> {
         match self.peek(what)? {
             0xcb => {
@@ -321,14 +320,14 @@ impl<'b> Reader<'b> {
         }
     }
 
-    /// Steps over nothing's own value, if it stands here.
+    /// Skips a nil, if it is next.
     pub(crate) fn nil(&mut self) -> bool {
         let is_nil = self.bytes.get(self.at) == Some(&0xc0);
         self.at += usize::from(is_nil);
         is_nil
     }
 
-    /// Steps over a value of whatever kind.
+    /// Skips a value of any type.
     pub(crate) fn skip(&mut self, what: &'static str) -> Result<(), DecodeError> {
         self.skip_nested(what, DEPTH_MAX)
     }
@@ -346,7 +345,7 @@ impl<'b> Reader<'b> {
             0x80..=0x8f | 0xde | 0xdf => 2 * self.map(what)?,
             0x90..=0x9f | 0xdc | 0xdd => self.array(what)?,
             0xa0..=0xbf | 0xd9..=0xdb => {
-                // Not `str`: what is skipped need not be UTF-8.
+                // Not `str`: skipped values need not be UTF-8.
                 self.at += 1;
                 let len = match tag {
                     0xd9 => self.be(1, what)? as usize,

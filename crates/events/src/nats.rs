@@ -13,16 +13,17 @@ use futures_util::StreamExt;
 use crate::batch::{Batch, Kind, RankTopics};
 use crate::bus::{Bus, BusCounters, Event, add};
 
-/// Header that holds the sequence of a KV batch: what the second frame is in ZeroMQ.
+/// Header for the sequence of a KV batch: ZeroMQ's second frame.
 pub const SEQUENCE_HEADER: &str = "Sequence";
 
-/// Events that the client holds while the server is away; the rest waits in queues that drop.
+/// Events that the client buffers while the server is unavailable; the rest waits in queues that
+/// drop.
 const CLIENT_EVENTS: usize = 1024;
 
-/// Longest pause between two attempts to reach the server.
+/// Longest pause between two connection attempts.
 const RECONNECT_MAX: Duration = Duration::from_secs(2);
 
-/// Why NATS cannot be used at all. A server that is not there yet is no error.
+/// Why NATS cannot be used. A server that is not running yet is no error.
 #[derive(Debug, thiserror::Error)]
 #[error("NATS at {url} (live.events.nats_url): {source}")]
 pub struct NatsError {
@@ -36,14 +37,14 @@ pub struct NatsError {
 pub(crate) struct NatsBus {
     client: async_nats::Client,
     topics: Arc<Vec<RankTopics>>,
-    /// Format and parse the subject of each event, as before subjects were kept: for measuring.
+    /// Benchmark mode: format and parse the subject for each event.
     fresh_subjects: bool,
     header: HeaderName,
     counters: Arc<BusCounters>,
 }
 
 impl NatsBus {
-    /// Connects, now or when the server is there. To be called on a runtime.
+    /// Connects, now or when the server becomes available. Must be called on a runtime.
     pub(crate) async fn start(
         url: &str,
         topics: Arc<Vec<RankTopics>>,
@@ -54,7 +55,7 @@ impl NatsBus {
         let client = ConnectOptions::new()
             .name("slipstream")
             .retry_on_initial_connect()
-            // Done once, where topics are made.
+            // Done once, when topics are created.
             .skip_subject_validation(!fresh_subjects)
             .client_capacity(CLIENT_EVENTS)
             .reconnect_delay_callback(|attempts| {
@@ -81,7 +82,7 @@ impl NatsBus {
     }
 
     async fn publish(&self, batch: &Batch) {
-        // If this is given up while the server is away, what is left is counted.
+        // If the caller drops this while the server is unavailable, the rest is counted.
         let mut left = Left {
             events: batch.records.len() as u64,
             counters: &self.counters,
@@ -112,7 +113,7 @@ impl NatsBus {
                 Ok(()) => left.events -= 1,
                 Err(error) if error.kind() == PublishErrorKind::MaxPayloadExceeded => {
                     if self.counters.refused.load(Ordering::Relaxed) == 0 {
-                        tracing::warn!(%error, "NATS does not take an event; more are counted");
+                        tracing::warn!(%error, "NATS rejected an event; further ones are only counted");
                     }
                 }
                 Err(_) => return, // the client is closed, which only happens at the end
@@ -122,7 +123,7 @@ impl NatsBus {
     }
 }
 
-/// Counts events that were not handed over, when it is dropped.
+/// Counts unsent events when dropped.
 struct Left<'c> {
     events: u64,
     counters: &'c BusCounters,
@@ -141,7 +142,9 @@ fn note_event(counters: &BusCounters, event: &async_nats::Event) {
             counters.subscribers.store(0, Ordering::Relaxed);
             add(&counters.disconnects, 1);
         }
-        async_nats::Event::ServerError(error) => tracing::warn!(%error, "the NATS server objects"),
+        async_nats::Event::ServerError(error) => {
+            tracing::warn!(%error, "error from the NATS server")
+        }
         _ => {}
     }
 }
@@ -153,7 +156,7 @@ impl Bus for NatsBus {
 
     fn close<'a>(&'a mut self) -> Pin<Box<dyn Future<Output = ()> + 'a>> {
         Box::pin(async {
-            // If the server is away, the caller's time limit ends this.
+            // If the server is unavailable, the caller's time limit ends this.
             let _ = self.client.flush().await;
         })
     }
@@ -162,15 +165,15 @@ impl Bus for NatsBus {
 /// A subscription to a server.
 pub struct NatsSubscriber {
     subscriber: async_nats::Subscriber,
-    /// Held for as long as the subscription.
+    /// Held as long as the subscription.
     _client: async_nats::Client,
 }
 
 impl NatsSubscriber {
-    /// Connects to `url` and asks for `subject` (wildcards `*` and `>` allowed).
+    /// Connects to `url` and subscribes to `subject` (wildcards `*` and `>` allowed).
     ///
     /// # Errors
-    /// [`NatsError`]: the server is not there, or does not know the subject.
+    /// [`NatsError`]: the server is unavailable, or rejects the subject.
     pub async fn connect(url: &str, subject: &str) -> Result<NatsSubscriber, NatsError> {
         let fail = |source: Box<dyn std::error::Error + Send + Sync>| NatsError {
             url: url.to_owned(),
@@ -179,7 +182,7 @@ impl NatsSubscriber {
         let client = async_nats::connect(url).await.map_err(|e| fail(e.into()))?;
         let subscribed = client.subscribe(subject.to_owned()).await;
         let subscriber = subscribed.map_err(|e| fail(e.into()))?;
-        // From here on the server knows of it, so what is published now arrives.
+        // The server has the subscription now, so later events arrive.
         client.flush().await.map_err(|e| fail(e.into()))?;
         Ok(NatsSubscriber {
             subscriber,
@@ -187,7 +190,7 @@ impl NatsSubscriber {
         })
     }
 
-    /// The next event; `None` when the connection is closed for good.
+    /// The next event; `None` when the connection is closed permanently.
     pub async fn recv(&mut self) -> Option<Event> {
         let message = self.subscriber.next().await?;
         let sequence = message

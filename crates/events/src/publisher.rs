@@ -1,4 +1,4 @@
-//! Where an engine thread publishes, and the thread that carries events to the bus.
+//! Publishers of engine threads, and the thread that passes events to the bus.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -21,32 +21,32 @@ use crate::kv::KvChanges;
 use crate::nats::{NatsBus, NatsError};
 use crate::zmq::{BindError, Listeners, ZmqAddresses, ZmqBus};
 
-/// At shutdown the bus has so long to take what is left.
+/// Time for the bus to send the rest at shutdown.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// A KV batch ends after so many changes or tokens: NATS takes messages of 1 MiB by default. A change
+/// Limit of changes or tokens per KV batch: NATS accepts messages of 1 MiB by default. A change
 /// takes up to 206 bytes, a token up to 5.
 const BATCH_OPS_MAX: usize = 2048;
 const BATCH_TOKENS_MAX: usize = 64 << 10;
 
-/// Snapshots asked for because events were dropped are so far apart, per thread.
+/// Minimum interval between snapshot requests after dropped events, per thread.
 const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What publishers need to know besides the cluster file.
+/// Parameters of publishers besides the cluster file.
 #[derive(Clone, Debug)]
 pub struct PlaneOptions {
-    /// Every rank of this process, and how many ports above that of the cluster file its ZeroMQ
-    /// sockets lie: its place among the cluster's ranks, so that processes of one cluster file do
-    /// not get into each other's way.
+    /// Every rank of this process, with the offset of its ZeroMQ ports from those of the cluster
+    /// file: its index among the cluster's ranks, so that processes of one cluster file use
+    /// different ports.
     pub ranks: Vec<(RankId, usize)>,
-    /// Engine threads: so many publishers are made.
+    /// Number of engine threads, and so of publishers.
     pub threads: usize,
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u32,
     /// Root of block chains without a salt of their own.
     pub root: BlockHash,
-    /// Make every message from owned fields in a new buffer, and every subject anew: what
-    /// publishing cost before. For measuring.
+    /// Benchmark mode: build every message from owned fields in a new buffer, and format every
+    /// subject again.
     pub fresh_buffers: bool,
 }
 
@@ -59,21 +59,21 @@ pub enum PlaneError {
     /// NATS cannot be used.
     #[error(transparent)]
     Nats(#[from] NatsError),
-    /// A rank's name makes no subject.
+    /// A rank's name is not a valid subject.
     #[error(
-        "`{subject}` is no NATS subject; use letters, digits, `-` and `_` in live.events.subject_prefix"
+        "`{subject}` is not a NATS subject; use letters, digits, `-` and `_` in live.events.subject_prefix"
     )]
     Subject {
-        /// What was tried.
+        /// The rejected subject.
         subject: String,
     },
-    /// No thread, or no runtime for it.
+    /// The thread or its runtime could not be started.
     #[error("the event thread does not start")]
     Thread(#[source] io::Error),
 }
 
-/// The event plane of a process: one thread that carries to the bus what engine threads publish.
-/// Dropping it sends what is left, within two seconds.
+/// The event plane of a process: one thread that passes events of engine threads to the bus.
+/// Dropping it sends the rest, within two seconds.
 pub struct EventPlane {
     shared: Arc<Shared>,
     hub: Hub,
@@ -93,7 +93,7 @@ pub(crate) struct Shared {
     pub(crate) queues: Vec<Arc<ThreadQueue>>,
     pub(crate) counters: Arc<BusCounters>,
     bell: Arc<Notify>,
-    /// Rings once, at the end.
+    /// Signals the end, once.
     stopping: Notify,
     snapshots: OnceLock<SnapshotRequest>,
 }
@@ -101,8 +101,8 @@ pub(crate) struct Shared {
 type SnapshotRequest = Box<dyn Fn(RankId) + Send + Sync>;
 
 impl EventPlane {
-    /// Starts the bus that `config` names; one publisher for each engine thread. `None` if it
-    /// names none.
+    /// Starts the configured bus, with one publisher per engine thread. `None` if no bus is
+    /// configured.
     ///
     /// # Errors
     /// [`PlaneError`].
@@ -174,25 +174,25 @@ impl EventPlane {
         Ok(Some((plane, publishers)))
     }
 
-    /// Where ZeroMQ listens; empty on other buses.
+    /// ZeroMQ's endpoints; empty on other buses.
     pub fn addresses(&self) -> &ZmqAddresses {
         &self.addresses
     }
 
-    /// The bus inside the process; silent on other buses.
+    /// The bus inside the process; without events on other buses.
     pub fn hub(&self) -> &Hub {
         &self.hub
     }
 
-    /// What `/metrics` says of it.
+    /// Its metrics for `/metrics`.
     pub fn collector(&self) -> crate::metrics::EventsCollector {
         crate::metrics::EventsCollector(Arc::clone(&self.shared))
     }
 
-    /// How a rank is asked for a snapshot of its cache after KV events of it were dropped, so that
-    /// subscribers become right again. Without it the gap in the sequence is all they get.
+    /// Sets the function that requests a snapshot of a rank's cache after its KV events were
+    /// dropped, so that subscribers can recover. Without it they only see the gap in the sequence.
     pub fn on_lost_kv(&self, request: impl Fn(RankId) + Send + Sync + 'static) {
-        // The first one stays.
+        // The first call wins.
         let _ = self.shared.snapshots.set(Box::new(request));
     }
 
@@ -247,7 +247,7 @@ fn topics(config: &EventsConfig, ranks: &[RankId]) -> Result<Vec<RankTopics>, Pl
         .collect()
 }
 
-/// Carries batches from queues to the bus, on the event thread.
+/// Passes batches from queues to the bus, on the event thread.
 struct Carrier {
     config: EventsConfig,
     fresh: bool,
@@ -276,13 +276,13 @@ impl Carrier {
                 () = self.shared.bell.notified() => {}
                 () = self.shared.stopping.notified() => break,
             }
-            // Ends when the server comes back, or when the process stops.
+            // Ends when the server returns, or when the process stops.
             tokio::select! {
                 () = self.carry(&mut *bus) => {}
                 () = self.shared.stopping.notified() => break,
             }
-            // What comes meanwhile leaves together. Nobody waits here for more to come: an event
-            // after a pause has left above.
+            // Events that arrived during the send leave together. There is no wait for more: the
+            // first event after a pause was sent above.
             if !interval.is_zero() {
                 tokio::select! {
                     () = tokio::time::sleep(interval) => {}
@@ -303,7 +303,10 @@ impl Carrier {
         }
         add(&self.shared.counters.refused, left);
         if in_time.is_err() {
-            tracing::warn!(left, "the event bus did not take all events before the end");
+            tracing::warn!(
+                left,
+                "the event bus did not accept all events before shutdown"
+            );
         }
     }
 
@@ -327,7 +330,7 @@ impl Carrier {
         }
     }
 
-    /// Empties the queues, a batch of each in turn.
+    /// Empties the queues, one batch of each in turn.
     async fn carry(&self, bus: &mut dyn Bus) {
         loop {
             let mut any = false;
@@ -346,7 +349,7 @@ impl Carrier {
     }
 }
 
-/// Publishes for one engine thread. Encodes on that thread, into batches whose memory is used again;
+/// The publisher of one engine thread. Encodes on that thread, into batches whose memory is reused;
 /// the event thread writes.
 pub struct EventPublisher {
     queue: Arc<ThreadQueue>,
@@ -358,19 +361,19 @@ pub struct EventPublisher {
     fresh: bool,
     block_size: u32,
     root: BlockHash,
-    /// Place of each rank in `topics`, by rank.
+    /// Index of each rank in `topics`, by rank.
     places: Vec<(RankId, u32)>,
-    /// The rank of the last event, as the next is often of the same.
+    /// The rank of the last event, because the next event is often of the same rank.
     last: Option<(RankId, u32)>,
-    /// Number of the next KV batch, by place.
+    /// Number of the next KV batch, by index.
     kv_sequences: Vec<u64>,
-    /// Something was queued since the bell rang.
+    /// Whether events were queued since the last wake-up.
     pending: bool,
-    /// Places whose events were dropped; repeats.
+    /// Indexes of ranks whose events were dropped; with repeats.
     lost: Vec<u32>,
     /// Ranks that need a snapshot.
     to_resync: BTreeSet<RankId>,
-    /// Ranks that were asked for one.
+    /// Ranks with a pending snapshot request.
     asked: BTreeSet<RankId>,
     resynced: Option<Instant>,
 }
@@ -413,7 +416,7 @@ impl EventPublisher {
         }
     }
 
-    /// Place of `rank` among those of the process; `None` for a stranger.
+    /// Index of `rank` in the process; `None` for a rank of another process.
     fn place(&mut self, rank: RankId) -> Option<u32> {
         match self.last {
             Some((last, place)) if last == rank => Some(place),
@@ -467,7 +470,7 @@ impl EventPublisher {
         }
     }
 
-    /// Asks for snapshots of ranks whose events were dropped, once there is room for them.
+    /// Requests snapshots of ranks whose events were dropped, once the queue has space.
     fn resync(&mut self) {
         let Some(request) = self.shared.snapshots.get() else {
             return;
@@ -486,7 +489,7 @@ impl EventPublisher {
     }
 }
 
-/// Where a batch that begins with `ops[at]` ends, and the number of the stored block after it.
+/// End of a batch that begins with `ops[at]`, and the number of the stored block after it.
 fn batch_end(
     ops: &[KvOp],
     at: usize,
@@ -518,8 +521,8 @@ impl EventSink for EventPublisher {
     }
 
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
-        // Snapshots are also made for routers that join or saw a gap of their own. Subscribers here
-        // missed nothing then, and would lose the tokens that they know.
+        // Snapshots are also made for routers that join or detected a gap of their own. Subscribers
+        // here missed nothing then, and would lose the tokens that they have.
         if self.asked.remove(&snapshot.rank) {
             self.put_kv(snapshot, None);
         }
@@ -547,7 +550,7 @@ impl EventSink for EventPublisher {
             let encode = |out: &mut Vec<u8>| write_fpm(out, &topics.worker_id, metrics);
             lane.put(place, sequence, &topics.fpm.frame, encode, &mut self.lost);
         }
-        self.lost.clear(); // seen as a gap in the counter
+        self.lost.clear(); // visible as a gap in the counter
         self.pending = true;
     }
 

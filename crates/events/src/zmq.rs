@@ -21,31 +21,31 @@ use crate::batch::{Batch, Kind, RankTopics};
 use crate::bus::{Bus, BusCounters, Event, add};
 use crate::zmtp::{self, Connection, SMALL_FRAME_MAX, ZmtpError};
 
-/// Subscribers of one socket; more are refused and counted.
+/// Limit of subscribers per socket; further ones are rejected and counted.
 const SUBSCRIBERS_MAX: usize = 256;
 
-/// Topics that one subscriber may ask for.
+/// Limit of topics per subscriber.
 const FILTERS_MAX: usize = 1024;
 
-/// A peer that does not finish its handshake in this time is let go.
+/// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Longest frame that a subscriber takes, bytes.
+/// Longest frame that a subscriber accepts, bytes.
 const EVENT_BYTES_MAX: usize = 256 << 20;
 
-/// Slices of one write. Linux takes up to 1,024.
+/// Slices per write. Linux takes up to 1,024.
 const SLICES: usize = 64;
 
 /// Tail of a replay: sequence −1 and no payload. Source: vLLM, `ZmqEventPublisher.END_SEQ`.
 pub const END_SEQUENCE: u64 = u64::MAX;
 
-/// An address that cannot be listened on.
+/// An address that cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {endpoint} ({key}); is the port taken?")]
 pub struct BindError {
     /// The endpoint, after the rank's offset.
     pub endpoint: String,
-    /// The key that names it.
+    /// Its configuration key.
     pub key: &'static str,
     /// The cause.
     #[source]
@@ -60,7 +60,7 @@ pub(crate) struct Listeners {
     replay: Vec<StdListener>,
 }
 
-/// Where a process's events can be had over ZeroMQ.
+/// Endpoints of a process's events over ZeroMQ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ZmqAddresses {
     /// Forward-pass metrics of all ranks.
@@ -72,7 +72,7 @@ pub struct ZmqAddresses {
 }
 
 impl Listeners {
-    /// `offsets`: of each rank's ports above the first.
+    /// `offsets`: of each rank's ports from the configured ones.
     pub(crate) fn bind(config: &EventsConfig, offsets: &[usize]) -> Result<Listeners, BindError> {
         let by_rank = |endpoint: &str, key| {
             offsets
@@ -108,7 +108,7 @@ impl Listeners {
 }
 
 /// Binds `endpoint`, `offset` ports above. Source of the offset: vLLM,
-/// `ZmqEventPublisher.offset_endpoint_port`. Port 0 stays 0: each takes a free one.
+/// `ZmqEventPublisher.offset_endpoint_port`. Port 0 stays 0 and selects a free port for each.
 fn bind(endpoint: &str, offset: usize, key: &'static str) -> Result<StdListener, BindError> {
     let fail = |endpoint: String, source| BindError {
         endpoint,
@@ -156,7 +156,7 @@ pub(crate) struct ZmqBus {
 }
 
 impl ZmqBus {
-    /// Starts to accept. To be called on a `LocalSet`.
+    /// Starts to accept. Must be called on a `LocalSet`.
     pub(crate) fn start(
         listeners: Listeners,
         config: &EventsConfig,
@@ -235,7 +235,7 @@ impl ZmqBus {
 impl Bus for ZmqBus {
     fn send<'a>(&'a mut self, batch: &'a Batch) -> Pin<Box<dyn Future<Output = ()> + 'a>> {
         self.publish(batch);
-        // The connections' tasks get their turn before more is queued for them.
+        // The connections' tasks run before more is queued for them.
         Box::pin(tokio::task::yield_now())
     }
 
@@ -248,7 +248,7 @@ impl Bus for ZmqBus {
     }
 }
 
-/// Accepts connections for good, each served by a task of its own.
+/// Accepts connections, each served by its own task.
 async fn accept<F: Future<Output = ()> + 'static>(
     listener: TcpListener,
     counters: Arc<BusCounters>,
@@ -260,9 +260,9 @@ async fn accept<F: Future<Output = ()> + 'static>(
                 tokio::task::spawn_local(serve(stream));
             }
             Err(error) => {
-                // Out of descriptors, mostly: asking again at once would burn a core.
+                // Usually out of descriptors: an immediate retry would spin.
                 if counters.accept_errors.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!(%error, "a subscriber could not be accepted; more are counted");
+                    tracing::warn!(%error, "could not accept a subscriber; further failures are only counted");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -273,7 +273,7 @@ async fn accept<F: Future<Output = ()> + 'static>(
 /// A PUB socket.
 struct PubSocket {
     subscribers: RefCell<Vec<Rc<Subscriber>>>,
-    /// Topics that are published here.
+    /// Its topics.
     topics: Vec<Bytes>,
     outbox_bytes_max: usize,
     counters: Arc<BusCounters>,
@@ -283,30 +283,30 @@ struct PubSocket {
 #[derive(Default)]
 struct Subscriber {
     filters: RefCell<Vec<Bytes>>,
-    /// The filters let every topic of the socket pass, so that batches go out as they are.
+    /// Whether the filters accept every topic of the socket, so that batches are sent unchanged.
     takes_all: Cell<bool>,
     outbox: RefCell<Outbox>,
     bell: Notify,
 }
 
-/// What waits to be written to a subscriber.
+/// Queued events of a subscriber.
 #[derive(Default)]
 struct Outbox {
-    /// Whole events, and how many.
+    /// Whole events, and their number.
     parts: VecDeque<(Bytes, u32)>,
     bytes: usize,
-    /// The front part is partly written, and has to be finished.
+    /// Whether the front part is partly written, and must be completed.
     begun: bool,
 }
 
 impl Outbox {
-    /// Adds events; returns how many older ones were dropped for them.
+    /// Adds events; returns how many older ones were dropped.
     fn push(&mut self, part: Bytes, events: u32, bytes_max: usize) -> u64 {
         self.bytes += part.len();
         self.parts.push_back((part, events));
         let first = usize::from(self.begun);
         let mut dropped = 0;
-        // The newest stays, however large.
+        // The newest stays, whatever its size.
         while self.bytes > bytes_max && self.parts.len() > first + 1 {
             let (part, events) = self.parts.remove(first).expect("index is below len");
             self.bytes -= part.len();
@@ -315,7 +315,7 @@ impl Outbox {
         dropped
     }
 
-    /// Notes that `written` bytes are out.
+    /// Records that `written` bytes were sent.
     fn advance(&mut self, mut written: usize) {
         self.bytes -= written;
         while let Some((front, _)) = self.parts.front_mut() {
@@ -330,7 +330,7 @@ impl Outbox {
         }
     }
 
-    /// Fills `slices` with what comes first.
+    /// Fills `slices` with the next parts.
     fn slices<'o>(&'o self, slices: &mut [IoSlice<'o>; SLICES]) -> usize {
         let mut len = 0;
         for ((part, _), slice) in self.parts.iter().zip(slices) {
@@ -366,7 +366,7 @@ impl PubSocket {
         }
     }
 
-    /// Publishes one event, of the only topic here.
+    /// Publishes one event on the only topic here.
     fn publish_one(&self, wire: &Bytes) {
         for subscriber in self.subscribers.borrow().iter() {
             if subscriber.takes_all.get() {
@@ -382,7 +382,7 @@ impl PubSocket {
         subscriber.bell.notify_one();
     }
 
-    /// Serves a peer until it leaves.
+    /// Serves a peer until it disconnects.
     async fn admit(self: Rc<PubSocket>, stream: TcpStream) {
         if self.subscribers.borrow().len() >= SUBSCRIBERS_MAX {
             add(&self.counters.accept_errors, 1);
@@ -402,10 +402,10 @@ impl PubSocket {
     async fn serve(&self, subscriber: &Subscriber, stream: TcpStream) -> Result<(), ZmtpError> {
         let mut peer = handshake(stream, "PUB", "SUB, XSUB").await?;
         loop {
-            // Before the first wait too: a subscription may have come with the handshake.
+            // Also before the first wait: a subscription may have arrived with the handshake.
             while let Some(frame) = zmtp::take_frame(&mut peer.buffer, SMALL_FRAME_MAX)? {
                 if let Some(answer) = self.on_frame(subscriber, &frame)? {
-                    // Between whole events only; `begun` says when that is not so.
+                    // Only between whole events, as `begun` shows.
                     let mut outbox = subscriber.outbox.borrow_mut();
                     let at = usize::from(outbox.begun);
                     outbox.bytes += answer.len();
@@ -431,7 +431,7 @@ impl PubSocket {
         }
     }
 
-    /// A subscription, or a command; returns what to answer.
+    /// Processes a subscription or a command; returns the reply.
     fn on_frame(
         &self,
         subscriber: &Subscriber,
@@ -448,7 +448,7 @@ impl PubSocket {
             match frame.body.split_first() {
                 Some((1, topic)) => (true, topic),
                 Some((0, topic)) => (false, topic),
-                // What an application sends to a publisher goes nowhere, in libzmq too.
+                // Messages from a subscriber to a publisher are ignored, as in libzmq.
                 _ => return Ok(None),
             }
         };
@@ -466,7 +466,7 @@ impl PubSocket {
         Ok(None)
     }
 
-    /// Waits until nothing waits for a subscriber that still reads.
+    /// Waits until the queues of all reading subscribers are empty.
     async fn drained(&self) {
         let all_empty = || {
             let subscribers = self.subscribers.borrow();
@@ -480,7 +480,7 @@ impl PubSocket {
     }
 }
 
-/// Writes what the peer takes.
+/// Writes as much as the peer accepts.
 fn write(subscriber: &Subscriber, stream: &TcpStream) -> Result<(), ZmtpError> {
     let mut outbox = subscriber.outbox.borrow_mut();
     while !outbox.parts.is_empty() {
@@ -506,24 +506,24 @@ async fn handshake(
     }
 }
 
-/// Counts how a peer left.
+/// Counts the end of a connection by its reason.
 fn note_end(counters: &BusCounters, what: &str, ended: Result<(), ZmtpError>) {
     match ended {
         Ok(()) => {}
         Err(ZmtpError::Closed | ZmtpError::Io(_)) => add(&counters.disconnects, 1),
         Err(error) => {
-            // Whoever scans ports could fill a log otherwise.
+            // Logged once, so that a port scan cannot fill the log.
             if counters.bad_peers.fetch_add(1, Ordering::Relaxed) == 0 {
-                tracing::warn!(%error, "a {what} was cut; more are counted");
+                tracing::warn!(%error, "disconnected a {what}; further ones are only counted");
             }
         }
     }
 }
 
-/// Past events may take so many times what a queue may.
+/// Memory limit of past events, as a multiple of a queue's.
 const REPLAY_BYTES_FACTOR: usize = 8;
 
-/// Peers that ask one rank for past events at one time.
+/// Limit of concurrent replay requests per rank.
 const REPLAY_PEERS_MAX: usize = 64;
 
 /// Past KV events of a rank.
@@ -537,7 +537,7 @@ struct ReplayBuffer {
 
 #[derive(Default)]
 struct Kept {
-    /// Sequence, and the batch as it was published: topic, sequence and payload.
+    /// Sequence, and the published batch: topic, sequence and payload.
     batches: VecDeque<(u64, Bytes)>,
     bytes: usize,
 }
@@ -555,7 +555,7 @@ impl ReplayBuffer {
         }
     }
 
-    /// Answers a peer until it leaves.
+    /// Answers a peer until it disconnects.
     async fn serve(self: Rc<ReplayBuffer>, stream: TcpStream) {
         if self.peers.get() >= REPLAY_PEERS_MAX {
             add(&self.counters.accept_errors, 1);
@@ -585,7 +585,7 @@ impl ReplayBuffer {
                     let lengths: Vec<usize> = request.iter().map(Bytes::len).collect();
                     tracing::warn!(
                         "a request for past events has frames of {lengths:?} bytes, but an empty \
-                         one and one of 8 are needed; more are counted"
+                         one and one of 8 are needed; further ones are only counted"
                     );
                 }
                 continue;
@@ -614,24 +614,24 @@ impl ReplayBuffer {
     }
 }
 
-/// Why a subscriber got no event.
+/// Why a subscriber received no event.
 #[derive(Debug, thiserror::Error)]
 pub enum ZmqError {
-    /// The publisher cannot be reached or understood. Connect again later.
+    /// The publisher is unreachable or speaks another protocol. Connect again later.
     #[error("{endpoint}: {source}")]
     Peer {
-        /// Of whom.
+        /// The publisher.
         endpoint: String,
         /// The cause.
         source: ZmtpError,
     },
-    /// One message was no event; the next may be one.
+    /// One message was not an event; the next may be valid.
     #[error(
         "{endpoint}: a message has frames of {lengths:?} bytes, but an event has three: topic, \
          sequence (8 bytes) and payload"
     )]
     Shape {
-        /// Of whom.
+        /// The publisher.
         endpoint: String,
         /// Bytes of each frame.
         lengths: Vec<usize>,
@@ -653,7 +653,7 @@ pub struct ZmqSubscriber {
 }
 
 impl ZmqSubscriber {
-    /// Connects to `endpoint` (`tcp://HOST:PORT`) and asks for what begins with `topic`.
+    /// Connects to `endpoint` (`tcp://HOST:PORT`) and subscribes to the prefix `topic`.
     ///
     /// # Errors
     /// [`ZmqError::Peer`].
@@ -669,10 +669,10 @@ impl ZmqSubscriber {
         })
     }
 
-    /// The next event. Not to be cancelled.
+    /// The next event. Not cancellation-safe.
     ///
     /// # Errors
-    /// [`ZmqError`]; it says whether to go on.
+    /// [`ZmqError`], which shows whether the connection is still usable.
     pub async fn recv(&mut self) -> Result<Event, ZmqError> {
         let message = self.connection.message(8, EVENT_BYTES_MAX).await;
         let frames = message.map_err(|source| peer_error(&self.endpoint, source))?;
@@ -687,8 +687,8 @@ impl ZmqSubscriber {
     }
 }
 
-/// Asks a publisher for past KV events from sequence `start` on. What it has comes in order, up to
-/// its end marker.
+/// Requests past KV events from sequence `start` on. Available ones arrive in order, up to the end
+/// marker.
 ///
 /// # Errors
 /// [`ZmqError`].
@@ -765,7 +765,7 @@ mod tests {
         outbox.advance(1);
         assert!(outbox.begun);
         outbox.push(Bytes::from_static(b"bbbb"), 3, 10);
-        // 3 + 4 + 4 bytes are too many; what is begun stays, so the next goes.
+        // 3 + 4 + 4 bytes are too many; a partly written event stays, so the next one is dropped.
         assert_eq!(outbox.push(Bytes::from_static(b"cccc"), 1, 10), 3);
         let parts: Vec<&[u8]> = outbox.parts.iter().map(|(part, _)| &part[..]).collect();
         assert_eq!(parts, [&b"aaa"[..], b"cccc"]);

@@ -1,12 +1,12 @@
-//! ZMTP 3.0, the wire of ZeroMQ, as much of it as PUB, SUB and a ROUTER that answers need.
+//! The subset of ZMTP 3.0, ZeroMQ's wire protocol, for PUB, SUB and a ROUTER that replies.
 //!
-//! Why not a library: of the pure Rust one (`zeromq` 0.7) a PUB socket drops messages for a slow
-//! subscriber without saying so, drops the newest rather than the oldest, and takes messages one
-//! by one. Here events lie in a batch as they go out, one write takes many, and what is dropped is
-//! counted. Tests run against that crate and against libzmq, so that the wire is not our opinion.
+//! Why not a library: in the pure Rust one (`zeromq` 0.7) a PUB socket drops messages for a slow
+//! subscriber without a counter, drops the newest rather than the oldest, and takes messages one by
+//! one. Here a batch stores events in wire format, one write sends many, and drops are counted.
+//! Tests run against that crate and against libzmq, which checks the wire format.
 //!
 //! Source: RFC 23/ZMTP 3.0 (<https://rfc.zeromq.org/spec/23/>), with PING and the SUBSCRIBE command
-//! of 37/ZMTP 3.1. Security is NULL: put sensitive events on NATS with TLS, or on a private
+//! of 37/ZMTP 3.1. Security is NULL: publish sensitive events over NATS with TLS, or on a private
 //! network.
 
 use std::io;
@@ -19,16 +19,16 @@ use tokio::net::TcpStream;
 const MORE: u8 = 1;
 /// The length has 8 bytes.
 const LONG: u8 = 2;
-/// Not a part of a message, but a command.
+/// A command instead of a part of a message.
 const COMMAND: u8 = 4;
 
 /// Bytes of a greeting.
 pub(crate) const GREETING_BYTES: usize = 64;
 
-/// Longest frame that is read during the handshake, and from those who only subscribe.
+/// Longest frame during the handshake, and from peers that only subscribe.
 pub(crate) const SMALL_FRAME_MAX: usize = 4 << 10;
 
-/// Why a peer cannot be understood. The connection is closed; another may do better.
+/// A protocol error. The connection is closed; a new one may succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum ZmtpError {
     /// The connection failed.
@@ -41,10 +41,10 @@ pub enum ZmtpError {
     #[error("the peer does not speak ZMTP 3 (its greeting begins {0:02x?}); is it ZeroMQ?")]
     Greeting([u8; 12]),
     /// Another security mechanism.
-    #[error("the peer wants security mechanism `{0}`, but only NULL is spoken")]
+    #[error("the peer requires security mechanism `{0}`, but only NULL is supported")]
     Mechanism(String),
-    /// A frame's flags make no sense.
-    #[error("a frame begins with 0x{0:02x}, which no frame of ZMTP 3 does")]
+    /// Invalid flags of a frame.
+    #[error("a frame begins with 0x{0:02x}, which is invalid in ZMTP 3")]
     Flags(u8),
     /// A frame is too long.
     #[error("a frame has {len} bytes, but {max} is the limit")]
@@ -54,15 +54,15 @@ pub enum ZmtpError {
         /// The limit.
         max: usize,
     },
-    /// The handshake went wrong.
+    /// The handshake failed.
     #[error("the handshake ended with `{0}` instead of READY")]
     NotReady(String),
-    /// A socket of a kind that does not fit ours.
+    /// An incompatible socket type.
     #[error("the peer's socket is of type `{found}`, but {expected} is needed")]
     SocketType {
-        /// What the peer says.
+        /// The peer's type.
         found: String,
-        /// What would do.
+        /// The compatible types.
         expected: &'static str,
     },
     /// A message has too many frames.
@@ -82,14 +82,14 @@ pub(crate) struct Frame {
 pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     bytes[0] = 0xff;
-    bytes[8] = 1; // as libzmq pads; also what a peer of version 1 takes for a length
+    bytes[8] = 1; // padding as in libzmq; a peer of version 1 reads it as a length
     bytes[9] = 0x7f;
     bytes[10] = 3;
     bytes[12..16].copy_from_slice(b"NULL");
     bytes
 }
 
-/// Holds that `bytes` greet in our version and without security.
+/// Checks that `bytes` are a greeting of our version without security.
 pub(crate) fn check_greeting(bytes: &[u8; GREETING_BYTES]) -> Result<(), ZmtpError> {
     if bytes[0] != 0xff || bytes[9] & 1 == 0 || bytes[10] < 3 {
         let mut head = [0; 12];
@@ -124,7 +124,7 @@ pub(crate) fn put_frame(out: &mut Vec<u8>, body: &[u8], more: bool) {
 /// Appends a command.
 fn put_command(out: &mut Vec<u8>, name: &str, data: &[u8]) {
     let len = 1 + name.len() + data.len();
-    // Ours are all short.
+    // All commands here are short.
     out.extend_from_slice(&[COMMAND, len as u8, name.len() as u8]);
     out.extend_from_slice(name.as_bytes());
     out.extend_from_slice(data);
@@ -141,7 +141,7 @@ fn ready(socket_type: &str) -> Vec<u8> {
     out
 }
 
-/// The message that asks a publisher for a topic.
+/// The message that subscribes to a topic.
 pub(crate) fn subscribe(topic: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut body = vec![1];
@@ -150,7 +150,7 @@ pub(crate) fn subscribe(topic: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Takes a frame off the front of `buffer`, if it is all there.
+/// Removes a frame from the front of `buffer`, if it is complete.
 pub(crate) fn take_frame(buffer: &mut BytesMut, max: usize) -> Result<Option<Frame>, ZmtpError> {
     let Some(&flags) = buffer.first() else {
         return Ok(None);
@@ -185,22 +185,22 @@ pub(crate) fn take_frame(buffer: &mut BytesMut, max: usize) -> Result<Option<Fra
     }))
 }
 
-/// A command's name and what follows it.
+/// Splits a command into its name and body.
 pub(crate) fn split_command(body: &[u8]) -> Option<(&[u8], &[u8])> {
     let (&len, rest) = body.split_first()?;
     rest.split_at_checked(usize::from(len))
 }
 
-/// The answer to a PING, which may ask whether we live.
+/// The reply to a PING.
 pub(crate) fn pong(data: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
-    // A time to live of two bytes, then up to 16 bytes that come back.
+    // A time to live of two bytes, then up to 16 bytes that are returned.
     let context = data.get(2..).unwrap_or(&[]);
     put_command(&mut out, "PONG", &context[..context.len().min(16)]);
     out
 }
 
-/// The value of `Socket-Type` among the properties of READY.
+/// The value of `Socket-Type` in the properties of READY.
 fn socket_type(mut properties: &[u8]) -> Option<&[u8]> {
     while let Some((name, rest)) = split_command(properties) {
         let (len, rest) = rest.split_at_checked(4)?;
@@ -218,13 +218,13 @@ fn socket_type(mut properties: &[u8]) -> Option<&[u8]> {
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) stream: TcpStream,
-    /// Bytes read and not yet taken.
+    /// Bytes read and not yet consumed.
     pub(crate) buffer: BytesMut,
 }
 
 impl Connection {
-    /// Greets as a socket of type `ours`; the peer must be of one of the types `theirs` (as the
-    /// words of a list, for the message).
+    /// Performs the handshake as a socket of type `ours`. The peer must be of one of the types
+    /// `theirs` (as a list in words, for the message).
     pub(crate) async fn open(
         mut stream: TcpStream,
         ours: &str,
@@ -261,7 +261,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// The next frame. May be cancelled: what was read is kept.
+    /// The next frame. Cancellation-safe: read bytes are kept.
     pub(crate) async fn frame(&mut self, max: usize) -> Result<Frame, ZmtpError> {
         loop {
             if let Some(frame) = take_frame(&mut self.buffer, max)? {
@@ -274,8 +274,8 @@ impl Connection {
         }
     }
 
-    /// The frames of the next message, at most `frames_max`. Commands are answered or stepped
-    /// over. Not to be cancelled between frames.
+    /// The frames of the next message, at most `frames_max`. Commands are answered or skipped. Not
+    /// cancellation-safe between frames.
     pub(crate) async fn message(
         &mut self,
         frames_max: usize,

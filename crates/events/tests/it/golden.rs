@@ -1,5 +1,5 @@
-//! Bytes that other implementations made: vLLM's KV events, and Dynamo's forward-pass metrics.
-//! `scripts/vllm/event_goldens.py` writes the files, with the classes of those packages.
+//! Bytes from other implementations: vLLM's KV events, and Dynamo's forward-pass metrics.
+//! `scripts/vllm/event_goldens.py` writes the files with the classes of those packages.
 
 use std::collections::BTreeMap;
 

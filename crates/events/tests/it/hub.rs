@@ -1,4 +1,4 @@
-//! The bus inside the process, and what holds for all.
+//! The bus inside the process, and properties of all buses.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -123,7 +123,7 @@ fn no_batch_is_longer_than_nats_takes_by_default() {
     let mut ops = Vec::new();
     let mut blocks = StoredBlocks::default();
     for n in 0..10_000 {
-        // An event per block, as none follows the one before it, with a salt and long numbers.
+        // One event per block, as no block follows the previous one, with a salt and long numbers.
         ops.push(KvOp::Stored {
             hash: BlockHash(u64::MAX - n),
             parent: BlockHash(u64::MAX / 2 - n),
@@ -177,12 +177,12 @@ fn strangers_are_not_published_and_nothing_breaks() {
 fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
     let config = slipstream_config::cluster::EventsConfig {
         queue_bytes_max: 64 << 10,
-        interval_ms: 1000.0, // the bus takes its time, so that the queue fills
+        interval_ms: 1000.0, // a slow bus, so that the queue fills
         ..config(EventBus::InProcess)
     };
     let (plane, mut publisher) = start(&config, false);
     let mut subscriber = plane.hub().subscribe(1 << 30);
-    // Nobody asked for this one: a router joined.
+    // This one was not requested: a router joined.
     publisher.on_kv_snapshot(&stores(1, 9_999_999, 1));
     let asked = Arc::new((AtomicU32::new(0), Mutex::new(Vec::new())));
     let asking = Arc::clone(&asked);
@@ -199,7 +199,7 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
         collector.queues()[1].1 > 0
     });
     wait_until("a request for a snapshot", || {
-        publisher.flush(); // as a thread that has nothing to do
+        publisher.flush(); // as an idle thread
         asked.0.load(Ordering::Relaxed) > 0
     });
     assert_eq!(*asked.1.lock().unwrap(), [rank(1)]);

@@ -35,7 +35,7 @@ fn config(bus: EventBus) -> EventsConfig {
     }
 }
 
-/// A plane for two workers of a rank each, and one publisher for both.
+/// A plane for two workers of one rank each, and one publisher for both.
 fn start(config: &EventsConfig, fresh_buffers: bool) -> (EventPlane, EventPublisher) {
     let options = PlaneOptions {
         ranks: vec![(rank(0), 0), (rank(1), 1)],
@@ -82,7 +82,7 @@ fn runtime() -> tokio::runtime::Runtime {
         .unwrap()
 }
 
-/// Long enough for the slowest machine; nothing waits for it that goes well.
+/// Time limit, long enough for the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Waits until `condition` holds.
@@ -95,7 +95,7 @@ fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// What `future` gives within patience.
+/// The result of `future`, within the time limit.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     let ended = tokio::time::timeout(PATIENCE, future).await;
     ended.unwrap_or_else(|_| panic!("never: {what}"))

@@ -117,7 +117,7 @@ fn a_server_that_goes_away_and_returns_costs_counted_drops_and_no_memory() {
     wait_until("connected", connected);
     drop(server);
     wait_until("disconnected", || !connected());
-    // Nobody takes: the client's own queue fills, then ours, which drops and counts.
+    // Without a reader, the client's own queue fills, then ours, which drops and counts.
     let mut counter = 0;
     wait_until("events dropped", || {
         for _ in 0..100 {
@@ -170,7 +170,7 @@ fn a_server_that_never_comes_keeps_nobody_from_starting_and_stopping() {
     }
     let collector = plane.collector();
     drop(plane);
-    // Every event is accounted for: dropped, given up, or handed to a client that is now closed.
+    // Every event is accounted for: dropped, given up, or passed to a client that is now closed.
     let [(queued, dropped), _] = collector.queues();
     let bus = collector.bus();
     let sent = bus.fpm_sent.load(Ordering::Relaxed);

@@ -16,8 +16,8 @@ fn endpoint(address: SocketAddr) -> String {
     format!("tcp://{address}")
 }
 
-/// Publishes passes of worker 0 until `recv` has one: from then on the subscription is known.
-/// Returns the number of the next pass.
+/// Publishes passes of worker 0 until `recv` has one: then the subscription is active. Returns the
+/// number of the next pass.
 macro_rules! until_heard {
     ($publisher:expr, $recv:expr) => {{
         let mut counter = 0;
@@ -144,7 +144,7 @@ fn kv_events_lie_at_a_port_a_rank_and_are_replayed_up_to_the_end_marker() {
             }
         }
         assert_eq!(found, [18, 19, -1]);
-        // A request that makes no sense is counted, and the next one answered.
+        // A malformed request is counted, and the next one answered.
         dealer
             .send(zeromq::ZmqMessage::from("what?"))
             .await
@@ -238,7 +238,7 @@ fn a_subscriber_that_never_reads_loses_the_oldest_and_holds_up_nobody() {
     runtime().block_on(async {
         let mut slow = ZmqSubscriber::connect(&address, "").await.unwrap();
         let mut counter = until_heard!(publisher, slow.recv());
-        // Now it does not read any more: kernel buffers fill, then ours.
+        // Now it stops reading: kernel buffers fill, then ours.
         wait_until("events dropped for it", || {
             for _ in 0..100 {
                 publisher.on_fpm(&pass(0, counter));
@@ -253,8 +253,7 @@ fn a_subscriber_that_never_reads_loses_the_oldest_and_holds_up_nobody() {
             counter += 1;
         }
         publisher.flush();
-        // What it finds when it reads again: whole events in order, with gaps where the counter
-        // says, up to the newest.
+        // When it reads again: whole events in order, with gaps as counted, up to the newest.
         let (mut found, mut lost, mut previous) = (0u64, 0, None);
         while previous < Some(last + 9) {
             let event = in_time("events after a pause", slow.recv()).await.unwrap();
@@ -290,7 +289,7 @@ fn peers_that_do_not_speak_zeromq_are_cut_and_counted() {
     http.write_all(head.as_bytes()).unwrap();
     read_to_end(http);
     wait_until("an HTTP client counted", || bad() == 1);
-    // A greeting, and then a frame that would fill the memory.
+    // A greeting, and then a frame of excessive size.
     let mut greedy = TcpStream::connect(address).unwrap();
     let mut bytes = [0; 64];
     (bytes[0], bytes[9], bytes[10]) = (0xff, 0x7f, 3);
@@ -299,7 +298,7 @@ fn peers_that_do_not_speak_zeromq_are_cut_and_counted() {
     greedy.write_all(&[6, 0xff, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     read_to_end(greedy);
     wait_until("a greedy peer counted", || bad() == 2);
-    // A connection cut in the middle of a greeting is no offense.
+    // A connection closed within a greeting is not counted.
     drop(TcpStream::connect(address).unwrap());
     runtime().block_on(async {
         let mut subscriber = ZmqSubscriber::connect(&endpoint(address), "")

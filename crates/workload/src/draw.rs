@@ -1,27 +1,27 @@
-//! Named streams of draws, and the distributions made from them.
+//! Named streams of random numbers, and the distributions made from them.
 //!
-//! `ln`, `exp`, `cos` and `pow` come from `libm`, so that a seed means the same requests on every
+//! `ln`, `exp`, `cos` and `pow` come from `libm`, so that a seed gives the same requests on every
 //! machine.
 
 use slipstream_base::mix::{draw, mix64, unit};
 use slipstream_config::workload_file::Dist;
 
-/// A stream of 64-bit draws, addressed by index: draw 7 is the same whether or not others were
-/// made.
+/// A stream of 64-bit random numbers, addressed by index: draw 7 is the same whether or not others
+/// were made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(u64);
 
 impl Stream {
     /// The stream called `name` under `seed`.
     pub fn named(seed: u64, name: &str) -> Stream {
-        // FNV-1a spreads the name, mix64 the seed; names are our own literals.
+        // FNV-1a spreads the name, mix64 the seed; all names are literals of this crate.
         let name = name.bytes().fold(0xcbf2_9ce4_8422_2325, |h: u64, byte| {
             (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });
         Stream(mix64(seed ^ 0x5eed) ^ name)
     }
 
-    /// A stream of its own for item `index`.
+    /// A separate stream for item `index`.
     #[must_use]
     pub fn child(self, index: u64) -> Stream {
         Stream(draw(self.0, index))
@@ -64,8 +64,8 @@ impl Stream {
         let shape = if boosted { k + 1.0 } else { k };
         let d = shape - 1.0 / 3.0;
         let c = 1.0 / libm::sqrt(9.0 * d);
-        // Each round is accepted with probability above 0.95, so 64 rounds without one do not
-        // happen (below 1e-83); the bound keeps the loop finite all the same.
+        // Each round is accepted with probability above 0.95. 64 rounds without an acceptance do
+        // not happen (below 1e-83), but the bound keeps the loop finite.
         let (normals, uniforms) = (self.child(0), self.child(1));
         let mut value = d;
         for round in 0..64 {
@@ -116,8 +116,8 @@ impl Stream {
         };
         let (low, high) = (area(1.5) - 1.0, area(n + 0.5));
         let sure = 2.0 - area_inverse(area(2.5) - hat(2.0));
-        // Each round is accepted with probability above 0.7 whatever the skew, so 256 rounds without
-        // one do not happen.
+        // Each round is accepted with probability above 0.7 whatever the skew, so 256 rounds
+        // without an acceptance do not happen.
         for round in 0..256 {
             let a = high + self.unit(round) * (low - high);
             let x = area_inverse(a);
@@ -150,15 +150,15 @@ impl Stream {
             Dist::Zipf { min, max, skew } => min - 1.0 + self.zipf(max - min + 1.0, *skew),
             Dist::Empirical(e) => {
                 let at = (self.unit(0) * e.values.len() as f64) as usize;
-                // `Source::open` has read the file, and it holds at least one value.
+                // `Source::open` has read the file, which has at least one value.
                 e.values[at].clamp(e.bounds.min, e.bounds.max)
             }
             Dist::Choice { values, weights } => values[self.choose(weights)],
         }
     }
 
-    /// One whole value of `dist`, at least `least`: the nearest, and for a uniform distribution
-    /// each whole number of the range with equal chance.
+    /// One whole value of `dist`, at least `least`: the nearest, or for a uniform distribution each
+    /// whole number of the range with equal probability.
     pub fn sample_whole(self, dist: &Dist, least: u32) -> u32 {
         let value = match dist {
             Dist::Uniform { min, max } => libm::floor(
@@ -180,20 +180,20 @@ impl Stream {
                 return i;
             }
         }
-        // Rounding may leave a sliver; it belongs to the last index that has weight.
+        // A rounding error may remain; it belongs to the last index with weight.
         weights.iter().rposition(|w| *w > 0.0).unwrap_or(0)
     }
 }
 
-/// Weighted indices in O(log n) a draw, for tables that many draws share.
+/// Weighted indices in O(log n) per draw, for tables that many draws share.
 #[derive(Clone, Debug)]
 pub struct Table {
-    /// Sums of the weights up to and with each index, over their total.
+    /// Cumulative weights up to each index, over their total.
     cumulative: Vec<f64>,
 }
 
 impl Table {
-    /// Index `i` with a chance proportional to `weights[i]`.
+    /// Index `i` with a probability proportional to `weights[i]`.
     pub fn new(weights: impl IntoIterator<Item = f64>) -> Table {
         let mut sum = 0.0;
         let mut cumulative: Vec<f64> = weights
@@ -214,7 +214,7 @@ impl Table {
         Table::new((1..=n).map(|k| libm::pow(f64::from(k), -skew)))
     }
 
-    /// The index that `unit` in `[0, 1)` falls on.
+    /// The index for `unit` in `[0, 1)`.
     pub fn index(&self, unit: f64) -> usize {
         self.cumulative
             .partition_point(|c| *c <= unit)
@@ -316,7 +316,7 @@ mod tests {
             skew: 2.0,
         };
         assert_eq!(Stream::named(1, "one").sample(&dist), 5.0);
-        // The share of each value, where there are few: 6/11, 3/11, 2/11.
+        // The share of each value, if there are few: 6/11, 3/11, 2/11.
         let dist = Dist::Zipf {
             min: 1.0,
             max: 3.0,

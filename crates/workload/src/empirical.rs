@@ -1,4 +1,4 @@
-//! Distributions that were measured: columns of CSV files.
+//! Measured distributions: columns of CSV files.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,12 +8,12 @@ use slipstream_config::workload_file::{Class, Dist};
 
 use crate::source::SourceError;
 
-/// Values of a column at most: 80 MB.
+/// Limit of a column's values: 80 MB.
 const VALUES_MAX: usize = 10_000_000;
 
-/// Reads the files that the classes' distributions name.
+/// Reads the files that the classes' distributions refer to.
 pub(crate) fn load(classes: &mut [Class]) -> Result<(), SourceError> {
-    // A file that several distributions name is read once.
+    // A file of several distributions is read once.
     type Read = (std::path::PathBuf, Option<String>, Arc<[f64]>);
     let mut seen: Vec<Read> = Vec::new();
     for class in classes {
@@ -41,10 +41,10 @@ pub(crate) fn load(classes: &mut [Class]) -> Result<(), SourceError> {
     Ok(())
 }
 
-/// Bytes of a file at most: a column of as many values as are taken, among some others.
+/// Limit of a file's bytes: a column of the maximum length, among some others.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// A source that fails once it has given so many bytes: a device would never end.
+/// A source that fails after this number of bytes: a device would never end.
 struct Bounded<R> {
     source: R,
     left: u64,
@@ -77,7 +77,7 @@ fn read(path: &Path, column: Option<&str>) -> Result<Arc<[f64]>, SourceError> {
     })
 }
 
-/// The values of a column, or the line that is wrong and what is wrong with it.
+/// The values of a column, or the faulty line and its error.
 fn values(source: impl std::io::Read, column: Option<&str>) -> Result<Arc<[f64]>, (u64, String)> {
     let mut csv = csv::ReaderBuilder::new()
         .has_headers(false)
@@ -96,11 +96,14 @@ fn values(source: impl std::io::Read, column: Option<&str>) -> Result<Arc<[f64]>
                 let names: Vec<&str> = record.iter().collect();
                 at = names.iter().position(|n| *n == column).ok_or_else(|| {
                     let names = names.join(", ");
-                    (line, format!("there is no column `{column}`, but: {names}"))
+                    (
+                        line,
+                        format!("there is no column `{column}`; columns: {names}"),
+                    )
                 })?;
                 continue;
             }
-            // Without a name for the column, a header is what is no number.
+            // Without a column name, a first line that is not a number is a header.
             if record
                 .get(0)
                 .is_none_or(|text| text.parse::<f64>().is_err())
@@ -146,7 +149,7 @@ mod tests {
     fn what_is_no_number_is_named_by_its_line() {
         for (text, column, says) in [
             ("a\n1\nx\n", None, "3: \"x\" is not a number"),
-            ("a,b\n1,2\n", Some("c"), "no column `c`, but: a, b"),
+            ("a,b\n1,2\n", Some("c"), "no column `c`; columns: a, b"),
             ("a\n", Some("a"), "no value"),
             ("", None, "no value"),
             ("a,b\n1\n", Some("a"), "2"),

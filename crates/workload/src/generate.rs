@@ -8,16 +8,16 @@ use crate::draw::{Stream, Table};
 use crate::prompt::{Content, PromptSource, Role, Segment};
 use crate::source::{Request, SourceError, TURNS_MAX};
 
-/// When sessions begin, one after the other.
+/// Start times of sessions, one after the other.
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     arrival: Arrival,
     gaps: Stream,
     index: u64,
-    /// Of the last session, s of workload time.
+    /// Start of the last session, s of workload time.
     at_s: f64,
-    /// Of the last session: sessions expected until then, where the rate changes. Arrivals at rate
-    /// r(t) are those at rate 1 seen on the clock ∫r.
+    /// Expected number of sessions until the last one, if the rate changes. Arrivals at rate r(t)
+    /// are those at rate 1 on the clock ∫r.
     expected: f64,
     time_scale: f64,
     duration_s: f64,
@@ -36,8 +36,8 @@ impl Arrivals {
         }
     }
 
-    /// The next session's arrival; `None` when no more come. `trace_ms` is what the trace says, for
-    /// a workload that follows its trace. In a closed loop all are due at once.
+    /// The next session's arrival; `None` when there are no more. `trace_ms` is the trace's time,
+    /// for a workload that follows its trace. In a closed loop all are due at once.
     pub(crate) fn next(&mut self, trace_ms: Option<f64>) -> Option<SimTime> {
         let index = self.index;
         self.index += 1;
@@ -87,18 +87,19 @@ impl Arrivals {
     }
 }
 
-/// When so many sessions are expected, at a rate that goes from `from` to `to` (1/s) in `ramp_s`.
+/// The time at which `expected` sessions are reached, at a rate that changes from `from` to `to`
+/// (1/s) in `ramp_s`.
 fn ramp_time(expected: f64, from: f64, to: f64, ramp_s: f64) -> f64 {
     let on_ramp = f64::midpoint(from, to) * ramp_s;
     if expected >= on_ramp {
         return ramp_s + (expected - on_ramp) / to;
     }
-    // from·t + slope·t²/2 = expected, by the form that stays exact where the slope is 0.
+    // from·t + slope·t²/2 = expected, in the form that stays exact if the slope is 0.
     let slope = (to - from) / ramp_s;
     2.0 * expected / (from + libm::sqrt((from * from + 2.0 * slope * expected).max(0.0)))
 }
 
-/// A rate of mean 1 that rises and falls: `1 + amplitude · cos(2π (t − peak_s) / period_s)`.
+/// A rate of mean 1 with a periodic wave: `1 + amplitude · cos(2π (t − peak_s) / period_s)`.
 struct Wave {
     amplitude: f64,
     period_s: f64,
@@ -106,15 +107,15 @@ struct Wave {
 }
 
 impl Wave {
-    /// Expected between 0 and `t`.
+    /// Expected number between 0 and `t`.
     fn expected(&self, t: f64) -> f64 {
         let angle = std::f64::consts::TAU / self.period_s;
         let wave = libm::sin(angle * (t - self.peak_s)) + libm::sin(angle * self.peak_s);
         t + self.amplitude / angle * wave
     }
 
-    /// When `expected` is reached. The wave adds at most `amplitude · period / π`; bisection between
-    /// those bounds halves them to the last bit of a double.
+    /// The time at which `expected` is reached. The wave adds at most `amplitude · period / π`;
+    /// bisection between those bounds continues to the last bit of a double.
     fn time(&self, expected: f64) -> f64 {
         let most = self.amplitude * self.period_s / std::f64::consts::PI;
         let (mut low, mut high) = ((expected - most).max(0.0), expected + most);
@@ -183,7 +184,7 @@ impl Generator {
     /// The shared texts that begin a session's prompts.
     fn prefix(&self, class: usize, session: u64) -> Vec<Segment> {
         let choices = self.stream("prefix").child(session);
-        // The path from the root names a text: equal paths, equal texts.
+        // The path from the root identifies a text: equal paths, equal texts.
         let mut path = self.stream("prefix text").child(class as u64);
         self.classes[class]
             .prefix
@@ -221,7 +222,7 @@ impl Generator {
         }
     }
 
-    /// Turns of a session: as drawn, but no longer than `isl_max` allows and `left` requests.
+    /// Turns of a session: as drawn, but limited by `isl_max` and by `left` requests.
     fn turns(&self, class: usize, session: u64, first_isl: u32, left: u64) -> u32 {
         let shape = &self.classes[class].session;
         let drawn = self
@@ -308,7 +309,7 @@ impl Iterator for Generator {
             .stream("isl")
             .child(session)
             .sample_whole(&self.classes[class].isl, 1);
-        // At least one token of a prompt is its own, so that a session differs from its neighbors.
+        // At least one token of a prompt is unique, so that a session differs from its neighbors.
         let own = isl.saturating_sub(shared).max(1);
         segments.push(self.user_text(session, 0, own));
         let turns = self.turns(class, session, shared + own, self.requests_left);
@@ -328,7 +329,7 @@ impl Iterator for Generator {
     }
 }
 
-/// The number of a request, from its session and turn.
+/// The id of a request, from its session and turn.
 pub fn request_id(session: u64, turn: u32) -> RequestId {
     RequestId(session << 12 | u64::from(turn))
 }
@@ -357,8 +358,8 @@ mod tests {
         Generator::new(workload, classes.clone(), 0).unwrap()
     }
 
-    /// Mean and coefficient of variation of the gaps between arrivals. Tolerances as in `draw`:
-    /// four standard errors of the mean (cv/√n), 3 % for the cv.
+    /// Checks mean and coefficient of variation of the gaps between arrivals. Tolerances as in
+    /// `draw`: four standard errors of the mean (cv/√n), 3 % for the cv.
     fn check_gaps(arrival: Arrival, mean_s: f64, cv: f64) {
         let n = 50_000;
         let due: Vec<f64> = generator(&workload(arrival, n, Class::default()))
@@ -378,8 +379,8 @@ mod tests {
         );
     }
 
-    /// Arrivals in each part of the time must be as many as the rate's integral says, within four
-    /// standard deviations (a Poisson count's is its root).
+    /// Arrivals in each part of the time must match the rate's integral, within four standard
+    /// deviations (the root of a Poisson count).
     fn check_rates(arrival: &Arrival, parts: &[(f64, f64, f64)]) {
         let mut all = workload(arrival.clone(), 0, Class::default());
         (all.requests, all.duration_s) = (None, Some(parts.last().unwrap().1));
@@ -560,7 +561,7 @@ mod tests {
         let isl = [&first, &second, &third].map(|r| r.prompt.tokens());
         assert_eq!(isl, [100, 150, 187]);
         assert_eq!(second.due, SimTime(5) + 2_000_000_000);
-        // Each prompt begins with the one before it.
+        // Each prompt begins with the previous one.
         assert_eq!(second.prompt.segments()[..1], *first.prompt.segments());
         assert_eq!(third.prompt.segments()[..3], *second.prompt.segments());
         assert_eq!(

@@ -8,14 +8,14 @@
 //!                                                └── on_done ──┘   next turn, next in closed loop
 //! ```
 //!
-//! - [`draw`]: named streams of draws. A draw is a pure function of seed, name and index, so that a
-//!   new key in the file, or a thread more, does not shift the others.
+//! - [`draw`]: named streams of random numbers. A draw is a pure function of seed, name and index,
+//! so that a new key in the file, or another thread, does not shift the others.
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
-//!   follow; so bench and twin agree on what is shared without passing text around.
-//! - [`generate`] and [`trace`]: where requests come from, one in memory at a time.
-//! - [`own`] and [`mooncake`]: the forms in which traces are written.
-//! - [`stats`]: what a stream of requests is like.
-//! - [`schedule`]: when they are due; follow-up turns; closed loops. No clock: the driver says `now`.
+//! follow; so bench and twin agree on shared prefixes without passing text around.
+//! - [`generate`] and [`trace`]: sources of requests, one in memory at a time.
+//! - [`own`] and [`mooncake`]: formats for writing traces.
+//! - [`stats`]: statistics of a stream of requests.
+//! - [`schedule`]: due times, follow-up turns and closed loops. No clock: the driver passes `now`.
 #![forbid(unsafe_code)]
 
 pub mod draw;

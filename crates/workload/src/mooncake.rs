@@ -1,4 +1,4 @@
-//! Mooncake's trace form, written: a request a line, its prompt as ids of blocks.
+//! Writes Mooncake's trace format: one request per line, its prompt as ids of blocks.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -25,18 +25,18 @@ struct Line<'a> {
 }
 
 /// Writes requests as lines with `hash_ids`: equal ids are equal blocks after equal prompts. Memory
-/// follows the distinct blocks.
+/// grows with the distinct blocks.
 #[derive(Debug)]
 pub struct MooncakeWriter {
     tokens_per_id: u32,
     ids: HashMap<BlockHash, u32>,
-    /// Every line names its session, if any has more than one turn.
+    /// Whether every line names its session: if any has more than one turn.
     sessions: bool,
 }
 
 impl MooncakeWriter {
-    /// One id for every `tokens_per_id` tokens, above 0. `sessions`: lines name theirs, so that later
-    /// turns can follow from answers.
+    /// One id per `tokens_per_id` tokens, above 0. `sessions`: lines name their session, so that
+    /// later turns can follow from answers.
     pub fn new(tokens_per_id: u32, sessions: bool) -> MooncakeWriter {
         MooncakeWriter {
             tokens_per_id: tokens_per_id.max(1),
@@ -45,10 +45,10 @@ impl MooncakeWriter {
         }
     }
 
-    /// Writes the session that begins with `first`, a line a turn. `source` made it; answers count at
-    /// full length. `scale` is the time scale that due times were divided by.
+    /// Writes the session that begins with `first`, one line per turn. `source` generated it;
+    /// answers count at full length. `scale` is the time scale that due times were divided by.
     ///
-    /// Returns its turns.
+    /// Returns the number of turns.
     ///
     /// # Errors
     /// If `out` fails.
@@ -84,8 +84,8 @@ impl MooncakeWriter {
 
     fn ids_of(&mut self, request: &Request) -> Vec<u32> {
         let size = self.tokens_per_id;
-        // The last block is filled up with a text that nobody else has, so that two that are equal up
-        // to the prompt's end have equal ids.
+        // The last block is filled up with a unique text, so that two prompts that are equal up to
+        // their end have equal ids.
         let rest = (size - request.prompt.tokens() % size) % size;
         let filler = Segment {
             content: Content::Text(u64::MAX),

@@ -1,4 +1,4 @@
-//! Slipstream's own trace form: a session a line, with all its turns.
+//! Slipstream's own trace format: one session per line, with all its turns.
 //!
 //! ```json
 //! {"timestamp": 12.5, "turns": [
@@ -6,10 +6,10 @@
 //!   {"add": [[91, 64]], "output_length": 40, "delay": 1500.0, "priority": -1}]}
 //! ```
 //!
-//! `timestamp` and `delay` are ms; a segment is the name of a text, its tokens, and who says it (`user`
-//! if not said). `add` comes after the prompt before and its answer, `prompt` stands in place of both.
-//! Since a line holds a whole session, it is read as a stream whatever its turns; and since texts keep
-//! their names, a trace made of a workload asks for the same blocks as the workload itself.
+//! `timestamp` and `delay` are ms. A segment is the name of a text, its tokens, and its speaker
+//! (default `user`). `add` follows the previous prompt and its answer; `prompt` replaces both.
+//! Since a line holds a whole session, any number of turns is read as a stream. Since texts keep
+//! their names, a trace made from a workload requests the same blocks as the workload.
 
 use std::io::{self, Write};
 
@@ -99,7 +99,7 @@ impl SegmentLine {
 }
 
 impl SessionLine {
-    /// The session's turns, or what is wrong with it.
+    /// The session's turns, or its error.
     pub(crate) fn turns(&self) -> Result<Vec<Turn>, String> {
         if self.turns.is_empty() || self.turns.len() > TURNS_MAX as usize {
             return Err(format!(
@@ -116,7 +116,7 @@ impl SessionLine {
                 (Some(whole), None) => TurnPrompt::Whole(segments(whole)),
                 (None, Some(add)) if index == 0 => TurnPrompt::Whole(segments(add)),
                 (None, Some(add)) => TurnPrompt::Add(segments(add)),
-                _ => return Err(wrong("give one of `prompt` and `add`")),
+                _ => return Err(wrong("set one of `prompt` and `add`")),
             };
             let (TurnPrompt::Whole(parts) | TurnPrompt::Add(parts)) = &prompt;
             let tokens = parts.iter().map(|s| u64::from(s.tokens)).sum::<u64>();
@@ -147,10 +147,10 @@ impl SessionLine {
     }
 }
 
-/// Writes the session that begins with `first` as a line. `source` made it; answers count at full
-/// length. `scale` is the time scale that due times were divided by.
+/// Writes the session that begins with `first` as a line. `source` generated it; answers count at
+/// full length. `scale` is the time scale that due times were divided by.
 ///
-/// Returns its turns.
+/// Returns the number of turns.
 ///
 /// # Errors
 /// If `out` fails.
@@ -171,7 +171,7 @@ pub fn write_session(
     while let Some(request) = next {
         let segments = request.prompt.segments();
         let lines = |segments: &[Segment]| segments.iter().map(SegmentLine::of).collect();
-        // What was said before, and then an answer, is known when the session is read back.
+        // The previous prompt and its answer are known when the session is read.
         let kept = before.as_ref().map_or(0, |before| before.len() + 1);
         let goes_on = before.as_ref().is_none_or(|before| {
             segments.starts_with(before)

@@ -1,15 +1,14 @@
 //! A prompt as segments of named texts.
 //!
 //! A text is an endless sequence of words, fixed by its id: word `k` of text `t` is a pure function
-//! of `(t, k)`. A segment is the first so many tokens of one text. Two prompts share a prefix
-//! exactly as far as their segments are equal, live (where the words are sent) and simulated (where
-//! only hashes are made).
+//! of `(t, k)`. A segment is the first tokens of one text. Two prompts share a prefix exactly as
+//! far as their segments are equal, live (words are sent) and simulated (only hashes are made).
 
 use slipstream_base::mix::{below, draw};
 use slipstream_base::request::PromptError;
 use slipstream_base::{BlockHash, Prompt, RequestId, Tail};
 
-/// Who speaks, for chat endpoints.
+/// The speaker, for chat endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The shared prefix, if there is one.
@@ -20,44 +19,44 @@ pub enum Role {
     Assistant,
 }
 
-/// What a segment says.
+/// Content of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Content {
     /// The first tokens of the text with this id.
     Text(u64),
-    /// What was answered to this request.
+    /// The answer to this request.
     Answer(RequestId),
 }
 
 /// A piece of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Segment {
-    /// What it says.
+    /// Its content.
     pub content: Content,
     /// Its length, tokens.
     pub tokens: u32,
-    /// Who says it.
+    /// Its speaker.
     pub role: Role,
 }
 
-/// Words of which each is one token for the server under test, written with a space before it.
+/// Words that are one token each for the server under test, written with a space before.
 ///
-/// Any list gives the same workload; only a list that fits the server's tokenizer gives prompts of
-/// the exact length.
+/// Any list gives the same workload; only a list for the server's tokenizer gives prompts of the
+/// exact length.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
     words: Vec<String>,
 }
 
 impl Vocabulary {
-    /// A vocabulary of these words, without their leading spaces. `None` if there are none.
+    /// A vocabulary of these words, without leading spaces. `None` if there are none.
     pub fn new<S: Into<String>>(words: impl IntoIterator<Item = S>) -> Option<Vocabulary> {
         let words: Vec<String> = words.into_iter().map(Into::into).collect();
         (!words.is_empty()).then_some(Vocabulary { words })
     }
 
-    /// Frequent short English words: one token each, with the space before it, in the byte-pair
-    /// vocabularies in wide use.
+    /// Frequent short English words: one token each, with the space before, in widely used
+    /// byte-pair vocabularies.
     pub fn english() -> Vocabulary {
         const WORDS: &str = "about after again air all also always and another any are around as \
             ask at away back be because been before began being below best better between big \
@@ -88,7 +87,7 @@ impl Vocabulary {
         }
     }
 
-    /// Words in it; at least 1.
+    /// Number of words; at least 1.
     #[allow(clippy::len_without_is_empty)] // never empty, by construction
     pub fn len(&self) -> usize {
         self.words.len()
@@ -120,7 +119,7 @@ pub struct PromptSource {
 }
 
 impl PromptSource {
-    /// A prompt of these segments; empty ones are left out.
+    /// A prompt of these segments; empty ones are dropped.
     pub fn new(segments: impl IntoIterator<Item = Segment>) -> PromptSource {
         PromptSource {
             segments: segments.into_iter().filter(|s| s.tokens > 0).collect(),
@@ -132,12 +131,12 @@ impl PromptSource {
         &self.segments
     }
 
-    /// Length in all, tokens.
+    /// Total length, tokens.
     pub fn tokens(&self) -> u32 {
         self.segments.iter().map(|s| s.tokens).sum()
     }
 
-    /// Appends the whole prompt as text; `answer` gives the text of an earlier answer.
+    /// Appends the whole prompt as text; `answer` returns the text of an earlier answer.
     pub fn write_text<'a>(
         &self,
         vocabulary: &Vocabulary,
@@ -151,14 +150,14 @@ impl PromptSource {
 
     /// Hashes of the full blocks of the prompt, chained from `root`, for a simulated engine.
     ///
-    /// A block that lies in one segment, and begins a whole number of blocks into it, hashes as
-    /// `(parent, id, number of the block in the segment)`: for a trace, design rule "block `j` of
-    /// id `i`". A block that ends in an earlier answer hashes as `(parent, name of the answer, number
-    /// of the block in the prompt)`, as the engine that generated it did ([`Tail::Opaque`] with
-    /// [`answer_name`]). Any other block hashes the runs of segments that it covers, one after the
-    /// other. Equal blocks thus mean equal texts at equal places, and conversely.
+    /// A block within one segment, at a whole number of blocks from its start, hashes as `(parent,
+    /// id, number of the block in the segment)`: for a trace, "block `j` of id `i`". A block that
+    /// ends in an earlier answer hashes as `(parent, name of the answer, number of the block in the
+    /// prompt)`, as in the engine that generated it ([`Tail::Opaque`] with [`answer_name`]). Any
+    /// other block hashes the runs of segments that it covers, in order. So blocks are equal if and
+    /// only if their texts and positions are.
     ///
-    /// `id` names what will be generated: [`answer_name`] of the request.
+    /// `id` names the future answer: [`answer_name`] of the request.
     ///
     /// # Errors
     /// [`PromptError`] if the prompt is empty or `block_size` is 0.
@@ -173,7 +172,7 @@ impl PromptSource {
         }
         let mut blocks = Vec::with_capacity((self.tokens() / block_size) as usize);
         let mut parent = root;
-        let (mut hash, mut filled) = (root, 0); // of the block under way
+        let (mut hash, mut filled) = (root, 0); // of the current block
         for segment in &self.segments {
             let name = segment.name();
             let mut offset = 0;
@@ -203,15 +202,15 @@ impl PromptSource {
     }
 }
 
-/// A number that names the answer to `request` in hashes.
+/// A number that identifies the answer to `request` in hashes.
 pub fn answer_name(request: RequestId) -> u64 {
-    // Apart from texts, whose ids are mixed: a request's number is small.
+    // Distinct from texts, whose ids are mixed: a request's number is small.
     draw(0xa25_3e12, request.0)
 }
 
 impl Segment {
-    /// Appends the segment as text; `answer` gives the text of an earlier answer. Where it gives
-    /// none, a made-up text of the right length stands in.
+    /// Appends the segment as text; `answer` returns the text of an earlier answer. If it returns
+    /// none, a made-up text of the same length is used.
     pub fn write_text<'a>(
         &self,
         vocabulary: &Vocabulary,
@@ -227,7 +226,7 @@ impl Segment {
         }
     }
 
-    /// A number that names the content in hashes.
+    /// A number that identifies the content in hashes.
     pub fn name(&self) -> u64 {
         match self.content {
             Content::Text(id) => id,

@@ -1,4 +1,4 @@
-//! When requests are due, follow-up turns and closed loops included. The driver says `now`.
+//! Due times of requests, including follow-up turns and closed loops. The driver passes `now`.
 
 use std::collections::BTreeMap;
 
@@ -9,9 +9,9 @@ use crate::source::{Request, Source, SourceError};
 
 /// The requests of a workload as they come due.
 ///
-/// A driver asks [`next_due`](Self::next_due), waits until then, takes what is due with
-/// [`pop`](Self::pop), and reports each end by [`on_done`](Self::on_done) or
-/// [`on_failed`](Self::on_failed). Memory follows the sessions under way.
+/// A driver calls [`next_due`](Self::next_due), waits until then, takes due requests with
+/// [`pop`](Self::pop), and reports each end with [`on_done`](Self::on_done) or
+/// [`on_failed`](Self::on_failed). Memory grows with the open sessions.
 #[derive(Debug)]
 pub struct Schedule {
     source: Source,
@@ -19,19 +19,19 @@ pub struct Schedule {
     /// The first request of the next session.
     next_session: Option<Request>,
     exhausted: bool,
-    /// Later turns whose time is known, in order of it.
+    /// Later turns whose due time is known, in that order.
     follow_ups: BTreeMap<(SimTime, u64), Request>,
-    /// Closed loop: sessions that may begin.
+    /// Closed loop: number of sessions that may begin.
     slots: Option<u64>,
-    /// Closed loop: no session begins from then on.
+    /// Closed loop: no session begins after this time.
     closes: SimTime,
-    /// Requests taken and not yet ended.
+    /// Requests in flight.
     in_flight: u64,
     abandoned: u64,
 }
 
-/// Which part of the sessions a driver runs, when several share a workload: those whose number
-/// leaves `index` when divided by `count`.
+/// The sessions of one driver, if several share a workload: those whose number modulo `count` is
+/// `index`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// From 0.
@@ -41,10 +41,10 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Everything.
+    /// All sessions.
     pub const WHOLE: Shard = Shard { index: 0, count: 1 };
 
-    /// This shard's part of `total` equal things.
+    /// This shard's part of `total` equal items.
     pub fn part_of(self, total: u64) -> u64 {
         let (index, count) = (u64::from(self.index), u64::from(self.count));
         total / count + u64::from(index < total % count)
@@ -77,11 +77,11 @@ impl Schedule {
         })
     }
 
-    /// When the next request is due: `None` if none is until one in flight ends, or at all
-    /// ([`is_over`](Self::is_over)).
+    /// When the next request is due. `None` if that depends on a request in flight, or if there are
+    /// no more ([`is_over`](Self::is_over)).
     ///
     /// # Errors
-    /// [`SourceError`] if the trace breaks; no session begins after that.
+    /// [`SourceError`] if the trace fails; no session begins after that.
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
         let session = self.peek_session(now)?;
         let follow_up = self.follow_ups.keys().next().map(|(due, _)| *due);
@@ -117,8 +117,8 @@ impl Schedule {
         Ok(Some(request))
     }
 
-    /// A request was answered with `answer_tokens` tokens, the last one at `now`. Says whether the
-    /// session goes on.
+    /// Reports that a request was answered with `answer_tokens` tokens, the last one at `now`.
+    /// Returns whether the session continues.
     pub fn on_done(&mut self, request: &Request, answer_tokens: u32, now: SimTime) -> bool {
         self.in_flight -= 1;
         if let Some(next) = self.source.follow_up(request, answer_tokens, now) {
@@ -130,7 +130,7 @@ impl Schedule {
         }
     }
 
-    /// A request failed, and its session with it: there is no answer to go on from.
+    /// Reports that a request failed. Its session ends, because the next turn needs the answer.
     pub fn on_failed(&mut self, request: &Request) {
         self.in_flight -= 1;
         self.abandoned += u64::from(request.turns - request.turn - 1);
@@ -138,7 +138,7 @@ impl Schedule {
         self.end_session();
     }
 
-    /// Begins no more sessions and drops later turns that wait; those in flight may end.
+    /// Begins no more sessions and drops pending later turns; those in flight may end.
     pub fn stop(&mut self) {
         self.exhausted = true;
         self.next_session = None;
@@ -147,7 +147,7 @@ impl Schedule {
         }
     }
 
-    /// Whether every request has ended and none will come.
+    /// Whether every request has ended and no more will come.
     pub fn is_over(&self) -> bool {
         self.exhausted
             && self.next_session.is_none()
@@ -163,19 +163,19 @@ impl Schedule {
     /// Whether requests may follow from the answers to others.
     ///
     /// # Errors
-    /// [`SourceError`] if the trace breaks at its first line.
+    /// [`SourceError`] if the trace fails at its first line.
     pub fn may_follow_up(&mut self) -> Result<bool, SourceError> {
-        // A trace is known by its first line.
+        // The first line decides this for a trace.
         self.peek_session(SimTime::ZERO)?;
         Ok(self.source.may_follow_up())
     }
 
-    /// Requests taken and not yet ended.
+    /// Requests in flight.
     pub fn in_flight(&self) -> u64 {
         self.in_flight
     }
 
-    /// Later turns that were never due, since an earlier one failed or the run was stopped.
+    /// Later turns that were never due, because an earlier one failed or the run was stopped.
     pub fn abandoned(&self) -> u64 {
         self.abandoned
     }
@@ -191,7 +191,7 @@ impl Schedule {
         }
     }
 
-    /// When the next session begins, if one may.
+    /// When the next session begins, if it may.
     fn peek_session(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
         if self.slots.is_some() && now >= self.closes {
             self.exhausted = true;
@@ -226,7 +226,7 @@ impl Schedule {
     }
 }
 
-/// Times are kept in 64 bits of ns, 584 years, at whose end they would stand still.
+/// Times are 64 bits of ns, 584 years, and saturate at that end.
 fn check_due(due: SimTime) -> Result<SimTime, SourceError> {
     const CENTURY_S: f64 = 100.0 * 365.25 * 86_400.0;
     let due_s = due.as_secs_f64();
@@ -334,7 +334,7 @@ mod tests {
         let w = workload(Arrival::Closed { concurrency: 1 }, 4, 2.0);
         let log = drive(&w, Shard::WHOLE, 500_000_000);
         let seen: Vec<(&str, u64)> = log.iter().map(|l| (&*l.0, l.1 / 1_000_000)).collect();
-        // The slot belongs to the session: session 1 begins when 0 has ended.
+        // The slot belongs to the session: session 1 begins when session 0 has ended.
         assert_eq!(
             seen,
             [("0.0", 0), ("0.1", 1_500), ("1.0", 2_000), ("1.1", 3_500)]

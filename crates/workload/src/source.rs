@@ -1,4 +1,4 @@
-//! Where requests come from: one interface over generators and traces.
+//! Sources of requests: one interface over generators and traces.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::generate::Generator;
 use crate::prompt::PromptSource;
 use crate::trace::Trace;
 
-/// Turns that a session may have; a request's number leaves them 12 bits.
+/// Limit of a session's turns; a request's number has 12 bits for them.
 pub const TURNS_MAX: u32 = 1 << 12;
 
 /// One request.
@@ -20,20 +20,20 @@ pub struct Request {
     pub session: u64,
     /// Turn of the session, from 0.
     pub turn: u32,
-    /// Turns that the session is meant to have.
+    /// Planned turns of the session.
     pub turns: u32,
-    /// When it is due, after the run's start; compressed by the time scale. For a later turn:
-    /// known when the answer before it is complete.
+    /// Due time, after the run's start; compressed by the time scale. For a later turn: known when
+    /// the previous answer is complete.
     pub due: SimTime,
-    /// What is asked.
+    /// The prompt.
     pub prompt: PromptSource,
-    /// Tokens to generate at most (exactly, if `ignore_eos`), at least 1.
+    /// Limit of tokens to generate (exact, if `ignore_eos`), at least 1.
     pub output_len: u32,
     /// Generate `output_len` tokens whatever the natural length is.
     pub ignore_eos: bool,
-    /// Lower goes first, in engines that schedule by priority.
+    /// Priority in engines that schedule by priority: lower goes first.
     pub priority: i32,
-    /// Which class of the workload it belongs to.
+    /// Index of its class in the workload.
     pub class: u32,
 }
 
@@ -54,7 +54,7 @@ impl Request {
     }
 }
 
-/// Why the stream of requests broke. The trace must be mended; nothing to retry.
+/// Why the stream of requests failed. The trace must be corrected; a retry does not help.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The trace cannot be opened or read.
@@ -62,27 +62,27 @@ pub enum SourceError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A line is not a request.
-    #[error("trace {}, line {line}: {what}; mend it, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
+    #[error("trace {}, line {line}: {what}; correct it, or skip such lines (`on_bad_line = \"skip\"`, `--on-bad-line skip`)", path.display())]
     BadLine {
         /// The file.
         path: PathBuf,
         /// Line number, from 1.
         line: u64,
-        /// What is wrong.
+        /// The error.
         what: String,
     },
     /// A file of values cannot be used.
-    #[error("values in {}{}: {what}; mend the file, or the distribution that names it (`kind = \"empirical\"`)", path.display(), at_line(*line))]
+    #[error("values in {}{}: {what}; correct the file, or the distribution that refers to it (`kind = \"empirical\"`)", path.display(), at_line(*line))]
     Values {
         /// The file.
         path: PathBuf,
         /// Line number, from 1; 0 for the file as a whole.
         line: u64,
-        /// What is wrong.
+        /// The error.
         what: String,
     },
     /// A trace without a request.
@@ -93,7 +93,7 @@ pub enum SourceError {
         /// Lines that were skipped as bad.
         skipped: u64,
     },
-    /// A request would be due after more than a century: a slip in a rate, a time or their scale.
+    /// A request would be due after more than a century: an error in a rate, a time or their scale.
     #[error(
         "a request is due {due_s:.3e} s after the start, more than a century; raise the rate, or `time_scale`, \
          or shorten think times"
@@ -102,7 +102,7 @@ pub enum SourceError {
         /// When it is due, s.
         due_s: f64,
     },
-    /// Arrival times are asked from a workload that is not a trace.
+    /// Arrival times are requested from a workload that is not a trace.
     #[error(
         "the workload takes its arrivals from a trace but has none; set `arrival.kind`, or add `[trace]`"
     )]
@@ -116,7 +116,7 @@ fn no_requests(skipped: u64) -> String {
     }
 }
 
-/// `, line 3`; nothing for the file as a whole.
+/// `, line 3`; empty for the file as a whole.
 fn at_line(line: u64) -> String {
     if line == 0 {
         String::new()
@@ -141,8 +141,8 @@ enum Kind {
 }
 
 impl Source {
-    /// Opens a workload. `salt` 0 is the workload itself; another gives requests of the same kind
-    /// with other texts (a warm-up that does not fill caches for what follows).
+    /// Opens a workload. `salt` 0 is the workload itself; another salt gives requests of the same
+    /// kind with other texts (a warm-up that does not fill caches for the measured part).
     ///
     /// # Errors
     /// [`SourceError`] if a trace cannot be opened.
@@ -158,8 +158,8 @@ impl Source {
         Ok(Source { kind })
     }
 
-    /// The turn after `request`, or `None` if the session ends with it. `answer_tokens` were
-    /// answered, the last of them at `now`; think time is added.
+    /// The turn after `request`, or `None` if the session ends with it. The answer had
+    /// `answer_tokens` tokens, the last of them at `now`; think time is added.
     pub fn follow_up(
         &self,
         request: &Request,
@@ -172,14 +172,14 @@ impl Source {
         }
     }
 
-    /// The session goes no further: a request of it failed, or another driver runs it.
+    /// Ends the session: a request of it failed, or another driver runs it.
     pub fn forget(&self, session: u64) {
         if let Kind::Trace(trace) = &self.kind {
             trace.forget(session);
         }
     }
 
-    /// Whether requests may follow from answers. Of a trace this is known from its first line on.
+    /// Whether requests may follow from answers. For a trace this is known after its first line.
     pub fn may_follow_up(&self) -> bool {
         match &self.kind {
             Kind::Generated(generator) => generator.may_follow_up(),
@@ -187,7 +187,7 @@ impl Source {
         }
     }
 
-    /// Lines of the trace that were skipped as bad so far.
+    /// Lines of the trace skipped as bad so far.
     pub fn skipped_lines(&self) -> u64 {
         match &self.kind {
             Kind::Generated(_) => 0,

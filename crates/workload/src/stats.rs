@@ -1,4 +1,4 @@
-//! What a stream of requests is like, before any engine has seen it.
+//! Statistics of a stream of requests, without an engine.
 
 use std::collections::HashMap;
 
@@ -7,35 +7,35 @@ use slipstream_base::{BlockHash, SimTime};
 use crate::prompt::answer_name;
 use crate::source::Request;
 
-/// Figures of a stream of requests, taken one by one. Memory follows the distinct blocks.
+/// Statistics of a stream of requests, added one by one. Memory grows with the distinct blocks.
 #[derive(Debug)]
 pub struct Stats {
     block_size: u32,
     window_ns: u64,
-    /// When each block was last asked for.
+    /// When each block was last requested.
     seen: HashMap<BlockHash, SimTime>,
     /// Prompt and answer lengths, tokens.
     lengths: [Vec<u32>; 2],
     hit_tokens: u64,
-    /// Those with requests, by number.
+    /// Windows with requests, by number.
     windows: Vec<(u64, Window)>,
     last: SimTime,
 }
 
-/// A stretch of time.
+/// A time window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Window {
     /// Requests due in it.
     pub requests: u64,
     /// Their prompts, tokens.
     pub input_tokens: u64,
-    /// Of those, in blocks that an earlier request had (in an endless cache).
+    /// Of those, tokens in blocks that an earlier request had (in an endless cache).
     pub hit_tokens: u64,
-    /// Distinct blocks that were asked for in it: the working set.
+    /// Distinct blocks requested in it: the working set.
     pub blocks: u64,
 }
 
-/// Some of the values: mean and quantiles.
+/// Mean and quantiles of values.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Lengths {
     /// Arithmetic mean.
@@ -58,7 +58,7 @@ impl Stats {
         }
     }
 
-    /// Counts a request. Requests come in the order of their due times.
+    /// Counts a request. Requests must be in the order of their due times.
     pub fn add(&mut self, request: &Request) {
         let number = request.due.0 / self.window_ns;
         if self.windows.last().is_none_or(|&(last, _)| last < number) {
@@ -90,36 +90,36 @@ impl Stats {
         self.last = self.last.max(request.due);
     }
 
-    /// Requests counted.
+    /// Number of requests.
     pub fn requests(&self) -> u64 {
         self.lengths[0].len() as u64
     }
 
-    /// Due time of the last one.
+    /// Due time of the last request.
     pub fn duration(&self) -> SimTime {
         self.last
     }
 
-    /// Prompt tokens and answer tokens in all.
+    /// Total of prompt tokens and answer tokens.
     pub fn tokens(&self) -> [u64; 2] {
         self.lengths
             .each_ref()
             .map(|l| l.iter().map(|&n| u64::from(n)).sum())
     }
 
-    /// Prompt tokens in leading blocks that an earlier prompt had: what an endless cache that all
-    /// share would hit.
+    /// Prompt tokens in leading blocks that an earlier prompt had: the hits of an endless shared
+    /// cache.
     pub fn ideal_hit_tokens(&self) -> u64 {
         self.hit_tokens
     }
 
-    /// Distinct blocks.
+    /// Number of distinct blocks.
     pub fn blocks(&self) -> u64 {
         self.seen.len() as u64
     }
 
-    /// Windows in which requests are due, each with its number: window *n* begins after *n* times
-    /// its length.
+    /// Windows with due requests, each with its number: window *n* begins after *n* times its
+    /// length.
     pub fn windows(&self) -> &[(u64, Window)] {
         &self.windows
     }
@@ -134,7 +134,7 @@ impl Stats {
             let sum: u64 = all.iter().map(|&n| u64::from(n)).sum();
             Lengths {
                 mean: sum as f64 / all.len() as f64,
-                // The smallest length that so large a share of all do not exceed.
+                // The smallest length that this share of all do not exceed.
                 at: [0.0, 0.5, 0.9, 0.99, 1.0].map(|share| {
                     let rank = (share * all.len() as f64).ceil() as usize;
                     all[rank.saturating_sub(1).min(last)]
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(blocks, [6, 8]);
         let requests: Vec<u64> = stats.windows().iter().map(|(_, w)| w.requests).collect();
         assert_eq!(requests, [2, 2]);
-        // Time in which nothing happens takes no memory.
+        // Idle time takes no memory.
         stats.add(&request(4, 4_000_000_000, &[7]));
         assert_eq!(stats.windows().len(), 3);
         assert_eq!(stats.windows()[2].0, 4_000_000_000 / 60);

@@ -1,20 +1,20 @@
 //! Traces, read one line at a time.
 //!
-//! | form | told by | a line |
+//! | format | recognized by | a line |
 //! | --- | --- | --- |
 //! | Mooncake's | the file begins with `{` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
 //! | our own ([`own`](crate::own)) | the first object has `turns` | a JSON object: a session |
 //! | Azure's | header with `ContextTokens`, `GeneratedTokens` | `TIMESTAMP` as `2023-11-16 18:15:46.680590`, tokens |
 //! | BurstGPT's | header with `Request tokens`, `Response tokens` | `Timestamp` in s, tokens |
 //!
-//! Lines of Mooncake's form that name a session are its turns: the first has a `timestamp`, the others
-//! a `delay` after the answer before (or a `timestamp` that they do not come before). If the first
-//! line names one, the whole file is read at once, since turns may stand anywhere.
+//! Lines of Mooncake's format that name a session are its turns: the first has a `timestamp`, the
+//! others a `delay` after the previous answer (or a `timestamp` as their earliest time). If the
+//! first line names a session, the whole file is read at once, since turns may be anywhere.
 //!
-//! Each of `hash_ids` stands for 512 tokens, the last one for what is left of `input_length`; equal ids
-//! are equal texts. Where there are none, prompts share nothing. Sources: the traces published with
-//! "Mooncake: Trading More Storage for Less Computation", FAST 2025; Azure's LLM inference traces of
-//! 2023 ("Splitwise", ISCA 2024); "BurstGPT", 2024.
+//! Each of `hash_ids` stands for 512 tokens, the last one for the rest of `input_length`; equal ids
+//! are equal texts. Without ids, prompts share nothing. Sources: the traces published with
+//! "Mooncake: Trading More Storage for Less Computation", FAST 2025; Azure's LLM inference traces
+//! of 2023 ("Splitwise", ISCA 2024); "BurstGPT", 2024.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -34,7 +34,7 @@ use crate::source::{Request, SourceError, TURNS_MAX};
 
 /// Longest line read, bytes: a prompt of 100 million tokens. A longer one is bad.
 const LINE_BYTES_MAX: u64 = 4 << 20;
-/// Longest line that is skipped, where bad lines are: a device may have no end.
+/// Longest bad line that is skipped: a device may have no end.
 const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 
 /// A trace, read as a stream.
@@ -42,25 +42,25 @@ const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 pub struct Trace<R = BufReader<File>> {
     reader: R,
     file: TraceFile,
-    /// Known from the first line on.
+    /// Known after the first line.
     form: Option<Form>,
     arrivals: Arrivals,
     texts: Stream,
     line: u64,
     buffer: Vec<u8>,
-    /// The line in the buffer is longer than [`LINE_BYTES_MAX`], and not all of it is there.
+    /// The line in the buffer is longer than [`LINE_BYTES_MAX`], and incomplete.
     too_long: bool,
     last_ms: f64,
     session: u64,
     left: u64,
     skipped: u64,
     failed: bool,
-    /// First turns that were read ahead, where lines name sessions.
+    /// First turns that were read ahead, if lines name sessions.
     ready: VecDeque<(Option<f64>, Turn)>,
-    /// Turns to come of sessions that have begun (or were read ahead), by session.
+    /// Later turns of sessions that have begun (or were read ahead), by session.
     later: RefCell<HashMap<u64, VecDeque<Turn>>>,
     time_scale: f64,
-    /// Requests are due when the trace says.
+    /// Whether requests are due at the trace's times.
     follows_times: bool,
 }
 
@@ -69,39 +69,39 @@ pub struct Trace<R = BufReader<File>> {
 pub(crate) struct Turn {
     pub(crate) prompt: TurnPrompt,
     pub(crate) output_len: u32,
-    /// After the answer before it, ms.
+    /// Delay after the previous answer, ms.
     pub(crate) delay_ms: Option<f64>,
-    /// It is not due before, ms since the trace's start.
+    /// Earliest due time, ms since the trace's start.
     pub(crate) not_before_ms: Option<f64>,
     pub(crate) priority: i32,
     pub(crate) ignore_eos: bool,
 }
 
-/// What a turn asks.
+/// The prompt of a turn.
 #[derive(Clone, Debug)]
 pub(crate) enum TurnPrompt {
-    /// This.
+    /// This prompt.
     Whole(Vec<Segment>),
-    /// The prompt before, its answer, and this.
+    /// The previous prompt, its answer, and this.
     Add(Vec<Segment>),
 }
 
 #[derive(Clone, Debug)]
 enum Form {
     Json,
-    /// Our own: a session a line.
+    /// Slipstream's own: one session per line.
     Sessions,
     Csv(Csv),
 }
 
-/// Where the columns stand in a CSV file.
+/// Positions of the columns in a CSV file.
 #[derive(Clone, Debug)]
 struct Csv {
     columns: usize,
     time: usize,
     input: usize,
     output: usize,
-    /// The file tells dates; this is the first, ms.
+    /// The file has dates; this is the first, ms.
     dates: bool,
     first_ms: Option<f64>,
 }
@@ -119,12 +119,12 @@ struct Line {
     priority: i32,
     #[serde(default)]
     session_id: Option<SessionId>,
-    /// After the answer before it, ms.
+    /// Delay after the previous answer, ms.
     #[serde(default)]
     delay: Option<f64>,
 }
 
-/// A session's name, whatever its type.
+/// A session's name, of any JSON type.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Hash)]
 #[serde(untagged)]
 enum SessionId {
@@ -132,7 +132,7 @@ enum SessionId {
     Text(String),
 }
 
-/// What a line gives.
+/// Content of a line.
 enum Parsed {
     Header,
     Line(Line),
@@ -140,7 +140,7 @@ enum Parsed {
 }
 
 impl Csv {
-    /// What a header says, if it is a known one.
+    /// The format of a header, if it is a known one.
     fn of_header(header: &str) -> Option<Csv> {
         let names: Vec<String> = header
             .split(',')
@@ -172,7 +172,7 @@ impl Csv {
         let tokens = |at: usize| {
             fields[at].parse::<u32>().map_err(|_| {
                 format!(
-                    "\"{}\" is no number of tokens (column {})",
+                    "\"{}\" is not a number of tokens (column {})",
                     fields[at],
                     at + 1
                 )
@@ -182,14 +182,15 @@ impl Csv {
         let time = fields[self.time];
         let ms = if self.dates {
             date_ms(time).ok_or_else(|| {
-                format!("\"{time}\" is no time such as 2023-11-16 18:15:46.680590")
+                format!("\"{time}\" is not a time such as 2023-11-16 18:15:46.680590")
             })?
         } else {
-            // One that is not finite would count for all lines after it, as traces begin at their first.
+            // An infinite or NaN time would affect all lines after it, as traces begin at their
+            // first.
             let seconds = time.parse().ok().filter(|s: &f64| s.is_finite());
-            seconds.ok_or_else(|| format!("\"{time}\" is no number of seconds"))? * 1e3
+            seconds.ok_or_else(|| format!("\"{time}\" is not a number of seconds"))? * 1e3
         };
-        // Traces begin at their first request, whatever the clock said then.
+        // Traces begin at their first request, whatever its time.
         let first = *self.first_ms.get_or_insert(ms);
         Ok(Line {
             timestamp: Some(ms - first),
@@ -203,11 +204,11 @@ impl Csv {
     }
 }
 
-/// Longest time in a trace, ms: a century. What is beyond it is a slip in the unit; and sums of times stay
-/// within the 584 years that 64 bits of ns hold.
+/// Longest time in a trace, ms: a century. A longer time is an error in the unit. Sums of times
+/// stay within the 584 years of 64 bits of ns.
 const TIME_MS_MAX: f64 = 100.0 * 365.25 * 86_400e3;
 
-/// Checks that `ms` is no longer than a trace may last.
+/// Checks that `ms` does not exceed the longest time in a trace.
 pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
     if ms <= TIME_MS_MAX {
         Ok(())
@@ -218,7 +219,7 @@ pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
     }
 }
 
-/// `YYYY-MM-DD HH:MM:SS[.fraction]` as ms since 1970, whatever the zone.
+/// `YYYY-MM-DD HH:MM:SS[.fraction]` as ms since 1970; zones are ignored.
 fn date_ms(text: &str) -> Option<f64> {
     let (date, time) = text.split_once([' ', 'T'])?;
     let time = time.trim_end_matches('Z').split('+').next()?;
@@ -265,7 +266,7 @@ impl Trace {
 }
 
 impl<R: BufRead> Trace<R> {
-    /// Reads a trace from `reader`; `file` names it in errors.
+    /// Reads a trace from `reader`; `file` is its name in errors.
     pub fn new(reader: R, workload: &Workload, file: &TraceFile, salt: u64) -> Trace<R> {
         Trace {
             reader,
@@ -302,15 +303,15 @@ impl<R: BufRead> Trace<R> {
             .take(LINE_BYTES_MAX)
             .read_until(b'\n', &mut self.buffer)?;
         if self.line == 1 && self.buffer.starts_with(b"\xef\xbb\xbf") {
-            // The mark that some programs put before UTF-8.
+            // The byte order mark that some programs write before UTF-8.
             self.buffer.drain(..3);
         }
         if read as u64 == LINE_BYTES_MAX && self.buffer.last() != Some(&b'\n') {
             self.too_long = true;
             if self.file.on_bad_line == OnBadLine::Stop {
-                return Ok(true); // its end may never come
+                return Ok(true); // the end of the line may never come
             }
-            // Skip to the line's end without keeping it.
+            // Skip to the end of the line without storing it.
             self.buffer.clear();
             let mut skipped = 0;
             while !self.reader.fill_buf()?.is_empty() {
@@ -331,7 +332,7 @@ impl<R: BufRead> Trace<R> {
         Ok(read > 0)
     }
 
-    /// The buffer's line, or what is wrong with it.
+    /// The buffer's line, or its error.
     fn parse(&mut self) -> Result<Parsed, String> {
         if self.too_long {
             return Err(format!("longer than {LINE_BYTES_MAX} bytes"));
@@ -386,12 +387,12 @@ impl<R: BufRead> Trace<R> {
         Ok(Parsed::Line(line))
     }
 
-    /// Checks when a session begins against those before it.
+    /// Checks that a session does not begin before the previous one.
     fn check_time(&mut self, timestamp: Option<f64>) -> Result<(), String> {
         let Some(timestamp) = timestamp else {
             return if self.follows_times {
                 Err(
-                    "`timestamp` is missing; add it, or say when requests come (`arrival.kind`, `--rate`, `--concurrency`)"
+                    "`timestamp` is missing; add it, or set the arrivals (`arrival.kind`, `--rate`, `--concurrency`)"
                         .into(),
                 )
             } else {
@@ -409,7 +410,7 @@ impl<R: BufRead> Trace<R> {
         Ok(())
     }
 
-    /// What a line asks. `text` names its text where it has no ids.
+    /// The prompt of a line. `text` identifies its text if it has no ids.
     fn turn(&self, line: &Line, text: u64) -> Turn {
         let per_id = self.file.tokens_per_id;
         let segment = |name: u64, tokens: u32| Segment {
@@ -514,18 +515,17 @@ impl<R: BufRead> Trace<R> {
         })
     }
 
-    /// The session goes no further.
+    /// Ends the session.
     pub(crate) fn forget(&self, session: u64) {
         self.later.borrow_mut().remove(&session);
     }
 
-    /// Whether sessions may have more than one turn, as far as has been read.
+    /// Whether sessions may have more than one turn, as far as the file was read.
     pub(crate) fn has_sessions(&self) -> bool {
         matches!(self.form, Some(Form::Sessions)) || !self.later.borrow().is_empty()
     }
 
-    /// Reads the next line that holds something, header lines and bad ones (if they are to be
-    /// skipped) apart.
+    /// Reads the next line with content, except header lines and (if they are skipped) bad ones.
     fn next_line(&mut self) -> Result<Option<Parsed>, SourceError> {
         loop {
             let more = self.read_line().map_err(|source| SourceError::Io {
@@ -546,7 +546,7 @@ impl<R: BufRead> Trace<R> {
         }
     }
 
-    /// Counts a bad line, or ends with it.
+    /// Counts a bad line, or fails with it.
     fn on_bad_line(&mut self, what: String) -> Result<(), SourceError> {
         if self.file.on_bad_line == OnBadLine::Skip {
             self.skipped += 1;
@@ -559,7 +559,7 @@ impl<R: BufRead> Trace<R> {
         })
     }
 
-    /// Reads the rest of a file whose lines name sessions, and puts turns together.
+    /// Reads the rest of a file whose lines name sessions, and joins their turns.
     fn read_sessions(&mut self, first: Line) -> Result<(), SourceError> {
         /// A session's first line and the turns after it.
         type Session = (Option<f64>, Turn, VecDeque<Turn>);
@@ -605,7 +605,7 @@ impl<R: BufRead> Trace<R> {
         Ok(())
     }
 
-    /// The next session, read ahead or from the file.
+    /// The next session, from those read ahead or from the file.
     fn next_session(&mut self) -> Result<Option<Request>, SourceError> {
         loop {
             if let Some((timestamp, first)) = self.ready.pop_front() {
@@ -628,7 +628,7 @@ impl<R: BufRead> Trace<R> {
                     continue;
                 }
                 Parsed::Line(line) if line.session_id.is_some() => Err(
-                    "`session_id` in a file whose first request has none; give every line one, or none"
+                    "`session_id` in a file whose first request has none; add one to every line, or to none"
                         .to_owned(),
                 ),
                 Parsed::Line(line) => self.check_time(line.timestamp).map(|()| {
@@ -655,7 +655,7 @@ impl<R: BufRead> Trace<R> {
 
 fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     serde_json::from_slice(bytes).map_err(|e| {
-        // serde says "line 1" of the one line that it sees; only the column helps.
+        // serde reports "line 1" for the single line that it parses; only the column helps.
         let text = e.to_string();
         let text = text.split(" at line ").next().unwrap_or_default();
         format!("{text} (column {})", e.column())
@@ -828,7 +828,8 @@ mod tests {
 {"session_id": "b", "timestamp": 5000, "input_length": 90, "output_length": 9}
 "#;
 
-    /// Every request, its answer taking `service_ms`: name, due (ms of the trace), prompt and answer.
+    /// Every request, with answers after `service_ms`: name, due (ms of the trace), prompt and
+    /// answer.
     fn drive(text: &str, service_ms: f64) -> Vec<(String, f64, PromptSource, u32)> {
         let file = TraceFile {
             path: "t.jsonl".into(),
@@ -855,7 +856,7 @@ mod tests {
         }
         assert!(
             trace.later.borrow().is_empty(),
-            "what has ended is forgotten"
+            "ended sessions are removed"
         );
         requests
     }
@@ -877,7 +878,7 @@ mod tests {
                 ("2.0", 300.0, 50, 8),
             ]
         );
-        // An answer that takes longer than until the next turn's time moves it.
+        // An answer that takes longer than the next turn's time delays it.
         assert_eq!(drive(SESSIONS, 9_000.0)[3].1.round(), 9_100.0);
         // Without ids, a session's prompts begin alike.
         assert_eq!(
@@ -926,7 +927,8 @@ mod tests {
         }
     }
 
-    /// A first line whose time is no number must not spoil the lines after it, which count from it.
+    /// A first line whose time is not a number must not affect the lines after it, which count from
+    /// it.
     #[test]
     fn seconds_that_are_no_number_are_named_and_skipped() {
         let head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n";
@@ -935,7 +937,7 @@ mod tests {
             let (requests, _) = check(&text, OnBadLine::Stop);
             let error = requests[0].as_ref().unwrap_err();
             assert!(
-                error.contains("line 2: ") && error.contains("no number of seconds"),
+                error.contains("line 2: ") && error.contains("not a number of seconds"),
                 "{error}"
             );
             let (requests, skipped) = check(&text, OnBadLine::Skip);
@@ -954,11 +956,11 @@ mod tests {
             (r#"{"timestamp": 0, "turns": []}"#, "0 turns"),
             (
                 r#"{"timestamp": 0, "turns": [{"output_length": 2}]}"#,
-                "turn 0: give one of",
+                "turn 0: set one of",
             ),
             (
                 r#"{"timestamp": 0, "turns": [{"add": [[1, 5]], "prompt": [[1, 5]], "output_length": 2}]}"#,
-                "turn 0: give one of",
+                "turn 0: set one of",
             ),
             (
                 r#"{"timestamp": 0, "turns": [{"add": [], "output_length": 2}]}"#,
@@ -1009,7 +1011,8 @@ mod tests {
     proptest::proptest! {
         #![proptest_config(proptest::prelude::ProptestConfig::with_cases(32))]
 
-        /// A workload written in our own form and read back makes the same requests, turn by turn.
+        /// A workload written in our own format and read back gives the same requests, turn by
+        /// turn.
         #[test]
         fn a_workload_written_and_read_back_is_the_same(
             seed in 0u64..1_000,
@@ -1097,10 +1100,13 @@ mod tests {
             assert_eq!(got, [(0, 374, 44), (150_000_000, 396, 109)]);
         }
         for (bad, says) in [
-            ("2023-11-16 24:00:00,1,1", "no time such as"),
-            ("2023-13-16 23:00:00,1,1", "no time such as"),
-            ("yesterday,1,1", "no time such as"),
-            ("2023-11-16 23:00:00,x,1", "no number of tokens (column 2)"),
+            ("2023-11-16 24:00:00,1,1", "not a time such as"),
+            ("2023-13-16 23:00:00,1,1", "not a time such as"),
+            ("yesterday,1,1", "not a time such as"),
+            (
+                "2023-11-16 23:00:00,x,1",
+                "not a number of tokens (column 2)",
+            ),
             ("2023-11-16 23:00:00,1", "2 fields, but the header has 3"),
             ("2023-11-16 23:00:00,1,0", "`output_length` is 0"),
         ] {

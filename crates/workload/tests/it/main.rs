@@ -1,4 +1,4 @@
-//! The requests of whole workloads: what they share, and that they never change.
+//! The requests of whole workloads: their shared prefixes, and that they never change.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ fn read(text: &str) -> Workload {
         .0
 }
 
-/// A fingerprint of requests: their text as it is sent, lengths and times.
+/// A fingerprint of requests: their text, lengths and times.
 fn digest(workload: &Workload) -> u64 {
     let source = Source::open(workload, 0).unwrap();
     let vocabulary = Vocabulary::english();
@@ -83,7 +83,7 @@ fn the_examples_read() {
     assert!(count >= 3, "found {count} examples");
 }
 
-/// Where the Mooncake trace lies, or `None` with a note.
+/// Path of the Mooncake trace, or `None` with a note.
 fn mooncake() -> Option<PathBuf> {
     let folder = std::env::var_os("SLIPSTREAM_DATA").map_or_else(
         || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data"),
@@ -94,7 +94,7 @@ fn mooncake() -> Option<PathBuf> {
         return Some(path);
     }
     eprintln!(
-        "skipped: no {}; set SLIPSTREAM_DATA to a folder that has it",
+        "skipped: no {}; set SLIPSTREAM_DATA to the folder that has it",
         path.display()
     );
     None
@@ -108,7 +108,7 @@ fn a_real_trace_keeps_its_lengths_and_its_sharing() {
         path.display().to_string()
     ));
 
-    // Counted from the file itself, with no code of ours in between.
+    // Counted from the file itself, without this crate's code.
     #[derive(serde::Deserialize)]
     struct Line {
         input_length: u32,
@@ -120,7 +120,7 @@ fn a_real_trace_keeps_its_lengths_and_its_sharing() {
         .lines()
         .map(|l| serde_json::from_str(l).unwrap())
         .collect();
-    // A full block of 512 tokens hits if its whole prefix of ids has been seen before.
+    // A full block of 512 tokens hits if its whole prefix of ids occurred before.
     let (mut seen, mut hits, mut full) = (HashSet::new(), 0, 0);
     for line in &lines {
         let blocks = line.input_length as usize / 512;
@@ -184,7 +184,7 @@ fn texts_of_a_real_trace_share_what_their_ids_share() {
                 .zip(&words[j])
                 .take_while(|(x, y)| x == y)
                 .count() as u32;
-            // A word or two more may be equal by chance (1 in 381 each).
+            // One or two words more may be equal by chance (1 in 381 each).
             assert!(
                 (shared..shared + 4).contains(&same),
                 "{same} words for {shared} tokens"

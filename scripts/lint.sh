@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Phrases that make prose hard to read, against limits per 10,000 words.
+scripts/words.py --check
 scripts/venv.sh
 .venv/bin/ruff check python scripts
 .venv/bin/ruff format --check python scripts

@@ -18,9 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Group: (pattern, limit per 10,000 words, phrase to use instead). A limit is twice what the comments of
-# quinn 0.11 hold (`--tree`), rounded up to 1 where quinn has none: one slip per 10,000 words may wait
-# for the next change of that file.
+# Group: (pattern, limit per 10,000 words, phrase to use instead). A limit is twice the rate in the comments
+# of quinn 0.11 (0 to 0.4, by `--tree`), and at least 1, so that a single slip does not fail a small change.
 GROUPS = {
     "nobody": (
         r"\b(?:nobody|no one|somebody|someone|whoever|whomever)\b",
@@ -34,11 +33,11 @@ GROUPS = {
     ),
     "what is": (
         r"\b(?:what|who) (?:is|are|was|were|came|comes|has|had|went|goes|did|does)\b",
-        1.5,
+        1.0,
         "a noun that names the thing",
     ),
     "lies": (r"\b(?:lies|lay|lain)\b", 1.0, "is stored, is at, is between"),
-    "beside": (r"\b(?:besides?|meanwhile|for ever)\b", 1.0, "next to, in the same run, while, forever"),
+    "beside": (r"\b(?:beside|meanwhile|for ever)\b", 1.0, "next to, in addition to, while, forever"),
     "goes on": (r"\b(?:goes|go|went|gone|going) on\b", 1.0, "continues"),
     "but for": (r"(?:\b(?:all|none|nothing|same|equal)\b[^.;:]{0,40}|, )\bbut for\b", 1.0, "except"),
     "What ...": (
@@ -47,7 +46,7 @@ GROUPS = {
         "start with a noun or a verb",
     ),
     "one a": (
-        r"\b(?:bytes|tokens|blocks|words|nodes?|once|twice|one|times|[nµm]s|requests|entries|write|event)"
+        r"\b(?:bytes|tokens|blocks|words|nodes?|one|[nµm]s|requests|entries|write|event)"
         r" an? (?:token|pass|step|block|request|second|minute|flush|frame|worker|rank|core|packet|key|client|flow)s?\b",
         1.0,
         "per",
@@ -57,13 +56,16 @@ GROUPS = {
 # Lines where a counted word is a term of the field or part of a quotation: (path, text of the line, reason).
 EXCEPTIONS = []
 
-# Crates and pages that were not rewritten yet. `--check` leaves them out; remove a name with its rewrite.
-PENDING = {
-    "engine", "netsim", "planes", "worker", "frontend", "kvstore", "pybind", "cpusched", "scx", "kvindex",
-    "des", "dispatch", "flows", "twin", "fuzz",
-    "docs/netsim.md", "docs/benchmarks-net.md", "docs/sched.md", "docs/connector.md", "docs/kvstore.md",
-    "docs/kv-keys.md", "docs/step-time.md", "docs/live-path.md",
-}  # fmt: skip
+# Paths that were not rewritten yet. `--check` leaves them out; remove a path with its rewrite.
+PENDING = tuple(
+    """
+    crates/engine/ crates/netsim/ crates/planes/ crates/worker/ crates/frontend/ crates/kvstore/ crates/pybind/
+    crates/cpusched/ crates/scx/ crates/kvindex/ crates/des/ crates/dispatch/ crates/flows/ fuzz/
+    crates/config/src/preset/ crates/cli/src/cmd/net.rs crates/cli/src/cmd/simulate.rs crates/cli/tests/it/net.rs
+    docs/netsim.md docs/benchmarks-net.md docs/sched.md docs/connector.md docs/kvstore.md docs/kv-keys.md
+    docs/step-time.md docs/live-path.md
+    """.split()
+)
 
 SKIP_PAGES = {"CHANGELOG.md"}
 
@@ -75,6 +77,7 @@ WORD = re.compile(r"[^\W\d_](?:[\w'’-]*\w)?")
 # Between the words of a phrase: spaces, or one line's end with the next line's indentation.
 GAP = r"(?:[^\S\n]+\n?[^\S\n]*|\n[^\S\n]*)"
 CODE = re.compile(r"`+[^`]*`+")
+LINK = re.compile(r"\]\([^)]*\)")
 
 
 def blank(match):
@@ -93,14 +96,13 @@ def comments(text, strings=False):
         at = m.end()
     out.append(re.sub(r"[^\n]", " ", text[at:]))
     fence = re.compile(r"^\s*```.*?^\s*```", re.DOTALL | re.MULTILINE)
-    return CODE.sub(blank, fence.sub(blank, "".join(out)))
+    return CODE.sub(blank, LINK.sub(blank, fence.sub(blank, "".join(out))))
 
 
 def page(text):
     """The prose of a Markdown page: no code blocks, code spans or link targets."""
     text = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"\]\([^)]*\)", blank, text)
-    return CODE.sub(blank, text)
+    return CODE.sub(blank, LINK.sub(blank, text))
 
 
 def excepted(path, line):
@@ -108,13 +110,13 @@ def excepted(path, line):
 
 
 class Count:
-    """Words and occurrences of each group in one place (a crate, the pages)."""
+    """Words, and occurrences of each group, of one file or several."""
 
     def __init__(self):
         self.words = 0
         self.hits = {group: [] for group in GROUPS}
 
-    def add(self, path, text, prose):
+    def read(self, path, text, prose):
         self.words += len(WORD.findall(prose))
         prose = re.sub(r"[ \t]+$", "", prose, flags=re.MULTILINE)
         lines = text.split("\n")
@@ -123,9 +125,26 @@ class Count:
                 n = prose.count("\n", 0, m.end() - 1)
                 if not excepted(path, lines[n]):
                     self.hits[group].append((path, n + 1, lines[n].strip()))
+        return self
 
     def rate(self, group):
         return 1e4 * len(self.hits[group]) / max(self.words, 1)
+
+    def print_hits(self, groups, indent="", where=""):
+        for group in groups:
+            for path, line, text in self.hits[group]:
+                if path.startswith(where):
+                    print(f"{indent}{path}:{line}: {group}: {text}")
+
+
+def total(counts):
+    """The sum of several counts."""
+    out = Count()
+    for count in counts:
+        out.words += count.words
+        for group, hits in count.hits.items():
+            out.hits[group] += hits
+    return out
 
 
 def tracked(*patterns):
@@ -136,29 +155,34 @@ def tracked(*patterns):
 
 
 def count_project(strings=False):
-    """Counts per crate, and of the pages."""
-    places = {}
+    """The counts of each Rust source and each page, by path."""
+    rust, pages = {}, {}
     for name in sorted(tracked("*.rs")):
-        parts = name.split("/")
-        place = parts[1] if parts[0] == "crates" else parts[0]
         text = (ROOT / name).read_text(encoding="utf-8")
-        places.setdefault(place, Count()).add(name, text, comments(text, strings))
-    pages = places["pages"] = Count()
+        rust[name] = Count().read(name, text, comments(text, strings))
     for name in sorted(tracked("*.md")):
         if name not in SKIP_PAGES:
             text = (ROOT / name).read_text(encoding="utf-8")
-            pages.add(name, text, page(text))
-    return places
+            pages[name] = Count().read(name, text, page(text))
+    return rust, pages
 
 
-def total(places):
-    rust = Count()
-    for place, count in places.items():
-        if place != "pages":
-            rust.words += count.words
-            for group, hits in count.hits.items():
-                rust.hits[group] += hits
-    return rust
+def crate(path):
+    parts = path.split("/")
+    return parts[1] if parts[0] == "crates" else parts[0]
+
+
+def check(rust, pages):
+    """Prints each excess over a limit; whether there is one."""
+    failed = False
+    for name, files in (("Rust comments", rust), ("pages", pages)):
+        count = total(c for path, c in files.items() if not path.startswith(PENDING))
+        for group, (_, limit, instead) in GROUPS.items():
+            if count.rate(group) > limit:
+                failed = True
+                print(f"{name}: '{group}' {count.rate(group):.1f} per 10,000 words, limit {limit}; use: {instead}")
+                count.print_hits([group], indent="  ")
+    return failed
 
 
 def table(rows):
@@ -177,39 +201,27 @@ def main():
     parser.add_argument("--tree", metavar="DIR", nargs="+", help="count another Rust source tree")
     args = parser.parse_args()
 
+    groups = [*GROUPS] if args.list == "all" else [args.list]
     if args.tree:
-        count = Count()
-        for tree in args.tree:
-            for path in sorted(Path(tree).rglob("*.rs")):
-                text = path.read_text(encoding="utf-8")
-                count.add(str(path), text, comments(text))
-        table([("tree", count)])
+        paths = [path for tree in args.tree for path in sorted(Path(tree).rglob("*.rs"))]
+        texts = ((str(path), path.read_text(encoding="utf-8")) for path in paths)
+        tree = total(Count().read(path, text, comments(text)) for path, text in texts)
+        table([("tree", tree)])
         if args.list:
-            for group in GROUPS if args.list == "all" else [args.list]:
-                for path, line, text in count.hits[group]:
-                    print(f"{path}:{line}: {group}: {text}")
+            tree.print_hits(groups)
         return 0
-
-    places = count_project(args.strings)
-    rust = total(places)
+    rust, pages = count_project(args.strings)
+    if args.check:
+        return 1 if check(rust, pages) else 0
     if args.list:
-        for group in GROUPS if args.list == "all" else [args.list]:
-            for path, line, text in rust.hits[group] + places["pages"].hits[group]:
-                if path.startswith(args.where):
-                    print(f"{path}:{line}: {group}: {text}")
+        total([*rust.values(), *pages.values()]).print_hits(groups, where=args.where)
         return 0
-    if not args.check:
-        table([*places.items(), ("all crates", rust)])
-        return 0
-    excess = 0
-    for name, count in (("Rust comments", rust), ("pages", places["pages"])):
-        for group, (_, limit, instead) in GROUPS.items():
-            if count.rate(group) > limit:
-                excess += 1
-                print(f"{name}: '{group}' {count.rate(group):.1f} per 10,000 words, limit {limit}; use: {instead}")
-                for path, line, text in count.hits[group]:
-                    print(f"  {path}:{line}: {text}")
-    return 1 if excess else 0
+    crates = {}
+    for path, count in rust.items():
+        crates.setdefault(crate(path), []).append(count)
+    rows = [(name, total(counts)) for name, counts in sorted(crates.items())]
+    table([*rows, ("all crates", total(rust.values())), ("pages", total(pages.values()))])
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-# Two commands do it all on a fresh machine with Rust, Python >= 3.11 and a C compiler:
-#   make demo   a live eight-worker cluster under a real load, KV routing against round robin
+# On a fresh machine with Rust, Python >= 3.11 and a C compiler:
+#   make demo   a live eight-worker cluster under load, KV-aware routing against round robin
 #   make test   every test: Rust, and official clients against the real binary
 .PHONY: bench bench-live bench-net build demo test test-python test-rust
 
@@ -21,7 +21,7 @@ test-python:
 lint:
 	./scripts/lint.sh
 
-# SHORT=1: half a minute. TRACE=FILE: replay a trace in Mooncake's form. SPEEDUP=N: time-compression.
+# SHORT=1: half a minute. TRACE=FILE: replay a trace in Mooncake's format. SPEEDUP=N: time-compression.
 demo: build
 	./scripts/demo.sh
 
@@ -31,7 +31,7 @@ demo: build
 torture:
 	SLIPSTREAM_TORTURE_S=180 cargo test --locked --package slipstream-cli --test it torture -- --nocapture
 
-# Decoders of what comes from outside under libFuzzer, a minute each; needs a C++ compiler.
+# Decoders of external input under libFuzzer, a minute each; needs a C++ compiler.
 .PHONY: fuzz
 fuzz:
 	./scripts/fuzz.sh
@@ -50,23 +50,23 @@ loom:
 bench-live: build
 	./scripts/bench-live.sh
 
-# What publishing events costs a loaded server, each bus on and off (docs/benchmarks.md).
+# Cost of publishing events on a loaded server, each bus on and off (docs/benchmarks.md).
 .PHONY: bench-events
 bench-events: build
 	./scripts/bench-events.sh
 
-# What the fast path, reused buffers and unshared tables are worth, each on and off.
+# Effect of the fast path, reused buffers and unshared tables, each on and off.
 .PHONY: bench-stages
 bench-stages:
 	cargo build --release --locked --features bench
 	./scripts/bench-stages.sh
 
-# NVIDIA Dynamo 1.6.1 beside ours, one after the other; installs it from PyPI into a scratch folder.
+# NVIDIA Dynamo 1.6.1 and Slipstream, one after the other; installs Dynamo from PyPI into a scratch folder.
 .PHONY: bench-peer
 bench-peer: build
 	./scripts/bench-peer.sh
 
-# vllm-router of PyPI in front of our engines: its kv_aware policy must hit by our KV events.
+# PyPI's vllm-router in front of Slipstream's engines: its kv_aware policy must find hits by the KV events.
 .PHONY: test-router
 test-router: build
 	./scripts/vllm-router.sh
@@ -79,8 +79,8 @@ bench:
 bench-net: build
 	./scripts/bench-net.sh ./target/release/slipstream
 
-# The network's tests, goldens among them, as they are optimized in what users run: a compiler's
-# mistake shows only there. Takes minutes to build, seconds to run.
+# The network's tests, with goldens, in the release profile: a miscompilation would show only there.
+# Takes minutes to build, seconds to run.
 .PHONY: test-net-release
 test-net-release:
 	cargo test --release --locked --package slipstream-des --package slipstream-netsim
@@ -96,12 +96,12 @@ test-ns3: build
 bench-twin: build
 	./scripts/bench-twin.sh
 
-# The CPU scheduler's loader, beside the main binary; needs clang 16 or later, libelf and zlib.
+# The CPU scheduler's loader, next to the main binary; needs clang 16 or later, libelf and zlib.
 .PHONY: scx test-sched
 scx:
 	cargo build --release --locked --manifest-path crates/scx/loader/Cargo.toml --target-dir target
 
-# The CPU scheduler on a real kernel in QEMU; skips with the reason where that cannot be had.
+# The CPU scheduler on a real kernel in QEMU; skips with the reason if QEMU or a kernel is missing.
 test-sched:
 	scripts/vm/test-sched.sh
 
@@ -110,14 +110,14 @@ test-sched:
 soak-sched:
 	scripts/vm/soak.sh
 
-# Blocks by NIXL, on the library of its PyPI package (70 MB); skips with the reason where there is none.
+# Blocks by NIXL, on the library of its PyPI package (70 MB); skips with the reason if it is missing.
 .PHONY: test-nixl
 test-nixl:
 	./scripts/test-nixl.sh
 
 # The vLLM connector on vLLM's real scheduler, on a CPU; the first run makes an environment of 2 GB.
-# VLLM_VERSION=0.32.0: another release than the newest that is supported.
-# bench-vllm: what it costs a step, against others (docs/connector.md). wheel: the Python package.
+# VLLM_VERSION=0.32.0: another release than the newest supported one.
+# bench-vllm: its cost per step, against others (docs/connector.md). wheel: the Python package.
 .PHONY: test-vllm bench-vllm wheel
 test-vllm:
 	./scripts/test-vllm.sh
@@ -125,7 +125,7 @@ test-vllm:
 bench-vllm:
 	BENCH=1 ./scripts/test-vllm.sh --plot docs/connector-steps.png
 
-# The same with models that compute (3 GB more): SETUP=1 makes their environment, else it skips.
+# The same with real models (3 GB more): SETUP=1 creates their environment; without it the test skips.
 .PHONY: test-vllm-real
 test-vllm-real:
 	./scripts/test-vllm-real.sh

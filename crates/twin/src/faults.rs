@@ -1,4 +1,4 @@
-//! Workers that vanish and return, drain, or are slow; links that are slow or down.
+//! Faults: workers that are lost and restart, drain, or are slow; links that are slow or down.
 
 use slipstream_base::{RequestId, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, Event, Happening};
@@ -7,13 +7,13 @@ use slipstream_engine::Usage;
 use crate::parts::ns;
 use crate::sim::{Sim, Sink, What};
 
-/// What is the matter with each worker.
+/// The current faults of each worker.
 pub(crate) struct Faults {
-    /// By event of the cluster file: it has begun and not ended.
+    /// By event of the cluster file: whether it is active.
     active: Vec<bool>,
-    /// By worker: it is not there.
+    /// By worker: whether it is lost.
     down: Vec<bool>,
-    /// By worker: times that it has begun to start, so that a start that was overtaken is known.
+    /// By worker: number of starts, to recognize a start that a later one superseded.
     starts: Vec<u32>,
     /// By worker: from its start until it takes requests, ns.
     startup_ns: Vec<u64>,
@@ -66,7 +66,7 @@ impl Sim<'_> {
         self.refresh(worker);
     }
 
-    /// A worker has started, unless another start began since.
+    /// A worker has started, unless a later start superseded this one.
     pub(crate) fn worker_ready(&mut self, worker: u32, start: u32) {
         let worker = WorkerId(worker);
         if self.faults.starts[worker.index()] == start {
@@ -82,7 +82,7 @@ impl Sim<'_> {
             .map(|(event, _)| event)
     }
 
-    /// Brings a worker's readiness, pace and link in line with what is the matter with it.
+    /// Sets a worker's readiness, pace and link according to its active faults.
     fn refresh(&mut self, worker: WorkerId) {
         let (mut ready, mut pace, mut share) = (!self.faults.down[worker.index()], 1.0, 1.0);
         for event in self.active(worker) {
@@ -107,12 +107,12 @@ impl Sim<'_> {
         self.dispatch.on_fleet_changed();
     }
 
-    /// What of a request that `target` answers has reached its client.
+    /// The part of a request's answer by `target` that has reached its client.
     fn usage_of(&self, id: RequestId, target: u32) -> Usage {
         let node = &self.nodes[target as usize];
         let (tokens, end) = self.frames.under_way(target, node.life, id);
         let known = node.engine.usage_of(id).or(end.map(|done| done.usage));
-        // It is on no engine while it, or its prompt, crosses the network.
+        // It is on no engine while it, or its prompt, is in transfer.
         let mut usage = known.unwrap_or_else(|| Usage {
             prompt_tokens: self.flights.get(id).request.prompt.tokens(),
             ..Usage::default()
@@ -121,7 +121,7 @@ impl Sim<'_> {
         usage
     }
 
-    /// A worker disappears, and with it its part of every request.
+    /// Removes a lost worker, with its part of every request.
     fn crash(&mut self, worker: WorkerId, sink: &mut dyn Sink) {
         self.faults.down[worker.index()] = true;
         self.faults.starts[worker.index()] += 1;
@@ -131,7 +131,7 @@ impl Sim<'_> {
         {
             side.on_worker_lost(worker);
         }
-        // What their clients have of the answers, before the engines forget.
+        // The clients' part of the answers, before the engines remove them.
         let hit: Vec<(u32, u32, Usage)> = (self.dispatch.requests_of(|of| of == worker))
             .into_iter()
             .map(|(slot, _)| {

@@ -1,5 +1,5 @@
-//! Disaggregated prefill: what the engines and the network do of it. The order of the steps is the
-//! dispatcher's.
+//! Disaggregated prefill: the part of the engines and the network. The dispatcher decides the order
+//! of the steps.
 
 use slipstream_base::{RankId, RequestId};
 use slipstream_dispatch::{Attempt, Role};
@@ -9,7 +9,7 @@ use slipstream_report::PassRecord;
 use crate::sim::{Sim, Sink, What};
 
 impl Sim<'_> {
-    /// A pass of a node that computes prompts for others ends.
+    /// A pass of a prefill node ends.
     pub(crate) fn end_prefill(&mut self, node: u32, sink: &mut dyn Sink) {
         let mut out = std::mem::take(&mut self.out);
         let n = &mut self.nodes[node as usize];
@@ -44,29 +44,29 @@ impl Sim<'_> {
             let (now, slot) = (self.now, done.id.0 as u32);
             let (dispatch, env) = self.dispatching();
             let expected = dispatch.on_prefilled(now, slot, &env);
-            assert!(expected, "its blocks are held until they have come");
+            assert!(expected, "its blocks are held until the transfer ends");
             self.carry_out(None, sink);
         }
         self.out = out;
     }
 
-    /// A node has room for a prompt that is, or will be, computed elsewhere.
+    /// A node has reserved blocks for a prompt that another node computes.
     pub(crate) fn on_reserved(&mut self, reserved: Reserved, sink: &mut dyn Sink) {
         let (now, slot) = (self.now, reserved.id.0 as u32);
         let (dispatch, env) = self.dispatching();
         let expected = dispatch.on_reserved(now, slot, reserved.cached_tokens, &env);
-        assert!(expected, "it waits for its prompt to come");
+        assert!(expected, "it waits for the transfer of its prompt");
         self.carry_out(None, sink);
     }
 
-    /// A prompt's keys and values begin to cross the network.
+    /// Starts the KV transfer of a prompt.
     pub(crate) fn fetch(&mut self, slot: u32, attempt: Attempt, tokens: u32) {
         if !self.dispatch.is_current(slot, attempt) {
             return;
         }
         let from = self.dispatch.prefill_rank(slot);
         let to = self.dispatch.decode_rank(slot);
-        let (from, to) = from.zip(to).expect("its prompt has not come yet");
+        let (from, to) = from.zip(to).expect("its prompt was not transferred yet");
         let received = What::Received { slot, attempt };
         let (bytes, transfer) =
             self.wire
@@ -78,7 +78,7 @@ impl Sim<'_> {
         }
     }
 
-    /// A prompt's keys and values have come.
+    /// The KV transfer of a prompt has ended.
     pub(crate) fn received(&mut self, slot: u32, attempt: Attempt, sink: &mut dyn Sink) {
         if !self.dispatch.on_transferred(slot, attempt) {
             return;
@@ -90,7 +90,7 @@ impl Sim<'_> {
         self.carry_out(None, sink);
     }
 
-    /// The node that plays `role` for a request.
+    /// The node with `role` for a request.
     pub(crate) fn node_of(&self, role: Role, rank: RankId) -> u32 {
         match (role, &self.prefill) {
             (Role::Prefill, Some(side)) => side.node_of(rank),

@@ -6,14 +6,14 @@ use std::collections::BinaryHeap;
 use slipstream_base::SimTime;
 use slipstream_config::cluster::HostConfig;
 
-/// Something that works on what the frontend has to do.
+/// A model of the processors for the frontend's work.
 pub(crate) trait Host: Send {
-    /// Work of `ns` is there at `now`, which never runs back. Returns when it is done.
+    /// Adds work of `ns` at `now`, which never decreases. Returns when it is done.
     fn run(&mut self, now: SimTime, ns: u64) -> SimTime;
 }
 
-/// Equal cores and one queue: work waits for the first that is free, in the order of its coming,
-/// and keeps it until it is done.
+/// Equal cores and one queue: work waits for the first free core, in order of arrival, and keeps it
+/// until done.
 pub(crate) struct Ideal {
     free_at: BinaryHeap<Reverse<SimTime>>,
 }
@@ -38,7 +38,7 @@ impl Host for Ideal {
     }
 }
 
-/// What the frontend's work takes, ns.
+/// Duration of the frontend's work, ns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Costs {
     parse: f64,
@@ -61,8 +61,8 @@ impl Costs {
         }
     }
 
-    /// To read a prompt of `tokens`, tokenize it, and choose its worker: one piece of work.
-    /// Also how long before its end the prompt was read, and tokenized.
+    /// Work for a prompt of `tokens`: read, tokenize, and choose its worker, as one piece. Also the
+    /// times before its end at which the prompt was read, and tokenized.
     pub(crate) fn request(&self, tokens: u32) -> (u64, u64, u64) {
         let tokenize = self.tokenize * f64::from(tokens);
         let whole = self.parse + tokenize + self.route;
@@ -77,7 +77,7 @@ impl Costs {
         self.dispatch.round() as u64
     }
 
-    /// To take a frame of `tokens` and write it to clients.
+    /// Work to read a frame of `tokens` and write it to clients.
     pub(crate) fn frame(&self, tokens: u32) -> u64 {
         (self.frame + self.token * f64::from(tokens)).round() as u64
     }

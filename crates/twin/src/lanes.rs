@@ -1,10 +1,10 @@
-//! A run whose engines have nothing to do with each other: each goes through time by itself.
+//! A run with independent engines: each advances through time separately.
 //!
-//! If the router looks at no load (round robin, random), and no request waits for the end of another
-//! (no later turns, no closed loop), then where requests go is known before any of them has run.
-//! Arrivals are routed a *window* ahead; in a window each engine takes its own requests and runs its
-//! passes to the window's end, alone. Two things are won: threads can share the engines, and one
-//! engine's block pool stays in the processor's cache for many requests in a row.
+//! If the router reads no load (round robin, random), and no request waits for the end of another
+//! (no later turns, no closed loop), the target of each request is known before any engine runs.
+//! Arrivals are routed a *window* ahead. In a window each engine takes its own requests and runs
+//! its passes to the window's end, alone. There are two gains: threads can share the engines, and
+//! one engine's block pool stays in the processor's cache for many requests in a row.
 //!
 //! ```text
 //!   thread 0   route window k+1 │ engine 2 │ engine 5 │ … ┐
@@ -12,13 +12,13 @@
 //!   thread 2   engine 1 │ engine 4 │ …                    ┘
 //! ```
 //!
-//! The same goes for a router that looks now and then (`router.view_interval_ms`): windows are then
-//! its intervals, and what decides in window k+1 is what it saw when window k began. What engines
-//! tell of their caches in window k goes into the index when window k+1 has been routed. Only where
-//! nobody came for more than an interval, window k+1 is routed when all have met.
+//! The same holds for a router with a refresh interval (`router.view_interval_ms`): windows are
+//! then its intervals, and window k+1 uses the view at the beginning of window k. Cache deltas of
+//! engines in window k are applied after window k+1 has been routed. If there was no arrival for
+//! more than an interval, window k+1 is routed when all threads have met.
 //!
-//! Windows are cut by counting arrivals or by their times, never by threads or by a clock, so a run
-//! gives the same figures on any number of threads, and the same as the one queue of
+//! Windows are bounded by counts of arrivals or by their times, never by threads or a clock, so a
+//! run gives the same figures on any number of threads, and the same as the single queue of
 //! [`sim`](crate::sim).
 
 use std::collections::VecDeque;
@@ -44,20 +44,21 @@ use crate::sim::{
     prompt_of, request_seed,
 };
 
-/// Arrivals a window holds for each engine: enough for the block pool of one to be worth loading
-/// into the processor's cache.
+/// Arrivals per window and engine: enough that loading an engine's block pool into the processor's
+/// cache pays off.
 const ARRIVALS_PER_LANE: usize = 512;
-/// Arrivals a window holds at most, some 250 bytes each, two windows at a time.
+/// Limit of arrivals per window, about 250 bytes each, two windows at a time.
 const ARRIVALS_MAX: usize = 1 << 15;
 
-/// Whether no request's way or time hangs on another's; `follow_ups` says that some follow from answers.
+/// Whether no request's target or time depends on another's; `follow_ups`: some requests follow
+/// from answers.
 pub(crate) fn are_independent(
     reads_cache: bool,
     router: &RouterConfig,
     workload: &Workload,
     follow_ups: bool,
 ) -> bool {
-    // A refusal names when to come again, which follows from loads as they are.
+    // A refusal has a retry time, which depends on the current loads.
     let refuses = router.busy_kv_share < 1.0 || router.busy_prefill_tokens > 0;
     let ahead = !reads_cache || router.view_interval_ms > 0.0 && !refuses;
     let routes_ahead = ahead && router.policy != RouterPolicy::Direct;
@@ -72,22 +73,22 @@ pub(crate) fn are_independent(
 struct Lane {
     node: Node,
     flights: Flights,
-    /// When the pass under way ends, or the run of passes that was jumped over.
+    /// When the current pass, or run of jumped passes, ends.
     end: Option<SimTime>,
-    /// Arrivals of the window, kept for their capacity.
+    /// Arrivals of the window; the buffer is reused.
     arrivals: Vec<Arrival>,
-    /// Changes of the cache that the router has not heard of, and when they happened.
+    /// Cache changes that the router does not have yet, with their times.
     late: VecDeque<(SimTime, KvDelta)>,
 }
 
 struct Arrival {
     at: SimTime,
     request: Request,
-    /// What to charge for it, under a router that looks at loads.
+    /// Its charge, if the router reads loads.
     chosen: Option<(Chosen, Prompt)>,
 }
 
-/// A request that has ended, kept until the window has.
+/// A request that has ended, kept until the end of the window.
 struct Ended {
     request: Request,
     rank: Option<RankId>,
@@ -144,7 +145,7 @@ impl Ended {
     }
 }
 
-/// What a thread keeps to itself.
+/// State of one thread.
 #[derive(Default)]
 struct Worker {
     tally: Tally,
@@ -153,24 +154,24 @@ struct Worker {
     run: DecodeRun,
 }
 
-/// What every lane needs to know.
+/// State that every lane reads.
 struct Rules<'a> {
     options: &'a Options,
     block_size: u32,
     root: BlockHash,
     seed: u64,
-    /// The sink wants a record of each request.
+    /// Whether the sink records each request.
     records: bool,
-    /// Where requests are charged, and changes of caches told, by a router that looks at them.
+    /// The fleet to charge requests and apply cache changes to, if the router reads them.
     fleet: Arc<Fleet>,
-    /// Changes of caches are told.
+    /// Whether cache changes are published.
     tells_cache: bool,
-    /// And after this time, ns.
+    /// Their delay, ns.
     lag_ns: u64,
 }
 
 impl Lane {
-    /// Takes the window's arrivals and runs all that happens before `until`.
+    /// Takes the window's arrivals and runs all events before `until`.
     fn advance(&mut self, until: SimTime, rules: &Rules<'_>, worker: &mut Worker) {
         let mut arrivals = std::mem::take(&mut self.arrivals);
         let mut coming = arrivals.drain(..).peekable();
@@ -284,21 +285,21 @@ impl Lane {
 
     fn begin(&mut self, now: SimTime, rules: &Rules<'_>, worker: &mut Worker) -> Option<SimTime> {
         let end = self.node.begin(now);
-        // An engine that fell idle has told everything.
+        // An idle engine has published all changes.
         if end.is_none() && self.node.engine.take_kv(&mut worker.out.kv) {
             self.on_kv(now, &worker.out.kv, rules);
         }
         end
     }
 
-    /// The cache changed at `at`.
+    /// Records a cache change at `at`.
     fn on_kv(&mut self, at: SimTime, delta: &KvDelta, rules: &Rules<'_>) {
         if rules.tells_cache && !delta.ops.is_empty() {
             self.late.push_back((at, delta.clone()));
         }
     }
 
-    /// Tells the router what it hears of before `limit`.
+    /// Applies the changes that reach the router before `limit`.
     fn tell_cache(&mut self, limit: SimTime, rules: &Rules<'_>) {
         while let Some((at, delta)) = self.late.front()
             && *at + rules.lag_ns < limit
@@ -346,11 +347,11 @@ impl Lane {
     }
 }
 
-/// Routes arrivals, a window at a time.
+/// Routes arrivals, one window at a time.
 struct Arrivals {
     schedule: Schedule,
     router: Router,
-    /// Stands for every prompt under a router that looks at none, as it looks at no load.
+    /// Placeholder for every prompt, if the router reads no load and so no prompt.
     any_prompt: Option<Prompt>,
     root: BlockHash,
     now: SimTime,
@@ -361,18 +362,18 @@ struct Arrivals {
     refused: Vec<Ended>,
 }
 
-/// A stretch of time whose arrivals are known.
+/// A time span whose arrivals are known.
 #[derive(Clone, Copy)]
 struct Window {
-    /// It ends before this.
+    /// Its end, exclusive.
     until: SimTime,
-    /// Nothing arrives after it, or the run's time is over with it.
+    /// Whether nothing arrives after it, or the run's time limit is reached.
     last: bool,
 }
 
 impl Arrivals {
-    /// Puts the arrivals of the next window into `inboxes`. `None`, and nothing done, if the router must
-    /// look at loads first, and they are not `current`.
+    /// Puts the arrivals of the next window into `inboxes`. Returns `None`, without changes, if the
+    /// router must refresh its view first and it is not `current`.
     fn fill(
         &mut self,
         inboxes: &[Mutex<Vec<Arrival>>],
@@ -408,7 +409,7 @@ impl Arrivals {
                 Some(_) => count >= self.window_max,
                 None => self.router.view_turn(due) != ViewTurn::Same,
             };
-            // Those of one moment stay together.
+            // Arrivals at one time stay together.
             if is_over && until.is_some_and(|last| due > last) {
                 return Ok(Window {
                     until: due,
@@ -418,15 +419,15 @@ impl Arrivals {
             self.now = self.now.max(due);
             until = Some(self.now);
             while let Some(request) = self.schedule.pop(self.now)? {
-                // A turn that waits for this one would be late by up to a window.
+                // A turn that follows from this one would be late by up to a window.
                 assert!(
                     !request.has_next(),
                     "are_independent() lets in no later turns"
                 );
                 count += 1;
                 self.route(request, inboxes);
-                // A workload without end may have all of its requests due at one time: the run is
-                // given up once the lanes have counted these.
+                // All requests of an endless workload may be due at one time: the run is aborted
+                // once the lanes have counted these.
                 if count > self.in_flight_max {
                     return Ok(Window {
                         until: self.now + 1,
@@ -475,29 +476,29 @@ impl Arrivals {
     }
 }
 
-/// What the threads of a run share.
+/// State shared by the threads of a run.
 struct Shared<'a> {
     rules: Rules<'a>,
     lanes: Vec<Mutex<Lane>>,
     arrivals: Mutex<Arrivals>,
-    /// Those of the window that runs, and of the next one, in turn.
+    /// Arrivals of the current window and of the next one, in turn.
     inboxes: [Vec<Mutex<Vec<Arrival>>>; 2],
     barrier: WindowBarrier,
-    /// The next piece of work of this window: routing, then some lanes, and so on.
+    /// The next piece of work in this window: routing, then groups of lanes.
     next: AtomicUsize,
-    /// Lanes of a piece.
+    /// Lanes per piece.
     piece: usize,
-    /// The next window has been routed, as far as it can be.
+    /// Whether the next window has been routed, as far as possible.
     routed: AtomicBool,
-    /// The next piece of what caches have to tell.
+    /// The next piece of cache changes to apply.
     next_told: AtomicUsize,
     control: Mutex<Control>,
     in_flight: AtomicUsize,
     answered: AtomicU64,
     stop: AtomicBool,
     windows: AtomicU64,
-    /// What ended in the window that runs, and in the one before, in turn: a thread may be in the
-    /// next window before those of the last one have been told.
+    /// Ended requests of the current window and of the previous one, in turn: a thread may be in
+    /// the next window before those of the last one were recorded.
     ended: [Mutex<Vec<Ended>>; 2],
 }
 
@@ -510,7 +511,7 @@ struct Control {
 }
 
 impl Shared<'_> {
-    /// Work of one window, shared with the other threads.
+    /// Work of one window, shared between the threads.
     fn work(&self, worker: &mut Worker) {
         let window = lock(&self.control).window;
         let parity = (self.windows.load(Ordering::Acquire) % 2) as usize;
@@ -554,8 +555,8 @@ impl Shared<'_> {
         begin..self.lanes.len().min(begin + self.piece)
     }
 
-    /// Tells the router what it hears of in `window`, shared with the other threads. Until the next
-    /// window has been routed, it goes by what it knew before.
+    /// Applies the cache changes that reach the router in `window`, shared between the threads. It
+    /// starts when the next window has been routed, which uses the earlier state.
     fn tell_caches(&self, window: Window) {
         while !self.routed.load(Ordering::Acquire) {
             std::thread::yield_now(); // some microseconds at most
@@ -566,7 +567,7 @@ impl Shared<'_> {
                 break;
             }
             for index in lanes {
-                // Who still advances it holds its lock.
+                // A thread that still advances it holds its lock.
                 lock(&self.lanes[index]).tell_cache(window.until, &self.rules);
             }
         }
@@ -592,7 +593,7 @@ impl Shared<'_> {
             let mut arrivals = lock(&self.arrivals);
             let filled = match following.expect("somebody routed the next window") {
                 Ok(Some(window)) => {
-                    // All engines have come to where it begins.
+                    // All engines have reached its start.
                     arrivals.router.see();
                     Ok(window)
                 }
@@ -618,7 +619,7 @@ impl Shared<'_> {
         lock(&self.control).over
     }
 
-    /// Hands over what ended in window number `window`, in the order of its end.
+    /// Records the requests that ended in window number `window`, in the order of their ends.
     fn tell(&self, window: u64, tally: &mut Tally, sink: &mut dyn Sink) {
         let mut ended = std::mem::take(&mut *lock(&self.ended[(window % 2) as usize]));
         ended.sort_unstable_by_key(|e| (e.last, e.request.id()));
@@ -683,7 +684,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
     };
     let window = arrivals.fill_now(&inboxes[0])?;
     let threads = options.threads.clamp(1, lanes.len() as u32);
-    // Short windows: few pieces, so that taking one costs little beside it.
+    // Short windows: few pieces, so that the overhead per piece stays small.
     let piece = if views {
         lanes.len().div_ceil(threads as usize * 4)
     } else {
@@ -786,13 +787,13 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
     Ok(tally.into_outcome(nodes, under_way as u64, &arrivals.schedule, cut))
 }
 
-/// A thread that panicked would be waited for at the barrier for ever.
+/// If a thread panicked, the others would wait at the barrier forever.
 struct PanicEndsAll;
 
 impl Drop for PanicEndsAll {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            std::process::abort(); // the panic has said why
+            std::process::abort(); // the panic message has the cause
         }
     }
 }

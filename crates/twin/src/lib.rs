@@ -1,4 +1,4 @@
-//! A cluster in virtual time: what `slipstream serve` would do under a workload, without waiting.
+//! A cluster in virtual time: the behavior of `slipstream serve` under a workload, without waiting.
 //!
 //! ```text
 //!   Schedule ─► host ─► route (Router) ─► wire ─► add (Engine) ─► passes … ─► wire ─► host ─► tokens
@@ -7,16 +7,17 @@
 //!      └──────────────────────────── on_done ◄──────────────────────────────────────────────┘
 //! ```
 //!
-//! Engines, routers and workload are those of the live cluster; this crate only says what time it is.
-//! At equal times passes end first (in the order in which they began), then what was planned
-//! happens, then requests arrive, then passes begin. A run is a function of cluster, workload and
-//! seed: [`Outcome::digest`] is the same on every machine.
+//! Engines, routers and workload are those of the live cluster; this crate only advances time. At
+//! equal times passes end first (in the order in which they began), then planned events happen,
+//! then requests arrive, then passes begin. A run is a function of cluster, workload and seed:
+//! [`Outcome::digest`] is the same on every machine.
 //!
-//! Modules: `sim` is the queue of events; `parts` builds what the cluster file says, `node` is an
-//! engine and what is on it; `hand_over`, `wire`, `host` and `faults` are what lies between and what
-//! goes wrong; `lanes` runs engines that have nothing to do with each other on several threads.
+//! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
+//! engine with its requests; `hand_over`, `wire` and `host` model KV transfers, the network and the
+//! frontend's processors; `faults` changes them; `lanes` runs independent engines on several
+//! threads.
 //!
-//! What is modelled how, and what is not, stands in `docs/twin.md`.
+//! `docs/twin.md` describes the models and their limits.
 #![forbid(unsafe_code)]
 
 mod faults;

@@ -13,7 +13,7 @@ use slipstream_workload::Request;
 use crate::parts::Pace;
 use crate::sim::RequestRecord;
 
-/// When a request passed from hand to hand.
+/// Times of a request's stages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hops {
     /// Read and checked by the frontend.
@@ -22,22 +22,22 @@ pub struct Hops {
     pub tokenized: SimTime,
     /// Its worker chosen.
     pub routed: SimTime,
-    /// Handed to the network.
+    /// Passed to the network.
     pub dispatched: SimTime,
-    /// With a worker: the first that computes anything for it.
+    /// Received by a worker: the first that computes anything for it.
     pub received: SimTime,
     /// The pass with its first token ended.
     pub first_pass_end: SimTime,
     /// That pass's frame reached the frontend.
     pub frame: SimTime,
-    /// Its prompt was computed, if by another worker.
+    /// End of its prompt's computation, if another worker computed it.
     pub prefilled: Option<SimTime>,
-    /// Its prompt's keys and values began to be sent, and had come, if another worker computed them.
+    /// Start and end of its KV transfer, if another worker computed the prompt.
     pub kv: Option<(SimTime, SimTime)>,
 }
 
 impl Hops {
-    /// All at once, at `now`.
+    /// All stages at `now`.
     pub(crate) fn at(now: SimTime) -> Hops {
         Hops {
             parsed: now,
@@ -53,27 +53,26 @@ impl Hops {
     }
 }
 
-/// A request under way.
+/// A request in flight.
 pub(crate) struct Flight {
     pub(crate) request: Request,
     /// Distinguishes it from earlier requests in this slot.
     pub(crate) ticket: u64,
-    /// The router's charge, in a run that routes ahead (`lanes`). Elsewhere the dispatcher has it.
+    /// The router's charge, in a run that routes ahead (`lanes`). Otherwise the dispatcher has it.
     pub(crate) active: Option<ActiveSequence>,
-    /// The node that computed its prompt, if another one did.
+    /// The node that computed its prompt, if it is another one.
     pub(crate) prefill: Option<u32>,
-    /// When its keys and values began to cross the network, and the name of that transfer unless they
-    /// arrived at once.
+    /// Start of its KV transfer, and the transfer's id unless it took no time.
     pub(crate) sent: Option<(SimTime, Option<TransferId>)>,
-    /// Times that its client sent it again.
+    /// Number of retries by its client.
     pub(crate) retries: u32,
-    /// When its last token came; 0 before the first.
+    /// Time of its last token; 0 before the first.
     pub(crate) last: SimTime,
     pub(crate) first: Option<SimTime>,
     pub(crate) admitted: Option<SimTime>,
     pub(crate) first_pass_start: SimTime,
     pub(crate) cached_tokens: u32,
-    /// Longest gap between two tokens so far, ns; kept only where every token is looked at.
+    /// Longest gap between two tokens so far, ns; recorded only if every token is processed.
     pub(crate) gap_max: u64,
     pub(crate) hops: Hops,
 }
@@ -97,7 +96,7 @@ impl Flight {
         }
     }
 
-    /// Its first token came at `now`, from a pass that ended at `pass_end`.
+    /// Records its first token at `now`, from a pass that ended at `pass_end`.
     pub(crate) fn on_first(&mut self, first: &FirstToken, pass_end: SimTime, now: SimTime) {
         self.first = Some(now);
         self.last = now;
@@ -144,7 +143,7 @@ impl Flight {
     }
 }
 
-/// Requests under way, by the slot that names them in engines.
+/// Requests in flight, by the slot that identifies them in engines.
 #[derive(Default)]
 pub(crate) struct Flights {
     slots: Vec<Option<Flight>>,
@@ -171,7 +170,7 @@ impl Flights {
             .expect("an engine knows only requests that are under way")
     }
 
-    /// The request in `slot`, if it is still the one that got `ticket`.
+    /// The request in `slot`, if it is still the one with `ticket`.
     pub(crate) fn find(&mut self, slot: u32, ticket: u64) -> Option<&mut Flight> {
         let flight = self.slots.get_mut(slot as usize)?.as_mut()?;
         (flight.ticket == ticket).then_some(flight)
@@ -196,16 +195,16 @@ impl Flights {
     }
 }
 
-/// What an engine is doing.
+/// State of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Nothing runs and nothing waits.
+    /// Idle.
     Idle,
-    /// Something was added, or a pass has ended; a pass begins at this moment.
+    /// Work was added, or a pass has ended; a pass begins at this time.
     Awake,
-    /// A pass is under way.
+    /// In a pass.
     InPass,
-    /// A run of decode passes was jumped over; the next pass begins at its end.
+    /// In a run of jumped decode passes; the next pass begins at its end.
     Jumped,
 }
 
@@ -214,51 +213,51 @@ pub(crate) struct Node {
     pub(crate) rank: RankId,
     pub(crate) role: Role,
     pub(crate) phase: Phase,
-    /// Times that its worker vanished.
+    /// Number of times that its worker was lost.
     pub(crate) life: u32,
-    /// Slows its passes down, if anything may.
+    /// Factor on its passes, if a fault can change it.
     pub(crate) pace: Option<Arc<Pace>>,
-    /// When the last of its frames was, or will be, with the clients: they come in order.
+    /// When the clients have (or will have) the last of its frames: frames arrive in order.
     pub(crate) told: SimTime,
     gaps: Gaps,
     preemptions: u64,
     /// Length of the last pass, ns.
     pass_ns: u64,
-    /// What a sink that wants passes is told beside their output.
+    /// Additional data for a sink that records passes.
     pub(crate) watch: Option<Box<Watch>>,
 }
 
-/// What the output of a pass does not say of it.
+/// Data of a pass that its output does not contain.
 #[derive(Default)]
 pub(crate) struct Watch {
     /// Blocks that sequences held while it ran.
     pub(crate) used_blocks: u32,
-    /// Sequences that gave up their blocks for it.
+    /// Sequences preempted for it.
     pub(crate) preempted: u32,
-    /// Gaps between its sequences' tokens and those before them, ns, and how often each.
+    /// Gaps between its sequences' tokens and the previous ones, ns, with counts.
     pub(crate) gaps: Vec<(u64, u32)>,
 }
 
-/// Gaps between tokens, without looking at each token. Tokens that a sequence gets in one step are one
-/// event with one gap before it, as vLLM measures inter-token latency.
+/// Gaps between tokens, counted without processing each token. Tokens of one sequence in one step are
+/// one event with one gap before it, as vLLM measures inter-token latency.
 ///
-/// As a rule every sequence that has a token gets the next one in the next pass: then all gaps of a
-/// pass are the time since the end of the pass before, and one count says it all. A preemption
-/// breaks the rule; tokens are then looked at one by one until all sequences are in step again.
+/// Normally every sequence with a token gets the next one in the next pass: then all gaps of a pass
+/// are the time since the end of the previous pass, and one count is enough. After a preemption,
+/// tokens are processed one by one until all sequences are in step again.
 struct Gaps {
     /// End of the last pass.
     last_end: SimTime,
-    /// Sequences that got a token in it and go on.
+    /// Sequences that got a token in it and continue.
     live: u32,
-    /// Sequences that have a token and go on. As many as `live` while all are in step.
+    /// Sequences that have a token and continue. Equal to `live` while all are in step.
     started: u32,
-    /// The rule does not hold: tokens are looked at one by one.
+    /// Whether tokens are processed one by one, because sequences are not in step.
     broken: bool,
-    /// When it broke; every sequence that had a token then had its last one at this time.
+    /// Time of the preemption; every sequence with a token then had its last one at this time.
     broke_at: SimTime,
-    /// Every token is looked at, whether or not it must be.
+    /// Whether every token is processed in any case.
     always: bool,
-    /// Of `started`, those of each class; empty where the objectives name no class.
+    /// Of `started`, those of each class; empty if the objectives name no class.
     of_class: Vec<u32>,
 }
 
@@ -311,7 +310,7 @@ impl Node {
         }
     }
 
-    /// Begins a pass at `now`, if there is anything to do. Returns when it ends.
+    /// Begins a pass at `now`, if there is work. Returns its end.
     pub(crate) fn begin(&mut self, now: SimTime) -> Option<SimTime> {
         let end = self.engine.begin_pass(now);
         self.phase = match end {
@@ -338,7 +337,8 @@ impl Node {
         end
     }
 
-    /// Jumps over decode passes from `now` on that end before `until`. Returns the end of the last.
+    /// Jumps over decode passes from `now` on that end before `until`. Returns the end of the last
+    /// one.
     pub(crate) fn jump(
         &mut self,
         now: SimTime,
@@ -350,7 +350,7 @@ impl Node {
         {
             return None;
         }
-        // A try costs as much as a pass; one that would hardly get anywhere is not made.
+        // An attempt costs as much as a pass, so it is not made if it would cover few passes.
         if until.since(now) < 2 * self.pass_ns {
             return None;
         }
@@ -373,7 +373,7 @@ impl Node {
         Some(before)
     }
 
-    /// Its worker vanishes, with everything on it.
+    /// Removes all state, because its worker is lost.
     pub(crate) fn crash(&mut self) {
         self.engine.restart();
         self.engine.list_tokens(self.gaps.always);
@@ -382,14 +382,14 @@ impl Node {
         self.gaps = Gaps::new(self.gaps.always, self.gaps.of_class.len());
     }
 
-    /// Ends the pass that ends now. What it gave is to be [told](Self::tell).
+    /// Ends the pass that ends now. Its output is to be [recorded](Self::tell).
     pub(crate) fn finish(&mut self, out: &mut PassOutput) {
         self.engine.finish_pass(out);
         self.phase = Phase::Awake;
     }
 
-    /// The tokens of a pass come to their clients: counts the gaps between them and those before.
-    /// First tokens and ends are the caller's to note, after this.
+    /// Delivers the tokens of a pass to their clients: counts the gaps before them. The caller
+    /// records first tokens and ends after this.
     pub(crate) fn tell(
         &mut self,
         now: SimTime,
@@ -408,7 +408,7 @@ impl Node {
             for (id, _) in &out.tokens {
                 let flight = flights.get_mut(id);
                 if firsts.next_if(|f| f.id == id).is_none() {
-                    // While all were in step nobody wrote down when tokens came.
+                    // While all were in step no token times were recorded.
                     let gap = now.since(flight.last.max(gaps.broke_at));
                     totals.itl.record(gap);
                     if !gaps.of_class.is_empty() {

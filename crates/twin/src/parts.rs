@@ -1,4 +1,4 @@
-//! What a cluster file says, built: engines, the routers before them, what lies between.
+//! Builds the parts of a cluster file: engines, their routers, and the network between.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -15,31 +15,31 @@ use slipstream_router::{CachedBlocks, Fleet, ViewTurn};
 use crate::node::Node;
 use crate::sim::{Options, TwinError};
 
-/// The nodes that a router chooses among, and when their KV events reach it.
+/// The nodes that a router chooses among, and the delay of their KV events.
 pub(crate) struct Side {
     pub(crate) fleet: Arc<Fleet>,
     /// The node of each target.
     pub(crate) nodes: Vec<u32>,
-    /// The router looks at what is cached.
+    /// Whether the router reads cache state.
     pub(crate) reads_cache: bool,
-    /// It hears of what is cached by deltas, which come later than what they tell of. Otherwise, if it
-    /// looks at that at all, it asks the engines: what it would hear by deltas is what they have told.
+    /// Cache state arrives through KV deltas, with a delay. Otherwise, a router that reads it
+    /// queries the engines, whose published state is the same.
     pub(crate) hears: bool,
-    /// Where it asks engines: those that have the first block of a prompt.
+    /// If engines are queried: those that have the first block of a prompt.
     openings: Openings,
-    /// Changes of caches that the router has not heard of yet, by when it does.
+    /// Cache changes that have not reached the router, by their arrival time.
     late: BTreeMap<(SimTime, u64), Late>,
     pub(crate) lag_ns: u64,
-    /// The router does not hear of a change when it happens.
+    /// Whether changes reach the router with a delay.
     is_late: bool,
-    /// The router looks now and then.
+    /// Whether the router refreshes its view at intervals.
     views: bool,
-    /// When it did last.
+    /// The time of its last refresh.
     looked: SimTime,
     sequence: u64,
 }
 
-/// The engines behind a router, as far as their passes have ended.
+/// The engines of a router, in the state at the end of their last passes.
 pub(crate) struct Engines<'a> {
     nodes: &'a [Node],
     of_target: &'a [u32],
@@ -67,11 +67,11 @@ impl CachedBlocks for Engines<'_> {
     }
 }
 
-/// Who has the first block of a prompt: nobody else need be asked for more of it.
+/// Owners of first blocks of prompts: only these need to be queried for more blocks.
 struct Openings {
     /// Words of 64 targets.
     words: usize,
-    /// Numbers in `owners` of those first blocks that somebody has.
+    /// Indexes into `owners` of the cached first blocks.
     blocks: HashMap<BlockHash, u32>,
     owners: Vec<u64>,
     spare: Vec<u32>,
@@ -94,7 +94,7 @@ impl Openings {
         &self.owners[at as usize * self.words..][..self.words]
     }
 
-    /// `ops` tell of first blocks alone.
+    /// `ops` contain first blocks only.
     fn on_kv(&mut self, target: usize, ops: &[KvOp]) {
         let (word, bit) = (target / 64, 1 << (target % 64));
         for op in ops {
@@ -125,7 +125,7 @@ impl Openings {
         }
     }
 
-    /// `target` has nothing any more.
+    /// `target` lost its cache.
     fn clear(&mut self, target: usize) {
         let held: Vec<KvOp> = self
             .blocks
@@ -170,7 +170,7 @@ impl Side {
         })
     }
 
-    /// The cache of `node` changed at `at`, and nobody looks at the index before `at`.
+    /// The cache of `node` changed at `at`, and the index is not read before `at`.
     pub(crate) fn on_kv(&mut self, at: SimTime, node: u32, life: u32, delta: &KvDelta) {
         if delta.ops.is_empty() {
             return;
@@ -194,12 +194,12 @@ impl Side {
         self.sequence += 1;
     }
 
-    /// Whether its router asks engines for their caches, and not the index.
+    /// Whether its router queries engines for their caches instead of the index.
     pub(crate) fn asks_engines(&self) -> bool {
         !self.hears && self.reads_cache && self.fleet.config().kv_events
     }
 
-    /// The caches of `nodes`, for a router that asks them.
+    /// The caches of `nodes`, for a router that queries them.
     pub(crate) fn engines<'a>(&'a self, nodes: &'a [Node]) -> Engines<'a> {
         Engines {
             nodes,
@@ -214,7 +214,7 @@ impl Side {
         self.nodes[target.expect("the router chose one of its targets")]
     }
 
-    /// What changes of their caches its engines list.
+    /// The kind of cache changes that its engines list.
     fn lists(&self) -> KvChanges {
         match (
             self.hears,
@@ -226,7 +226,7 @@ impl Side {
         }
     }
 
-    /// A worker vanished, and its caches with it.
+    /// A worker was lost with its caches.
     pub(crate) fn on_worker_lost(&mut self, worker: WorkerId) {
         self.fleet.on_worker_lost(worker);
         for (target, config) in self.fleet.targets().iter().enumerate() {
@@ -236,8 +236,8 @@ impl Side {
         }
     }
 
-    /// The router is about to choose at `now`, by the view that `turn` names: applies the KV events that
-    /// have reached it by then, or by its last view.
+    /// Prepares a choice at `now`, by the view that `turn` names: applies the KV events that have
+    /// reached the router by then, or by its last refresh.
     pub(crate) fn hear(&mut self, now: SimTime, turn: ViewTurn, nodes: &[Node]) {
         if !self.is_late {
             return;
@@ -263,7 +263,7 @@ impl Side {
             && entry.key().0 < limit
         {
             let Late { delta, node, life } = entry.remove();
-            // What a worker said before it vanished is of no use.
+            // Pending events of a lost worker are discarded.
             if nodes[node as usize].life == life {
                 self.fleet.on_kv(&delta);
             }
@@ -271,11 +271,11 @@ impl Side {
     }
 }
 
-/// Everything but requests and time.
+/// All state except requests and time.
 pub(crate) struct Parts {
-    /// Takes whole requests, and answers to prompts computed elsewhere.
+    /// Takes whole requests, and answers whose prompts were computed elsewhere.
     pub(crate) serve: Side,
-    /// Takes prompts, if there are pools for it.
+    /// Takes prompts, if pools have that role.
     pub(crate) prefill: Option<Side>,
     pub(crate) nodes: Vec<Node>,
 }
@@ -294,7 +294,7 @@ impl Parts {
         } else {
             None
         };
-        // Passes whose tokens are still on their way may overlap with later ones.
+        // Passes whose tokens are still in transit may overlap with later ones.
         let each_token = options.each_token || tells_later;
         let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
@@ -353,7 +353,7 @@ fn engine(
     } else {
         (timing, None)
     };
-    // What answers say is nobody's business here: blocks are named, not spelled.
+    // The text of answers is not needed: blocks are identified by names.
     let output = OutputModel {
         vocab: [0].into(),
         first_vocab: None,
@@ -368,7 +368,7 @@ fn engine(
     Ok((engine, pace))
 }
 
-/// How many times as long as it should a pass takes: 1, unless something slows an engine down.
+/// Factor on the duration of passes: 1, unless a fault slows an engine down.
 pub(crate) struct Pace(AtomicU64);
 
 impl Pace {
@@ -382,7 +382,7 @@ impl Pace {
     }
 }
 
-/// Passes that take less than they would, or more.
+/// Passes with a factor on their duration.
 struct Paced {
     timing: Box<dyn StepTime>,
     speedup: f64,

@@ -1,4 +1,4 @@
-//! The run: what happens next, until nothing does.
+//! The run: processes events until there are none.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -29,37 +29,36 @@ use crate::node::{Flight, Flights, Hops, Node, Phase};
 use crate::parts::{Engines, Parts, Side};
 use crate::wire::{Frame, Frames, Wire};
 
-/// How to run.
+/// Options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Objectives for goodput.
     pub slo: Objectives,
-    /// End the run at this time, though requests are under way.
+    /// End the run at this time, with requests in flight.
     pub time_max: SimTime,
-    /// Jump over decode passes in which nothing happens. The result is the same without.
+    /// Jump over decode passes without other events. The result is the same without.
     pub jump: bool,
-    /// Look at each token, which an objective on the longest gap of a request needs. Slower.
+    /// Process each token, which an objective on the longest gap of a request needs. Slower.
     pub each_token: bool,
-    /// Divides the length of passes, and the time that the network takes, above 0: what a live cluster
-    /// at this `live.speedup` would do.
+    /// Divides the duration of passes and of transfers, above 0: gives the figures of a live
+    /// cluster at this `live.speedup`.
     pub speedup: f64,
-    /// Requests under way at which a run is given up as unstable: more than any engine that keeps
-    /// up would let gather.
+    /// Requests in flight at which a run is aborted as unstable: more than accumulate at any engine
+    /// that keeps up.
     pub in_flight_max: usize,
-    /// The same of messages on the network, where `network.messages`.
+    /// The same limit for messages on the network, with `network.messages`.
     pub messages_max: usize,
-    /// Threads for engines that have nothing to do with each other, at least 1: those of a router
-    /// that looks at no load, under requests of which none waits for another. Other runs take one.
-    /// The result is the same for any number.
+    /// Threads for independent engines, at least 1: for a router that reads no load, and requests
+    /// of which none waits for another. Other runs use one. The result is the same for any number.
     pub threads: u32,
-    /// One queue for the events of all engines, even if they have nothing to do with each other.
-    /// The result is the same, slower.
+    /// Use one queue for the events of all engines, even independent ones. The result is the same,
+    /// slower.
     pub one_queue: bool,
-    /// Feed a block index even where the router can ask the engines what they have cached. The result is
-    /// the same, slower.
+    /// Feed a block index even if the router could query the engines. The result is the same,
+    /// slower.
     pub feed_index: bool,
-    /// Times that a client sends a request again that was refused because no worker could take it,
-    /// after the time that the refusal names.
+    /// Client retries of a request that was refused because no worker could take it, after the
+    /// refusal's retry time.
     pub retries: u32,
     /// What the dispatcher was told and decided. Not for runs whose engines have nothing to do with each
     /// other, unless `one_queue`.
@@ -87,7 +86,7 @@ impl Default for Options {
     }
 }
 
-/// Why a run could not be made, or broke off. Mend the cluster or workload file.
+/// Why a run could not start, or failed. Correct the cluster or workload file.
 #[derive(Debug, thiserror::Error)]
 pub enum TwinError {
     /// The router cannot be built.
@@ -98,7 +97,7 @@ pub enum TwinError {
     Engine {
         /// The pool.
         pool: String,
-        /// Why not.
+        /// The cause.
         source: EngineError,
     },
     /// Step times cannot be modelled.
@@ -106,10 +105,10 @@ pub enum TwinError {
     Timing {
         /// The pool.
         pool: String,
-        /// Why not.
+        /// The cause.
         source: TimingError,
     },
-    /// The workload broke.
+    /// The workload failed.
     #[error(transparent)]
     Workload(#[from] SourceError),
     /// `router.policy` is `direct`, which no simulated client can follow.
@@ -123,85 +122,85 @@ pub enum TwinError {
 /// A request that has ended, for records.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestRecord<'a> {
-    /// What was asked.
+    /// The request.
     pub request: &'a Request,
-    /// Where its answer was generated, be it in part; `None` if it was refused.
+    /// Rank that generated its answer, at least in part; `None` if it was refused.
     pub rank: Option<RankId>,
-    /// Where its prompt was computed, if that was elsewhere.
+    /// Rank that computed its prompt, if it is another one.
     pub prefill_rank: Option<RankId>,
-    /// When it passed from hand to hand; all at once where that is not modelled.
+    /// Times of its stages; all equal if they are not modelled.
     pub hops: Hops,
     /// When it left the waiting queue for the first time.
     pub admitted: SimTime,
     /// When the pass that computed its first token began.
     pub first_pass_start: SimTime,
-    /// When its first token came.
+    /// When its first token arrived.
     pub first: SimTime,
-    /// When its last token came, or when it failed.
+    /// When its last token arrived, or when it failed.
     pub last: SimTime,
     /// Tokens of the prompt.
     pub input_tokens: u32,
     /// Of the prompt, found in the KV cache.
     pub cached_tokens: u32,
-    /// Tokens of its answer, or as many of them as had come when it failed.
+    /// Tokens of its answer; if it failed, those that had arrived.
     pub output_tokens: u32,
-    /// Times that it was preempted.
+    /// Number of preemptions.
     pub preemptions: u32,
-    /// Times that it was sent again: by its client, or because its worker vanished.
+    /// Number of retries: by its client, or because its worker was lost.
     pub retries: u32,
     /// Why it failed, if it did.
     pub error: Option<Failure<'a>>,
 }
 
-/// Why a request has no answer, or not all of it.
+/// Why a request has no answer, or an incomplete one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure<'a> {
     /// [`REFUSED`] or [`WORKER_LOST`].
     pub kind: &'static str,
-    /// What a client would read.
+    /// The message for the client.
     pub message: &'a str,
 }
 
 /// No worker took the request.
 pub const REFUSED: &str = "refused";
-/// The worker vanished that computed the request, and it could not be tried elsewhere.
+/// The worker that computed the request was lost, and a retry was not possible.
 pub const WORKER_LOST: &str = "worker lost";
 
-/// Where a run is, for a progress line.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
     /// Simulated time.
     pub now: SimTime,
     /// Requests that have ended.
     pub ended: u64,
-    /// Requests under way.
+    /// Requests in flight.
     pub in_flight: usize,
 }
 
-/// Hears of what happens. Every method does nothing unless it is written.
+/// Receives the records of a run. Every method does nothing by default.
 pub trait Sink {
     /// A request ended.
     fn on_request(&mut self, record: &RequestRecord<'_>) {
         let _ = record;
     }
 
-    /// Whether [`on_request`](Self::on_request) is worth calling. Asked once, at the start.
+    /// Whether [`on_request`](Self::on_request) is needed. Read once, at the start.
     fn wants_requests(&self) -> bool {
         true
     }
 
-    /// Whether [`on_pass`](Self::on_pass) is to be called. Asked once, at the start.
+    /// Whether [`on_pass`](Self::on_pass) is needed. Read once, at the start.
     fn wants_passes(&self) -> bool {
         false
     }
 
-    /// A pass of an engine. Those of one engine come in order; passes that are jumped over are told
-    /// when the first of them begins, before what happens elsewhere meanwhile.
+    /// A pass of an engine. Those of one engine arrive in order; jumped passes are reported when
+    /// the first of them begins, before events elsewhere during that time.
     fn on_pass(&mut self, pass: &PassRecord<'_>) {
         let _ = pass;
     }
 
-    /// Called now and then. False ends the run; what has ended by then counts.
+    /// Called periodically. False ends the run; requests that have ended by then count.
     fn on_progress(&mut self, progress: Progress) -> bool {
         let _ = progress;
         true
@@ -215,7 +214,7 @@ impl Sink for () {
     }
 }
 
-/// What a run gave.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Latencies and counts, as the load generator keeps them.
@@ -226,20 +225,20 @@ pub struct Outcome {
     pub ended_at: SimTime,
     /// Passes that engines ran, those jumped over included.
     pub passes: u64,
-    /// Passes that were jumped over.
+    /// Passes that were skipped by jumping.
     pub jumped: u64,
-    /// Passes beyond the table of step times, whose lengths were extrapolated.
+    /// Passes beyond the table of step times, whose durations were extrapolated.
     pub extrapolated: u64,
     /// Prompts that one worker computed for another.
     pub hand_overs: HandOvers,
-    /// Every request's times, place and hits: equal if two runs were.
+    /// Digest of every request's times, targets and hits: equal if two runs were.
     pub digest: u64,
-    /// Why the run ended before the workload did, if it did.
+    /// Why the run ended before the workload, if it did.
     pub cut: Option<String>,
 }
 
 impl Outcome {
-    /// What to say if step times were extrapolated.
+    /// Note about extrapolated step times.
     pub fn extrapolation(&self) -> Option<String> {
         (self.extrapolated > 0).then(|| {
             format!(
@@ -258,12 +257,11 @@ impl Outcome {
 pub struct HandOvers {
     /// Bytes of keys and values that crossed the network.
     pub bytes: u64,
-    /// From the moment at which a prompt's keys and values began to be sent until all had come; as
-    /// many as there were.
+    /// Durations of KV transfers.
     pub times: Latency,
 }
 
-/// Runs `workload` on `cluster`. `read` reads the files that the cluster names.
+/// Runs `workload` on `cluster`. `read` reads the files that the cluster refers to.
 ///
 /// # Errors
 /// [`TwinError`].
@@ -285,7 +283,7 @@ pub fn simulate(
     let follow_ups = sim.schedule.may_follow_up()?;
     let independent = plain
         && lanes::are_independent(sim.serve.reads_cache, &cluster.router, workload, follow_ups);
-    // Whoever watches passes gets them from one queue, in the order of their time.
+    // A sink that records passes needs one queue, which keeps them in the order of time.
     if independent && !options.one_queue && !sink.wants_passes() {
         return lanes::run(sim, sink);
     }
@@ -296,41 +294,42 @@ pub fn simulate(
     sim.run(sink)
 }
 
-/// Calls of [`Sink::on_progress`]: one in so many events.
+/// Events per call of [`Sink::on_progress`].
 const PROGRESS_EVENTS: u64 = 1 << 14;
 
-/// A pass ends. At equal times in the order in which the passes began; of the life that its node had.
+/// End of a pass. At equal times in the order in which the passes began; with its node's number of
+/// restarts.
 type PassEnd = Reverse<(SimTime, u64, u32, u32)>;
 
-/// What happens at a time that is known, apart from ends of passes and arrivals. Requests are named
-/// by slot and ticket: who is gone by then is not found.
+/// Planned events, except ends of passes and arrivals. Requests are identified by slot and ticket:
+/// those that have ended are not found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum What {
-    /// A request has been read, or is sent again: its worker is chosen.
+    /// A request has been read, or is retried: its worker is chosen.
     Route { slot: u32, ticket: u64 },
     /// A request is sent to a node.
     Send { step: Step },
     /// A request reaches a node.
     Deliver { step: Step },
-    /// The keys and values of `tokens` begin to cross the network.
+    /// The KV transfer of `tokens` begins.
     Fetch {
         slot: u32,
         attempt: Attempt,
         tokens: u32,
     },
-    /// They have come.
+    /// It has ended.
     Received { slot: u32, attempt: Attempt },
-    /// The tokens of a pass are with their clients.
+    /// The clients have the tokens of a pass.
     Tell { frame: u32 },
-    /// An event of the cluster file begins.
+    /// A fault of the cluster file begins.
     Begin { event: u32 },
     /// It ends.
     End { event: u32 },
-    /// A worker has started again, unless it vanished meanwhile.
+    /// A worker has started again, unless it was lost again before.
     Ready { worker: u32, start: u32 },
 }
 
-/// An attempt at a request on its way to the node that plays `role`.
+/// An attempt of a request, in transit to the node with `role`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Step {
     slot: u32,
@@ -347,7 +346,7 @@ pub(crate) struct Surroundings<'a> {
     flights: &'a Flights,
     wire: &'a Wire,
     root: BlockHash,
-    /// Whose router is about to choose.
+    /// The side whose router is about to choose.
     choosing: Role,
 }
 
@@ -401,7 +400,7 @@ impl Env for Surroundings<'_> {
     }
 }
 
-/// A request as the dispatcher sees it.
+/// A request in the dispatcher's form.
 fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
     dispatch::Request {
         prompt,
@@ -416,41 +415,43 @@ pub(crate) struct Sim<'a> {
     pub(crate) options: &'a Options,
     pub(crate) cluster: &'a Cluster,
     pub(crate) schedule: Schedule,
-    /// Takes whole requests, and answers to prompts computed elsewhere.
+    /// Takes whole requests, and answers whose prompts were computed elsewhere.
     pub(crate) serve: Side,
-    /// Takes prompts, if there are pools for it.
+    /// Takes prompts, if pools have that role.
     pub(crate) prefill: Option<Side>,
     pub(crate) nodes: Vec<Node>,
     pub(crate) flights: Flights,
-    /// Owns what has been routed or waits for that.
+    /// Owns the requests that are routed or wait for it.
     pub(crate) dispatch: Dispatcher,
     tickets: u64,
-    /// Ends of passes on nodes that serve: nobody else hears of them, unless requests follow on ends.
+    /// Ends of passes on serving nodes: no other part depends on them, unless requests follow from
+    /// ends.
     ends: BinaryHeap<PassEnd>,
-    /// Ends of passes on nodes that compute prompts for others.
+    /// Ends of passes on prefill nodes.
     prefill_ends: BinaryHeap<PassEnd>,
     queue: BinaryHeap<Reverse<(SimTime, u64, What)>>,
     sequence: u64,
     pub(crate) wire: Wire,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
-    /// The router looks at loads before anything else happens at the time of an arrival, as where it
-    /// routes ahead (`lanes`).
+    /// Whether the router refreshes its view before all other events at the time of an arrival, as
+    /// when it routes ahead (`lanes`).
     looks_first: bool,
-    /// Tokens reach clients later than their passes end.
+    /// Whether tokens reach clients later than their passes end.
     tells_later: bool,
     pub(crate) frames: Frames,
-    /// So many requests came and went at one time that time will not go on.
+    /// Requests at one time above which time is assumed not to advance any more.
     refuses_all: bool,
     pub(crate) faults: Faults,
-    /// Why an engine refused the request at hand.
+    /// Why an engine refused the current request.
     refusal: String,
-    /// Of the request whose worker has just disappeared: the node that answered it, and what had come.
+    /// For the request whose worker was just lost: the node that answered it, and its tokens so
+    /// far.
     pub(crate) lost: Option<(u32, Usage)>,
-    /// Requests under way whose session goes on after them.
+    /// Requests in flight whose session continues after them.
     continuing: usize,
-    /// The sink wants to know of passes.
+    /// Whether the sink records passes.
     watches: bool,
-    /// Nodes that begin a pass at the present moment.
+    /// Nodes that begin a pass at the current time.
     awake: Vec<u32>,
     reserved: Vec<Reserved>,
     root: BlockHash,
@@ -461,7 +462,7 @@ pub(crate) struct Sim<'a> {
     pub(crate) tally: Tally,
 }
 
-/// What engines that have nothing to do with each other are run from.
+/// The parts of a run with independent engines.
 pub(crate) struct Apart<'a> {
     pub(crate) options: &'a Options,
     pub(crate) schedule: Schedule,
@@ -469,7 +470,7 @@ pub(crate) struct Apart<'a> {
     pub(crate) nodes: Vec<Node>,
     pub(crate) root: BlockHash,
     pub(crate) seed: u64,
-    /// From a change of a cache until the router may hear of it, ns.
+    /// Delay from a cache change to the router, ns.
     pub(crate) lag_ns: u64,
 }
 
@@ -557,7 +558,7 @@ impl<'a> Sim<'a> {
         Ok(sim)
     }
 
-    /// `what` happens at `at`.
+    /// Plans `what` for `at`.
     pub(crate) fn later(&mut self, at: SimTime, what: What) {
         self.queue.push(Reverse((at, self.sequence, what)));
         self.sequence += 1;
@@ -647,7 +648,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// When something happens next; `None` if nothing ever will, or nobody would notice.
+    /// Time of the next event; `None` if there is none, or none with an effect.
     fn next_time(&mut self) -> Result<Option<SimTime>, TwinError> {
         let due = self.schedule.next_due(self.now)?;
         let end = self.ends.peek().map(|Reverse((end, ..))| *end);
@@ -661,7 +662,7 @@ impl<'a> Sim<'a> {
         Ok(next.into_iter().chain(self.next_other()).min())
     }
 
-    /// Nothing but arrivals and ends of passes can happen.
+    /// Whether only arrivals and ends of passes can happen.
     fn is_plain(&self) -> bool {
         self.queue.is_empty()
             && self.prefill_ends.is_empty()
@@ -669,8 +670,7 @@ impl<'a> Sim<'a> {
             && self.dispatch.next_timeout().is_none()
     }
 
-    /// When the next thing happens that is neither an arrival nor the end of a pass of a node that
-    /// serves.
+    /// Time of the next event except arrivals and ends of passes of serving nodes.
     fn next_other(&mut self) -> Option<SimTime> {
         let end = self.prefill_ends.peek().map(|Reverse((end, ..))| *end);
         let other = self.queue.peek().map(|Reverse((at, ..))| *at);
@@ -688,7 +688,7 @@ impl<'a> Sim<'a> {
         {
             self.ends.pop();
             if self.nodes[node as usize].life != life {
-                continue; // it vanished meanwhile
+                continue; // its worker was lost
             }
             if self.nodes[node as usize].phase == Phase::Jumped {
                 self.nodes[node as usize].phase = Phase::Awake;
@@ -722,7 +722,7 @@ impl<'a> Sim<'a> {
         self.out = out;
     }
 
-    /// What a pass gave reaches the clients.
+    /// Delivers the output of a pass to the clients.
     fn tell(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
         let now = self.now;
         let n = &mut self.nodes[node as usize];
@@ -761,7 +761,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// Does what is due now, in the order in which it was planned.
+    /// Processes the planned events that are due now, in the order of planning.
     fn happen(&mut self, sink: &mut dyn Sink) {
         loop {
             self.take_from_wire();
@@ -788,11 +788,11 @@ impl<'a> Sim<'a> {
                 What::Received { slot, attempt } => self.received(slot, attempt, sink),
                 What::Tell { frame } => {
                     if let Some(Frame { node, life, out }) = self.frames.take(frame) {
-                        // What was on its way from a worker that vanished never comes.
+                        // Messages in transit from a lost worker never arrive.
                         if self.nodes[node as usize].life == life {
                             self.tell(node, &out, sink);
                         }
-                        self.out = out; // its memory
+                        self.out = out; // reuse its memory
                     }
                 }
                 What::Begin { event } => self.begin_event(event, sink),
@@ -803,10 +803,10 @@ impl<'a> Sim<'a> {
         self.dispatch.on_timeout(self.now);
     }
 
-    /// Takes what is due now.
+    /// Takes the requests that are due now.
     fn take_arrivals(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
-        // A workload without end may have all of its requests due at one time.
-        // So may a closed loop whose requests are refused: each lets the next begin, at that time.
+        // All requests of an endless workload may be due at one time. So may those of a closed loop
+        // if they are refused: each lets the next begin, at that time.
         let most = self.options.in_flight_max;
         let mut came = 0;
         while self.flights.len() <= most
@@ -840,7 +840,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// Lets requests that wait in the frontend go where there is room now, in their order.
+    /// Releases requests that wait in the frontend, in order, as far as workers have capacity.
     fn admit_waiting(&mut self, sink: &mut dyn Sink) {
         let now = self.now;
         let (dispatch, mut env) = self.dispatching();
@@ -848,7 +848,7 @@ impl<'a> Sim<'a> {
         self.carry_out(None, sink);
     }
 
-    /// The dispatcher, and what it asks.
+    /// The dispatcher, and its query interface.
     pub(crate) fn dispatching(&mut self) -> (&mut Dispatcher, Surroundings<'_>) {
         let surroundings = Surroundings {
             serve: &mut self.serve,
@@ -862,7 +862,7 @@ impl<'a> Sim<'a> {
         (&mut self.dispatch, surroundings)
     }
 
-    /// Has a request dispatched.
+    /// Submits a request to the dispatcher.
     pub(crate) fn route(&mut self, slot: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
         let prompt = match prompt_of(&flight.request, self.serve.fleet.block_size(), self.root) {
@@ -876,7 +876,7 @@ impl<'a> Sim<'a> {
         self.carry_out(Some(request.prompt), sink);
     }
 
-    /// Does what the dispatcher has decided. `prompt` is that of the request that it is about, if known.
+    /// Carries out the dispatcher's actions. `prompt` is that of the current request, if known.
     pub(crate) fn carry_out(&mut self, mut prompt: Option<Prompt>, sink: &mut dyn Sink) {
         while let Some(action) = self.dispatch.poll_action() {
             match action {
@@ -962,8 +962,8 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// Whether a node with `role` is the second of the two that a request goes to. Requests go from the
-    /// frontend to the first one, and from there on to the second.
+    /// Whether a node with `role` is the second of a request's two. A request is sent from the
+    /// frontend to the first one, and from there to the second.
     fn is_second(&self, role: Role) -> bool {
         match self.cluster.kv.hand_over {
             HandOver::Pull => role == Role::Decode,
@@ -971,7 +971,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// A request leaves for the first node that it goes to.
+    /// Sends a request to its first node.
     fn begin_step(&mut self, step: Step, prompt: Option<Prompt>, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(step.slot.into()));
         flight.hops.routed = self.now;
@@ -986,7 +986,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// Hands a request to the network.
+    /// Passes a request to the network.
     fn send(&mut self, step: Step) {
         if !self.dispatch.is_current(step.slot, step.attempt) {
             return;
@@ -1044,14 +1044,14 @@ impl<'a> Sim<'a> {
                 let worker = self.nodes[step.node as usize].rank.worker;
                 let now = self.now;
                 let (dispatch, mut env) = self.dispatching();
-                // What does not fit one engine fits none.
+                // A request that does not fit one engine fits none.
                 dispatch.on_refused(now, step.slot, worker, false, &mut env);
                 self.carry_out(None, sink);
             }
         }
     }
 
-    /// An engine has something to do, or room for what waits.
+    /// Wakes an engine that has work, or capacity for waiting requests.
     pub(crate) fn wake(&mut self, node: u32) {
         let n = &mut self.nodes[node as usize];
         if n.phase == Phase::Idle && !n.engine.is_idle() {
@@ -1060,12 +1060,12 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// No worker takes a request: its client tries again later, or gives up.
+    /// No worker takes a request: its client retries later, or gives up.
     fn reject(&mut self, slot: u32, error: &RouteError, failed_over: u32, sink: &mut dyn Sink) {
         let flight = self.flights.get_mut(RequestId(slot.into()));
         if error.retry_may_help() && flight.retries < self.options.retries {
             flight.retries += 1;
-            // As the frontend answers: with a time where the router names one, else a second.
+            // As the frontend answers: with the router's retry time, otherwise a second.
             let wait_s = match error {
                 RouteError::Busy { retry_after_s, .. } => *retry_after_s,
                 _ => 1,
@@ -1079,7 +1079,7 @@ impl<'a> Sim<'a> {
         }
     }
 
-    /// A request ends before any worker has taken it.
+    /// Ends a request that no worker has taken.
     fn refuse_for_good(&mut self, slot: u32, message: &str, failed_over: u32, sink: &mut dyn Sink) {
         let flight = self.flights.remove(RequestId(slot.into()));
         let record = RequestRecord {
@@ -1104,7 +1104,7 @@ impl<'a> Sim<'a> {
         self.note_failed(&record, sink);
     }
 
-    /// A request ends because its worker disappeared; `usage` of it had come by then from node `target`.
+    /// Ends a request whose worker was lost; `usage` of it had arrived by then from node `target`.
     fn lose(
         &mut self,
         slot: u32,
@@ -1133,18 +1133,18 @@ impl<'a> Sim<'a> {
         self.schedule.on_failed(record.request);
     }
 
-    /// Begins a pass on each engine whose last one has ended, or that got something to do.
+    /// Begins a pass on each engine whose last one has ended, or that got work.
     fn begin_passes(&mut self, sink: &mut dyn Sink) -> Result<(), TwinError> {
         let mut awake = std::mem::take(&mut self.awake);
         if self.prefill.is_some() {
-            // First those whose ends others may not jump over.
+            // First those whose ends limit the jumps of others.
             awake.sort_by_key(|&node| self.nodes[node as usize].role != Role::Prefill);
         }
         let mut until = None;
         let mut left = awake.len();
         for node in awake.drain(..) {
             if self.nodes[node as usize].phase != Phase::Awake {
-                continue; // it vanished at this very moment
+                continue; // its worker was lost at this time
             }
             if self.nodes[node as usize].role == Role::Prefill {
                 left -= 1;
@@ -1190,8 +1190,8 @@ impl<'a> Sim<'a> {
         end
     }
 
-    /// How far the `awake` engines that begin a pass now may jump: a request must find the engine
-    /// that it goes to, and the router's index, as they would be.
+    /// Limit of jumps for the `awake` engines that begin a pass now: a request must find the state
+    /// of its target engine, and of the router's index, at its time.
     fn jump_until(&mut self, awake: usize) -> Result<SimTime, TwinError> {
         if !self.options.jump || self.tells_later || awake == 0 {
             return Ok(SimTime::ZERO);
@@ -1203,14 +1203,15 @@ impl<'a> Sim<'a> {
         if self.prefill.is_some()
             && let Some(Reverse((end, ..))) = self.ends.peek()
         {
-            // Whose pass ends may then have room for a prompt, and so wake who computes one for us.
+            // The end of a pass may free blocks for a prompt, and so wake its prefill node.
             until = until.min(*end);
         }
-        // Requests come at times that are known, unless one that ends brings the next, or makes room.
+        // Requests arrive at known times, unless one that ends causes the next, or frees capacity.
         let known = self.continuing == 0 && !self.schedule.is_closed();
         if known && self.dispatch.queued() == 0 {
             if self.prefill.is_some() && awake > 1 {
-                // One may make room for a prompt, and so wake who computes the next one.
+                // One may free blocks for a prompt, and so wake the node that computes the next
+                // one.
                 return Ok(SimTime::ZERO);
             }
             let due = self.schedule.next_due(self.now)?;
@@ -1222,7 +1223,7 @@ impl<'a> Sim<'a> {
         Ok(self.next_time()?.map_or(until, |next| next.min(until)))
     }
 
-    /// Jumps over passes that end before `until`; gives the end of the last.
+    /// Jumps over passes that end before `until`; returns the end of the last.
     fn jump(&mut self, node: u32, until: SimTime, sink: &mut dyn Sink) -> Option<SimTime> {
         if until <= self.now {
             return None;
@@ -1238,7 +1239,7 @@ impl<'a> Sim<'a> {
         self.tally.passes += passes;
         self.tally.jumped += passes;
         if !self.run.kv_ops.is_empty() {
-            // Deltas of all the passes now: nobody reads the index before the last of them has
+            // Deltas of all the passes now: the index is not read before the last of them has
             // ended. Numbers are those of single deltas, so the next one is in order.
             let mut sequence = self.run.kv_sequence;
             let n = &self.nodes[node as usize];
@@ -1261,7 +1262,7 @@ impl<'a> Sim<'a> {
         Some(end)
     }
 
-    /// Tells of the passes that were just jumped over.
+    /// Reports the passes that were just jumped over.
     fn tell_jump(&mut self, node: u32, sink: &mut dyn Sink) {
         let (run, sequences) = (&self.run, self.run.sequences());
         let mut start = run.start;
@@ -1276,14 +1277,14 @@ impl<'a> Sim<'a> {
                 used_blocks,
                 preemptions: 0,
                 gaps: &[(end.since(start), sequences)],
-                // It would end before anything arrives.
+                // It would end before the next arrival.
                 arrived: &[],
             });
             start = end;
         }
     }
 
-    /// What left the cache when no pass began: an engine that fell idle has told everything.
+    /// Blocks that left the cache without a pass: an idle engine has published all changes.
     fn publish_idle(&mut self, node: u32) {
         let n = &mut self.nodes[node as usize];
         if n.phase == Phase::Idle && n.engine.take_kv(&mut self.out.kv) {
@@ -1304,7 +1305,7 @@ impl<'a> Sim<'a> {
     }
 }
 
-/// The prompt of a request in blocks; its answer is named after it, so that a later turn finds it.
+/// The prompt of a request in blocks; its answer is named after it, so that a later turn hits it.
 pub(crate) fn prompt_of(
     request: &Request,
     block_size: u32,
@@ -1315,12 +1316,12 @@ pub(crate) fn prompt_of(
     prompt.map_err(|error| error.to_string())
 }
 
-/// Decides what the answer to `request` is, in a run with this `seed`.
+/// Seed of the answer to `request`, in a run with this `seed`.
 pub(crate) fn request_seed(seed: u64, request: &Request) -> u64 {
     mix64(seed ^ request.id().0)
 }
 
-/// What is counted of a run. Sums, so that parts of a run can be counted apart.
+/// Counters of a run. Sums, so that parts of a run can be counted separately.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) totals: Totals,
@@ -1350,7 +1351,7 @@ impl Tally {
         ] {
             hash = mix64(hash ^ word);
         }
-        // A sum, so that it does not matter in which order requests ended at one time.
+        // A sum, so that the order of simultaneous ends does not matter.
         self.digest = self.digest.wrapping_add(hash);
         let class = record.request.class;
         match record.error {

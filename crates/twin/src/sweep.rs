@@ -1,4 +1,4 @@
-//! Many clusters, and which of them are worth having.
+//! Many configurations, and the Pareto-optimal ones.
 
 use std::collections::HashSet;
 use std::str::FromStr;
@@ -9,11 +9,11 @@ use std::str::FromStr;
 pub struct Vary {
     /// The key.
     pub key: String,
-    /// Its values, each once, as they would be written behind `--set KEY=`.
+    /// Its values, each once, as written in `--set KEY=`.
     pub values: Vec<String>,
 }
 
-/// Values that one key may take.
+/// Limit of values per key.
 const VALUES_MAX: usize = 10_000;
 
 impl FromStr for Vary {
@@ -56,7 +56,7 @@ impl FromStr for Vary {
         if key.trim().is_empty() || all.iter().any(String::is_empty) {
             return Err(format!("`{text}` lacks a key or a value; {form}"));
         }
-        // Ranges may overlap; a configuration that comes twice would be run twice for nothing.
+        // Ranges may overlap; a duplicate configuration would only cost time.
         let mut seen = HashSet::new();
         all.retain(|value| seen.insert(value.clone()));
         Ok(Vary {
@@ -84,26 +84,27 @@ pub fn combinations(varies: &[Vary]) -> Vec<Vec<&str>> {
     all
 }
 
-/// What a configuration gives and takes.
+/// Goodput and cost of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    /// More is better.
+    /// Goodput: more is better.
     pub gain: f64,
-    /// Less is better.
+    /// Cost: less is better.
     pub cost: f64,
 }
 
-/// The points that are worth having, where differences of up to `tolerance` (a share: 0.01 is 1 %) are
-/// taken for noise. Shape: `[points]`.
+/// The Pareto-optimal points, with differences of up to `tolerance` (a share: 0.01 is 1 %) taken as
+/// noise. Shape: `[points]`.
 ///
-/// From the top down: of those that give the most, or hardly less, the cheapest is on the front; then
-/// the same among those that cost less than it by more than `tolerance`, and so on. So for each point
-/// there is one on the front that gives at most `tolerance` less and costs at most `tolerance` more.
-/// Without tolerance those are the points that no other one beats (the first of equal ones). Points
-/// that give nothing are never on the front.
+/// From the top down: among the points within the tolerance of the highest goodput, the cheapest is
+/// on the front; then the same rule for those that are cheaper by more than `tolerance`, and so on.
+/// So for each point, one on the front gives at most `tolerance` less at a cost of at most
+/// `tolerance` more. Without tolerance these are the points that no other one beats (the first of
+/// equal ones). Points without goodput are never on the front.
 ///
-/// A relation such as "beaten by more than the tolerance" would not do: through a chain of small steps,
-/// each within the tolerance, the cheapest point could beat one that gives twice as much.
+/// A relation such as "beaten by more than the tolerance" is not sufficient: through a chain of
+/// small steps, each within the tolerance, the cheapest point could beat one with twice its
+/// goodput.
 pub fn front(points: &[Point], tolerance: f64) -> Vec<bool> {
     let more = 1.0 + tolerance;
     let mut by_cost: Vec<usize> = (0..points.len()).collect();
@@ -111,7 +112,7 @@ pub fn front(points: &[Point], tolerance: f64) -> Vec<bool> {
         let (a, b) = (&points[a], &points[b]);
         a.cost.total_cmp(&b.cost).then(b.gain.total_cmp(&a.gain))
     });
-    // The most that any of the cheapest gives. Shape: `[by_cost]`.
+    // The highest goodput of the cheapest points. Shape: `[by_cost]`.
     let most: Vec<f64> = by_cost
         .iter()
         .scan(f64::NEG_INFINITY, |most, &at| {
@@ -124,7 +125,7 @@ pub fn front(points: &[Point], tolerance: f64) -> Vec<bool> {
     while left > 0 {
         let best = most[left - 1];
         if best <= 0.0 {
-            // What gives nothing is not worth having, however cheap.
+            // A point without goodput is never on the front, however cheap.
             break;
         }
         let found = by_cost[..left]
@@ -138,7 +139,7 @@ pub fn front(points: &[Point], tolerance: f64) -> Vec<bool> {
     front
 }
 
-/// Which points off the front are as good as one on it, within `tolerance` in both. Shape: `[points]`.
+/// The points off the front that equal one on it, within `tolerance` in both. Shape: `[points]`.
 pub fn as_good(points: &[Point], front: &[bool], tolerance: f64) -> Vec<bool> {
     let more = 1.0 + tolerance;
     let best: Vec<&Point> = points
@@ -236,7 +237,8 @@ mod tests {
         // The second one, and not the third, which gives 1.01 % more than the first.
         assert_eq!(front(&all, 0.01), [true, true, false, false, false]);
         assert_eq!(front(&all, 0.02), [true, false, false, false, false]);
-        // Nor does a cost that is 0.1 % less; where another gives much more for 0.5 % more, it is worth it.
+        // A cost that is 0.1 % less does not count either; much more goodput for 0.5 % more cost
+        // does.
         let all = points([(10.0, 1.0), (20.0, 1.005), (19.9, 1.004)]);
         let on = front(&all, 0.01);
         assert_eq!(on, [false, false, true]);
@@ -245,8 +247,8 @@ mod tests {
 
     #[test]
     fn small_steps_add_up() {
-        // Each step gives 0.9 % more for 2 % more: the cheapest alone would hide that the last one
-        // gives twice as much.
+        // Each step gives 0.9 % more for 2 % more: with the cheapest alone, the last one with twice
+        // the goodput would be missing.
         let steps: Vec<Point> = (0..100)
             .map(|n| Point {
                 gain: 1.009f64.powi(n),

@@ -1,4 +1,4 @@
-//! What lies between frontend and workers: transfers, and what is to be done when they arrive.
+//! The network between frontend and workers: transfers, and the actions at their arrival.
 
 use std::collections::HashMap;
 
@@ -9,13 +9,13 @@ use slipstream_flows::{Endpoint, Fabric, FabricConfig, Network, TransferId};
 
 use crate::sim::{Sim, What};
 
-/// The network, if one is modelled; without, everything is there at once.
+/// The network, if one is modelled; otherwise transfers take no time.
 pub(crate) struct Wire {
     network: Option<Box<dyn Network>>,
-    /// Requests and answers cross it too.
+    /// Whether requests and answers use it too.
     messages: bool,
     frontend: Endpoint,
-    /// Bytes of a token in a request, in a frame, and of keys and values (by worker).
+    /// Bytes per token in a request, in a frame, and of KV (by worker).
     request_token_bytes: u64,
     answer_token_bytes: u64,
     kv_token_bytes: Vec<u64>,
@@ -26,13 +26,13 @@ pub(crate) struct Wire {
     arrived: Vec<TransferId>,
 }
 
-/// Sender and receiver of messages. They share one flow, in order, as over one TCP connection: what
-/// comes while the flow is busy waits, and leaves as one with all else that waits. So a network that
-/// carries less than it is given has a flow a connection, and not one a message, whose shares
-/// would all have to be found again whenever one of them begins or ends.
+/// Sender and receiver of messages. They share one flow, in order, as over one TCP connection:
+/// messages that arrive while the flow is busy wait, and then leave together. An overloaded network
+/// so has one flow per connection instead of one per message, whose shares would have to be
+/// recomputed whenever one begins or ends.
 type Connection = (Endpoint, Endpoint);
 
-/// What waits for a connection's flow to end.
+/// Messages that wait for a connection's flow to end.
 #[derive(Default)]
 struct Waiting {
     messages: Vec<Message>,
@@ -40,7 +40,7 @@ struct Waiting {
 }
 
 enum Carried {
-    /// Keys and values: a flow of their own.
+    /// A KV transfer, with its own flow.
     Then(What),
     Messages(Connection, Vec<Message>),
 }
@@ -51,7 +51,7 @@ enum Message {
 }
 
 impl Wire {
-    /// `speedup` divides the time of all that is sent, as it does that of passes.
+    /// `speedup` divides the time of all transfers, as it does that of passes.
     pub(crate) fn new(cluster: &Cluster, speedup: f64) -> Wire {
         let network = FabricConfig::of_cluster(cluster, speedup)
             .map(|config| Box::new(Fabric::new(config)) as Box<dyn Network>);
@@ -85,7 +85,7 @@ impl Wire {
         self.network.as_mut()?.next_time()
     }
 
-    /// What a message of no bytes takes between two workers, by way of the frontend or not, ns.
+    /// Duration of an empty message between two workers, through the frontend or not, ns.
     pub(crate) fn latency_ns(&self, from: WorkerId, to: WorkerId, by_frontend: bool) -> u64 {
         let Some(network) = &self.network else {
             return 0;
@@ -132,7 +132,7 @@ impl Wire {
         }
     }
 
-    /// The flow of a connection has ended: what waits leaves.
+    /// The flow of a connection has ended: waiting messages leave.
     fn send_waiting(&mut self, now: SimTime, on: Connection) {
         let waiting = self.connections.get_mut(&on).expect("its flow ended");
         if waiting.messages.is_empty() {
@@ -143,8 +143,7 @@ impl Wire {
         }
     }
 
-    /// Sends the keys and values of `tokens`; how many bytes they are, and the name of the transfer
-    /// unless all is there at once.
+    /// Starts the KV transfer of `tokens`; returns its bytes, and its id unless it takes no time.
     pub(crate) fn send_kv(
         &mut self,
         now: SimTime,
@@ -186,15 +185,15 @@ impl Wire {
     }
 }
 
-/// Tokens of a pass on their way to the clients.
+/// Tokens of a pass, in transit to the clients.
 pub(crate) struct Frame {
     pub(crate) node: u32,
-    /// Of the node, when it sent them.
+    /// The node's number of restarts at the time of sending.
     pub(crate) life: u32,
     pub(crate) out: PassOutput,
 }
 
-/// Frames under way.
+/// Frames in transit.
 #[derive(Default)]
 pub(crate) struct Frames {
     slots: Vec<Option<Frame>>,
@@ -212,8 +211,7 @@ impl Frames {
         }
     }
 
-    /// Of a request on a node in its present life: tokens that are on their way, and its end, if that
-    /// is.
+    /// Tokens in transit for a request on a node since its last restart, and whether its end is.
     pub(crate) fn under_way(
         &self,
         node: u32,
@@ -255,7 +253,7 @@ impl Sim<'_> {
         }
     }
 
-    /// Takes what the network has brought by now.
+    /// Processes messages that have arrived by now.
     pub(crate) fn take_from_wire(&mut self) {
         let Some(network) = &mut self.wire.network else {
             return;
@@ -284,7 +282,7 @@ impl Sim<'_> {
         self.wire.arrived = arrived;
     }
 
-    /// The frontend has a frame, and works on it.
+    /// The frontend has a frame, and processes it.
     fn frame_received(&mut self, frame: u32) {
         let Some(Frame { node, life, out }) = &self.frames.slots[frame as usize] else {
             return;

@@ -53,7 +53,7 @@ fn the_direct_policy_is_refused_at_the_start() {
     );
 }
 
-/// What a test looks at of a request.
+/// The compared fields of a request.
 struct Ended {
     due: SimTime,
     first: SimTime,
@@ -117,7 +117,7 @@ fn one_at_a_time_waits_as_an_m_d_1_queue() {
         );
         let ttft = outcome.totals.latencies().ttft_ms.unwrap();
         let expected = 10.0 + rho * 10.0 / (2.0 * (1.0 - rho));
-        // At rho = 0.7 waits are correlated over some 10 requests, so that 60,000 of them tell the
+        // At rho = 0.7 waits are correlated over about 10 requests, so 60,000 of them determine the
         // mean to 2 %.
         assert!(
             (ttft.mean - expected).abs() / expected < 0.02,
@@ -127,8 +127,8 @@ fn one_at_a_time_waits_as_an_m_d_1_queue() {
     }
 }
 
-/// Requests under way, on average, are arrivals a second times the time that each takes (Little,
-/// 1961): exactly, over a run that begins and ends empty.
+/// Mean requests in flight are arrivals per second times mean time in the system (Little, 1961):
+/// exactly, over a run that begins and ends empty.
 #[test]
 fn littles_law_holds() {
     let load = workload(
@@ -201,7 +201,7 @@ fn littles_law_holds_for_what_waits() {
         };
         let outcome = run(&cluster, &load, &options, &mut waits);
         assert_eq!(outcome.totals.requests.succeeded, 3_000);
-        // A sequence that is preempted waits again, which its record does not say.
+        // A sequence that is preempted waits again, which its record does not include.
         assert_eq!(outcome.engine.preemptions, Some(0.0));
         let series = waits.series.unwrap();
         let engines = series.bins().iter().flat_map(|bin| &bin.engines);
@@ -264,8 +264,8 @@ fn a_run_without_end_is_cut_and_says_so() {
     assert_eq!(outcome.ended_at, SimTime::from_secs_f64(2.0));
 }
 
-/// Found by random files: a time scale that leaves no time between requests made a run that took all
-/// memory and heard no interrupt.
+/// Regression from random files: a time scale that leaves no time between requests used all memory,
+/// and the run could not be interrupted.
 #[test]
 fn requests_without_end_at_one_time_end_the_run() {
     for policy in ["kv", "round_robin"] {
@@ -288,7 +288,8 @@ fn requests_without_end_at_one_time_end_the_run() {
     }
 }
 
-/// Found by random files: clients of a closed loop that are refused ask again at the same time, for ever.
+/// Regression from random files: refused clients of a closed loop retried at the same time,
+/// forever.
 #[test]
 fn a_closed_loop_that_is_refused_for_ever_ends_the_run() {
     let load = workload(
@@ -413,8 +414,8 @@ impl Sink for Passes {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Who watches passes sees the same whether or not they are jumped over, and changes nothing;
-    /// what passes tell adds up to what the run counts.
+    /// A sink that records passes gets the same records with and without jumping, and changes
+    /// nothing; the sums over passes equal the run's counts.
     #[test]
     fn passes_add_up_jumped_over_or_not((cluster, workload) in scenario()) {
         let with = |jump: bool| {
@@ -484,7 +485,7 @@ proptest! {
         let gaps = jumped.totals.latencies().itl_ms.map_or(0, |p| p.count);
         prop_assert_eq!(gaps, tokens.output - requests.succeeded);
     }
-    /// A router that asks the engines what they have cached finds what it would have heard.
+    /// A router that queries the engines for cached blocks finds the same as by deltas.
     #[test]
     fn asking_engines_and_hearing_of_them_agree((cluster, workload) in scenario(), jump in any::<bool>()) {
         let with = |feed_index: bool| {
@@ -497,9 +498,8 @@ proptest! {
         prop_assert_eq!(asked.totals.latencies(), heard.totals.latencies());
     }
 
-    /// Engines that have nothing to do with each other, or are looked at now and then, give the same
-    /// whether one queue orders all their events or each goes through time by itself, on any number
-    /// of threads.
+    /// Independent engines, and those whose loads are refreshed at intervals, give the same results
+    /// with one queue for all events and with separate advances, on any number of threads.
     #[test]
     fn threads_and_queues_change_nothing(
         (mut cluster, mut workload) in scenario(),
@@ -553,8 +553,8 @@ proptest! {
     }
 }
 
-/// An engine whose pass ends makes room for a prompt and wakes who computes it; what it computes next
-/// may be for another engine, which must not have jumped past that moment.
+/// An engine whose pass ends frees blocks for a prompt and wakes its prefill node; the next prompt
+/// of that node may be for another engine, which must not have jumped past that time.
 #[test]
 fn engines_do_not_jump_past_prompts_that_another_one_sets_going() {
     let cluster = cluster(

@@ -1,5 +1,5 @@
-//! Pools for prompts and answers, the network, the host, late news, faults: worked out by hand, and
-//! properties over random clusters.
+//! Disaggregated prefill, the network, the host, delayed cache state, faults: examples worked out
+//! by hand, and properties over random clusters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +24,7 @@ fn ten_ms(pools: &str, more: &str) -> Cluster {
 
 const APART: &str = "[pool.p]\nrole = \"prefill\"\n[pool.d]\nrole = \"decode\"\n";
 
-/// `count` requests at `rate` a second.
+/// `count` requests at `rate` per second.
 fn load(count: u32, rate: u32, isl: u32, osl: u32) -> slipstream_config::workload_file::Workload {
     workload(&format!(
         "requests = {count}\n[arrival]\nkind = \"constant\"\nrate_per_s = {rate}\n\
@@ -98,13 +98,13 @@ fn a_prompt_handed_over_costs_a_pass_and_its_bytes() {
     assert_eq!(one.workers, (Some(0), Some(1)));
     assert_eq!(one.hops.received.0, 0, "when the first of the two got it");
     assert_eq!(one.hops.prefilled.map(|at| at.0), Some(10 * MS));
-    // 400 Gbit/s are 50 bytes a ns; each of two links takes 1 us. Pull: the answer to the frontend,
-    // the request to the other worker, its question, and what it asked for.
+    // 400 Gbit/s are 50 bytes per ns; each of two links takes 1 us. Pull: the answer to the
+    // frontend, the request to the other worker, its query, and the transfer.
     let flows = "[network]\nmode = \"flows\"\n";
     let bytes_ns = 100 * KV_BYTES / 50;
     let pull = 20 * MS + 2_000 + 2_000 + 2_000 + bytes_ns + 2_000;
     check_one(APART, flows, pull, pull + 60 * MS);
-    // Push: room is made first; then the prompt, then what it left behind.
+    // Push: blocks are reserved first; then the prompt, then its KV transfer.
     let push = 20 * MS + 2_000 + bytes_ns + 2_000;
     let more = format!("{flows}[kv]\nhand_over = \"push\"\n");
     check_one(APART, &more, push, push + 60 * MS);
@@ -153,11 +153,12 @@ fn blocks_are_held_until_there_is_room_for_them() {
     let cluster = ten_ms(pools, "");
     let (_, mut ended) = simulate(&cluster, &load, &Options::default());
     ended.sort_by_key(|e| e.id);
-    // Two prompts are computed at once and held; the first answers from 10 to 60 ms. Then the second
-    // has room, its blocks are let go, and the third is computed from 60 to 70 ms.
+    // Two prompts are computed at once and held; the first answers from 10 to 60 ms. Then blocks
+    // are free for the second, its held blocks are released, and the third is computed from 60 to
+    // 70 ms.
     let times: Vec<_> = ended.iter().map(|e| (e.first / MS, e.last / MS)).collect();
     assert_eq!(times, [(20, 60), (70, 110), (120, 160)]);
-    // Pushed, room comes first: the second prompt is not computed before there is any.
+    // With push, blocks are reserved first: the second prompt is not computed before any are free.
     let push = ten_ms(pools, "[kv]\nhand_over = \"push\"\n");
     let (_, mut ended) = simulate(&push, &load, &Options::default());
     ended.sort_by_key(|e| e.id);
@@ -283,8 +284,8 @@ fn messages_cross_the_network_and_tokens_stay_in_order() {
     assert!(itl.max > 10.0 && itl.count == 6, "{itl:?}");
 }
 
-/// A network that carries less than it is given: messages wait for their connection's flow, all are
-/// delivered, and no faster than the network goes.
+/// An overloaded network: messages wait for their connection's flow, all are delivered, and no
+/// faster than the network's rate.
 #[test]
 fn a_full_network_carries_all_that_waits_in_one_flow() {
     // 100 requests at once to one worker, 1,000 bytes each at a byte a us, 10 tokens of 100 bytes back.
@@ -297,7 +298,7 @@ fn a_full_network_carries_all_that_waits_in_one_flow() {
     let (outcome, mut ended) = simulate(&cluster, &load, &Options::default());
     assert_eq!((outcome.cut, ended.len()), (None, 100));
     ended.sort_by_key(|e| e.id);
-    // The first leaves alone; the 99 that wait for it come together, 99 ms and a latency later.
+    // The first leaves alone; the 99 waiting ones arrive together, 99 ms and a latency later.
     let both_ways = 2 * 2_000;
     assert_eq!(
         ended[0].first - ended[0].due,
@@ -335,8 +336,9 @@ fn a_network_that_never_catches_up_ends_the_run_and_says_what_to_change() {
 
 #[test]
 fn news_of_blocks_is_late() {
-    // The first request still runs where its blocks are when the second comes, 100 ms after it. The
-    // second goes there if the router knows of the blocks, which a pass that ended at 10 ms stored.
+    // The first request still runs on the worker with its blocks when the second arrives, 100 ms
+    // after it. The second goes there if the router has the blocks, which a pass that ended at 10
+    // ms stored.
     let load = workload(
         "requests = 2\n[arrival]\nkind = \"constant\"\nrate_per_s = 10\n\
          [[class]]\nisl = 400\nosl = 50\n[[class.prefix]]\nbranches = 1\ntokens = 320\n",
@@ -352,7 +354,7 @@ fn news_of_blocks_is_late() {
     }
 }
 
-/// What became of each request, by id.
+/// The result of each request, by id.
 fn fates(ended: &[Ended]) -> BTreeMap<u64, (&Option<String>, u32)> {
     ended
         .iter()
@@ -362,8 +364,8 @@ fn fates(ended: &[Ended]) -> BTreeMap<u64, (&Option<String>, u32)> {
 
 #[test]
 fn a_crash_loses_what_had_begun_there_and_nothing_else() {
-    // Requests every 5 ms, in turn on two workers, 10 ms a pass, 10 tokens each. Worker 1 vanishes at
-    // 1 s and is back at 1.2 s, and takes requests 0.1 s later.
+    // Requests every 5 ms, in turn on two workers, 10 ms per pass, 10 tokens each. Worker 1 is lost
+    // at 1 s and back at 1.2 s, and takes requests 0.1 s later.
     let two = |more: &str| {
         cluster(&format!(
             "[model]\npreset = \"qwen3-8b\"\n[pool.main]\nworkers = 2\n\
@@ -401,7 +403,7 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
         );
         assert_eq!(retries, u32::from(waiting.contains(&id)), "request {id}");
     }
-    // Its record says where it was lost, and the tokens that had come: one per pass of 10 ms.
+    // Its record has the time of the loss, and the tokens that had arrived: one per pass of 10 ms.
     for e in ended.iter().filter(|e| e.error.is_some()) {
         assert_eq!((e.workers, e.last), ((None, Some(1)), crash), "{e:?}");
         assert_eq!(
@@ -413,7 +415,7 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
     let lost = &outcome.totals.errors[slipstream_twin::WORKER_LOST];
     assert_eq!(lost.count, begun.len() as u64);
     assert!(lost.example.contains("w1"), "{}", lost.example);
-    // Nobody is sent to it before it is ready.
+    // No request is sent to it before it is ready.
     for e in ended.iter().filter(|e| e.workers.1 == Some(1)) {
         assert!(e.last <= crash || e.due >= 1_300 * MS, "{e:?}");
     }
@@ -424,9 +426,9 @@ fn a_crash_loses_what_had_begun_there_and_nothing_else() {
     );
 }
 
-/// Frames take 25 ms through the frontend, so that up to three of a request's tokens are under way when
-/// its worker vanishes. They never come: a request of which all were under way is sent elsewhere, as the
-/// frontend has nothing of it.
+/// Frames take 25 ms through the frontend, so up to three of a request's tokens are in transit when
+/// its worker is lost. They never arrive: a request whose tokens were all in transit is retried
+/// elsewhere, because the frontend has nothing of it.
 #[test]
 fn tokens_under_way_when_a_worker_vanishes_have_not_come() {
     let crash = 1_002_100_000;
@@ -462,9 +464,9 @@ fn tokens_under_way_when_a_worker_vanishes_have_not_come() {
 fn a_prompt_survives_the_worker_that_computed_it() {
     let pools = "[pool.p]\nrole = \"prefill\"\nworkers = 2\n[pool.d]\nrole = \"decode\"\n";
     for (at_s, expected) in [
-        // While it is computed: again, elsewhere, from the start.
+        // During the prefill: again, elsewhere, from the start.
         (0.005, (Some(1), 5 * MS + 20 * MS, 1)),
-        // Handed over: nothing is lost.
+        // After the transfer: nothing is lost.
         (0.015, (Some(0), 20 * MS, 0)),
     ] {
         let more = format!("[[event]]\nkind = \"crash\"\nat_s = {at_s}\nworker = 0\n");
@@ -481,7 +483,7 @@ fn a_prompt_survives_the_worker_that_computed_it() {
             "crash at {at_s}"
         );
     }
-    // The network takes its time; the source vanishes meanwhile.
+    // The network is slow; the source is lost during the transfer.
     let more = "[network]\nmode = \"flows\"\nnic_bits_per_s = 1e9\n[[event]]\nkind = \"crash\"\nat_s = 0.05\nworker = 0\n";
     let (outcome, ended) = simulate(
         &ten_ms(pools, more),
@@ -512,7 +514,7 @@ fn a_link_that_is_down_holds_hand_overs_up() {
         500 * MS + bytes_ns + 10 * MS,
         570 * MS + bytes_ns,
     );
-    // For ever: the run says so.
+    // Forever: the run reports it.
     let stuck = down.replace("until_s = 0.5\n", "");
     let (outcome, _) = simulate(
         &ten_ms(APART, &stuck),
@@ -554,7 +556,7 @@ fn clients_try_again_when_nobody_is_there() {
             (requests.succeeded == 1, requests.retries),
             (answered, retries.into())
         );
-        // A second between tries: the fourth, at 3 s, finds it there. Its wait counts.
+        // A second between tries: the fourth, at 3 s, finds it ready. Its wait counts.
         if answered {
             assert_eq!(ended[0].first, 3_010 * MS);
         } else {
@@ -595,7 +597,7 @@ fn requests_wait_in_turn_while_all_are_busy_and_the_rest_is_refused() {
     assert_eq!((failed(0), failed(1), failed(3)), (3, 2, 0));
 }
 
-/// A cluster with everything in it, and a load.
+/// A cluster with all features, and a load.
 fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_file::Workload)> {
     let policies = vec![
         "kv",
@@ -664,8 +666,9 @@ fn scenario() -> impl Strategy<Value = (Cluster, slipstream_config::workload_fil
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// With pools, network, host, late news and faults: jumps, looking at each token and hearing of caches
-    /// by deltas change nothing, a run repeats, every request ends once, and every token has its gap.
+    /// With pools, network, host, delayed cache state and faults: jumps, processing each token and
+    /// caches by deltas change nothing, a run repeats, every request ends once, and every token has
+    /// its gap.
     #[test]
     fn jumps_change_nothing_whatever_is_modelled((cluster, workload) in scenario()) {
         let with = |jump: bool, each_token: bool, feed_index: bool| {

@@ -1,4 +1,4 @@
-//! The twin beside an engine of flesh: a run of vLLM that somebody measured and published.
+//! The twin compared with a real engine: a published measurement of vLLM.
 
 use std::path::{Path, PathBuf};
 
@@ -41,14 +41,14 @@ fn number(cell: &str) -> f64 {
 /// Tokens per block of the recorded ids.
 const BLOCK: u32 = 16;
 
-/// A request of the recording as a line of Mooncake's form: when it was sent, its lengths, and which
-/// of its prompt's full blocks it shares with others.
+/// A request of the recording as a line of Mooncake's format: its send time, its lengths, and the
+/// shared blocks of its prompt.
 fn line_of(index: usize, [at_s, input, output, ids]: &[String; 4]) -> String {
     let tokens: u32 = input.parse().unwrap();
     let mut ids: Vec<u64> = ids.split(' ').map(|id| id.parse().unwrap()).collect();
     assert_eq!(ids.len() as u32, tokens / BLOCK);
     if !tokens.is_multiple_of(BLOCK) {
-        // What is left of a prompt behind its full blocks is its own.
+        // The rest of a prompt after its full blocks is unique.
         ids.push(1 << 40 | index as u64);
     }
     let at_ms = number(at_s) * 1e3;
@@ -77,9 +77,8 @@ impl Sink for Times {
     }
 }
 
-/// A server that is past its capacity: nearly all of its TTFT is waiting, where an error of every
-/// step adds up. Requests are replayed as they were recorded: sent when they were, with the prefixes
-/// that they shared.
+/// An overloaded server: nearly all of its TTFT is waiting, where an error of every step adds up.
+/// Requests are replayed as recorded: the same send times, and the same shared prefixes.
 #[test]
 fn a_measured_run_of_vllm_is_predicted_within_the_bounds() {
     let Some(folder) = measured() else { return };
@@ -97,7 +96,7 @@ fn a_measured_run_of_vllm_is_predicted_within_the_bounds() {
         ["ttft_ms", "tpot_ms", "e2e_ms"],
     );
     let trace: String = (0..).zip(&asked).map(|(i, row)| line_of(i, row)).collect();
-    // What `deployment.json` says of the server.
+    // The server's settings in `deployment.json`.
     let cluster = cluster(
         "[model]\npreset = \"llama-3.1-8b\"\n\
          [engine]\nmax_num_seqs = 128\nmax_num_batched_tokens = 2048\n\
@@ -120,8 +119,8 @@ fn a_measured_run_of_vllm_is_predicted_within_the_bounds() {
 
     let mean =
         |of: &dyn Fn(usize) -> f64| (0..truth.len()).map(of).sum::<f64>() / truth.len() as f64;
-    // Largest error of the mean, and largest mean error of a request: of any model that is worth its
-    // name, not of the one there is (docs/twin.md has its errors).
+    // Largest error of the mean, and largest mean error per request: a requirement for any usable
+    // model, not the errors of this one (docs/twin.md has those).
     for (metric, name, of_mean, of_each) in [
         (0, "TTFT", 0.15, 0.25),
         (1, "TPOT", 0.07, 0.08),

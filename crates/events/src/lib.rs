@@ -3,14 +3,14 @@
 //! ```text
 //!   engine thread ── EventPublisher ─► bounded queues ─┐                     ┌─► inside the process
 //!     encodes into a buffer of its own     (one per    ├─► event thread ─ Bus ┼─► ZeroMQ: PUB, replay
-//!   engine thread ── EventPublisher ─►  kind, thread) ─┘    one per process     └─► NATS
+//!   engine thread ── EventPublisher ─►  kind, thread) ─┘    one per process   └─► NATS
 //! ```
 //!
 //! * [`fpm`], [`kv`]: the messages, in an owned and in a borrowed form with the same bytes, and
-//! their readers, whose errors name the byte offset.
+//!   their readers, whose errors name the byte offset.
 //! * [`EventPlane`], [`EventPublisher`]: from engine threads to the configured bus.
 //! * [`bus`]: the bus trait, and the bus inside the process; [`zmq`], [`nats`]: the others, and
-//! subscribers to them; [`zmtp`]: ZeroMQ's wire protocol.
+//!   subscribers to them; [`zmtp`]: ZeroMQ's wire protocol.
 //! * [`metrics`]: counters of sent and dropped events.
 //!
 //! It is separate from `planes`, so that frames and rings, which shards and engine threads share,

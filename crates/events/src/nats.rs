@@ -143,7 +143,7 @@ fn note_event(counters: &BusCounters, event: &async_nats::Event) {
             add(&counters.disconnects, 1);
         }
         async_nats::Event::ServerError(error) => {
-            tracing::warn!(%error, "error from the NATS server")
+            tracing::warn!(%error, "error from the NATS server");
         }
         _ => {}
     }

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! - [`draw`]: named streams of random numbers. A draw is a pure function of seed, name and index,
-//! so that a new key in the file, or another thread, does not shift the others.
+//!   so that a new key in the file, or another thread, does not shift the others.
 //! - [`prompt`]: a prompt as segments of named texts, from which words, tokens and block hashes
-//! follow; so bench and twin agree on shared prefixes without passing text around.
+//!   follow; so bench and twin agree on shared prefixes without passing text around.
 //! - [`generate`] and [`trace`]: sources of requests, one in memory at a time.
 //! - [`own`] and [`mooncake`]: formats for writing traces.
 //! - [`stats`]: statistics of a stream of requests.

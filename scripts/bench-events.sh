@@ -67,7 +67,7 @@ run() { # run CASE LOAD WORKERS CONCURRENCY ISL OSL REQUESTS ROUND
     "$bin" events tail --quiet "${listen[@]}" >"$out/heard" 2>"$out/tail" &
     tail=$!
     pids+=("$tail")
-    wait_for "$out/tail" '^listening to'
+    wait_for "$out/tail" '^subscribed to'
   fi
   "$bin" bench "$url" --concurrency "$4" --isl "$5" --osl "$6" --requests $(($7 / scale)) \
     --warmup "$4" --server-pid "$server" --quiet --out "$out/run.json" >/dev/null

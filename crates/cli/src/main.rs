@@ -1,4 +1,5 @@
-//! The `slipstream` binary: flags in, one library call a subcommand, text out. No logic lives here.
+//! The `slipstream` binary: parses flags, makes one library call per subcommand, prints text. It
+//! contains no logic.
 
 mod cmd;
 mod out;
@@ -21,7 +22,7 @@ struct Cli {
     command: Command,
 }
 
-// One variant a subcommand, one module each under `cmd`.
+// One variant per subcommand, with one module each under `cmd`.
 #[derive(Subcommand)]
 enum Command {
     /// Serve OpenAI clients from modelled engines
@@ -32,31 +33,31 @@ enum Command {
     Worker(cmd::worker::Args),
     /// Run the same cluster in virtual time
     Simulate(Box<cmd::simulate::Args>),
-    /// Run one load on many clusters in virtual time, and show which are worth having
+    /// Run one workload on many clusters in virtual time, and print the Pareto-optimal ones
     Sweep(Box<cmd::sweep::Args>),
     /// Predict TTFT and TPOT of a table of deployments, with error bars
     Predict(cmd::predict::Args),
     /// Fit a step-time profile to measured deployments, and score it on held-out ones
     Calibrate(cmd::calibrate::Args),
-    /// Run a load live and in virtual time, and say where the difference is
+    /// Run a workload live and in virtual time, and compare the time of each stage
     Drag(Box<cmd::drag::Args>),
     /// Simulate, measure and load the CPU scheduler
     Sched(cmd::sched::Args),
-    /// Load an OpenAI endpoint and report what its clients see
+    /// Load an OpenAI endpoint and report client-side latency and throughput
     Bench(Box<cmd::bench::Args>),
-    /// Say what a trace is like, or write it in another form
+    /// Summarize or convert traces
     Trace(cmd::trace::Args),
-    /// The built-in tokenizer, for other tools
+    /// Export the built-in tokenizer for other tools
     Tokenizer(cmd::tokenizer::Args),
-    /// List the models and GPUs that a cluster file can name
+    /// List the models and GPUs available in a cluster file
     Presets(cmd::presets::Args),
-    /// Print what engines publish: forward-pass metrics and KV events
+    /// Print events of engines: forward-pass metrics and KV events
     Events(cmd::events::Args),
-    /// What sharing blocks of KV cache costs on this host
+    /// Benchmark KV block storage and transfer
     Kv(cmd::kv::Args),
     /// Simulate a packet network
     Net(cmd::net::Args),
-    /// Say what this host lacks, and what will be slow on it
+    /// Check this host for missing features and performance problems
     Doctor(cmd::doctor::Args),
 }
 
@@ -85,7 +86,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            // A reader that has gone (`slipstream presets | head`) is not a failure of ours.
+            // A closed reader (`slipstream presets | head`) is not an error.
             if out::is_broken_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
@@ -95,10 +96,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Warnings, and which processes find each other.
+/// Log levels: warnings, and discovery between processes.
 const SAID: &str = "warn,slipstream_frontend::remote=info,slipstream_worker::callhome=info";
 
-/// Logs what libraries trace: warnings, or what `RUST_LOG` asks for.
+/// Initializes logging of the libraries: warnings, or the levels of `RUST_LOG`.
 fn log_to_stderr() {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(SAID));
@@ -106,7 +107,7 @@ fn log_to_stderr() {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_target(false)
-        // Not into a file, and not where NO_COLOR asks for none (https://no-color.org).
+        // No color in files, or if NO_COLOR is set (https://no-color.org).
         .with_ansi(
             std::io::stderr().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),

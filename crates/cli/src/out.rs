@@ -1,4 +1,4 @@
-//! The one place that writes to stdout.
+//! Output to stdout; the only module that writes there.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -16,7 +16,7 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
-/// Writes to stdout what `write` produces, piece by piece, and flushes it.
+/// Writes the output of `write` to stdout, piece by piece, and flushes it.
 ///
 /// # Errors
 /// If stdout cannot be written; see [`is_broken_pipe`].
@@ -27,19 +27,19 @@ pub(crate) fn stream(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
 }
 
-/// Writes `text` to a file of its own; what went wrong, in words, if it could not be written.
+/// Writes `text` to a file; returns an error message on failure.
 pub(crate) fn save(path: &Path, text: &str) -> Option<String> {
     let error = slipstream_report::record::save_text(path, text).err()?;
     Some(incomplete(path, &error.into()))
 }
 
-/// That a file could not be written to its end, and where what was written is.
+/// Error message for an incomplete file, with the path of the written part.
 pub(crate) fn incomplete(path: &Path, error: &anyhow::Error) -> String {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = Path::new(&partial);
     let kept = if partial.exists() {
-        format!("; {} holds what could be written", partial.display())
+        format!("; {} has the written part", partial.display())
     } else {
         String::new()
     };
@@ -49,14 +49,14 @@ pub(crate) fn incomplete(path: &Path, error: &anyhow::Error) -> String {
     )
 }
 
-/// Tells of files that could not be written.
+/// Prints the errors of files that could not be written.
 pub(crate) fn complain(failures: &[String]) {
     for failure in failures {
         eprintln!("error: {failure}");
     }
 }
 
-/// What was typed.
+/// The command line.
 pub(crate) fn command_line() -> String {
     let words: Vec<_> = std::env::args_os()
         .map(|word| word.to_string_lossy().into_owned())
@@ -64,7 +64,8 @@ pub(crate) fn command_line() -> String {
     words.join(" ")
 }
 
-/// An error with its causes, each said once: many an error's own text ends with its cause's.
+/// An error with its causes, without repetition: many an error's text already ends with its
+/// cause's.
 pub(crate) fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -79,7 +80,7 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
     text
 }
 
-/// Whether `error` says that the reader of our output went away.
+/// Whether `error` means that the reader of stdout closed the pipe.
 pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()

@@ -1,10 +1,10 @@
-//! Two or more runs side by side, with each one's ratio to the first.
+//! Two or more runs next to each other, with each one's ratio to the first.
 
 use crate::latency::{P50, P99, Percentiles, Quantile};
 use crate::run::RunReport;
 use crate::table::{Table, Tone, grouped, number};
 
-/// Which way a figure is good.
+/// Whether a larger or a smaller figure is better.
 #[derive(Clone, Copy)]
 enum Good {
     Less,
@@ -59,10 +59,10 @@ const FIGURES: &[Figure] = &[
         Some(r.requests.failed as f64)
     }),
     ("duration, s", Good::Less, |r| Some(r.duration_s)),
-    ("server CPU, µs a token", Good::Less, |r| {
+    ("server CPU, µs per token", Good::Less, |r| {
         r.server.map(|s| s.cpu_us_per_token)
     }),
-    ("server CPU, µs a request", Good::Less, |r| {
+    ("server CPU, µs per request", Good::Less, |r| {
         r.server.map(|s| s.cpu_us_per_request)
     }),
 ];
@@ -74,9 +74,9 @@ const COUNTS: [&str; 2] = ["preemptions", "requests failed"];
 /// shared machine differ by more.
 const NOTABLE: f64 = 0.02;
 
-/// The runs side by side. Ratios are to the first run; `color` as in [`Table::render`].
+/// A table with a column per run. Ratios are to the first run; `color` as in [`Table::render`].
 ///
-/// Rows that no run measured are left out.
+/// Rows that no run measured are omitted.
 pub fn render(runs: &[RunReport], color: bool) -> String {
     let Some(first) = runs.first() else {
         return String::new();

@@ -1,8 +1,9 @@
-//! The drag record: one row a request, with the moment of each hand-over.
+//! The drag record: one row per request, with the time of each stage. Drag: the time that a request
+//! spends between GPU steps.
 //!
-//! The columns are the same for a live run, a simulated one and a real engine's logs; what nobody
-//! looked at is empty. Times are nanoseconds of `CLOCK_MONOTONIC` on one host (simulated: since
-//! the run's start). Files are CSV or, with the feature `parquet`, Parquet.
+//! The columns are the same for a live run, a simulated one and a real engine's logs; stages that
+//! were not recorded are empty. Times are nanoseconds of `CLOCK_MONOTONIC` on one host (simulated:
+//! since the run's start). Files are CSV or, with the feature `parquet`, Parquet.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -13,15 +14,15 @@ use slipstream_base::{Stage, StageTimes};
 
 use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter, is_parquet};
 
-/// Where cached blocks of a prompt came from.
+/// Tiers that cached blocks of a prompt come from.
 pub const TIERS: [&str; 4] = ["device", "host", "disk", "peer"];
 
 /// One request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DragRecord {
-    /// Names the request across runs: a workload's `session.turn`, or the server's request id.
+    /// Identifies the request across runs: a workload's `session.turn`, or the server's request id.
     pub id: String,
-    /// When it passed each stage.
+    /// When it reached each stage.
     pub times: StageTimes,
     /// The worker that answered (the last one, after a retry).
     pub worker: Option<u32>,
@@ -31,35 +32,35 @@ pub struct DragRecord {
     pub osl: Option<u32>,
     /// Prompt blocks found cached, by tier in the order of [`TIERS`].
     pub hit_blocks: [Option<u32>; TIERS.len()],
-    /// Times that the engine preempted it.
+    /// Number of times that the engine preempted it.
     pub preemptions: Option<u32>,
-    /// Times that it was sent again.
+    /// Number of retries.
     pub retries: Option<u32>,
-    /// `ok`, or the kind of error.
+    /// `ok`, or the category of error.
     pub status: String,
 }
 
 /// Why drag records could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum DragError {
-    /// The file or pipe failed, or is not of the format that its name promises.
+    /// The file or pipe failed, or its content is not in the format of its name.
     #[error(transparent)]
     File(#[from] RecordError),
-    /// A column that is always there is missing: not a drag file.
+    /// A mandatory column is missing: not a drag file.
     #[error(
-        "the file has no column `{0}`; drag records are files with one row a request, as `slipstream bench --drag FILE` writes them"
+        "the file has no column `{0}`; drag records have one row per request, as written by `slipstream bench --drag FILE`"
     )]
     NoColumn(&'static str),
-    /// A field does not hold a number.
+    /// A field is not a number.
     #[error(
-        "{at}: column `{column}` holds {found:?}, not a whole number of its range; leave it empty where the value is not known"
+        "{at}: column `{column}` holds {found:?}, not a whole number of its range; leave it empty if the value is not known"
     )]
     NotANumber {
         /// `line 3` of a CSV file, `row 2` of a Parquet one.
         at: String,
         /// Column name.
         column: String,
-        /// What the field holds.
+        /// Content of the field.
         found: String,
     },
 }
@@ -80,7 +81,7 @@ pub fn columns() -> Vec<String> {
     names
 }
 
-/// Columns that are text and always there; the others are numbers, and may be absent.
+/// Columns that are text and mandatory; the others are numbers, and may be absent.
 const TEXTS: [&str; 2] = ["id", "status"];
 
 fn typed_columns() -> Vec<Column> {
@@ -109,7 +110,7 @@ impl DragWriter<BufWriter<File>> {
     /// Creates (or empties) the file; Parquet if its name ends in `.parquet`, else CSV.
     ///
     /// # Errors
-    /// [`DragError::File`] if it cannot be created, or is to be Parquet in a build without.
+    /// [`DragError::File`] if it cannot be created, or if Parquet is not built in.
     pub fn create(path: &Path) -> Result<Self, DragError> {
         Ok(DragWriter {
             file: RecordWriter::create(path, &typed_columns())?,
@@ -142,7 +143,7 @@ impl<W: Write + Send> DragWriter<W> {
         Ok(self.file.write(&row)?)
     }
 
-    /// Completes the file. Rows cannot follow.
+    /// Completes the file. No rows may follow.
     ///
     /// # Errors
     /// [`DragError::File`] if the last rows could not be written.
@@ -193,7 +194,7 @@ fn parquet_rows(file: File) -> Result<DragRows, DragError> {
     })))
 }
 
-/// Where the columns stand in a file.
+/// Positions of the columns in a file.
 struct Layout {
     /// Field of each known column, in the order of [`columns`].
     fields: Vec<Option<usize>>,
@@ -215,7 +216,7 @@ impl Layout {
         Ok(Layout { fields, names })
     }
 
-    /// The record whose fields `text` gives, empty where absent; `at` says where it stands.
+    /// The record with the fields of `text`, empty if absent; `at` is its position for errors.
     fn record<'a>(
         &self,
         text: impl Fn(usize) -> Cow<'a, str>,

@@ -1,4 +1,4 @@
-//! Where the time went: each hand-over of one run beside the same one of another.
+//! Time between stages: each gap of one run next to the same gap of another.
 
 use serde::Serialize;
 use slipstream_base::Stage;
@@ -7,13 +7,13 @@ use crate::drag::DragRecord;
 use crate::latency::{Latency, TOO_FEW, tells};
 use crate::table::{Table, grouped, number};
 
-/// Gaps between neighboring stages, and what they add up to, over the requests of a run.
+/// Gaps between neighboring stages, and their totals, over the requests of a run.
 #[derive(Clone, Debug)]
-pub struct HandOvers {
-    /// By the stage that ends the gap; the first one ends none.
+pub struct StageGaps {
+    /// By the stage that ends the gap; the first stage ends none.
     gaps: Vec<Latency>,
-    /// From a prompt's coming from elsewhere to the pass of the first token: apart from the gap of
-    /// prompts that were computed where they are answered, which ends likewise.
+    /// From the end of a KV transfer to the step of the first token. It is kept apart from the gap
+    /// of prompts that were computed at the worker that answers, which ends at the same stage.
     loaded: Latency,
     ttft: Latency,
     rest: Latency,
@@ -21,9 +21,9 @@ pub struct HandOvers {
     failed: u64,
 }
 
-impl Default for HandOvers {
+impl Default for StageGaps {
     fn default() -> Self {
-        HandOvers {
+        StageGaps {
             gaps: vec![Latency::default(); Stage::ALL.len()],
             loaded: Latency::default(),
             ttft: Latency::default(),
@@ -34,7 +34,7 @@ impl Default for HandOvers {
     }
 }
 
-/// What happens up to a stage from the one before it.
+/// Name of the gap that ends at a stage.
 fn what(stage: Stage) -> &'static str {
     match stage {
         Stage::Due => "",
@@ -45,22 +45,22 @@ fn what(stage: Stage) -> &'static str {
         Stage::Dispatched => "dispatch",
         Stage::WorkerRecv => "frontend to worker",
         Stage::Admitted => "wait for admission",
-        Stage::Prefilled => "prompt, computed elsewhere",
-        Stage::KvSent => "ask for its keys and values",
-        Stage::KvReceived => "keys and values",
-        Stage::FirstPassStart => "earlier passes of the prompt",
-        Stage::FirstPassEnd => "pass of the first token",
+        Stage::Prefilled => "remote prefill",
+        Stage::KvSent => "KV transfer setup",
+        Stage::KvReceived => "KV transfer",
+        Stage::FirstPassStart => "earlier prefill steps",
+        Stage::FirstPassEnd => "step of the first token",
         Stage::FrameRecv => "worker to frontend",
         Stage::Rendered => "render",
         Stage::Written => "write",
         Stage::ClientRecv => "frontend to client",
-        Stage::LastClientRecv => "the tokens after it",
+        Stage::LastClientRecv => "later tokens",
     }
 }
 
-impl HandOvers {
-    /// Counts a request. Stages that nobody looked at end no gap; the time goes to the next one
-    /// that is known.
+impl StageGaps {
+    /// Counts a request. A stage that was not recorded ends no gap; its time counts in the next
+    /// recorded one.
     pub fn add(&mut self, record: &DragRecord) {
         if record.status != "ok" {
             self.failed += 1;
@@ -93,12 +93,12 @@ impl HandOvers {
         }
     }
 
-    /// Requests that were answered.
+    /// Number of answered requests.
     pub fn requests(&self) -> u64 {
         self.requests
     }
 
-    /// Requests that were not.
+    /// Number of failed requests.
     pub fn failed(&self) -> u64 {
         self.failed
     }
@@ -107,17 +107,17 @@ impl HandOvers {
 /// One gap of two runs. Arrays: the first run, the second.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gap {
-    /// What happens in it.
+    /// Its name.
     pub name: &'static str,
-    /// Requests that passed it.
+    /// Requests with this gap.
     pub count: [u64; 2],
-    /// Median, ms; `None` if too few requests passed it.
+    /// Median, ms; `None` if too few requests have the gap.
     pub p50_ms: [Option<f64>; 2],
-    /// 99th percentile, ms; likewise.
+    /// 99th percentile, ms; `None` if too few requests have the gap.
     pub p99_ms: [Option<f64>; 2],
     /// Mean of the first run less that of the second, ms.
     pub mean_difference_ms: f64,
-    /// Part of the first run's mean TTFT (or time after the first token) that this difference is.
+    /// This difference as a share of the first run's mean TTFT (or time after the first token).
     pub share: Option<f64>,
 }
 
@@ -146,15 +146,15 @@ fn mean(latency: &Latency) -> f64 {
     latency.percentiles().map_or(0.0, |p| p.mean)
 }
 
-/// The gaps of two runs that requests of either passed, in their order.
-pub fn gaps(runs: [&HandOvers; 2]) -> Vec<Gap> {
+/// The gaps that requests of either run have, in order.
+pub fn gaps(runs: [&StageGaps; 2]) -> Vec<Gap> {
     let [a, b] = runs;
     let ttft = mean(&a.ttft);
     let mut gaps = Vec::new();
     for (index, stage) in Stage::ALL.into_iter().enumerate() {
         if stage == Stage::FirstPassStart {
             gaps.push(Gap::new(
-                "wait for the next pass",
+                "wait for the next step",
                 [&a.loaded, &b.loaded],
                 ttft,
             ));
@@ -174,9 +174,9 @@ pub fn gaps(runs: [&HandOvers; 2]) -> Vec<Gap> {
     gaps
 }
 
-/// A table with a row per gap: how often, p50 and p99 in both runs, the difference of the means, and
-/// what share of the first run's mean TTFT (or of the time after the first token) it is.
-pub fn render(names: [&str; 2], runs: [&HandOvers; 2]) -> String {
+/// A table with a row per gap: count, p50 and p99 in both runs, the difference of the means, and
+/// its share of the first run's mean TTFT (or of the time after the first token).
+pub fn render(names: [&str; 2], runs: [&StageGaps; 2]) -> String {
     let mut table = Table::new([
         "ms".to_owned(),
         "count".to_owned(),
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn each_gap_is_named_and_they_add_up() {
-        let (mut live, mut twin) = (HandOvers::default(), HandOvers::default());
+        let (mut live, mut twin) = (StageGaps::default(), StageGaps::default());
         let live_times = [
             (Stage::Due, 10),
             (Stage::Accept, 13),
@@ -266,27 +266,24 @@ mod tests {
             row("client to frontend"),
             "100 3.00 3.00 0.000 0.000 3.00 15.0 %"
         );
-        // Parse, tokenize, route and dispatch are not told apart here.
+        // Parse, tokenize, route and dispatch are one gap here.
         assert_eq!(
             row("frontend to worker"),
             "100 1.00 1.00 0.000 0.000 1.00 5.00 %"
         );
         assert_eq!(
-            row("pass of the first token"),
+            row("step of the first token"),
             "100 10.0 10.0 10.0 10.0 0.000 0.000 %"
         );
         assert_eq!(row("TTFT"), "100 20.0 20.0 10.0 10.0 10.0 50.0 %");
-        assert_eq!(
-            row("the tokens after it"),
-            "100 100 100 98.0 98.0 2.00 2.00 %"
-        );
+        assert_eq!(row("later tokens"), "100 100 100 98.0 98.0 2.00 2.00 %");
         assert!(!text.contains("tokenize"), "{text}");
         assert!(!text.contains("too few"), "{text}");
     }
 
     #[test]
     fn a_p99_of_few_requests_is_left_out() {
-        let mut run = HandOvers::default();
+        let mut run = StageGaps::default();
         for _ in 0..99 {
             run.add(&record(&[(Stage::Due, 1), (Stage::ClientRecv, 8)]));
         }
@@ -298,8 +295,8 @@ mod tests {
     }
 
     #[test]
-    fn prompts_from_elsewhere_have_rows_of_their_own() {
-        let mut run = HandOvers::default();
+    fn remote_prefill_has_its_own_rows() {
+        let mut run = StageGaps::default();
         run.add(&record(&[
             (Stage::Admitted, 10),
             (Stage::Prefilled, 60),
@@ -313,13 +310,13 @@ mod tests {
         ]));
         let text = render(["a", "b"], [&run, &run]);
         for (name, ms) in [
-            ("prompt, computed elsewhere", "50.0"),
-            ("ask for its keys and values", "1.00"),
-            ("keys and values", "3.00"),
-            ("wait for the next pass", "6.00"),
-            ("earlier passes of the prompt", "20.0"),
+            ("remote prefill", "50.0"),
+            ("KV transfer setup", "1.00"),
+            ("KV transfer", "3.00"),
+            ("wait for the next step", "6.00"),
+            ("earlier prefill steps", "20.0"),
         ] {
-            let row = text.lines().find(|line| line.starts_with(name));
+            let row = (text.lines()).find(|line| line.starts_with(&format!("{name}  ")));
             let row = row.unwrap_or_else(|| panic!("{name} in\n{text}"));
             let mut cells = row[name.len()..].split_ascii_whitespace();
             assert_eq!((cells.next(), cells.next()), (Some("1"), Some(ms)), "{row}");
@@ -328,7 +325,7 @@ mod tests {
 
     #[test]
     fn failed_requests_are_counted_apart() {
-        let mut run = HandOvers::default();
+        let mut run = StageGaps::default();
         let mut failed = record(&[(Stage::Due, 1), (Stage::Accept, 2)]);
         failed.status = "http 503".into();
         run.add(&failed);

@@ -1,21 +1,21 @@
-//! Durations: a histogram of bounded size, and the percentiles read from it.
+//! Durations: a histogram of bounded size, and its percentiles.
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::table::number;
 
-/// Significant decimal digits that percentiles keep: a value is off by at most one part in 1,000.
-/// Mean, minimum and maximum are exact.
+/// Significant decimal digits of percentiles: the error is at most one part in 1,000. Mean, minimum
+/// and maximum are exact.
 pub const SIGNIFICANT_DIGITS: u8 = 3;
 
-/// Longest duration that is told apart, ns (about 52 days); longer ones count as this.
+/// Longest distinct duration, ns (about 52 days); longer ones count as this.
 const LONGEST_NS: u64 = 1 << 52;
 
 /// Durations of one kind, ns.
 ///
-/// Memory is bounded (at most about 350 KiB) however many are recorded, and two can be added up,
-/// so that threads record apart.
+/// Memory is bounded (at most about 350 KiB) however many are recorded. Two can be added, so that
+/// threads record separately.
 #[derive(Clone, Debug)]
 pub struct Latency {
     histogram: Histogram<u64>,
@@ -57,7 +57,7 @@ impl Latency {
         self.shortest_ns = self.shortest_ns.min(ns);
     }
 
-    /// Adds everything that `other` holds.
+    /// Adds all durations of `other`.
     pub fn add(&mut self, other: &Latency) {
         self.histogram
             .add(&other.histogram)
@@ -67,13 +67,13 @@ impl Latency {
         self.shortest_ns = self.shortest_ns.min(other.shortest_ns);
     }
 
-    /// Durations recorded.
+    /// Number of recorded durations.
     pub fn count(&self) -> u64 {
         self.histogram.len()
     }
 
     /// The smallest recorded duration that at least `share` (0 to 1) of all do not exceed, ns;
-    /// `None` if nothing was recorded.
+    /// `None` if there are none.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
         (self.count() > 0).then(|| {
             self.histogram
@@ -83,7 +83,7 @@ impl Latency {
     }
 
     /// The distribution in about `points` steps: durations, ns, with the share of all that did not
-    /// exceed each. Between two steps it is off by less than `1 / points`; the last one is the longest
+    /// exceed each. Between two steps its error is below `1 / points`; the last one is the longest
     /// duration, with share 1.
     pub fn cdf(&self, points: usize) -> Vec<(u64, f64)> {
         let mut steps: Vec<(u64, f64)> = Vec::new();
@@ -95,8 +95,8 @@ impl Latency {
             let ns = value.value_iterated_to();
             let ns = ns.clamp(self.shortest_ns, self.longest_ns);
             let (share, last) = (seen as f64 / all, steps.last().copied());
-            // The tails are few, and what is looked at: they are kept wherever a step shows on a
-            // logarithmic axis.
+            // Tails have few samples but the most interest: they are kept wherever a step shows on
+            // a logarithmic axis.
             let shows = last.is_none_or(|(at, kept)| {
                 share - kept >= least || ns as f64 >= at.max(1) as f64 * (1.0 + 4.0 * least)
             });
@@ -107,7 +107,7 @@ impl Latency {
         steps
     }
 
-    /// The percentiles that reports show; `None` if nothing was recorded.
+    /// The percentiles of reports; `None` if nothing was recorded.
     pub fn percentiles(&self) -> Option<Percentiles> {
         let at = |share| self.quantile_ns(share).map(ms);
         Some(Percentiles {
@@ -131,7 +131,7 @@ fn ms(ns: u64) -> f64 {
 /// Percentiles of durations, ms. Precision: [`SIGNIFICANT_DIGITS`]; mean, min and max are exact.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
-    /// Durations counted.
+    /// Number of durations.
     pub count: u64,
     /// Arithmetic mean.
     pub mean: f64,
@@ -151,18 +151,18 @@ pub struct Percentiles {
     pub max: f64,
 }
 
-/// Whether `count` samples tell what a `share` (0 to 1) of them stay below, which is the rule of every
-/// table: at least one sample must lie above it. Of fewer than 100, the 99th percentile is the largest,
-/// and of fewer than ten the 90th; a table that showed it would name the maximum twice, or hide
-/// that it is one. The median is always told.
+/// Whether `count` samples determine the value that a `share` (0 to 1) of them stay below. The rule
+/// of every table: at least one sample must be above it. Of fewer than 100 samples, the 99th
+/// percentile is the largest, and of fewer than ten the 90th; a table would print the maximum
+/// twice, or under a wrong name. The median is always determined.
 pub fn tells(share: f64, count: u64) -> bool {
     // 100 × (1 − 0.99) is a little more or less than 1.
     count > 0 && (share <= 0.5 || count as f64 * (1.0 - share) >= 1.0 - 1e-6)
 }
 
-/// Says what a `-` among percentiles means.
+/// Explains a `-` among percentiles.
 pub const TOO_FEW: &str =
-    "-: too few samples; one must lie above a percentile, so p99 takes 100 of them, p95 20, p90 10";
+    "-: too few samples; at least one must be above a percentile, so p99 needs 100, p95 20, p90 10";
 
 /// One of the percentiles of [`Percentiles`].
 #[derive(Clone, Copy, Debug)]
@@ -198,18 +198,18 @@ pub const P99: Quantile = Quantile {
 };
 
 impl Percentiles {
-    /// A percentile, ms; `None` if there are too few samples to tell it ([`tells`]).
+    /// A percentile, ms; `None` if there are too few samples ([`tells`]).
     pub fn at(&self, quantile: Quantile) -> Option<f64> {
         tells(quantile.share, self.count).then(|| (quantile.of)(self))
     }
 
-    /// Whether tables leave one of the percentiles out.
+    /// Whether tables omit one of the percentiles.
     pub fn leaves_out(&self) -> bool {
         !tells(P99.share, self.count)
     }
 }
 
-/// A percentile as tables show it; `-` where there is none.
+/// A percentile as printed in tables; `-` if there is none.
 pub fn cell(percentiles: Option<Percentiles>, quantile: Quantile) -> String {
     let value = percentiles.and_then(|p| p.at(quantile));
     value.map_or_else(|| "-".to_owned(), number)
@@ -230,7 +230,7 @@ mod tests {
             (0.999, 1_000),
         ] {
             assert!(tells(share, least) && !tells(share, least - 1), "{share}");
-            // By nearest rank, which is the rule that it stands for.
+            // By nearest rank, the definition of the percentile.
             let rank = |count: u64| (share * count as f64 - 1e-9).ceil() as u64;
             assert_eq!((rank(least), rank(least - 1)), (least - 1, least - 1));
         }

@@ -1,23 +1,24 @@
-//! What a run is told as: percentiles, tables, one stable JSON form, and the drag record.
+//! Reports of a run: percentiles, tables, one stable JSON form, and the drag record.
 //!
-//! `bench`, `simulate` and `drag` report through the same types, so that two runs can be put side
-//! by side whatever produced them. Nothing here knows where a number came from.
+//! `bench`, `simulate` and `drag` report through the same types, so that any two runs can be
+//! compared. This crate does not depend on the source of a number.
 //!
-//! - [`hand_over`]: the gaps between stages of one run beside those of another.
+//! - [`gaps`]: the gaps between stages of one run next to those of another.
 //! - [`latency`]: histograms of durations with a stated precision, and their percentiles.
-//! - [`measure`]: what a run has shown so far, to be added up over threads; [`objectives`]: what requests are to meet.
+//! - [`measure`]: counts and histograms of a run in progress, added up over threads;
+//!   [`objectives`]: service-level objectives of requests.
 //! - [`run`]: the result of one run, as printed and as JSON.
-//! - [`table`]: plain text tables; [`compare`]: two or more runs side by side with ratios.
+//! - [`table`]: plain text tables; [`compare`]: two or more runs next to each other with ratios.
 //! - [`record`]: files of records, CSV or Parquet.
 //! - [`html`]: self-contained pages with plots.
 //! - [`pass`]: passes of engines; [`series`]: a run over time, in bins.
 //! - [`perfetto`]: a run as a trace for viewers.
-//! - [`drag`]: one row a request with the time of each hand-over; writer and reader.
+//! - [`drag`]: one row per request with the time of each stage; writer and reader.
 #![forbid(unsafe_code)]
 
 pub mod compare;
 pub mod drag;
-pub mod hand_over;
+pub mod gaps;
 pub mod html;
 pub mod latency;
 pub mod measure;

@@ -1,4 +1,5 @@
-//! What a run has shown so far: histograms and counts, one set a thread, added up at the end.
+//! Measurements of a run in progress: histograms and counts, one set per thread, added up at the
+//! end.
 
 use std::collections::BTreeMap;
 
@@ -12,13 +13,13 @@ use slipstream_base::slo::Shown;
 
 /// Times of one request as its answer arrives, ns of `CLOCK_MONOTONIC`.
 ///
-/// Tokens that arrive in one read share its time: the gaps between them are 0, which is what the
-/// program that reads them sees.
+/// Tokens that arrive in one read share its time: the gaps between them are 0, as the reading
+/// program measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeline {
     /// When it was due.
     pub due: u64,
-    /// When it was handed to the socket; 0: not yet.
+    /// When it was written to the socket; 0: not yet.
     pub sent: u64,
     /// When the first text arrived; 0: not yet.
     pub first: u64,
@@ -40,7 +41,7 @@ impl Timeline {
         }
     }
 
-    /// `events` events with text came in one read at `now`; gaps go to `itl`.
+    /// Counts `events` events with text, read together at `now`; gaps are added to `itl`.
     pub fn on_events(&mut self, events: u64, now: u64, itl: &mut Latency) {
         if events == 0 {
             return;
@@ -58,7 +59,7 @@ impl Timeline {
         self.last = now;
     }
 
-    /// What the request showed, with `output_tokens` in `events` events.
+    /// Latencies of the request, with `output_tokens` in `events` events.
     pub fn shown(&self, output_tokens: u64, events: u64) -> Shown {
         let after_first = self.last.saturating_sub(self.first);
         let over = |count: u64| {
@@ -83,13 +84,13 @@ pub struct Answered {
     pub timeline: Timeline,
     /// Prompt tokens, by the server's count or the workload's.
     pub input_tokens: u64,
-    /// Answer tokens, by the server's count or one an event.
+    /// Answer tokens, by the server's count or one per event.
     pub output_tokens: u64,
-    /// Prompt tokens found cached, if the server says.
+    /// Prompt tokens found cached, if the server reports them.
     pub cached_tokens: Option<u64>,
     /// Events with text.
     pub events: u64,
-    /// Whether tokens came one by one, so that gaps and TPOT mean something.
+    /// Whether tokens arrived one by one, so that gaps and TPOT are meaningful.
     pub streamed: bool,
     /// Its class, as an index into those of the workload.
     pub class: u32,
@@ -98,9 +99,9 @@ pub struct Answered {
 /// A request that failed.
 #[derive(Clone, Copy, Debug)]
 pub struct Failed<'a> {
-    /// One of a few kinds.
+    /// Its category.
     pub kind: &'a str,
-    /// What it said.
+    /// Its message.
     pub example: &'a str,
     /// Its class, as an index into those of the workload.
     pub class: u32,
@@ -109,17 +110,17 @@ pub struct Failed<'a> {
 /// The latencies of a run, as histograms.
 #[derive(Clone, Debug, Default)]
 pub struct Distributions {
-    /// Due to first token.
+    /// From due time to first token.
     pub ttft: Latency,
     /// Gaps between tokens.
     pub itl: Latency,
     /// (E2E − TTFT) / (OSL − 1).
     pub tpot: Latency,
-    /// Due to last token.
+    /// From due time to last token.
     pub e2e: Latency,
 }
 
-/// Sums over requests.
+/// Totals over requests.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     /// Gaps between tokens, recorded while answers arrive.
@@ -130,19 +131,19 @@ pub struct Totals {
     send_lag: Latency,
     /// Requests counted.
     pub requests: RequestCounts,
-    /// Failures by kind.
+    /// Failures by category.
     pub errors: BTreeMap<String, ErrorCount>,
     tokens: TokenCounts,
     met: u64,
     first_due: Option<u64>,
     last_end: u64,
-    /// By class, where the objectives name any.
+    /// By class, if the objectives name any.
     classes: Vec<ClassTotals>,
-    /// The run over time, if it is kept.
+    /// The run over time, if recorded.
     pub series: Option<Box<Series>>,
 }
 
-/// Sums over the requests of a class.
+/// Totals over the requests of a class.
 #[derive(Clone, Debug, Default)]
 struct ClassTotals {
     ttft: Latency,
@@ -224,14 +225,14 @@ impl Totals {
         &mut self.classes[at]
     }
 
-    /// `count` gaps of `ns` between tokens of requests of a class that the objectives name; they are
-    /// counted in [`itl`](Self::itl) apart.
+    /// Adds `count` gaps of `ns` between tokens of a class that the objectives name.
+    /// [`itl`](Self::itl) counts them separately.
     pub fn on_class_gaps(&mut self, class: u32, ns: u64, count: u64) {
         self.class(class).itl.record_n(ns, count);
     }
 
-    /// `events` events with text of one request came in one read at `now`. `class`: the one it
-    /// belongs to, if the objectives name any.
+    /// Counts `events` events with text of one request, read together at `now`. `class`: its class,
+    /// if the objectives name any.
     pub fn on_events(
         &mut self,
         timeline: &mut Timeline,
@@ -303,7 +304,7 @@ impl Totals {
         self.last_end = self.last_end.max(end);
     }
 
-    /// Adds everything that `other` holds.
+    /// Adds all of `other`.
     pub fn add(&mut self, other: &Totals) {
         for (mine, theirs) in [
             (&mut self.itl, &other.itl),
@@ -321,7 +322,7 @@ impl Totals {
         mine.warmup += theirs.warmup;
         mine.abandoned += theirs.abandoned;
         mine.unfinished += theirs.unfinished;
-        // Every thread reads the whole trace and meets the same bad lines.
+        // Every thread reads the whole trace and finds the same bad lines.
         mine.skipped_lines = mine.skipped_lines.max(theirs.skipped_lines);
         mine.retries += theirs.retries;
         for (kind, error) in &other.errors {
@@ -349,7 +350,7 @@ impl Totals {
         }
     }
 
-    /// First due to last end, s.
+    /// From the first due time to the last end, s.
     pub fn duration_s(&self) -> f64 {
         let from = self.first_due.unwrap_or(self.last_end);
         self.last_end.saturating_sub(from) as f64 / 1e9
@@ -390,7 +391,7 @@ impl Totals {
         }
     }
 
-    /// Requests that met their objectives; `None` if none are stated.
+    /// Requests that met their objectives; `None` if there are no objectives.
     pub fn goodput(&self, objectives: &Objectives) -> Option<Goodput> {
         objectives.are_stated().then(|| Goodput {
             slo: objectives.to_string(),
@@ -400,7 +401,8 @@ impl Totals {
         })
     }
 
-    /// Requests a second that met every objective there was for them; without any, that were answered.
+    /// Requests per second that met all of their objectives; without objectives, answered requests
+    /// per second.
     pub fn goodput_per_s(&self) -> f64 {
         self.per_s(self.met)
     }

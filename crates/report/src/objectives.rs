@@ -1,4 +1,4 @@
-//! What requests are to meet: objectives of the whole run, and of classes of the workload.
+//! Objectives of requests: for the whole run, and for classes of the workload.
 
 use std::fmt;
 
@@ -6,12 +6,12 @@ use slipstream_base::Slo;
 use slipstream_base::slo::Shown;
 use slipstream_config::workload_file::{Content, Workload};
 
-/// Objectives of a run. A class's own come before those of the run.
+/// Objectives of a run. A class's own objectives replace those of the run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Objectives {
-    /// Of requests whose class has none.
+    /// For requests whose class has none.
     pub all: Option<Slo>,
-    /// Name of each class and its own; empty if there is one class without a name.
+    /// Name and objectives of each class; empty if there is one class without a name.
     pub classes: Vec<(String, Option<Slo>)>,
 }
 
@@ -25,7 +25,7 @@ impl From<Slo> for Objectives {
 }
 
 impl Objectives {
-    /// Those of `workload`, and `all` for the rest.
+    /// The objectives of `workload`, and `all` for the rest.
     pub fn of(workload: &Workload, all: Option<Slo>) -> Objectives {
         let classes = match &workload.content {
             Content::Generated(classes) if classes.len() > 1 || classes[0].slo.is_some() => classes
@@ -37,30 +37,30 @@ impl Objectives {
         Objectives { all, classes }
     }
 
-    /// Whether there is any.
+    /// Whether there is any objective.
     pub fn are_stated(&self) -> bool {
         self.all.is_some() || self.classes.iter().any(|class| class.1.is_some())
     }
 
-    /// Those of a class.
+    /// The objectives of a class.
     pub fn of_class(&self, class: u32) -> Option<&Slo> {
         let own = self.classes.get(class as usize);
         own.and_then(|class| class.1.as_ref()).or(self.all.as_ref())
     }
 
-    /// Whether a request of `class` that was answered met all of its own. One without any did.
+    /// Whether an answered request of `class` met all of its objectives. Without objectives it did.
     pub fn are_met(&self, class: u32, shown: &Shown) -> bool {
         self.of_class(class).is_none_or(|slo| slo.is_met(shown))
     }
 
-    /// Whether one is on the longest gap between two tokens of a request.
+    /// Whether an objective concerns the longest gap between two tokens of a request.
     pub fn read_longest_gap(&self) -> bool {
         let own = self.classes.iter().filter_map(|class| class.1.as_ref());
         own.chain(&self.all).any(Slo::reads_longest_gap)
     }
 }
 
-/// `ttft=1s`, or `chat: ttft=1s; ttft=5s` where classes have their own.
+/// `ttft=1s`, or `chat: ttft=1s; ttft=5s` if classes have their own.
 impl fmt::Display for Objectives {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut between = "";

@@ -1,4 +1,4 @@
-//! Passes of engines, one record each: what was in it, what waited, what it held.
+//! Passes of engines, one record each: their work, the queue, the blocks held.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -11,28 +11,28 @@ use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter};
 /// One pass of one engine.
 #[derive(Clone, Copy, Debug)]
 pub struct PassRecord<'a> {
-    /// Which engine, counted from 0 over the cluster: each data-parallel rank is one.
+    /// Index of the engine over the cluster, from 0: each data-parallel rank is one.
     pub engine: u32,
     /// When it began.
     pub start: SimTime,
     /// When it ended: the time of every token in it.
     pub end: SimTime,
-    /// Whose it was, its number, what was in it, and what waited at its end.
+    /// Its rank and number, its work, and the queue at its end.
     pub fpm: &'a ForwardPassMetrics,
     /// Output tokens.
     pub tokens: u32,
     /// KV blocks held by sequences while it ran.
     pub used_blocks: u32,
-    /// Sequences that gave up their blocks for it.
+    /// Sequences preempted for it.
     pub preemptions: u32,
-    /// Gaps between its tokens and those before them, ns, and how often each. First tokens have none.
+    /// Gaps between its tokens and the previous ones, ns, with counts. First tokens have none.
     pub gaps: &'a [(u64, u32)],
     /// When sequences joined the waiting queue while it ran. They wait at its end.
     pub arrived: &'a [SimTime],
 }
 
 impl PassRecord<'_> {
-    /// Sequences in it.
+    /// Number of its sequences.
     pub fn sequences(&self) -> u32 {
         self.fpm.scheduled_prefill.requests + self.fpm.scheduled_decode.requests
     }
@@ -72,7 +72,7 @@ const COLUMNS: [&str; 17] = [
     "preemptions",
 ];
 
-/// Writes a row a pass.
+/// Writes a row per pass.
 pub struct PassWriter<W: Write + Send> {
     file: RecordWriter<W>,
 }
@@ -130,7 +130,7 @@ impl<W: Write + Send> PassWriter<W> {
         self.file.write(&row.map(Cell::U64))
     }
 
-    /// Completes the file. Rows cannot follow.
+    /// Completes the file. No rows may follow.
     ///
     /// # Errors
     /// [`RecordError`] if the last rows could not be written.

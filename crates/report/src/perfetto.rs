@@ -1,8 +1,8 @@
-//! A run as a trace that Perfetto (<https://ui.perfetto.dev>) and Chrome show: a process an engine,
-//! in it a track for its passes, one for its waiting queue, one a running request, and counters.
+//! A run as a trace for Perfetto (<https://ui.perfetto.dev>) and Chrome: a process per engine, with
+//! a track for its passes, one for its waiting queue, one per running request, and counters.
 //!
-//! Format: JSON array form of "Trace Event Format", Google, 2016, whose closing bracket may be
-//! missing: a file that was cut still opens.
+//! Format: JSON array form of "Trace Event Format", Google, 2016. Its closing bracket may be
+//! missing, so a truncated file still opens.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -15,21 +15,21 @@ use crate::series::EngineInfo;
 /// A request, ns of the run's clock.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestSpan<'a> {
-    /// Which engine ran it, as in [`EngineInfo`]s.
+    /// The engine that ran it, an index into [`EngineInfo`]s.
     pub engine: u32,
     /// Its name.
     pub name: &'a str,
-    /// A number of its own.
+    /// A unique number.
     pub id: u64,
     /// When it was due.
     pub due: u64,
-    /// Its prompt's keys and values, if another engine computed them.
+    /// Its KV transfer, if another engine computed the prompt.
     pub kv: Option<KvSpan>,
     /// When it left the waiting queue for the first time.
     pub admitted: u64,
-    /// When its first token came.
+    /// When its first token arrived.
     pub first: u64,
-    /// When its last token came.
+    /// When its last token arrived.
     pub last: u64,
     /// Prompt tokens.
     pub input_tokens: u32,
@@ -39,23 +39,23 @@ pub struct RequestSpan<'a> {
     pub output_tokens: u32,
 }
 
-/// Keys and values on their way from one engine to another.
+/// A KV transfer from one engine to another.
 #[derive(Clone, Copy, Debug)]
 pub struct KvSpan {
-    /// Which engine computed them.
+    /// The engine that computed the prompt.
     pub from: u32,
-    /// When that engine's worker had the request.
+    /// When that engine's worker received the request.
     pub received: u64,
-    /// When they began to be sent.
+    /// When the transfer began.
     pub sent: u64,
-    /// When all had come.
+    /// When it ended.
     pub came: u64,
 }
 
 /// Writes a trace, one event at a time.
 pub struct PerfettoWriter<W: Write> {
     sink: W,
-    /// What the counters of each engine showed last: running, waiting, blocks.
+    /// The last values of each engine's counters: running, waiting, blocks.
     last: Vec<[u32; 3]>,
     /// Names of the engines.
     names: Vec<String>,
@@ -83,7 +83,7 @@ fn pid(engine: u32) -> u32 {
     engine + 1
 }
 
-/// Microseconds, as the format wants them, without losing the nanoseconds.
+/// Microseconds, as the format requires, without losing the nanoseconds.
 fn us(ns: u64) -> String {
     format!("{}.{:03}", ns / 1_000, ns % 1_000)
 }
@@ -129,13 +129,13 @@ impl<W: Write> PerfettoWriter<W> {
         self.sink.write_fmt(event)
     }
 
-    /// A pass, and what it changed of the counters.
+    /// A pass, and the counters that it changed.
     ///
     /// # Errors
     /// If the sink fails.
     ///
     /// # Panics
-    /// If its engine is not one of those that the trace began with.
+    /// If its engine is not in the list that the trace began with.
     pub fn pass(&mut self, pass: &PassRecord<'_>) -> io::Result<()> {
         let (prefill, decode) = (&pass.fpm.scheduled_prefill, &pass.fpm.scheduled_decode);
         let name = match (prefill.requests, decode.requests) {
@@ -208,18 +208,18 @@ impl<W: Write> PerfettoWriter<W> {
             span("request", &"\"decode\"", r.first, r.last, "")?;
         }
         if let Some(kv) = r.kv {
-            self.hand_over(r, &kv)?;
+            self.kv_transfer(r, &kv)?;
         }
         Ok(())
     }
 
-    /// A prompt on the engine that computed it, and its keys and values on the way between two.
-    fn hand_over(&mut self, r: &RequestSpan<'_>, kv: &KvSpan) -> io::Result<()> {
+    /// A prompt on the engine that computed it, and its KV transfer.
+    fn kv_transfer(&mut self, r: &RequestSpan<'_>, kv: &KvSpan) -> io::Result<()> {
         let name = serde_json::Value::from(r.name);
         let name_of = |engine: u32| self.names.get(engine as usize).map_or("?", String::as_str);
         let path = format!("{} to {}", name_of(kv.from), name_of(r.engine));
         let path = serde_json::Value::from(path);
-        // The network comes after the engines.
+        // The network is listed after the engines.
         let network = pid(self.names.len() as u32);
         let (from, id) = (pid(kv.from), r.id);
         for (ph, prompt, sent) in [("b", kv.received, kv.sent), ("e", kv.sent, kv.came)] {
@@ -336,7 +336,7 @@ mod tests {
             (&passes[0]["ts"], &passes[0]["dur"]),
             (&1.5.into(), &3_000.0.into())
         );
-        // Nothing changed in the second pass, so counters are told once.
+        // Nothing changed in the second pass, so counters are written once.
         assert_eq!(with("C").len(), 2);
         let mut open: HashMap<(String, String), i32> = HashMap::new();
         for event in &events {

@@ -1,7 +1,7 @@
 //! Files of records: rows under named, typed columns, as CSV or (feature `parquet`) as Parquet.
 //!
 //! The format follows from the file's name, so that every command that writes records offers both
-//! by one flag. A row is written at a time; what is kept in memory does not grow with the file.
+//! with one flag. Rows are written one at a time; memory does not grow with the file.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 #[cfg(feature = "parquet")]
 mod parquet;
 
-/// What a column holds. Every value may be absent.
+/// Type of a column's values. Every value may be absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ColumnType {
     /// Whole numbers from 0.
@@ -27,7 +27,7 @@ pub enum ColumnType {
 pub struct Column {
     /// Its name, unique in the file.
     pub name: String,
-    /// What it holds.
+    /// Its type.
     pub kind: ColumnType,
 }
 
@@ -44,7 +44,7 @@ impl Column {
 /// One value of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cell<'a> {
-    /// Not known, or not looked at.
+    /// Not known, or not recorded.
     Absent,
     /// For a column of [`ColumnType::U64`].
     U64(u64),
@@ -75,7 +75,7 @@ impl From<Option<f64>> for Cell<'_> {
 /// Why records could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// The file or pipe failed. What a CSV file held before stands; a Parquet file is unreadable.
+    /// The file or pipe failed. The content of a CSV file remains; a Parquet file is unreadable.
     #[error(transparent)]
     Csv(#[from] csv::Error),
     /// As [`RecordError::Csv`].
@@ -87,7 +87,7 @@ pub enum RecordError {
     Parquet(#[from] ::parquet::errors::ParquetError),
     /// This binary has no Parquet.
     #[error(
-        "this `slipstream` was built without Parquet; name a .csv file, or build with \
+        "this `slipstream` was built without Parquet; use a .csv file, or build with \
          `cargo build --release --features parquet`"
     )]
     NoParquet,
@@ -99,7 +99,7 @@ pub fn is_parquet(path: &Path) -> bool {
         .is_some_and(|ending| ending.eq_ignore_ascii_case("parquet"))
 }
 
-/// Whether this binary can write the format that the name of `path` asks for.
+/// Whether this binary can write the format of the name `path`.
 ///
 /// # Errors
 /// [`RecordError::NoParquet`] if not.
@@ -110,17 +110,17 @@ pub fn check_format(path: &Path) -> Result<(), RecordError> {
     Ok(())
 }
 
-/// A file that has its name only once it is complete: `NAME.partial` before, so that what a full disk
-/// or a killed process leaves behind is known for what it is. What is no plain file (a pipe, a
-/// device) is written as it is.
+/// A file that gets its name only when it is complete. It is `NAME.partial` before, so that the
+/// remains of a full disk or a killed process are recognizable. Anything but a regular file (a
+/// pipe, a device) is written directly.
 #[derive(Debug)]
 pub struct Partial {
-    /// What is written, and what it will be called; `None` if it is written under its own name.
+    /// The open file, and its final name; `None` if it is written directly.
     rename: Option<(PathBuf, PathBuf)>,
 }
 
 impl Partial {
-    /// Creates the file that is to become `path`.
+    /// Creates the file that will become `path`.
     ///
     /// # Errors
     /// If it cannot be created.
@@ -137,7 +137,7 @@ impl Partial {
         Ok((file, Partial { rename }))
     }
 
-    /// Removes the file that was begun.
+    /// Removes the incomplete file.
     ///
     /// # Errors
     /// If it cannot be removed.
@@ -160,10 +160,10 @@ impl Partial {
     }
 }
 
-/// Writes `text` to the file `path`, which has its name only once all of it is there.
+/// Writes `text` to the file `path`, which gets its name only when it is complete.
 ///
 /// # Errors
-/// If it cannot be written; `path.partial` holds what could be.
+/// If it cannot be written; `path.partial` has the written part.
 pub fn save_text(path: &Path, text: &str) -> io::Result<()> {
     let (mut file, mut partial) = Partial::create(path)?;
     file.write_all(text.as_bytes())?;
@@ -213,7 +213,7 @@ impl RecordWriter<BufWriter<File>> {
 }
 
 impl<W: Write + Send> RecordWriter<W> {
-    /// Writes CSV: a header line, then a line a row, absent values empty.
+    /// Writes CSV: a header line, then one line per row, absent values empty.
     ///
     /// # Errors
     /// [`RecordError::Csv`] if `sink` fails.
@@ -244,7 +244,7 @@ impl<W: Write + Send> RecordWriter<W> {
         })
     }
 
-    /// Writes one row. Shape of `row`: a cell a column, in order.
+    /// Writes one row. Shape of `row`: one cell per column, in order.
     ///
     /// # Errors
     /// [`RecordError`] if the sink fails.
@@ -252,7 +252,7 @@ impl<W: Write + Send> RecordWriter<W> {
     /// # Panics
     /// If a cell is not of its column's type, or there are more or fewer of them.
     pub fn write(&mut self, row: &[Cell<'_>]) -> Result<(), RecordError> {
-        assert_eq!(row.len(), self.kinds.len(), "a cell a column");
+        assert_eq!(row.len(), self.kinds.len(), "one cell per column");
         for (cell, kind) in row.iter().zip(&self.kinds) {
             let fits = match cell {
                 Cell::Absent => true,
@@ -288,7 +288,7 @@ impl<W: Write + Send> RecordWriter<W> {
         Ok(())
     }
 
-    /// Completes the file. Rows cannot follow.
+    /// Completes the file. No rows may follow.
     ///
     /// # Errors
     /// [`RecordError`] if the last rows (or Parquet's directory) could not be written.
@@ -308,7 +308,7 @@ impl<W: Write + Send> RecordWriter<W> {
 #[cfg(feature = "parquet")]
 pub(crate) use parquet::read as read_parquet;
 
-/// A value read back.
+/// A value read from a file.
 #[cfg(feature = "parquet")]
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {

@@ -1,7 +1,7 @@
-//! The result of one run: what `bench` and `simulate` print, save and compare.
+//! The result of one run: printed, saved and compared by `bench` and `simulate`.
 //!
-//! The JSON form is stable: fields are only added while [`SCHEMA`] stands. Every field's unit is in
-//! its name or its doc; what was not measured is absent.
+//! The JSON form is stable: within one [`SCHEMA`], fields are only added. Every field's unit is in
+//! its name or its doc; fields that were not measured are absent.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -22,19 +22,19 @@ pub struct RunReport {
     pub schema: u32,
     /// Name of the run in tables.
     pub label: String,
-    /// What was loaded: a URL, or `simulated`.
+    /// The target: a URL, or `simulated`.
     pub target: String,
-    /// Model asked for.
+    /// Requested model.
     pub model: String,
-    /// Workload in a few words.
+    /// Short description of the workload.
     pub workload: String,
     /// Seed of the workload.
     pub seed: u64,
-    /// First due to last answer, s. Warm-up is not in any figure.
+    /// From the first due time to the last answer, s. No figure includes the warm-up.
     pub duration_s: f64,
     /// Counts of requests.
     pub requests: RequestCounts,
-    /// Failed requests by kind.
+    /// Failed requests by category.
     pub errors: BTreeMap<String, ErrorCount>,
     /// Counts of tokens.
     pub tokens: TokenCounts,
@@ -42,28 +42,28 @@ pub struct RunReport {
     pub throughput: Throughput,
     /// Latencies, ms.
     pub latency: Latencies,
-    /// What met its objectives, if there were any.
+    /// Goodput, if there are objectives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
     /// Each class of the workload, if it has several or one with objectives of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<ClassReport>,
-    /// What the cluster took, if it is known.
+    /// GPU-hours of the cluster, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuCost>,
     /// The load generator's own cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<ProcessCost>,
-    /// The server's cost, summed over the processes watched.
+    /// The server's cost, summed over the watched processes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server: Option<ProcessCost>,
-    /// Keys and values that went from one worker to another, if any did.
+    /// KV transfers between workers, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfers: Option<Transfers>,
-    /// Of a simulated run: how it went.
+    /// Of a simulated run: how it ended, and its cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub simulation: Option<Simulation>,
-    /// What the server counted over the run, warm-up included if there was one.
+    /// Increase of the server's counters over the run, warm-up included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineCounts>,
 }
@@ -71,40 +71,40 @@ pub struct RunReport {
 /// Counts of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestCounts {
-    /// Sent, warm-up apart.
+    /// Sent, without warm-up.
     pub sent: u64,
     /// Answered in full.
     pub succeeded: u64,
-    /// Failed, by kind in `errors`.
+    /// Failed, by category in `errors`.
     pub failed: u64,
-    /// Sent before measuring began.
+    /// Sent before the measurement began.
     pub warmup: u64,
     /// Turns never sent because an earlier turn of their session failed or the run was cut short.
     pub abandoned: u64,
-    /// Sent, and under way when the run was cut short.
+    /// Sent, and in flight when the run was cut short.
     #[serde(default)]
     pub unfinished: u64,
     /// Lines of the trace that were skipped as bad.
     pub skipped_lines: u64,
-    /// Sent again on a fresh connection or after a `Retry-After`.
+    /// Retried on a new connection or after a `Retry-After`.
     pub retries: u64,
 }
 
-/// Failures of one kind.
+/// Failures of one category.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorCount {
-    /// How many.
+    /// Number of failures.
     pub count: u64,
-    /// What the first one said.
+    /// The first one's message.
     pub example: String,
 }
 
 /// Counts of tokens over answered requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenCounts {
-    /// Prompt tokens: as the server counted them, or as the workload meant them.
+    /// Prompt tokens: by the server's count, or the workload's.
     pub input: u64,
-    /// Answer tokens: as the server counted them, or one an event.
+    /// Answer tokens: by the server's count, or one per event.
     pub output: u64,
     /// Stream events that carried text.
     pub events: u64,
@@ -124,10 +124,10 @@ pub struct Throughput {
     pub output_tokens_per_s: f64,
 }
 
-/// Percentiles of each latency, ms; absent where nothing was measured.
+/// Percentiles of each latency, ms; absent if not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Latencies {
-    /// Due to first token.
+    /// From due time to first token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttft_ms: Option<Percentiles>,
     /// Gaps between successive tokens, over all gaps.
@@ -136,15 +136,15 @@ pub struct Latencies {
     /// (E2E − TTFT) / (OSL − 1), over requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpot_ms: Option<Percentiles>,
-    /// Due to last token.
+    /// From due time to last token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub e2e_ms: Option<Percentiles>,
-    /// Due to sent: how far the load generator itself fell behind.
+    /// From due time to sending: the delay of the load generator itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub send_lag_ms: Option<Percentiles>,
 }
 
-/// Requests that met every stated objective.
+/// Requests that met every objective.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Goodput {
     /// The objectives as given: `ttft=1s,itl=50ms`.
@@ -153,7 +153,7 @@ pub struct Goodput {
     pub met: u64,
     /// `met` over requests sent.
     pub share: f64,
-    /// `met` a second.
+    /// `met` per second.
     pub requests_per_s: f64,
 }
 
@@ -172,7 +172,7 @@ pub struct ClassReport {
     pub input_tokens: u64,
     /// Answer tokens.
     pub output_tokens: u64,
-    /// Due to first token, ms.
+    /// From due time to first token, ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttft_ms: Option<Percentiles>,
     /// Gaps between tokens, ms.
@@ -181,15 +181,15 @@ pub struct ClassReport {
     /// (E2E − TTFT) / (OSL − 1), ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tpot_ms: Option<Percentiles>,
-    /// Due to last token, ms.
+    /// From due time to last token, ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub e2e_ms: Option<Percentiles>,
-    /// What met the class's objectives, or the run's if it has none of its own.
+    /// Goodput by the class's objectives, or by the run's if it has none of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
 }
 
-/// What a cluster took.
+/// Size and cost of a cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuCost {
     /// GPUs: workers × tensor-parallel × data-parallel size.
@@ -198,47 +198,47 @@ pub struct GpuCost {
     pub hours: f64,
 }
 
-/// How a simulation went.
+/// Figures of a simulation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Simulation {
     /// Simulated time at its end, s.
     pub simulated_s: f64,
-    /// Time that it took, s.
+    /// Wall-clock time that it took, s.
     pub wall_s: f64,
-    /// Passes of engines.
+    /// Engine passes.
     pub passes: u64,
-    /// Passes that were jumped over.
+    /// Passes that were skipped by jumping.
     pub jumped: u64,
-    /// Passes beyond the table of step times, whose lengths were extrapolated.
+    /// Passes beyond the table of step times, whose durations were extrapolated.
     #[serde(default)]
     pub extrapolated: u64,
-    /// Equal if two runs were, as 16 hexadecimal digits.
+    /// Digest, 16 hexadecimal digits: equal if two runs were.
     pub digest: String,
-    /// Why it ended before the workload did, if it did.
+    /// Why it ended before the workload, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut: Option<String>,
 }
 
-/// Keys and values of prompts that one worker computed for another.
+/// KV transfers of prompts that one worker computed for another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transfers {
-    /// Prompts handed over.
+    /// Number of prompts.
     pub count: u64,
     /// Bytes sent.
     pub bytes: u64,
-    /// Begun to all come, ms.
+    /// From start to end of a transfer, ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ms: Option<Percentiles>,
 }
 
-/// What a process cost over the run.
+/// Cost of a process over the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProcessCost {
     /// CPU time, user and system, s.
     pub cpu_s: f64,
-    /// CPU time over answered requests, µs.
+    /// CPU time per answered request, µs.
     pub cpu_us_per_request: f64,
-    /// CPU time over answer tokens, µs.
+    /// CPU time per answer token, µs.
     pub cpu_us_per_token: f64,
     /// Peak resident memory, bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -263,7 +263,7 @@ pub struct EngineCounts {
 }
 
 impl RunReport {
-    /// Share of prompt tokens found cached: as answers said, or else as the engines counted.
+    /// Share of prompt tokens found cached: from the answers, otherwise from the engines' counters.
     pub fn prefix_hit_share(&self) -> Option<f64> {
         let share = |hit: f64, of: f64| (of > 0.0).then(|| hit / of);
         match (self.tokens.cached, &self.engine) {
@@ -284,7 +284,7 @@ impl RunReport {
     /// Reads the JSON form.
     ///
     /// # Errors
-    /// [`RunError`] if it is not one, or of a later schema.
+    /// [`RunError`] if `text` is not such a form, or has a later schema.
     pub fn from_json(text: &str) -> Result<RunReport, RunError> {
         let run: RunReport = serde_json::from_str(text)?;
         if run.schema != SCHEMA {
@@ -293,7 +293,7 @@ impl RunReport {
         Ok(run)
     }
 
-    /// The report for people.
+    /// The report as text.
     pub fn render(&self) -> String {
         let mut out = String::new();
         let mut say = |text: String| {
@@ -313,9 +313,9 @@ impl RunReport {
         );
         for (count, one, what) in [
             (r.failed, "", "failed"),
-            (r.unfinished, "", "under way when the run was cut short"),
+            (r.unfinished, "", "in flight when the run was cut short"),
             (r.abandoned, "later turn", " abandoned"),
-            (r.retries, "", "sent again"),
+            (r.retries, "", "retried"),
             (r.skipped_lines, "trace line", " skipped"),
             (r.warmup, "", "before them as warm-up"),
         ] {
@@ -333,7 +333,7 @@ impl RunReport {
         for (kind, error) in &self.errors {
             let ErrorCount { count, example } = error;
             say(format!(
-                "  failed: {} {kind}, such as: {example}",
+                "  failed: {} {kind}, for example: {example}",
                 grouped(*count)
             ));
         }
@@ -374,7 +374,7 @@ impl RunReport {
         }
         if let Some(t) = &self.transfers {
             say(format!(
-                "transfers  {} handed over, {} GB, {} ms at p50, {} at p99",
+                "transfers  {}, {} GB, {} ms at p50, {} at p99",
                 counted(t.count, "prompt"),
                 number(t.bytes as f64 / 1e9),
                 cell(t.ms, P50),
@@ -388,7 +388,7 @@ impl RunReport {
                 counted(gpu.gpus, "GPU")
             ));
         }
-        // Nobody sends anything to a cluster that is simulated.
+        // A simulated cluster has no load generator.
         let client = match self.target.as_str() {
             "simulated" => "simulator",
             _ => "client",
@@ -399,7 +399,7 @@ impl RunReport {
                     format!(", peak RSS {} MiB", number(b as f64 / f64::from(1 << 20)))
                 });
                 say(format!(
-                    "{who:<10} {} CPU-s, {} µs a request, {} µs an output token{rss}",
+                    "{who:<10} {} CPU-s, {} µs per request, {} µs per output token{rss}",
                     number(cost.cpu_s),
                     number(cost.cpu_us_per_request),
                     number(cost.cpu_us_per_token)
@@ -493,13 +493,13 @@ impl RunReport {
     }
 }
 
-/// Why a saved run could not be read. Nothing to retry.
+/// Why a saved run could not be read. A retry does not help.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// Not the JSON form of a run.
-    #[error("not a saved run: {0}; `slipstream bench --out FILE` writes one")]
+    #[error("not a saved run: {0}; create one with `slipstream bench --out FILE`")]
     Json(#[from] serde_json::Error),
-    /// Written by another version.
+    /// Written by a version with another schema.
     #[error("the file has schema {found}, this program reads {SCHEMA}; run the bench again")]
     Schema {
         /// Its `schema`.
@@ -606,7 +606,7 @@ pub(crate) mod tests {
         assert!(error.contains("--out"), "{error}");
     }
 
-    /// A run in which everything was measured.
+    /// A run with every field measured.
     fn whole() -> RunReport {
         let run = sample();
         let percentiles = run.latency.ttft_ms;
@@ -641,8 +641,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// The JSON form is stable: a field that goes, or gets another name, fails here, and one that comes
-    /// must be described.
+    /// The JSON form is stable: this test fails if a field disappears or is renamed, and if a new
+    /// one has no description.
     #[test]
     fn every_field_is_described() {
         fn names(value: &serde_json::Value, path: &str, out: &mut Vec<String>) {

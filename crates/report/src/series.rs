@@ -1,4 +1,4 @@
-//! A run over time, in memory that does not grow with it: bins that widen as the run goes on.
+//! A run over time, in constant memory: bins widen as the run continues.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,17 +10,17 @@ use slipstream_config::cluster::Cluster;
 use crate::pass::PassRecord;
 use crate::record::{Cell, Column, ColumnType, RecordError, RecordWriter};
 
-/// Widths of bins, ms. Each divides the next, so that bins can be joined; the last one makes 600
-/// bins 25 days.
+/// Widths of bins, ms. Each divides the next, so that bins can be merged; with the last one, 600
+/// bins cover 25 days.
 const WIDTHS_MS: [u64; 16] = [
     1, 2, 10, 20, 100, 200, 1_000, 2_000, 10_000, 20_000, 60_000, 120_000, 600_000, 1_200_000,
     3_600_000, 86_400_000,
 ];
 
-/// Bins at most.
+/// Limit of bins.
 const BINS_MAX: usize = 600;
 
-/// Durations in buckets, 32 an octave: a quantile is off by at most 1.6 %, in a few KiB.
+/// Durations in buckets, 32 per octave: a quantile's error is at most 1.6 %, in a few KiB.
 #[derive(Clone, Debug, Default)]
 pub struct Sketch {
     /// Bucket of `counts[0]`.
@@ -30,7 +30,7 @@ pub struct Sketch {
     sum: f64,
 }
 
-/// Buckets an octave, as a power of two.
+/// Buckets per octave, as a power of two.
 const SUB_BITS: u32 = 5;
 
 impl Sketch {
@@ -75,7 +75,7 @@ impl Sketch {
         &mut self.counts[at]
     }
 
-    /// Adds what `other` holds.
+    /// Adds all durations of `other`.
     pub fn add(&mut self, other: &Sketch) {
         for (at, &count) in other.counts.iter().enumerate() {
             if count > 0 {
@@ -86,7 +86,7 @@ impl Sketch {
         self.sum += other.sum;
     }
 
-    /// How many were recorded.
+    /// Number of durations.
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -110,7 +110,7 @@ impl Sketch {
     }
 }
 
-/// What one engine did in a bin. Levels are integrals over time: divide by the bin's width.
+/// Activity of one engine in a bin. Levels are integrals over time: divide by the bin's width.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineBin {
     /// Time in passes, ns.
@@ -132,38 +132,38 @@ impl EngineBin {
     }
 }
 
-/// A stretch of time.
+/// A bin.
 #[derive(Clone, Debug, Default)]
 pub struct Bin {
     /// Requests due in it.
     pub due: u64,
-    /// Requests whose last token came in it.
+    /// Requests whose last token arrived in it.
     pub ended: u64,
-    /// Requests that failed, by the time they did.
+    /// Requests that failed in it.
     pub failed: u64,
-    /// Prompt tokens of the requests due in it that were answered.
+    /// Prompt tokens of the answered requests that were due in it.
     pub input_tokens: u64,
     /// Those of them found cached.
     pub cached_tokens: u64,
-    /// Output tokens of the requests that ended in it, or of the passes that did where passes are
-    /// watched.
+    /// Output tokens of the requests that ended in it; if passes are recorded, of the passes that
+    /// ended in it.
     pub output_tokens: u64,
     /// Prompt tokens computed in passes that ended in it.
     pub prefill_tokens: u64,
-    /// Sequences that gave up their blocks.
+    /// Preempted sequences.
     pub preemptions: u64,
     /// TTFT of the requests due in it.
     pub ttft: Sketch,
     /// E2E of the requests due in it.
     pub e2e: Sketch,
-    /// Gaps before the tokens that came in it.
+    /// Gaps before the tokens that arrived in it.
     pub itl: Sketch,
     /// Shape `[engines]`, or empty.
     pub engines: Vec<EngineBin>,
 }
 
 impl Bin {
-    /// Adds what `other` holds.
+    /// Adds all of `other`.
     pub fn add(&mut self, other: &Bin) {
         self.due += other.due;
         self.ended += other.ended;
@@ -189,7 +189,7 @@ impl Bin {
 /// An engine, for the rows of tables and heat maps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineInfo {
-    /// `w3`, or `w3.1` where a worker has several ranks.
+    /// `w3`, or `w3.1` if a worker has several ranks.
     pub name: String,
     /// Its pool.
     pub pool: String,
@@ -199,12 +199,12 @@ pub struct EngineInfo {
     pub dp_rank: u16,
     /// KV blocks.
     pub blocks: u32,
-    /// Sequences in a pass at most.
+    /// Limit of sequences per pass.
     pub sequences_max: u32,
 }
 
 impl EngineInfo {
-    /// The engines of a cluster, in the order in which passes name them.
+    /// The engines of a cluster, in the order of the indexes in passes.
     pub fn of_cluster(cluster: &Cluster) -> Vec<EngineInfo> {
         let mut engines = Vec::new();
         let mut worker = 0;
@@ -230,7 +230,7 @@ impl EngineInfo {
     }
 }
 
-/// What one engine did in the whole run.
+/// Activity of one engine over the whole run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineTotals {
     /// Passes.
@@ -241,13 +241,13 @@ pub struct EngineTotals {
     pub running_ns: u128,
     /// KV blocks held × ns.
     pub block_ns: u128,
-    /// Most sequences that waited at the end of a pass.
+    /// Maximum of waiting sequences at the end of a pass.
     pub waiting_max: u32,
     /// Output tokens.
     pub output_tokens: u64,
     /// Prompt tokens computed.
     pub prefill_tokens: u64,
-    /// Sequences that gave up their blocks.
+    /// Preempted sequences.
     pub preemptions: u64,
 }
 
@@ -256,9 +256,9 @@ pub struct EngineTotals {
 pub struct Ended {
     /// When it was due.
     pub due: u64,
-    /// When its first token came.
+    /// When its first token arrived.
     pub first: u64,
-    /// When its last token came, or when it failed.
+    /// When its last token arrived, or when it failed.
     pub last: u64,
     /// Prompt tokens.
     pub input_tokens: u64,
@@ -266,7 +266,7 @@ pub struct Ended {
     pub cached_tokens: u64,
     /// Answer tokens.
     pub output_tokens: u64,
-    /// It was answered.
+    /// Whether it was answered.
     pub ok: bool,
 }
 
@@ -278,16 +278,16 @@ pub struct Series {
     /// Index into [`WIDTHS_MS`].
     width: usize,
     bins: Vec<Bin>,
-    /// The engines, if passes are watched.
+    /// The engines, if passes are recorded.
     pub engines: Vec<EngineInfo>,
-    /// What each did. Shape `[engines]`.
+    /// Activity of each. Shape `[engines]`.
     pub totals: Vec<EngineTotals>,
-    /// Time spent in passes of so many sequences, ns, over all engines.
+    /// Time spent in passes by number of sequences, ns, over all engines.
     pub batch_ns: BTreeMap<u32, u128>,
 }
 
 impl Series {
-    /// Nothing yet, of a run that begins at `origin` on its clock (ns).
+    /// An empty series of a run that begins at `origin` on its clock (ns).
     pub fn new(origin: u64, engines: Vec<EngineInfo>) -> Series {
         Series {
             origin,
@@ -309,12 +309,12 @@ impl Series {
         &self.bins
     }
 
-    /// Whether passes were watched.
+    /// Whether passes are recorded.
     pub fn has_passes(&self) -> bool {
         !self.engines.is_empty()
     }
 
-    /// Index of the bin of a moment; bins are joined until there is one.
+    /// Index of the bin of a time; bins are merged until there is one.
     fn index(&mut self, at: u64) -> usize {
         let since = at.saturating_sub(self.origin);
         while since / self.width_ns() >= BINS_MAX as u64 && self.width + 1 < WIDTHS_MS.len() {
@@ -366,7 +366,7 @@ impl Series {
         bin.e2e.record_n(r.last.saturating_sub(r.due), 1);
     }
 
-    /// Counts gaps between tokens that came at `at` and those before them.
+    /// Counts gaps between tokens that arrived at `at` and the previous ones.
     pub fn on_gaps(&mut self, at: u64, ns: u64, count: u64) {
         if count > 0 {
             self.bin(at).itl.record_n(ns, count);
@@ -376,7 +376,7 @@ impl Series {
     /// Counts a pass.
     ///
     /// # Panics
-    /// If its engine is not one of those that the series was made with.
+    /// If its engine is not in the list that the series was created with.
     pub fn on_pass(&mut self, pass: &PassRecord<'_>) {
         let sequences = pass.sequences();
         let length = pass.end.since(pass.start);
@@ -399,7 +399,7 @@ impl Series {
         for &(ns, count) in pass.gaps {
             bin.itl.record_n(ns, count.into());
         }
-        // The bin of the end is there, so those before it are, and none is joined below.
+        // The bin of the end exists, so those before it do, and none is merged below.
         let width = self.width_ns();
         let (mut at, end) = (
             pass.start.since(slipstream_base::SimTime(self.origin)),
@@ -428,7 +428,7 @@ impl Series {
         }
     }
 
-    /// Adds the requests that another thread saw of the same run.
+    /// Adds the requests that another thread recorded of the same run.
     pub fn add(&mut self, other: &Series) {
         let mut other = other.clone();
         while self.width < other.width {
@@ -445,7 +445,7 @@ impl Series {
         }
     }
 
-    /// Writes a row a bin: CSV, or Parquet if the name ends in `.parquet`.
+    /// Writes a row per bin: CSV, or Parquet if the name ends in `.parquet`.
     ///
     /// # Errors
     /// [`RecordError`] if the file cannot be written.
@@ -653,7 +653,7 @@ mod tests {
             prop_assert_eq!(busy, times.iter().map(|t| t.1 * 1_000).sum::<u64>());
             let gaps: u64 = series.bins().iter().map(|b| b.itl.count()).sum();
             prop_assert_eq!(gaps, 2 * times.len() as u64);
-            // No bin is busier than it is long times what overlaps.
+            // A bin's activity is at most its width times the overlap.
             let width = series.width_ns();
             for bin in series.bins() {
                 for engine in &bin.engines {

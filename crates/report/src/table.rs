@@ -4,15 +4,15 @@ use std::fmt::Write as _;
 
 pub use slipstream_base::text::{counted, grouped};
 
-/// How a cell is emphasized where the output allows it.
+/// Emphasis of a cell, if the output allows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tone {
-    /// As it is.
+    /// No emphasis.
     #[default]
     Plain,
-    /// Better than what it is compared with.
+    /// Better than the reference.
     Better,
-    /// Worse.
+    /// Worse than the reference.
     Worse,
 }
 
@@ -44,8 +44,8 @@ impl Table {
         self.rows.push(row);
     }
 
-    /// The table as text, one line a row, each ended by a newline. `color`: write ANSI colors for
-    /// tones; ask [`color_wanted`].
+    /// The table as text, one line per row, each ended by a newline. `color`: write ANSI colors for
+    /// tones; see [`color_wanted`].
     pub fn render(&self, color: bool) -> String {
         let width = |text: &str| text.chars().count();
         let widths: Vec<usize> = (0..self.header.len())
@@ -89,7 +89,7 @@ impl Table {
 }
 
 /// Whether to color: the output is a terminal, and `NO_COLOR` is unset or empty
-/// (<https://no-color.org>). The caller looks both up.
+/// (<https://no-color.org>). The caller reads both.
 pub fn color_wanted(is_terminal: bool, no_color: Option<&std::ffi::OsStr>) -> bool {
     is_terminal && no_color.is_none_or(std::ffi::OsStr::is_empty)
 }

@@ -1,4 +1,5 @@
-//! `slipstream bench`: loads an OpenAI endpoint and reports what its clients see.
+//! `slipstream bench`: loads an OpenAI endpoint and reports latency and throughput as its clients
+//! measure them.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Action {
-    /// Print saved runs side by side, with ratios to the first
+    /// Compare saved runs, with ratios to the first
     Compare {
         /// Files that `slipstream bench --out` wrote
         #[arg(required = true, num_args = 2..)]
@@ -68,111 +69,97 @@ struct Load {
         long,
         value_name = "KEY=VALUE",
         requires = "workload",
-        help_heading = "What to send"
+        help_heading = "Workload"
     )]
     set: Vec<String>,
-    /// Print the workload's effective values and where each came from, and stop
-    #[arg(long, requires = "workload", help_heading = "What to send")]
+    /// Print the workload's effective values with their origins, and exit
+    #[arg(long, requires = "workload", help_heading = "Workload")]
     print_config: bool,
 
     /// Endpoint to load
-    #[arg(long, default_value = "completions", help_heading = "How to send it")]
+    #[arg(long, default_value = "completions", help_heading = "Client")]
     endpoint: EndpointArg,
     /// Form of prompts
-    #[arg(long, default_value = "text", help_heading = "How to send it")]
+    #[arg(long, default_value = "text", help_heading = "Client")]
     prompt_form: FormArg,
-    /// Token ids to draw from with `--prompt-form tokens`, FIRST..END
-    #[arg(long, value_name = "RANGE", default_value = "1000..30000", value_parser = id_range, help_heading = "How to send it")]
+    /// Range of token ids for `--prompt-form tokens`, FIRST..END
+    #[arg(long, value_name = "RANGE", default_value = "1000..30000", value_parser = id_range, help_heading = "Client")]
     token_ids: std::ops::Range<u32>,
-    /// Model to ask for [default: the first that the server lists]
-    #[arg(long, help_heading = "How to send it")]
+    /// Model name [default: the first in the server's list]
+    #[arg(long, help_heading = "Client")]
     model: Option<String>,
     /// API key
     #[arg(
         long,
         env = "SLIPSTREAM_API_KEY",
         hide_env_values = true,
-        help_heading = "How to send it"
+        help_heading = "Client"
     )]
     api_key: Option<String>,
-    /// Further header, such as "x-tenant: a"; may be repeated
-    #[arg(long = "header", value_name = "HEADER", value_parser = header, help_heading = "How to send it")]
+    /// Additional header, such as "x-tenant: a"; may be repeated
+    #[arg(long = "header", value_name = "HEADER", value_parser = header, help_heading = "Client")]
     headers: Vec<String>,
-    /// Ask for whole answers instead of streams
-    #[arg(long, help_heading = "How to send it")]
+    /// Request whole answers instead of streams
+    #[arg(long, help_heading = "Client")]
     no_stream: bool,
-    /// Requests sent before measuring begins, with texts of their own
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        help_heading = "How to send it"
-    )]
+    /// Warm-up requests before the measurement, with different texts
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Client")]
     warmup: u64,
-    /// Longest time for one request
-    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = workload_args::time, help_heading = "How to send it")]
+    /// Timeout of a request
+    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = workload_args::time, help_heading = "Client")]
     timeout: Duration,
-    /// Longest time for a connection
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = workload_args::time, help_heading = "How to send it")]
+    /// Timeout of a connection attempt
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = workload_args::time, help_heading = "Client")]
     connect_timeout: Duration,
-    /// Times to send a request again that is answered 429 or 503
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        help_heading = "How to send it"
-    )]
+    /// Client retries of requests that are answered 429 or 503
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Client")]
     retries: u32,
-    /// Requests in flight at most; further ones wait, and their wait counts
-    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u64).range(1..), help_heading = "How to send it")]
+    /// Limit of requests in flight; further ones wait, and their wait counts
+    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u64).range(1..), help_heading = "Client")]
     max_in_flight: u64,
     /// Threads of the load generator
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to send it")]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Client")]
     threads: u32,
-    /// Wait so long for the server to come up
-    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = workload_args::time, help_heading = "How to send it")]
+    /// Wait this long for the server to start
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = workload_args::time, help_heading = "Client")]
     wait_ready: Duration,
 
     /// Objectives for goodput, such as ttft=1s,itl=50ms
-    #[arg(long, value_name = "SLO", help_heading = "What to report")]
+    #[arg(long, value_name = "SLO", help_heading = "Output")]
     slo: Option<Slo>,
     /// Name of the run in tables
-    #[arg(long, value_name = "NAME", help_heading = "What to report")]
+    #[arg(long, value_name = "NAME", help_heading = "Output")]
     label: Option<String>,
     /// Print JSON (docs/results.md)
-    #[arg(long, help_heading = "What to report")]
+    #[arg(long, help_heading = "Output")]
     json: bool,
     /// Save the JSON form, for `slipstream bench compare`
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     out: Option<PathBuf>,
-    /// Write one drag record a request to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write one drag record per request to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     drag: Option<PathBuf>,
     /// Write the run over time to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     series: Option<PathBuf>,
-    /// Write a page with plots to this file; it needs no network
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write a self-contained HTML page with plots to this file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
-    /// Ask a Slipstream server for the times of its stages; for --drag
-    #[arg(long, requires = "drag", help_heading = "What to report")]
+    /// Request stage times from a Slipstream server; for --drag
+    #[arg(long, requires = "drag", help_heading = "Output")]
     trace_stages: bool,
-    /// Process whose CPU and memory count as the server's; may be repeated
-    #[arg(
-        long = "server-pid",
-        value_name = "PID",
-        help_heading = "What to report"
-    )]
+    /// Server process whose CPU time and memory are measured; may be repeated
+    #[arg(long = "server-pid", value_name = "PID", help_heading = "Output")]
     server_pids: Vec<u32>,
     /// Do not read the server's /metrics
-    #[arg(long, help_heading = "What to report")]
+    #[arg(long, help_heading = "Output")]
     no_metrics: bool,
-    /// Show no progress
-    #[arg(long, help_heading = "What to report")]
+    /// Do not print progress
+    #[arg(long, help_heading = "Output")]
     quiet: bool,
 }
 
-/// Runs a load, or compares saved runs.
+/// Runs a workload, or compares saved runs.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.action {
         Some(Action::Compare { runs }) => compare_runs(runs),
@@ -201,8 +188,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     let (mut workload, mut name) = args.what.workload(&args.set)?;
     let what = &args.what;
     if what.workload.is_none() && what.trace.is_none() && what.seed.is_none() {
-        // Texts that a server has not seen: with those of the last run it would answer from its
-        // cache.
+        // New texts: with those of the last run the server would answer from its cache.
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         workload.seed = u64::from(since.unwrap_or_default().subsec_nanos());
         name = format!("{name} seed {}", workload.seed);
@@ -259,7 +245,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         eprintln!("note: {note}");
     }
     if outcome.interrupted {
-        eprintln!("note: interrupted; the figures are those of the requests that had ended");
+        eprintln!("note: interrupted; figures cover the requests that ended before");
     }
     let report = &outcome.report;
     let mut failures = Vec::new();
@@ -298,12 +284,12 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
 fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {
     let mut warnings = outcome.notes.clone();
     if outcome.interrupted {
-        warnings.push("interrupted; the figures are those of the requests that had ended".into());
+        warnings.push("interrupted; figures cover the requests that ended before".into());
     }
     let report = &outcome.report;
     let cost = |cost: &ProcessCost| {
         format!(
-            "{} CPU-s, {} µs a request, {} µs an output token",
+            "{} CPU-s, {} µs per request, {} µs per output token",
             number(cost.cpu_s),
             number(cost.cpu_us_per_request),
             number(cost.cpu_us_per_token)
@@ -344,7 +330,7 @@ fn show_progress(now: &Progress, last: &Progress) {
         String::new()
     };
     let mut stderr = std::io::stderr().lock();
-    // A terminal that went away is no reason to end the run.
+    // A closed terminal must not end the run.
     let _ = write!(
         stderr,
         "\r\x1b[K{what}{}{of} {} ended{failed}, {} in flight, {} tokens/s",
@@ -379,7 +365,7 @@ fn header(text: &str) -> Result<String, String> {
         Some((name, value)) if name_ok(name) && !value.contains(|c: char| c.is_control()) => {
             Ok(text.to_owned())
         }
-        _ => Err(format!("`{text}` is not a header; write NAME: VALUE")),
+        _ => Err(format!("`{text}` is not a header; expected NAME: VALUE")),
     }
 }
 
@@ -388,11 +374,11 @@ mod tests {
     use super::*;
     use slipstream_frontend::text::TextModel;
 
-    /// Prompts have the exact length on our own server only as long as this holds.
+    /// The precondition for exact prompt lengths on Slipstream's own server.
     #[test]
     fn every_word_of_a_prompt_is_one_token_of_the_built_in_tokenizer() {
         let (vocabulary, model) = (Vocabulary::english(), TextModel::builtin());
-        // 20,000 draws over fewer than 400 words leave none out (chance below 1e-18).
+        // 20,000 draws over fewer than 400 words miss none (probability below 1e-18).
         let (mut text, mut tokens) = (String::new(), Vec::new());
         vocabulary.write_text(1, 20_000, &mut text);
         model.encode(&text, false, &mut tokens);

@@ -1,4 +1,4 @@
-//! How a subcommand is told about its cluster.
+//! Flags for the cluster file and its overrides.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use slipstream_config::doc::{Doc, Settings};
 
 use crate::out;
 
-/// Cluster file and overrides. Flag over environment over file over default.
+/// Cluster file and overrides. Precedence: flag, environment, file, default.
 #[derive(clap::Args)]
 pub(crate) struct ClusterArgs {
     /// Cluster file (docs/cluster-file.md); without one, the defaults
@@ -17,13 +17,13 @@ pub(crate) struct ClusterArgs {
     /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// Print the effective configuration, with where each value came from, and exit
+    /// Print the effective configuration with the origin of each value, and exit
     #[arg(long)]
     print_config: bool,
 }
 
 impl ClusterArgs {
-    /// The flags again, for another subcommand that takes them.
+    /// The flags again, for another subcommand that accepts them.
     pub(crate) fn flags(&self) -> Vec<std::ffi::OsString> {
         let file = self
             .cluster
@@ -33,7 +33,7 @@ impl ClusterArgs {
         file.chain(sets).collect()
     }
 
-    /// What the cluster comes from, in words: the file and what was laid over it.
+    /// Source of the cluster in words: the file and its overrides.
     pub(crate) fn name(&self) -> String {
         let file = self.cluster.as_ref().map_or_else(
             || "the defaults".to_owned(),
@@ -47,7 +47,7 @@ impl ClusterArgs {
             .join(", ")
     }
 
-    /// The cluster, with `sets` (made from a subcommand's own flags) laid over it last. `None` if
+    /// The cluster, with `sets` (from a subcommand's own flags) as the last overrides. `None` if
     /// its configuration was printed instead.
     pub(crate) fn resolve(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
         Ok(self
@@ -55,7 +55,7 @@ impl ClusterArgs {
             .map(|(cluster, _)| cluster))
     }
 
-    /// As [`resolve`](Self::resolve), with where each value came from.
+    /// [`resolve`](Self::resolve), also with the origin of each value.
     pub(crate) fn resolve_with_settings(
         &self,
         sets: &[String],
@@ -68,8 +68,8 @@ impl ClusterArgs {
                 Doc::parse(&path.display().to_string(), &text)
             }
         };
-        // A variable of another program may hold anything; one of ours that is not UTF-8 becomes a
-        // value with U+FFFD in it, which the document then refuses by name.
+        // A variable of another program may have any content. A variable with our prefix that is
+        // not UTF-8 gets a U+FFFD in its value, which the document then rejects by name.
         let vars = std::env::vars_os().map(|(name, value)| {
             let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
             (text(name), text(value))

@@ -1,4 +1,4 @@
-//! `slipstream doctor`: what this host lacks, and what will be slow on it.
+//! `slipstream doctor`: checks this host for missing features and performance problems.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Prints what was found; exit 1 when `slipstream serve` cannot run.
+/// Prints the checks; exits with 1 if `slipstream serve` cannot run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let checks = [
         processors(),
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let verdict = if can_serve {
             "slipstream can serve here: `slipstream serve`\n"
         } else {
-            "slipstream cannot serve here; mend what is missing\n"
+            "slipstream cannot serve here; fix the checks marked missing\n"
         };
         out::print(&(lines(&checks) + verdict))?;
     }
@@ -81,8 +81,8 @@ fn processors() -> Check {
         WHAT,
         Verdict::Note,
         found,
-        "frontend and engines take turns on it; give the process two or more, or read CPU time \
-         rather than latency",
+        "frontend and engines share it; give the process two or more, or compare CPU time \
+         instead of latency",
     )
 }
 
@@ -99,7 +99,7 @@ fn load() -> Check {
         WHAT,
         Verdict::Note,
         found,
-        "what is measured now shows that work too; wait for it to end, or compare ratios of CPU time",
+        "measurements now include that work; wait for it to end, or compare ratios of CPU time",
     )
 }
 
@@ -111,7 +111,7 @@ fn memory() -> Check {
             WHAT,
             Verdict::Note,
             "unknown".into(),
-            "mount /proc; until then a cluster that is too large for the host is not refused",
+            "mount /proc; without it, a cluster too large for this host is not rejected",
         );
     };
     let found = format!("{:.1} GiB free", free as f64 / f64::from(1 << 30));
@@ -122,11 +122,11 @@ fn memory() -> Check {
         WHAT,
         Verdict::Missing,
         found,
-        "a server with one modelled engine takes up to 100 MiB; end something else",
+        "a server with one modelled engine needs up to 100 MiB; stop another program",
     )
 }
 
-/// `limit`: the hard limit, which `serve`, `frontend` and `bench` take; `None` is none.
+/// `limit`: the hard limit, which `serve`, `frontend` and `bench` use; `None` is none.
 fn open_files(limit: Option<u64>) -> Check {
     const WHAT: &str = "open files";
     let limit = limit.unwrap_or(u64::MAX);
@@ -140,7 +140,7 @@ fn open_files(limit: Option<u64>) -> Check {
             WHAT,
             Verdict::Note,
             found,
-            "each connection is one; beyond that clients wait. Raise the hard limit (ulimit -Hn, \
+            "each connection needs one; further clients wait. Raise the hard limit (ulimit -Hn, \
              LimitNOFILE=, docker run --ulimit nofile=)",
         ),
         _ => check(
@@ -152,9 +152,9 @@ fn open_files(limit: Option<u64>) -> Check {
     }
 }
 
-/// `most`: `net.core.somaxconn`, which caps what `listen` asks for.
+/// `most`: `net.core.somaxconn`, the upper bound of `listen`'s backlog.
 fn backlog(most: Option<&str>) -> Check {
-    const WHAT: &str = "handshakes that wait";
+    const WHAT: &str = "pending connections";
     let found = most.and_then(|text| text.parse::<u32>().ok());
     match found {
         Some(most @ 1024..) => ok(WHAT, format!("{most}")),
@@ -162,7 +162,7 @@ fn backlog(most: Option<&str>) -> Check {
             WHAT,
             Verdict::Note,
             format!("{most}"),
-            "more clients that connect at once wait a second for their next try: \
+            "further clients that connect at once wait a second for a retry: \
              sysctl net.core.somaxconn=4096",
         ),
         None => check(WHAT, Verdict::Note, "unknown".into(), "mount /proc"),
@@ -175,7 +175,7 @@ fn port(number: u16) -> Check {
         return check(
             WHAT,
             Verdict::Missing,
-            format!("127.0.0.1 cannot be listened on: {error}"),
+            format!("cannot listen on 127.0.0.1: {error}"),
             "bring the interface up: ip link set lo up",
         );
     }
@@ -185,13 +185,13 @@ fn port(number: u16) -> Check {
             WHAT,
             Verdict::Note,
             format!("port {number}, the default, is not free: {error}"),
-            "slipstream serve --listen 127.0.0.1:0 takes one that is",
+            "slipstream serve --listen 127.0.0.1:0 selects a free one",
         ),
     }
 }
 
-/// Every hand-over is stamped twice. These are read without a system call; others take up to a
-/// microsecond.
+/// Every stage takes two timestamps. These clock sources are read without a system call; others
+/// take up to a microsecond.
 fn clock_source(name: Option<&str>) -> Check {
     const WHAT: &str = "clock";
     const QUICK: [&str; 4] = [
@@ -206,13 +206,13 @@ fn clock_source(name: Option<&str>) -> Check {
             WHAT,
             Verdict::Note,
             name.unwrap_or("unknown").to_owned(),
-            "reading the clock may be a system call here; slipstream reads it several times a \
+            "reading the clock may be a system call here; slipstream reads it several times per \
              request. Boot with clocksource=tsc if the processor's is stable",
         ),
     }
 }
 
-/// How late a wait ends: what each modelled pass that is waited for adds.
+/// Lateness of a wait, which adds to each modelled pass.
 fn timers() -> Check {
     const WHAT: &str = "timers";
     const WAIT: Duration = Duration::from_micros(500);
@@ -237,12 +237,12 @@ fn timers() -> Check {
         WHAT,
         Verdict::Note,
         found,
-        "token gaps are longer by that; the processors are busy, asleep deeply (cpupower \
+        "token gaps are longer by this; the processors are busy, in deep sleep states (cpupower \
          idle-set -D 50), or the kernel has no high-resolution timers",
     )
 }
 
-/// What engines on one host exchange blocks by (`docs/kvstore.md`).
+/// Transport of blocks between engines on one host (`docs/kvstore.md`).
 fn shared_memory() -> Check {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     const WHAT: &str = "shared memory";
@@ -260,14 +260,14 @@ fn shared_memory() -> Check {
             WHAT,
             Verdict::Note,
             format!("no sealed memory files: {error}"),
-            "KV blocks go between engines of this host by TCP; the container's seccomp profile \
+            "KV blocks between engines of this host use TCP instead; the container's seccomp profile \
              may forbid memfd_create",
         ),
     }
 }
 
 fn scheduler() -> Check {
-    const WHAT: &str = "our CPU scheduler";
+    const WHAT: &str = "Slipstream's CPU scheduler";
     let checks = sched::examine(Places {
         sysfs: Path::new("/sys"),
         procfs: Path::new("/proc"),
@@ -284,7 +284,7 @@ fn scheduler() -> Check {
         WHAT,
         Verdict::Note,
         format!("cannot run ({})", missing.join(", ")),
-        "nothing else needs it; `slipstream sched doctor` says what it lacks",
+        "optional; `slipstream sched doctor` lists the missing features",
     )
 }
 

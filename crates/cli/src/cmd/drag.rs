@@ -1,7 +1,7 @@
-//! `slipstream drag`: the same load live and in virtual time, hand-over by hand-over.
+//! `slipstream drag`: the same workload live and in virtual time, compared stage by stage.
 //!
-//! The live side is what a user would start by hand: this binary's `serve` and `bench` as processes of
-//! their own, on loopback.
+//! The live side runs this binary's `serve` and `bench` as separate processes on loopback, as a
+//! user would.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use slipstream_bench::host::{self, HostLoad, HostSample, RunQueue};
 use slipstream_report::drag;
-use slipstream_report::hand_over::{self, HandOvers};
+use slipstream_report::gaps::{self, StageGaps};
 use slipstream_report::table::{counted, grouped, number};
 use slipstream_report::{RunReport, compare};
 
@@ -30,14 +30,14 @@ pub(crate) struct Args {
     what: WorkloadArgs,
     #[command(flatten)]
     sets: WorkloadSets,
-    /// Run both sides so many times as fast as the modelled cluster. `auto`: as fast as this host can
-    /// at the moment (a second's measurement), up to 1; `auto:MAX`: up to MAX
+    /// Speed of both sides, as a multiple of the modelled cluster's. `auto`: the fastest that this
+    /// host can keep up with (measured for a second), up to 1; `auto:MAX`: up to MAX
     #[arg(long, value_name = "FACTOR", default_value = "1")]
     speedup: Speedup,
-    /// Print the factor that `--speedup auto` chooses, and stop
+    /// Print the factor that `--speedup auto` chooses, and exit
     #[arg(long, conflicts_with_all = ["compare", "json"])]
     print_speedup: bool,
-    /// Print one JSON object: gaps, both reports, and how busy the host was
+    /// Print one JSON object: gaps, both reports, and the load of the host
     #[arg(long, conflicts_with = "compare")]
     json: bool,
     /// Keep the records and reports of both sides in this directory
@@ -48,10 +48,10 @@ pub(crate) struct Args {
     compare: Vec<PathBuf>,
 }
 
-/// How fast both sides run.
+/// Speed of both sides.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Speedup {
-    /// So many times as fast as the modelled cluster.
+    /// Times the speed of the modelled cluster.
     Fixed(f64),
     /// As fast as the host allows, up to `max`.
     Auto { max: f64 },
@@ -65,7 +65,7 @@ impl FromStr for Speedup {
             let factor = text.parse::<f64>().ok();
             let usable = factor.filter(|factor| factor.is_finite() && *factor > 0.0);
             usable.ok_or_else(|| {
-                format!("`{text}` is no number above 0; `auto` and `auto:10` would do")
+                format!("`{text}` is not a number above 0, `auto`, or `auto:MAX` such as `auto:10`")
             })
         };
         match text.strip_prefix("auto") {
@@ -79,16 +79,16 @@ impl FromStr for Speedup {
     }
 }
 
-/// How busy the host was while the live side ran.
+/// Load of the host while the live side ran.
 #[derive(Clone, Copy, Debug, Default)]
 struct Host {
     load: HostLoad,
-    /// Mean time that a thread of server or client waited for a CPU at each turn, ms.
+    /// Mean wait of a server or client thread for a CPU, per wake-up, ms.
     mean_wait_ms: Option<f64>,
     /// An engine step, ms of wall-clock time: the twin's median ITL.
     step_ms: Option<f64>,
-    /// Whether the waits are short enough, against a step, for the live latencies to mean anything.
-    /// `None`: that is not known.
+    /// Whether the waits are short enough, relative to a step, for meaningful live latencies.
+    /// `None`: not known.
     is_quiet: Option<bool>,
 }
 
@@ -117,7 +117,7 @@ impl Host {
         })
     }
 
-    /// A line about the host, with what the kernel says.
+    /// A line about the host, with the kernel's figures.
     fn line(&self) -> Option<String> {
         let percent = |share: Option<f64>, what: &str| {
             share.map(|share| format!("{} % {what}", number(100.0 * share)))
@@ -127,7 +127,7 @@ impl Host {
             percent(self.load.steal_share, "stolen by the hypervisor"),
             percent(
                 self.load.pressure_share,
-                "of the time some task waited for a CPU",
+                "of the time with a task waiting for a CPU",
             ),
             self.mean_wait_ms.map(|wait| {
                 let wait = number(wait);
@@ -138,7 +138,7 @@ impl Host {
         (!parts.is_empty()).then(|| format!("host: {}\n", parts.join(", ")))
     }
 
-    /// What is wrong with the live figures, if something is.
+    /// A warning about the live figures, if there is one.
     fn warning(&self) -> Option<String> {
         let (wait, step) = (self.mean_wait_ms?, self.step_ms?);
         if self.is_quiet? {
@@ -146,7 +146,7 @@ impl Host {
         }
         Some(format!(
             "warning: the host was too busy for these latencies: server and client waited {} ms for a \
-             CPU at each wake-up, {} % of an engine step of {} ms, and more than {} % show in every \
+             CPU at each wake-up, {} % of an engine step of {} ms, and more than {} % affects every \
              figure of the live side; stop other jobs, or slow both sides down (`--speedup auto`)",
             number(wait),
             number(100.0 * wait / step),
@@ -161,13 +161,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let [a, b] = args.compare.as_slice() {
         let names = [stem(a), stem(b)];
         let runs = [read(a)?, read(b)?];
-        out::print(&hand_over::render(
-            [&names[0], &names[1]],
-            [&runs[0], &runs[1]],
-        ))?;
+        out::print(&gaps::render([&names[0], &names[1]], [&runs[0], &runs[1]]))?;
         return Ok(code([&names[0], &names[1]], [&runs[0], &runs[1]]));
     }
-    // Mistakes in the files are reported before anything is started.
+    // Errors in the files are reported before anything is started.
     if args.cluster.resolve_live(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
@@ -196,13 +193,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::new(load, queue, step_ms(&reports[1]));
     if args.json {
         let [live, twin] = &reports;
-        let gaps = hand_over::gaps(runs);
+        let gaps = gaps::gaps(runs);
         let output = serde_json::json!({
             "speedup": speedup, "host": host.json(), "gaps": gaps, "live": live, "twin": twin,
         });
         out::print(&format!("{output}\n"))?;
     } else {
-        out::print(&hand_over::render(names, runs))?;
+        out::print(&gaps::render(names, runs))?;
         out::print(&format!("\n{}", compare::render(&reports, false)))?;
         if let Some(line) = host.line() {
             out::print(&line)?;
@@ -220,24 +217,25 @@ fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
     RunReport::from_json(&text).with_context(|| path.display().to_string())
 }
 
-/// An engine step in the run, ms: the median time between tokens. Of answers of one token, the time
-/// until it.
+/// An engine step of the run, ms: the median time between tokens. For answers of one token, the
+/// TTFT.
 fn step_ms(report: &RunReport) -> Option<f64> {
     let step = report.latency.itl_ms.or(report.latency.ttft_ms)?.p50;
     (step > 0.0).then_some(step)
 }
 
-/// The largest compression up to `max` at which this host, as busy as it is, keeps time.
+/// The largest compression up to `max` at which this host, under its current load, meets its
+/// deadlines.
 fn calibrate(args: &Args, dir: &Path, max: f64) -> anyhow::Result<f64> {
     let late = host::wake_up_lateness();
     twin(args, 1.0, dir)?;
     let Some(step_ms) = step_ms(&report(dir, "twin.json")?) else {
-        return Ok(max); // nothing to keep time with
+        return Ok(max); // no step to be late for
     };
     let Some(factor) = host::compression(step_ms, late, max) else {
         bail!(
             "this host is too busy to measure on: timed waits end up to {} ms late, and an engine step \
-             takes {} ms; stop other jobs, or say `--speedup 1` to run all the same",
+             takes {} ms; stop other jobs, or force the run with `--speedup 1`",
             number(late.as_secs_f64() * 1e3),
             number(step_ms)
         );
@@ -245,15 +243,15 @@ fn calibrate(args: &Args, dir: &Path, max: f64) -> anyhow::Result<f64> {
     if factor < max {
         eprintln!(
             "note: timed waits end up to {} ms late on this host, so both sides run at speed-up {factor} \
-             and not at {max}",
+             instead of {max}",
             number(late.as_secs_f64() * 1e3)
         );
     }
     Ok(factor)
 }
 
-/// Success, unless requests failed; that is reported.
-fn code(names: [&str; 2], runs: [&HandOvers; 2]) -> ExitCode {
+/// Success, unless requests failed, which is reported.
+fn code(names: [&str; 2], runs: [&StageGaps; 2]) -> ExitCode {
     let mut code = ExitCode::SUCCESS;
     for (name, run) in names.iter().zip(runs) {
         if run.failed() > 0 || run.requests() == 0 {
@@ -275,16 +273,16 @@ fn stem(path: &Path) -> String {
         .into_owned()
 }
 
-fn read(path: &Path) -> anyhow::Result<HandOvers> {
+fn read(path: &Path) -> anyhow::Result<StageGaps> {
     let named = || path.display().to_string();
-    let mut run = HandOvers::default();
+    let mut run = StageGaps::default();
     for record in drag::read(path).with_context(named)? {
         run.add(&record.with_context(named)?);
     }
     Ok(run)
 }
 
-/// A directory of this run's own, removed at its end.
+/// A directory for this run, removed at its end.
 struct TempDir(PathBuf);
 
 impl TempDir {
@@ -297,12 +295,12 @@ impl TempDir {
 
 impl Drop for TempDir {
     fn drop(&mut self) {
-        // What is left in a temporary directory does no harm.
+        // Leftovers in a temporary directory do no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// A server that ends with this value.
+/// A server process that ends when this value is dropped.
 struct Server(Child);
 
 impl Drop for Server {
@@ -318,10 +316,10 @@ fn slipstream() -> anyhow::Result<Command> {
     ))
 }
 
-/// Time that the live cluster's engines have to start, at most.
+/// Time limit for the live cluster's engines to start.
 const STARTUP_MAX: Duration = Duration::from_secs(600);
 
-/// Waits until every rank takes requests: the twin's are there from the start.
+/// Waits until every rank takes requests, as the twin's do from the start.
 fn await_ranks(url: &str) -> anyhow::Result<()> {
     let address = url.strip_prefix("http://").unwrap_or(url);
     let begun = Instant::now();
@@ -342,14 +340,14 @@ fn await_ranks(url: &str) -> anyhow::Result<()> {
     }
 }
 
-/// The seed of `simulate` for a load that states none, where `bench` would take one of its own.
+/// The seed of `simulate` for a load without one; `bench` would choose a random one.
 fn same_seed(what: &WorkloadArgs) -> Option<&'static str> {
     let stated = what.workload.is_some() || what.trace.is_some() || what.seed.is_some();
     (!stated).then_some("--seed=0")
 }
 
-/// Runs the live side. Gives how busy the host was under its load, and how long the threads of server
-/// and client waited for a CPU.
+/// Runs the live side. Returns the load of the host, and how long the threads of server and client
+/// waited for a CPU.
 fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Option<RunQueue>)> {
     let mut serve = slipstream()?;
     serve
@@ -389,7 +387,7 @@ fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Opti
     let before = HostSample::now();
     let at_start = RunQueue::of(server.0.id());
     let mut client = bench.spawn().context("starting `slipstream bench`")?;
-    // Its counters are gone once it has ended, so they are read now and then.
+    // Its counters disappear when it ends, so they are read periodically.
     let mut of_client = None;
     let status = loop {
         of_client = RunQueue::of(client.id()).or(of_client);
@@ -401,7 +399,7 @@ fn live(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<(HostLoad, Opti
     let load = HostSample::now().since(&before);
     let of_server = RunQueue::of(server.0.id()).map(|now| now.since(at_start.unwrap_or_default()));
     let queue = of_server.map(|server| server.plus(of_client.unwrap_or_default()));
-    // 1 means that requests failed, which the records show better.
+    // 1 means that requests failed, which the records show in detail.
     ensure!(
         status.code().is_some_and(|code| code < 2),
         "`slipstream bench` did not run; its message is above"
@@ -440,7 +438,7 @@ fn twin(args: &Args, speedup: f64, dir: &Path) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// How much arrivals and think times are compressed.
+    /// Compression of arrivals and think times.
     fn scale(&self, speedup: f64) -> f64 {
         self.what.time_scale.unwrap_or(1.0) * speedup
     }
@@ -461,7 +459,7 @@ mod tests {
         }
     }
 
-    /// Figures of a busy host once looked like any others: TTFT 742 ms, where the twin had 12.
+    /// Regression: figures of a busy host without a warning (TTFT 742 ms, the twin had 12).
     #[test]
     fn a_busy_host_is_reported_with_the_figures() {
         let host = |wait_us: u64, step_ms| {
@@ -488,7 +486,7 @@ mod tests {
         assert_eq!(
             host(700, None).is_quiet,
             None,
-            "without a step nothing is known"
+            "without a step there is no verdict"
         );
         assert_eq!(Host::default().line(), None);
     }

@@ -1,4 +1,4 @@
-//! `slipstream events`: what engines publish; and the event plane of `serve`.
+//! `slipstream events`: prints the events of engines; and the event plane of `serve`.
 
 use std::collections::HashMap;
 use std::process::ExitCode;
@@ -20,8 +20,8 @@ use tokio::sync::mpsc;
 
 use crate::out;
 
-/// Starts the event plane that the cluster file asks for, for the ranks of `specs`: it, and a
-/// publisher for each engine thread.
+/// Starts the configured event plane for the ranks of `specs`; returns it, and a publisher for each
+/// engine thread.
 pub(crate) fn start(
     cluster: &Cluster,
     specs: &[WorkerSpec],
@@ -46,7 +46,7 @@ pub(crate) fn start(
     let options = PlaneOptions {
         ranks,
         threads,
-        // One router, one block size: the cluster file's reader holds that.
+        // One router, one block size: checked when the cluster file is read.
         block_size: cluster.pools[0].engine.block_size,
         root: BlockHash::root(&cluster.model.name, "", ""),
         fresh_buffers,
@@ -58,14 +58,14 @@ pub(crate) fn start(
     })
 }
 
-/// Sees to it that ranks whose KV events were dropped publish what they hold.
+/// Requests snapshots from ranks whose KV events were dropped.
 pub(crate) fn mend_losses(plane: &EventPlane, resyncs: Resyncs) {
     plane.on_lost_kv(move |rank| {
         resyncs.resync(rank);
     });
 }
 
-/// A line for each address at which events can be had.
+/// One line per address of the event plane.
 pub(crate) fn addresses(plane: &EventPlane) -> Vec<String> {
     let addresses = plane.addresses();
     let fpm = addresses
@@ -92,26 +92,26 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Print the events of a bus as they come
+    /// Print the events of a bus as they arrive
     Tail(TailArgs),
 }
 
 #[derive(clap::Args)]
 struct TailArgs {
-    /// Bus to listen to
+    /// Bus to subscribe to
     #[arg(long, value_enum, default_value_t = TailBus::Zmq)]
     bus: TailBus,
     /// ZeroMQ address of a publisher; may be given several times
     /// [default: tcp://127.0.0.1:5556 and :5557, rank 0's KV events]
     #[arg(long, value_name = "tcp://HOST:PORT")]
     endpoint: Vec<String>,
-    /// ZeroMQ, without --endpoint: KV events of so many ranks, each a port above the last
+    /// ZeroMQ, without --endpoint: KV events of this many ranks, at consecutive ports
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024), conflicts_with = "endpoint")]
     ranks: u16,
-    /// ZeroMQ: only topics that begin with this
+    /// ZeroMQ: only topics with this prefix
     #[arg(long, default_value = "")]
     topic: String,
-    /// ZeroMQ: print past KV events from this sequence on, of a replay address, and end
+    /// ZeroMQ: print past KV events from this sequence on, from a replay address, and exit
     #[arg(long, value_name = "SEQUENCE", requires = "endpoint")]
     replay_from: Option<u64>,
     /// NATS server
@@ -120,13 +120,13 @@ struct TailArgs {
     /// NATS subject; `*` stands for a word, `>` for the rest
     #[arg(long, default_value = "slipstream.>")]
     subject: String,
-    /// End after so many events
+    /// Exit after this number of events
     #[arg(long, value_name = "EVENTS")]
     count: Option<u64>,
-    /// One JSON object a line
+    /// One JSON object per line
     #[arg(long)]
     json: bool,
-    /// Print no event; count them, and what is missing
+    /// Do not print events; count them, and missing ones
     #[arg(long, conflicts_with = "json")]
     quiet: bool,
 }
@@ -143,21 +143,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    // What the system resolves in the background must not hold up the end.
+    // A pending name resolution in the background must not delay the exit.
     let code = runtime.block_on(tail(args));
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
 }
 
-/// What the readers pass to the printer: an event, or why there is none.
+/// Message from a reader to the printer: an event, or an error.
 type Found = (String, Result<Event, String>);
 
-/// What was heard.
+/// Counters of received events.
 #[derive(Default)]
 struct Tally {
     events: u64,
     bytes: u64,
-    /// Messages that are no events.
+    /// Messages that are not events.
     bad: u64,
     /// Events missing according to the sequences of each source and topic.
     missing: u64,
@@ -171,19 +171,19 @@ impl Tally {
         let Some(sequence) = sequence else { return };
         let place = (source.to_owned(), event.topic.clone());
         let next = self.next.entry(place).or_insert(sequence);
-        // A lower one is a publisher that began anew.
+        // A lower one is a publisher that restarted.
         self.missing += sequence.saturating_sub(*next);
         *next = sequence + 1;
     }
 }
 
-/// Prints events until there are no more, enough, or an interrupt. 1 if any could not be read.
+/// Prints events until the end, the limit, or an interrupt. Exits with 1 if any could not be read.
 async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
     let (found, mut events) = mpsc::channel::<Found>(1024);
     match args.bus {
         TailBus::Nats => {
             let mut subscriber = NatsSubscriber::connect(&args.url, &args.subject).await?;
-            eprintln!("listening to {} at {}", args.subject, args.url);
+            eprintln!("subscribed to {} at {}", args.subject, args.url);
             let source = args.url.clone();
             tokio::spawn(async move {
                 while let Some(event) = subscriber.recv().await {
@@ -247,7 +247,7 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
             let (host, port) = default.kv_endpoint.rsplit_once(':').context("a port")?;
             let port: u16 = port.parse().context("a port")?;
             if args.ranks == 1 {
-                eprintln!("note: of KV events only rank 0's; --ranks N listens to more");
+                eprintln!("note: KV events of rank 0 only; use --ranks N for more");
             }
             let ranks = (port..port.saturating_add(args.ranks)).map(|p| format!("{host}:{p}"));
             [default.fpm_endpoint].into_iter().chain(ranks).collect()
@@ -270,7 +270,7 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
         let mut subscriber = ZmqSubscriber::connect(&endpoint, &args.topic)
             .await
             .context("is a server with live.events.bus = \"zmq\" running?")?;
-        eprintln!("listening to {endpoint}");
+        eprintln!("subscribed to {endpoint}");
         tokio::spawn(async move {
             loop {
                 let event = subscriber.recv().await;
@@ -285,9 +285,9 @@ async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Resu
     Ok(())
 }
 
-/// An event that was read.
+/// A decoded event.
 struct Heard {
-    /// Its topic; where that is empty, as with KV events, the address that it came from.
+    /// Its topic; if that is empty, as with KV events, the publisher's address.
     topic: String,
     source: String,
     message: Message,
@@ -307,7 +307,7 @@ impl Heard {
         }
     }
 
-    /// It as a line of text.
+    /// The event as a line of text.
     fn line(&self, sequence: Option<u64>, json: bool) -> String {
         let Heard {
             topic,
@@ -325,15 +325,15 @@ impl Heard {
     }
 }
 
-/// What an event says.
+/// Content of an event.
 enum Message {
     Fpm(Box<FpmMessage>),
     Kv(KvEventBatch),
 }
 
 impl Message {
-    /// Forward-pass metrics have `.fpm.` in their topic; all else is KV events, whose topic is as
-    /// the engine was told.
+    /// Forward-pass metrics have `.fpm.` in their topic. All others are KV events, whose topic is
+    /// the engine's configuration.
     fn decode(topic: &str, payload: &[u8]) -> Result<Message, slipstream_events::DecodeError> {
         if topic.contains(".fpm.") {
             return FpmMessage::decode(payload).map(|fpm| Message::Fpm(Box::new(fpm)));
@@ -354,7 +354,7 @@ impl Message {
             Message::Fpm(fpm) => serde_json::to_value(fpm),
             Message::Kv(batch) => serde_json::to_value(batch),
         };
-        value.expect("numbers and strings are JSON; a number that is none becomes null")
+        value.expect("numbers and strings are JSON; NaN becomes null")
     }
 
     fn text(&self) -> String {

@@ -1,16 +1,16 @@
-//! Files that a configuration names, read with a bound: a path may be a slip.
+//! Files that a configuration refers to, read with a size limit: a path may be wrong.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Largest file read, bytes: a table of 4 million measured steps has some 120 MB.
+/// Largest file, bytes: a table of 4 million measured steps has about 120 MB.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// The whole of `path`.
+/// The content of `path`.
 ///
 /// # Errors
-/// If it cannot be read, or is larger than [`BYTES_MAX`] (a device, or weights in place of a
+/// If it cannot be read, or exceeds [`BYTES_MAX`] (a device, or weights instead of a
 /// `config.json`).
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     read_at_most(File::open(path)?, BYTES_MAX)

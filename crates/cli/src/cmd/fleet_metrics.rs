@@ -1,4 +1,4 @@
-//! What `/metrics` says of the router's fleet.
+//! Metrics of the router's fleet for `/metrics`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use slipstream_frontend::Roster;
 use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Counters, Fleets, Load};
 
-/// Encodes what a frontend knows of worker processes.
+/// Encodes a frontend's state of worker processes.
 pub(crate) struct RosterCollector {
     pub(crate) roster: Arc<Roster>,
     /// The served model, as vLLM's metrics name it.
@@ -34,7 +34,7 @@ impl Collector for RosterCollector {
             ),
             (
                 "slipstream_plane_tombstones",
-                "Workers that vanished in the last seconds and are not back",
+                "Workers lost in the last seconds that have not returned",
                 totals.tombstones,
             ),
         ] {
@@ -45,17 +45,17 @@ impl Collector for RosterCollector {
         for (name, help, value) in [
             (
                 "slipstream_plane_connections",
-                "Connections of worker processes that were greeted",
+                "Worker process connections accepted",
                 totals.connected,
             ),
             (
                 "slipstream_plane_rejected",
-                "Connections of worker processes that were turned away",
+                "Worker process connections rejected",
                 totals.rejected,
             ),
             (
                 "slipstream_plane_lost",
-                "Connections of worker processes that ended",
+                "Worker process connections closed",
                 totals.lost,
             ),
         ] {
@@ -68,27 +68,29 @@ impl Collector for RosterCollector {
         let gauges: [(&str, &str, Of); 5] = [
             (
                 "vllm:num_requests_running",
-                "Sequences running, as the worker last said, over all frontends",
+                "Running sequences by the worker's last report, over all frontends",
                 |l| f64::from(l.running),
             ),
             (
                 "vllm:num_requests_waiting",
-                "Sequences waiting, likewise",
+                "Waiting sequences by the worker's last report",
                 |l| f64::from(l.waiting),
             ),
             (
                 "vllm:kv_cache_usage_perc",
-                "Share of the KV cache held by sequences, 0 to 1, likewise",
+                "Share of the KV cache held by sequences, 0 to 1, by the worker's last report",
                 |l| f64::from(l.used_blocks) / f64::from(l.total_blocks.max(1)),
             ),
             (
                 "slipstream_worker_used_blocks",
-                "Blocks held by sequences, likewise",
+                "Blocks held by sequences, by the worker's last report",
                 |l| f64::from(l.used_blocks),
             ),
-            ("slipstream_worker_total_blocks", "Blocks in all", |l| {
-                f64::from(l.total_blocks)
-            }),
+            (
+                "slipstream_worker_total_blocks",
+                "KV cache size in blocks",
+                |l| f64::from(l.total_blocks),
+            ),
         ];
         let loads = self.roster.loads();
         for (name, help, of) in gauges {
@@ -112,7 +114,7 @@ impl Collector for RosterCollector {
 /// Encodes loads by rank and the router's counters; a scrape reads atomics.
 pub(crate) struct FleetCollector(pub(crate) Fleets);
 
-/// Name, help, and where the value is.
+/// Name, help, and reader of the value.
 type Gauge = (&'static str, &'static str, fn(&Load) -> u64);
 
 impl fmt::Debug for FleetCollector {
@@ -149,7 +151,7 @@ impl Collector for FleetCollector {
             ),
             (
                 "slipstream_router_cached_blocks",
-                "Blocks that the index knows of",
+                "Blocks in the index",
                 |l| l.cached_blocks,
             ),
             (
@@ -184,12 +186,12 @@ impl Collector for FleetCollector {
         for (name, help, value) in [
             (
                 "slipstream_router_kv_gaps",
-                "Gaps seen in KV deltas",
+                "KV deltas skipped in gaps",
                 sum(|c| c.kv_gaps_total),
             ),
             (
                 "slipstream_router_kv_duplicates",
-                "KV deltas seen before",
+                "Duplicate KV deltas",
                 sum(|c| c.kv_duplicates_total),
             ),
             (
@@ -199,7 +201,7 @@ impl Collector for FleetCollector {
             ),
             (
                 "slipstream_router_kv_dropped_blocks",
-                "Blocks for which the index had no room",
+                "Blocks beyond the index's capacity",
                 sum(|c| c.kv_dropped_blocks_total),
             ),
             (
@@ -209,12 +211,12 @@ impl Collector for FleetCollector {
             ),
             (
                 "slipstream_router_affinity_hits",
-                "Requests that stayed on their session's worker",
+                "Requests routed to their session's worker",
                 sum(|c| c.affinity_hits_total),
             ),
             (
                 "slipstream_router_sessions_dropped",
-                "Sessions forgotten for want of room",
+                "Sessions evicted because the table was full",
                 sum(|c| c.sessions_dropped_total),
             ),
         ] {

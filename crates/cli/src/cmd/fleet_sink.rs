@@ -1,4 +1,4 @@
-//! KV deltas from engine threads into the router's block index.
+//! Passes KV deltas from engine threads to the router's block index.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -11,7 +11,7 @@ use slipstream_worker::Resyncs;
 /// Feeds the fleet's block index from engine threads.
 pub(crate) struct FleetSink {
     fleets: Fleets,
-    /// Set once the workers run; asked for a snapshot when a delta is missing.
+    /// Set once the workers run; used to request a snapshot when a delta is missing.
     resyncs: Arc<OnceLock<Resyncs>>,
     gaps: Gaps,
 }
@@ -33,9 +33,9 @@ impl EventSink for FleetSink {
             return;
         }
         if !self.gaps.skip(delta.rank) {
-            return; // said and asked for before
+            return; // logged and requested before
         }
-        tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing; a snapshot was asked for");
+        tracing::warn!(rank = %delta.rank, sequence = delta.sequence, "a KV delta is missing; requested a snapshot");
         if let Some(resyncs) = self.resyncs.get() {
             resyncs.resync(delta.rank);
         }
@@ -44,21 +44,21 @@ impl EventSink for FleetSink {
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta) {
         self.fleets.resync(snapshot);
         if let Some(skipped) = self.gaps.mend(snapshot.rank) {
-            tracing::warn!(rank = %snapshot.rank, skipped, "the KV index is whole again after a gap");
+            tracing::warn!(rank = %snapshot.rank, skipped, "KV index resynchronized");
         }
     }
 
     fn on_fpm(&mut self, _metrics: &ForwardPassMetrics) {}
 }
 
-/// Ranks that wait for a snapshot, and how many deltas each has skipped meanwhile: until it comes
-/// every delta looks like a gap, which is one line to say and not thousands.
+/// Ranks that wait for a snapshot, with the number of deltas skipped so far. Until it arrives every
+/// delta looks like a gap, which must be logged once, not thousands of times.
 #[derive(Debug, Default)]
 struct Gaps(BTreeMap<RankId, u64>);
 
 impl Gaps {
-    /// Counts a skipped delta. True for the first, and for every 10,000th in case the request for
-    /// a snapshot was lost.
+    /// Counts a skipped delta. True for the first, and for every 10,000th in case the request for a
+    /// snapshot was lost.
     fn skip(&mut self, rank: RankId) -> bool {
         const ASK_AGAIN: u64 = 10_000;
         let skipped = self.0.entry(rank).or_default();
@@ -66,7 +66,7 @@ impl Gaps {
         *skipped % ASK_AGAIN == 1
     }
 
-    /// Ends a gap; how many deltas it skipped, if there was one.
+    /// Ends a gap; returns the number of skipped deltas, if there was a gap.
     fn mend(&mut self, rank: RankId) -> Option<u64> {
         self.0.remove(&rank)
     }

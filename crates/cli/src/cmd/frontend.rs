@@ -1,4 +1,4 @@
-//! `slipstream frontend`: OpenAI over HTTP, in front of worker processes.
+//! `slipstream frontend`: the OpenAI HTTP server for worker processes.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ pub(crate) struct Args {
     cluster: ClusterArgs,
     #[command(flatten)]
     plane: PlaneArgs,
-    /// Address to listen on; port 0 picks a free one [default: live.listen]
+    /// Address to listen on; port 0 selects a free one [default: live.listen]
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
-    /// Address on which workers reach this process; its ports are free ones
+    /// Address at which workers connect to this process; its ports are chosen automatically
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     plane_host: String,
     #[command(flatten)]
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "serving {} from worker processes: slipstream worker with the same cluster file",
         cluster.model.name
     );
-    // On stdout, as data: a script reads the address that port 0 became.
+    // On stdout, as data: a script reads the address that was chosen for port 0.
     out::print(&format!("listening on http://{}\n", frontend.address()))?;
     serve::wait_for_signal()?;
     serve::say_draining(&cluster);
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> {
     let live = &cluster.live;
     let bound = Bound::bind(&live.listen)?;
-    // Every client is a file, and the usual soft limit is 1,024.
+    // Every client needs a file descriptor, and the usual soft limit is 1,024.
     slipstream_bench::process::raise_open_files();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let shards = serve::shard_count(live.shards, cores);
@@ -76,7 +76,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> 
         !sockets
             .iter()
             .any(|socket| socket.address().ip().is_unspecified()),
-        "--plane-host {} is no address that workers can dial; name one of this host's",
+        "--plane-host {} is not an address that workers can connect to; use one of this host's",
         args.plane_host
     );
     let record = Record {

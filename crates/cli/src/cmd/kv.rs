@@ -1,4 +1,4 @@
-//! `slipstream kv`: what sharing blocks of KV cache costs on this host.
+//! `slipstream kv`: benchmarks KV block storage and transfer on this host.
 
 use std::io::{BufRead, BufReader, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -23,8 +23,8 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure keys, tiers, and transfers between two processes, beside marks; exits with 1 if a
-    /// block is not what was stored
+    /// Benchmark keys, tiers, and transfers between two processes, against targets; exit with 1 if
+    /// a block has the wrong content
     Bench(BenchArgs),
 }
 
@@ -38,19 +38,19 @@ struct BenchArgs {
         default_value = "keys,tiers,transfers"
     )]
     part: Vec<Part>,
-    /// Multiplies how often each case is repeated
+    /// Multiplies the number of repetitions
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
-    /// How long the transports' threads look for more to do before they sleep, us; 0: not at all
+    /// Time that transport threads poll before they sleep, us; 0: no polling
     #[arg(long, default_value_t = 50)]
     spin_us: u64,
-    /// Measure transfers by NIXL as well: its `libnixl_capi.so`
+    /// Benchmark NIXL transfers too: path of its `libnixl_capi.so`
     #[arg(long, env = "SLIPSTREAM_NIXL_LIBRARY", value_name = "FILE")]
     nixl: Option<PathBuf>,
     /// Folder for files and sockets [default: a temporary one]
     #[arg(long)]
     folder: Option<PathBuf>,
-    /// Exit with 1 if a mark is missed on a host with nothing else to do
+    /// Exit with 1 if a target is missed on an idle host
     #[arg(long)]
     strict: bool,
     /// Print JSON
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     anyhow::ensure!(
         args.scale > 0.0 && args.scale.is_finite(),
-        "--scale is {}; give a number above 0",
+        "--scale is {}; use a number above 0",
         args.scale
     );
     if args.serve {
@@ -122,11 +122,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(args.strict && missed > 0 && !busy)))
 }
 
-/// Of the host's CPU time, as much as others may have had before a missed mark says more of them
-/// than of this program.
+/// Share of the host's CPU time used by other processes, above which a missed target is no evidence
+/// against this program.
 const OTHERS_MAX: f64 = 0.1;
 
-/// Whether a block was not what was stored, or did not come: the one thing that must not happen.
+/// Whether a block was lost or had the wrong content: the one failure that is never tolerated.
 fn is_wrong_data(error: &anyhow::Error) -> bool {
     matches!(
         error.downcast_ref::<measure::MeasureError>(),
@@ -134,8 +134,8 @@ fn is_wrong_data(error: &anyhow::Error) -> bool {
     )
 }
 
-/// CPU time in the kernel's ticks: the host's, how much of it was used, and how much of that by this
-/// program and its child processes that have ended (proc(5), `/proc/stat` and `/proc/PID/stat`).
+/// CPU time in the kernel's ticks: the host's total, its busy time, and the part of this program
+/// and its ended child processes (proc(5), `/proc/stat` and `/proc/PID/stat`).
 #[derive(Default)]
 struct CpuTimes {
     all: u64,
@@ -144,7 +144,7 @@ struct CpuTimes {
 }
 
 impl CpuTimes {
-    /// Zero where there is no `/proc`.
+    /// Zero without `/proc`.
     fn now() -> CpuTimes {
         let numbers = |text: &str| -> Vec<u64> {
             let words = text.split_whitespace();
@@ -154,7 +154,7 @@ impl CpuTimes {
         // After the name: user, nice, system, idle, iowait, irq, softirq, steal.
         let host = numbers(host.lines().next().unwrap_or_default());
         let own = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-        // Fields from the third on come behind the name, which is in brackets; 14 to 17 are times.
+        // Fields from the third on follow the name, which is in parentheses; 14 to 17 are times.
         let own = numbers(own.rsplit(')').next().unwrap_or_default());
         let sum = |from: &[u64], fields: std::ops::Range<usize>| {
             from.get(fields).map_or(0, |times| times.iter().sum())
@@ -167,7 +167,7 @@ impl CpuTimes {
         }
     }
 
-    /// How much of the host's CPU time others had since `before`, 0 to 1.
+    /// Share of the host's CPU time that other processes used since `before`, 0 to 1.
     fn share_of_others(&self, before: &CpuTimes) -> f64 {
         let all = self.all.saturating_sub(before.all).max(1);
         let own = self.own.saturating_sub(before.own);
@@ -269,12 +269,12 @@ fn as_text(rows: &[Row], others: f64) -> String {
         table.toned_row(cells.into_iter().chain([(met.to_owned(), tone)]));
     }
     let mut text = table.render(color);
-    text.push_str("Keys are measured in CPU time, the rest in wall time. Times are medians, but for resyncs.\n");
+    text.push_str("Keys are measured in CPU time, the rest in wall time. Times are medians, except for resyncs.\n");
     let so_what = if others > OTHERS_MAX {
-        ": what was missed says little"
+        ": missed targets are not significant"
     } else {
         ""
     };
     let percent = others * 100.0;
-    text + &format!("Others had {percent:.0} % of this host's CPU time meanwhile{so_what}.\n")
+    text + &format!("Other processes used {percent:.0} % of this host's CPU time{so_what}.\n")
 }

@@ -1,15 +1,15 @@
-//! Whether a cluster's block pools fit into this host's memory.
+//! Checks that a cluster's block pools fit into this host's memory.
 
 use slipstream_base::text::counted;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::{Arrival, Workload};
 
-/// Bytes that a block takes in a pool, its hash index and the router's block index, at the least:
-/// what 64 engines of 6,150 blocks added to the RSS of `slipstream simulate`, 45 MiB, comes to 120.
+/// Lower bound of the bytes per block in a pool, its hash index and the router's block index. 64
+/// engines of 6,150 blocks add 45 MiB to the RSS of `slipstream simulate`, which is 120 per block.
 const BLOCK_BYTES: u64 = 96;
 
-/// An error with the numbers if `cluster`'s engines, all in this process, cannot fit into memory.
-/// Where the host does not say how much it has, nothing is checked.
+/// Returns an error with the numbers if `cluster`'s engines, all in this process, cannot fit into
+/// memory. Without a figure for the host's memory, nothing is checked.
 pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let Some(free) = proc_bytes("/proc/meminfo", "MemAvailable:") else {
         return Ok(());
@@ -26,8 +26,8 @@ pub(crate) fn check(cluster: &Cluster) -> anyhow::Result<()> {
     let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
     anyhow::ensure!(
         needed <= free,
-        "{} with {} in all take {:.1} GiB or more to model, and this host has \
-         {:.1} GiB free; take fewer `workers`, a larger `block_size`, or a smaller `num_gpu_blocks`",
+        "{} with a total of {} need {:.1} GiB or more to model, and this host has \
+         {:.1} GiB free; use fewer `workers`, a larger `block_size`, or a smaller `num_gpu_blocks`",
         counted(cluster.pools.iter().map(ranks).sum(), "engine"),
         counted(blocks, "KV block"),
         gib(needed),

@@ -1,4 +1,4 @@
-//! `/metrics` of a process that serves no clients: one thread, one request at a time.
+//! `/metrics` of a process without clients: one thread, one request at a time.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -10,23 +10,22 @@ use prometheus_client::registry::Registry;
 /// Longest head of a request, bytes.
 const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// Whoever does not say what it wants, or does not read its answer, in this time is cut off: others
-/// wait meanwhile.
+/// Time limit for a client to send its request and to read the answer, because other clients wait.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Serves `registry` on `listen` for as long as the process runs. Returns the address.
 pub(crate) fn serve(listen: &str, registry: Registry) -> anyhow::Result<SocketAddr> {
     let listener = TcpListener::bind(listen)
-        .with_context(|| format!("--metrics {listen}: give an address of this host, host:port"))?;
+        .with_context(|| format!("--metrics {listen}: use an address of this host, host:port"))?;
     let address = listener.local_addr()?;
     std::thread::Builder::new()
         .name("metrics".into())
         .spawn(move || {
             for stream in listener.incoming() {
                 match stream {
-                    // A scraper that goes away is nobody's loss.
+                    // A scraper that disconnects is no error.
                     Ok(stream) => drop(answer(stream, &registry)),
-                    // Out of descriptors, most often.
+                    // Usually out of descriptors.
                     Err(_) => std::thread::sleep(Duration::from_millis(20)),
                 }
             }
@@ -54,7 +53,7 @@ fn answer(mut stream: TcpStream, registry: &Registry) -> std::io::Result<()> {
     )
 }
 
-/// Reads up to the empty line, or the bound.
+/// Reads up to the empty line, or the limit.
 fn read_head(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let began = Instant::now();
     let mut head = Vec::new();

@@ -1,4 +1,4 @@
-//! The subcommands, a module each: `Args` and `run`.
+//! The subcommands, one module each: `Args` and `run`.
 
 mod cluster_args;
 mod files;
@@ -29,7 +29,7 @@ pub(crate) mod tokenizer;
 pub(crate) mod trace;
 pub(crate) mod worker;
 
-/// Cores that this process may use: affinity and the cgroup's quota count.
+/// Cores available to this process: affinity and the cgroup's quota count.
 pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
 }

@@ -1,4 +1,4 @@
-//! How frontend and worker processes find each other.
+//! Flags for discovery and connections between frontend and worker processes.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,24 +11,24 @@ use slipstream_planes::tls::{Tls, TlsFiles};
 /// Flags that frontends and workers share.
 #[derive(clap::Args)]
 pub(crate) struct PlaneArgs {
-    /// Directory in which processes find each other; share it to join several hosts
+    /// Discovery directory; share it to join several hosts
     /// [default: slipstream-UID in the directory for temporary files]
     #[arg(long, value_name = "DIR", env = "SLIPSTREAM_DISCOVERY")]
     discovery: Option<PathBuf>,
-    /// A process that does not renew its record for so long is forgotten, s
+    /// Discovery lease, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     lease: f64,
-    /// A peer that is silent for so long is cut off, s
+    /// Timeout of a silent peer, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
     peer_deadline: f64,
-    /// Encrypt connections between processes: certificate of this one (PEM); a frontend's must
-    /// name `slipstream`
+    /// Encrypt connections between processes: certificate of this process (PEM); a frontend's must
+    /// be valid for `slipstream`
     #[arg(long, value_name = "FILE", requires_all = ["plane_key", "plane_ca"])]
     plane_cert: Option<PathBuf>,
     /// Key of --plane-cert (PEM)
     #[arg(long, value_name = "FILE", requires = "plane_cert")]
     plane_key: Option<PathBuf>,
-    /// Authority that must have signed the peers' certificates (PEM)
+    /// CA certificate for the peers' certificates (PEM)
     #[arg(long, value_name = "FILE", requires = "plane_cert")]
     plane_ca: Option<PathBuf>,
 }
@@ -42,7 +42,7 @@ impl PlaneArgs {
         positive("--peer-deadline", self.peer_deadline)
     }
 
-    /// TLS as asked for by the three flags, or none.
+    /// TLS by the three flags, or none.
     pub(crate) fn tls(&self) -> anyhow::Result<Option<Tls>> {
         let (Some(cert), Some(key), Some(ca)) = (&self.plane_cert, &self.plane_key, &self.plane_ca)
         else {
@@ -66,15 +66,16 @@ impl PlaneArgs {
 
 fn positive(flag: &str, seconds: f64) -> anyhow::Result<Duration> {
     let duration = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-    // Below that, processes on a busy host would lose each other for nothing.
+    // With less, processes on a busy host would lose each other.
     anyhow::ensure!(
         duration >= Duration::from_millis(10),
-        "{flag} is {seconds}; give 0.01 s or more"
+        "{flag} is {seconds}; use 0.01 s or more"
     );
     Ok(duration)
 }
 
-/// A directory of this user alone: who can write there can send workers to a frontend of their own.
+/// A directory of this user only: a process with write access can direct workers to a frontend of
+/// its own.
 fn default_directory() -> anyhow::Result<PathBuf> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt};
     let user = rustix::process::getuid();
@@ -88,30 +89,30 @@ fn default_directory() -> anyhow::Result<PathBuf> {
         .with_context(|| format!("looking at the discovery directory {}", directory.display()))?;
     anyhow::ensure!(
         found.is_dir() && found.uid() == user.as_raw() && found.mode() & 0o022 == 0,
-        "{} can be written by others; remove it, or name another with --discovery",
+        "{} is writable by other users; remove it, or use another with --discovery",
         directory.display()
     );
     Ok(directory)
 }
 
-/// A number for this run, unlike those of other runs.
+/// A random number for this run.
 pub(crate) fn instance() -> u64 {
     use std::hash::{BuildHasher, Hasher};
-    // Keyed by the system's generator (documentation of `RandomState`).
+    // Seeded by the system's generator (documentation of `RandomState`).
     let hasher = std::collections::hash_map::RandomState::new().build_hasher();
     hasher.finish()
 }
 
-/// Host and process, for people.
+/// Host and process, for logs.
 pub(crate) fn process_name() -> String {
     let host = rustix::system::uname();
     let host = host.nodename().to_string_lossy().into_owned();
     format!("{host}:{}", std::process::id())
 }
 
-/// What frontends and workers must agree on, as one number: the model, all of the pools and their
-/// engines, and whether KV events with tokens are published, for which frontends send tokens along.
-/// Processes of one release are compared, so the values' debug text will do.
+/// Digest of the settings on which frontends and workers must agree: the model, all pools and their
+/// engines, and whether KV events include tokens (frontends then send tokens too). Both are of one
+/// release, so the values' debug text is sufficient.
 pub(crate) fn fingerprint(cluster: &Cluster) -> u64 {
     let events = &cluster.live.events;
     let names_tokens = events.bus != EventBus::None && events.kv;

@@ -1,4 +1,4 @@
-//! `slipstream presets`: the models and GPUs that a cluster file can name.
+//! `slipstream presets`: the models and GPUs available in a cluster file.
 
 use std::process::ExitCode;
 

@@ -1,7 +1,7 @@
 //! `slipstream serve`: a live cluster in one process.
 //!
-//! Wiring alone: engines onto engine threads, shards in front of them, rings in between, and the
-//! router's fleet where KV events go in and choices come out.
+//! Wiring only: engines on engine threads, shards in front of them, rings between, and the router's
+//! fleet, which receives KV events and chooses workers.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,7 +28,7 @@ use crate::cmd::fleet_sink::FleetSink;
 use crate::cmd::switches::Switches;
 use crate::out;
 
-/// Variable with API keys, comma separated.
+/// Environment variable with API keys, comma separated.
 const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 
 /// Flags of `slipstream serve`.
@@ -36,10 +36,10 @@ const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 pub(crate) struct Args {
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Address to listen on; port 0 picks a free one [default: live.listen]
+    /// Address to listen on; port 0 selects a free one [default: live.listen]
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
-    /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
+    /// Divide modelled time by this; 0: no waiting at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
     #[command(flatten)]
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for line in live.events.iter().flat_map(super::events::addresses) {
         eprintln!("{line}");
     }
-    // On stdout, as data: a script reads the address that port 0 became.
+    // On stdout, as data: a script reads the address that was chosen for port 0.
     out::print(&format!(
         "listening on http://{}\n",
         live.frontend.address()
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A cluster that runs.
+/// A running cluster.
 struct Live {
     frontend: Frontend,
     workers: WorkerSet,
@@ -89,9 +89,9 @@ struct Live {
 impl Live {
     fn start(cluster: &Cluster, switches: Switches) -> anyhow::Result<Live> {
         let live = &cluster.live;
-        // First of all, as this is what fails most: another server on the port.
+        // First, because it is the most frequent failure: another server on the port.
         let bound = Bound::bind(&live.listen)?;
-        // Every client is a file, and the usual soft limit is 1,024.
+        // Every client needs a file descriptor, and the usual soft limit is 1,024.
         slipstream_bench::process::raise_open_files();
         super::memory::check(cluster)?;
         let text = Arc::new(text_model(cluster)?);
@@ -134,13 +134,13 @@ impl Live {
             }
         };
         let set = WorkerSet::start(specs, &timing, plane.threads, sinks, on_ready)?;
-        // Who reads the address may send at once, and should not meet a 503.
+        // A client that reads the address may send at once, and should not get a 503.
         for _ in 0..at_once {
             became_ready
                 .recv_timeout(Duration::from_secs(10))
                 .context("a worker without start-up time did not become ready")?;
         }
-        // Filled once, here.
+        // Initialized here only.
         let _ = resyncs.set(set.resyncs());
         if let Some(events) = &events {
             super::events::mend_losses(events, set.resyncs());
@@ -178,7 +178,7 @@ impl Live {
         })
     }
 
-    /// Frontend first, so that what is under way can finish; then the engines, then their events.
+    /// Frontend first, so that open requests can finish; then the engines, then their events.
     fn shutdown(self) -> anyhow::Result<()> {
         self.frontend.shutdown();
         self.workers.shutdown()?;
@@ -187,12 +187,12 @@ impl Live {
     }
 }
 
-/// What the shards' dispatchers are made of.
+/// Configuration of the shards' dispatchers.
 pub(super) struct Dispatching {
     rules: Rules,
     fleets: Fleets,
     queue: QueueRoom,
-    /// Where some workers compute prompts for others.
+    /// Set if some workers compute prompts for others.
     pub(super) kv_network: Option<Arc<KvNetwork>>,
 }
 
@@ -216,7 +216,7 @@ impl Dispatching {
     }
 }
 
-/// Shards to run: as configured, or, for 0, one for every two cores.
+/// Number of shards: as configured, or for 0 one per two cores.
 pub(super) fn shard_count(configured: u32, cores: usize) -> usize {
     match configured {
         0 => (cores / 2).max(1),
@@ -235,14 +235,15 @@ pub(super) fn text_model(cluster: &Cluster) -> anyhow::Result<TextModel> {
                 )
             })?;
             if let Some(why) = text.slow_encoder() {
-                tracing::info!("prompts are encoded by the slower `tokenizers` library: {why}");
+                tracing::info!("encoding prompts with the slower `tokenizers` library: {why}");
             }
             Ok(text)
         }
     }
 }
 
-/// The workers of `cluster` that `runs` names. They are numbered over all pools in file order.
+/// The workers of `cluster` for which `runs` is true. They are numbered over all pools in file
+/// order.
 pub(super) fn worker_specs(
     cluster: &Cluster,
     text: &TextModel,
@@ -301,7 +302,7 @@ pub(super) fn service(
     fleets: Fleets,
 ) -> anyhow::Result<Service> {
     let live = &cluster.live;
-    // One router, one block size (`Fleet::of_roles` holds that); the least of the rest.
+    // One router, one block size (checked by `Fleet::of_roles`); the minimum of the other settings.
     let engines = || cluster.pools.iter().map(|pool| &pool.engine);
     let seconds = |s: f64| Duration::try_from_secs_f64(s).unwrap_or(Duration::MAX);
     let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
@@ -347,7 +348,7 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
         keys.extend(text.lines().map(str::to_owned));
         anyhow::ensure!(
             keys.iter().any(|key| !key.trim().is_empty()),
-            "{} holds no API key; write one a line, or leave `live.api_keys_file` out",
+            "{} has no API key; write one per line, or remove `live.api_keys_file`",
             file.display()
         );
     }
@@ -357,7 +358,7 @@ fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
     Ok(ApiKeys::new(keys))
 }
 
-/// What a signal began.
+/// Reaction to a signal.
 pub(super) fn say_draining(cluster: &Cluster) {
     eprintln!(
         "finishing open requests for up to {} s (live.drain_timeout_s); interrupt again to end at once",
@@ -365,7 +366,7 @@ pub(super) fn say_draining(cluster: &Cluster) {
     );
 }
 
-/// Returns at SIGINT or SIGTERM. A second one then ends the process as if unhandled.
+/// Returns at SIGINT or SIGTERM. A second one then terminates the process.
 pub(super) fn wait_for_signal() -> anyhow::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let runtime = tokio::runtime::Builder::new_current_thread()

@@ -31,48 +31,43 @@ pub(crate) struct Args {
     sets: WorkloadSets,
 
     /// End the run at this simulated time, though requests are under way
-    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Run")]
     max_sim_time: Option<Duration>,
     /// Divide modelled time by this, as a live cluster at this speed-up would
     #[arg(
         long,
         value_name = "FACTOR",
         default_value_t = 1.0,
-        help_heading = "How to run it"
+        help_heading = "Run"
     )]
     speedup: f64,
     /// Threads for engines that have nothing to do with each other (docs/twin.md) [default: cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "How to run it")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Run")]
     threads: Option<u32>,
     /// Times that a client sends a request again that no worker took
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        help_heading = "How to run it"
-    )]
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Run")]
     retries: u32,
     /// Run every pass on its own instead of jumping over those in which nothing happens; the
     /// result is the same
-    #[arg(long, help_heading = "How to run it")]
+    #[arg(long, help_heading = "Run")]
     no_jump: bool,
 
     /// Objectives for goodput, such as ttft=1s,itl=50ms
-    #[arg(long, value_name = "SLO", help_heading = "What to report")]
+    #[arg(long, value_name = "SLO", help_heading = "Output")]
     slo: Option<Slo>,
     /// Name of the run in tables
-    #[arg(long, value_name = "NAME", help_heading = "What to report")]
+    #[arg(long, value_name = "NAME", help_heading = "Output")]
     label: Option<String>,
     /// Print JSON (docs/results.md)
-    #[arg(long, help_heading = "What to report")]
+    #[arg(long, help_heading = "Output")]
     json: bool,
     /// Save the JSON form, for `slipstream bench compare`
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     out: Option<PathBuf>,
     #[command(flatten)]
     watch: WatchArgs,
     /// Show no progress
-    #[arg(long, help_heading = "What to report")]
+    #[arg(long, help_heading = "Output")]
     quiet: bool,
 }
 

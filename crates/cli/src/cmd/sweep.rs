@@ -1,4 +1,5 @@
-//! `slipstream sweep`: one workload on many clusters in virtual time, and which of them are worth having.
+//! `slipstream sweep`: runs one workload on many clusters in virtual time, and finds the
+//! Pareto-optimal ones.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -22,7 +23,7 @@ use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::workload_args::{WorkloadArgs, WorkloadSets, time};
 use crate::out;
 
-/// Configurations of one sweep at most.
+/// Limit of configurations per sweep.
 const RUNS_MAX: usize = 100_000;
 
 /// Flags of `slipstream sweep`.
@@ -38,52 +39,52 @@ pub(crate) struct Args {
     #[command(flatten)]
     sets: WorkloadSets,
 
-    /// End each run at this simulated time, though requests are under way
-    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "How to run it")]
+    /// Stop each run at this simulated time, with requests in flight
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Run")]
     max_sim_time: Option<Duration>,
-    /// Runs at a time [default: cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "How to run it")]
+    /// Concurrent runs [default: cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Run")]
     jobs: Option<u16>,
 
     /// Objectives for goodput, such as ttft=1s,itl=50ms; without them every answer counts
-    #[arg(long, value_name = "SLO", help_heading = "What to report")]
+    #[arg(long, value_name = "SLO", help_heading = "Output")]
     slo: Option<Slo>,
-    /// Differences in goodput and GPU-hours of up to this many percent are taken for noise
+    /// Tolerance, in percent, for differences in goodput and GPU-hours
     #[arg(
         long,
         value_name = "PERCENT",
         default_value_t = 1.0,
-        help_heading = "What to report"
+        help_heading = "Output"
     )]
     tolerance: f64,
-    /// Write a row a configuration to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write one row per configuration to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     out: Option<PathBuf>,
-    /// Write a page with plots to this file; it needs no network
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write a self-contained HTML page with plots to this file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
-    /// Show the configurations on the front alone
-    #[arg(long, help_heading = "What to report")]
+    /// Print only the configurations on the Pareto front
+    #[arg(long, help_heading = "Output")]
     front: bool,
-    /// Show no progress
-    #[arg(long, help_heading = "What to report")]
+    /// Do not print progress
+    #[arg(long, help_heading = "Output")]
     quiet: bool,
 }
 
-/// A configuration and what it gave.
+/// A configuration and its result.
 struct Row {
     values: Vec<String>,
     outcome: Outcome,
     goodput_per_s: f64,
     gpus: u64,
     gpu_hours: f64,
-    /// No other one gives more for less, beyond the tolerance.
+    /// On the Pareto front: no other configuration gives more for less, beyond the tolerance.
     front: bool,
-    /// Off the front, but within the tolerance of one on it.
+    /// Off the front, but equal to one on it within the tolerance.
     as_good: bool,
 }
 
-/// Runs all, and prints a table.
+/// Runs all configurations, and prints a table.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ensure!(
         (0.0..=50.0).contains(&args.tolerance),
@@ -94,14 +95,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for (at, vary) in args.vary.iter().enumerate() {
         ensure!(
             args.vary[..at].iter().all(|before| before.key != vary.key),
-            "--vary names `{}` twice; list all of its values in one",
+            "--vary has `{}` twice; list all of its values in one",
             vary.key
         );
     }
     let runs = combinations(&args.vary);
     ensure!(
         runs.len() <= RUNS_MAX,
-        "{}; at most {RUNS_MAX} are taken",
+        "{}; the limit is {RUNS_MAX}",
         counted(runs.len() as u64, "configuration")
     );
     let objectives = Objectives::of(&workload, args.slo.clone());
@@ -113,7 +114,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }),
         ..Options::default()
     };
-    // All of them first, so that a mistake in the last does not come after an hour of the others.
+    // All configurations first, so that an error in the last is not found after an hour of runs.
     let mut clusters = Vec::with_capacity(runs.len());
     for values in &runs {
         let sets: Vec<String> = args
@@ -167,7 +168,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut notes = Vec::new();
     if cut > 0 {
         notes.push(format!(
-            "{} cut short (`cut` in --out says why); what had ended is counted",
+            "{} cut short (reason: `cut` in --out); requests that ended before are counted",
             counted(cut as u64, "run")
         ));
     }
@@ -227,7 +228,7 @@ fn run_all<E: std::error::Error + Send + Sync + 'static>(
                     let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
                     if shows {
                         let mut stderr = std::io::stderr().lock();
-                        // A terminal that went away is no reason to end the sweep.
+                        // A closed terminal must not end the sweep.
                         let _ = write!(
                             stderr,
                             "\r\x1b[K{ended} of {} ended",
@@ -279,7 +280,7 @@ const FIGURES: [&str; 10] = [
 ];
 
 impl Row {
-    /// Cells of the table, the varied values first.
+    /// Cells of the table, varied values first.
     fn cells(&self) -> Vec<String> {
         let row = self;
         let totals = &row.outcome.totals;
@@ -337,7 +338,7 @@ fn page(
         .collect();
     let keys = args.vary.iter().map(|vary| vary.key.as_str());
     let header: Vec<&str> = keys.chain(FIGURES).collect();
-    // The first value of each key stands for it among the values that all have in common.
+    // The first value of each key represents it among the common values.
     let firsts = args.vary.iter().filter_map(|vary| {
         let first = vary.values.first()?;
         Some(format!("{}={first}", vary.key))
@@ -388,8 +389,8 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
     out::print(&table.render(false))?;
     let of = goodput_is(objectives);
     out::print(&format!(
-        "goodput: requests a second {of}; latencies in ms; *: no other gives more for fewer GPU-hours; \
-         ~: as good as one of those; {}\n",
+        "goodput: requests per second {of}; latencies in ms; *: on the Pareto front (no other gives more for fewer GPU-hours); \
+         ~: equal to one on it within the tolerance; {}\n",
         tolerance_is(args.tolerance)
     ))?;
     let few = |row: &Row| {
@@ -403,16 +404,16 @@ fn print(args: &Args, objectives: &Objectives, rows: &[Row]) -> anyhow::Result<(
     Ok(())
 }
 
-/// What differences count, in words.
+/// The tolerance, in words.
 fn tolerance_is(percent: f64) -> String {
     if percent > 0.0 {
-        format!("differences of up to {percent} % do not count")
+        format!("tolerance {percent} %")
     } else {
-        "every difference counts".to_owned()
+        "no tolerance".to_owned()
     }
 }
 
-/// What counts, in words.
+/// The criterion of goodput, in words.
 fn goodput_is(objectives: &Objectives) -> String {
     if objectives.are_stated() {
         format!("within {objectives}")

@@ -1,5 +1,5 @@
-//! Hidden flags that turn one mechanism off each, so that its worth can be measured in one binary
-//! (`make bench-stages`). They exist with the feature `bench` only.
+//! Hidden flags that each disable one mechanism, to measure its effect in one binary
+//! (docs/benchmarks.md, `make bench-stages`). They exist with the feature `bench` only.
 
 use slipstream_frontend::Service;
 

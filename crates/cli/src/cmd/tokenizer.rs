@@ -1,4 +1,4 @@
-//! `slipstream tokenizer`: the built-in tokenizer, for other tools.
+//! `slipstream tokenizer`: exports the built-in tokenizer for other tools.
 
 use std::fs;
 use std::path::PathBuf;
@@ -18,11 +18,11 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Write the built-in tokenizer in Hugging Face's form, with its chat template
+    /// Write the built-in tokenizer in Hugging Face's format, with its chat template
     Export {
-        /// Directory to write to; made if it does not exist
+        /// Directory to write to; created if it does not exist
         dir: PathBuf,
-        /// Replace files that exist
+        /// Replace existing files
         #[arg(long)]
         force: bool,
     },
@@ -39,7 +39,7 @@ fn export(dir: &std::path::Path, force: bool) -> anyhow::Result<ExitCode> {
     let files = builtin_files();
     if !force && let Some((name, _)) = files.iter().find(|(name, _)| dir.join(name).exists()) {
         bail!(
-            "{} exists; name another directory, or replace it with --force",
+            "{} exists; use another directory, or replace it with --force",
             dir.join(name).display()
         );
     }

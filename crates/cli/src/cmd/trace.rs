@@ -1,4 +1,4 @@
-//! `slipstream trace`: what a trace is like, and the same in another form.
+//! `slipstream trace`: summarizes and converts traces.
 
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
@@ -20,11 +20,11 @@ use slipstream_workload::{Schedule, Source, own};
 use crate::cmd::workload_args::{self, BadLineArg, time};
 use crate::out;
 
-/// Rows of the table over time at most, unless --window asks for more; longer traces get longer
+/// Limit of rows in the table over time, unless --window requests more; longer traces get longer
 /// windows.
 const WINDOWS_MAX: u64 = 40;
 
-/// Rows that --window may ask for.
+/// Limit of rows with --window.
 const ROWS_MAX: u64 = 100_000;
 
 /// Flags of `slipstream trace`.
@@ -38,62 +38,62 @@ pub(crate) struct Args {
 enum Action {
     /// Rates, lengths, ideal prefix hits and working set of a trace
     Stats {
-        /// Mooncake's JSONL or our own, Azure's or BurstGPT's CSV
+        /// Mooncake's JSONL, Slipstream's JSONL, or Azure's or BurstGPT's CSV
         file: PathBuf,
         /// Tokens per block
         #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65536))]
         block_size: u32,
-        /// Tokens that one of `hash_ids` stands for
+        /// Tokens per entry of `hash_ids`
         #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
         tokens_per_id: u32,
-        /// Length of a row of the table over time [default: 60s, or as many as give 40 rows]
+        /// Window of a row in the table over time [default: 60s, or longer to give 40 rows]
         #[arg(long, value_name = "TIME", value_parser = time)]
         window: Option<Duration>,
-        /// Requests to look at [default: all]
+        /// Number of requests to read [default: all]
         #[arg(long, value_name = "N")]
         requests: Option<u64>,
-        /// What to do with a line that is not a request
+        /// Handling of a line that is not a request
         #[arg(long, value_name = "WHAT", default_value = "stop")]
         on_bad_line: BadLineArg,
     },
-    /// Write a trace (or a workload file's requests) in another form
+    /// Convert a trace (or a workload file's requests) to another format
     Convert(Convert),
 }
 
 /// Flags of `slipstream trace convert`.
 #[derive(clap::Args)]
 struct Convert {
-    /// A trace in any form that is read, or a workload file (.toml)
+    /// A trace in any supported format, or a workload file (.toml)
     input: PathBuf,
-    /// File to write [default: to stdout]
+    /// Output file [default: stdout]
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Form to write
+    /// Output format
     #[arg(long, value_name = "FORM", default_value = "slipstream")]
     to: Form,
-    /// Tokens that one of `hash_ids` stands for, read and written
+    /// Tokens per entry of `hash_ids`, in input and output
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens_per_id: u32,
-    /// Requests in all, later turns counted [default: all]
+    /// Total number of requests, including later turns [default: all]
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
-    /// Seed of what the input leaves open
+    /// Seed for parameters that the input leaves open
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// What to do with a line that is not a request
+    /// Handling of a line that is not a request
     #[arg(long, value_name = "WHAT")]
     on_bad_line: Option<BadLineArg>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Form {
-    /// Our own: a session a line, texts by name
+    /// Slipstream's own: one session per line, texts by name
     Slipstream,
-    /// Mooncake's: a request a line, with `hash_ids`
+    /// Mooncake's: one request per line, with `hash_ids`
     Mooncake,
 }
 
-/// Prints, or converts.
+/// Summarizes, or converts.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Action::Stats {
         file,
@@ -121,8 +121,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let minute = Duration::from_secs(60).as_nanos() as u64;
     let window_ns = window.map_or(minute, |w| w.as_nanos() as u64);
-    anyhow::ensure!(window_ns > 0, "--window is 0; give a length, such as 60s");
-    // Answers take no time here: later turns come their delay after the turn before.
+    anyhow::ensure!(window_ns > 0, "--window is 0; use a duration, such as 60s");
+    // Answers take no time here: later turns follow after their delay.
     let mut schedule = Schedule::open(&workload, 0, Shard::WHOLE)?;
     let mut stats = Stats::new(*block_size, window_ns);
     while let Some(due) = schedule.next_due(SimTime::ZERO)? {
@@ -134,7 +134,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let rows = stats.duration().0 / window_ns + 1;
     anyhow::ensure!(
         window.is_none() || rows <= ROWS_MAX,
-        "--window makes {} rows of the trace's {} s, and at most {} are shown; give a longer one",
+        "--window makes {} rows of the trace's {} s, and the limit is {}; use a longer one",
         grouped(rows),
         number(stats.duration().as_secs_f64()),
         grouped(ROWS_MAX)
@@ -152,7 +152,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(if stats.requests() == 0 {
-        eprintln!("note: the trace holds no request");
+        eprintln!("note: the trace has no requests");
         ExitCode::FAILURE
     } else {
         ExitCode::SUCCESS
@@ -183,7 +183,8 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
         "{}: a closed loop has no arrival times to write; set another `arrival.kind`",
         args.input.display()
     );
-    // An empty trace, and whether lines name sessions, is known before the file is made.
+    // Whether the trace is empty, and whether lines name sessions, is known before the file is
+    // created.
     let follow_ups = Schedule::open(&workload, 0, Shard::WHOLE)?.may_follow_up()?;
     let mut source = Source::open(&workload, 0)?;
     let named = || match &args.out {
@@ -228,7 +229,7 @@ fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// What the columns of lengths after the mean show: percentiles between two ends.
+/// Percentiles of the length columns after the mean, between minimum and maximum.
 const LENGTH_SHARES: [Option<f64>; 5] = [None, Some(0.5), Some(0.9), Some(0.99), None];
 
 fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) -> String {
@@ -269,7 +270,7 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     text.push('\n');
     let windows = stats.windows();
     let length_ns = stats.duration().0.saturating_add(1);
-    // Sums of several windows; a working set is not a sum, so the largest of them is shown.
+    // Totals of several windows; a working set is not additive, so the largest is shown.
     let joined = if may_join {
         length_ns.div_ceil(window_ns).div_ceil(WINDOWS_MAX)
     } else {
@@ -306,10 +307,10 @@ fn render(stats: &mut Stats, block_size: u32, window_ns: u64, may_join: bool) ->
     }
     text.push_str(&over_time.render(false));
     let most = if joined > 1 {
-        ", the most of those in a row"
+        ", the maximum over the windows of a row"
     } else {
         ""
     };
     let width = number(width_s);
-    text + &format!("working set: distinct blocks asked for in {width} s{most}\n")
+    text + &format!("working set: distinct blocks requested in {width} s{most}\n")
 }

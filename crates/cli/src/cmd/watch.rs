@@ -1,4 +1,4 @@
-//! What `slipstream simulate` keeps of a run beside its figures: records, a trace, a run over time.
+//! Optional outputs of `slipstream simulate`: records, a trace, a run over time.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,27 +22,27 @@ use slipstream_twin::{Progress, RequestRecord, Sink};
 
 use crate::out;
 
-/// Files that a simulated run can write.
+/// Output files of a simulated run.
 #[derive(clap::Args)]
 pub(crate) struct WatchArgs {
-    /// Write one drag record a request to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write one drag record per request to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     drag: Option<PathBuf>,
-    /// Write one record a pass of an engine to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write one record per engine pass to this file: CSV, or Parquet if it ends in .parquet
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     passes: Option<PathBuf>,
     /// Write the run over time to this file: CSV, or Parquet if it ends in .parquet
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     series: Option<PathBuf>,
     /// Write a trace for ui.perfetto.dev to this file
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     perfetto: Option<PathBuf>,
-    /// Write a page with plots to this file; it needs no network
-    #[arg(long, value_name = "FILE", help_heading = "What to report")]
+    /// Write a self-contained HTML page with plots to this file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) html: Option<PathBuf>,
 }
 
-/// A file being written. A failure ends the file, not the run, and is told at its end.
+/// An open output file. A failure ends the file, not the run, and is reported at its end.
 struct Output<W> {
     path: PathBuf,
     writer: Option<W>,
@@ -74,13 +74,13 @@ impl<W> Output<W> {
         }
     }
 
-    /// What went wrong, in words.
+    /// The error, in words.
     fn failure(self) -> Option<String> {
         Some(out::incomplete(&self.path, &self.failure?))
     }
 }
 
-/// How long a run will be, as far as its workload says.
+/// Expected length of a run, as far as its workload determines it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Whole {
     requests: Option<u64>,
@@ -96,7 +96,7 @@ impl Whole {
         }
     }
 
-    /// How much of the run is over, 0 to 1; `None` if nobody knows.
+    /// Progress of the run, 0 to 1; `None` if not known.
     fn share(self, progress: &Progress) -> Option<f64> {
         let of_requests = self
             .requests
@@ -104,13 +104,13 @@ impl Whole {
         let of_time = self
             .arrivals_s
             .map(|all| progress.now.as_secs_f64() / all.max(1e-9));
-        // Whichever ends it first.
+        // By the limit that is reached first.
         let shares = of_requests.into_iter().chain(of_time);
         shares.reduce(f64::max).map(|share| share.clamp(0.0, 1.0))
     }
 }
 
-/// The line that shows how far a run is.
+/// The progress line.
 fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
     const WIDTH: usize = 20;
     let simulated = progress.now.as_secs_f64();
@@ -121,14 +121,14 @@ fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
         line.push('[');
         line.extend((0..WIDTH).map(|at| if at < full { '#' } else { '-' }));
         line = line + "] " + &number(share * 100.0) + " %, ";
-        // Too early, it would say anything.
+        // An early estimate would be meaningless.
         if share > 0.02 {
             let seconds = wall_s * (1.0 - share) / share;
             left = format!(", {} s to go", number(seconds));
         }
     }
     line + &format!(
-        "{} s simulated ({}×), {} ended, {} under way{left}",
+        "{} s simulated ({}×), {} ended, {} in flight{left}",
         number(simulated),
         number(simulated / wall_s.max(1e-9)),
         counted(progress.ended, "request"),
@@ -136,7 +136,7 @@ fn progress_line(progress: &Progress, whole: Whole, wall_s: f64) -> String {
     )
 }
 
-/// Takes what a run tells, and shows how far it is.
+/// Receives a run's records, and prints progress.
 pub(crate) struct Watcher {
     drag: Option<Output<DragWriter<BufWriter<File>>>>,
     passes: Option<Output<PassWriter<BufWriter<File>>>>,
@@ -145,7 +145,7 @@ pub(crate) struct Watcher {
     series_path: Option<PathBuf>,
     engine_of: HashMap<RankId, u32>,
     block_size: u32,
-    /// How long the workload is, if it says.
+    /// Length of the workload, if it is known.
     whole: Whole,
     pub(crate) began: Instant,
     last: Instant,
@@ -194,14 +194,14 @@ impl Watcher {
         })
     }
 
-    /// Removes the line that shows how far the run is.
+    /// Removes the progress line.
     pub(crate) fn clear(&self) {
         if self.shows {
             eprint!("\r\x1b[K");
         }
     }
 
-    /// Completes the files; says what could not be written.
+    /// Completes the files; returns the errors.
     pub(crate) fn finish(&mut self) -> Vec<String> {
         let mut failures = Vec::new();
         if let Some(mut drag) = self.drag.take() {
@@ -300,7 +300,7 @@ impl Sink for Watcher {
             self.last = Instant::now();
             let line = progress_line(&progress, self.whole, self.began.elapsed().as_secs_f64());
             let mut stderr = std::io::stderr().lock();
-            // A terminal that went away is no reason to end the run.
+            // A closed terminal must not end the run.
             let _ = write!(stderr, "\r\x1b[K{line}");
             let _ = stderr.flush();
         }
@@ -308,7 +308,7 @@ impl Sink for Watcher {
     }
 }
 
-/// The moment at which a simulated run begins, in its records: a time of 0 would count as absent.
+/// Start time of a simulated run in its records: a time of 0 would count as absent.
 const ORIGIN_NS: u64 = 1_000_000_000;
 
 fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
@@ -325,10 +325,10 @@ fn drag_record(record: &RequestRecord<'_>, block_size: u32) -> DragRecord {
         ..DragRecord::default()
     };
     drag.times.note(Stage::Due, ORIGIN_NS + request.due.0);
-    // Of an answer that broke off, what its client had.
+    // For an answer that was interrupted, the part that its client received.
     let is_whole = record.error.is_none();
     if is_whole || record.output_tokens > 0 {
-        // Hand-overs that are not modelled take no time.
+        // KV transfers that are not modelled take no time.
         let hops = &record.hops;
         for (stage, at) in [
             (Stage::Accept, request.due),
@@ -387,9 +387,9 @@ mod tests {
         assert_eq!(
             line(Some(1_000), None),
             "[#####---------------] 25.0 %, 30.0 s simulated (15.0×), 250 requests ended, \
-             12 under way, 6.00 s to go"
+             12 in flight, 6.00 s to go"
         );
-        // The time is over before the requests are.
+        // The time limit is reached before the request limit.
         assert!(line(Some(1_000), Some(40.0)).contains("] 75.0 %,"));
         assert!(line(None, None).starts_with("30.0 s simulated (15.0×)"));
     }

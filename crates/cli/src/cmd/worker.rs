@@ -1,4 +1,4 @@
-//! `slipstream worker`: engines for frontend processes.
+//! `slipstream worker`: runs engines for frontend processes.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -32,17 +32,17 @@ pub(crate) struct Args {
     /// Run workers of this pool only [default: all pools]
     #[arg(long, value_name = "NAME")]
     pool: Option<String>,
-    /// Which workers of the pool (the only one, or --pool), from 0: one (2), a range (0..4) or several, with commas
-    /// [default: all]
+    /// Workers of the pool (the only one, or --pool), from 0: one (2), a range (0..4), or several
+    /// with commas [default: all]
     #[arg(long, value_name = "I", value_delimiter = ',')]
     index: Vec<String>,
-    /// Divide modelled time by this; 0 does not wait at all [default: live.speedup]
+    /// Divide modelled time by this; 0: no waiting at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
-    /// Frontend shards that can be served at once
+    /// Limit of connected frontend shards
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     links: u16,
-    /// Serve /metrics on this address; port 0 picks a free one [default: not at all]
+    /// Serve /metrics on this address; port 0 selects a free one [default: not at all]
     #[arg(long, value_name = "HOST:PORT")]
     metrics: Option<String>,
     #[command(flatten)]
@@ -75,13 +75,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let ended = set.shutdown();
     home.shutdown();
-    // Last, so that what the engines said at their end is still published.
+    // Last, so that the engines' final events are still published.
     drop(bus);
     ended?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// A worker process at work.
+/// A running worker process.
 struct Running {
     set: WorkerSet,
     home: CallHome,
@@ -93,7 +93,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     for pool in &cluster.pools {
         anyhow::ensure!(
             pool.engine.num_gpu_blocks <= SNAPSHOT_BLOCKS_MAX,
-            "pool `{}`: `num_gpu_blocks` is {}, and what a cache holds is told to frontends in one \
+            "pool `{}`: `num_gpu_blocks` is {}, and cache snapshots for frontends are sent in one \
              frame of at most {SNAPSHOT_BLOCKS_MAX} blocks; raise `block_size`, or use `slipstream \
              serve`",
             pool.name,
@@ -152,7 +152,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     Ok(Running { set, home, bus })
 }
 
-/// The workers named by pool and index, rising.
+/// The workers selected by pool and index, in ascending order.
 fn choose(
     cluster: &Cluster,
     pool: Option<&str>,
@@ -160,7 +160,7 @@ fn choose(
 ) -> anyhow::Result<Vec<WorkerId>> {
     anyhow::ensure!(
         indexes.is_empty() || pool.is_some() || cluster.pools.len() == 1,
-        "--index counts within a pool, and the cluster file has {}; name one by --pool",
+        "--index counts within a pool, and the cluster file has {}; select one with --pool",
         cluster.pools.len()
     );
     let mut first = 0;
@@ -203,7 +203,7 @@ fn choose(
 fn read_index(text: &str, count: u32) -> anyhow::Result<std::ops::Range<u32>> {
     let number = |text: &str| {
         text.parse::<u32>()
-            .with_context(|| format!("--index {text}: give a number, or a range such as 0..4"))
+            .with_context(|| format!("--index {text}: use a number, or a range such as 0..4"))
     };
     Ok(match text.split_once("..") {
         None => {

@@ -1,4 +1,4 @@
-//! Flags that say what is sent: shared by what loads a live cluster and what simulates one.
+//! Workload flags, shared by live load generation and simulation.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,9 +15,9 @@ const TOKENS_MAX: i64 = 100_000_000;
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum BadLineArg {
-    /// End with an error that names the line
+    /// Exit with an error that names the line
     Stop,
-    /// Count it and go on
+    /// Count it and continue
     Skip,
 }
 
@@ -30,51 +30,51 @@ impl From<BadLineArg> for OnBadLine {
     }
 }
 
-/// A workload: a file, a trace, or a plain load made of flags.
+/// A workload: a file, a trace, or a simple load defined by flags.
 #[derive(clap::Args)]
 pub(crate) struct WorkloadArgs {
     /// Workload file (docs/workload.md)
-    #[arg(short, long, value_name = "FILE", help_heading = "What to send")]
+    #[arg(short, long, value_name = "FILE", help_heading = "Workload")]
     pub(crate) workload: Option<PathBuf>,
     /// Replay a trace: Mooncake's JSONL, Azure's or BurstGPT's CSV
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "What to send")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "Workload")]
     pub(crate) trace: Option<PathBuf>,
-    /// Closed loop: requests at a time [default without a file: 1]
-    #[arg(long, value_name = "N", conflicts_with_all = ["workload", "rate"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "What to send")]
+    /// Closed loop: concurrent requests [default without a file: 1]
+    #[arg(long, value_name = "N", conflicts_with_all = ["workload", "rate"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "Workload")]
     pub(crate) concurrency: Option<u32>,
-    /// Open loop: requests a second, at random (Poisson)
+    /// Open loop: requests per second, Poisson arrivals
     #[arg(
         long,
         value_name = "PER_S",
         conflicts_with = "workload",
-        help_heading = "What to send"
+        help_heading = "Workload"
     )]
     pub(crate) rate: Option<f64>,
-    /// Tokens of each prompt [default without a file: 1024]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "What to send")]
+    /// Tokens per prompt [default without a file: 1024]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "Workload")]
     pub(crate) isl: Option<u32>,
-    /// Tokens of each answer [default without a file: 128]
-    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "What to send")]
+    /// Tokens per answer [default without a file: 128]
+    #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "Workload")]
     pub(crate) osl: Option<u32>,
-    /// Requests in all [default without a file: 100, or 10 times --concurrency if that is more;
-    /// or the whole trace]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "What to send")]
+    /// Total number of requests [default without a file: 100, or 10 times --concurrency if that is
+    /// more; or the whole trace]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Workload")]
     pub(crate) requests: Option<u64>,
-    /// Begin no session later than this, such as 60s (time of the workload)
-    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "What to send")]
+    /// Stop starting sessions after this long, such as 60s (workload time)
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Workload")]
     pub(crate) duration: Option<Duration>,
     /// Divide arrival and think times by this
-    #[arg(long, value_name = "FACTOR", help_heading = "What to send")]
+    #[arg(long, value_name = "FACTOR", help_heading = "Workload")]
     pub(crate) time_scale: Option<f64>,
-    /// Seed of the workload's draws
-    #[arg(long, value_name = "N", help_heading = "What to send")]
+    /// Seed of the workload's random numbers
+    #[arg(long, value_name = "N", help_heading = "Workload")]
     pub(crate) seed: Option<u64>,
-    /// What to do with a line of the trace that is not a request
-    #[arg(long, value_name = "WHAT", help_heading = "What to send")]
+    /// Handling of a trace line that is not a request
+    #[arg(long, value_name = "WHAT", help_heading = "Workload")]
     pub(crate) on_bad_line: Option<BadLineArg>,
 }
 
-/// Keys laid over the workload file, where `--set` is the cluster file's.
+/// Overrides of the workload file; `--set` is for the cluster file.
 #[derive(clap::Args)]
 pub(crate) struct WorkloadSets {
     /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
@@ -82,12 +82,12 @@ pub(crate) struct WorkloadSets {
         long,
         value_name = "KEY=VALUE",
         requires = "workload",
-        help_heading = "What to send"
+        help_heading = "Workload"
     )]
     pub(crate) workload_set: Vec<String>,
 }
 
-/// The workload file with `sets` laid over it, and where each value came from.
+/// The workload file with the overrides `sets`, and the origin of each value.
 pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Settings)> {
     let name = path.display().to_string();
     let text = super::files::read(path).with_context(|| format!("reading {name}"))?;
@@ -99,7 +99,7 @@ pub(crate) fn read(path: &Path, sets: &[String]) -> anyhow::Result<(Workload, Se
 }
 
 impl WorkloadArgs {
-    /// The flags again, for another subcommand that takes them; without `--time-scale`.
+    /// The flags again, for another subcommand that accepts them; without `--time-scale`.
     pub(crate) fn flags(&self) -> Vec<std::ffi::OsString> {
         let mut flags: Vec<std::ffi::OsString> = Vec::new();
         for (name, path) in [("--workload", &self.workload), ("--trace", &self.trace)] {
@@ -128,7 +128,7 @@ impl WorkloadArgs {
         flags
     }
 
-    /// The workload, and its name in a few words.
+    /// The workload, and its short name.
     pub(crate) fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
         let (mut workload, name) = match (&self.workload, &self.trace) {
             (Some(path), _) => (read(path, sets)?.0, file_name(path)),
@@ -201,10 +201,10 @@ impl WorkloadArgs {
             Arrival::Closed { concurrency } => format!("c={concurrency}"),
             _ => format!("{}/s", self.rate.unwrap_or_default()),
         };
-        // Less than a few waves of a closed loop would show little but its beginning.
+        // Fewer than a few waves of a closed loop would show mostly its start-up.
         let waves = 10 * u64::from(self.concurrency.unwrap_or(1));
         let workload = Workload {
-            // A duration alone bounds the run as well.
+            // A duration alone also ends the run.
             requests: self.duration.is_none().then_some(waves.max(100)),
             arrival,
             content: Content::Generated(vec![Class {

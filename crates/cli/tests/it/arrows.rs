@@ -25,7 +25,7 @@ fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
     all
 }
 
-/// All that `name` depends on, directly or through others.
+/// All direct and indirect dependencies of `name`.
 fn closure(of: &BTreeMap<String, BTreeSet<String>>, name: &str) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     let mut left = vec![name.to_owned()];
@@ -43,7 +43,7 @@ fn closure(of: &BTreeMap<String, BTreeSet<String>>, name: &str) -> BTreeSet<Stri
 fn crates_depend_as_drawn() {
     let of = dependencies();
     assert!(of.len() > 15, "the manifests were found: {of:?}");
-    // Each crate, and what it must not reach, not even through others.
+    // Each crate, and the crates that it must not depend on, even indirectly.
     let never = [
         (
             "base",

@@ -1,5 +1,4 @@
-//! Prompts that one worker computes for another, live: in one process and in several, cancelled and
-//! killed at every stage.
+//! Disaggregated prefill, live: in one process and in several, cancelled and killed at every stage.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +7,7 @@ use serde_json::Value;
 use crate::planes::{Worker, await_ready, begin, completion, rest};
 use crate::server::{Server, slipstream};
 
-/// Two workers for prompts, w0 and w1, and two for answers, w2 and w3; blocks of 16 tokens.
+/// Two prefill workers, w0 and w1, and two decode workers, w2 and w3; blocks of 16 tokens.
 const POOLS: &str = "[model]\nname = \"test-model\"\n[engine]\nblock_size = 16\nnum_gpu_blocks = 256\n\
      max_model_len = 2048\n[pool.p]\nrole = \"prefill\"\nworkers = 2\n[pool.d]\nrole = \"decode\"\n\
      workers = 2\n[engine.timing]\nkind = \"constant\"\n\
@@ -18,7 +17,7 @@ const POOLS: &str = "[model]\nname = \"test-model\"\n[engine]\nblock_size = 16\n
 const QUICK: &str = "--set=engine.timing.step_ns=1000000";
 /// A pass takes an hour.
 const FROZEN: &str = "--set=engine.timing.step_ns=3600000000000";
-/// A prompt is under way for days.
+/// A prompt takes days to transfer.
 const STUCK: &[&str] = &[
     "--set=network.mode=flows",
     "--set=network.nic_bits_per_s=1000",
@@ -42,7 +41,7 @@ fn prompt(words: usize) -> String {
     "one two three four ".repeat(words.div_ceil(4))
 }
 
-/// Waits until no block is held and nothing is under way, on either side.
+/// Waits until no blocks are held and no request is in flight, on either side.
 fn await_empty(server: &Server) {
     server.await_metric(BLOCKS_HELD, |held| held == 0.0);
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
@@ -107,7 +106,7 @@ fn a_prompt_is_computed_by_one_worker_and_answered_by_another() {
         let tokens = usage["prompt_tokens"].as_f64().unwrap();
         // Twice 36 layers x 8 key-value heads x 128 x 2 bytes: the default model, Qwen3 8B.
         assert_eq!(bytes, tokens * 2.0 * 36.0 * 8.0 * 128.0 * 2.0);
-        // Both have it now: nothing is left that another worker should compute.
+        // Both have it now: nothing is left to compute elsewhere.
         let (same, usage, trace) = traced(&server, &body);
         assert_eq!(same, text);
         assert!(trace["prefill_worker"].is_null(), "{trace}");
@@ -126,16 +125,16 @@ fn a_prompt_is_computed_by_one_worker_and_answered_by_another() {
     }
 }
 
-/// Clients that go while the prompt is computed, while it is under way, while the other side has no
-/// room, and while tokens come, leave nothing behind.
+/// Clients that disconnect during the prefill, during the transfer, while the decode worker has no
+/// free blocks, and during decode leave nothing behind.
 #[test]
 fn no_block_is_kept_for_a_client_that_is_gone() {
     let dir = tempfile::tempdir().unwrap();
     let body = completion(&prompt(400), 50, true);
     for order in ["pull", "push"] {
         let order = format!("--set=kv.hand_over={order}");
-        // A pass that never ends; a transfer that never ends, with more prompts than there is room
-        // for behind it.
+        // A pass that never ends; a transfer that never ends, with more prompts queued behind it
+        // than fit.
         for stuck in [&[FROZEN] as &[&str], &[QUICK, STUCK[0], STUCK[1]]] {
             let server = serve(dir.path(), &[stuck, &[&order]]);
             let clients: Vec<_> = (0..20).map(|_| begin(&server, &body)).collect();
@@ -157,7 +156,7 @@ fn no_block_is_kept_for_a_client_that_is_gone() {
                     )
                 })
                 .collect();
-            // Some go at once, some after a token or a few, the rest all together.
+            // Some disconnect at once, some after one or a few tokens, the rest all together.
             clients.drain(..8);
             for (at, client) in clients.iter_mut().enumerate().take(8) {
                 assert_eq!(client.head().status, 200);
@@ -193,7 +192,7 @@ fn worker(dir: &Path, pool: &str, index: &str, more: &[&str]) -> Worker {
     Worker::start(dir, &[&place, more])
 }
 
-/// As [`await_empty`], as far as frontends know worker processes.
+/// [`await_empty`], as far as frontends have the state of worker processes.
 fn await_empty_workers(server: &Server) {
     server.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
@@ -215,8 +214,8 @@ fn processes_hand_prompts_over_and_end_in_order() {
         assert!(trace["worker"].as_u64() >= Some(2), "{trace}");
         assert!(trace["stages"]["kv_received"].is_u64(), "{trace}");
         await_empty_workers(&server);
-        // A worker that is asked to end takes nothing new: prompts are computed where they are
-        // answered then.
+        // A draining worker takes no new requests: prompts are then computed by their decode
+        // workers.
         assert!(prefill.terminate().success());
         await_ready(&server, 2);
         let (_, _, trace) = traced(&server, &completion(&prompt(90), 5, false));
@@ -225,10 +224,10 @@ fn processes_hand_prompts_over_and_end_in_order() {
     }
 }
 
-/// The worker that computes a prompt is killed meanwhile: another one computes it.
+/// The prefill worker is killed during the prefill: another one computes the prompt.
 #[test]
 fn a_prompt_whose_worker_is_killed_is_computed_elsewhere_once() {
-    // One cluster, in which passes take an hour, but not for workers that do not wait.
+    // One cluster, in which passes take an hour, except on workers with speed-up 0.
     let quick: &[&str] = &[FROZEN, "--speedup=0"];
     let dir = tempfile::tempdir().unwrap();
     let server = frontend(dir.path(), &["--set=router.policy=round_robin", FROZEN]);
@@ -253,8 +252,8 @@ fn a_prompt_whose_worker_is_killed_is_computed_elsewhere_once() {
     drop((decode, second));
 }
 
-/// Either worker is killed while keys and values are under way: the other lets go of its blocks, and
-/// the request is tried again, once.
+/// Either worker is killed during the KV transfer: the other releases its blocks, and the request
+/// is retried, once.
 #[test]
 fn a_worker_killed_during_the_transfer_leaves_nothing_at_the_other() {
     for order in ["pull", "push"] {
@@ -278,30 +277,30 @@ fn a_worker_killed_during_the_transfer_leaves_nothing_at_the_other() {
             server.metric("slipstream_router_requests{worker=\"w1\",engine=\"0\"}") > 0.0,
         );
         prefill.remove(victim).kill();
-        // The second attempt gets as far as the first.
+        // The second attempt reaches the same stage as the first.
         sent(2.0 * bytes);
         assert_eq!(server.metric("slipstream_streams_retried_total"), 1.0);
-        // There is no third.
+        // There is no third attempt.
         prefill.remove(0).kill();
         let answer = client.answer();
-        // No token has come, so that the client may safely send it again.
+        // No token was sent, so the client may safely retry.
         assert_eq!(answer.status, 503, "{}", answer.text());
         await_empty_workers(&server);
-        // A decode worker that vanishes: the prompt's worker lets go.
+        // The decode worker is lost: the prefill worker releases its blocks.
         let prefill = worker(dir.path(), "p", "0", &[QUICK]);
         await_ready(&server, 2);
         let mut client = begin(&server, &completion(&prompt(65), 5, false));
         sent(2.0 * bytes + 1.0);
         decode.kill();
         let answer = client.answer();
-        assert_eq!(answer.status, 503, "nobody is left: {}", answer.text());
+        assert_eq!(answer.status, 503, "no worker is left: {}", answer.text());
         await_empty_workers(&server);
         drop(prefill);
     }
 }
 
-/// A decode worker that ends before the prompt has come, or while an answer waits for its first token,
-/// has said nothing of it: another one answers, once.
+/// A decode worker that ends before the prompt arrived, or while an answer waits for its first
+/// token, has sent nothing: another one answers, once.
 #[test]
 fn what_an_ending_worker_had_not_begun_is_answered_elsewhere() {
     let end_at_once = "--set=live.drain_timeout_s=0";
@@ -340,7 +339,7 @@ fn what_an_ending_worker_had_not_begun_is_answered_elsewhere() {
         if stuck {
             server.await_metric(sent, |now| now == 2.0 * bytes);
         }
-        // There is no third.
+        // There is no third attempt.
         assert!(decode.remove(0).terminate().success());
         let answer = client.answer();
         let aborted = answer.text().contains("\"finish_reason\":\"abort\"");

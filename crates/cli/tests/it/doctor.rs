@@ -1,4 +1,4 @@
-//! What a host allows: `slipstream doctor`, and a server where little is allowed.
+//! `slipstream doctor` under restricted limits, and a server under such limits.
 
 use std::process::{Command, Output};
 

@@ -1,4 +1,4 @@
-//! Clients that send while they receive: requests whose body goes on, over HTTP.
+//! Duplex requests over HTTP: clients that send turns while they receive.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ fn first_line(prompt: &str, max_tokens: u32) -> String {
     )
 }
 
-/// Opens a request whose body goes on.
+/// Opens a duplex request.
 fn open(server: &Server) -> Client {
     let mut client = server.connect();
     let head = format!("POST /v1/completions HTTP/1.1\r\nHost: test\r\n{NDJSON}\r\n\r\n");
@@ -30,7 +30,7 @@ fn hang_up(client: &mut Client) {
     client.write(b"0\r\n\r\n");
 }
 
-/// Reads events until one says why a turn ended; its text up to there.
+/// Reads events until one has a finish reason; returns the turn's text.
 fn read_turn(client: &mut Client, unread: &mut String) -> String {
     let mut text = String::new();
     loop {
@@ -44,7 +44,7 @@ fn read_turn(client: &mut Client, unread: &mut String) -> String {
                 return text;
             }
         }
-        let chunk = client.chunk().expect("the stream goes on");
+        let chunk = client.chunk().expect("the stream continues");
         *unread += std::str::from_utf8(&chunk).unwrap();
     }
 }
@@ -56,7 +56,8 @@ fn rest(client: &mut Client, mut unread: String) -> String {
     unread
 }
 
-/// A talk of three turns, the second begun once the first was heard, the third said early.
+/// A duplex request of three turns, the second begun after the first was received, the third sent
+/// early.
 fn converse(server: &Server) -> Vec<String> {
     let mut client = open(server);
     let unread = &mut String::new();
@@ -94,7 +95,7 @@ fn a_client_sends_while_it_receives_and_each_turn_goes_on_from_the_last() {
     let turns = converse(&server);
     assert!(turns.iter().all(|turn| !turn.is_empty()));
     assert_eq!(converse(&server), turns, "same seed, same answers");
-    // The first turn is what a whole request would get.
+    // The first turn is the answer to a whole request.
     let body = first_line("one two three four five six seven eight", 20);
     let whole = server.post(
         "/v1/completions",
@@ -103,7 +104,7 @@ fn a_client_sends_while_it_receives_and_each_turn_goes_on_from_the_last() {
             .replace(",\"stream_options\":{\"include_usage\":true}", ""),
     );
     assert_eq!(whole.json()["choices"][0]["text"], turns[0].as_str());
-    // Processes of their own say the same.
+    // Separate processes give the same result.
     let dir = tempfile::tempdir().unwrap();
     let apart = frontend(dir.path(), &[FAST]);
     let worker = Worker::start(dir.path(), &[FAST]);
@@ -150,7 +151,7 @@ fn what_cannot_be_a_talk_is_refused_and_a_bad_turn_ends_it() {
         );
         assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
     }
-    // A turn longer than what is left of the model's length.
+    // A turn that exceeds the remaining model length.
     let mut client = open(&server);
     let long = vec!["9"; 4090].join(",");
     say(&mut client, &good);
@@ -169,7 +170,7 @@ fn a_talk_whose_client_or_worker_goes_leaves_nothing() {
     let start = |dir: &Path| Worker::start(dir, &[FROZEN]);
     let worker = start(dir.path());
     await_ready(&server, 1);
-    // The pass under way takes an hour: who comes later waits.
+    // The current pass takes an hour, so a later request waits.
     let begin = |state: &str| {
         let mut client = open(&server);
         say(&mut client, &first_line("a b c", 5));

@@ -1,4 +1,4 @@
-//! `slipstream kv bench`: that it measures; what it measures is not asserted.
+//! `slipstream kv bench`: that it measures; the figures are not asserted.
 
 use std::process::Command;
 
@@ -18,7 +18,7 @@ fn kv_bench_measures_transfers_between_two_processes() {
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     let code = output.status.code();
-    // Marks are for the record: one that is missed is no failure.
+    // Targets are informative: a missed one is not a failure.
     assert_eq!(code, Some(0), "{errors}");
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let rows = json["rows"].as_array().unwrap();
@@ -50,7 +50,7 @@ fn a_scale_that_is_none_is_refused() {
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(
-        text.contains("--scale is 0; give a number above 0"),
+        text.contains("--scale is 0; use a number above 0"),
         "{text}"
     );
 }

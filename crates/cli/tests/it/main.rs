@@ -1,17 +1,17 @@
 //! The real binary, as a user runs it.
 
 mod arrows;
+mod disaggregated;
 mod doctor;
 mod documents;
 mod drivers;
-mod hand_over;
+mod duplex;
 mod kv;
+mod misbehaving_peers;
 mod net;
 mod planes;
 mod results;
 mod serve;
 mod server;
-mod strangers;
-mod talk;
 mod torture;
 mod twin;

@@ -1,5 +1,5 @@
-//! Peers on the plane that lie, stall, stop or speak in half sentences, played by the test itself:
-//! it speaks the wire.
+//! Misbehaving peers on the plane, which send wrong, partial or no data. The test plays them, and
+//! speaks the wire protocol itself.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,12 +18,12 @@ use crate::server::{FAST, FROZEN, Server};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A peer is given up after a second.
+/// A peer times out after a second.
 const IMPATIENT: &[&str] = &["--peer-deadline=1", "--lease=1"];
 
 const ONE_SHARD: &[&str] = &["--set=live.shards=1"];
 
-/// A frontend that does not warn of each of the many offenses.
+/// A frontend that does not log each of the many violations.
 fn quiet_frontend(dir: &Path, args: &[&[&str]]) -> Server {
     let mut command = frontend_command(dir, args, ONE_SHARD);
     command.env("RUST_LOG", "error");
@@ -39,7 +39,7 @@ const W1: RankId = RankId {
     dp_rank: 0,
 };
 
-/// The record of the only process of `role` in `dir`, once it is there.
+/// The record of the only process of `role` in `dir`, when it exists.
 fn record(dir: &Path, role: Role) -> Record {
     let began = Instant::now();
     loop {
@@ -99,7 +99,7 @@ impl Peer {
         Peer { stream, inbox }
     }
 
-    /// Calls home as a process that runs `workers`, and is welcome.
+    /// Connects as a process that runs `workers`, and is accepted.
     fn worker(frontend: &Record, workers: &[u32]) -> Peer {
         let mut peer = Peer::new(TcpStream::connect(&frontend.shards[0]).unwrap());
         peer.say(&hello(frontend, workers));
@@ -109,11 +109,11 @@ impl Peer {
     }
 
     fn say(&mut self, bytes: &[u8]) {
-        // It may be cut off before it has said all.
+        // The connection may be closed before everything was sent.
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The next frame but pings; `None` once the connection is closed.
+    /// The next frame except pings; `None` once the connection is closed.
     fn next(&mut self) -> Option<(Kind, Vec<u8>)> {
         loop {
             if let Some(frame) = wire::split(&self.inbox).expect("frames of ours") {
@@ -217,7 +217,7 @@ fn load(rank: RankId) -> Vec<u8> {
     bytes
 }
 
-/// Payloads of the events of a stream: its text, whether it failed.
+/// Payloads of the events of a stream: its text, and whether it failed.
 fn read_events(text: &str) -> (String, bool) {
     assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
     assert_eq!(text.matches("[DONE]").count(), 1, "{text}");
@@ -318,13 +318,13 @@ fn what_a_worker_says_of_streams_and_ranks_that_are_not_its_own_is_not_believed(
     let refused = slipstream_planes::RefusalReason::Invalid;
     liar.say(&pass(|pass| pass.push_refused(stream, refused, "no")));
     server.await_metric("slipstream_foreign_entries_total", |n| n >= 4.0);
-    // Addresses of nobody: another generation, another slot, the last there is.
+    // Addresses without a stream: another generation, another slot, the last slot.
     let stale = server.metric("slipstream_stale_entries_total");
     for (slot, generation) in [(stream.slot, 9), (stream.slot + 1, 0), ((1 << 24) - 1, 0)] {
         honest.say(&tokens(StreamId { slot, generation }, &[1]));
     }
     server.await_metric("slipstream_stale_entries_total", |n| n == stale + 3.0);
-    // More than was asked for, the end twice, and tokens behind it.
+    // More tokens than requested, the end twice, and tokens after it.
     honest.say(&first(stream, &[100, 101, 102]));
     honest.say(&tokens(stream, &[103, 104, 105, 106, 107]));
     honest.say(&end(stream, 5));
@@ -335,7 +335,7 @@ fn what_a_worker_says_of_streams_and_ranks_that_are_not_its_own_is_not_believed(
     assert!(!failed);
     server.await_metric("slipstream_excess_tokens_total", |n| n == 3.0);
     assert_eq!(server.metric("vllm:generation_tokens_total"), 5.0);
-    // What another runs caches nothing for it, has no load, is not ready.
+    // A process that does not own a worker cannot change its cache, load, or readiness.
     for news in [kv(W0, 0), load(W0), {
         let mut bytes = Vec::new();
         wire::encode_ready(W0.worker, false, &mut bytes);
@@ -397,7 +397,7 @@ fn half_open_connections_keep_a_worker_out_for_a_moment_and_no_longer() {
     let dir = tempfile::tempdir().unwrap();
     let server = quiet_frontend(dir.path(), &[FAST, IMPATIENT]);
     let frontend = record(dir.path(), Role::Frontend);
-    // More than are greeted at one time; half of them begin a hello.
+    // More connections than are accepted at one time; half of them begin a hello.
     let mut half_open = Vec::new();
     for n in 0..300 {
         let mut peer = Peer::new(TcpStream::connect(&frontend.shards[0]).unwrap());
@@ -426,7 +426,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
     let frontend = record(dir.path(), Role::Frontend);
     let peer = Peer::worker(&frontend, &[0]);
     await_ready(&server, 1);
-    // It pings, and reads nothing.
+    // It sends pings, and reads nothing.
     let mut talk = peer.stream.try_clone().unwrap();
     let pings = std::thread::spawn(move || {
         let mut ping = Vec::new();
@@ -435,7 +435,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
             std::thread::sleep(Duration::from_millis(20));
         }
     });
-    // 50 kB of hashes each: more than sockets and the shard's outbox hold.
+    // 50 kB of hashes each: more than sockets and the shard's outbox can hold.
     let prompt = vec!["5"; 100_000].join(",");
     let body = format!(r#"{{"prompt":[{prompt}],"max_tokens":5,"stream":true}}"#);
     let mut clients: Vec<_> = (0..200).map(|_| begin(&server, &body)).collect();
@@ -455,7 +455,7 @@ fn a_worker_that_never_reads_is_given_up_and_costs_bounded_memory() {
     drop(peer);
 }
 
-/// A frontend that the test plays, in the discovery directory of a worker.
+/// A frontend played by the test, in the discovery directory of a worker.
 struct Stage {
     listener: std::net::TcpListener,
     record: Record,
@@ -479,7 +479,7 @@ impl Stage {
         Stage { listener, record }
     }
 
-    /// The next worker that calls, and its hello.
+    /// The next worker that connects, and its hello.
     fn accept(&self) -> (Peer, Hello) {
         let (stream, _) = self.listener.accept().unwrap();
         let mut peer = Peer::new(stream);
@@ -538,7 +538,7 @@ fn request(rank: RankId, slot: u32, max_tokens: u32) -> Vec<u8> {
     bytes
 }
 
-/// What a worker process's page of metrics says; the sum over labels by name.
+/// Metrics of a worker process; the sum over labels by name.
 fn worker_metric(address: &str, name: &str) -> f64 {
     let page = get(address, "/metrics");
     let values = page.lines().filter_map(|line| {
@@ -564,7 +564,7 @@ fn free_address() -> String {
     listener.local_addr().unwrap().to_string()
 }
 
-/// What a frontend may do to a worker process: none of it reaches the streams of another.
+/// Violations by a frontend; none of them affects the streams of another frontend.
 #[test]
 fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served() {
     let dir = tempfile::tempdir().unwrap();
@@ -573,7 +573,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     let page = free_address();
     let metrics: &[&str] = &["--metrics", &page];
     let worker = Worker::start(dir.path(), &[FAST, IMPATIENT, metrics]);
-    // Nonsense instead of a welcome, half a welcome, a welcome of another frontend.
+    // Garbage instead of a welcome, half a welcome, a welcome of another frontend.
     let mut other = Vec::new();
     Welcome {
         instance: 1,
@@ -593,7 +593,8 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
         peer.say(bytes);
         drop(peer);
     }
-    // Requests for nobody are refused, controls for nobody are harmless, nonsense cuts.
+    // Requests for unknown workers are refused, controls for them are harmless, garbage closes the
+    // connection.
     let (mut peer, _) = stage.accept();
     peer.say(&stage.welcome());
     let nobody = RankId {
@@ -639,7 +640,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     assert!(refused);
     peer.say(&first(addr.stream, &[1])); // a worker's frame
     assert!(peer.closed());
-    // It asks for much, pings, and never reads: 64 MiB are the bound, or a second.
+    // It requests much, sends pings, and never reads: the limit is 64 MiB, or a second.
     let (mut peer, _) = stage.accept();
     peer.say(&stage.welcome());
     let mut ping = Vec::new();
@@ -659,7 +660,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
         assert!(began.elapsed() < PATIENCE, "it is cut");
     }
     drop(peer);
-    // Its streams are gone, and the other frontend never noticed.
+    // Its streams have ended, and the other frontend was not affected.
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
     server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
     server.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
@@ -667,7 +668,7 @@ fn a_frontend_that_talks_nonsense_or_never_reads_is_cut_and_the_other_is_served(
     server.assert_alive();
     let met = |name: &str| worker_metric(&page, &format!("slipstream_callhome_{name}"));
     assert!(met("open") >= 1.0);
-    assert!(met("failed_total") >= 2.0, "nonsense, and half a welcome");
+    assert!(met("failed_total") >= 2.0, "garbage, and half a welcome");
     assert!(
         met("rejected_total") >= 1.0,
         "a welcome of another frontend"

@@ -1,5 +1,5 @@
-//! Frontends and workers as processes of their own: they find each other, come and go, and are
-//! killed, stopped and lied to.
+//! Frontends and workers as separate processes: discovery, restarts, kills, stops, and misbehaving
+//! peers.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use crate::server::{Client, FAST, FROZEN, Server, slipstream};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A peer is given up after a second, a lease is over after one.
+/// A peer times out after a second, and so does a lease.
 const IMPATIENT: &[&str] = &["--peer-deadline=1", "--lease=1"];
 
 /// A pass takes 20 ms.
@@ -27,7 +27,7 @@ const STEADY: &[&str] = &[
     "--set=live.shards=2",
 ];
 
-/// What frontends are told of [`FAST`] and [`FROZEN`]: all but the speed-up.
+/// Settings of frontends for [`FAST`] and [`FROZEN`]: all except the speed-up.
 fn of_frontend<'a>(args: &'a [&'a str]) -> Vec<&'a str> {
     let speed = |arg: &&&str| !arg.starts_with("--speedup");
     args.iter().filter(speed).copied().collect()
@@ -126,7 +126,7 @@ pub(crate) fn completion(prompt: &str, max_tokens: u32, stream: bool) -> String 
     )
 }
 
-/// Sends a request and does not wait for its answer.
+/// Sends a request without waiting for its answer.
 pub(crate) fn begin(server: &Server, body: &str) -> Client {
     begin_at(server, body, &[])
 }
@@ -161,7 +161,7 @@ fn two_frontends_and_two_workers_find_each_other_and_route_by_cache() {
     let answer = one.post("/v1/completions", &body);
     assert_eq!(answer.status, 200, "{}", answer.text());
     let text = answer.json()["choices"][0]["text"].clone();
-    // The other frontend heard of the blocks by the same deltas, and sends the prompt there.
+    // The other frontend has the blocks by the same deltas, and sends the prompt there.
     other.await_metric("slipstream_router_cached_blocks", |blocks| blocks >= 1.0);
     for _ in 0..4 {
         let answer = other.post("/v1/completions", &body);
@@ -171,7 +171,7 @@ fn two_frontends_and_two_workers_find_each_other_and_route_by_cache() {
         assert!(cached.as_u64().unwrap() >= 16, "{json}");
     }
     assert_eq!(other.metric("slipstream_router_kv_gaps_total"), 0.0);
-    // A frontend that comes later learns what is cached from snapshots.
+    // A frontend that joins later gets the cache state from snapshots.
     let late = frontend(dir.path(), &[FAST]);
     await_ready(&late, 2);
     late.await_metric("slipstream_router_cached_blocks", |blocks| blocks >= 1.0);
@@ -202,7 +202,7 @@ fn a_worker_that_is_killed_ends_what_had_begun_and_the_rest_goes_elsewhere_once(
     assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
     assert_eq!(server.metric("slipstream_streams_lost_total"), 1.0);
     await_ready(&server, 0);
-    // Its place is free again: another process takes it, and requests go there.
+    // Its slot is free again: another process takes it, and gets requests.
     let successor = Worker::start(dir.path(), &[STEADY, &["--pool=main", "--index=0"]]);
     await_ready(&server, 1);
     let answer = begin_at(&server, &completion("a", 3, false), to_victim).answer();
@@ -218,7 +218,7 @@ fn a_stream_that_has_sent_nothing_is_finished_by_another_worker() {
         "--set=router.policy=round_robin",
     ];
     let server = frontend(dir.path(), &[FROZEN, both]);
-    // Worker 0 never ends a pass; worker 1 comes later and does.
+    // Worker 0 never ends a pass; worker 1 joins later and does.
     let frozen = Worker::start(dir.path(), &[FROZEN, both, &["--pool=main", "--index=0"]]);
     await_ready(&server, 1);
     let mut waiting: Vec<Client> = (0..20)
@@ -260,7 +260,7 @@ fn a_client_or_a_frontend_that_goes_away_frees_its_blocks() {
     assert_eq!(client.head().status, 200);
     other.await_metric("vllm:num_requests_running", |running| running == 1.0);
     drop(client);
-    // The pass under way takes an hour.
+    // The current pass takes an hour.
     other.await_metric("vllm:num_requests_running", |running| running == 0.0);
     other.await_metric("slipstream_worker_used_blocks", |used| used == 0.0);
     let mut client = begin(&one, &body);
@@ -293,7 +293,7 @@ fn a_worker_that_is_stopped_is_given_up_and_taken_back() {
     await_ready(&server, 2);
     let answer = server.post("/v1/completions", &completion("a", 3, false));
     assert_eq!(answer.status, 200, "{}", answer.text());
-    // What it was doing before is over, as nobody wants it.
+    // Its earlier work was cancelled, since its clients are gone.
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
 }
 
@@ -309,7 +309,7 @@ fn two_processes_with_one_worker_do_not_share_it() {
     });
     assert_eq!(server.metric("slipstream_router_ready"), 2.0);
     assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
-    // The second has it as soon as the first lets go.
+    // The second takes over as soon as the first releases the lease.
     first.kill();
     await_ready(&server, 1);
     assert_eq!(
@@ -348,7 +348,7 @@ fn strangers_on_the_plane_are_cut_off_and_others_go_on() {
     let talk = |bytes: &[u8]| {
         let mut stream = TcpStream::connect(&address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        // It may be cut off before it has said all.
+        // The connection may be closed before everything was sent.
         let _ = stream.write_all(bytes);
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -356,12 +356,12 @@ fn strangers_on_the_plane_are_cut_off_and_others_go_on() {
     };
     let http = talk(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n");
     let text = String::from_utf8_lossy(&http).into_owned();
-    assert!(text.contains("version"), "told what is wrong: {text}");
+    assert!(text.contains("version"), "the error is reported: {text}");
     talk(&[0xff; 64]);
     talk(&[0, 0, 0, 0, 9, 1, 0, 0]); // another version
     talk(&[255, 255, 255, 255, 1, 1, 0, 0]); // four gigabytes of hello
     talk(&[0, 0, 0, 0, 1, 16, 0, 0]); // a request before its greeting
-    talk(&[]); // says nothing at all: cut off after the deadline
+    talk(&[]); // sends nothing at all: disconnected after the deadline
     assert!(server.metric("slipstream_plane_malformed_total") >= 5.0);
     assert!(server.metric("slipstream_plane_rejected_total") >= 6.0);
     server.assert_alive();
@@ -422,7 +422,7 @@ fn open_streams_finish_when_either_side_is_asked_to_end() {
         let server = frontend(dir.path(), &[STEADY]);
         let worker = Worker::start(dir.path(), &[STEADY]);
         await_ready(&server, 2);
-        // A connection that is kept alive and does nothing holds nobody up.
+        // An idle keep-alive connection does not delay the shutdown.
         let mut idle = server.connect();
         assert_eq!(idle.send("GET", "/live", &[], b"").status, 200);
         let mut client = begin(&server, &completion("a", 30, true));
@@ -506,7 +506,7 @@ fn over_tls_only_who_proves_to_belong_to_the_cluster_is_served() {
     drop((plain, stranger, worker));
 }
 
-/// Forwards between a worker and a shard, and cuts connections after so many bytes of one
+/// A proxy between a worker and a shard that cuts connections after a number of bytes in one
 /// direction.
 struct Cutter {
     address: String,
@@ -514,10 +514,10 @@ struct Cutter {
 }
 
 struct CutterShared {
-    /// Bytes that the next connections live for; negative: from the shard to the worker.
+    /// Bytes until new connections are cut; negative: in the direction from shard to worker.
     cut: AtomicI64,
     connections: AtomicU64,
-    /// Both sockets of the connection made last.
+    /// Both sockets of the newest connection.
     last: Mutex<Vec<TcpStream>>,
 }
 
@@ -542,7 +542,7 @@ impl Cutter {
         Cutter { address, shared }
     }
 
-    /// Cuts the connection that stands now, and those to come after `cut` bytes.
+    /// Cuts the current connection, and later ones after `cut` bytes.
     fn cut(&self, cut: i64) {
         self.shared.cut.store(cut, SeqCst);
         for socket in self.shared.last.lock().unwrap().drain(..) {
@@ -590,7 +590,7 @@ fn a_connection_cut_at_any_byte_is_made_again_and_streams_end_once() {
     let dir = tempfile::tempdir().unwrap();
     let one_shard: &[&str] = &["--set=live.shards=1", "--lease=600"];
     let server = frontend_with(hidden.path(), &[FAST], one_shard);
-    // The frontend's record, with the cutter's address in it, where the worker looks.
+    // The frontend's record, with the proxy's address in it, in the worker's discovery directory.
     await_true("the record is there", || {
         !plane_addresses(hidden.path()).is_empty()
     });
@@ -604,8 +604,8 @@ fn a_connection_cut_at_any_byte_is_made_again_and_streams_end_once() {
     }
     let worker = Worker::start(dir.path(), &[FAST]);
     await_ready(&server, 2);
-    // A hello of some 60 bytes, then passes of some 300; the other way, a welcome of some 30 and
-    // requests of some 120. (Cuts at every byte: `planes::link`.)
+    // A hello of about 60 bytes, then passes of about 300; in the other direction, a welcome of
+    // about 30 and requests of about 120. (Cuts at every byte: `planes::link`.)
     let cuts = (2..14).map(|n| n * 31).chain((2..14).map(|n| -n * 17));
     let cuts = cuts.chain([600, 900, 1500, 2500, -500, -900]);
     let mut whole = 0;
@@ -619,7 +619,7 @@ fn a_connection_cut_at_any_byte_is_made_again_and_streams_end_once() {
             cutter.shared.connections.load(SeqCst) > before
         });
         if cut >= 200 || (-1000..=-100).contains(&cut) {
-            // The greeting and the first snapshots pass: what is cut are the streams.
+            // The greeting and the first snapshots pass: only the streams are cut.
             await_ready(&server, 2);
         }
         streams.extend((0..3).map(|_| begin(&server, &completion(LONG_PROMPT, 10, true))));
@@ -667,7 +667,7 @@ fn a_frontend_out_of_descriptors_goes_on_when_it_has_some_again() {
     assert!(flood.len() > 40);
     drop(flood);
     server.assert_alive();
-    // The workers' connections were not among those that paid for it.
+    // The workers' connections were not closed for it.
     assert_eq!(server.metric("slipstream_plane_connections_open"), 2.0);
     drop(worker);
 }
@@ -689,7 +689,7 @@ fn a_worker_out_of_descriptors_serves_whom_it_reached_and_others_when_it_has_som
     ]);
     let worker = Worker::spawn(dir.path(), command);
     await_ready(&server, 2);
-    // More shards than it has descriptors for: this one is never whole, and takes no request.
+    // More shards than it has descriptors for: this one never completes, and takes no request.
     let wide = frontend_with(dir.path(), &[FAST, IMPATIENT], &["--set=live.shards=64"]);
     wide.await_metric("slipstream_plane_connections_open", |open| open >= 20.0);
     for _ in 0..10 {

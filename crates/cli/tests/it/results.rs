@@ -1,4 +1,4 @@
-//! What a run leaves behind: records, traces, pages.
+//! Output files of a run: records, traces, pages.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::server::{Server, run};
 
-/// Simulates two small workers with these flags beside; gives its JSON.
+/// Simulates two small workers with additional flags; returns the JSON report.
 fn simulate(more: &[&str]) -> Value {
     let mut args = vec![
         "simulate",
@@ -72,7 +72,7 @@ fn records_of_passes_requests_and_time_add_up_to_the_report() {
     assert_eq!((sum(&series, "due"), sum(&series, "ended")), (150, 150));
     assert_eq!(drag.len(), 150);
     assert_eq!(told["passes"], passes.len());
-    // Every pass takes 10 ms, and time in passes is what the bins say it is.
+    // Every pass takes 10 ms, and time in passes matches the bins.
     assert!(passes.iter().all(|pass| {
         let at = |column: &str| pass[column].parse::<u64>().unwrap();
         at("end") - at("start") == 10_000_000
@@ -135,13 +135,13 @@ fn a_page_loads_nothing_and_says_what_the_report_says() {
         "ITL, by when the token came",
         "Prefix hits",
         "KV blocks held",
-        "Sequences in a pass",
+        "Sequences per pass",
         "Running sequences",
         "max_num_seqs",
     ] {
         assert!(page.contains(title), "the page lacks {title}");
     }
-    // Each chart has a drawing, and none has a place that is no number.
+    // Each chart has a drawing, and none has a NaN coordinate.
     assert_eq!(
         page.matches("<figure class=\"chart\">").count(),
         page.matches("<svg ").count()
@@ -149,7 +149,7 @@ fn a_page_loads_nothing_and_says_what_the_report_says() {
     assert!(!page.contains("NaN"));
 }
 
-/// A disk that fills up takes the file, not the figures; what was written keeps another name.
+/// A full disk loses the file, not the figures; the written part keeps another name.
 #[test]
 fn a_full_disk_is_told_and_the_figures_are_kept() {
     if !Path::new("/dev/full").exists() {
@@ -180,8 +180,8 @@ fn a_full_disk_is_told_and_the_figures_are_kept() {
     assert!(err.contains("/nowhere/d.csv: No such file"), "{err}");
 }
 
-/// Sessions of a trace run live as they do in the twin: the same turns, and the same hits. A live run
-/// has a page and a series too, and a full disk is no end of it.
+/// Sessions of a trace run live as in the twin: the same turns, and the same hits. A live run has a
+/// page and a series too, and a full disk does not end it.
 #[test]
 fn a_trace_with_sessions_runs_live_as_in_the_twin() {
     let dir = tempfile::tempdir().unwrap();
@@ -211,7 +211,7 @@ fn a_trace_with_sessions_runs_live_as_in_the_twin() {
         &url,
         "--trace",
         &text(&trace),
-        // One session at a time, so that what is cached hangs on nothing else.
+        // One session at a time, so that hits depend on nothing else.
         "--concurrency=1",
         "--json",
         "--quiet",
@@ -255,7 +255,7 @@ fn a_trace_with_sessions_runs_live_as_in_the_twin() {
     assert_eq!(ended, 60);
 }
 
-/// What a killed run leaves behind is called partial.
+/// The remains of a killed run have the name `.partial`.
 #[test]
 fn a_killed_run_leaves_a_partial_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -281,8 +281,8 @@ fn a_killed_run_leaves_a_partial_file() {
     assert!(partial.exists() && !file.exists());
 }
 
-/// The same requests, block for block, whether a workload file makes them or a trace made of it; and
-/// Mooncake's form asks for the same hits.
+/// A workload file and a trace made from it give the same requests, block for block; Mooncake's
+/// format gives the same hits.
 #[test]
 fn a_converted_workload_runs_as_the_workload_does() {
     let dir = tempfile::tempdir().unwrap();
@@ -325,7 +325,7 @@ fn a_converted_workload_runs_as_the_workload_does() {
     );
 }
 
-/// The page's script runs in a browser without an error. Skipped where there is no Chromium.
+/// The page's script runs in a browser without an error. Skipped without Chromium.
 #[test]
 fn a_page_works_in_a_browser() {
     let browsers = ["chromium", "chromium-browser", "google-chrome"];

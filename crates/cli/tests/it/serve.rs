@@ -1,4 +1,4 @@
-//! What clients meet at `slipstream serve`: good requests, bad ones, and bad manners.
+//! Client requests to `slipstream serve`: valid, invalid, and protocol violations.
 
 use serde_json::Value;
 
@@ -32,7 +32,7 @@ fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
     assert_eq!(
         texts.len(),
         8,
-        "the role's event, and one a token: {texts:?}"
+        "the role's event, and one per token: {texts:?}"
     );
     assert!(texts[1..].iter().all(|t| !t.is_empty()));
     let reasons: Vec<_> = events
@@ -51,7 +51,7 @@ fn a_stream_has_one_event_a_token_and_the_counts_at_its_end() {
     assert_eq!(server.post("/tokenize", &body).json()["count"], 7);
 }
 
-/// `vllm bench serve` takes every event of a completion for a token.
+/// `vllm bench serve` counts every event of a completion as a token.
 #[test]
 fn a_completion_has_as_many_events_as_tokens() {
     for stop in ["", r#","stop":["no such thing"]"#, r#","logprobs":1"#] {
@@ -125,8 +125,8 @@ fn a_repeated_prompt_hits_the_cache_in_whole_blocks() {
     assert_eq!(cached(&second), Some((len - 1) / 16 * 16));
 }
 
-/// Each turn brings back what was said before; the blocks of the answer are found too, also where
-/// the chat template trims it.
+/// Each turn repeats the conversation so far; the blocks of the answer are found too, even if the
+/// chat template trims it.
 #[test]
 fn the_next_turn_hits_the_answer_of_the_last_one_where_the_template_trims() {
     let dir = tempfile::tempdir().unwrap();
@@ -139,7 +139,7 @@ fn the_next_turn_hits_the_answer_of_the_last_one_where_the_template_trims() {
     std::fs::write(&config, trimming).unwrap();
     let tokenizer = format!("--set=model.tokenizer={}", dir.path().display());
     let server = Server::start(&[FAST, &["--set=pool.main.workers=1", &tokenizer]]);
-    // Half of the vocabulary begins with a space: one seed could be lucky, eight are not.
+    // Half of the vocabulary begins with a space: one seed could pass by chance, eight do not.
     for seed in 0..8 {
         let chat = |messages: Value| {
             let body = serde_json::json!({
@@ -199,7 +199,7 @@ fn a_stop_string_ends_the_answer_and_frees_the_sequence() {
         server.post("/v1/completions", &body.to_string()).json()
     };
     let whole = ask("")["choices"][0]["text"].as_str().unwrap().to_owned();
-    // Any word from the middle will do; the first place where it occurs counts.
+    // Any word from the middle will do; its first occurrence counts.
     let word = whole.split(' ').nth(20).unwrap().to_owned();
     let stopped = ask(&word);
     let expected = &whole[..whole.find(&word).unwrap()];
@@ -238,7 +238,7 @@ fn a_trace_is_given_to_who_asks() {
     assert_eq!(
         trace["scores"].as_array().map(Vec::len),
         Some(2),
-        "one score a worker"
+        "one score per worker"
     );
     let untraced = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":2}"#);
     assert_eq!(untraced.header("x-slipstream-trace"), None);
@@ -267,7 +267,7 @@ fn a_worker_can_be_named() {
     }
 }
 
-/// Each bad request: status, and words that its message must hold.
+/// Each invalid request: status, and words of its message.
 #[test]
 fn bad_requests_are_told_what_where_and_how_to_mend_it() {
     let server = Server::start(&[FAST]);
@@ -427,18 +427,18 @@ fn a_client_that_goes_away_frees_its_blocks() {
     assert_eq!(client.head().status, 200);
     server.await_metric("vllm:num_requests_running", |running| running == 1.0);
     drop(client);
-    // The pass under way takes an hour; the blocks come back without it.
+    // The current pass takes an hour; the blocks are freed without it.
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
     server.await_metric("vllm:kv_cache_usage_perc", |used| used == 0.0);
     assert_eq!(server.metric("slipstream_client_disconnects_total"), 1.0);
     let aborted = r#"vllm:request_success_total{finished_reason="abort"}"#;
     server.await_metric(aborted, |aborted| aborted == 1.0);
-    // A whole answer is waited for in another way.
+    // A whole answer uses another wait.
     let body = r#"{"prompt":"a b c","max_tokens":100,"ignore_eos":true}"#;
     let mut client = server.connect();
     client.write_head("POST", "/v1/completions", &[], body.len());
     client.write(body.as_bytes());
-    // Not running: the pass under way began without it.
+    // Not running: the current pass began without it.
     server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 1.0);
     drop(client);
     server.await_metric("vllm:num_requests_waiting", |waiting| waiting == 0.0);
@@ -460,7 +460,7 @@ fn a_half_closed_client_is_taken_to_be_gone() {
 #[test]
 fn a_client_that_does_not_read_is_paused_then_cut_and_others_go_on() {
     let server = Server::start(&[FAST, LONG, &["--set=live.write_timeout_s=0.5"]]);
-    // 120,000 events of some 150 bytes fill any socket buffer.
+    // 120,000 events of about 150 bytes fill any socket buffer.
     let body = r#"{"prompt":"a","max_tokens":120000,"ignore_eos":true,"stream":true}"#;
     let mut client = server.connect();
     client.write_head("POST", "/v1/completions", &[], body.len());
@@ -482,7 +482,7 @@ fn a_full_stream_buffer_cuts_its_stream() {
     client.write(body.as_bytes());
     server.await_metric("slipstream_streams_cut_total", |n| n == 1.0);
     server.await_metric("vllm:num_requests_running", |running| running == 0.0);
-    // Who reads after all finds the error and the end.
+    // A client that reads in the end gets the error and the end.
     let answer = client.answer();
     let events = answer.events();
     let [.., error, done] = events.as_slice() else {
@@ -520,7 +520,7 @@ fn streams_beyond_the_limit_are_asked_to_come_back() {
     let refused = server.post("/v1/completions", r#"{"prompt":"a","max_tokens":9}"#);
     assert_eq!(refused.status, 503);
     assert!(refused.header("retry-after").is_some());
-    // More than it would ever open is the client's mistake, and no retry helps.
+    // More streams than the server ever opens is an error of the client, and a retry does not help.
     let never = server.post("/v1/completions", r#"{"prompt":["a","b","c"]}"#);
     assert_eq!(never.status, 400, "{}", never.text());
     assert!(never.error().contains("3 streams"), "{}", never.error());
@@ -572,10 +572,10 @@ fn requests_wait_in_order_for_a_busy_worker_and_the_rest_get_503() {
     let refused = server.post("/v1/completions", &body("d"));
     assert_eq!(refused.status, 503, "{}", refused.text());
     assert!(refused.header("retry-after").is_some());
-    // A client that leaves gives its place back.
+    // A client that disconnects frees its place.
     drop(second);
     queued(1.0);
-    // Room at the worker lets the next one go.
+    // A free slot at the worker lets the next one run.
     drop(running);
     queued(0.0);
     let name = "slipstream_router_requests{worker=\"w0\",engine=\"0\"}";
@@ -706,7 +706,7 @@ fn http2_clients_are_served_on_the_same_port() {
     assert!(whole.contains("\"completion_tokens\":5"), "{whole}");
     let stream = curl(true).expect("it ran before");
     assert!(stream.ends_with("data: [DONE]\n\nHTTP/2 200"), "{stream}");
-    // A client that says nothing holds nobody up, nor does one that stops within the preface.
+    // An idle connection delays nothing, nor does one that stops within the preface.
     let mut half = server.connect();
     half.write(b"PRI * ");
     let quiet = server.connect();

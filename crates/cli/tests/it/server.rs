@@ -1,11 +1,11 @@
-//! Starts `slipstream serve` on a free port, and speaks HTTP to it byte by byte.
+//! Starts `slipstream serve` on a free port, and speaks HTTP with it byte by byte.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// Longer than anything here takes; a test that waits so long has failed.
+/// Time limit, longer than any operation here; a test that reaches it fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running server; killed when dropped.
@@ -14,7 +14,7 @@ pub(crate) struct Server {
     address: SocketAddr,
 }
 
-/// Modelled time as fast as it goes, passes of a known length, two workers.
+/// Modelled time without waiting, passes of a known length, two workers.
 pub(crate) const FAST: &[&str] = &[
     "--speedup=0",
     "--set=model.name=test-model",
@@ -25,7 +25,7 @@ pub(crate) const FAST: &[&str] = &[
     "--set=engine.max_model_len=4096",
 ];
 
-/// As [`FAST`], but a pass takes an hour: what is under way stays so.
+/// [`FAST`] with passes of an hour: requests stay in flight.
 pub(crate) const FROZEN: &[&str] = &[
     "--speedup=1",
     "--set=model.name=test-model",
@@ -36,7 +36,7 @@ pub(crate) const FROZEN: &[&str] = &[
     "--set=engine.max_model_len=4096",
 ];
 
-/// Lays over [`FAST`]: room for an answer that no socket buffer holds.
+/// Overrides of [`FAST`]: an answer larger than any socket buffer fits.
 pub(crate) const LONG: &[&str] = &[
     "--set=model.preset=llama-3.1-8b",
     "--set=engine.max_model_len=131072",
@@ -82,7 +82,7 @@ impl Server {
         Client(BufReader::new(stream))
     }
 
-    /// One request on a connection of its own.
+    /// One request on a separate connection.
     pub(crate) fn send(&self, method: &str, path: &str, body: &[u8]) -> Answer {
         self.connect().send(method, path, &[], body)
     }
@@ -95,13 +95,13 @@ impl Server {
         self.send("GET", path, b"")
     }
 
-    /// Value of a series, if `name` has labels; else of the metric, summed over its labels.
+    /// Value of a series, if `name` has labels; otherwise of the metric, summed over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let value = self.try_metric(name);
         value.unwrap_or_else(|| panic!("no metric {name}"))
     }
 
-    /// As [`Server::metric`]; `None` while the metric has no value.
+    /// [`Server::metric`]; `None` while the metric has no value.
     fn try_metric(&self, name: &str) -> Option<f64> {
         let text = self.get("/metrics").text();
         let values = text.lines().filter_map(|line| {
@@ -113,7 +113,7 @@ impl Server {
         (!values.is_empty()).then(|| values.iter().sum())
     }
 
-    /// Looks at `/metrics` until `reached` holds for `name`.
+    /// Polls `/metrics` until `reached` holds for `name`.
     pub(crate) fn await_metric(&self, name: &str, reached: impl Fn(f64) -> bool) {
         let start = std::time::Instant::now();
         loop {
@@ -126,7 +126,7 @@ impl Server {
         }
     }
 
-    /// The server still answers others: after each offense.
+    /// Checks that the server still answers others: after each violation.
     pub(crate) fn assert_alive(&self) {
         let answer = self.post(
             "/v1/completions",
@@ -136,7 +136,7 @@ impl Server {
         assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
     }
 
-    /// Ends it as the system would, without a chance to say anything.
+    /// Kills it without a clean shutdown.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it ends");
@@ -148,7 +148,7 @@ impl Server {
         assert!(status.expect("kill runs").success());
     }
 
-    /// Asks it to end, and waits until it has.
+    /// Requests a shutdown, and waits until it has ended.
     pub(crate) fn terminate(mut self) -> std::process::ExitStatus {
         let id = self.child.id().to_string();
         let killed = Command::new("kill")
@@ -172,7 +172,7 @@ pub(crate) fn slipstream() -> Command {
     Command::new(env!("CARGO_BIN_EXE_slipstream"))
 }
 
-/// What a command printed to stderr, and how it ended.
+/// A command's stderr, and its exit status.
 pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
     let output = slipstream()
         .args(args)
@@ -277,7 +277,7 @@ impl Client {
         (size > 0).then_some(chunk)
     }
 
-    /// Whether the server has closed the connection: what is left to read is nothing.
+    /// Whether the server has closed the connection: nothing is left to read.
     pub(crate) fn is_closed(&mut self) -> bool {
         let mut byte = [0];
         matches!(self.0.read(&mut byte), Ok(0) | Err(_))

@@ -1,7 +1,7 @@
 //! Many streams, random cancels, slow readers, and workers that are killed, stopped and restarted:
 //! every stream ends exactly once, with the right tokens in order.
 //!
-//! `SLIPSTREAM_TORTURE_S` says for how many seconds (`make torture`: 180; else 3).
+//! `SLIPSTREAM_TORTURE_S` sets the duration in seconds (`make torture`: 180; default 3).
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::planes::{Worker, await_ready, begin, completion, frontend};
 use crate::server::{Client, Server};
 
-/// Passes of 1 ms, so that a stream lives for a fifth of a second and meets its worker's end.
+/// Passes of 1 ms, so that a stream takes a fifth of a second and spans its worker's end.
 const CLUSTER: &[&str] = &[
     "--set=model.name=test-model",
     "--set=pool.main.workers=3",
@@ -26,7 +26,7 @@ const CLUSTER: &[&str] = &[
 const TOKENS: u32 = 200;
 const SEEDS: u64 = 16;
 const THREADS: u64 = 32;
-/// Streams that a thread has open at once; it reads them one after the other, so most are slow.
+/// Concurrent streams per thread; it reads them one after the other, so most are slow.
 const STREAMS: usize = 32;
 
 fn body(seed: u64) -> String {
@@ -34,7 +34,7 @@ fn body(seed: u64) -> String {
         .replace("\"seed\":7", &format!("\"seed\":{seed}"))
 }
 
-/// What became of a stream.
+/// The outcome of a stream.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Finished,
@@ -42,11 +42,11 @@ enum Outcome {
     Refused,
 }
 
-/// Reads a stream to its end, and compares its text with what it must be.
+/// Reads a stream to its end, and compares its text with the expected text.
 fn judge(client: &mut Client, expected: &str) -> Outcome {
     let head = client.head();
     if head.status == 503 {
-        return Outcome::Refused; // nobody was there to take it
+        return Outcome::Refused; // no worker could take it
     }
     assert_eq!(head.status, 200);
     let mut bytes = Vec::new();
@@ -58,7 +58,7 @@ fn judge(client: &mut Client, expected: &str) -> Outcome {
     let mut outcome = None;
     let mut done = 0;
     for event in text.split("\n\n").filter_map(|e| e.strip_prefix("data: ")) {
-        assert_eq!(done, 0, "nothing comes after the end: {event}");
+        assert_eq!(done, 0, "nothing follows the end: {event}");
         if event == "[DONE]" {
             done += 1;
             continue;
@@ -74,7 +74,7 @@ fn judge(client: &mut Client, expected: &str) -> Outcome {
         match choice["finish_reason"].as_str() {
             None => {}
             Some("length") => outcome = Some(Outcome::Finished),
-            // A worker that was asked to end, and had no time left.
+            // A draining worker whose time limit was reached.
             Some("abort") => outcome = Some(Outcome::Failed),
             Some(other) => panic!("ended by {other}"),
         }
@@ -92,7 +92,7 @@ fn judge(client: &mut Client, expected: &str) -> Outcome {
     outcome
 }
 
-/// A generator for what need not be random, only varied (Knuth's MMIX constants).
+/// A generator for varied, not random, values (Knuth's MMIX constants).
 struct Dice(u64);
 
 impl Dice {
@@ -110,7 +110,7 @@ fn worker(dir: &Path, index: usize) -> Worker {
     Worker::start(dir, &[CLUSTER, &["--pool=main", &index]])
 }
 
-/// Kills, stops and restarts workers until told to stop. One of the three always runs.
+/// Kills, stops and restarts workers until `stop` is set. One of the three always runs.
 fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
     let mut workers: Vec<Option<Worker>> = (0..3).map(|i| Some(worker(dir, i))).collect();
     let mut torments = 0;
@@ -128,7 +128,7 @@ fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
                 found.kill();
             }
             2 => {
-                // Too short to be given up.
+                // Too short for a timeout.
                 found.signal("-STOP");
                 std::thread::sleep(Duration::from_millis(100));
                 found.signal("-CONT");
@@ -143,7 +143,7 @@ fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
         }
         std::thread::sleep(Duration::from_millis(50 + dice.roll(200)));
     }
-    // All back, so that what is left can be seen to end.
+    // All restarted, so that the remaining streams can end.
     for (index, slot) in workers.iter_mut().enumerate() {
         slot.get_or_insert_with(|| worker(dir, index));
     }
@@ -151,7 +151,7 @@ fn torment(dir: &Path, stop: &AtomicBool, dice: &mut Dice) -> u64 {
     torments
 }
 
-/// Workers that outlive their tormentor.
+/// Workers that are started again at the end.
 static LEFT: std::sync::Mutex<Vec<Worker>> = std::sync::Mutex::new(Vec::new());
 
 fn expected() -> Vec<String> {

@@ -1,4 +1,4 @@
-//! `slipstream simulate`, and that it agrees with the live cluster.
+//! `slipstream simulate`, and its agreement with the live cluster.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use slipstream_base::Stage;
 
 use crate::server::{Server, run};
 
-/// Two workers with little memory, so that what was cached is evicted too.
+/// Two workers with little memory, so that cached blocks are evicted too.
 const SMALL: &[&str] = &[
     "--set=model.name=test-model",
     "--set=pool.main.workers=2",
@@ -35,8 +35,8 @@ turns = 4
 user_tokens = 50
 "#;
 
-/// Same workload, same cluster: the same hits, block for block, though one side sends words over
-/// HTTP and the other knows texts by number.
+/// Same workload, same cluster: the same hits, block for block, although one side sends words over
+/// HTTP and the other uses numbered texts.
 #[test]
 fn the_twin_hits_what_the_live_cluster_hits() {
     let dir = tempfile::tempdir().unwrap();
@@ -120,7 +120,7 @@ fn drag_names_each_hand_over_of_both_sides() {
         "--isl=300",
         "--osl=4",
     ];
-    // Engines that take a moment to start are waited for.
+    // The test waits for engines with a start-up time.
     args.extend(["--speedup=20", "--set=engine.startup_s=0.3", &keep_flag]);
     args.extend(SMALL);
     let (code, out, err) = run(&args);
@@ -145,12 +145,12 @@ fn drag_names_each_hand_over_of_both_sides() {
         assert_eq!(cells[3], "0.000", "the twin took none");
     }
     // A pass of 1 ms at speed-up 20, on both sides.
-    let pass = row(&out, "pass of the first token");
+    let pass = row(&out, "step of the first token");
     assert_eq!((pass[1].as_str(), pass[3].as_str()), ("0.0500", "0.0500"));
     assert!(out.contains("ITL p50"), "{out}");
 
     let (live, twin) = (keep.join("live.csv"), keep.join("twin.csv"));
-    // Both sides got the same arrivals.
+    // Both sides had the same arrivals.
     let span = |path: &Path| {
         let text = std::fs::read_to_string(path).unwrap();
         let mut lines = text.lines();
@@ -201,7 +201,7 @@ fn drag_says_how_busy_the_host_was() {
     );
     assert_eq!(output["live"]["requests"]["succeeded"], 5);
 
-    // Answers of one token in no time: whatever the host does, there is no step to keep time with.
+    // Answers of one token without step time: there is no step to be late for, on any host.
     let (code, out, err) = run(&[
         "drag",
         "--speedup=auto:7",
@@ -213,7 +213,7 @@ fn drag_says_how_busy_the_host_was() {
         "--set=engine.timing.step_ns=0",
     ]);
     assert_eq!((code, out.trim()), (Some(0), "7"), "{err}");
-    // Nor can a step of 10 ns be kept time with, anywhere.
+    // A step of 10 ns cannot be met on any host.
     let (code, _, err) = run(&[
         "drag",
         "--speedup=auto",
@@ -263,16 +263,16 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
     assert_eq!(keys[0], ("1", "round_robin"));
     assert_eq!(keys[5], ("3", "least_requests"));
     for row in &rows[1..] {
-        assert_eq!(row[column("gpus")], row[0], "one GPU a worker");
+        assert_eq!(row[column("gpus")], row[0], "one GPU per worker");
         assert_eq!(row[column("succeeded")], "400");
     }
-    // One worker cannot keep up, so three are worth their hours; both are on the front.
+    // One worker cannot keep up, so three are worth their hours; both are on the Pareto front.
     let goodput = |row: usize| rows[row][column("goodput_per_s")].parse::<f64>().unwrap();
     assert!(goodput(5) > 2.0 * goodput(1), "{csv}");
     assert_eq!(rows[1][column("front")], "1");
     assert!(rows[5..].iter().any(|row| row[column("front")] == "1"));
     assert!(table.contains("within e2e=60ms"), "{table}");
-    assert!(table.contains("up to 1 % do not count"), "{table}");
+    assert!(table.contains("tolerance 1 %"), "{table}");
 
     let (code, _, err) = run(&["sweep", "--rate=5", "--vary=engine.max_num_seqz=1,2"]);
     assert_eq!(code, Some(2));
@@ -285,7 +285,8 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
     }
 }
 
-/// Eight workers where four are enough answer what comes as four do, at times that differ a little.
+/// Eight workers complete the same requests as four if four are enough, at slightly different
+/// times.
 #[test]
 fn a_sweep_takes_no_noise_for_a_gain() {
     let example = |name: &str| {
@@ -315,8 +316,8 @@ fn a_sweep_takes_no_noise_for_a_gain() {
     assert!(front("--tolerance=0").0 > 1);
     let (marked, page) = front("--tolerance=1");
     assert_eq!(marked, 1);
-    assert!(page.contains("differences of up to 1 % do not count"));
-    // The page says what was varied, and over what.
+    assert!(page.contains("tolerance 1 %"));
+    // The page lists the varied keys and their values.
     assert!(page.contains("<td class=\"text\">pool.main.workers=4,5,6,7,8</td>"));
     assert!(page.contains("examples/cluster.toml</td>"));
     assert!(page.contains("Cluster, every value") && page.contains("max_num_seqs"));
@@ -375,10 +376,7 @@ fn prefill_and_decode_pools_are_simulated() {
         "--quiet",
     ]);
     assert_eq!(simulated.0, Some(0), "{simulated:?}");
-    assert!(
-        simulated.1.contains("100 prompts handed over"),
-        "{simulated:?}"
-    );
+    assert!(simulated.1.contains("100 prompts,"), "{simulated:?}");
 }
 
 #[test]
@@ -406,7 +404,7 @@ fn faults_lose_requests_and_retries_are_counted() {
     assert!(report["requests"]["retries"].as_u64() > Some(0));
     assert!(report["requests"]["succeeded"].as_u64() > Some(90));
 
-    // Their records say where they were lost, and what their clients had by then.
+    // Their records have the time of the loss, and the tokens that clients had received.
     let mut lost = 0;
     for record in slipstream_report::drag::read(&records).unwrap() {
         let record = record.unwrap();

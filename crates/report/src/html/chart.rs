@@ -14,32 +14,32 @@ const RIGHT: f64 = WIDTH - 14.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 40.0;
 
-/// Colors that the page has; a line beyond them shares one.
+/// Colors of the page; further lines share one.
 const COLORS: usize = 6;
 
-/// Ticks along an axis, about.
+/// Approximate number of ticks along an axis.
 const TICKS: f64 = 6.0;
 
-/// How values become places.
+/// Mapping from values to positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scale {
-    /// In proportion; the axis begins at 0.
+    /// Linear; the axis begins at 0.
     #[default]
     Linear,
-    /// By logarithm; values of 0 or less are left out.
+    /// Logarithmic; values of 0 or less are omitted.
     Log,
 }
 
 /// An axis.
 #[derive(Clone, Debug, Default)]
 pub struct Axis {
-    /// What it shows.
+    /// Name of the quantity.
     pub name: String,
     /// Its unit.
     pub unit: String,
     /// Its scale.
     pub scale: Scale,
-    /// Its end, where it is known beforehand, as for shares.
+    /// Its end, if fixed, as for shares.
     pub max: Option<f64>,
 }
 
@@ -53,14 +53,14 @@ impl Axis {
         }
     }
 
-    /// The same with a logarithmic scale.
+    /// The same axis with a logarithmic scale.
     #[must_use]
     pub fn log(mut self) -> Axis {
         self.scale = Scale::Log;
         self
     }
 
-    /// The same with an end.
+    /// The same axis with a fixed end.
     #[must_use]
     pub fn up_to(mut self, max: f64) -> Axis {
         self.max = Some(max);
@@ -68,15 +68,15 @@ impl Axis {
     }
 }
 
-/// How a line's points are drawn.
+/// Style of a line's points.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Shape {
-    /// Joined.
+    /// Joined by lines.
     #[default]
     Line,
     /// Joined by steps: a value holds until the next.
     Steps,
-    /// Apart.
+    /// Not joined.
     Points,
     /// Bars from 0, as wide as their distance.
     Bars,
@@ -89,13 +89,13 @@ pub struct Line {
     pub name: String,
     /// Points by rising x; an absent y interrupts the line. Shape `[n]`.
     pub points: Vec<(f64, Option<f64>)>,
-    /// How they are drawn.
+    /// Their style.
     pub shape: Shape,
     /// A name of each point, for the pointer. Shape `[n]`, or empty.
     pub labels: Vec<String>,
-    /// A short name of each point, which stands beside it where there is room. Shape `[n]`, or empty.
+    /// A short label of each point, drawn next to it if there is space. Shape `[n]`, or empty.
     pub tags: Vec<String>,
-    /// Which of the page's colors it has; `None`: the one of its place.
+    /// Index of its color; `None`: by its position.
     pub color: Option<usize>,
 }
 
@@ -121,13 +121,13 @@ impl Line {
 pub struct Chart {
     /// Its title.
     pub title: String,
-    /// From left to right.
+    /// The horizontal axis.
     pub x: Axis,
-    /// From bottom to top.
+    /// The vertical axis.
     pub y: Axis,
-    /// What it shows.
+    /// Its lines.
     pub lines: Vec<Line>,
-    /// Places along x that are marked, with names.
+    /// Marked positions along x, with names.
     pub marks: Vec<(f64, String)>,
 }
 
@@ -168,7 +168,7 @@ impl Span {
         }
     }
 
-    /// Room beside the outermost values, so that lines do not run along the frame.
+    /// Margin around the outermost values, so that lines do not run along the frame.
     fn with_room(mut self, fixed: bool) -> Span {
         if !fixed {
             match self.scale {
@@ -182,7 +182,7 @@ impl Span {
         self
     }
 
-    /// Where a value stands, 0 to 1.
+    /// Position of a value, 0 to 1.
     fn along(&self, value: f64) -> Option<f64> {
         let place = match self.scale {
             Scale::Linear => (value - self.min) / (self.max - self.min),
@@ -347,8 +347,8 @@ impl Chart {
         )
     }
 
-    /// Writes the points' short names beside them, those of the last line first. A name for which there
-    /// is no room beside its point is left out; the pointer still tells it.
+    /// Writes the points' labels next to them, those of the last line first. A label without space
+    /// is omitted; the pointer still shows it.
     fn tag(
         &self,
         svg: &mut String,
@@ -412,7 +412,7 @@ impl Chart {
         html + "</div>"
     }
 
-    /// What the page's script needs to say what the pointer is on.
+    /// Data for the script that shows the value under the pointer.
     fn data(&self, x: &Span, y: &Span) -> serde_json::Value {
         let axis = |axis: &Axis, span: &Span| {
             json!({
@@ -448,8 +448,8 @@ impl Chart {
     }
 }
 
-/// Where a name may stand beside its point: to the right of it or not, and how far its middle is below
-/// the point's. Under a point first, as steps go on to its right.
+/// Possible positions of a label: whether to the right of its point, and how far its middle is
+/// below the point's. Below a point comes first, because steps continue to its right.
 const TAG_PLACES: [(bool, f64); 6] = [
     (true, 10.0),
     (true, -10.0),
@@ -463,7 +463,7 @@ const TAG_PLACES: [(bool, f64); 6] = [
 const TAG_LETTER: f64 = 6.1;
 const TAG_HEIGHT: f64 = 13.0;
 
-/// What a dot or a name covers.
+/// Area that a dot or a label covers.
 struct Room {
     left: f64,
     right: f64,
@@ -584,7 +584,7 @@ fn draw(
     }
 }
 
-/// A heat map: a row an engine, a column a stretch of time.
+/// A heat map: one row per engine, one column per interval.
 #[derive(Clone, Debug, Default)]
 pub struct HeatMap {
     /// Its title.
@@ -615,7 +615,7 @@ impl HeatMap {
         }
         let rows = self.rows.len().max(1) as f64;
         let height = (rows * 20.0).clamp(20.0, 420.0);
-        // As many names as there is room for.
+        // As many labels as fit.
         let every = (12.0 / (height / rows)).ceil().max(1.0) as usize;
         let mut names = String::new();
         for (index, name) in self.rows.iter().enumerate().step_by(every) {
@@ -689,7 +689,7 @@ mod tests {
         );
     }
 
-    /// Places of the path's points, from the drawing itself.
+    /// Coordinates of the path's points, from the drawing itself.
     fn path(chart: &Chart) -> Vec<(f64, f64)> {
         let html = chart.render();
         let from = html.find(" d=\"").expect("a path") + 4;

@@ -1,8 +1,8 @@
-//! Pages: one self-contained file each, that opens without a network and in any browser.
+//! Pages: one self-contained file each, for any browser, without a network.
 //!
-//! Charts are SVG made here, so that a page shows (and prints) without scripts; a script of a few
-//! lines adds what the pointer is on, draws heat maps and switches between light and dark. The page
-//! forbids itself to load anything.
+//! Charts are SVG made here, so that a page shows (and prints) without scripts. A short script
+//! shows the value under the pointer, draws heat maps and switches between light and dark. The
+//! page's policy forbids loading anything.
 //!
 //! - [`chart`]: lines, bars, points and heat maps with axes.
 //! - [`run`]: the page of one run; [`sweep`]: the page of a sweep.
@@ -13,7 +13,7 @@ pub mod sweep;
 
 use std::fmt::Write as _;
 
-/// Text as HTML shows it.
+/// Text escaped for HTML.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -29,7 +29,7 @@ pub fn escape(text: &str) -> String {
     out
 }
 
-/// A value as JSON that may stand in a `<script>`: nothing in it can end the element.
+/// A value as JSON for a `<script>`: nothing in it can end the element.
 fn json(value: &serde_json::Value) -> String {
     value.to_string().replace('<', "\\u003c")
 }
@@ -42,7 +42,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// An empty page; `subtitle` stands under its title.
+    /// An empty page; `subtitle` is printed under its title.
     pub fn new(title: &str, subtitle: &str) -> Page {
         let mut page = Page {
             body: String::new(),
@@ -63,12 +63,12 @@ impl Page {
         self.body.push('\n');
     }
 
-    /// A note that must not be overlooked.
+    /// A warning.
     pub fn warning(&mut self, text: &str) {
         self.raw(&format!("<p class=\"warning\">{}</p>", escape(text)));
     }
 
-    /// A heading, with a sentence under it if there is one to say.
+    /// A heading, with a sentence under it unless `says` is empty.
     pub fn section(&mut self, title: &str, says: &str) {
         self.raw(&format!("<h2>{}</h2>", escape(title)));
         if !says.is_empty() {
@@ -76,7 +76,7 @@ impl Page {
         }
     }
 
-    /// Figures side by side: name, value, what is beside it.
+    /// Figures next to each other: name, value, detail.
     pub fn tiles(&mut self, tiles: &[Tile]) {
         let mut html = String::from("<div class=\"tiles\">");
         for tile in tiles {
@@ -93,7 +93,7 @@ impl Page {
         self.raw(&html);
     }
 
-    /// Charts side by side as the window allows.
+    /// Charts in as many columns as the window allows.
     pub fn charts(&mut self, charts: impl IntoIterator<Item = String>) {
         self.raw("<div class=\"charts\">");
         for chart in charts {
@@ -126,7 +126,7 @@ impl Page {
         self.raw(&html);
     }
 
-    /// A text that opens on demand.
+    /// A text that is shown on demand.
     pub fn details(&mut self, name: &str, text: &str) {
         self.raw(&format!(
             "<details><summary>{}</summary><pre>{}</pre></details>",
@@ -157,11 +157,11 @@ impl Page {
 /// One of [`Page::tiles`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tile {
-    /// What it is.
+    /// Name of the figure.
     pub name: String,
     /// The figure with its unit.
     pub value: String,
-    /// What else is worth knowing.
+    /// A detail.
     pub beside: String,
 }
 

@@ -9,20 +9,20 @@ use crate::series::{Bin, EngineBin, Series, Sketch};
 use crate::table::{counted, grouped, number};
 use slipstream_base::Slo;
 
-/// Points of a line over time at most.
+/// Limit of points of a line over time.
 const POINTS_MAX: usize = 240;
-/// Requests that a point of a percentile over time stands for, on average, at least.
+/// Mean number of requests per point of a percentile over time, at least.
 const REQUESTS_A_POINT: u64 = 40;
-/// Rows of a heat map at most; engines beyond share one.
+/// Limit of a heat map's rows; further engines share one.
 const HEAT_ROWS_MAX: usize = 128;
-/// Rows of the table of engines at most.
+/// Limit of rows in the table of engines.
 const ENGINE_ROWS_MAX: usize = 512;
-/// Events named at most.
+/// Limit of named events.
 const EVENTS_MAX: usize = 40;
-/// Points of a distribution at most.
+/// Limit of points of a distribution.
 const CDF_POINTS: usize = 200;
 
-/// What a run's page is made of.
+/// Content of a run's page.
 #[derive(Clone, Debug)]
 pub struct RunPage<'a> {
     /// `Simulated run` or `Live run`.
@@ -31,17 +31,17 @@ pub struct RunPage<'a> {
     pub report: &'a RunReport,
     /// The latencies behind the percentiles.
     pub distributions: &'a Distributions,
-    /// The run over time, if it was kept.
+    /// The run over time, if recorded.
     pub series: Option<&'a Series>,
-    /// Objectives, to be marked.
+    /// Objectives, drawn as marks.
     pub slo: Option<&'a Slo>,
-    /// What happened at known times, s since the run's start: time and name.
+    /// Events: time in s since the run's start, and name.
     pub events: Vec<(f64, String)>,
-    /// What a reader must not overlook, such as why a run was cut.
+    /// Warnings, such as why a run was cut short.
     pub warnings: Vec<String>,
     /// Further facts: name and value.
     pub facts: Vec<(String, String)>,
-    /// Texts to keep with the figures: name and text.
+    /// Texts to include: name and text.
     pub texts: Vec<(String, String)>,
 }
 
@@ -65,7 +65,7 @@ impl RunPage<'_> {
         }
         for (kind, error) in &report.errors {
             page.warning(&format!(
-                "{} failed ({kind}), such as: {}",
+                "{} failed ({kind}), for example: {}",
                 counted(error.count, "request"),
                 error.example
             ));
@@ -78,7 +78,7 @@ impl RunPage<'_> {
                 engines(&mut page, series);
             }
         }
-        page.section("What was run", "");
+        page.section("Configuration", "");
         let rows: Vec<_> = self
             .facts
             .iter()
@@ -171,7 +171,7 @@ impl RunPage<'_> {
         }
         if let Some(t) = &report.transfers {
             tiles.push(Tile::new(
-                "KV handed over",
+                "KV transferred",
                 format!("{} GB", number(t.bytes as f64 / 1e9)),
                 format!(
                     "{}; {} at p50",
@@ -312,7 +312,7 @@ impl RunPage<'_> {
     }
 }
 
-/// A time that is given in ms, in the unit that reads best.
+/// A time given in ms, in the most readable unit.
 fn time(ms: f64) -> String {
     if ms >= 10_000.0 {
         format!("{} s", number(ms / 1e3))
@@ -341,7 +341,7 @@ fn cdf(name: &str, latency: &Latency, marks: Vec<(f64, String)>) -> String {
     .render()
 }
 
-/// The unit that a stretch of time is told in, and its length in s.
+/// The unit of a time span, and its length in s.
 fn unit_of(seconds: f64) -> (&'static str, f64) {
     match seconds {
         s if s >= 4.0 * 3600.0 => ("h", 3600.0),
@@ -350,7 +350,7 @@ fn unit_of(seconds: f64) -> (&'static str, f64) {
     }
 }
 
-/// Bins joined so that at most `points` are left; and the width of each, s.
+/// Bins merged so that at most `points` are left; and the width of each, s.
 fn joined(series: &Series, points: usize) -> (Vec<Bin>, f64) {
     let bins = series.bins();
     let group = bins.len().div_ceil(points.max(1)).max(1);
@@ -381,7 +381,7 @@ fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
     page.section(
         "Over time",
         &format!(
-            "A point stands for {} s; of percentiles, for as much time as has about {REQUESTS_A_POINT} requests or more \
+            "A point covers {} s; a point of a percentile covers enough time for about {REQUESTS_A_POINT} requests or more \
              (of fewer than 100 samples p99 is the largest).",
             number(width)
         ),
@@ -495,7 +495,7 @@ fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
     let end = series.bins().len() as f64 * series.width_ns() as f64 / 1e9;
     let events: Vec<_> = events.iter().filter(|(at, _)| *at <= end).collect();
     for chart in charts.iter_mut().filter(|chart| chart.x.name == "time") {
-        // Names would hide the lines; they stand above the charts.
+        // Labels would hide the lines; they are listed above the charts.
         chart.marks = events
             .iter()
             .map(|(at, _)| (at / unit_s, String::new()))
@@ -518,7 +518,7 @@ fn over_time(page: &mut Page, series: &Series, events: &[(f64, String)]) {
     page.charts(charts.iter().map(Chart::render));
 }
 
-/// How many sequences passes had, by the time that they took.
+/// Distribution of sequences per pass, by the time spent in passes.
 fn batch(series: &Series) -> Chart {
     let all: u128 = series.batch_ns.values().sum();
     let most = series.batch_ns.keys().next_back().copied().unwrap_or(1);
@@ -532,8 +532,8 @@ fn batch(series: &Series) -> Chart {
         )
     });
     Chart {
-        title: "Sequences in a pass".into(),
-        x: Axis::new("sequences in a pass", "").up_to(f64::from(most + width)),
+        title: "Sequences per pass".into(),
+        x: Axis::new("sequences per pass", "").up_to(f64::from(most + width)),
         y: Axis::new("share of time in passes", "%"),
         lines: vec![Line {
             shape: Shape::Bars,
@@ -546,7 +546,7 @@ fn batch(series: &Series) -> Chart {
 fn engines(page: &mut Page, series: &Series) {
     page.section(
         "Engines",
-        "A row an engine, from the run's start to its end. KV blocks are those held by sequences; blocks that only cache are free.",
+        "One row per engine, from the run's start to its end. KV blocks are those held by sequences; cached blocks without a sequence count as free.",
     );
     page.charts(heat_maps(series).iter().map(HeatMap::render));
     let duration: u128 = series.bins().len() as u128 * u128::from(series.width_ns());
@@ -588,8 +588,8 @@ fn engines(page: &mut Page, series: &Series) {
             "pool",
             "passes",
             "busy, %",
-            "sequences a pass",
-            "waiting, most",
+            "sequences per pass",
+            "max waiting",
             "KV held, %",
             "prompt tokens computed",
             "output tokens",
@@ -606,7 +606,7 @@ fn engines(page: &mut Page, series: &Series) {
     }
 }
 
-/// Engines by time: how busy, how full, how long the queue.
+/// Engines over time: utilization, KV occupancy, queue length.
 fn heat_maps(series: &Series) -> Vec<HeatMap> {
     let (bins, width) = joined(series, POINTS_MAX);
     let (unit, unit_s) = unit_of(series.bins().len() as f64 * series.width_ns() as f64 / 1e9);
@@ -648,7 +648,7 @@ fn heat_maps(series: &Series) -> Vec<HeatMap> {
             title: title.into(),
             unit: unit_of_value.into(),
             rows: rows.clone(),
-            // Of sequences, less than one is next to none.
+            // A scale of less than one sequence would exaggerate.
             max: max.unwrap_or(if unit_of_value == "sequences" {
                 most.max(1.0)
             } else {

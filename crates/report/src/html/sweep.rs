@@ -1,4 +1,4 @@
-//! The page of a sweep: what each configuration gives and costs.
+//! The page of a sweep: goodput and cost of each configuration.
 
 use crate::html::chart::{Axis, Chart, Line, Shape};
 use crate::html::{Page, Tile};
@@ -9,13 +9,13 @@ use crate::table::{counted, grouped, number};
 pub struct SweepPoint {
     /// Its name: the varied keys and their values.
     pub name: String,
-    /// The values alone, to stand beside its dot.
+    /// The values alone, as the label of its dot.
     pub tag: String,
-    /// Requests a second within their objectives.
+    /// Requests per second within their objectives.
     pub goodput_per_s: f64,
-    /// What it cost.
+    /// GPU-hours.
     pub gpu_hours: f64,
-    /// Worth having: no other one gives more for less, beyond the tolerance.
+    /// On the Pareto front: no other configuration gives more for less, beyond the tolerance.
     pub front: bool,
     /// Cells of its row in the table.
     pub cells: Vec<String>,
@@ -23,32 +23,32 @@ pub struct SweepPoint {
     pub p99_ms: [Option<f64>; 2],
 }
 
-/// What a sweep's page is made of.
+/// Content of a sweep's page.
 #[derive(Clone, Debug)]
 pub struct SweepPage<'a> {
-    /// Model, workload.
+    /// Model and workload.
     pub subtitle: &'a str,
-    /// What all configurations have in common, and what is varied: name and text.
+    /// The common and the varied settings: name and text.
     pub base: &'a [(String, String)],
-    /// What differences do not count, in words.
+    /// The tolerance, in words.
     pub tolerance_is: &'a str,
-    /// The objectives, or what counts without.
+    /// The objectives, or the criterion without objectives.
     pub goodput_is: &'a str,
     /// Names of the table's columns, the varied keys first.
     pub header: &'a [&'a str],
-    /// How many of them are varied keys.
+    /// Number of varied keys.
     pub keys: usize,
     /// The configurations.
     pub points: &'a [SweepPoint],
-    /// What a reader must not overlook.
+    /// Warnings.
     pub warnings: Vec<String>,
-    /// Texts to keep with the figures: name and text.
+    /// Texts to include: name and text.
     pub texts: Vec<(String, String)>,
 }
 
-/// The color of what is not on the front: grey.
+/// The color of configurations off the Pareto front: grey.
 const OTHERS: usize = 5;
-/// Rows of the table at most; those of the front are always there.
+/// Limit of the table's rows; those of the Pareto front are always included.
 const ROWS_MAX: usize = 2_000;
 
 impl SweepPage<'_> {
@@ -63,7 +63,7 @@ impl SweepPage<'_> {
             front.sort_by(|a, b| a.gpu_hours.total_cmp(&b.gpu_hours));
             front
         };
-        // What others give beyond it is within the tolerance, and costs more.
+        // Better ones are within the tolerance, and cost more.
         let best = front.last().copied();
         let cheapest = self
             .points
@@ -82,12 +82,12 @@ impl SweepPage<'_> {
             Tile::new(
                 "Configurations",
                 grouped(self.points.len() as u64),
-                format!("{} on the front", front.len()),
+                format!("{} on the Pareto front", front.len()),
             ),
-            tile("Most goodput", best, &|p| {
+            tile("Highest goodput", best, &|p| {
                 format!("{}/s", number(p.goodput_per_s))
             }),
-            tile("Most for a GPU-hour", cheapest, &|p| {
+            tile("Highest goodput per GPU-hour", cheapest, &|p| {
                 format!("{}/s", number(per_gpu_hour(p)))
             }),
         ]);
@@ -100,8 +100,8 @@ impl SweepPage<'_> {
         page.section(
             "Goodput against GPU-hours",
             &format!(
-                "Goodput: requests a second {}. The front holds what no other one beats in both; {}. \
-                 Beside the dots: {}.",
+                "Goodput: requests per second {}. The Pareto front holds the configurations that no other beats in both; {}. \
+                 Dots are labelled with {}.",
                 self.goodput_is,
                 self.tolerance_is,
                 self.header[..self.keys].join(", ")
@@ -126,7 +126,7 @@ impl SweepPage<'_> {
                 title: title.into(),
                 x: Axis::new("GPU-hours", ""),
                 y: Axis::new("p99", "ms").log(),
-                lines: [(false, "others"), (true, "on the front")]
+                lines: [(false, "others"), (true, "on the Pareto front")]
                     .into_iter()
                     .map(|(on, name)| {
                         let kept: Vec<_> = self.points.iter().filter(|p| p.front == on).collect();
@@ -153,12 +153,12 @@ impl SweepPage<'_> {
             y: Axis::new("goodput", "requests/s"),
             lines: vec![
                 points(&|p| !p.front, "others", OTHERS),
-                points(&|p| p.front, "on the front", 0),
+                points(&|p| p.front, "on the Pareto front", 0),
                 Line {
                     shape: Shape::Steps,
                     color: Some(0),
                     ..Line::new(
-                        "the front",
+                        "the Pareto front",
                         front.iter().map(|p| (p.gpu_hours, Some(p.goodput_per_s))),
                     )
                 },
@@ -170,7 +170,7 @@ impl SweepPage<'_> {
             tail(0, "TTFT, 99th percentile"),
             tail(1, "ITL, 99th percentile"),
         ]);
-        page.section("Configurations", "Those on the front stand out. *: on the front; ~: as good as one on it, within the tolerance.");
+        page.section("Configurations", "The Pareto front is highlighted. *: on the Pareto front; ~: equal to one on it within the tolerance.");
         let mut left = ROWS_MAX;
         let rows: Vec<_> = self
             .points

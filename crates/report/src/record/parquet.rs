@@ -1,5 +1,5 @@
 //! Parquet, by columns and without Arrow: rows are few enough that its speed does not matter, and
-//! Arrow would take minutes to build.
+//! Arrow takes minutes to build.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -25,15 +25,15 @@ pub(super) struct Writer<W: Write + Send> {
     rows: usize,
 }
 
-/// Rows of a column that are not yet written: the values that are there, and which are (1) or are
-/// not (0), as Parquet's definition levels.
+/// Pending rows of a column: the present values, and which are present (1) or absent (0), as
+/// Parquet's definition levels.
 struct Pending {
     values: Values,
     present: Vec<i16>,
 }
 
 enum Values {
-    /// Parquet has no unsigned column; the bits are those of the `u64`, and the schema says so.
+    /// Parquet has no unsigned column; the bits are those of the `u64`, as the schema declares.
     U64(Vec<i64>),
     F64(Vec<f64>),
     Text(Vec<ByteArray>),

@@ -1,4 +1,4 @@
-//! `slipstream sched bench`: wake-up latency on this host, under whatever scheduler it runs.
+//! `slipstream sched bench`: wake-up latency on this host, under its current scheduler.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -20,36 +20,36 @@ pub(crate) struct Args {
     #[arg(long, value_delimiter = ',', value_parser = mechanism,
           default_value = "pipe,unix,tcp,epoll,eventfd,futex")]
     mechanism: Vec<Mechanism>,
-    /// Wake-ups measured for each mechanism; 0 leaves that part out
+    /// Measured wake-ups per mechanism; 0 skips this part
     #[arg(long, default_value_t = 5000)]
     rounds: u32,
-    /// Wake-ups before those: for the scheduler to learn, and for the kernel to come to rest after
-    /// the start of a program (idle CPUs keep their ticks for some ms, and wake up faster)
+    /// Warm-up wake-ups before those, for the scheduler to learn and the kernel to settle after
+    /// program start (idle CPUs keep their ticks for some ms, and wake up faster)
     #[arg(long, default_value_t = 3000)]
     warmup: u32,
-    /// The waker computes this long after each wake-up, us
+    /// Computation of the waker after each wake-up, us
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     linger_us: u64,
-    /// Loads to offer, percent of all CPUs; `0` leaves that part out
+    /// Loads, percent of all CPUs; `0` skips this part
     #[arg(long, value_delimiter = ',', default_value = "50,70,90",
           value_parser = clap::value_parser!(u32).range(..=400))]
     load_pct: Vec<u32>,
-    /// How the load's workers are woken
+    /// Wake-up mechanism of the load's workers
     #[arg(long, value_parser = mechanism, default_value = "unix")]
     load_mechanism: Mechanism,
-    /// Message threads of the load [default: one for eight CPUs]
+    /// Message threads of the load [default: one per eight CPUs]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
     message_threads: Option<u32>,
-    /// Workers in all [default: as many as CPUs]
+    /// Total workers [default: number of CPUs]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65536))]
     workers: Option<u32>,
-    /// A worker's computing for one request, us
+    /// Computation of a worker per request, us
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     work_us: u64,
-    /// Length of each load, ms
+    /// Duration of each load, ms
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(10..=3_600_000))]
     duration_ms: u64,
-    /// Seed of the requests' stream
+    /// Seed of the request stream
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Print JSON
@@ -60,11 +60,11 @@ pub(crate) struct Args {
 fn mechanism(name: &str) -> Result<Mechanism, String> {
     Mechanism::parse(name).ok_or_else(|| {
         let known: Vec<&str> = Mechanism::ALL.iter().map(|m| m.name()).collect();
-        format!("no such mechanism; known are {}", known.join(", "))
+        format!("unknown mechanism; available: {}", known.join(", "))
     })
 }
 
-/// The scheduler that the host runs: `sched_ext`'s by name, else the kernel's own.
+/// The host's scheduler: the name of the loaded `sched_ext` scheduler, or the kernel's own.
 fn scheduler() -> String {
     std::fs::read_to_string("/sys/kernel/sched_ext/root/ops")
         .map_or("the kernel's own".to_owned(), |s| s.trim().to_owned())

@@ -1,4 +1,4 @@
-//! `slipstream sched doctor`: can our scheduler run here?
+//! `slipstream sched doctor`: checks whether Slipstream's scheduler can run on this host.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -16,7 +16,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Prints what was found; exit 1 when our scheduler cannot run, or would break something.
+/// Prints the checks; exits with 1 if the scheduler cannot run, or would break something.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let places = Places {
         sysfs: Path::new("/sys"),
@@ -30,11 +30,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         let mut text = lines(&checks);
         text += if can_run && breaks {
-            "our scheduler can run here, but `slipstream sched run` refuses because of what it would break\n"
+            "Slipstream's scheduler can run here, but `slipstream sched run` refuses because it would break something\n"
         } else if can_run {
-            "our scheduler can run here: `slipstream sched run`\n"
+            "Slipstream's scheduler can run here: `slipstream sched run`\n"
         } else {
-            "our scheduler cannot run here; `slipstream sched sim` and `bench` can\n"
+            "Slipstream's scheduler cannot run here; `slipstream sched sim` and `bench` can\n"
         };
         out::print(&text)?;
     }
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// A line a check, and one for what to do.
+/// One line per check, and one for its remedy.
 pub(crate) fn lines(checks: &[Check]) -> String {
     let mut text = String::new();
     for c in checks {

@@ -1,7 +1,7 @@
-//! `slipstream sched run|stats`: hand over to `slipstream-scx`, the loader.
+//! `slipstream sched run|stats`: executes `slipstream-scx`, the loader.
 //!
-//! It is a program of its own because building it takes clang and libelf, which `slipstream` must
-//! not need.
+//! It is a separate program because it needs clang and libelf at build time, which `slipstream`
+//! must not.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -13,18 +13,18 @@ const LOADER: &str = "slipstream-scx";
 /// Flags of `slipstream sched run` and `stats`: the loader's own.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Passed on to slipstream-scx; `-- --help` shows what there is
+    /// Passed on to slipstream-scx; `-- --help` lists its flags
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     args: Vec<OsString>,
 }
 
-/// Becomes the loader.
+/// Executes the loader.
 pub(crate) fn run(command: &str, args: &Args) -> anyhow::Result<ExitCode> {
     let Some(loader) = find() else {
         anyhow::bail!(
-            "`{LOADER}` is neither beside this program nor on the PATH; build it with `make scx` \
+            "`{LOADER}` is neither next to this program nor on the PATH; build it with `make scx` \
              (it needs clang 16 or later, libelf and zlib, and is not part of the default build), \
-             or name it in SLIPSTREAM_SCX"
+             or set SLIPSTREAM_SCX to its path"
         );
     };
     let error = Command::new(&loader).arg(command).args(&args.args).exec();

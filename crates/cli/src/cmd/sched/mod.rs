@@ -1,4 +1,4 @@
-//! `slipstream sched`: the CPU scheduler, simulated, measured and loaded.
+//! `slipstream sched`: simulates, benchmarks and loads the CPU scheduler.
 
 mod bench;
 pub(crate) mod doctor;
@@ -18,13 +18,13 @@ pub(crate) struct Args {
 enum Command {
     /// Simulate a host under several schedulers and compare wake-up latencies
     Sim(sim::Args),
-    /// Measure this host: how long a wake-up takes, by mechanism and by load
+    /// Benchmark wake-up latency on this host, by mechanism and by load
     Bench(bench::Args),
-    /// Say whether our scheduler can run on this host, and what to do if not
+    /// Check whether Slipstream's scheduler can run on this host
     Doctor(doctor::Args),
-    /// Load our scheduler until interrupted (root; needs the separate slipstream-scx)
+    /// Load Slipstream's scheduler until interrupted (root; needs the separate slipstream-scx)
     Run(loader::Args),
-    /// Show the counters of the scheduler that runs
+    /// Print the counters of the running scheduler
     Stats(loader::Args),
 }
 

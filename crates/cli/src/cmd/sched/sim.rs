@@ -14,7 +14,7 @@ use slipstream_report::table::{Table, counted, grouped, number};
 
 use crate::out;
 
-/// Runs (tasks on CPUs) that a trace file holds; more are counted and left out.
+/// Limit of runs (tasks on CPUs) in a trace file; further ones are counted and omitted.
 const TRACE_RUNS_MAX: usize = 500_000;
 
 /// Flags of `slipstream sched sim`.
@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// Also write a trace of the run in this row of the table (from 1), for ui.perfetto.dev
     #[arg(long, value_name = "ROW", requires = "trace_file")]
     trace_row: Option<usize>,
-    /// Where to write that trace
+    /// File for that trace
     #[arg(long, value_name = "FILE", requires = "trace_row")]
     trace_file: Option<PathBuf>,
 }
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
             if dropped > 0 {
                 eprintln!(
-                    "trace: {} left out beyond the first {TRACE_RUNS_MAX}",
+                    "trace: {} omitted after the first {TRACE_RUNS_MAX}",
                     counted(dropped, "run")
                 );
             }
@@ -148,7 +148,8 @@ fn cells(plan: &Plan, r: &RunResult, experiment: &Experiment) -> Vec<String> {
         us(&g.request, 0.99),
         grouped((r.requests as f64 / seconds).round() as u64),
         grouped((handoffs as f64 / whole).round() as u64),
-        // A trusted hand-over lies where nothing can come before it, and is not counted as it runs.
+        // A trusted handoff is queued where nothing can precede it, so it is not counted when it
+        // runs.
         share(counter(r, "ran_next") + counter(r, "trusted")),
         share(counter(r, "hint_lied")),
         format!("{:.1}", r.utilization * 100.0),

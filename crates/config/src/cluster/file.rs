@@ -23,7 +23,7 @@ use super::{
     HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
     PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
-use crate::doc::{Doc, Mistakes, Origin, Settings, Table};
+use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
 use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::text::{counted, several};
 
@@ -88,7 +88,7 @@ const TIME_S_MAX: f64 = 86_400.0 * 366.0;
 pub fn read(
     doc: Doc,
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
-) -> Result<(Cluster, Settings), Mistakes> {
+) -> Result<(Cluster, Settings), Diagnostics> {
     doc.read(|root| {
         for section in LATER {
             root.refuse(
@@ -113,7 +113,7 @@ pub fn read(
         if workers > u64::from(WORKERS_MAX) {
             let message =
                 format!("the pools have {workers} workers, but must have at most {WORKERS_MAX}");
-            root.mistake("pool", message, "lower `workers`");
+            root.error("pool", message, "lower `workers`");
         }
         check_roles(root, &pools);
         let block_size = pools[0].engine.block_size;
@@ -123,7 +123,7 @@ pub fn read(
                  one block size",
                 pools[0].name, other.name, other.engine.block_size
             );
-            root.mistake("pool", message, "set `block_size` once, in `[engine]`");
+            root.error("pool", message, "set `block_size` once, in `[engine]`");
         }
         Cluster {
             model,
@@ -143,15 +143,15 @@ pub fn read(
 /// Some pool must compute prompts, and some must compute answers.
 fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
     let has = |role| pools.iter().any(|pool| pool.role == role);
-    let mistake = |message: &str, hint| root.mistake("pool", message, hint);
+    let error = |message: &str, hint| root.error("pool", message, hint);
     if has(PoolRole::Prefill) && !has(PoolRole::Decode) && !has(PoolRole::Both) {
-        mistake(
+        error(
             "every pool's `role` is \"prefill\", so no pool generates answers",
             "add a pool with `role = \"decode\"`",
         );
     }
     if has(PoolRole::Decode) && !has(PoolRole::Prefill) {
-        mistake(
+        error(
             "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
             "add a pool with `role = \"prefill\"`, or use \"both\"",
         );
@@ -183,7 +183,7 @@ fn read_happenings(root: &Table<'_>, workers: u64) -> Vec<Event> {
             .required("set the time, in seconds from the start", 0.0);
         let until_s: Option<f64> = t.get("until_s").within(0.0..=TIME_S_MAX).optional();
         if let Some(until_s) = until_s.filter(|&until_s| until_s <= at_s) {
-            t.mistake(
+            t.error(
                 "until_s",
                 format!("`until_s` is {until_s}, but it begins at {at_s}"),
                 "set a later time, or remove it for an event without end",
@@ -289,7 +289,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
     let known = preset::model(&preset);
     if known.is_none() && config.is_none() {
         let names: Vec<&str> = preset::MODELS.iter().map(|m| &*m.name).collect();
-        t.mistake(
+        t.error(
             "preset",
             format!("`model.preset` is \"{preset}\", which is not a preset"),
             format!("one of {}, or set `model.config`", names.join(", ")),
@@ -316,7 +316,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
             .and_then(|json| ModelShape::from_config_json(&name, &json).map_err(|e| chain(&e)));
         match read {
             Ok(read) => shape = read,
-            Err(error) => t.mistake(
+            Err(error) => t.error(
                 "config",
                 format!("`model.config`: {}: {error}", path.display()),
                 "set the path of a model's `config.json`, or use a `preset`",
@@ -349,7 +349,7 @@ fn read_pool(
 ) -> PoolConfig {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     if name.is_empty() || name.len() > 64 || !name.chars().all(plain) {
-        t.mistake(
+        t.error(
             "",
             format!("`{name}` cannot name a pool"),
             "use up to 64 letters, digits, `-` and `_`: it becomes a label of metrics",
@@ -382,7 +382,7 @@ fn read_engine(
             .filter(|&tp| shape.divides_into(tp))
             .map(|tp: u32| tp.to_string())
             .collect();
-        t.mistake(
+        t.error(
             "tensor_parallel_size",
             format!(
                 "`tensor_parallel_size` is {tensor_parallel_size}, but {} has {} attention heads, {} \
@@ -407,7 +407,7 @@ fn read_engine(
         .within(1..=1024)
         .or(default.data_parallel_size);
     if data_parallel_size > 1 && shape.experts.is_some() {
-        t.mistake(
+        t.error(
             "data_parallel_size",
             format!(
                 "`data_parallel_size` is {data_parallel_size}, but {} is a mixture of experts: its ranks would \
@@ -454,7 +454,7 @@ fn read_engine(
         .within(1..=shape.max_positions)
         .or_from(len_origin, len_fit);
     if u64::from(max_model_len) > capacity {
-        t.mistake(
+        t.error(
             "max_model_len",
             format!(
                 "`max_model_len` is {max_model_len}, but the KV cache holds {capacity} {} \
@@ -466,7 +466,7 @@ fn read_engine(
         );
     }
     if block_size > max_model_len {
-        t.mistake(
+        t.error(
             "block_size",
             format!(
                 "`block_size` is {block_size}, but `max_model_len` is {max_model_len}: \
@@ -494,7 +494,7 @@ fn read_engine(
         budget.or_from(Origin::Derived("fits the longest prompt".into()), whole)
     };
     if max_num_batched_tokens < max_num_seqs {
-        t.mistake(
+        t.error(
             "max_num_batched_tokens",
             format!(
                 "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_num_seqs` is \
@@ -504,7 +504,7 @@ fn read_engine(
         );
     }
     if !enable_chunked_prefill && max_num_batched_tokens < max_model_len {
-        t.mistake(
+        t.error(
             "max_num_batched_tokens",
             format!(
                 "`max_num_batched_tokens` is {max_num_batched_tokens}, but `max_model_len` is \
@@ -587,7 +587,7 @@ impl Memory<'_> {
                 Some(tp) => format!("set `tensor_parallel_size = {tp}`, or use a larger GPU"),
                 None => "use a larger GPU or a smaller model".into(),
             };
-            t.mistake("tensor_parallel_size", message, hint);
+            t.error("tensor_parallel_size", message, hint);
             return (1, Origin::Default);
         }
         let how = format!(
@@ -705,7 +705,7 @@ fn read_timing(
         }
         Kind::Roofline => {
             if !shape.is_uniform() {
-                t.mistake(
+                t.error(
                     "kind",
                     format!(
                         "`kind` is \"roofline\", but {} has layers of several kinds, latent attention or shared \
@@ -730,7 +730,7 @@ fn read_timing(
             if !path.as_os_str().is_empty()
                 && let Err(error) = load(&path)
             {
-                t.mistake(
+                t.error(
                     "path",
                     format!("`path`: {}: {error}", path.display()),
                     "paths are relative to the folder of the cluster file",
@@ -749,7 +749,7 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
     };
     let dtype = t.choice("dtype", DTYPES).or_from(origin, shape.weights);
     if shape.weights == Dtype::Fp8 && dtype == Dtype::Bf16 {
-        t.mistake(
+        t.error(
             "dtype",
             format!(
                 "`dtype` is \"bf16\", but {} has FP8 weights (`quantization_config`)",
@@ -774,7 +774,7 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
                 "use \"bf16\", or another `gpu`",
             )
         };
-        t.mistake("dtype", message, hint);
+        t.error("dtype", message, hint);
     }
     dtype
 }
@@ -966,7 +966,7 @@ mod tests {
 
     use super::*;
 
-    fn parse(text: &str) -> Result<(Cluster, Settings), Mistakes> {
+    fn parse(text: &str) -> Result<(Cluster, Settings), Diagnostics> {
         read(Doc::parse("c.toml", text.as_bytes()), |path| {
             match path.to_str() {
                 Some("models/tiny/config.json") => {
@@ -1179,7 +1179,7 @@ mod tests {
     }
 
     /// The `config.json` of an FP8 checkpoint, alone and with settings of the file.
-    fn parse_with_json(json: &'static str, text: &str) -> Result<(Cluster, Settings), Mistakes> {
+    fn parse_with_json(json: &'static str, text: &str) -> Result<(Cluster, Settings), Diagnostics> {
         let text = format!("[model]\nconfig = \"m/config.json\"\n{text}");
         read(Doc::parse("c.toml", text.as_bytes()), |_| Ok(json.into()))
     }

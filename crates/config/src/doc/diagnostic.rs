@@ -6,7 +6,7 @@ use super::node::Origin;
 
 /// One error: position, message and remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mistake {
+pub struct Diagnostic {
     /// Position of the value; [`Origin::Default`] for the document as a whole.
     pub at: Origin,
     /// The message, which names the key. Lower case, no final stop.
@@ -15,7 +15,7 @@ pub struct Mistake {
     pub hint: Option<String>,
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for Diagnostic {
     /// `cluster.toml:12:3: what` and, on a line of its own, `hint: how`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.at {
@@ -38,16 +38,16 @@ impl fmt::Display for Mistake {
 ///
 /// No value was built from the document; correct it and read it again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mistakes(Vec<Mistake>);
+pub struct Diagnostics(Vec<Diagnostic>);
 
-impl Mistakes {
+impl Diagnostics {
     /// Limit of printed errors; further ones are counted.
     const SHOWN_MAX: usize = 50;
 
     /// Sorts by position and removes duplicates. `None` if there are none.
-    pub(super) fn collect(mut all: Vec<Mistake>) -> Option<Mistakes> {
+    pub(super) fn collect(mut all: Vec<Diagnostic>) -> Option<Diagnostics> {
         all.sort_by_key(|m| m.at.position()); // stable: equal positions keep their order
-        let mut kept: Vec<Mistake> = Vec::with_capacity(all.len());
+        let mut kept: Vec<Diagnostic> = Vec::with_capacity(all.len());
         let mut start_of_place = 0;
         for mistake in all {
             if kept
@@ -60,12 +60,12 @@ impl Mistakes {
                 kept.push(mistake);
             }
         }
-        (!kept.is_empty()).then_some(Mistakes(kept))
+        (!kept.is_empty()).then_some(Diagnostics(kept))
     }
 
     /// A single error that was found outside of a document, such as a file that cannot be read.
-    pub fn one(at: Origin, message: impl Into<String>, hint: Option<String>) -> Mistakes {
-        Mistakes(vec![Mistake {
+    pub fn one(at: Origin, message: impl Into<String>, hint: Option<String>) -> Diagnostics {
+        Diagnostics(vec![Diagnostic {
             at,
             message: message.into(),
             hint,
@@ -73,7 +73,7 @@ impl Mistakes {
     }
 
     /// The errors, in document order.
-    pub fn iter(&self) -> std::slice::Iter<'_, Mistake> {
+    pub fn iter(&self) -> std::slice::Iter<'_, Diagnostic> {
         self.0.iter()
     }
 
@@ -84,15 +84,15 @@ impl Mistakes {
     }
 }
 
-impl<'m> IntoIterator for &'m Mistakes {
-    type Item = &'m Mistake;
-    type IntoIter = std::slice::Iter<'m, Mistake>;
+impl<'m> IntoIterator for &'m Diagnostics {
+    type Item = &'m Diagnostic;
+    type IntoIter = std::slice::Iter<'m, Diagnostic>;
     fn into_iter(self) -> Self::IntoIter {
         self.iter()
     }
 }
 
-impl fmt::Display for Mistakes {
+impl fmt::Display for Diagnostics {
     /// One error after the other, with `error: ` before each except the first, so that a program
     /// that prints `error: {mistakes}` gets uniform blocks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -109,7 +109,7 @@ impl fmt::Display for Mistakes {
     }
 }
 
-impl std::error::Error for Mistakes {}
+impl std::error::Error for Diagnostics {}
 
 /// `text` for a one-line message: control characters escaped, truncated after 60 characters.
 pub(super) fn shown(text: &str) -> String {

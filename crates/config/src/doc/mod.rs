@@ -4,7 +4,7 @@
 //! serde stops at the first error and drops positions. Here a [`Doc`] holds the parsed document
 //! with positions, overlaid by environment and flags. [`Doc::read`] walks it with [`Table`]s and
 //! [`Field`]s, which record errors and continue with a default. The result is either the value with
-//! its [`Settings`] (effective values with origins), or [`Mistakes`].
+//! its [`Settings`] (effective values with origins), or [`Diagnostics`].
 //!
 //! ```
 //! use slipstream_config::doc::Doc;
@@ -14,7 +14,7 @@
 //! #[derive(Clone, Debug, PartialEq)]
 //! enum Kind { Poisson, Constant }
 //!
-//! fn read(doc: Doc) -> Result<Job, slipstream_config::doc::Mistakes> {
+//! fn read(doc: Doc) -> Result<Job, slipstream_config::doc::Diagnostics> {
 //!     let (job, _settings) = doc.read(|root| {
 //!         root.table("arrivals", |t| Job {
 //!             rate: t.get("rate").within(0.001..=1e9).or(1.0),
@@ -43,15 +43,15 @@
 //! | --- | --- |
 //! | `node` | the document as a tree with origins; layers over it |
 //! | `table` | typed reading |
-//! | `mistake` | errors, for users |
+//! | `diagnostic` | errors, for users |
 //! | `settings` | effective values and their origins, as TOML |
 
-mod mistake;
+mod diagnostic;
 mod node;
 mod settings;
 mod table;
 
-pub use mistake::{Mistake, Mistakes};
+pub use diagnostic::{Diagnostic, Diagnostics};
 pub use node::{Doc, Origin};
 pub use settings::{Setting, Settings};
 pub use table::{Field, Scalar, Table, Value};

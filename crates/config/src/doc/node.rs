@@ -8,7 +8,7 @@ use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::mistake::{Mistake, Mistakes, shown};
+use super::diagnostic::{Diagnostic, Diagnostics, shown};
 use super::settings::Settings;
 use super::table::{Context, Table};
 
@@ -158,7 +158,7 @@ impl Node {
 pub struct Doc {
     name: Arc<str>,
     root: Node,
-    mistakes: Vec<Mistake>,
+    mistakes: Vec<Diagnostic>,
     /// Lines with a syntax error: their values are not reported a second time.
     broken_lines: Vec<u32>,
 }
@@ -302,7 +302,7 @@ impl Doc {
     ///
     /// # Errors
     /// All errors together, if there are any.
-    pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Mistakes> {
+    pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Diagnostics> {
         let mut broken_lines = self.broken_lines;
         broken_lines.sort_unstable();
         let cx = Context {
@@ -320,7 +320,7 @@ impl Doc {
     }
 
     fn note(&mut self, at: Origin, message: String, hint: Option<String>) {
-        self.mistakes.push(Mistake { at, message, hint });
+        self.mistakes.push(Diagnostic { at, message, hint });
     }
 
     fn broken(&mut self, at: Origin, message: &str, hint: Option<String>) {

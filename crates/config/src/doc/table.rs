@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use toml::de::DeValue;
 
-use super::mistake::{Mistake, Mistakes, nearest, shown};
+use super::diagnostic::{Diagnostic, Diagnostics, nearest, shown};
 use super::node::{Kind, Node, Origin, convert};
 use super::settings::{Settings, Step, dotted, string_to_toml};
 
@@ -18,7 +18,7 @@ pub(super) struct Context {
     pub(super) file: Arc<str>,
     /// In ascending order.
     pub(super) broken_lines: Vec<u32>,
-    pub(super) mistakes: RefCell<Vec<Mistake>>,
+    pub(super) mistakes: RefCell<Vec<Diagnostic>>,
     /// Paths that were read, with the length of their table's part.
     pub(super) known: RefCell<BTreeSet<(String, String)>>,
     pub(super) unknown: RefCell<Vec<Unknown>>,
@@ -43,10 +43,10 @@ impl Context {
         }
         self.mistakes
             .borrow_mut()
-            .push(Mistake { at, message, hint });
+            .push(Diagnostic { at, message, hint });
     }
 
-    pub(super) fn close(self) -> Result<Settings, Mistakes> {
+    pub(super) fn close(self) -> Result<Settings, Diagnostics> {
         let known = self.known.borrow();
         for (index, unknown) in self.unknown.borrow().iter().enumerate() {
             // A hint searches all known keys; a file with more unknown keys is not a configuration.
@@ -63,7 +63,7 @@ impl Context {
             );
         }
         drop(known);
-        match Mistakes::collect(self.mistakes.into_inner()) {
+        match Diagnostics::collect(self.mistakes.into_inner()) {
             None => Ok(self.settings.into_inner()),
             Some(mistakes) => Err(mistakes),
         }
@@ -491,7 +491,7 @@ impl<'a> Table<'a> {
 
     /// Reports an error about `key`, at its position (or at its table's, if it is not set).
     /// `message` should name the key.
-    pub fn mistake(&self, key: &str, message: impl Into<String>, hint: impl Into<String>) {
+    pub fn error(&self, key: &str, message: impl Into<String>, hint: impl Into<String>) {
         let at = match self.node.and_then(|n| n.child(key)) {
             Some(node) => node.at.clone(),
             None => self.place(),
@@ -813,7 +813,7 @@ impl Table<'_> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::{Doc, Mistakes, Settings};
+    use super::super::{Diagnostics, Doc, Settings};
     use super::*;
 
     #[derive(Clone, Debug, Default, PartialEq)]
@@ -827,7 +827,7 @@ mod tests {
     }
 
     /// A reader with every feature: base tables, named tables, arrays, choices, refusals.
-    fn read(doc: Doc) -> Result<(Plant, Settings), Mistakes> {
+    fn read(doc: Doc) -> Result<(Plant, Settings), Diagnostics> {
         doc.read(|root| {
             root.refuse("later", "is not supported yet", "remove it");
             let base = root.base("common");

@@ -7,7 +7,7 @@ use super::{
     Arrival, Bounds, Class, Content, Dist, Empirical, OnBadLine, PrefixLevel, SessionShape,
     TraceFile, Workload,
 };
-use crate::doc::{Doc, Mistakes, Settings, Table};
+use crate::doc::{Diagnostics, Doc, Settings, Table};
 
 /// Limit of a prefix level's branches: each has an entry in a table of popularities.
 const BRANCHES_MAX: u32 = 1_000_000;
@@ -22,7 +22,7 @@ const THINK_TIME_S_MAX: f64 = 31_536_000.0;
 ///
 /// # Errors
 /// All errors of the document together.
-pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
+pub fn read(doc: Doc) -> Result<(Workload, Settings), Diagnostics> {
     doc.read(|root| {
         // Plain keys before tables, so that the settings print as valid TOML.
         let mut workload = Workload {
@@ -57,7 +57,7 @@ pub fn read(doc: Doc) -> Result<(Workload, Settings), Mistakes> {
             || matches!(workload.content, Content::Trace(_))
             || matches!(workload.arrival, Arrival::Timestamps { .. });
         if !ends {
-            root.mistake(
+            root.error(
                 "requests",
                 "the workload never ends: neither `requests` nor `duration_s` is set",
                 "set `requests = 1000`, or `duration_s = 60`",
@@ -125,7 +125,7 @@ fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {
             kind.or(if has_trace { K::Trace } else { K::Closed })
         };
         if kind == K::Trace && !has_trace {
-            t.mistake(
+            t.error(
                 "kind",
                 "`arrival.kind` is \"trace\", but there is no `[trace]`",
                 "add `[trace]` with its `file`, or choose another kind",
@@ -257,7 +257,7 @@ fn read_classes(root: &Table<'_>) -> Vec<Class> {
         read_class(t, name, weight)
     });
     if !classes.is_empty() && classes.iter().all(|c| c.weight == 0.0) {
-        root.mistake(
+        root.error(
             "class",
             "every `[[class]]` has weight 0",
             "give one of them a weight above 0",
@@ -279,7 +279,7 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
     let slo = t.get::<String>("slo").optional().and_then(|text| {
         text.parse()
             .map_err(|error: String| {
-                t.mistake(
+                t.error(
                     "slo",
                     format!("`slo`: {error}"),
                     "write for example `slo = \"ttft=1s,itl=50ms\"`",
@@ -335,7 +335,7 @@ fn read_class(t: &Table<'_>, name: String, weight: f64) -> Class {
     };
     let shared: f64 = class.prefix.iter().map(|level| level.tokens.min()).sum();
     if shared >= class.isl.max() {
-        t.mistake(
+        t.error(
             "isl",
             format!(
                 "`isl` is at most {} tokens, but the shared prefix alone has {shared} or more",
@@ -530,7 +530,7 @@ fn read_dist(t: &Table<'_>, key: &str, default: f64, least: f64, most: f64) -> D
 
 fn ordered(d: &Table<'_>, min: f64, max: f64) {
     if min > max {
-        d.mistake(
+        d.error(
             "min",
             format!("`min` is {min}, above `max`, which is {max}"),
             "swap them",

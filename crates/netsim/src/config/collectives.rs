@@ -79,7 +79,7 @@ impl Reader<'_> {
             .choice("collective_type", KINDS)
             .required("name the collective", Some(Kind::RingAllReduce));
         if kind.is_none() && self.dialect == Dialect::Slipstream {
-            t.mistake(
+            t.error(
                 "collective_type",
                 "SendRecv is a collective of Days",
                 "write [[flow]] instead, or dialect = \"days\"",
@@ -117,7 +117,7 @@ impl Reader<'_> {
         };
         for path in paths {
             let [a, .., b] = path[..] else {
-                t.mistake(
+                t.error(
                     "paths",
                     "`paths` has a path of fewer than two nodes",
                     "list its nodes",
@@ -155,7 +155,7 @@ impl Reader<'_> {
             // Each flow sends for as long; nothing is forwarded.
             None if fans => 0,
             None => {
-                t.mistake(
+                t.error(
                     "traffic",
                     "a collective whose hosts forward data needs `traffic.size`, its bytes per \
                      host",
@@ -189,7 +189,7 @@ impl Reader<'_> {
                 .iter()
                 .find(|s| s.src / per_server == s.dst / per_server)
         {
-            t.mistake(
+            t.error(
                 "collective_type",
                 format!(
                     "GPUs {} and {} are of one server, where Days sends by NVLink, which is not modeled",
@@ -267,7 +267,7 @@ impl Reader<'_> {
             seed: mix::draw(self.seed ^ 0x636f_6c6c, key),
         };
         collective.steps().unwrap_or_else(|what| {
-            t.mistake(
+            t.error(
                 "collective_type",
                 what,
                 "list the hosts in `sources` and `sinks`",
@@ -285,7 +285,7 @@ impl Reader<'_> {
                 .count
                 .is_some_and(|n| n as usize != members.sources.len())
             {
-                t.mistake(
+                t.error(
                     "flow_count",
                     format!(
                         "`flow_count` is not the number of hosts, {}",
@@ -297,7 +297,7 @@ impl Reader<'_> {
         } else {
             let n = pairs.len();
             if (0..n).any(|i| pairs[i].1 != pairs[(i + 1) % n].0) {
-                t.mistake(
+                t.error(
                     "sinks",
                     "the flows are no ring: each host must send to the next one of `sources`",
                     "write sinks[i] = sources[i + 1], and the first after the last",
@@ -320,7 +320,7 @@ impl Reader<'_> {
             (1, _) => sinks.iter().map(|&sink| (sources[0], sink)).collect(),
             (_, 1) => sources.iter().map(|&source| (source, sinks[0])).collect(),
             (a, b) => {
-                t.mistake(
+                t.error(
                     "sources",
                     format!("`sources` has {a} hosts and `sinks` {b}"),
                     "give each flow its source and its sink",
@@ -344,7 +344,7 @@ impl Reader<'_> {
         if pairs.is_empty() && members.sources.is_empty() && members.sinks.is_empty() {
             let count = shape.count.unwrap_or(0);
             if count == 0 || count >= hosts || shape.kind.is_none() {
-                t.mistake(
+                t.error(
                     "flow_count",
                     "the collective names no hosts",
                     "list `sources` and `sinks`, or give `flow_count` below the number of hosts",
@@ -363,7 +363,7 @@ impl Reader<'_> {
             };
         }
         if shape.count.is_some_and(|n| n as usize != pairs.len()) {
-            t.mistake(
+            t.error(
                 "flow_count",
                 format!("`flow_count` is not the number of flows, {}", pairs.len()),
                 "correct it, or `sources` and `sinks`",
@@ -378,7 +378,7 @@ impl Reader<'_> {
             _ => true,
         };
         if !fits {
-            t.mistake(
+            t.error(
                 "collective_type",
                 "a broadcast has one source, a gather and an all-reduce one sink",
                 "split it into several collectives",

@@ -149,7 +149,7 @@ pub(super) fn choose(root: &Table<'_>) -> Chosen {
     match (days, ours) {
         (Some(days), Some(ours)) => {
             if let Some(what) = differs(root) {
-                root.mistake(
+                root.error(
                     "dialect",
                     format!(
                         "`{days}` is a key of Days and `{ours}` one of ours, and {what}"

@@ -237,7 +237,7 @@ impl<'a> Reader<'a> {
         }
         // A trace of training is refused by its name; see the caller.
         if flows.is_empty() && !root.has("workload") {
-            root.mistake(
+            root.error(
                 "flow",
                 "the file describes no traffic",
                 "add a [[flow]], [[flow_set]], [[flow_list]] or [[collective]]",
@@ -275,7 +275,7 @@ impl<'a> Reader<'a> {
         for (i, first, second) in twice.take(flow_list::PROBLEMS_MAX) {
             let id = flows[i as usize].flow.id;
             let text = |place: Result<String, &str>| place.unwrap_or_else(str::to_owned);
-            root.mistake(
+            root.error(
                 "flow_list",
                 format!(
                     "{}: the flow number {id} is that of {}, too",
@@ -311,7 +311,7 @@ impl<'a> Reader<'a> {
                     } else {
                         (first, waiting)
                     };
-                    root.mistake(
+                    root.error(
                         "flow",
                         format!("flow {of} is to start before or after flow {missing}, which does not exist"),
                         "correct the number or add the flow",
@@ -352,7 +352,7 @@ impl<'a> Reader<'a> {
         let parts = self.network.topology.parts().min(crate::net::SHARDS_MAX);
         let most = crate::net::INDEX_MAX as u64 * u64::from(parts);
         if need > have {
-            t.mistake(
+            t.error(
                 key,
                 format!(
                     "{total} flows need about {} MiB, more than the {} MiB at hand",
@@ -364,7 +364,7 @@ impl<'a> Reader<'a> {
             return false;
         }
         if total > most.min(FLOWS_MAX) {
-            t.mistake(
+            t.error(
                 key,
                 format!("{total} flows are more than this network can hold"),
                 format!("use at most {}", most.min(FLOWS_MAX)),
@@ -381,7 +381,7 @@ impl<'a> Reader<'a> {
         let path: Option<Vec<u32>> = t.get("path").optional();
         let pairs = self.read_pairs(t, path.as_deref());
         if pairs.is_empty() {
-            t.mistake(
+            t.error(
                 "graph",
                 "the flow has no sender and receiver",
                 "add graph = [[sender, receiver]]",
@@ -477,7 +477,7 @@ impl<'a> Reader<'a> {
             && !full
         {
             for problem in problems {
-                t.mistake("file", problem, "see `[[flow_list]]` in docs/netsim.md");
+                t.error("file", problem, "see `[[flow_list]]` in docs/netsim.md");
             }
         }
         list.file = path;
@@ -494,7 +494,7 @@ impl<'a> Reader<'a> {
         let mut pairs = Vec::new();
         for pair in &graph {
             let [src, dst] = pair[..] else {
-                t.mistake(
+                t.error(
                     "graph",
                     format!("`graph` has an entry of {} numbers", pair.len()),
                     "write each flow as [sender, receiver]",
@@ -534,7 +534,7 @@ impl<'a> Reader<'a> {
             .optional();
         let span_ns = seconds(t, "span");
         if t.has("span") && load.is_none() {
-            t.mistake(
+            t.error(
                 "span",
                 "`span` needs `load`",
                 "give `load`, or remove `span`",
@@ -555,7 +555,7 @@ impl<'a> Reader<'a> {
             _ => count.required("give the number of flows, or `load` and `span`", 1),
         };
         if count > FLOWS_MAX {
-            t.mistake(
+            t.error(
                 "pairing",
                 format!("the pattern has {count} flows"),
                 format!("use at most {FLOWS_MAX}: fewer hosts, or give `flow_count`"),
@@ -566,7 +566,7 @@ impl<'a> Reader<'a> {
         let template = self.read_template(t);
         let set = self.sets.replace(self.sets.get() + 1);
         if hosts < 2 {
-            t.mistake(
+            t.error(
                 "flow_count",
                 "the network has fewer than two hosts",
                 "add hosts",
@@ -586,7 +586,7 @@ impl<'a> Reader<'a> {
         let grid = self.network.topology.grid();
         let by_switch = matches!(pairing, Pairing::SwitchOffsetHalf | Pairing::SameSwitchNext);
         if by_switch && grid.is_none() {
-            t.mistake(
+            t.error(
                 "pairing",
                 "`pairing` by switch needs equally many hosts on every switch",
                 "use pairing = \"Random\"",
@@ -632,7 +632,7 @@ impl<'a> Reader<'a> {
         };
         let arrivals = load.map(|load| self.arrivals(load, pairing == Pairing::Incast, &template));
         if let Some(Err(what)) = &arrivals {
-            t.mistake(
+            t.error(
                 "load",
                 what.clone(),
                 "give `traffic.size` or `traffic.size_dist`",
@@ -706,7 +706,7 @@ impl<'a> Reader<'a> {
                 Ok(sizes) => Some(sizes),
                 Err(what) => {
                     let file = path.display();
-                    t.mistake("size_csv", format!("{file}: {what}"), "see docs/netsim.md");
+                    t.error("size_csv", format!("{file}: {what}"), "see docs/netsim.md");
                     None
                 }
             };
@@ -734,7 +734,7 @@ impl<'a> Reader<'a> {
         match t.get::<Given>("size_dist").optional()?.0 {
             Ok(sizes) => Some(sizes),
             Err(what) => {
-                t.mistake("size_dist", what, "list rising points up to 1");
+                t.error("size_dist", what, "list rising points up to 1");
                 None
             }
         }
@@ -773,7 +773,7 @@ impl<'a> Reader<'a> {
             let sizes = self.read_sizes(t);
             let size: Option<u64> = t.get("size").optional();
             if sizes.is_some() && size.is_some() {
-                t.mistake(
+                t.error(
                     "size",
                     "`size` and a distribution of sizes both set the size of a flow",
                     "remove one of them",
@@ -796,7 +796,7 @@ impl<'a> Reader<'a> {
                 Some(Dist::Exp { .. }) | None => 1460.0,
             };
             if !(1.0..=60_000.0).contains(&packet_bytes) {
-                t.mistake(
+                t.error(
                     "pkt_size_dist",
                     format!("packets of up to {packet_bytes} bytes"),
                     "use 1 to 60000 bytes",
@@ -820,7 +820,7 @@ impl<'a> Reader<'a> {
                 }),
             };
             if !matches!(kind, FlowType::Tcp | FlowType::Packets) && bytes.is_none() {
-                t.mistake(
+                t.error(
                     "size",
                     "flows of this type are messages of a known size",
                     "give `size` in bytes",
@@ -847,7 +847,7 @@ impl<'a> Reader<'a> {
                     bytes,
                 };
                 if gap.is_none() {
-                    t.mistake(
+                    t.error(
                         "arr_dist",
                         "a flow bounded by time needs `arr_dist`, the gaps between its packets in s",
                         "give `arr_dist`, or `size` in bytes",
@@ -914,7 +914,7 @@ impl<'a> Reader<'a> {
         });
         if t.has("dcqcn") {
             if t.any("roce.dcqcn", |_| true) {
-                t.mistake(
+                t.error(
                     "dcqcn",
                     "`traffic.dcqcn` and `traffic.roce.dcqcn` both give constants",
                     "remove one of them",
@@ -984,7 +984,7 @@ impl<'a> Reader<'a> {
         if [first, max].into_iter().flatten().any(|rate| rate < least)
             || first.zip(max).is_some_and(|(first, max)| first > max)
         {
-            t.mistake(
+            t.error(
                 "rate_gbps",
                 "the rates of `traffic.dcqcn` do not rise",
                 "give min_rate_gbps <= rate_gbps <= max_rate_gbps",
@@ -1090,7 +1090,7 @@ pub(super) fn settle_classes(
         ] {
             let known = of_class[usize::from(class.min(last))].get_or_insert(priority);
             if *known != priority {
-                root.mistake(
+                root.error(
                     "switch",
                     format!(
                         "class {class} of the discipline has flows of the priorities {known} and \
@@ -1103,7 +1103,7 @@ pub(super) fn settle_classes(
         }
     }
     if of_class[PFC_CLASSES..].iter().any(Option::is_some) {
-        root.mistake(
+        root.error(
             "switch",
             "PFC has 8 classes, and the file uses more",
             "use at most 8 classes with link.mode = \"Pfc\"",
@@ -1154,7 +1154,7 @@ fn read_routing(t: &Table<'_>) -> Option<Routing> {
     words.push(("PathFromConfig", None));
     let routing = t.choice("routing", &words).optional().flatten();
     if t.has("routing") && routing.is_none() && !t.has("path") && !t.has("paths") {
-        t.mistake(
+        t.error(
             "routing",
             "`routing` is PathFromConfig, but there is no path",
             "add path = [node, …]",
@@ -1228,7 +1228,7 @@ fn read_dist(t: &Table<'_>, key: &str) -> Option<Dist> {
             Type::Uniform | Type::Discrete => {
                 let (low, high) = (number("low"), number("high"));
                 if low > high {
-                    t.mistake(
+                    t.error(
                         "low",
                         format!("`low` ({low}) is above `high` ({high})"),
                         "swap them",

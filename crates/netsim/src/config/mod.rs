@@ -14,7 +14,7 @@ mod order;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
-use slipstream_config::doc::{Doc, Mistakes, Table};
+use slipstream_config::doc::{Diagnostics, Doc, Table};
 
 pub use dialect::Dialect;
 
@@ -70,7 +70,7 @@ const EXECUTION: &[&str] = &[
 /// # Errors
 /// All mistakes together, each with its place. What only shows when paths are laid (hosts that are
 /// cut off, flows that wait in a circle) is found by [`crate::Simulation::new`].
-pub fn read(doc: Doc) -> Result<Config, Mistakes> {
+pub fn read(doc: Doc) -> Result<Config, Diagnostics> {
     read_with(
         doc,
         &Means {
@@ -84,7 +84,7 @@ pub fn read(doc: Doc) -> Result<Config, Mistakes> {
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Mistakes> {
+pub fn read_with(doc: Doc, means: &Means<'_>) -> Result<Config, Diagnostics> {
     let (mut config, _) = doc.read(|root| {
         let chosen = dialect::choose(root);
         let mut notes = Vec::new();
@@ -172,5 +172,5 @@ fn ns(seconds: f64) -> u64 {
 
 /// Reports `error` about `key`.
 fn note(table: &Table<'_>, key: &str, error: &crate::Error) {
-    table.mistake(key, error.to_string(), "see docs/netsim.md");
+    table.error(key, error.to_string(), "see docs/netsim.md");
 }

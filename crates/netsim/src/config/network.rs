@@ -183,7 +183,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
         rails: None,
     };
     if root.has("topology") {
-        root.mistake(
+        root.error(
             "topology",
             "`topology` and `edges` both define the network",
             "remove one of them",
@@ -198,7 +198,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
             _ => None,
         };
         let Some((a, b)) = ends else {
-            root.mistake(
+            root.error(
                 "edges",
                 format!("`edges` has the entry {edge:?}, which names no two nodes"),
                 "write each edge as [node, node], [node, node, bit/s] or [node, node, bit/s, ns]",
@@ -210,7 +210,7 @@ fn read_graph(root: &Table<'_>) -> Layout {
         let bad =
             rate.is_some_and(|r| !RATES.contains(r)) || delay.is_some_and(|d| !DELAYS.contains(d));
         if bad {
-            root.mistake(
+            root.error(
                 "edges",
                 format!("`edges` has the entry {edge:?}, whose rate or delay is out of range"),
                 "give a rate from 1 to 1e15 bit/s and a delay from 0 to 2e9 ns",
@@ -366,7 +366,7 @@ fn read_rails(t: &Table<'_>) -> (Result<Graph, Error>, Rails) {
     let rate = |key: &str| {
         read_rate(t, key).unwrap_or_else(|| {
             if !t.has(key) {
-                t.mistake(
+                t.error(
                     key,
                     format!("`{key}` is missing"),
                     "give the rate of these links in bit/s",
@@ -408,7 +408,7 @@ fn read_failure(t: &Table<'_>, topology: &Topology) -> Option<Failure> {
                 }
             },
             _ => {
-                t.mistake(
+                t.error(
                     "link",
                     "a failure is of one link, one switch, or one host's link",
                     "give link = [switch, switch], switch = n or host = n",
@@ -474,14 +474,14 @@ fn read_links(t: &Table<'_>, rate: u64, host_links: bool, layout: &Layout) -> Li
     let (mut host, mut edge, mut core) = (host, tier("edge"), tier("core"));
     if t.has("propagation_tiers") {
         if !matches!(layout.topology, Topology::FatTree(_)) {
-            t.mistake(
+            t.error(
                 "propagation_tiers",
                 "`link.propagation_tiers` names the tiers of a fat-tree, and this is none",
                 "give `link.propagation_ns`",
             );
         }
         if t.has("propagation_ns") {
-            t.mistake(
+            t.error(
                 "propagation_ns",
                 "`link.propagation_ns` and `link.propagation_tiers` both give delays",
                 "remove one of them",
@@ -531,14 +531,14 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
         return;
     }
     if queue.pfc.is_some() {
-        t.mistake(
+        t.error(
             "mode",
             "`link.mode` and `switch.pfc` both configure pauses",
             "remove one of them",
         );
     }
     if queue.trim.is_some() {
-        t.mistake(
+        t.error(
             "mode",
             "`link.mode` is Pfc, but ports that trim have two queues of their own",
             "choose another `switch.drop`",
@@ -581,7 +581,7 @@ fn read_link_pfc(t: &Table<'_>, queue: &mut Queue, notes: &mut Vec<String>) {
             }
             let limit = if capacity[p] == 0 { u64::MAX } else { capacity[p] };
             if xon[p] >= xoff[p] || xoff[p] > limit {
-                t.mistake(
+                t.error(
                     "xoff",
                     format!(
                         "priority {p} has xon {}, xoff {} and buffer_capacity {}",
@@ -656,7 +656,7 @@ fn read_switch(
     let given = rails_rate.or_else(|| read_rate(t, "port_rate"));
     let rate = given.unwrap_or_else(|| {
         if !t.has("port_rate") {
-            t.mistake(
+            t.error(
                 "port_rate",
                 "`switch.port_rate` is missing",
                 "give the rate of a port in bit/s, such as port_rate = 1e10",
@@ -694,7 +694,7 @@ fn read_switch(
         }
     }
     if matches!(aqm, Aqm::Red { .. }) && capacity == 0 {
-        t.mistake(
+        t.error(
             "drop",
             "`switch.drop` is RED, whose thresholds are shares of the capacity, but that is 0",
             "give `switch.capacity` in packets",
@@ -712,7 +712,7 @@ fn read_switch(
         .has("pfc")
         .then(|| t.table("pfc", |t| read_pfc(t, shared.is_some())));
     if trim.is_some() && (shared.is_some() || pfc.is_some() || discipline != Discipline::Fifo) {
-        t.mistake(
+        t.error(
             "drop",
             "ports that trim have two queues of their own, so `discipline`, `shared` and `pfc` \
              cannot be used",
@@ -753,7 +753,7 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
     };
     if let Some(share) = share {
         if capacity == 0 {
-            t.mistake(
+            t.error(
                 "ecn_threshold",
                 "`switch.ecn_threshold` is a share of the capacity, but that is 0",
                 "give `switch.capacity` in packets",
@@ -764,7 +764,7 @@ fn read_ecn_threshold(t: &Table<'_>, dialect: Dialect, capacity: u32) -> Aqm {
         };
     }
     if value.is_none() && !t.has("ecn_threshold") {
-        t.mistake(
+        t.error(
             "ecn_threshold",
             "`switch.ecn_threshold` is missing",
             "give the packets above which arrivals are marked, such as ecn_threshold = 65",
@@ -789,7 +789,7 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
         .optional();
     if !t.has("ecn") {
         if bytes.is_some() && !t.has("ecn_by_rate") {
-            t.mistake(
+            t.error(
                 "ecn_capacity_bytes",
                 "`switch.ecn_capacity_bytes` limits queues with a ramp, and there is none",
                 "add ecn = { kmin_bytes, kmax_bytes, pmax }, or use `capacity_bytes`",
@@ -798,14 +798,14 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
         return None;
     }
     if drop != Drop::Tail {
-        t.mistake(
+        t.error(
             "ecn",
             "`switch.ecn` marks, and so does `switch.drop`",
             "write drop = \"TailDrop\", or remove `ecn`",
         );
     }
     if bytes.is_none() && !t.has("ecn_capacity_bytes") {
-        t.mistake(
+        t.error(
             "ecn",
             "`switch.ecn` needs `ecn_capacity_bytes`",
             "give the bytes at which such a queue drops",
@@ -820,7 +820,7 @@ fn read_days_ramp(t: &Table<'_>, drop: Drop) -> Option<(Aqm, u64)> {
             .check(|&p: &f64| p > 0.0 && p <= 1.0, "above 0 and at most 1")
             .required("give the probability at Kmax", 1.0);
         if min == 0 || min > max || max > bytes {
-            t.mistake(
+            t.error(
                 "kmin_bytes",
                 format!("kmin_bytes is {min}, kmax_bytes {max} and ecn_capacity_bytes {bytes}"),
                 "they must rise, from at least 1",
@@ -872,7 +872,7 @@ fn read_shared(t: &Table<'_>) -> SharedBuffer {
 fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
     let xoff_bytes: Option<u64> = t.get("xoff").within(0..=1u64 << 40).optional();
     if xoff_bytes.is_none() && !shared {
-        t.mistake(
+        t.error(
             "xoff",
             "`switch.pfc` has neither a threshold nor a shared buffer to derive one from",
             "give `xoff` in bytes, or `switch.shared`",
@@ -880,7 +880,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
     }
     let classes: Vec<u32> = t.get("classes").or((0..PFC_CLASSES as u32).collect());
     if classes.is_empty() || classes.iter().any(|&c| c as usize >= PFC_CLASSES) {
-        t.mistake(
+        t.error(
             "classes",
             "PFC has the classes 0 to 7",
             "list those that are lossless, such as classes = [0]",
@@ -889,7 +889,7 @@ fn read_pfc(t: &Table<'_>, shared: bool) -> Pfc {
     let quanta: Option<u32> = t.get("quanta").within(1..=0xffff).optional();
     let quanta = quanta.map(|q| q as u16);
     if quanta.is_none() && t.has("refresh") {
-        t.mistake(
+        t.error(
             "refresh",
             "`switch.pfc.refresh` is given, but a pause without `quanta` lasts until it is taken back",
             "give `quanta` too, such as quanta = 65535, or remove `refresh`",
@@ -979,7 +979,7 @@ fn read_discipline(t: &Table<'_>, dialect: Dialect, notes: &mut Vec<String>) -> 
             // Days has defaults for these, we ask.
             None if t.has(key) || dialect == Dialect::Days => usual,
             None => {
-                t.mistake(
+                t.error(
                     key,
                     format!("`switch.{key}` is missing"),
                     format!("give each class its number, such as {key} = [1, 2]"),
@@ -1033,7 +1033,7 @@ fn read_red(t: &Table<'_>, ecn: bool, dialect: Dialect) -> Aqm {
         let min = t.get("min").within(0.0..=1.0).or(0.7);
         let max = t.get("max").within(0.0..=1.0).or(0.9);
         if min >= max {
-            t.mistake(
+            t.error(
                 "min",
                 format!("`min` ({min}) is not below `max` ({max})"),
                 "swap them",

@@ -37,7 +37,7 @@ impl Reader<'_> {
             .within(0..=1_000_000_000_000_000_000)
             .required("give its length in ns", 0);
         if item.name.is_none() {
-            t.mistake(
+            t.error(
                 "name",
                 "the computation has no name, so nothing can wait for it",
                 "add name = \"compute0\" and name it in `after`",
@@ -58,7 +58,7 @@ impl Reader<'_> {
             if let Some(name) = &item.name
                 && by_name.insert(name.as_str(), i).is_some()
             {
-                root.mistake(
+                root.error(
                     "name",
                     format!("the name `{name}` is given twice"),
                     "give each table a name of its own",
@@ -94,13 +94,13 @@ impl Reader<'_> {
                 let wait = match wait {
                     Ok(wait) => wait,
                     Err(what) => {
-                        root.mistake("after", what.clone(), "correct `after`");
+                        root.error("after", what.clone(), "correct `after`");
                         return;
                     }
                 };
                 total += wait.after.len();
                 if total > WAITS_MAX {
-                    root.mistake(
+                    root.error(
                         "after",
                         format!("`after` stands for more than {WAITS_MAX} dependencies of flows"),
                         "let fewer flows wait for fewer",
@@ -119,7 +119,7 @@ impl Reader<'_> {
                     .iter()
                     .find(|n| !names.by_name.contains_key(n.as_str()))
                 {
-                    root.mistake("after", names.unknown(after), "correct `after`");
+                    root.error("after", names.unknown(after), "correct `after`");
                 } else if !used {
                     self.note(format!(
                         "[[compute]] `{name}` delays nothing: nothing names it in `after`"

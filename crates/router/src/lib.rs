@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   frontend shard ── Router::route(now, request) ──► Routed { target, hit_blocks, active }
-//!                          │ policy, draws                              │ on_first_token, drop
+//!                          │ policy, rng                                │ on_first_token, drop
 //!                          ▼                                            ▼
 //!                        Fleet: load line of each target, readiness, block index, sessions
 //!                          ▲
@@ -30,6 +30,6 @@ mod view;
 pub use active::ActiveSequence;
 pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Load, TargetConfig};
 pub use fleets::Fleets;
-pub use policy::{Candidates, Draws, RoutePolicy, WorkerView};
+pub use policy::{Candidates, Rng, RoutePolicy, WorkerView};
 pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
 pub use view::ViewTurn;

@@ -80,15 +80,15 @@ impl Candidates<'_> {
 
 /// Random numbers for policies: draws of a named stream, the same on every machine.
 #[derive(Clone, Debug)]
-pub struct Draws {
+pub struct Rng {
     seed: u64,
     made: u64,
 }
 
-impl Draws {
+impl Rng {
     /// The stream named `seed`, from its beginning.
-    pub fn new(seed: u64) -> Draws {
-        Draws { seed, made: 0 }
+    pub fn new(seed: u64) -> Rng {
+        Rng { seed, made: 0 }
     }
 
     /// 64 random bits.
@@ -118,7 +118,7 @@ pub trait RoutePolicy: Send {
         &mut self,
         candidates: &Candidates<'_>,
         request: &RouteRequest<'_>,
-        draws: &mut Draws,
+        rng: &mut Rng,
     ) -> Option<usize>;
 
     /// Cost of a candidate, for traced requests, in the policy's own unit. 0 if a policy does not
@@ -166,7 +166,7 @@ impl RoutePolicy for RoundRobin {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        _draws: &mut Draws,
+        _rng: &mut Rng,
     ) -> Option<usize> {
         let turn = candidates
             .fleet
@@ -190,9 +190,9 @@ impl RoutePolicy for Random {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        draws: &mut Draws,
+        rng: &mut Rng,
     ) -> Option<usize> {
-        (!candidates.is_empty()).then(|| draws.below(candidates.len()))
+        (!candidates.is_empty()).then(|| rng.below(candidates.len()))
     }
 
     fn reads_loads(&self) -> bool {
@@ -211,14 +211,14 @@ impl RoutePolicy for PowerOfTwo {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        draws: &mut Draws,
+        rng: &mut Rng,
     ) -> Option<usize> {
         let n = candidates.len();
         if n < 2 {
             return n.checked_sub(1);
         }
-        let one = draws.below(n);
-        let other = (one + 1 + draws.below(n - 1)) % n;
+        let one = rng.below(n);
+        let other = (one + 1 + rng.below(n - 1)) % n;
         let load = |place: usize| {
             let view = candidates.view(place);
             (view.requests, tokens(&view), place)
@@ -240,7 +240,7 @@ impl RoutePolicy for LeastRequests {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        _draws: &mut Draws,
+        _rng: &mut Rng,
     ) -> Option<usize> {
         least(candidates, |view| (view.requests, tokens(view)))
     }
@@ -259,7 +259,7 @@ impl RoutePolicy for LeastTokens {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        _draws: &mut Draws,
+        _rng: &mut Rng,
     ) -> Option<usize> {
         least(candidates, |view| (tokens(view), view.requests))
     }
@@ -300,10 +300,10 @@ impl RoutePolicy for KvAware {
         &mut self,
         candidates: &Candidates<'_>,
         request: &RouteRequest<'_>,
-        draws: &mut Draws,
+        rng: &mut Rng,
     ) -> Option<usize> {
         if self.temperature > 0.0 {
-            return self.sample(candidates, request, draws);
+            return self.sample(candidates, request, rng);
         }
         let mut best: Option<(f64, u64, usize)> = None;
         for (place, view) in candidates.iter().enumerate() {
@@ -336,7 +336,7 @@ impl KvAware {
         &mut self,
         candidates: &Candidates<'_>,
         request: &RouteRequest<'_>,
-        draws: &mut Draws,
+        rng: &mut Rng,
     ) -> Option<usize> {
         let mut costs = std::mem::take(&mut self.costs);
         costs.clear();
@@ -350,7 +350,7 @@ impl KvAware {
             sum += libm::exp(-(*cost - least) / scale / self.temperature);
             *cost = sum;
         }
-        let aim = draws.unit() * sum;
+        let aim = rng.unit() * sum;
         let place = costs.partition_point(|&up_to| up_to <= aim);
         let chosen = (!costs.is_empty()).then(|| place.min(costs.len() - 1));
         self.costs = costs;
@@ -425,9 +425,9 @@ mod tests {
             hits: &hits,
             views: None,
         };
-        let mut draws = Draws::new(7);
+        let mut rng = Rng::new(7);
         (0..times)
-            .map(|_| policy.choose(&candidates, &request, &mut draws).unwrap())
+            .map(|_| policy.choose(&candidates, &request, &mut rng).unwrap())
             .collect()
     }
 
@@ -596,7 +596,7 @@ mod tests {
                 Box::new(kv(1.0, temperature)),
             ];
             for policy in &mut policies {
-                assert_eq!(policy.choose(&nobody, &request, &mut Draws::new(0)), None);
+                assert_eq!(policy.choose(&nobody, &request, &mut Rng::new(0)), None);
             }
         }
     }

@@ -9,7 +9,7 @@ use slipstream_config::cluster::RouterPolicy;
 
 use crate::active::ActiveSequence;
 use crate::fleet::{CachedBlocks, Fleet};
-use crate::policy::{self, Candidates, Draws, RoutePolicy};
+use crate::policy::{self, Candidates, Rng, RoutePolicy};
 use crate::view::{ViewTurn, ViewedLoad, Views};
 
 /// A request as the router sees it.
@@ -144,11 +144,11 @@ impl RouteError {
     }
 }
 
-/// One shard's router: the policy's state, its draws, and scratch space.
+/// One shard's router: the policy's state, its random numbers, and scratch space.
 pub struct Router {
     fleet: Arc<Fleet>,
     policy: Box<dyn RoutePolicy>,
-    draws: Draws,
+    rng: Rng,
     /// Ready targets, rising, as of `ready_generation`.
     ready: Vec<u32>,
     ready_generation: u64,
@@ -178,7 +178,7 @@ impl Router {
             .then(|| Views::new((config.view_interval_ms * 1e6).round() as u64));
         Router {
             policy,
-            draws: Draws::new(draw(fleet.config().seed, shard.into())),
+            rng: Rng::new(draw(fleet.config().seed, shard.into())),
             ready: Vec::new(),
             ready_generation: 0,
             open: Vec::new(),
@@ -196,11 +196,11 @@ impl Router {
         views.map_or(ViewTurn::Fresh, |views| views.turn(now))
     }
 
-    /// From now on the router refreshes its view only on [`see`](Self::see): for a driver that
+    /// From now on the router refreshes its view only on [`refresh`](Self::refresh): for a driver that
     /// routes ahead of its workers. A [`ViewTurn::Fresh`] still refreshes.
-    pub fn look_by_hand(&mut self) {
+    pub fn manual_refresh(&mut self) {
         if let Some(views) = &mut self.views {
-            views.by_hand = true;
+            views.manual = true;
         }
     }
 
@@ -213,9 +213,9 @@ impl Router {
 
     /// Reads the current loads, for the decisions of the next interval; no effect if this interval
     /// already has a view.
-    pub fn see(&mut self) {
+    pub fn refresh(&mut self) {
         if let Some(views) = &mut self.views {
-            views.see(&self.fleet);
+            views.refresh(&self.fleet);
         }
     }
 
@@ -346,7 +346,7 @@ impl Router {
         } else {
             let place = self
                 .policy
-                .choose(&candidates, request, &mut self.draws)
+                .choose(&candidates, request, &mut self.rng)
                 .filter(|&place| place < self.open.len())
                 .expect("a policy chooses among one or more candidates");
             self.open[place]

@@ -60,7 +60,7 @@ pub(crate) struct Views {
     /// Requests routed in this interval, until it is.
     routed: Vec<(u32, ViewedLoad)>,
     /// The driver decides when to refresh.
-    pub(crate) by_hand: bool,
+    pub(crate) manual: bool,
 }
 
 impl Views {
@@ -72,7 +72,7 @@ impl Views {
             next: Vec::new(),
             seen: false,
             routed: Vec::new(),
-            by_hand: false,
+            manual: false,
         }
     }
 
@@ -97,18 +97,18 @@ impl Views {
             ViewTurn::Fresh => {
                 self.routed.clear();
                 self.seen = false;
-                self.see(fleet);
+                self.refresh(fleet);
                 self.loads.clone_from(&self.next);
             }
         }
         self.interval = Some(now.0 / self.interval_ns);
-        if !self.by_hand {
-            self.see(fleet);
+        if !self.manual {
+            self.refresh(fleet);
         }
     }
 
     /// Refreshes the view for the next interval, unless it is done.
-    pub(crate) fn see(&mut self, fleet: &Fleet) {
+    pub(crate) fn refresh(&mut self, fleet: &Fleet) {
         if self.seen {
             return;
         }

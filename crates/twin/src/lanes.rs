@@ -594,7 +594,7 @@ impl Shared<'_> {
             let filled = match following.expect("somebody routed the next window") {
                 Ok(Some(window)) => {
                     // All engines have reached its start.
-                    arrivals.router.see();
+                    arrivals.router.refresh();
                     Ok(window)
                 }
                 Ok(None) => {
@@ -669,7 +669,7 @@ pub(crate) fn run(sim: Sim<'_>, sink: &mut dyn Sink) -> Result<Outcome, TwinErro
     let block_size = fleet.block_size();
     let views = fleet.reads_cache();
     let mut router = parts.router;
-    router.look_by_hand();
+    router.manual_refresh();
     let mut arrivals = Arrivals {
         schedule: parts.schedule,
         any_prompt: (!views).then(|| one_token(block_size)),

@@ -289,7 +289,7 @@ pub fn simulate(
     }
     if independent {
         sim.looks_first = true;
-        sim.dispatch.router().look_by_hand();
+        sim.dispatch.router().manual_refresh();
     }
     sim.run(sink)
 }
@@ -588,7 +588,7 @@ impl<'a> Sim<'a> {
                 let router = self.dispatch.router();
                 self.serve.hear(next, router.view_turn(next), &self.nodes);
                 router.advance_view(next);
-                router.see();
+                router.refresh();
             }
             self.end_passes(sink);
             self.happen(sink);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use slipstream_base::{SimTime, WorkerId};
 use slipstream_config::cluster::{RouterConfig, RouterPolicy};
-use slipstream_router::{Candidates, Draws, RoutePolicy, RouteRequest, Router, ViewTurn};
+use slipstream_router::{Candidates, Rng, RoutePolicy, RouteRequest, Router, ViewTurn};
 
 use crate::{config, fleet, prompt, ready, request};
 
@@ -79,7 +79,7 @@ impl RoutePolicy for Custom {
         &mut self,
         candidates: &Candidates<'_>,
         _request: &RouteRequest<'_>,
-        _draws: &mut Draws,
+        _rng: &mut Rng,
     ) -> Option<usize> {
         let requests = |place: &usize| candidates.view(*place).requests;
         let all = 0..candidates.len();
@@ -158,13 +158,13 @@ fn looking_by_hand_decides_the_same() {
         let mut chosen = Vec::new();
         let mut live = std::collections::VecDeque::new();
         if by_hand {
-            router.look_by_hand();
+            router.manual_refresh();
         }
         for (n, prompt) in prompts.iter().enumerate() {
             let looks = router.view_turn(at(n)) != ViewTurn::Same;
             let choice = router.choose(at(n), &request(prompt), None).unwrap();
             if by_hand && looks {
-                router.see(); // late, after it was routed, but before it was charged
+                router.refresh(); // late, after it was routed, but before it was charged
             }
             live.push_back(choice.charge(&fleet, prompt));
             if live.len() > 9 {

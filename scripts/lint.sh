@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 # Phrases that make prose hard to read, against limits per 10,000 words.
 scripts/words.py --check
 scripts/venv.sh
-.venv/bin/ruff check python scripts
+.venv/bin/ruff check python
 .venv/bin/ruff format --check python scripts
 .venv/bin/mypy
 git ls-files -z | xargs -0 grep -lZE '^#!.*(bash|sh)$' |

@@ -37,9 +37,17 @@ GROUPS = {
         "a noun that names the thing",
     ),
     "lies": (r"\b(?:lies|lay|lain)\b", 1.0, "is stored, is at, is between"),
-    "beside": (r"\b(?:beside|meanwhile|for ever)\b", 1.0, "next to, in addition to, while, forever"),
+    "beside": (
+        r"\b(?:beside|meanwhile|for ever)\b",
+        1.0,
+        "next to, in addition to, while, forever",
+    ),
     "goes on": (r"\b(?:goes|go|went|gone|going) on\b", 1.0, "continues"),
-    "but for": (r"(?:\b(?:all|none|nothing|same|equal)\b[^.;:]{0,40}|, )\bbut for\b", 1.0, "except"),
+    "but for": (
+        r"(?:\b(?:all|none|nothing|same|equal)\b[^.;:]{0,40}|, )\bbut for\b",
+        1.0,
+        "except",
+    ),
     "What ...": (
         r"(?:\n\n|^|[.:;]\s)\s*(?-i:What|Who|Whatever)\b(?![^.]{0,80}\?)",
         1.0,
@@ -149,7 +157,11 @@ def total(counts):
 
 def tracked(*patterns):
     out = subprocess.run(
-        ["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--", *patterns],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     return [name for name in out.split("\0") if name]
 
@@ -180,7 +192,9 @@ def check(rust, pages):
         for group, (_, limit, instead) in GROUPS.items():
             if count.rate(group) > limit:
                 failed = True
-                print(f"{name}: '{group}' {count.rate(group):.1f} per 10,000 words, limit {limit}; use: {instead}")
+                print(
+                    f"{name}: '{group}' {count.rate(group):.1f} per 10,000 words, limit {limit}; use: {instead}"
+                )
                 count.print_hits([group], indent="  ")
     return failed
 
@@ -195,9 +209,15 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description="Count phrases that make prose hard to read.")
     parser.add_argument("--check", action="store_true", help="exit 1 if a limit is exceeded")
-    parser.add_argument("--list", metavar="GROUP", choices=[*GROUPS, "all"], help="list occurrences")
-    parser.add_argument("--in", dest="where", metavar="PATH", default="", help="with --list: paths with this prefix")
-    parser.add_argument("--strings", action="store_true", help="string literals instead of comments")
+    parser.add_argument(
+        "--list", metavar="GROUP", choices=[*GROUPS, "all"], help="list occurrences"
+    )
+    parser.add_argument(
+        "--in", dest="where", metavar="PATH", default="", help="with --list: paths with this prefix"
+    )
+    parser.add_argument(
+        "--strings", action="store_true", help="string literals instead of comments"
+    )
     parser.add_argument("--tree", metavar="DIR", nargs="+", help="count another Rust source tree")
     args = parser.parse_args()
 

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs inside the VM (scripts/vm/run.sh): the loader as something that is left running. Prints one line
 # a check, `ok` or `FAIL`.
+# shellcheck disable=SC3045  # the shell of the VM has it
 ulimit -l unlimited
 failed=0
 check() { # NAME CONDITION...

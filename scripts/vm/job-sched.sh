@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs inside the VM (scripts/vm/run.sh): what slipstream-scx must do on a real kernel. Prints one
 # line a check, `ok` or `FAIL`, and a table of wake-up latency under both schedulers.
+# shellcheck disable=SC3045  # the shell of the VM has it
 ulimit -l unlimited
 failed=0
 check() { # NAME CONDITION...
@@ -15,6 +16,7 @@ wait_for() { # STATE; 20 s of the guest's time at most
     usleep 100000
   done
 }
+# shellcheck disable=SC2120  # arguments are for jobs that have some
 load() { slipstream-scx run "$@" > /tmp/scx.log 2>&1 & loader=$!; wait_for enabled || { cat /tmp/scx.log; return 1; }; }
 unload() { kill -9 $loader; wait_for disabled; }
 counters() { slipstream-scx stats --json | tr ',{}' '\n\n\n' > /tmp/counters; }
@@ -77,7 +79,7 @@ for i in 1 2 3 4 5 6 7 8; do
   sh -c 'while :; do :; done' & lights="$lights $!"; renice -n 3 -p $! > /dev/null
 done
 usleep 200000
-total() { sum=0; for pid in $*; do sum=$((sum + $(runtime $pid))); done; echo $sum; }
+total() { sum=0; for pid in "$@"; do sum=$((sum + $(runtime $pid))); done; echo $sum; }
 h0=$(total $heavies); l0=$(total $lights); sleep 2; h=$(( $(total $heavies) - h0 )); l=$(( $(total $lights) - l0 ))
 share=$((1000 * h / (h + l)))
 check "so do sixteen tasks on all CPUs: $share per mille, 662 expected" [ $share -ge 629 -a $share -le 695 ]

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Runs inside the VM (scripts/vm/soak.sh): everything at once for a long time. Arguments: SECONDS SEED.
+# shellcheck disable=SC3045  # the shell of the VM has it
 ulimit -l unlimited
 state() { cat /sys/kernel/sched_ext/state; }
 slipstream-scx run > /tmp/scx.log 2>&1 &

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs inside the VM with two sockets (scripts/vm/test-sched.sh): what slipstream-scx makes of LLCs,
 # SMT, NUMA nodes and CPUs that come and go, and how it refuses what it cannot do.
+# shellcheck disable=SC3045  # the shell of the VM has it
 ulimit -l unlimited
 failed=0
 check() { # NAME CONDITION...

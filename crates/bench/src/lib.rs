@@ -8,7 +8,7 @@
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.
 //! - [`process`]: CPU and memory; [`host`]: how busy the machine is.
-//! - [`run`]: the run itself, on one or more threads of single-threaded runtimes.
+//! - [`run`](mod@run): the run itself, on one or more threads of single-threaded runtimes.
 #![forbid(unsafe_code)]
 
 mod alarm;

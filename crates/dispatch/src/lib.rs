@@ -14,7 +14,7 @@
 //! Tokens do not pass through here: only the first one of a request and its end.
 //!
 //! Modules: [`dispatcher`] has the inputs and their rules, [`action`] what a driver carries out,
-//! [`env`] what a driver answers, `life` the states of a request, and [`ahead`] decisions for requests
+//! [`env`](mod@env) what a driver answers, `life` the states of a request, and [`ahead`] decisions for requests
 //! of which none depends on another.
 #![forbid(unsafe_code)]
 // Here, and nowhere else (clippy.toml).

@@ -60,7 +60,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
         };
         let anchor = anchor(heading.trim_start_matches('#'));
         // A second heading of the same words is numbered.
-        let repeated = (1..)
+        let repeated = (1..=all.len())
             .map(|n| format!("{anchor}-{n}"))
             .find(|numbered| !all.contains(numbered));
         if !all.insert(anchor) {

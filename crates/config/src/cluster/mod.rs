@@ -1,7 +1,7 @@
 //! The cluster file, resolved: `serve` and `simulate` build their cluster from it.
 //!
-//! These are plain values with defaults. [`file`] reads them from TOML, and reports all mistakes
-//! together, with lines. [`reference`] documents each key, with the effect of values that are too
+//! These are plain values with defaults. [`file`](mod@file) reads them from TOML, and reports all mistakes
+//! together, with lines. [`reference`](mod@reference) documents each key, with the effect of values that are too
 //! small or too large; `docs/cluster-file.md` is generated from it.
 
 pub mod file;

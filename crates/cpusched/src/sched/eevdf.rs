@@ -6,7 +6,7 @@
 //! (RUN_TO_PARITY), which the tick or a wake-up with an earlier deadline finds out; a CPU that runs out of work pulls from the
 //! longest queue of its LLC, then of all (`sched_balance_newidle`); a tick that finds a task waiting
 //! wakes an idle CPU to come and pull (`nohz_balancer_kick`); queues whose lengths differ by two are
-//! evened out every [`BALANCE_TICKS`]. CPU masks bind every step. A cgroup's weight is shared out to
+//! evened out every `BALANCE_TICKS`. CPU masks bind every step. A cgroup's weight is shared out to
 //! its runnable tasks by their weights (`calc_group_shares`), so that one level of groups is kept.
 //!
 //! What is left out flatters it: balancing costs nothing and sees every queue of the host,

@@ -1,4 +1,4 @@
-//! Ours: the BPF program itself, on the simulated kernel of [`kernel`](super::kernel).
+//! Ours: the BPF program itself, on the simulated kernel of `kernel`.
 
 use super::kernel::{GAP_NS, Host};
 use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};

@@ -7,24 +7,24 @@
 //!
 //! **Renewing** sets the file's modification time: one system call, without opening the file, that
 //! works on a full disk. On NFS the server sets it, so no two clocks are compared: an entry is alive as
-//! long as its time *differs* from the last one that was seen, whatever it says.
+//! long as its time *differs* from the last one that was seen, whatever its value.
 //!
 //! **Judging** is shared out, as every process watching every other would cost the square of their
 //! number. Entries form a ring in the order of their keys, and each process checks the one after its
 //! own: one `statx` per half lease. Only if that one was not renewed does it check the next, and so on up to
-//! one that was. An entry whose time has not changed for a lease is removed, which all others see. So a
-//! process that is killed is forgotten after one to two leases, whoever else dies with it, and `n`
-//! processes make some `5 n` calls per lease. A process that was removed by mistake (it, or its host, stood
-//! still) puts its entry again with its next renewal.
+//! one that was. An entry whose time has not changed for a lease is removed, which all others see. So
+//! the entry of a killed process is removed after one to two leases, even if other processes die with
+//! it, and `n` processes make some `5 n` calls per lease. A process that was removed by mistake (it, or
+//! its host, stood still) puts its entry again with its next renewal.
 //!
 //! **Watching** is inotify, which names the file that changed. Shared file systems do not report changes
 //! that another host makes; there the folder's own modification time is read every
-//! [`FolderOptions::poll`], and files are listed only if it changed. Of what is listed, only files
+//! [`FolderOptions::poll`], and files are listed only if it changed. Of the listed files, only those
 //! with a new inode are opened: replacing a file by renaming makes one. A process that finds nothing
 //! changed opens no file.
 //!
 //! Only regular files are opened, without following links and without blocking, so a FIFO or a device
-//! in the folder stops no one.
+//! in the folder stops no process.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -46,9 +46,9 @@ use crate::{Backend, BackendError, Change, VALUE_BYTES_MAX, Waker};
 const FILES_MAX: usize = 4_096;
 /// Invalid files whose names are kept, so that each is reported once.
 const INVALID_MAX: usize = 1_024;
-/// Bytes of a file beside its value.
+/// Bytes of a file in addition to its value.
 const ENVELOPE_BYTES: usize = 256;
-/// Longer leases are not believed.
+/// A file with a longer lease is invalid.
 const LEASE_MAX: Duration = Duration::from_secs(24 * 3_600);
 /// How often the folder's time is read although the system reports its changes.
 const SLOW_POLL_NS: u64 = 5_000_000_000;
@@ -66,7 +66,7 @@ pub struct FolderOptions {
     /// How often its time is read where the system does not report changes. Lower: newcomers are
     /// found sooner. Default 500 ms.
     pub poll: Duration,
-    /// What errors advise, such as which option names another folder.
+    /// Advice that errors give, such as which option names another folder.
     pub hint: &'static str,
 }
 
@@ -121,7 +121,7 @@ struct Listed {
     is_reported: bool,
 }
 
-/// What a file holds.
+/// Contents of a file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Envelope<'a> {
@@ -334,7 +334,7 @@ impl Folder {
             return;
         };
         if now.since(self.next_round) > pause_ns {
-            // This process stood still, and perhaps its host with all others: nobody was silent.
+            // This process stood still, and perhaps its host with all others: no entry counts as silent.
             for entry in self.entries.values_mut() {
                 entry.changed_at = now;
             }
@@ -521,7 +521,7 @@ impl From<Errno> for Unreadable {
     }
 }
 
-/// What a file held.
+/// An entry as read from its file.
 struct ReadEntry {
     value: String,
     lease: Duration,
@@ -561,7 +561,7 @@ fn read_file(path: &Path) -> Result<ReadEntry, Unreadable> {
     })
 }
 
-/// What is known of a file without opening it.
+/// Metadata of a file, read without opening it.
 struct Stat {
     inode: u64,
     modified: (i64, i64),
@@ -617,7 +617,7 @@ fn is_local(_path: &Path) -> bool {
 
 fn make_folder(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
-    // Whoever can write here can direct other processes to an address of theirs.
+    // A user with write access here can direct other processes to an address of their own.
     fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)

@@ -7,8 +7,8 @@
 //! - [`Session`]: drives a backend on a thread of its own, and turns entries into typed [`Record`]s.
 //!
 //! The thread is the point: a file system may block a caller for as long as it likes (NFS whose
-//! server is away), so no thread that serves connections touches it. What must not wait, does not:
-//! stopping a session is bounded even if the backend never returns.
+//! server is away), so no thread that serves connections touches it. Stopping a session takes
+//! a bounded time even if the backend never returns.
 
 mod folder;
 mod notify;
@@ -80,7 +80,7 @@ pub trait Backend: Send {
 /// Ends a wait; see [`Backend::waker`].
 pub type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// What happened to an entry.
+/// A change of an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// It was put, perhaps again.
@@ -99,7 +99,7 @@ pub enum Change {
     Invalid {
         /// Where it is.
         name: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
 }
@@ -110,10 +110,10 @@ pub enum Change {
 pub struct BackendError {
     /// The folder, or a file in it.
     pub path: PathBuf,
-    /// What was tried.
+    /// The operation that failed.
     pub operation: &'static str,
-    /// What to do about it.
+    /// Advice for the user.
     pub hint: &'static str,
-    /// What the system reported.
+    /// The error of the system.
     pub source: io::Error,
 }

@@ -14,7 +14,7 @@ use crate::Waker;
 /// Names that are kept apart; beyond that the folder is listed.
 const NAMES_MAX: usize = 1_024;
 
-/// What was reported of a folder.
+/// Changes of a folder that the system reported.
 #[derive(Debug, Default)]
 pub(crate) struct Reports {
     /// Files that were put, replaced or removed.

@@ -24,22 +24,22 @@ const RETRY_NS: u64 = 500_000_000;
 /// Time between two polls, so that a burst of changes is one.
 const POLL_MIN: Duration = Duration::from_millis(10);
 
-/// What a process publishes.
+/// A record that a process publishes.
 pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + 'static {
     /// The key of its entry, which no other record has: letters, digits, `-` and `_`.
     fn key(&self) -> String;
 
-    /// What makes it unusable, if anything does.
+    /// Checks that it is usable.
     ///
     /// # Errors
     ///
-    /// The reason, for people.
+    /// Why it is not, for people.
     fn check(&self) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// What a session reports.
+/// An event that a session reports.
 #[derive(Debug)]
 pub enum Event<R> {
     /// A record was published.
@@ -50,12 +50,13 @@ pub enum Event<R> {
     Invalid {
         /// Where it is.
         name: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
     /// Every record that was there at the start was reported, or the backend cannot be read.
     Synced,
-    /// The backend cannot be used; reported once per error. What is known stays valid.
+    /// The backend cannot be used; reported once per error. Records that were
+    /// reported stay valid.
     Failed(BackendError),
     /// It can be used again.
     Recovered,
@@ -152,7 +153,7 @@ struct Driver<B, R, F> {
     /// By key.
     records: BTreeMap<String, R>,
     on_event: F,
-    /// What was reported last of a backend that fails.
+    /// The error that was reported last, while the backend fails.
     failure: Option<String>,
 }
 
@@ -173,7 +174,7 @@ impl<B: Backend, R: Record, F: FnMut(Event<R>)> Driver<B, R, F> {
             }
         }
         if published.send(Ok(())).is_err() {
-            // Whoever started it has given up.
+            // `Session::start` has given up waiting.
             self.is_stopped.store(true, Ordering::Release);
         }
         let key = own.as_ref().map(|(key, ..)| key.as_str());

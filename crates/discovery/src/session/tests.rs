@@ -177,7 +177,7 @@ impl Backend for Service {
 
     fn wait(&mut self, timeout: Duration) {
         let state = self.0.0.lock().unwrap();
-        // Looks again before its time: what is tested is not how a service waits.
+        // Returns early: these tests do not cover how a service waits.
         let timeout = timeout.min(Duration::from_millis(5));
         drop(self.0.1.wait_timeout(state, timeout).unwrap());
     }
@@ -203,7 +203,7 @@ fn a_backend_that_never_returns_keeps_nobody_from_ending() {
         "it was stalled"
     );
     service.set(|state| state.is_stalled = false);
-    // The thread goes on and removes the record.
+    // The thread continues and removes the record.
     let state = service.0.0.lock().unwrap();
     let waits = |state: &mut ServiceState| state.deleted.is_empty();
     let (state, _) = service.0.1.wait_timeout_while(state, LONG, waits).unwrap();

@@ -1,4 +1,4 @@
-//! What is deployed: model, GPU, formats, parallel sizes, load. Read from rows of a table.
+//! Deployments, read from rows of a table: model, GPU, formats, parallel sizes, load.
 
 use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{self, Attention, Gpu, ModelShape};
@@ -84,7 +84,7 @@ impl Parallel {
     }
 }
 
-/// Who computes prompts.
+/// Which workers compute prompts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Serving {
     /// Each worker computes prompts and answers.
@@ -117,7 +117,7 @@ pub struct Deployment {
     pub precision: &'static str,
     /// The workers that generate.
     pub parallel: Parallel,
-    /// Who computes prompts.
+    /// Which workers compute prompts.
     pub serving: Serving,
     /// Input tokens of a request.
     pub isl: f64,
@@ -125,7 +125,7 @@ pub struct Deployment {
     pub osl: f64,
     /// Requests under way on each attention-data rank of each worker that generates.
     pub batch: f64,
-    /// What the row left open and was assumed.
+    /// Values that the row left open, as assumed.
     pub assumed: Vec<String>,
 }
 
@@ -140,9 +140,9 @@ pub enum Refusal {
     Invalid {
         /// The column.
         column: &'static str,
-        /// What stands there.
+        /// Its value in the row.
         found: String,
-        /// What should.
+        /// A description of valid values.
         must: &'static str,
     },
     /// No preset or `config.json` of this model.
@@ -334,7 +334,7 @@ pub fn generation(gpu: &str) -> &'static str {
 }
 
 impl Formats {
-    /// What a checkpoint of `shape` in `precision` keeps in which format.
+    /// Formats of the parts of a checkpoint of `shape` in `precision`.
     ///
     /// `int4` mixtures quantize routed experts alone (Kimi-K2.5's compressed-tensors); NVFP4
     /// checkpoints of latent attention leave its projections in 16 bits (nvidia/DeepSeek-R1-NVFP4).

@@ -11,7 +11,7 @@ use crate::residual::{self, Features};
 /// A deployment with its measured means.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// What was deployed.
+    /// The deployment.
     pub deployment: Deployment,
     /// Mean TPOT, ms.
     pub tpot_ms: f64,

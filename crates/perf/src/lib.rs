@@ -7,8 +7,8 @@
 //!                   Profile: residual on log time, error bands ─────┘
 //! ```
 //!
-//! [`Physics`] says how long one step takes on given work; the timing model `calibrated` of the
-//! engine uses the same. [`Profile`] holds what was fitted to measured deployments, and is data.
+//! [`Physics`] computes how long one step takes on given work; the timing model `calibrated` of the
+//! engine uses the same. [`Profile`] holds the values fitted to measured deployments, and is data.
 //! [`fit`] makes a profile from a table of measured deployments, and scores it on data that the
 //! fit did not see. Equations and sources: `docs/step-time.md`; errors: `docs/accuracy.md`.
 //!

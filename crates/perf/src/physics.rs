@@ -11,7 +11,7 @@ const US: f64 = 1e3;
 /// Activations are 16 bits in every format of the weights.
 const ACTIVATION_BYTES: f64 = 2.0;
 
-/// What a step works on, on each attention-data rank.
+/// Work of one step on each attention-data rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Load {
     /// Sequences that decode one token each.

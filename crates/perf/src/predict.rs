@@ -5,7 +5,7 @@ use crate::physics::{Load, Physics};
 use crate::profile::{Distance, Params, Profile};
 use crate::residual;
 
-/// What is expected of a deployment.
+/// Expected TTFT and TPOT of a deployment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Mean time to first token, ms: expected, and the band that 80 % of measurements fall in.
@@ -20,7 +20,7 @@ pub struct Estimate {
     pub tpot_low_ms: f64,
     /// Upper end of the band.
     pub tpot_high_ms: f64,
-    /// Distance from what the profile was fitted to.
+    /// Distance from the deployments that the profile was fitted to.
     pub distance: Distance,
     /// More requests are under way than the KV cache or the prefill workers take.
     pub saturated: bool,
@@ -137,7 +137,7 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
     }
 }
 
-/// What `profile` expects of `d`.
+/// Estimates TTFT and TPOT of `d` from `profile`.
 pub fn predict(d: &Deployment, profile: &Profile) -> Estimate {
     let physical = physical(d, &profile.params);
     let features = residual::Features::of(d);

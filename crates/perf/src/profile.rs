@@ -1,4 +1,4 @@
-//! What was fitted, as data: physical parameters, residual coefficients, error bands.
+//! Fitted values, as data: physical parameters, residual coefficients, error bands.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -259,7 +259,7 @@ impl Distance {
 /// A profile: what `slipstream calibrate` writes and `slipstream predict` reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Profile {
-    /// What it was fitted to, and how.
+    /// The data it was fitted to, and how.
     pub source: String,
     /// Physical parameters.
     pub params: Params,
@@ -277,7 +277,7 @@ pub enum ProfileError {
     Line {
         /// Line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// Why it cannot be read.
         what: String,
     },
     /// Something is missing.

@@ -1,4 +1,4 @@
-//! What physics leaves over, on log time: a sum of effects of nested groups of deployments.
+//! Residuals of the physical model, on log time: a sum of effects of nested groups of deployments.
 //!
 //! Every effect is drawn towards 0 by its prior, so a group with little data says little, and a
 //! deployment of which no group was measured gets physics alone: the correction fades with
@@ -265,7 +265,7 @@ pub(crate) fn fit(
         dual = samples.iter().map(|(_, error)| *error).collect();
         assert!(solve(&mut a, &mut dual), "a ridge is positive definite");
         for (weight, dual) in weights.iter_mut().zip(&dual) {
-            // What is left over of a sample is its dual variable times its variance.
+            // The residual of a sample is its dual variable times its variance.
             let left = dual * noise * noise / *weight;
             *weight = 1.0 / (1.0 + (left / (2.0 * noise)).powi(2));
         }

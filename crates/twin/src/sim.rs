@@ -60,8 +60,8 @@ pub struct Options {
     /// Client retries of a request that was refused because no worker could take it, after the
     /// refusal's retry time.
     pub retries: u32,
-    /// What the dispatcher was told and decided. Not for runs whose engines have nothing to do with each
-    /// other, unless `one_queue`.
+    /// Inputs and decisions of the dispatcher. Not for runs with independent engines, unless `one_queue`
+    /// is set.
     #[cfg(feature = "journal")]
     pub journal: Option<dispatch::journal::Journal>,
 }

@@ -130,8 +130,8 @@ fn refuse_simulated(cluster: &Cluster) -> anyhow::Result<()> {
     )
 }
 
-/// What of `cluster` describes simulated hosts and faults, as a file would have it. A live cluster has
-/// hosts and faults of its own.
+/// Settings of `cluster` that describe simulated hosts and faults, as named in a cluster file. A live
+/// cluster has hosts and faults of its own.
 fn simulation_only(cluster: &Cluster) -> Vec<String> {
     let mut settings = Vec::new();
     match cluster.events.len() {

@@ -1,4 +1,4 @@
-//! What the documents refer to exists: files, headings, make targets, scripts.
+//! Checks that references in the documents are valid: files, headings, make targets, scripts.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,6 +1,6 @@
-//! One script, both drivers of the dispatcher. The twin runs a cluster with faults and writes down what
-//! its dispatcher was told and what it decided. The frontend is then told the same in the same order, by
-//! HTTP clients and by engine threads that the test plays, and must decide the same and send it.
+//! One script, both drivers of the dispatcher. The twin runs a cluster with faults and records the
+//! inputs and decisions of its dispatcher. The frontend then receives the same inputs in the same order,
+//! from HTTP clients and engine threads that the test plays. It must make the same decisions and send them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -129,7 +129,7 @@ fn cluster(text: &str) -> Cluster {
     file::read(doc, read).unwrap_or_else(|e| panic!("{e}")).0
 }
 
-/// What the twin's dispatcher was told and decided.
+/// Inputs and decisions of the twin's dispatcher.
 fn twin_lines(cluster: &Cluster, workload: &str) -> Vec<Line> {
     let doc = Doc::parse("workload.toml", workload.as_bytes());
     let workload = workload_file::read(doc).unwrap_or_else(|e| panic!("{e}")).0;
@@ -152,7 +152,7 @@ struct Names {
 }
 
 impl Names {
-    /// The line without what is a driver's own: numbers, attempts and times. With the request.
+    /// The request, and the line without a driver's own numbers, attempts and times.
     fn name(&mut self, line: &Line) -> (usize, String) {
         let id = match line {
             Line::Input { id, input } => {
@@ -224,7 +224,7 @@ fn steps(lines: &[Line]) -> Vec<Step> {
     for line in lines {
         if *line == Line::FleetChanged {
             worker_of_last = None;
-            // What the queue makes of a crash belongs to the crash.
+            // The queue's reaction to a crash belongs to the step of the crash.
             if let Some(Stimulus::Crash(_)) = steps.last().map(|step| &step.stimulus) {
                 continue;
             }
@@ -297,7 +297,7 @@ fn steps(lines: &[Line]) -> Vec<Step> {
                     let role = usize::from(*role == Role::Prefill);
                     at.entry(request).or_default()[role] = Some(rank.worker);
                 }
-                // What follows an arrival stands with the arrival.
+                // An action that follows an arrival belongs to the step of the arrival.
                 let arrival = format!("{request}: Transferred");
                 let to = matches!(action, Action::Receive { .. } | Action::Release { .. });
                 let found = steps
@@ -453,7 +453,7 @@ impl Live {
             _ => return,
         };
         let Some(port) = &mut self.workers[rank.worker.index()] else {
-            return; // it crashed meanwhile
+            return; // it has crashed since
         };
         let deadline = Instant::now() + PATIENCE;
         let message = loop {

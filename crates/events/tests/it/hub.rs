@@ -26,7 +26,7 @@ fn every_pass_arrives_in_order_by_rank() {
         }
         publisher.flush();
     }
-    drop(plane); // sends what is left
+    drop(plane); // sends the remaining events
     let mut next = [0; 2];
     for event in all(&mut subscriber) {
         let fpm = FpmMessage::decode(&event.payload).unwrap();

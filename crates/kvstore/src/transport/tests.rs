@@ -1275,7 +1275,19 @@ fn a_peer_that_goes_while_it_is_read_costs_its_blocks_and_nothing_else() {
     let id = client.fetch(peer, &region, &blocks, LONG).unwrap();
     until(&client, || switch.posted.load(Ordering::SeqCst) == 1);
     drop(gone);
-    assert_eq!(done(&client, id).failed, [(0, FetchError::Lost)]);
+    // Its end and the transfer's may be reported in either order.
+    let (mut failed, mut is_down) = (None, false);
+    while failed.is_none() || !is_down {
+        wait(&client, |event| {
+            match event {
+                Event::Done(done) if done.transfer == id => failed = Some(done.failed.clone()),
+                Event::Down { .. } => is_down = true,
+                _ => {}
+            }
+            Some(())
+        });
+    }
+    assert_eq!(failed.unwrap(), [(0, FetchError::Lost)]);
     // The read is still under way, and its slot is not for others.
     switch.held.store(false, Ordering::SeqCst);
     until(&client, || switch.ended.load(Ordering::SeqCst) == 1);

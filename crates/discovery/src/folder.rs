@@ -48,8 +48,8 @@ const FILES_MAX: usize = 4_096;
 const INVALID_MAX: usize = 1_024;
 /// Bytes of a file in addition to its value.
 const ENVELOPE_BYTES: usize = 256;
-/// A file with a longer lease is invalid.
-const LEASE_MAX: Duration = Duration::from_secs(24 * 3_600);
+/// Longest lease. A file with a longer one is invalid.
+pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3_600);
 /// How often the folder's time is read although the system reports its changes.
 const SLOW_POLL_NS: u64 = 5_000_000_000;
 /// Modification times are as coarse as 2 s (FAT; NFS of old servers: 1 s): a folder that changed is
@@ -173,6 +173,8 @@ impl Folder {
     fn write(&self, key: &str, text: &str) -> Result<(), BackendError> {
         let (path, fresh) = (self.file(key), self.file(key).with_extension("new"));
         let write = || -> io::Result<()> {
+            // A folder may be removed under its processes.
+            make_folder(&self.options.path)?;
             // Of a process that died while it wrote. A new file: no link is followed.
             remove(&fresh)?;
             let flags =

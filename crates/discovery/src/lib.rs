@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use slipstream_base::SimTime;
 
-pub use folder::{Folder, FolderOptions};
+pub use folder::{Folder, FolderOptions, LEASE_MAX};
 pub use session::{Event, Record, Session, SessionError};
 
 /// Longest value of an entry, bytes. The record of a frontend with 256 shards takes 6 KiB.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-pub use slipstream_discovery::{Backend, Event, Session, SessionError};
+pub use slipstream_discovery::{Backend, Event, LEASE_MAX, Session, SessionError};
 use slipstream_discovery::{BackendError, Folder, FolderOptions};
 
 /// What a process is.

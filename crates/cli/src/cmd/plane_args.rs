@@ -35,7 +35,16 @@ pub(crate) struct PlaneArgs {
 
 impl PlaneArgs {
     pub(crate) fn lease(&self) -> anyhow::Result<Duration> {
-        positive("--lease", self.lease)
+        let lease = positive("--lease", self.lease)?;
+        // Other processes ignore a record with a longer one.
+        let max = slipstream_planes::discovery::LEASE_MAX;
+        anyhow::ensure!(
+            lease <= max,
+            "--lease is {} s; the limit is {} s",
+            self.lease,
+            max.as_secs()
+        );
+        Ok(lease)
     }
 
     pub(crate) fn peer_deadline(&self) -> anyhow::Result<Duration> {

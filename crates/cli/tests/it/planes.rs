@@ -705,3 +705,14 @@ fn a_worker_out_of_descriptors_serves_whom_it_reached_and_others_when_it_has_som
     assert_eq!(server.metric("slipstream_plane_lost_total"), 0.0);
     drop(worker);
 }
+
+/// Other processes ignore records with a longer lease, so the cluster would never form.
+#[test]
+fn a_lease_beyond_the_limit_is_refused_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = format!("--discovery={}", dir.path().display());
+    let args = ["frontend", &folder, "--listen=127.0.0.1:0", "--lease=86401"];
+    let (code, _, stderr) = crate::server::run(&args);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("86400 s"), "{stderr}");
+}

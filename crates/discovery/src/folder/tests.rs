@@ -144,6 +144,18 @@ fn an_entry_that_was_removed_is_put_again_by_its_next_renewal() {
 }
 
 #[test]
+fn a_removed_folder_is_made_again_by_the_next_renewal() {
+    let outer = tempfile::tempdir().unwrap();
+    let path = outer.path().join("cluster");
+    let mut a = folder(&path);
+    put(&mut a, "a");
+    fs::remove_dir_all(&path).unwrap();
+    a.renew(SimTime::ZERO, "a").unwrap();
+    assert!(a.file("a").exists());
+    assert_eq!(polled(&mut folder(&path), 0), ["+a"]);
+}
+
+#[test]
 fn a_watcher_that_stood_still_judges_nobody_by_that_time() {
     let dir = tempfile::tempdir().unwrap();
     let (mut a, mut watcher) = (folder(dir.path()), folder(dir.path()));

@@ -76,6 +76,7 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
 impl Hf {
     pub(super) fn encode(&self, text: &str, add_special_tokens: bool, out: &mut Vec<TokenId>) {
         if let Ok(fast) = &self.fast
+            && fast::takes(text)
             && let Ok(tokens) = fast.encode_with_special_tokens(text, add_special_tokens)
         {
             out.extend_from_slice(&tokens);

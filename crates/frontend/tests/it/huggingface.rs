@@ -385,7 +385,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
     #[test]
     fn fast_tokens_are_those_of_the_library(
-        text in "([ -~]{0,40}|[a-zA-Z ]{0,60}|(<\\|end\\|>|<\\|user\\|>|'[sStTmM]|'LL|[0-9]{1,7}| |\n|\r\n|\t|é|e\u{301}|漢|の|😀|\u{a0}|pub fn ){0,16}|\\PC{0,24}|.{0,24}){1,4}",
+        text in "([ -~]{0,40}|[a-zA-Z ]{0,60}|(<\\|end\\|>|<\\|user\\|>|'[sSſtTmM]|'LL|ſ|\u{212a}|[0-9]{1,7}| |\n|\r\n|\t|é|e\u{301}|漢|の|😀|\u{a0}|pub fn ){0,16}|\\PC{0,24}|.{0,24}){1,4}",
         special in any::<bool>(),
     ) {
         for (name, model, library) in both() {

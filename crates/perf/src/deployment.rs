@@ -4,6 +4,8 @@ use slipstream_config::cluster::Dtype;
 use slipstream_config::preset::{self, Attention, Gpu, ModelShape};
 use thiserror::Error;
 
+use crate::predict;
+
 /// Serving framework; each has overheads of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framework {
@@ -79,8 +81,8 @@ impl Parallel {
     };
 
     /// GPUs of a worker.
-    pub fn gpus(&self) -> u32 {
-        self.tensor * self.pipeline * self.attention_data
+    pub fn gpus(&self) -> u64 {
+        u64::from(self.tensor) * u64::from(self.pipeline) * u64::from(self.attention_data)
     }
 }
 
@@ -143,7 +145,7 @@ pub enum Refusal {
         /// Its value in the row.
         found: String,
         /// A description of valid values.
-        must: &'static str,
+        must: String,
     },
     /// No preset or `config.json` of this model.
     #[error("unknown model: {0}")]
@@ -157,6 +159,99 @@ pub enum Refusal {
     /// A number format that is not modelled.
     #[error("unknown precision: {0}")]
     Precision(String),
+    /// Parallel sizes that contradict each other or the model.
+    #[error("impossible sizes: {0}")]
+    Sizes(String),
+    /// Requests longer than the model's context.
+    #[error(
+        "too long: isl + osl is {tokens} tokens, but {model} has a context of {limit} tokens; for a \
+         longer one, give a config.json with another max_position_embeddings in --models"
+    )]
+    Context {
+        /// Input and output tokens of a request.
+        tokens: u64,
+        /// The model's `max_position_embeddings`.
+        limit: u32,
+        /// Name of the model.
+        model: String,
+    },
+    /// Weights, or the KV cache of a single request, are larger than the GPUs' memory.
+    #[error("does not fit: {0}")]
+    Memory(String),
+    /// An estimate is infinite or not a number.
+    #[error("no estimate: the load is beyond the range of the model")]
+    NotFinite,
+}
+
+/// Largest parallel size.
+const SIZE_MAX: u32 = 4096;
+/// Most workers of one side of a disaggregated deployment.
+const WORKERS_MAX: u32 = 100_000;
+/// Most requests under way on one rank.
+const BATCH_MAX: u32 = 1_000_000;
+/// Longest input or output, tokens.
+const TOKENS_MAX: u32 = 10_000_000;
+
+/// Why a text is no table of deployments.
+#[derive(Debug, Error)]
+pub enum TableError {
+    /// The text is no CSV, or a row has more or fewer cells than the header.
+    #[error(transparent)]
+    Csv(#[from] csv::Error),
+    /// Two columns have one name.
+    #[error("the header has column \"{0}\" more than once")]
+    Duplicate(String),
+    /// The header is a single cell that contains another separator.
+    #[error("the header is a single cell that contains {0}; cells must be separated by commas")]
+    Separator(&'static str),
+}
+
+/// Columns that `predict` and `calibrate` read, and those of measured tables that neither needs.
+const COLUMNS: &[&str] = &[
+    "id",
+    "backend",
+    "backend_version",
+    "model_path",
+    "system",
+    "precision",
+    "mode",
+    "isl",
+    "osl",
+    "gemm_quant_mode",
+    "moe_quant_mode",
+    "batch_size",
+    "tp_size",
+    "pp_size",
+    "attention_dp_size",
+    "moe_tp_size",
+    "moe_ep_size",
+    "prefill_batch_size",
+    "prefill_num_workers",
+    "prefill_tp_size",
+    "prefill_pp_size",
+    "prefill_attention_dp_size",
+    "prefill_moe_tp_size",
+    "prefill_moe_ep_size",
+    "decode_batch_size",
+    "decode_num_workers",
+    "decode_tp_size",
+    "decode_pp_size",
+    "decode_attention_dp_size",
+    "decode_moe_tp_size",
+    "decode_moe_ep_size",
+    "ttft_ms",
+    "tpot_ms",
+    "source",
+];
+
+/// Columns of `rows` that no deployment is read from, such as misspelt ones.
+pub fn unknown_columns(rows: &[Row]) -> Vec<&str> {
+    let columns = rows.first().map_or(&[][..], |row| row.columns.as_slice());
+    columns
+        .iter()
+        .map(String::as_str)
+        .filter(|name| !name.is_empty() && !COLUMNS.contains(name))
+        .collect()
 }
 
 /// A row of a table of deployments, as text.
@@ -185,21 +280,43 @@ impl Row {
     }
 }
 
-/// Reads a CSV table with a header.
+/// Reads a CSV table with a header. Lines above the header that start with `#` are comments.
 ///
 /// # Errors
-/// If the text is no CSV with a header, or a row has more or fewer cells than the header; the
-/// message names the line.
-pub fn read_rows(text: &[u8]) -> Result<Vec<Row>, csv::Error> {
+/// If the text is no CSV with a header, a column name is repeated, or a row has more or fewer cells
+/// than the header; the message names the line.
+pub fn read_rows(text: &[u8]) -> Result<Vec<Row>, TableError> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
-    let mut reader = csv::ReaderBuilder::new()
-        .comment(Some(b'#'))
-        .from_reader(text);
+    // Comments become empty lines, which the reader skips but counts in its errors. A `#` below the
+    // header may start an id: such a row is data.
+    let mut lines = Vec::with_capacity(text.len());
+    let mut above = true;
+    for line in text.split_inclusive(|byte| *byte == b'\n') {
+        if above && line.starts_with(b"#") {
+            lines.push(b'\n');
+        } else {
+            above &= line.trim_ascii().is_empty();
+            lines.extend_from_slice(line);
+        }
+    }
+    let mut reader = csv::Reader::from_reader(lines.as_slice());
     let columns: Vec<String> = reader
         .headers()?
         .iter()
         .map(|c| c.trim().to_owned())
         .collect();
+    if let [only] = columns.as_slice() {
+        if only.contains(';') {
+            return Err(TableError::Separator("semicolons"));
+        } else if only.contains('\t') {
+            return Err(TableError::Separator("tabs"));
+        }
+    }
+    for (at, name) in columns.iter().enumerate() {
+        if !name.is_empty() && columns[..at].contains(name) {
+            return Err(TableError::Duplicate(name.clone()));
+        }
+    }
     let columns = std::sync::Arc::new(columns);
     reader
         .records()
@@ -301,17 +418,72 @@ fn find_model(name: &str) -> Option<&'static ModelShape> {
     })
 }
 
-/// The preset that a system's name means: `h200_sxm`, `H200-SXM`, `h200`.
+/// Other names of GPU presets, letters and digits in lower case.
+const GPU_ALIASES: &[(&str, &str)] = &[
+    ("a100", "a100-sxm-80gb"),
+    ("a100sxm", "a100-sxm-80gb"),
+    ("a100sxm4", "a100-sxm-80gb"),
+    ("a10080gb", "a100-sxm-80gb"),
+    ("a100sxm480gb", "a100-sxm-80gb"),
+    ("a10040gb", "a100-sxm-40gb"),
+    ("a100sxm440gb", "a100-sxm-40gb"),
+    ("a100pcie", "a100-pcie-80gb"),
+    ("h100", "h100-sxm"),
+    ("h100sxm5", "h100-sxm"),
+    ("h10080gb", "h100-sxm"),
+    ("h100sxm80gb", "h100-sxm"),
+    ("h10080gbhbm3", "h100-sxm"),
+    ("h200", "h200-sxm"),
+    ("h200sxm5", "h200-sxm"),
+    ("h200141gb", "h200-sxm"),
+    ("h20sxm", "h20"),
+    ("b200", "b200-sxm"),
+    ("b300", "b300-sxm"),
+    ("gb200sxm", "gb200"),
+    ("gb200nvl72", "gb200"),
+    ("gb300sxm", "gb300"),
+    ("gb300nvl72", "gb300"),
+    ("4090", "rtx-4090"),
+    ("5090", "rtx-5090"),
+    ("rtxpro6000server", "rtx-pro-6000"),
+    ("rtxpro6000blackwell", "rtx-pro-6000"),
+    ("rtxpro6000blackwellserveredition", "rtx-pro-6000"),
+];
+
+/// The preset that a system's name means: `h200_sxm`, `H200-SXM`, `NVIDIA H200`. Only whole names
+/// and listed aliases count: a prefix such as `b20` fits several GPUs.
 fn find_gpu(name: &str) -> Option<&'static Gpu> {
     let wanted = plain(name);
-    let exact = preset::GPUS.iter().find(|gpu| plain(gpu.name) == wanted);
-    exact.or_else(|| {
-        let mut starting = preset::GPUS
-            .iter()
-            .filter(|gpu| !wanted.is_empty() && plain(gpu.name).starts_with(&wanted));
-        // `h200` means its one kind; `h100` the SXM module.
-        let first = starting.clone().find(|gpu| gpu.name.contains("sxm"));
-        first.or_else(|| starting.next())
+    let wanted = ["nvidia", "amd"]
+        .iter()
+        .find_map(|vendor| wanted.strip_prefix(vendor))
+        .unwrap_or(&wanted);
+    if let Some(gpu) = preset::GPUS.iter().find(|gpu| plain(gpu.name) == wanted) {
+        return Some(gpu);
+    }
+    let alias = GPU_ALIASES.iter().find(|(alias, _)| *alias == wanted);
+    preset::gpu(alias?.1)
+}
+
+/// Reason to refuse `name`, with presets of similar names.
+fn unknown_gpu(name: &str) -> Refusal {
+    let wanted = plain(name);
+    let shared = |gpu: &Gpu| {
+        let pairs = wanted.bytes().zip(plain(gpu.name).into_bytes());
+        pairs.take_while(|(a, b)| a == b).count()
+    };
+    let longest = preset::GPUS.iter().map(shared).max().unwrap_or(0);
+    let near: Vec<&str> = preset::GPUS
+        .iter()
+        .filter(|gpu| longest > 0 && shared(gpu) == longest)
+        .map(|gpu| gpu.name)
+        .take(4)
+        .collect();
+    let name: String = name.chars().take(40).collect();
+    Refusal::Gpu(if near.is_empty() {
+        format!("{name}; `slipstream presets` lists those known")
+    } else {
+        format!("{name}; similar: {}", near.join(", "))
     })
 }
 
@@ -405,7 +577,7 @@ impl Deployment {
             .or_else(|| find_model(name).cloned())
             .ok_or_else(|| Refusal::Model(name.to_owned()))?;
         let system = text("system")?;
-        let gpu = find_gpu(system).ok_or_else(|| Refusal::Gpu(system.to_owned()))?;
+        let gpu = find_gpu(system).ok_or_else(|| unknown_gpu(system))?;
         let backend = text("backend")?;
         let framework =
             Framework::named(backend).ok_or_else(|| Refusal::Framework(backend.to_owned()))?;
@@ -422,31 +594,57 @@ impl Deployment {
             assumed.push("precision: bf16".to_owned());
             (Dtype::Bf16, "bf16")
         };
-        let positive = |column: &'static str, most: f64| match row.get(column) {
+        // Tables written by data frames may hold integers as `8.0`.
+        let integer = |column: &'static str, most: u32| match row.get(column) {
             None => Ok(None),
             Some(found) => match found.parse::<f64>() {
-                Ok(x) if x > 0.0 && x <= most => Ok(Some(x)),
-                // A size of 0 stands for "not stated".
-                Ok(0.0) => Ok(None),
+                Ok(x) if x >= 1.0 && x <= f64::from(most) && x.fract() == 0.0 => Ok(Some(x as u32)),
                 _ => Err(Refusal::Invalid {
                     column,
                     found: found.chars().take(40).collect(),
-                    must: "a positive number",
+                    must: format!("an integer from 1 to {most}"),
                 }),
             },
         };
-        let isl = positive("isl", 1e7)?.ok_or(Refusal::Missing("isl"))?;
-        let osl = positive("osl", 1e7)?.ok_or(Refusal::Missing("osl"))?;
+        // Measured tables write 0 for a size that does not apply: experts of a dense model.
+        let optional = |column: &'static str| match row.number(column) {
+            Some(0.0) => Ok(None),
+            _ => integer(column, SIZE_MAX),
+        };
+        let isl = integer("isl", TOKENS_MAX)?.ok_or(Refusal::Missing("isl"))?;
+        let osl = integer("osl", TOKENS_MAX)?.ok_or(Refusal::Missing("osl"))?;
+        let tokens = u64::from(isl) + u64::from(osl);
+        if tokens > u64::from(shape.max_positions) {
+            return Err(Refusal::Context {
+                tokens,
+                limit: shape.max_positions,
+                model: shape.name.to_string(),
+            });
+        }
         let split = match row.get("mode") {
-            Some(mode) => mode.to_ascii_lowercase().starts_with("dis"),
             None => row.get("decode_batch_size").is_some(),
+            Some(mode) => match mode.to_ascii_lowercase().as_str() {
+                "agg" | "aggregated" => false,
+                "disagg" | "disaggregated" => true,
+                _ => {
+                    return Err(Refusal::Invalid {
+                        column: "mode",
+                        found: mode.chars().take(40).collect(),
+                        must: "`agg` or `disagg`".to_owned(),
+                    });
+                }
+            },
         };
         let mut sizes = |columns: [&'static str; 5]| -> Result<Parallel, Refusal> {
-            let mut found = [None; 5];
-            for (slot, column) in found.iter_mut().zip(columns) {
-                *slot = positive(column, 4096.0)?.map(|x| x as u32);
-            }
-            let [tensor, pipeline, data, expert_tensor, expert] = found;
+            let [tensor, pipeline] = [
+                integer(columns[0], SIZE_MAX)?,
+                integer(columns[1], SIZE_MAX)?,
+            ];
+            let [data, expert_tensor, expert] = [
+                optional(columns[2])?,
+                optional(columns[3])?,
+                optional(columns[4])?,
+            ];
             if tensor.is_none() {
                 assumed.push(format!("{}: 1", columns[0]));
             }
@@ -459,15 +657,33 @@ impl Deployment {
                 (None, Some(e)) => ((group / e).max(1), e),
                 (None, None) => (group, 1),
             };
+            let pipeline = pipeline.unwrap_or(1);
             if shape.experts.is_some() && expert_tensor * expert != group {
-                assumed.push(format!(
-                    "impossible sizes: experts over {} GPUs, attention over {group}",
-                    expert_tensor * expert
-                ));
+                return Err(Refusal::Sizes(format!(
+                    "experts over {} GPUs, attention over {group}; {} * {} must equal {} * {}",
+                    expert_tensor * expert,
+                    columns[3],
+                    columns[4],
+                    columns[0],
+                    columns[2],
+                )));
+            }
+            // Every framework divides attention by whole heads; vLLM: `verify_with_parallel_config`.
+            if !shape.attention_heads.is_multiple_of(tensor) {
+                return Err(Refusal::Sizes(format!(
+                    "{} is {tensor}, which does not divide the {} attention heads of {}",
+                    columns[0], shape.attention_heads, shape.name
+                )));
+            }
+            if pipeline > shape.layers {
+                return Err(Refusal::Sizes(format!(
+                    "{} is {pipeline}, but {} has {} layers",
+                    columns[1], shape.name, shape.layers
+                )));
             }
             Ok(Parallel {
                 tensor,
-                pipeline: pipeline.unwrap_or(1),
+                pipeline,
                 attention_data,
                 expert_tensor,
                 expert,
@@ -489,18 +705,18 @@ impl Deployment {
                 "decode_moe_ep_size",
             ])?;
             let mut workers = |column: &'static str| -> Result<u32, Refusal> {
-                let found = positive(column, 1e6)?;
+                let found = integer(column, WORKERS_MAX)?;
                 if found.is_none() {
                     assumed.push(format!("{column}: 1"));
                 }
-                Ok(found.unwrap_or(1.0) as u32)
+                Ok(found.unwrap_or(1))
             };
             let serving = Serving::Disaggregated {
                 prefill_workers: workers("prefill_num_workers")?,
                 prefill,
                 decode_workers: workers("decode_num_workers")?,
             };
-            (decode, serving, positive("decode_batch_size", 1e6)?)
+            (decode, serving, integer("decode_batch_size", BATCH_MAX)?)
         } else {
             let sizes = sizes([
                 "tp_size",
@@ -509,15 +725,31 @@ impl Deployment {
                 "moe_tp_size",
                 "moe_ep_size",
             ])?;
-            (sizes, Serving::Aggregated, positive("batch_size", 1e6)?)
+            (
+                sizes,
+                Serving::Aggregated,
+                integer("batch_size", BATCH_MAX)?,
+            )
         };
         let column = if split {
             "decode_batch_size"
         } else {
             "batch_size"
         };
+        let formats = Formats::of(&shape, dtype);
+        // A request on a prefill worker holds no output.
+        let check = |parallel, tokens, column| {
+            predict::check_memory(&shape, gpu, formats, parallel, tokens, column)
+        };
+        match serving {
+            Serving::Aggregated => check(parallel, tokens, "tp_size")?,
+            Serving::Disaggregated { prefill, .. } => {
+                check(prefill, u64::from(isl), "prefill_tp_size")?;
+                check(parallel, tokens, "decode_tp_size")?;
+            }
+        }
         Ok(Deployment {
-            formats: Formats::of(&shape, dtype),
+            formats,
             shape,
             gpu: gpu.clone(),
             framework,
@@ -528,9 +760,9 @@ impl Deployment {
             precision,
             parallel,
             serving,
-            isl,
-            osl,
-            batch: batch.ok_or(Refusal::Missing(column))?,
+            isl: f64::from(isl),
+            osl: f64::from(osl),
+            batch: f64::from(batch.ok_or(Refusal::Missing(column))?),
             assumed,
         })
     }
@@ -623,15 +855,156 @@ mod tests {
             reasons,
             [
                 "unknown model: acme/x",
-                "unknown GPU: abacus",
+                "unknown GPU: abacus; similar: a100-sxm-80gb, a100-sxm-40gb, a100-pcie-80gb, a10",
                 "unknown framework: ollama",
                 "unknown precision: fp3",
                 "missing: isl",
-                "invalid: batch_size is \"-1\", but must be a positive number",
+                "invalid: batch_size is \"-1\", but must be an integer from 1 to 1000000",
             ]
         );
         let last = rows[8].as_ref().unwrap();
         assert_eq!(last.parallel.gpus(), 4);
         assert_eq!((last.parallel.expert_tensor, last.parallel.expert), (2, 2));
+    }
+
+    const HEAD: &str = "model_path,system,backend,precision,mode,isl,osl,batch_size,tp_size,\
+        pp_size,attention_dp_size,moe_tp_size,moe_ep_size\n";
+
+    /// Reason for each row of `rows` below [`HEAD`]; empty if it is read.
+    fn reasons(rows: &str) -> Vec<String> {
+        let reason =
+            |row: Result<Deployment, Refusal>| row.err().map_or(String::new(), |r| r.to_string());
+        read(&format!("{HEAD}{rows}"))
+            .into_iter()
+            .map(reason)
+            .collect()
+    }
+
+    #[test]
+    fn sizes_that_are_no_integers_from_1_are_refused_by_column_and_value() {
+        for bad in ["0.5", "0", "-1", "1.5", "inf", "1e30", "x", "4097"] {
+            for (row, column) in [
+                (format!("8,{bad},,,,"), "tp_size"),
+                (format!("8,1,{bad},,,"), "pp_size"),
+                (format!("8,1,,{bad},,"), "attention_dp_size"),
+                (format!("8,1,,,{bad},"), "moe_tp_size"),
+                (format!("8,1,,,,{bad}"), "moe_ep_size"),
+                (format!("{bad},1,,,,"), "batch_size"),
+            ] {
+                let zero = bad == "0" && !["tp_size", "pp_size", "batch_size"].contains(&column);
+                if zero || (bad == "4097" && column == "batch_size") {
+                    continue;
+                }
+                let row = format!("Qwen/Qwen3-32B,h200,vllm,fp8,agg,1024,512,{row}\n");
+                let found = &reasons(&row)[0];
+                let start =
+                    format!("invalid: {column} is \"{bad}\", but must be an integer from 1 to ");
+                assert!(found.starts_with(&start), "{row}: {found}");
+            }
+        }
+        let row = "Qwen/Qwen3-32B,h200,vllm,fp8,agg,1024,512,8.0,2.0,1.0,0,0,0\n";
+        assert_eq!(reasons(row), [""]);
+    }
+
+    #[test]
+    fn models_larger_than_the_memory_are_refused() {
+        let found = reasons(
+            "deepseek-ai/DeepSeek-V3,h100,vllm,bf16,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-70B,h100,vllm,bf16,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-70B,l4,vllm,bf16,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-70B,h100,vllm,bf16,agg,1024,512,8,2,,,,\n\
+             meta-llama/Llama-3.1-70B,h100,vllm,fp8,agg,1024,512,8,1,,,,\n\
+             meta-llama/Llama-3.1-8B,l4,vllm,bf16,agg,120000,512,8,1,,,,\n",
+        );
+        assert!(
+            found[0].starts_with("does not fit: weights take 12"),
+            "{}",
+            found[0]
+        );
+        assert_eq!(
+            found[1],
+            "does not fit: weights take 131.4 GiB per GPU of 80.0 GiB; use tp_size >= 2 or another precision"
+        );
+        assert!(
+            found[2].contains("of 22.5 GiB; use tp_size >= 8 or"),
+            "{}",
+            found[2]
+        );
+        assert_eq!(found[3..5], ["", ""]);
+        assert!(
+            found[5].contains("the KV cache of one request"),
+            "{}",
+            found[5]
+        );
+    }
+
+    #[test]
+    fn requests_beyond_the_context_and_contradicting_sizes_are_refused() {
+        let found = reasons(
+            "meta-llama/Llama-2-7b-hf,h100,vllm,bf16,agg,4000,96,8,1,,,,\n\
+             meta-llama/Llama-2-7b-hf,h100,vllm,bf16,agg,4000,97,8,1,,,,\n\
+             deepseek-ai/DeepSeek-V3,h200,vllm,fp8,agg,1024,512,8,8,,,1,4096\n\
+             deepseek-ai/DeepSeek-V3,h200,vllm,fp8,agg,1024,512,8,4,,2,,8\n\
+             Qwen/Qwen3-32B,h200,vllm,fp8,agg,1024,512,8,3,,,,\n\
+             Qwen/Qwen3-32B,h200,vllm,fp8,agg,1024,512,8,1,65,,,\n",
+        );
+        assert_eq!(found[0], "");
+        assert!(found[1].starts_with(
+            "too long: isl + osl is 4097 tokens, but llama-2-7b has a context of 4096"
+        ));
+        assert!(
+            found[2].starts_with("impossible sizes: experts over 4096 GPUs, attention over 8;")
+        );
+        assert_eq!(found[3], "");
+        assert!(
+            found[4].starts_with("impossible sizes: tp_size is 3,"),
+            "{}",
+            found[4]
+        );
+        assert!(
+            found[5].starts_with("impossible sizes: pp_size is 65,"),
+            "{}",
+            found[5]
+        );
+    }
+
+    #[test]
+    fn modes_and_gpus_are_named_in_full() {
+        let found = reasons(
+            "Qwen/Qwen3-32B,h200,vllm,fp8,distributed,1024,512,8,1,,,,\n\
+             Qwen/Qwen3-32B,h,vllm,fp8,agg,1024,512,8,1,,,,\n\
+             Qwen/Qwen3-32B,b20,vllm,fp8,agg,1024,512,8,1,,,,\n\
+             Qwen/Qwen3-32B,NVIDIA H200,vllm,fp8,Aggregated,1024,512,8,1,,,,\n",
+        );
+        assert_eq!(
+            found,
+            [
+                "invalid: mode is \"distributed\", but must be `agg` or `disagg`",
+                "unknown GPU: h; similar: h100-sxm, h200-sxm, h100-pcie, h100-nvl",
+                "unknown GPU: b20; similar: b200-sxm",
+                "",
+            ]
+        );
+        for (alias, name) in GPU_ALIASES {
+            assert_eq!(plain(alias), *alias);
+            assert!(preset::gpu(name).is_some(), "{name}");
+        }
+    }
+
+    #[test]
+    fn tables_with_an_ambiguous_header_are_refused_and_rows_with_a_hash_kept() {
+        let refused = |text: &str| read_rows(text.as_bytes()).unwrap_err().to_string();
+        assert_eq!(
+            refused("id,isl,isl\na,1,2\n"),
+            "the header has column \"isl\" more than once"
+        );
+        assert!(refused("id;isl\na;1\n").contains("semicolons"));
+        assert!(refused("id\tisl\na\t1\n").contains("tabs"));
+        let rows = read_rows(b"# a comment\n# another\nid,isl,tp_sise\n#1,8,2\n2,9,2\n").unwrap();
+        let ids: Vec<&str> = rows.iter().map(|row| row.id.as_str()).collect();
+        assert_eq!(ids, ["#1", "2"]);
+        assert_eq!(unknown_columns(&rows), ["tp_sise"]);
+        // Lines above the header count.
+        assert!(refused("# a comment\nid,isl\n# a remark\n").contains("line: 3"));
     }
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use thiserror::Error;
+
 use crate::deployment::Deployment;
 use crate::linear_algebra::solve;
 use crate::predict::physical;
@@ -19,6 +21,11 @@ pub struct Sample {
     pub ttft_ms: f64,
 }
 
+/// A system of equations that has no solution in floating point.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("the fit has no finite solution; check ttft_ms, tpot_ms and the sizes for extreme values")]
+pub struct FitError;
+
 /// Spread of repeated measurements on log time, TPOT and TTFT, that residuals are weighed with.
 const NOISE: [f64; 2] = [0.06, 0.15];
 /// The same of what physics leaves over, while parameters are fitted.
@@ -26,7 +33,10 @@ const PHYSICS_NOISE: [f64; 2] = [0.12, 0.35];
 
 /// Fits the physical parameters: Gauss-Newton on log time with the priors as ridge and weights that
 /// fall off beyond one standard deviation.
-pub fn params(samples: &[&Sample]) -> Params {
+///
+/// # Errors
+/// If a step cannot be solved, such as for measured times that are not positive and finite.
+pub fn params(samples: &[&Sample]) -> Result<Params, FitError> {
     let prior: Vec<f64> = Params::prior()
         .values
         .iter()
@@ -108,7 +118,9 @@ pub fn params(samples: &[&Sample]) -> Params {
             for i in 0..COUNT {
                 a[i * COUNT + i] *= 1.0 + damping;
             }
-            assert!(solve(&mut a, &mut step), "a ridge is positive definite");
+            if !solve(&mut a, &mut step) {
+                return Err(FitError);
+            }
             let there: Vec<f64> = at
                 .iter()
                 .zip(&step)
@@ -128,12 +140,15 @@ pub fn params(samples: &[&Sample]) -> Params {
             break;
         }
     }
-    params_of(&at)
+    Ok(params_of(&at))
 }
 
 /// Fits parameters and residual; the bands stay those of the prior.
-pub fn profile(samples: &[&Sample]) -> Profile {
-    let params = params(samples);
+///
+/// # Errors
+/// See [`params`].
+pub fn profile(samples: &[&Sample]) -> Result<Profile, FitError> {
+    let params = params(samples)?;
     let mut profile = Profile::prior();
     let featured: Vec<(Features, [f64; 2])> = samples
         .iter()
@@ -148,10 +163,10 @@ pub fn profile(samples: &[&Sample]) -> Profile {
         .collect();
     for target in 0..2 {
         let rows: Vec<(&Features, f64)> = featured.iter().map(|(f, e)| (f, e[target])).collect();
-        profile.residual[target] = residual::fit(&rows, target, NOISE[target]);
+        profile.residual[target] = residual::fit(&rows, target, NOISE[target])?;
     }
     profile.params = params;
-    profile
+    Ok(profile)
 }
 
 /// A sample as a fold that did not contain it predicts it.
@@ -219,7 +234,10 @@ fn part(text: &str, parts: u64) -> String {
 }
 
 /// Predicts every sample by a profile that was fitted without its fold.
-pub fn held_out(samples: &[Sample], kind: Distance) -> Vec<HeldOut> {
+///
+/// # Errors
+/// See [`params`].
+pub fn held_out(samples: &[Sample], kind: Distance) -> Result<Vec<HeldOut>, FitError> {
     let (names, of) = folds(samples, kind);
     let mut results = Vec::with_capacity(samples.len());
     for fold in 0..names.len() {
@@ -232,7 +250,7 @@ pub fn held_out(samples: &[Sample], kind: Distance) -> Vec<HeldOut> {
         if kept.is_empty() {
             continue;
         }
-        let fitted = profile(&kept);
+        let fitted = profile(&kept)?;
         for (index, sample) in samples.iter().enumerate().filter(|(i, _)| of[*i] == fold) {
             let physical = physical(&sample.deployment, &fitted.params);
             let features = Features::of(&sample.deployment);
@@ -253,7 +271,7 @@ pub fn held_out(samples: &[Sample], kind: Distance) -> Vec<HeldOut> {
         }
     }
     results.sort_by_key(|r| r.sample);
-    results
+    Ok(results)
 }
 
 /// The value below which `share` of `values` lie; `values` is not empty.
@@ -299,16 +317,19 @@ pub fn bands(
 
 /// Fits a profile to all of `samples`, with bands from the errors of held-out folds, which are
 /// returned besides. `source` says what the samples are, and the command.
+///
+/// # Errors
+/// See [`params`].
 pub fn calibrate(
     samples: &[Sample],
     source: String,
-) -> (Profile, BTreeMap<Distance, Vec<HeldOut>>) {
+) -> Result<(Profile, BTreeMap<Distance, Vec<HeldOut>>), FitError> {
     let held_out: BTreeMap<_, _> = Distance::ALL
         .into_iter()
-        .map(|distance| (distance, held_out(samples, distance)))
-        .collect();
-    let mut profile = profile(&samples.iter().collect::<Vec<_>>());
+        .map(|distance| Ok((distance, held_out(samples, distance)?)))
+        .collect::<Result<_, FitError>>()?;
+    let mut profile = profile(&samples.iter().collect::<Vec<_>>())?;
     profile.bands = bands(&held_out);
     profile.source = source;
-    (profile, held_out)
+    Ok((profile, held_out))
 }

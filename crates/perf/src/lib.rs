@@ -24,7 +24,8 @@ pub mod report;
 mod residual;
 
 pub use deployment::{
-    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, generation, read_rows,
+    Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, generation,
+    read_rows, unknown_columns,
 };
 pub use physics::{Load, Physics, Terms};
 pub use predict::{Estimate, predict};

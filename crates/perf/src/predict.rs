@@ -1,12 +1,14 @@
 //! TTFT and TPOT of a closed loop: the steps' times, queues, and the profile's corrections.
 
-use crate::deployment::{Deployment, Parallel, Serving};
+use slipstream_config::preset::{Gpu, ModelShape};
+
+use crate::deployment::{Deployment, Formats, Parallel, Refusal, Serving};
 use crate::physics::{Load, Physics};
 use crate::profile::{Distance, Params, Profile};
 use crate::residual;
 
 /// Expected TTFT and TPOT of a deployment.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
     /// Mean time to first token, ms: expected, and the band that 80 % of measurements fall in.
     pub ttft_ms: f64,
@@ -20,8 +22,9 @@ pub struct Estimate {
     pub tpot_low_ms: f64,
     /// Upper end of the band.
     pub tpot_high_ms: f64,
-    /// Distance from the deployments that the profile was fitted to.
-    pub distance: Distance,
+    /// Distances from the deployments that the profile was fitted to: each part that was never
+    /// measured, or the single word for a deployment of measured parts. Never empty.
+    pub distances: Vec<Distance>,
     /// More requests are under way than the KV cache or the prefill workers take.
     pub saturated: bool,
 }
@@ -41,25 +44,82 @@ const MEMORY_SHARE: f64 = 0.9;
 const RESERVE_BYTES: f64 = 4e9;
 
 /// Bytes of weights on each GPU.
-fn weight_bytes(d: &Deployment) -> f64 {
-    let (shape, formats) = (&d.shape, &d.formats);
-    let tp = f64::from(d.parallel.tensor);
-    let group = f64::from(d.parallel.expert_tensor * d.parallel.expert);
+fn weight_bytes(shape: &ModelShape, formats: Formats, parallel: Parallel) -> f64 {
+    let tp = f64::from(parallel.tensor);
+    let group = f64::from(parallel.expert_tensor * parallel.expert);
+    let embeddings = if shape.tied_embeddings { 1.0 } else { 2.0 };
     let bytes = (shape.attention_params_total() as f64 * formats.attention.bytes()
         + shape.dense_mlp_params() as f64 * formats.mlp.bytes()
-        + 2.0 * shape.embedding_params() as f64 * 2.0)
+        + embeddings * shape.embedding_params() as f64 * 2.0)
         / tp
         + shape.expert_params() as f64 * formats.experts.bytes() / group;
-    bytes / f64::from(d.parallel.pipeline)
+    bytes / f64::from(parallel.pipeline)
+}
+
+/// Bytes per token of KV cache on each GPU.
+fn token_bytes(shape: &ModelShape, formats: Formats, parallel: Parallel) -> f64 {
+    shape.kv_bytes_per_token_per_gpu(parallel.tensor, formats.kv_cache) as f64
+        / f64::from(parallel.pipeline)
+}
+
+/// Refuses weights that are larger than a GPU's whole memory, and those that leave no room for the
+/// KV cache of one request of `tokens`.
+///
+/// The limit is the whole memory, not [`MEMORY_SHARE`] of it: formats of a checkpoint's parts are
+/// assumed, and a deployment that was measured must not be refused by an estimate slightly too large.
+pub(crate) fn check_memory(
+    shape: &ModelShape,
+    gpu: &Gpu,
+    formats: Formats,
+    parallel: Parallel,
+    tokens: u64,
+    column: &str,
+) -> Result<(), Refusal> {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    let memory = gpu.memory_bytes as f64;
+    let needed = |parallel| {
+        let weights = weight_bytes(shape, formats, parallel);
+        (
+            weights,
+            token_bytes(shape, formats, parallel) * tokens as f64,
+        )
+    };
+    let (weights, cache) = needed(parallel);
+    if weights + cache <= memory {
+        return Ok(());
+    }
+    let enough = (1..=10)
+        .map(|power| parallel.tensor << power)
+        .find(|&tensor| {
+            let more = tensor / parallel.tensor;
+            let (weights, cache) = needed(Parallel {
+                tensor,
+                expert_tensor: parallel.expert_tensor * more,
+                ..parallel
+            });
+            shape.attention_heads.is_multiple_of(tensor) && weights + cache <= memory
+        });
+    let mend = enough.map_or("use more GPUs".to_owned(), |tp| {
+        format!("use {column} >= {tp}")
+    });
+    let cached = if weights > memory {
+        String::new()
+    } else {
+        format!(", the KV cache of one request {:.1} GiB,", cache / GIB)
+    };
+    Err(Refusal::Memory(format!(
+        "weights take {:.1} GiB{cached} per GPU of {:.1} GiB; {mend} or another precision",
+        weights / GIB,
+        memory / GIB
+    )))
 }
 
 /// Sequences that the KV cache of one attention-data rank holds.
 fn sequences_max(d: &Deployment) -> f64 {
-    let budget = d.gpu.memory_bytes as f64 * MEMORY_SHARE - RESERVE_BYTES - weight_bytes(d);
-    let token = d
-        .shape
-        .kv_bytes_per_token_per_gpu(d.parallel.tensor, d.formats.kv_cache) as f64
-        / f64::from(d.parallel.pipeline);
+    let budget = d.gpu.memory_bytes as f64 * MEMORY_SHARE
+        - RESERVE_BYTES
+        - weight_bytes(&d.shape, d.formats, d.parallel);
+    let token = token_bytes(&d.shape, d.formats, d.parallel);
     // Answers are half written on average; some room stays unused.
     let tokens = budget.max(2e9) / token.max(1.0);
     (tokens / (d.isl + 0.55 * d.osl)).max(1.0)
@@ -138,23 +198,47 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
 }
 
 /// Estimates TTFT and TPOT of `d` from `profile`.
-pub fn predict(d: &Deployment, profile: &Profile) -> Estimate {
+///
+/// # Errors
+/// [`Refusal::NotFinite`] if a time is zero, infinite or not a number.
+pub fn predict(d: &Deployment, profile: &Profile) -> Result<Estimate, Refusal> {
     let physical = physical(d, &profile.params);
     let features = residual::Features::of(d);
-    let distance = features.distance(profile);
+    let distances = features.distances(profile);
     let [tpot, ttft] = [0, 1].map(|target| {
         let physical = [physical.tpot_ms, physical.ttft_ms][target];
         physical * libm::exp(features.residual(&profile.residual[target], target))
     });
-    let [of_tpot, of_ttft] = profile.bands[&(distance, physical.saturated)];
-    Estimate {
-        ttft_ms: ttft,
-        ttft_low_ms: ttft * libm::exp(of_ttft[0]),
-        ttft_high_ms: ttft * libm::exp(of_ttft[1]),
-        tpot_ms: tpot,
-        tpot_low_ms: tpot * libm::exp(of_tpot[0]),
-        tpot_high_ms: tpot * libm::exp(of_tpot[1]),
-        distance,
-        saturated: physical.saturated,
+    // The widest band of all that apply: its ends may come from different distances.
+    let mut band = [[0.0_f64; 2]; 2];
+    for distance in &distances {
+        let of = profile.bands[&(*distance, physical.saturated)];
+        for (widest, [low, high]) in band.iter_mut().zip(of) {
+            *widest = [widest[0].min(low), widest[1].max(high)];
+        }
     }
+    let ends = |time: f64, [low, high]: [f64; 2]| [time * libm::exp(low), time * libm::exp(high)];
+    let [tpot_low_ms, tpot_high_ms] = ends(tpot, band[0]);
+    let [ttft_low_ms, ttft_high_ms] = ends(ttft, band[1]);
+    let times = [
+        tpot,
+        tpot_low_ms,
+        tpot_high_ms,
+        ttft,
+        ttft_low_ms,
+        ttft_high_ms,
+    ];
+    if !times.iter().all(|time| time.is_finite() && *time > 0.0) {
+        return Err(Refusal::NotFinite);
+    }
+    Ok(Estimate {
+        ttft_ms: ttft,
+        ttft_low_ms,
+        ttft_high_ms,
+        tpot_ms: tpot,
+        tpot_low_ms,
+        tpot_high_ms,
+        distances,
+        saturated: physical.saturated,
+    })
 }

@@ -390,6 +390,9 @@ impl Profile {
                     let distance = Distance::ALL.into_iter().find(|d| d.name() == distance);
                     let distance = distance.ok_or_else(|| wrong("unknown distance"))?;
                     let band = [[number(2)?, number(3)?], [number(4)?, number(5)?]];
+                    if band.iter().any(|[low, high]| *low > 0.0 || *high < 0.0) {
+                        return Err(wrong("a band must contain 0"));
+                    }
                     profile.bands.insert((distance, place == "past"), band);
                 }
                 ["residual", name, ..] => {
@@ -452,6 +455,11 @@ mod tests {
                 "`gemm_bf16` is missing",
             ),
             ("band,near|", "band,nearly|", "unknown distance"),
+            (
+                "band,near|below,-1.0000,1.0000,-1",
+                "band,near|below,0.5,1.0,-1",
+                "must contain 0",
+            ),
             ("residual,", "rest,", "neither"),
         ] {
             let error = Profile::parse(&text.replace(from, to))

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::deployment::{Deployment, Serving, generation};
+use crate::fit::FitError;
 use crate::linear_algebra::solve;
 use crate::profile::{Distance, Profile};
 
@@ -185,7 +186,8 @@ impl Features {
         within(sum, [0.8, 1.5][target])
     }
 
-    pub(crate) fn distance(&self, profile: &Profile) -> Distance {
+    /// Every part that was never measured, or the one word for a deployment of measured parts.
+    pub(crate) fn distances(&self, profile: &Profile) -> Vec<Distance> {
         let measured = |name: &str| profile.residual[0].contains_key(&self.key(name));
         let any_framework = |level: &str| {
             let framework = level.split('|').next().unwrap_or("");
@@ -202,15 +204,21 @@ impl Features {
                 .is_some_and(|(name, _)| name.starts_with(&start))
         };
         if measured("parallel") {
-            Distance::Near
-        } else if !any_framework(&self.levels[1]) {
-            Distance::Framework
-        } else if !measured("family") {
-            Distance::Model
-        } else if !any_gpu(&self.levels[3]) {
-            Distance::Gpu
+            return vec![Distance::Near];
+        }
+        let unknown = [
+            (Distance::Model, !measured("family")),
+            (Distance::Gpu, !any_gpu(&self.levels[3])),
+            (Distance::Framework, !any_framework(&self.levels[1])),
+        ];
+        let unknown: Vec<Distance> = unknown
+            .into_iter()
+            .filter_map(|(distance, unknown)| unknown.then_some(distance))
+            .collect();
+        if unknown.is_empty() {
+            vec![Distance::Combination]
         } else {
-            Distance::Combination
+            unknown
         }
     }
 }
@@ -219,11 +227,14 @@ impl Features {
 /// regression, with samples that lie `noise` and more away counting less (Cauchy weights).
 ///
 /// Solved in its dual form, a matrix of the samples: there are several effects per sample.
+///
+/// # Errors
+/// If the system cannot be solved.
 pub(crate) fn fit(
     samples: &[(&Features, f64)],
     target: usize,
     noise: f64,
-) -> BTreeMap<String, f32> {
+) -> Result<BTreeMap<String, f32>, FitError> {
     let n = samples.len();
     // Levels as numbers, to compare them quickly.
     let mut numbers: BTreeMap<(usize, &str), usize> = BTreeMap::new();
@@ -263,7 +274,9 @@ pub(crate) fn fit(
             a[i * n + i] += noise * noise / weight;
         }
         dual = samples.iter().map(|(_, error)| *error).collect();
-        assert!(solve(&mut a, &mut dual), "a ridge is positive definite");
+        if !solve(&mut a, &mut dual) {
+            return Err(FitError);
+        }
         for (weight, dual) in weights.iter_mut().zip(&dual) {
             // The residual of a sample is its dual variable times its variance.
             let left = dual * noise * noise / *weight;
@@ -276,8 +289,8 @@ pub(crate) fn fit(
             *effects.entry(name).or_default() += spread * spread * value * dual;
         }
     }
-    effects
+    Ok(effects
         .into_iter()
         .map(|(name, effect)| (name, effect as f32))
-        .collect()
+        .collect())
 }

@@ -53,13 +53,13 @@ fn the_built_in_profile_answers_every_judgeable_deployment() {
     let profile = Profile::built_in();
     let answers: Vec<_> = samples
         .iter()
-        .map(|s| (predict(&s.deployment, profile), s))
+        .map(|s| (predict(&s.deployment, profile).unwrap(), s))
         .collect();
     for (answer, sample) in &answers {
         let d = &sample.deployment;
         assert_eq!(
-            answer.distance,
-            Distance::Near,
+            answer.distances,
+            [Distance::Near],
             "{} on {}",
             d.shape.name,
             d.gpu.name
@@ -79,9 +79,10 @@ fn physics_without_a_framework_predicts_it_within_a_quarter() {
     let Some(samples) = samples() else { return };
     let vllm = |s: &Sample| s.deployment.framework == slipstream_perf::Framework::Vllm;
     let known: Vec<&Sample> = samples.iter().filter(|s| !vllm(s)).collect();
-    let fitted = fit::profile(&known);
+    let fitted = fit::profile(&known).unwrap();
     let unseen = samples.iter().filter(|s| vllm(s));
-    let tpot = errors(unseen.map(|s| (predict(&s.deployment, &fitted).tpot_ms, s.tpot_ms)));
+    let tpot =
+        errors(unseen.map(|s| (predict(&s.deployment, &fitted).unwrap().tpot_ms, s.tpot_ms)));
     let median = quantile(&tpot, 0.5);
     assert!(median < 0.25, "{median}");
 }

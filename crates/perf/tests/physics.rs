@@ -121,7 +121,9 @@ fn error_bars_widen_with_distance_and_unseen_deployments_are_named() {
     let model = "google/gemma-3-27b-it,h200_sxm,vllm,bf16,1024,1024,16,2\n";
     let gpu = "meta-llama/Llama-3.1-70B,mi355x,vllm,fp8,1024,1024,16,8\n";
     let combination = "meta-llama/Llama-3.1-70B,h200_sxm,sglang,bf16,1024,1024,16,4\n";
-    let rows = read_rows(format!("{head}{near}{model}{gpu}{combination}").as_bytes()).unwrap();
+    let both = "google/gemma-3-27b-it,mi355x,vllm,bf16,1024,1024,16,2\n";
+    let text = format!("{head}{near}{model}{gpu}{combination}{both}");
+    let rows = read_rows(text.as_bytes()).unwrap();
     let answers: Vec<_> = rows
         .iter()
         .map(|row| {
@@ -129,18 +131,33 @@ fn error_bars_widen_with_distance_and_unseen_deployments_are_named() {
                 &Deployment::read(row, &|_| None).unwrap(),
                 Profile::built_in(),
             )
+            .unwrap()
         })
         .collect();
-    let distances: Vec<Distance> = answers.iter().map(|a| a.distance).collect();
+    let distances: Vec<&[Distance]> = answers.iter().map(|a| &*a.distances).collect();
     assert_eq!(
         distances,
         [
-            Distance::Near,
-            Distance::Model,
-            Distance::Gpu,
-            Distance::Combination
+            &[Distance::Near][..],
+            &[Distance::Model],
+            &[Distance::Gpu],
+            &[Distance::Combination],
+            &[Distance::Model, Distance::Gpu],
         ]
     );
     let width = |i: usize| answers[i].tpot_high_ms / answers[i].tpot_low_ms;
-    assert!((1..4).all(|i| width(i) > width(0)));
+    assert!((1..5).all(|i| width(i) > width(0)));
+    // Two unknown parts: no narrower than either alone, at both ends.
+    let ends = |i: usize| {
+        let a = &answers[i];
+        [
+            [a.tpot_low_ms / a.tpot_ms, a.tpot_high_ms / a.tpot_ms],
+            [a.ttft_low_ms / a.ttft_ms, a.ttft_high_ms / a.ttft_ms],
+        ]
+    };
+    for one in [1, 2] {
+        for (both, one) in ends(4).iter().zip(ends(one)) {
+            assert!(both[0] <= one[0] + 1e-12 && both[1] >= one[1] - 1e-12);
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use slipstream_perf::fit::{self, Sample};
-use slipstream_perf::{Deployment, read_rows, report};
+use slipstream_perf::{Deployment, Profile, predict, read_rows, report};
 
 use crate::out;
 
@@ -38,6 +38,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         read_rows(&text).with_context(|| format!("reading {}", path.display()))
     };
     let rows = read(&args.from_points)?;
+    super::predict::note_unknown_columns(&rows);
+    let prior = Profile::prior();
     let only: Option<HashSet<String>> = match &args.only {
         None => None,
         Some(path) => Some(
@@ -54,16 +56,27 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         if only.as_ref().is_some_and(|only| !only.contains(&row.id)) {
             continue;
         }
-        let positive = |column| row.number(column).filter(|x: &f64| *x > 0.0);
-        match Deployment::read(row, &|_| None) {
-            Ok(deployment) => match (positive("tpot_ms"), positive("ttft_ms")) {
-                (Some(tpot_ms), Some(ttft_ms)) => samples.push(Sample {
-                    deployment,
-                    tpot_ms,
-                    ttft_ms,
-                }),
-                _ => *reasons.entry("no measured times".into()).or_default() += 1,
-            },
+        let positive = |column| {
+            row.number(column)
+                .filter(|x: &f64| x.is_normal() && *x > 0.0)
+        };
+        // A row without a finite estimate would spoil the sums of all others.
+        let deployment = Deployment::read(row, &|_| None)
+            .and_then(|deployment| predict(&deployment, &prior).map(|_| deployment));
+        match deployment {
+            Ok(deployment) => {
+                let times = (positive("tpot_ms"), positive("ttft_ms"));
+                if let (Some(tpot_ms), Some(ttft_ms)) = times {
+                    samples.push(Sample {
+                        deployment,
+                        tpot_ms,
+                        ttft_ms,
+                    });
+                } else {
+                    let reason = "ttft_ms or tpot_ms is not a positive number";
+                    *reasons.entry(reason.into()).or_default() += 1;
+                }
+            }
             Err(refusal) => *reasons.entry(refusal.to_string()).or_default() += 1,
         }
     }
@@ -96,7 +109,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .as_ref()
             .map_or(String::new(), |only| format!(" --only {}", name(only))),
     );
-    let (profile, held_out) = fit::calibrate(&samples, source);
+    let (profile, held_out) = fit::calibrate(&samples, source)
+        .with_context(|| format!("fitting to {}", args.from_points.display()))?;
     if let Some(path) = &args.out {
         std::fs::write(path, profile.to_text())
             .with_context(|| format!("writing {}", path.display()))?;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use slipstream_config::preset::ModelShape;
-use slipstream_perf::{Deployment, Distance, Profile, Row, predict, read_rows};
+use slipstream_perf::{Deployment, Distance, Profile, Row, predict, read_rows, unknown_columns};
 
 use crate::out;
 
@@ -37,6 +37,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "{} has no rows; it must be a CSV table with a header (docs/accuracy.md)",
         args.file.display()
     );
+    note_unknown_columns(&rows);
+    if let Some(folder) = &args.models {
+        anyhow::ensure!(
+            folder.is_dir(),
+            "--models {} is no directory; it must hold <model_path>/config.json",
+            folder.display()
+        );
+    }
     let models = |name: &str| model_of(args.models.as_deref(), name);
     let (answers, refused) = answer(&rows, &profile, &models);
     match &args.out {
@@ -55,6 +63,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Notes columns that nothing is read from, such as misspelt ones.
+pub(crate) fn note_unknown_columns(rows: &[Row]) {
+    let unknown = unknown_columns(rows);
+    if !unknown.is_empty() {
+        eprintln!(
+            "note: columns that are not read: {}; docs/accuracy.md lists those that are",
+            unknown.join(", ")
+        );
+    }
+}
+
 /// The table of answers, and the number of rows without one.
 fn answer(
     rows: &[Row],
@@ -68,13 +87,19 @@ fn answer(
     let mut refused = 0;
     for row in rows {
         let id = quoted(&row.id);
-        match Deployment::read(row, models) {
-            Ok(deployment) => {
-                let e = predict(&deployment, profile);
-                let far = match e.distance {
-                    Distance::Near => "no",
-                    other => other.name(),
-                };
+        let estimate = Deployment::read(row, models)
+            .and_then(|deployment| Ok((predict(&deployment, profile)?, deployment)));
+        match estimate {
+            Ok((e, deployment)) => {
+                let far: Vec<&str> = e
+                    .distances
+                    .iter()
+                    .map(|distance| match distance {
+                        Distance::Near => "no",
+                        other => other.name(),
+                    })
+                    .collect();
+                let far = far.join("; ");
                 let _ = writeln!(
                     answers,
                     "{id},{:.4},{:.4},{:.4},{:.4},{:.4},{:.4},{far},{},{},",
@@ -145,13 +170,14 @@ mod tests {
         let text = b"id,model_path,system,backend,precision,isl,osl,batch_size,tp_size\n\
             \"a,b\",meta-llama/Llama-3.1-70B,h200_sxm,vllm,fp8,1024,1024,16,8\n\
             c,acme/unheard-of,h200_sxm,vllm,fp8,1024,1024,16,8\n\
-            d,meta-llama/Llama-3.1-70B,b300,vllm,fp8,1024,1024,16,\n";
+            d,meta-llama/Llama-3.1-70B,b300,vllm,fp8,1024,1024,16,\n\
+            e,google/gemma-3-27b-it,b300,vllm,fp8,1024,1024,16,1\n";
         let rows = read_rows(text).unwrap();
         let (answers, refused) = answer(&rows, Profile::built_in(), &|_| None);
         assert_eq!(refused, 1);
         let again = read_rows(answers.as_bytes()).unwrap();
         let ids: Vec<&str> = again.iter().map(|row| row.id.as_str()).collect();
-        assert_eq!(ids, ["a,b", "c", "d"]);
+        assert_eq!(ids, ["a,b", "c", "d", "e"]);
         assert_eq!(again[0].get("extrapolated"), Some("no"));
         assert!(again[0].number("ttft_ms").unwrap() > again[0].number("tpot_ms").unwrap());
         assert_eq!(again[1].get("ttft_ms"), None);
@@ -160,6 +186,7 @@ mod tests {
             Some("unknown model: acme/unheard-of")
         );
         assert_eq!(again[2].get("extrapolated"), Some("gpu"));
+        assert_eq!(again[3].get("extrapolated"), Some("model; gpu"));
         assert_eq!(again[2].get("assumed"), Some("tp_size: 1"));
     }
 

@@ -10,6 +10,7 @@ mod kv;
 mod misbehaving_peers;
 mod net;
 mod planes;
+mod predict;
 mod results;
 mod serve;
 mod server;

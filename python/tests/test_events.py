@@ -418,6 +418,13 @@ def ready(line_begins: str, *command: str | Path) -> Iterator[str]:
             process.kill()
 
 
+def test_a_signal_right_after_the_ready_line_ends_a_process_in_order(binary, tmp_path):
+    worker = (binary, "worker", "--discovery", tmp_path)
+    for _ in range(10):
+        with ready("running ", *worker):
+            pass  # `ready` interrupts at once, and checks the exit status
+
+
 def test_a_worker_process_names_the_tokens_that_a_frontend_process_read(binary, context, tmp_path):
     fpm_port, kv_port = free_ports(2)
     shared = (

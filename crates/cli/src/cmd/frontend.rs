@@ -50,9 +50,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "serving {} from worker processes: slipstream worker with the same cluster file",
         cluster.model.name
     );
+    let signals = serve::Signals::install()?;
     // On stdout, as data: a script reads the address that was chosen for port 0.
     out::print(&format!("listening on http://{}\n", frontend.address()))?;
-    serve::wait_for_signal()?;
+    signals.wait();
     serve::say_draining(&cluster);
     drop(announced);
     frontend.shutdown();

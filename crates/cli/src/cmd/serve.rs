@@ -68,12 +68,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for line in live.events.iter().flat_map(super::events::addresses) {
         eprintln!("{line}");
     }
+    let signals = Signals::install()?;
     // On stdout, as data: a script reads the address that was chosen for port 0.
     out::print(&format!(
         "listening on http://{}\n",
         live.frontend.address()
     ))?;
-    wait_for_signal()?;
+    signals.wait();
     say_draining(&cluster);
     live.shutdown()?;
     Ok(ExitCode::SUCCESS)
@@ -366,34 +367,47 @@ pub(super) fn say_draining(cluster: &Cluster) {
     );
 }
 
-/// Returns at SIGINT or SIGTERM. A second one then terminates the process.
-pub(super) fn wait_for_signal() -> anyhow::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    runtime.block_on(async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-        anyhow::Ok(())
-    })?;
-    std::thread::spawn(move || {
-        let again = runtime.block_on(async {
-            let mut interrupt = signal(SignalKind::interrupt())?;
-            let mut terminate = signal(SignalKind::terminate())?;
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-            }
-            std::io::Result::Ok(())
-        });
-        if again.is_ok() {
+/// Handlers of SIGINT and SIGTERM. Before they are installed a signal ends the process at once, so
+/// they come before the line that tells scripts that the process is ready.
+pub(super) struct Signals {
+    runtime: tokio::runtime::Runtime,
+    interrupt: tokio::signal::unix::Signal,
+    terminate: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    /// Installs the handlers.
+    pub(super) fn install() -> anyhow::Result<Signals> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let guard = runtime.enter();
+        let interrupt = signal(SignalKind::interrupt())?;
+        let terminate = signal(SignalKind::terminate())?;
+        drop(guard);
+        Ok(Signals {
+            runtime,
+            interrupt,
+            terminate,
+        })
+    }
+
+    /// Returns at a signal. A second one then terminates the process.
+    pub(super) fn wait(mut self) {
+        self.next();
+        std::thread::spawn(move || {
+            self.next();
             std::process::exit(130);
-        }
-    });
-    Ok(())
+        });
+    }
+
+    fn next(&mut self) {
+        self.runtime.block_on(async {
+            tokio::select! {
+                _ = self.interrupt.recv() => {}
+                _ = self.terminate.recv() => {}
+            }
+        });
+    }
 }

@@ -271,7 +271,8 @@ fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
         .name("signals".into())
         .spawn(move || {
             // Without a handler the process ends at the first signal, which is no loss of data.
-            if super::serve::wait_for_signal().is_ok() {
+            if let Ok(signals) = super::serve::Signals::install() {
+                signals.wait();
                 set.store(true, Ordering::Relaxed);
             }
         })?;

@@ -62,9 +62,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let chosen = choose(&cluster, args.pool.as_deref(), &args.index)?;
     let Running { set, home, bus } = start(args, &cluster, &chosen)?;
     let names: Vec<String> = chosen.iter().map(WorkerId::to_string).collect();
+    let signals = serve::Signals::install()?;
     // On stdout, as data: a script waits for it.
     out::print(&format!("running {}\n", names.join(" ")))?;
-    serve::wait_for_signal()?;
+    signals.wait();
     serve::say_draining(&cluster);
     home.leave();
     let threads: Vec<Arc<ThreadStats>> = set.thread_stats().collect();

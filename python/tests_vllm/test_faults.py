@@ -273,7 +273,7 @@ def test_messages_about_keys_that_make_no_sense_are_counted_and_asked_for_again(
     check_mended(0, "")
     _, second, third = stream(36, 1, 2, 3)
     tell(third)
-    check_mended(1, "rank 0 has to tell its keys anew: key message")
+    check_mended(1, "rank 0 has to tell its keys anew: out-of-order key message")
     tell(second[:-1])
     check_mended(2, "ask for a snapshot")
     tell(second[:20] + b"?" + second[21:])

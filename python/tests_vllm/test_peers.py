@@ -120,8 +120,8 @@ def test_blocks_of_another_process_are_loaded_and_right(kind: str, tmp_path: Pat
 
 def test_blocks_that_a_peer_has_on_disk_only_are_loaded(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    # Host memory for the blocks of two prompts: the first one's are on disk alone after the third. Peers
-    # may pin half of the memory.
+    # Host memory for the blocks of two prompts: after the third the first one's are on disk alone.
+    # Peers may pin half of the memory.
     extra = {"host_bytes": 8192 * 2 * PROMPT_BLOCKS, "disk_dir": str(disk)}
     with other(listen=[f"unix://{tmp_path}/a.sock"], **extra) as first:
         second = engine(peers=[first.address])

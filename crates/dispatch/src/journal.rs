@@ -1,4 +1,4 @@
-//! What a dispatcher was told and what it decided, for tests that compare its drivers (feature `journal`).
+//! Inputs and actions of a dispatcher, recorded for tests that compare its drivers (feature `journal`).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -53,8 +53,6 @@ pub struct StepTokens {
     entries: Vec<TokenEntry>,
     /// Tokens of the entries with several, in order.
     several: Vec<TokenId>,
-    /// Sequences among `entries` with several.
-    sequences_with_several: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +82,6 @@ impl StepTokens {
             [token] => self.push(id, token),
             [token, ..] => {
                 self.several.extend_from_slice(tokens);
-                self.sequences_with_several += 1;
                 self.entries.push(TokenEntry {
                     id,
                     token,
@@ -108,9 +105,9 @@ impl StepTokens {
         self.entries.len()
     }
 
-    /// Tokens listed.
+    /// Tokens listed, counted sequence by sequence; [`PassOutput::token_count`] has them at no cost.
     pub fn count(&self) -> usize {
-        self.entries.len() + self.several.len() - self.sequences_with_several as usize
+        self.iter().map(|(_, tokens)| tokens.len()).sum()
     }
 
     /// Whether nothing is listed.
@@ -122,7 +119,6 @@ impl StepTokens {
     pub fn clear(&mut self) {
         self.entries.clear();
         self.several.clear();
-        self.sequences_with_several = 0;
     }
 }
 

@@ -125,7 +125,7 @@ impl Feeder {
                 Some(Ok(Some(line))) if line.iter().all(u8::is_ascii_whitespace) => continue,
                 Some(Ok(Some(line))) => self.turn(&line).await,
                 Some(Ok(None)) => {
-                    // Room is how a worker says that it has the stream; before, nobody would take it.
+                    // The first input credit shows that the worker has the stream; it drops earlier input.
                     if self.room().await.is_some() {
                         self.send(Vec::new(), false, true);
                     }

@@ -50,7 +50,7 @@ pub trait Backend: Send {
     ) -> Result<Option<SimTime>, Dead>;
 
     /// Ends the step under way, at the time that [`begin_step`](Backend::begin_step) returned. Replaces
-    /// what is in `out`. `out.first` and `out.finished` name sequences in the order of `out.tokens`, and
+    /// what is in `out`, `token_count` and `sequence_count` included. `out.first` and `out.finished` name sequences in the order of `out.tokens`, and
     /// none that are not in it.
     ///
     /// # Errors

@@ -738,7 +738,7 @@ impl EngineThread {
         rank.stats.note_engine(&rank.backend.stats());
         rank.stats
             .generation_tokens
-            .add(self.out.tokens.count() as u64 - prompts);
+            .add(u64::from(self.out.token_count) - prompts);
         rank.heard = true;
         if !self.out.kv.ops.is_empty() {
             publish_kv(

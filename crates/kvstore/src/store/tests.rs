@@ -356,7 +356,7 @@ fn an_address_that_peers_cannot_reach_is_refused() {
     );
 }
 
-/// A tier that fails or stalls when it is told to.
+/// A tier that fails or stalls on request.
 struct Switched {
     inner: Arc<MemoryTier>,
     is_failing: AtomicBool,

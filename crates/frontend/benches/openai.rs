@@ -1,13 +1,16 @@
 //! What a token and a request cost on their way through text and JSON.
 //!
 //! `cargo bench -p slipstream-frontend --bench openai`
+//!
+//! `SLIPSTREAM_TOKENIZER=DIR` adds the encoding of prompts by the `tokenizer.json` in a directory, by
+//! ours and by the `tokenizers` library.
 
 #![allow(missing_docs)] // criterion's macros make items without
 
 use std::hint::black_box;
 
 use bytes::BytesMut;
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use slipstream_base::{TokenId, mix};
 use slipstream_frontend::openai::{
     Finish, Head, Kind, SseRender, UnaryChoice, Usage, parse_chat, parse_completion, render_unary,
@@ -164,5 +167,73 @@ fn benches(criterion: &mut Criterion) {
     encode(criterion, &model);
 }
 
-criterion_group!(all, benches);
+/// Prompts of the `tokenizer.json` that the environment names. Each prompt begins elsewhere in the text,
+/// so that no encoder has seen it as a whole; its words come again, as in real traffic.
+fn prompts(criterion: &mut Criterion) {
+    let Some(dir) = std::env::var_os("SLIPSTREAM_TOKENIZER") else {
+        return;
+    };
+    let dir = std::path::PathBuf::from(dir);
+    let model = TextModel::load(&dir).expect("SLIPSTREAM_TOKENIZER names a tokenizer's directory");
+    let library =
+        tokenizers::Tokenizer::from_file(dir.join("tokenizer.json")).expect("it was read before");
+    let words: Vec<&str> = include_str!("../src/reply.rs").split_whitespace().collect();
+    let text = |from: usize, len: usize| -> String {
+        let words = words.iter().cycle().skip(from % words.len()).take(len);
+        words.copied().collect::<Vec<_>>().join(" ")
+    };
+    let special = model.decode(&[model.eos()]);
+    let turns: String = (0..20)
+        .map(|turn| text(turn * 97, 100) + &special)
+        .collect();
+    let mut out = Vec::new();
+    let mut group = criterion.benchmark_group("prompts");
+    for len in [120, 2_500] {
+        let mut at = 0;
+        let mut prompt = || {
+            at += 1;
+            text(at, len)
+        };
+        out.clear();
+        model.encode(&prompt(), true, &mut out);
+        let tokens = out.len();
+        group.bench_function(format!("{len} words, {tokens} tokens"), |b| {
+            b.iter_batched_ref(
+                &mut prompt,
+                |prompt| {
+                    out.clear();
+                    model.encode(prompt, true, &mut out);
+                },
+                BatchSize::SmallInput,
+            );
+        });
+        group.bench_function(format!("{len} words by the library"), |b| {
+            b.iter_batched_ref(
+                &mut prompt,
+                |prompt| library.encode_fast(prompt.as_str(), true).unwrap(),
+                BatchSize::SmallInput,
+            );
+        });
+    }
+    let mut at = 0;
+    group.bench_function(
+        "the next turn of a chat: 20 turns before, 120 new words",
+        |b| {
+            b.iter_batched_ref(
+                || {
+                    at += 1;
+                    turns.clone() + &text(at, 120)
+                },
+                |prompt| {
+                    out.clear();
+                    model.encode(prompt, true, &mut out);
+                },
+                BatchSize::SmallInput,
+            );
+        },
+    );
+    group.finish();
+}
+
+criterion_group!(all, benches, prompts);
 criterion_main!(all);

@@ -5,8 +5,8 @@
 //!   FOLDER/KEY.new     about to be renamed to KEY.json, so that no reader sees half a file
 //! ```
 //!
-//! **Renewing** sets the file's modification time: one system call, without opening the file, that
-//! works on a full disk. On NFS the server sets it, so no two clocks are compared: an entry is alive as
+//! **Renewing** sets the file's modification time: two system calls, without opening the file, that
+//! work on a full disk. On NFS the server sets it, so no two clocks are compared: an entry is alive as
 //! long as its time *differs* from the last one that was seen, whatever its value.
 //!
 //! **Judging** is shared out, as every process watching every other would cost the square of their
@@ -456,10 +456,13 @@ impl Backend for Folder {
             last_modification: instant,
         };
         let path = self.file(key);
-        if rustix::fs::utimensat(CWD, &path, &times, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+        let is_there = stat(&path).is_ok_and(|found| found.is_file);
+        if is_there && rustix::fs::utimensat(CWD, &path, &times, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+        {
             return Ok(());
         }
-        // Removed, or on a file system that does not set times (some object stores).
+        // Removed, replaced by something that no watcher reads, or on a file system that does not set
+        // times (some object stores).
         match self.own.get(key) {
             Some(text) => self.write(key, text),
             None => Ok(()),

@@ -144,6 +144,25 @@ fn an_entry_that_was_removed_is_put_again_by_its_next_renewal() {
 }
 
 #[test]
+fn an_entry_replaced_by_a_fifo_is_written_again_by_its_next_renewal() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut owner, mut watcher) = (folder(dir.path()), folder(dir.path()));
+    put(&mut owner, "a");
+    assert_eq!(polled(&mut watcher, 0), ["+a"]);
+    let file = owner.file("a");
+    fs::remove_file(&file).unwrap();
+    let mode = Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(CWD, &file, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let refused = polled(&mut watcher, 600);
+    assert!(
+        refused.contains(&"!a.json: it is not a regular file".to_owned()),
+        "{refused:?}"
+    );
+    owner.renew(SimTime::ZERO, "a").unwrap();
+    assert!(polled(&mut watcher, 1_200).contains(&"+a".to_owned()));
+}
+
+#[test]
 fn a_removed_folder_is_made_again_by_the_next_renewal() {
     let outer = tempfile::tempdir().unwrap();
     let path = outer.path().join("cluster");

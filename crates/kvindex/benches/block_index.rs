@@ -15,7 +15,7 @@ const KV_BLOCKS: usize = 16_384;
 const PROMPT_BLOCKS: usize = 190;
 const PROMPTS: usize = KV_BLOCKS / PROMPT_BLOCKS;
 
-/// Prompt `prompt` of `target`: its first `shared` blocks are those of every target and prompt.
+/// Prompt `prompt` of `target`: its first `shared` blocks are common to all targets and prompts.
 fn prompt(target: usize, prompt: usize, shared: usize) -> Vec<BlockHash> {
     (0..PROMPT_BLOCKS)
         .map(|block| {
@@ -43,7 +43,7 @@ fn removed(blocks: &[BlockHash]) -> Vec<KvOp> {
     removed.map(|&hash| KvOp::Removed { hash }).collect()
 }
 
-/// An index in which each target holds `PROMPTS` prompts, and the sequence that comes next.
+/// An index in which each target holds `PROMPTS` prompts, and the next sequence number.
 fn full_index(targets: usize, shared: usize) -> (BlockIndex, u64) {
     let index = BlockIndex::new(targets, targets * KV_BLOCKS);
     for target in 0..targets {
@@ -80,10 +80,10 @@ fn overlap(c: &mut Criterion) {
         let (index, _) = full_index(targets, 0);
         let mut turn = 0;
         group.bench_function(BenchmarkId::new("miss", targets), |b| {
-            let strangers: Vec<_> = (0..1_000).map(|n| prompt(targets, n, 0)).collect();
+            let absent: Vec<_> = (0..1_000).map(|n| prompt(targets, n, 0)).collect();
             b.iter(|| {
-                turn = (turn + 1) % strangers.len();
-                index.overlap(black_box(&strangers[turn]), &mut out);
+                turn = (turn + 1) % absent.len();
+                index.overlap(black_box(&absent[turn]), &mut out);
             });
         });
         group.bench_function(BenchmarkId::new("one_target", targets), |b| {
@@ -97,7 +97,7 @@ fn overlap(c: &mut Criterion) {
     group.finish();
 }
 
-/// A prompt's blocks come, and later go.
+/// A prompt's blocks are stored, and removed later.
 fn apply(c: &mut Criterion) {
     let mut group = c.benchmark_group("apply");
     group.throughput(Throughput::Elements(2 * PROMPT_BLOCKS as u64));
@@ -126,7 +126,7 @@ fn apply(c: &mut Criterion) {
     group.finish();
 }
 
-/// The same from several engine threads, and look-ups while they write: what locks by shard cost.
+/// The same from several engine threads, with concurrent look-ups: the cost of the shard locks.
 fn contended(c: &mut Criterion) {
     let mut group = c.benchmark_group("contended");
     for writers in [1, 3] {

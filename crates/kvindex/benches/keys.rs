@@ -1,7 +1,7 @@
 //! Sets of whole keys and the index of peers: `cargo bench -p slipstream-kvindex --bench keys`.
 //!
 //! Keys have 36 bytes, as vLLM's under SHA-256. The slowest step of a resync is timed by hand and in
-//! CPU time, as the question is not the mean.
+//! CPU time, because its maximum matters, not its mean.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -57,7 +57,7 @@ fn churn(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, held), |b| {
                 b.iter(|| {
                     for n in at..at + STEP as usize {
-                        // In turn, so that a key that left comes back two rounds later.
+                        // In turn, so that a removed key returns two rounds later.
                         let old = std::mem::replace(&mut ring[n], fresh[n]);
                         let same = old == fresh[n];
                         let new = if same { key(1, n as u64) } else { fresh[n] };
@@ -76,7 +76,7 @@ fn churn(c: &mut Criterion) {
     group.finish();
 }
 
-/// A decode step: two blocks more.
+/// A decode step: two more blocks.
 fn decode(c: &mut Criterion) {
     let mut group = c.benchmark_group("key_set/decode_2_in");
     for held in [2_048, 1 << 14, HELD, 1 << 18] {
@@ -108,7 +108,7 @@ fn decode(c: &mut Criterion) {
     group.finish();
 }
 
-/// 64 peers with 16,384 keys each, half of them chains that all share.
+/// 64 peers with 16,384 keys each, half of them in chains common to all.
 fn full_index(peers: usize) -> PeerIndex {
     let held = 1 << 14;
     let index = PeerIndex::new(peers, peers * held, u64::MAX);
@@ -143,7 +143,7 @@ fn look_up(c: &mut Criterion) {
     let cases = [
         ("all_peers_hold_it", chains(7, 32)),
         ("one_peer_holds_it", chains(140, 32)),
-        ("nobody_holds_it", chains(9_999, 32)),
+        ("no_peer_holds_it", chains(9_999, 32)),
     ];
     for (name, chains) in &cases {
         let mut turn = 0;
@@ -157,7 +157,7 @@ fn look_up(c: &mut Criterion) {
             });
         });
     }
-    // Every run ends somewhere else: 64 peers hold 4, 8, ... 256 blocks.
+    // Every run ends at another block: 64 peers hold 4, 8, ... 256 blocks.
     let stairs = PeerIndex::new(64, 64 * 256, u64::MAX);
     let chain = keys(5, 256);
     for peer in 0..64 {
@@ -201,7 +201,7 @@ fn follow(c: &mut Criterion) {
         b.iter_custom(|iterations| {
             let mut spent = Duration::ZERO;
             for _ in 0..iterations {
-                // Keys that come back after 16 turns.
+                // Keys that return after 16 turns.
                 let (new, old) = (turn % 16, (turn + 15) % 16);
                 let step = |n: usize| &own[n * STEP as usize..][..STEP as usize];
                 for key in step(old) {
@@ -221,7 +221,7 @@ fn follow(c: &mut Criterion) {
     group.finish();
 }
 
-/// CPU time of this thread: what a step takes on a machine that has a core to spare.
+/// CPU time of this thread: the duration of a step on a machine with a spare core.
 fn cpu_time() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)

@@ -1,4 +1,4 @@
-//! The approximate index: what was routed to a target is believed cached there for a while.
+//! The approximate index: blocks routed to a target are assumed cached there for a while.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -8,21 +8,21 @@ use slipstream_base::{BlockHash, SimTime};
 
 use crate::owners::{Owners, Padded};
 
-/// Believes that a block is cached where it was last routed, until a time to live has passed or
-/// as many younger blocks were routed there as the target's KV cache holds.
+/// Assumes that a block is cached on the target that it was last routed to. The assumption ends when a
+/// time to live has passed, or when as many younger blocks as the target's KV cache holds were routed there.
 ///
-/// For engines that send no KV events. Readers take no lock, except to forget what is due.
+/// For engines that send no KV events. Readers take no lock, except to remove expired blocks.
 pub struct ApproximateIndex {
     ttl_ns: u64,
     owners: Owners,
     recent: Box<[Padded<Mutex<Recent>>]>,
-    /// When the oldest block of each target is due; `u64::MAX` without one. Read for each prompt,
-    /// hence packed.
+    /// Expiry time of the oldest block of each target; `u64::MAX` without one. Packed, because it is read
+    /// for each prompt.
     due: Box<[AtomicU64]>,
     dropped: AtomicU64,
 }
 
-/// What was routed to a target, oldest first, and until when it is believed cached.
+/// Blocks routed to a target, oldest first, with their expiry times.
 struct Recent {
     until: LruCache<BlockHash, SimTime>,
     kv_blocks: usize,
@@ -30,7 +30,7 @@ struct Recent {
 
 impl ApproximateIndex {
     /// An empty index. `kv_blocks` is the size of each target's KV cache (0: it never reuses a
-    /// block), `ttl_ns` how long a block is believed to stay.
+    /// block), `ttl_ns` the time for which a block is assumed cached.
     pub fn new(kv_blocks: &[u32], ttl_ns: u64) -> ApproximateIndex {
         let total = kv_blocks.iter().map(|&blocks| blocks as usize).sum();
         let recent = |&blocks: &u32| {
@@ -48,16 +48,16 @@ impl ApproximateIndex {
         }
     }
 
-    /// `blocks` were routed to `target` at `now`.
+    /// Records that `blocks` were routed to `target` at `now`.
     pub fn on_routed(&self, now: SimTime, target: usize, blocks: &[BlockHash]) {
         self.with_recent(target, |recent| {
             let blocks = &blocks[..blocks.len().min(recent.kv_blocks)];
-            // From the end, so that a chain's end is the oldest, and goes first, as in an engine.
+            // From the end, so that a chain's end is the oldest and is evicted first, as in an engine.
             for &hash in blocks.iter().rev() {
                 if recent.until.put(hash, now + self.ttl_ns).is_some() {
                     continue;
                 }
-                // Room before the newcomer, as the index is as large as the caches and no larger.
+                // Evict before the insertion, because the index is exactly as large as the caches.
                 if recent.until.len() > recent.kv_blocks {
                     let oldest = recent.until.pop_lru();
                     let (hash, _) = oldest.expect("it holds at least the newcomer");
@@ -70,10 +70,10 @@ impl ApproximateIndex {
         });
     }
 
-    /// For each target, how many leading `blocks` are believed cached. Shape of `out`: `[T]`.
+    /// For each target, the number of leading `blocks` that are assumed cached. Shape of `out`: `[T]`.
     ///
     /// # Panics
-    /// If `out` is not as long as there are targets.
+    /// If the length of `out` is not the number of targets.
     pub fn overlap(&self, now: SimTime, blocks: &[BlockHash], out: &mut [u32]) {
         for target in 0..self.due.len() {
             self.forget_due(now, target);
@@ -81,25 +81,25 @@ impl ApproximateIndex {
         self.owners.overlap(blocks, out, |_| u64::MAX);
     }
 
-    /// How many leading `blocks` are believed cached at `target`.
+    /// The number of leading `blocks` that are assumed cached at `target`.
     pub fn overlap_of(&self, now: SimTime, target: usize, blocks: &[BlockHash]) -> u32 {
         self.forget_due(now, target);
         self.owners.overlap_of(target, blocks)
     }
 
-    /// Blocks believed cached at `target`, some of which may be due to be forgotten.
+    /// Blocks assumed cached at `target`. Some may have expired.
     pub fn held(&self, target: usize) -> u64 {
         let recent = &self.recent[target].0;
         let recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
         recent.until.len() as u64
     }
 
-    /// Blocks that found no room in the index since the start. They count as not cached.
+    /// Blocks that found no room in the index since its creation. They count as not cached.
     pub fn dropped_total(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Forgets all that was routed to `target`.
+    /// Removes all blocks of `target`.
     pub fn forget(&self, target: usize) {
         self.with_recent(target, |recent| {
             while let Some((hash, _)) = recent.until.pop_lru() {
@@ -108,7 +108,8 @@ impl ApproximateIndex {
         });
     }
 
-    /// Each block is forgotten once, so this costs what was routed, not what is held.
+    /// Removes expired blocks. Each block is removed once, so the cost depends on routed blocks, not on
+    /// held ones.
     fn forget_due(&self, now: SimTime, target: usize) {
         if self.due[target].load(Ordering::Relaxed) > now.0 {
             return;
@@ -160,7 +161,7 @@ mod tests {
         let a = chain(1, 20);
         index.on_routed(SimTime(0), 1, &a);
         assert_eq!(overlap(&index, 49, &a), [0, 20]);
-        // Its first half is used again, and lives on.
+        // The first half is routed again, so its time to live starts again.
         index.on_routed(SimTime(30), 1, &a[..10]);
         assert_eq!(overlap(&index, 50, &a), [0, 10]);
         assert_eq!(index.held(1), 10);
@@ -174,12 +175,12 @@ mod tests {
         let (a, b) = (chain(1, 20), chain(2, 20));
         index.on_routed(SimTime(0), 0, &a);
         index.on_routed(SimTime(1), 0, &b);
-        // The end of the older chain made room.
+        // The end of the older chain was evicted.
         assert_eq!(overlap(&index, 2, &a), [10, 0]);
         assert_eq!(overlap(&index, 2, &b), [20, 0]);
         index.on_routed(SimTime(3), 0, &chain(3, 100));
         assert_eq!(index.held(0), 30);
-        // A target that reuses nothing is never believed to hold anything.
+        // A target that reuses nothing never counts as holding a block.
         index.on_routed(SimTime(4), 1, &a);
         assert_eq!(overlap(&index, 4, &a)[1], 0);
         index.forget(0);

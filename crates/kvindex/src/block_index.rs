@@ -8,57 +8,56 @@ use slipstream_base::{BlockHash, KvDelta, KvOp};
 use crate::owners::{Owners, Padded};
 use crate::table::Full;
 
-/// Operations of a delta whose places are looked at together before they are changed: about as many
-/// misses as a core keeps in flight (Skylake: 12 line fill buffers), with some to spare.
+/// Operations of a delta whose table entries are prefetched together before they are changed: about as
+/// many misses as a core keeps in flight (Skylake: 12 line fill buffers), with some to spare.
 const TOUCHED: usize = 16;
 
-/// Who holds which block, shared by routers (readers) and engine threads (writers).
+/// The holders of each block, shared by routers (readers) and engine threads (writers).
 ///
-/// Readers take no lock and never wait. A look-up that runs beside a change sees it or does not;
-/// blocks that stay are always found.
+/// Readers take no lock and never wait. A look-up that runs concurrently with a change sees it or does
+/// not; blocks that stay are always found.
 ///
-/// Writers lock the shard that a hash falls in (up to 64 shards), for one operation at a time, and
-/// the event stream of their target for a whole delta. Why locks: `docs/routing.md` has the
-/// numbers.
+/// A writer locks the shard of a hash (up to 64 shards) for one operation, and the event stream of its
+/// target for a whole delta. `docs/routing.md` has the measurements behind this use of locks.
 pub struct BlockIndex {
     owners: Owners,
     streams: Box<[Padded<Stream>]>,
-    /// One bit a target: what is known of it is complete.
+    /// One bit per target: the index has all of its blocks.
     trusted: Box<[AtomicU64]>,
 }
 
 /// A target's deltas.
 #[derive(Default)]
 struct Stream {
-    /// Sequence expected next; held locked while a delta is applied, so that deltas of one target
-    /// go in one after the other.
+    /// The next sequence number. Locked while a delta is applied, so that deltas of one target are
+    /// applied one after the other.
     next: Mutex<u64>,
     /// Blocks held.
     held: AtomicU64,
 }
 
-/// What came of a delta.
+/// The result of applying a delta.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
-    /// Deltas before this one are missing, or were and no snapshot has come since. The target
-    /// counts as holding nothing until a snapshot ([`KvOp::Cleared`], then every block held)
-    /// arrives; ask its engine for one.
+    /// Earlier deltas are missing and no snapshot has arrived since. The target counts as holding
+    /// nothing until a snapshot ([`KvOp::Cleared`], then every held block) arrives; request one from
+    /// its engine.
     pub gap: bool,
-    /// Seen before, and ignored whole.
+    /// The delta was applied before, and is ignored.
     pub duplicate: bool,
-    /// Blocks that the target holds and did not before.
+    /// Blocks that the target newly holds.
     pub stored: u32,
-    /// Blocks that the target held and does no longer.
+    /// Blocks that the target no longer holds.
     pub removed: u32,
-    /// Blocks that found no room: the targets hold more than was promised in `new`. They count as
+    /// Blocks that found no room: the targets hold more than the capacity passed to `new`. They count as
     /// not cached.
     pub dropped: u32,
 }
 
 impl BlockIndex {
     /// An empty index for `targets` owners that hold at most `capacity_blocks_total` blocks
-    /// between them (the sum of their `num_gpu_blocks`). Memory comes as it is used, up to 32 bytes a block
-    /// up to 64 targets, then 64 to 128, and about 14 for each further 64 targets beyond 512.
+    /// in total (the sum of their `num_gpu_blocks`). Memory is allocated on first use: up to 32 bytes per
+    /// block for up to 64 targets, then 64 to 128, and about 14 for each further 64 targets beyond 512.
     pub fn new(targets: usize, capacity_blocks_total: usize) -> BlockIndex {
         let owners = Owners::new(targets, capacity_blocks_total);
         let trusted = vec![u64::MAX; owners.words()];
@@ -69,9 +68,9 @@ impl BlockIndex {
         }
     }
 
-    /// The caller promises that from now on no two threads change the index at the same time; readers may
-    /// go on. Saves the locks, a third of what a change costs. If the promise is broken, blocks may be
-    /// lost or found where they are not.
+    /// Promises that from now on no two threads change the index at the same time; readers may run
+    /// concurrently. This saves the locks, a third of the cost of a change. If the promise is broken,
+    /// blocks may be lost or found on targets that do not hold them.
     pub fn promise_single_writer(&self) {
         self.owners.promise_single_writer();
     }
@@ -81,17 +80,17 @@ impl BlockIndex {
         self.owners.targets()
     }
 
-    /// Memory of the table, bytes.
+    /// Size of the table, bytes.
     pub fn bytes(&self) -> usize {
         self.owners.bytes()
     }
 
-    /// Applies the changes of one pass of `target`.
+    /// Applies the changes of one step of `target`.
     ///
-    /// A delta older than expected is ignored as a duplicate. One that is newer than expected is a
-    /// gap: from then on the target is not trusted, and its deltas are skipped, until one that
-    /// begins with [`KvOp::Cleared`] (a snapshot) arrives in the same stream, or
-    /// [`BlockIndex::resync`] is called.
+    /// A delta older than expected is ignored as a duplicate. A delta newer than expected is a gap: the
+    /// target is no longer trusted, and its deltas are skipped. The gap ends when a delta that begins
+    /// with [`KvOp::Cleared`] (a snapshot) arrives in the same stream, or when [`BlockIndex::resync`] is
+    /// called.
     ///
     /// # Panics
     /// If `target` is not below [`BlockIndex::targets`].
@@ -117,13 +116,12 @@ impl BlockIndex {
         applied
     }
 
-    /// Replaces all that `target` holds by `snapshot`, whatever its sequence. For a snapshot that
-    /// was asked for, which takes no number of the stream: its sequence is that of the delta that
-    /// comes next.
+    /// Replaces all blocks of `target` by `snapshot`, whatever its sequence. For a requested snapshot,
+    /// which takes no number of the stream: its sequence is that of the next delta.
     pub fn resync(&self, target: usize, snapshot: &KvDelta) -> Applied {
         let mut next = self.stream(target);
         *next = snapshot.sequence;
-        self.set_trusted(target, false); // no half a snapshot is believed
+        self.set_trusted(target, false); // readers must not see half a snapshot
         let cleared = self.change(target, &[KvOp::Cleared]);
         let mut applied = self.change(target, &snapshot.ops);
         applied.removed += cleared.removed;
@@ -131,7 +129,7 @@ impl BlockIndex {
         applied
     }
 
-    /// Forgets `target`, whose engine is gone; the next one starts at sequence 0.
+    /// Removes all blocks of `target`, whose engine is gone; the next one starts at sequence 0.
     pub fn forget(&self, target: usize) {
         let mut next = self.stream(target);
         *next = 0;
@@ -139,7 +137,7 @@ impl BlockIndex {
         self.set_trusted(target, true);
     }
 
-    /// Whether what is known of `target` is complete; `false` from a gap to the next snapshot.
+    /// Whether the index has all blocks of `target`; `false` from a gap to the next snapshot.
     pub fn is_trusted(&self, target: usize) -> bool {
         self.trusted[target / 64].load(Ordering::Acquire) >> (target % 64) & 1 == 1
     }
@@ -159,7 +157,7 @@ impl BlockIndex {
 
     fn set_trusted(&self, target: usize, trusted: bool) {
         if self.is_trusted(target) == trusted {
-            return; // nearly always, and the line stays with its readers
+            return; // the usual case; without a write, the line stays in its readers' caches
         }
         let bit = 1 << (target % 64);
         let word = &self.trusted[target / 64];
@@ -170,9 +168,8 @@ impl BlockIndex {
         }
     }
 
-    /// Brings the places of what `ops` change into this core's cache, waiting for all of them at
-    /// once. For several small deltas that will be applied next: each by itself would wait for its
-    /// own.
+    /// Prefetches the table entries that `ops` will change, so that their cache misses overlap. For
+    /// several small deltas that will be applied next: one by one, each would wait for its own misses.
     pub fn touch(&self, ops: &[KvOp]) {
         self.owners.touch(ops.iter().filter_map(|op| match op {
             KvOp::Stored { hash, .. } | KvOp::Removed { hash } => Some(*hash),
@@ -185,7 +182,7 @@ impl BlockIndex {
         let mut applied = Applied::default();
         for (at, op) in ops.iter().enumerate() {
             // The table is larger than the cache, and its lines are far apart. Locked changes wait
-            // for their lines one by one; a look at many at a time lets the waits overlap.
+            // for their lines one by one; prefetching many lines lets the waits overlap.
             if at % TOUCHED == 0 {
                 self.touch(&ops[at..ops.len().min(at + TOUCHED)]);
             }
@@ -197,32 +194,32 @@ impl BlockIndex {
                 KvOp::Removed { hash } => {
                     applied.removed += u32::from(self.owners.remove(hash, target));
                 }
-                // What this delta stored before is gone as well, and is not yet in `held`.
+                // Blocks that this delta stored earlier are removed as well, and are not yet in `held`.
                 KvOp::Cleared if self.held(target) == 0 && applied.stored == 0 => {}
                 KvOp::Cleared => applied.removed += self.owners.clear(target) as u32,
             }
         }
-        // The stream's lock makes this thread the only one that writes.
+        // The stream's lock makes this thread the only writer.
         let held = self.held(target) + u64::from(applied.stored) - u64::from(applied.removed);
         self.streams[target].0.held.store(held, Ordering::Relaxed);
         applied
     }
 
-    /// For each target, how many leading `blocks` it holds without a break. Shape of `out`: `[T]`.
+    /// For each target, the number of leading `blocks` that it holds without a break. Shape of `out`: `[T]`.
     ///
-    /// Blocks are looked at one in eight, and all of those where some target's run ends: a target
-    /// that holds both ends of such a stretch is taken to hold what lies between, as engines that
-    /// evict a chain from its end do.
+    /// The walk looks up one block in eight, and every block of a stretch in which some target's run
+    /// ends. A target that holds both ends of a stretch is assumed to hold the blocks between them, as
+    /// engines that evict a chain from its end do.
     ///
     /// # Panics
-    /// If `out` is not as long as there are targets.
+    /// If the length of `out` is not the number of targets.
     pub fn overlap(&self, blocks: &[BlockHash], out: &mut [u32]) {
         self.owners.overlap(blocks, out, |word| {
             self.trusted[word].load(Ordering::Acquire)
         });
     }
 
-    /// How many leading `blocks` one target holds without a break; as [`BlockIndex::overlap`].
+    /// The number of leading `blocks` that one target holds without a break; see [`BlockIndex::overlap`].
     pub fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
         if self.is_trusted(target) {
             self.owners.overlap_of(target, blocks)
@@ -231,7 +228,7 @@ impl BlockIndex {
         }
     }
 
-    /// Whether `target` holds `hash`, trusted or not.
+    /// Whether `target` holds `hash`. Ignores whether the target is trusted.
     pub fn holds(&self, target: usize, hash: BlockHash) -> bool {
         self.owners.overlap_of(target, &[hash]) == 1
     }
@@ -274,7 +271,7 @@ mod tests {
         out
     }
 
-    /// Applies `deltas` to target 0 of 2; expects the answers, and that block 1 is then found or not.
+    /// Applies `deltas` to target 0 of 2; checks the gaps, and whether block 1 is found in the end.
     fn check_stream(deltas: &[(u64, &[KvOp])], gaps: &[bool], found: bool) {
         let index = BlockIndex::new(2, 100);
         index.apply(1, &delta(0, &[stored(1)]));
@@ -305,7 +302,7 @@ mod tests {
             &[false, true, false],
             true,
         );
-        // A snapshot that itself comes after a gap says all there is to know.
+        // A snapshot that arrives after a gap is complete by itself.
         check_stream(&[(0, &two), (7, &snapshot)], &[false, false], true);
         check_stream(
             &[(0, &one), (2, &two), (3, &[KvOp::Cleared])],
@@ -348,7 +345,7 @@ mod tests {
         let again = index.apply(0, &delta(0, &[stored(1)]));
         assert!(again.duplicate && again.stored == 0);
         assert_eq!(overlap(&index, &[hash(1)]), [0]);
-        // At least once within a delta, too.
+        // Delivery is at least once within a delta, too.
         let twice = index.apply(0, &delta(2, &[stored(3), stored(3)]));
         assert_eq!((twice.stored, index.held(0)), (1, 1));
         let unknown = index.apply(0, &delta(3, &[KvOp::Removed { hash: hash(9) }]));
@@ -363,7 +360,7 @@ mod tests {
         index.resync(0, &delta(6, &[KvOp::Cleared, stored(2)]));
         assert_eq!((index.held(0), index.is_trusted(0)), (1, true));
         assert!(index.apply(0, &delta(5, &[stored(1)])).duplicate, "late");
-        // The delta after the snapshot has the snapshot's number, and may repeat some of it.
+        // The delta after the snapshot has the snapshot's number, and may repeat some of its blocks.
         let next = index.apply(0, &delta(6, &[stored(2), stored(3)]));
         assert!(!next.gap && !next.duplicate && next.stored == 1);
         assert_eq!(overlap(&index, &[hash(2), hash(3)]), [2]);
@@ -389,7 +386,7 @@ mod tests {
         const BLOCKS: usize = 1 << 16;
         for (targets, bytes) in [(8, 32), (64, 32), (65, 64), (512, 128), (640, 160)] {
             let index = BlockIndex::new(targets, BLOCKS);
-            // Two buckets a shard beyond the plan are below 1 %.
+            // Two extra buckets per shard are below 1 %.
             let planned = bytes * BLOCKS;
             assert!(
                 (planned..planned + planned / 100).contains(&index.bytes()),
@@ -475,7 +472,7 @@ mod tests {
             }
         }
 
-        /// Targets hold chains from their beginning, as engines do; then the walk in strides is exact.
+        /// Targets hold chains from their beginning, as engines do; then the strided walk is exact.
         #[test]
         fn overlap_is_the_longest_prefix(
             targets in prop::sample::select(vec![1usize, 5, 64, 70]),
@@ -483,7 +480,7 @@ mod tests {
             asked in 0usize..200,
             branch in 0usize..200,
         ) {
-            // Blocks 0..branch are a common start; each target goes on with the prompt or leaves it.
+            // Blocks 0..branch are a common start; each target then follows the prompt or leaves it.
             let prompt: Vec<BlockHash> = (0..asked as u64).map(hash).collect();
             let index = BlockIndex::new(targets, 200 * 30);
             let mut expected = vec![0; targets];
@@ -500,7 +497,7 @@ mod tests {
             prop_assert_eq!(overlap(&index, &prompt), expected);
         }
 
-        /// Whatever a target holds: a run is never counted short, and a single look is exact.
+        /// For any set of held blocks, a run is never counted short, and a single look-up is exact.
         #[test]
         fn overlap_never_misses_a_prefix(held in prop::collection::btree_set(0u64..60, 0..60)) {
             let index = BlockIndex::new(1, 100);

@@ -1,9 +1,9 @@
-//! What a fuzzer drives: messages about keys, in any order and damaged in any way, against a model
-//! as simple as `docs/kv-keys.md` has the rules.
+//! A fuzz target: key messages, in any order and damaged in any way, against a
+//! simple model of the rules in `docs/kv-keys.md`.
 //!
-//! An input is a list of messages. The first byte of each says what it is: below 128, the number of
-//! bytes of a message that follows as it is; otherwise a message made from the eight bytes after
-//! it (see [`made`]), whose lengths and checksum are right, so that what comes behind those checks
+//! An input is a list of messages. The first byte of each selects its form. Below 128, it is the length
+//! of a raw message that follows. Otherwise a message is made from the eight bytes after
+//! it (see [`made`]), with correct lengths and checksum, so that the code behind those checks
 //! is reached.
 
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ use crate::{KeyMirror, PeerIndex, digest};
 ///
 /// # Panics
 ///
-/// If they do not agree, or a message is not written as it was read.
+/// If they disagree, or a message is not written as it was read.
 pub fn check(input: &[u8]) {
     let (mut mirror, mut model) = (KeyMirror::default(), Model::default());
     let index = PeerIndex::new(1, 4_096, u64::MAX);
@@ -34,7 +34,7 @@ pub fn check(input: &[u8]) {
         let _ = mirror.apply(&message);
         let _ = index.apply(SimTime::ZERO, 0, &message);
         model.apply(&message);
-        // A snapshot's end is believed when what it did not repeat is swept away.
+        // A snapshot's end is trusted when the keys that it did not repeat are swept.
         while index.tick(SimTime::ZERO, 64) {}
 
         let known: BTreeSet<Vec<u8>> = mirror.keys().iter().map(<[u8]>::to_vec).collect();
@@ -55,8 +55,8 @@ pub fn check(input: &[u8]) {
     }
 }
 
-/// A message from eight bytes, and keys from one byte each: flags, bytes of a key, keys added, keys
-/// removed, stream, number, two of nothing. Returns what is left of `bytes`, too.
+/// A message from eight bytes, and keys from one byte each: flags, bytes per key, keys added, keys
+/// removed, stream, number, two unused. Also returns the rest of `bytes`.
 fn made(bytes: &[u8]) -> (Vec<u8>, &[u8]) {
     let at = |place: usize| bytes.get(place).copied().unwrap_or(0);
     let keys = bytes.get(8..).unwrap_or_default();
@@ -81,7 +81,7 @@ fn made(bytes: &[u8]) -> (Vec<u8>, &[u8]) {
     (out, &keys[taken..])
 }
 
-/// Writes a message that was read; it must come out as it came in.
+/// Writes a message that was read; the bytes must be the same.
 fn check_round_trip(message: &KeyMessage<'_>, bytes: &[u8]) {
     let mut back = Vec::new();
     let mut writer = Writer::new(&mut back);
@@ -96,10 +96,10 @@ fn check_round_trip(message: &KeyMessage<'_>, bytes: &[u8]) {
     assert_eq!(back, bytes);
 }
 
-/// A follower, as the document tells it.
+/// A follower that implements the document's rules.
 #[derive(Default)]
 struct Model {
-    /// Stream and number of the last message that was taken.
+    /// Stream and number of the last accepted message.
     last: Option<(u64, u64)>,
     knowledge: Knowledge,
     key_bytes: usize,
@@ -155,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    /// Inputs that the fuzzer has kept, on every compiler.
+    /// The committed corpus, on every compiler.
     #[test]
     fn the_corpus_does_no_harm() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/key_message");
@@ -170,7 +170,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Streams that go on for a while, which random bytes seldom do.
+        /// Streams of many messages, which random bytes seldom produce.
         #[test]
         fn followers_agree_with_the_document(
             messages in prop::collection::vec((0u8..8, 0u8..3, 0u8..9, 0u8..9, 0u8..3, 0u8..2, any::<u64>()), 0..20)
@@ -178,7 +178,7 @@ mod tests {
             let (mut input, mut number) = (Vec::new(), 0);
             for (flags, key_bytes, added, removed, stream, skip, keys) in messages {
                 number += 1 + u8::from(skip == 0 && keys % 4 == 0);
-                // The first ones begin, most of the rest go on.
+                // The first messages begin a snapshot, most of the rest continue it.
                 let flags = if number > 2 && keys % 3 != 0 { flags & 6 } else { flags | 1 };
                 let stream = 1 + u8::from(stream == 2 && keys % 5 == 0);
                 input.extend([128, flags, 8 + key_bytes / 2, added, removed, stream, number, 0, 0]);

@@ -1,19 +1,19 @@
-//! The longest hit that every group of a model's layers can serve.
+//! The longest hit that every attention group of a model can serve.
 //!
-//! Layers of one kind of attention form a *group*, whose blocks are cached under keys of their own.
+//! Layers with one kind of attention form a *group*, whose blocks are cached under their own keys.
 //! After a hit of `n` tokens a group reads the blocks that its attention still reaches: all of them
 //! ([`Reach::All`]), those of a window that ends there, or those of a chunk that is not full. A hit
-//! is as long as all of them are held.
+//! needs all of these blocks to be held.
 
 /// How far back the attention of a group reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
     /// To the first token.
     All,
-    /// So many tokens, the token itself included. Source: vLLM 0.33,
+    /// This many tokens, the token itself included. Source: vLLM 0.33,
     /// `SlidingWindowManager.get_num_skipped_tokens`.
     Window(usize),
-    /// To the last multiple of so many tokens. Source: vLLM 0.33,
+    /// To the last multiple of this many tokens. Source: vLLM 0.33,
     /// `ChunkedLocalAttentionManager.get_num_skipped_tokens`.
     Chunk(usize),
 }
@@ -21,14 +21,14 @@ pub enum Reach {
 /// Blocks of one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// Tokens of a block, at least 1.
+    /// Tokens per block, at least 1.
     pub block_tokens: usize,
     /// Which blocks a hit needs.
     pub reach: Reach,
 }
 
 impl Group {
-    /// The first block that is read after a hit of `tokens`.
+    /// The first block that is read after a hit of `tokens` tokens.
     pub fn first(&self, tokens: usize) -> usize {
         let skipped = match self.reach {
             Reach::All => 0,
@@ -38,14 +38,14 @@ impl Group {
         skipped / self.block_tokens
     }
 
-    /// The blocks that a hit of `end` tokens needs beyond `start` tokens that are there already.
+    /// The blocks that a hit of `end` tokens needs beyond the `start` tokens that are already present.
     pub fn needed(&self, start: usize, end: usize) -> std::ops::Range<usize> {
         let first = self.first(end).max(start / self.block_tokens);
         first..(end / self.block_tokens).max(first)
     }
 }
 
-/// Groups of one model, and where hits may end.
+/// Groups of one model, and the alignment of hits.
 #[derive(Clone, Debug)]
 pub struct Groups {
     groups: Vec<Group>,
@@ -53,11 +53,11 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Hits end where blocks of all groups do.
+    /// Hits end at block boundaries of all groups.
     ///
     /// # Panics
     ///
-    /// If there is no group, or one whose blocks have no token.
+    /// If there is no group, or a group has blocks of 0 tokens.
     pub fn new(groups: Vec<Group>) -> Groups {
         assert!(!groups.is_empty(), "a model has layers");
         assert!(groups.iter().all(|group| group.block_tokens > 0));
@@ -72,17 +72,17 @@ impl Groups {
         &self.groups
     }
 
-    /// Hits are multiples of so many tokens.
+    /// Hits are multiples of this many tokens.
     pub fn hit_tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Tokens of the longest hit up to `end` tokens, where `start` tokens are there already; `start`
-    /// if nothing can be added. `held` says whether a group's block is held; it is asked at most
-    /// once for each block, and for none that no hit up to `end` needs.
+    /// Tokens of the longest hit up to `end` tokens, of which `start` tokens are already present; `start`
+    /// if nothing can be added. `held` returns whether a group's block is held. It is called at most
+    /// once per block, and only for blocks that some hit up to `end` needs.
     ///
-    /// Groups that need everything are followed from the start until a block is missing. The others
-    /// are looked at from the end: the first block of their reach first, as the one whose absence
+    /// Groups that need every block are searched from the start until a block is missing. The others
+    /// are searched from the end: first the first block of their reach, because its absence
     /// rules out the most.
     pub fn longest(
         &self,
@@ -101,7 +101,7 @@ impl Groups {
                 }
             }
         }
-        // Of each group, blocks that are held without a break.
+        // Per group, blocks that are held without a break.
         let mut known = vec![0..0; self.groups.len()];
         let mut agreed = false;
         while !agreed && end > start {
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!((hit, asked), (0, 64));
     }
 
-    /// What the search has to find, by trying all hits.
+    /// The expected result, by trying all hits.
     fn slowly(groups: &Groups, start: usize, end: usize, held: &HashSet<(usize, usize)>) -> usize {
         let all_held = |tokens: usize| {
             groups.groups().iter().enumerate().all(|(id, group)| {

@@ -1,4 +1,4 @@
-//! What a set of keys says to those who follow it: packed messages, and the order they come in.
+//! The messages of a key set to its followers: packed format and order.
 //!
 //! Byte by byte, with golden examples: `docs/kv-keys.md`.
 
@@ -10,19 +10,19 @@ pub const WIRE_VERSION: u8 = 1;
 /// Bytes before the first key of a message.
 pub const HEADER_BYTES: usize = 32;
 
-/// Flag: forget everything that was said before.
+/// Flag: void all earlier messages.
 const BEGIN: u8 = 1;
-/// Flag: from here on the receiver knows all keys.
+/// Flag: with this message the receiver has all keys.
 const END: u8 = 2;
-/// Flag, beside [`BEGIN`]: who knows what was said before need not forget it.
+/// Flag, in addition to [`BEGIN`]: a receiver that has applied all earlier messages keeps its keys.
 const REPEAT: u8 = 4;
 
 /// A key, or a message about keys, that cannot be used.
 ///
-/// Each variant says in [`KeyError::loses_trust`] whether a follower still knows what it knew.
+/// [`KeyError::loses_trust`] returns whether a follower must discard its keys after an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// Keys of one set share a length. The key is not taken; the set is as it was.
+    /// Keys of one set share a length. The key is rejected; the set is unchanged.
     #[error(
         "a key has {got} bytes, but the keys of this set have {want}; start all engines that \
          share blocks with the same --prefix-caching-hash-algo"
@@ -33,35 +33,35 @@ pub enum KeyError {
         /// Bytes of this one.
         got: usize,
     },
-    /// No key has no bytes, or more than 65,535.
+    /// Keys are 1 to 65,535 bytes long.
     #[error("key length {got} outside 1..=65535")]
     Size {
         /// Bytes of the key.
         got: usize,
     },
-    /// The message is cut short, or longer than its header says.
-    #[error("a key message has {got} bytes where its header asks for {want}; ask for a snapshot")]
+    /// The message is cut short, or longer than its header declares.
+    #[error("key message has {got} bytes, its header declares {want}; request a snapshot")]
     Truncated {
-        /// Bytes that the header asks for.
+        /// Bytes that the header declares.
         want: u64,
-        /// Bytes there are.
+        /// Bytes received.
         got: usize,
     },
-    /// The message was damaged on its way.
+    /// The message was damaged in transit.
     #[error(
-        "a key message has checksum {got:08x}, its header says {want:08x}; it was damaged on its \
-         way: ask for a snapshot"
+        "key message has checksum {got:08x}, its header declares {want:08x}: damaged in transit; \
+         request a snapshot"
     )]
     Checksum {
-        /// What the header says.
+        /// The checksum in the header.
         want: u32,
-        /// What its bytes give.
+        /// The checksum of the received bytes.
         got: u32,
     },
-    /// The sender speaks another version, or sets flags that this one does not know.
+    /// The sender uses another version, or sets flags that this version does not define.
     #[error(
-        "a key message is of version {version} with flags {flags:#x}, this side reads version \
-         {WIRE_VERSION}; run one release of slipstream on all engines"
+        "key message of version {version} with flags {flags:#x} is not supported, expected version \
+         {WIRE_VERSION}; run the same release of slipstream on all engines"
     )]
     Version {
         /// The sender's version.
@@ -69,45 +69,45 @@ pub enum KeyError {
         /// The sender's flags.
         flags: u8,
     },
-    /// Messages are missing. Nothing is believed until the next snapshot.
+    /// Messages are missing. Nothing is trusted until the next snapshot.
     #[error("out-of-order key message: got {got}, expected {want}; request a snapshot")]
     Gap {
-        /// Sequence number that was due; 0 where no snapshot has begun.
+        /// Expected sequence number; 0 if no snapshot has begun.
         want: u64,
-        /// Sequence number that came.
+        /// Received sequence number.
         got: u64,
     },
-    /// A message that came before, or one that a later life of its sender has made void. It is
-    /// ignored, and what is known stays known.
+    /// A message that was applied before, or one from before a restart of its sender. It is ignored; the
+    /// keys stay valid.
     #[error(
-        "key message {got} of stream {stream} is stale: {seen} of stream {seen_stream} came \
-         before; it is ignored"
+        "ignoring stale key message {got} of stream {stream}: already at message {seen} of stream \
+         {seen_stream}"
     )]
     Stale {
-        /// Sender's life that the message is of.
+        /// Stream of the message.
         stream: u64,
-        /// Its number.
+        /// Its sequence number.
         got: u64,
-        /// Sender's life that is followed.
+        /// Stream that is followed.
         seen_stream: u64,
-        /// Last number that came.
+        /// Last sequence number received.
         seen: u64,
     },
 }
 
 impl KeyError {
-    /// Whether a follower that met this error knows nothing from now on, and needs a snapshot.
+    /// Whether a follower must discard its keys after this error, and needs a snapshot.
     pub fn loses_trust(&self) -> bool {
         !matches!(self, KeyError::Stale { .. })
     }
 }
 
-/// 64 bits that stand for a key in tables.
+/// A 64-bit digest of a key, for tables.
 ///
-/// Takes the key's first and last eight bytes, as block hashes are uniform already, and the group
-/// id is at the end. Keys come from the engine's own hash function: to make two alike, a client
-/// has to break SHA-256. With vLLM's xxhash that can be done, and breaks its prefix cache as well.
-/// Nothing is served by digest alone: blocks are fetched by their whole key.
+/// Uses the key's first and last eight bytes: block hashes are uniform already, and the group
+/// id is at the end. Keys come from the engine's own hash function. For two keys with one digest, a
+/// client has to break SHA-256. With vLLM's xxhash that can be done, and breaks its prefix cache as
+/// well. No block is served by digest alone: blocks are fetched by their whole key.
 #[inline]
 pub fn digest(key: &[u8]) -> BlockHash {
     // The odd constant is 2^64 divided by the golden ratio (Knuth, TAOCP 3, section 6.4).
@@ -125,28 +125,28 @@ pub fn digest(key: &[u8]) -> BlockHash {
     BlockHash(mixed ^ mixed >> 32)
 }
 
-/// A message that has been looked at: its lengths and checksum are right.
+/// A message whose lengths and checksum are verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyMessage<'a> {
-    /// Forget everything before; a snapshot begins.
+    /// All earlier keys are void; a snapshot begins.
     pub begins: bool,
-    /// With `begins`: nothing was flushed, the snapshot is for who does not know. To others it is a
-    /// delta like any.
+    /// With `begins`: nothing was flushed, and the snapshot is for receivers that lack keys. For the
+    /// others it is a delta.
     pub repeats: bool,
-    /// The snapshot is complete with this message. Also set in messages after that.
+    /// The snapshot is complete with this message. Also set in later messages.
     pub ends: bool,
-    /// Life of the sender; a later life has a larger number.
+    /// Number of the sender's life; larger after a restart.
     pub stream: u64,
-    /// Counts the messages of a stream, from 1.
+    /// Number of the message in its stream, from 1.
     pub sequence: u64,
-    /// Bytes of each key; 0 where the sender has never had one.
+    /// Length of each key, bytes; 0 if the sender has never had a key.
     pub key_bytes: usize,
     added: &'a [u8],
     removed: &'a [u8],
 }
 
 impl<'a> KeyMessage<'a> {
-    /// Reads one message, which is all of `bytes`.
+    /// Reads one message, which takes up all of `bytes`.
     ///
     /// # Errors
     ///
@@ -170,7 +170,7 @@ impl<'a> KeyMessage<'a> {
         let key_bytes = u64::from(u16::from_le_bytes([header[2], header[3]]));
         let (added, removed) = (u32_at(4), u32_at(8));
         let want = (added + removed) * key_bytes; // below 2^49
-        // Keys of no bytes would be taken as many times as a hostile header says.
+        // Without this check, keys of no bytes would be read as often as a hostile header asks.
         if keys.len() as u64 != want || (key_bytes == 0 && added + removed > 0) {
             return Err(KeyError::Truncated {
                 want: HEADER_BYTES as u64 + want,
@@ -194,18 +194,18 @@ impl<'a> KeyMessage<'a> {
         })
     }
 
-    /// Keys that are held from now on.
+    /// Keys that the sender newly holds.
     pub fn added(&self) -> impl ExactSizeIterator<Item = &'a [u8]> + use<'a> {
         self.added.chunks_exact(self.key_bytes.max(1))
     }
 
-    /// Keys that no longer are.
+    /// Keys that the sender no longer holds.
     pub fn removed(&self) -> impl ExactSizeIterator<Item = &'a [u8]> + use<'a> {
         self.removed.chunks_exact(self.key_bytes.max(1))
     }
 }
 
-/// Of everything but the four bytes where it is written: the low half of XXH3's 64 bits.
+/// The low half of the 64-bit XXH3 of the whole message except the checksum field.
 fn checksum(header: &[u8; HEADER_BYTES], keys: &[u8]) -> u32 {
     let mut hash = Xxh3::new();
     hash.update(&header[..12]);
@@ -214,7 +214,7 @@ fn checksum(header: &[u8; HEADER_BYTES], keys: &[u8]) -> u32 {
     hash.digest() as u32
 }
 
-/// A message that is being written, at the end of a buffer.
+/// A message under construction, at the end of a buffer.
 pub(crate) struct Writer<'a> {
     out: &'a mut Vec<u8>,
     start: usize,
@@ -235,7 +235,7 @@ impl<'a> Writer<'a> {
         self.out.truncate(self.start);
     }
 
-    /// Writes the header. `message` has no keys: those are in the buffer, the added ones first.
+    /// Writes the header. `message` has no keys: they are in the buffer, the added ones first.
     pub(crate) fn finish(self, message: &KeyMessage<'_>, added: u32, removed: u32) {
         let (header, keys) = self.out[self.start..]
             .split_first_chunk_mut::<HEADER_BYTES>()
@@ -255,7 +255,7 @@ impl<'a> Writer<'a> {
 }
 
 impl KeyMessage<'_> {
-    /// One without keys, to say the rest with.
+    /// A message without keys, as a template.
     pub(crate) fn without_keys(
         stream: u64,
         sequence: u64,
@@ -274,22 +274,22 @@ impl KeyMessage<'_> {
     }
 }
 
-/// How much a follower knows.
+/// How many of the sender's keys a follower has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Knowledge {
-    /// Nothing: no snapshot has begun, or messages are missing.
+    /// None: no snapshot has begun, or messages are missing.
     #[default]
     None,
-    /// Some keys: a snapshot is under way.
+    /// Some keys: a snapshot is in progress.
     Part,
     /// All keys.
     All,
 }
 
-/// The order of one sender's messages, without their keys.
+/// Sequence state of one sender's messages, without their keys.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Order {
-    /// Stream and number of the last message that was taken.
+    /// Stream and number of the last accepted message.
     last: Option<(u64, u64)>,
     knowledge: Knowledge,
     key_bytes: usize,
@@ -300,8 +300,8 @@ impl Order {
         self.knowledge
     }
 
-    /// Whether the message comes next; if so, whether what was known before is void. An error that
-    /// loses trust leaves [`Knowledge::None`].
+    /// Checks that the message is the next one; if so, returns whether all earlier keys are void. An
+    /// error that loses trust leaves [`Knowledge::None`].
     pub(crate) fn take(&mut self, message: &KeyMessage<'_>) -> Result<bool, KeyError> {
         let checked = self.check(message);
         match &checked {
@@ -324,7 +324,7 @@ impl Order {
         checked
     }
 
-    /// A message could not be read. Its number is not known, so the next one shows a gap.
+    /// Records a message that could not be read. Its number is unknown, so the next one shows a gap.
     pub(crate) fn distrust(&mut self) {
         self.knowledge = Knowledge::None;
     }
@@ -345,7 +345,7 @@ impl Order {
                 seen,
             });
         }
-        // None where only a snapshot may come: numbers begin with 1, but who knows what came.
+        // None if only a snapshot is acceptable: numbers begin with 1, but the last one is unknown.
         let want = match self.last {
             Some((seen_stream, seen))
                 if self.knowledge != Knowledge::None && seen_stream == stream =>
@@ -383,7 +383,7 @@ mod tests {
         }
     }
 
-    /// Feeds `(stream, sequence, begins)`; expects what each leaves known.
+    /// Feeds `(stream, sequence, begins)`; checks the knowledge after each.
     fn check_order(messages: &[(u64, u64, bool)], known: &[Knowledge]) {
         let mut order = Order::default();
         let seen: Vec<_> = messages
@@ -398,7 +398,7 @@ mod tests {
         assert_eq!(seen, known, "{messages:?}");
     }
 
-    /// Found by the fuzzer: number 0 is nobody's next one.
+    /// Found by the fuzzer: number 0 follows no message.
     #[test]
     fn a_delta_before_any_snapshot_is_a_gap_whatever_its_number() {
         use Knowledge::None;
@@ -411,7 +411,7 @@ mod tests {
         check_order(&[(1, 1, false)], &[None]);
         check_order(&[(1, 1, true), (1, 2, false)], &[All, All]);
         check_order(&[(1, 5, true), (1, 7, false)], &[All, None]);
-        // After a gap, what would have been next is not believed either.
+        // After a gap, the message that would have been next is not accepted either.
         check_order(
             &[(1, 5, true), (1, 7, false), (1, 8, false), (1, 9, true)],
             &[All, None, None, All],
@@ -494,7 +494,7 @@ mod tests {
         let count = digests.len();
         digests.sort_unstable();
         digests.dedup();
-        // 36 and 20 bytes of one value are alike in both ends; sets hold keys of one length.
+        // 36 and 20 bytes of one value have the same ends; keys of one set have one length.
         assert_eq!(digests.len(), count - 1);
     }
 }

@@ -1,10 +1,10 @@
-//! The keys of somebody else, followed through its messages.
+//! A copy of a remote key set, built from its messages.
 
 use crate::key_message::{KeyError, KeyMessage, Knowledge, Order};
 use crate::key_set::{Change, KeySet};
 
-/// Another engine's keys, whole. Where only prefix look-ups are wanted, and of many peers,
-/// [`crate::PeerIndex`] is smaller.
+/// The whole keys of another engine. [`crate::PeerIndex`] is smaller if only prefix look-ups over many
+/// peers are needed.
 pub struct KeyMirror {
     keys: KeySet,
     order: Order,
@@ -20,12 +20,12 @@ impl Default for KeyMirror {
 }
 
 impl KeyMirror {
-    /// Takes one message.
+    /// Applies one message.
     ///
     /// # Errors
     ///
-    /// Unless the error is [`KeyError::Stale`], nothing is believed afterwards until the next
-    /// snapshot begins; ask for one.
+    /// After any error except [`KeyError::Stale`], the mirror is empty until the next snapshot begins;
+    /// request one.
     pub fn apply(&mut self, message: &[u8]) -> Result<(), KeyError> {
         let result = self.try_apply(message);
         if result.as_ref().is_err_and(KeyError::loses_trust) {
@@ -46,12 +46,12 @@ impl KeyMirror {
             .apply(message.removed().map(|key| (key, Change::Remove(0))))
     }
 
-    /// What is known of the other's keys.
+    /// How many of the remote engine's keys the mirror has.
     pub fn knowledge(&self) -> Knowledge {
         self.order.knowledge()
     }
 
-    /// The keys that the other is known to hold.
+    /// The keys of the remote engine, as far as they were received.
     pub fn keys(&self) -> &KeySet {
         &self.keys
     }

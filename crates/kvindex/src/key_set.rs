@@ -1,4 +1,4 @@
-//! The keys that one cache holds, and what changed in it since somebody was told.
+//! The keys of one cache, and its unpublished changes.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -7,7 +7,7 @@ use hashbrown::hash_table::Entry;
 
 use crate::key_message::{KeyError, KeyMessage, Writer, digest};
 
-/// What happened to one key.
+/// A change of one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// The holder holds the key from now on.
@@ -16,19 +16,19 @@ pub enum Change {
     Remove(u32),
 }
 
-/// Keys that are cached now. Taking changes costs what changed, never what is held.
+/// The currently cached keys. The cost of taking changes depends on the changes, never on the held keys.
 ///
 /// A key is a block hash with its cache group, as vLLM writes it (32 bytes of SHA-256 and 4 of
-/// group id); any length does, as long as all keys of a set share it. A key may be held by several
-/// holders (vLLM's block ids, or tiers), and is gone only when the last of them let go; adding a
-/// holder twice is adding it once.
+/// group id). Any length is allowed, as long as all keys of a set share it. A key may have several
+/// holders (vLLM's block ids, or tiers), and is removed with its last holder. Adding a
+/// holder twice has no effect.
 ///
 /// ```text
-///   index: digest ─► slot      slots: who holds it, what was told      keys: slot × key_bytes
+///   index: digest ─► slot      slots: holders, publication state      keys: slot × key_bytes
 /// ```
 ///
-/// Keys stay in their slot for as long as anything is to be said of them, so that a snapshot can
-/// walk the slots a few at a time while keys come and go.
+/// A key keeps its slot until its removal is published. A snapshot can therefore walk the slots a few at
+/// a time while keys are added and removed.
 pub struct KeySet {
     index: HashTable<u32>,
     slots: Vec<Slot>,
@@ -39,15 +39,15 @@ pub struct KeySet {
     key_bytes: usize,
     held: usize,
     consumer: Consumer,
-    /// Slots of which something may have to be said, each once; see [`Slot::noted`].
+    /// Slots with changes that may need publication, each once; see [`Slot::noted`].
     noted: VecDeque<u32>,
-    /// Kept for its memory.
+    /// Kept to reuse its allocation.
     gone: Vec<u32>,
-    /// Keys told under an earlier number are told again: a snapshot starts over by counting on.
-    telling: u32,
-    /// Who was told under an earlier number has forgotten it. Removals of what was told since are
-    /// told, also while a snapshot for others repeats it.
-    void_before: u32,
+    /// Keys published in an earlier epoch are published again: a snapshot starts by incrementing it.
+    epoch: u32,
+    /// Consumers have discarded keys published in an earlier epoch. Removals of keys published since
+    /// are published, also while a snapshot repeats them for new consumers.
+    void_epoch: u32,
     stream: u64,
     sequence: u64,
 }
@@ -55,20 +55,20 @@ pub struct KeySet {
 #[derive(Clone, Copy)]
 struct Slot {
     digest: u64,
-    /// A holder, where `holders > 0`.
+    /// A holder, if `holders > 0`.
     first: u32,
     holders: u32,
-    /// The value of `telling` when consumers were told that the key is held; 0: never.
-    told: u32,
-    /// Listed in `noted`. Stays so when the slot is given to another key.
+    /// The value of `epoch` when the key was published; 0: never.
+    published: u32,
+    /// Listed in `noted`. Remains set when the slot is reused for another key.
     noted: bool,
 }
 
-/// Whether messages are wanted, and how far a snapshot under way has come.
+/// Whether messages are wanted, and the progress of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Consumer {
     None,
-    /// Slots below this one were looked at.
+    /// Slots below `next` are done.
     Snapshot {
         next: usize,
         begun: bool,
@@ -77,8 +77,8 @@ enum Consumer {
 }
 
 impl KeySet {
-    /// An empty set, for `keys` keys without growing (a cache's blocks), whose messages are of
-    /// `stream`: a number that is larger in a later life of the same cache, such as the time of its
+    /// An empty set, with capacity for `keys` keys (a cache's blocks), whose messages belong to
+    /// `stream`: a number that is larger after a restart of the same cache, such as the time of its
     /// start.
     pub fn new(keys: usize, stream: u64) -> KeySet {
         KeySet {
@@ -92,14 +92,14 @@ impl KeySet {
             consumer: Consumer::None,
             noted: VecDeque::new(),
             gone: Vec::new(),
-            telling: 1,
-            void_before: 1,
+            epoch: 1,
+            void_epoch: 1,
             stream,
             sequence: 0,
         }
     }
 
-    /// Keys held, however many holders each has.
+    /// Number of keys held; the number of holders does not count.
     pub fn len(&self) -> usize {
         self.held
     }
@@ -109,7 +109,7 @@ impl KeySet {
         self.held == 0
     }
 
-    /// Bytes of each key; 0 before the first.
+    /// Length of each key, bytes; 0 before the first.
     pub fn key_bytes(&self) -> usize {
         self.key_bytes
     }
@@ -128,7 +128,7 @@ impl KeySet {
             .map(|(at, _)| self.key(at as u32))
     }
 
-    /// Takes changes in their order, up to the first that is refused.
+    /// Applies changes in order, up to the first that is rejected.
     ///
     /// # Errors
     ///
@@ -142,12 +142,12 @@ impl KeySet {
             .try_for_each(|(key, change)| self.change(key, change))
     }
 
-    /// Takes one change. Adding what is held and removing what is not are no changes.
+    /// Applies one change. Adding a held key and removing an absent one have no effect.
     ///
     /// # Errors
     ///
-    /// [`KeyError::Length`] if the key is not as long as the others, [`KeyError::Size`] if the
-    /// first one cannot be a key. The set is as it was.
+    /// [`KeyError::Length`] if the key's length differs from that of the others, [`KeyError::Size`] if
+    /// the first key has an invalid length. The set is unchanged.
     #[inline]
     pub fn change(&mut self, key: &[u8], change: Change) -> Result<(), KeyError> {
         if key.len() != self.key_bytes || key.is_empty() {
@@ -205,7 +205,7 @@ impl KeySet {
                     digest,
                     first: 0,
                     holders: 0,
-                    told: 0,
+                    published: 0,
                     noted: false,
                 };
                 match slots.get_mut(at as usize) {
@@ -258,10 +258,10 @@ impl KeySet {
         }
         slot.holders = 0;
         self.held -= 1;
-        if slot.told >= self.void_before && self.consumer != Consumer::None {
+        if slot.published >= self.void_epoch && self.consumer != Consumer::None {
             self.note(at);
         } else {
-            self.release(at); // nobody has heard of it
+            self.release(at); // never published
         }
     }
 
@@ -294,11 +294,11 @@ impl KeySet {
         let digest = self.slots[at as usize].digest;
         let found = self.index.find_entry(digest, |&other| other == at);
         found.expect("a slot in use is indexed").remove();
-        self.slots[at as usize].told = 0;
+        self.slots[at as usize].published = 0;
         self.free.push(at);
     }
 
-    /// Forgets all keys: the pool was flushed. A consumer is told by a new snapshot, an empty one.
+    /// Removes all keys: the pool was flushed. Consumers get an empty snapshot.
     pub fn clear(&mut self) {
         self.index.clear();
         self.slots.clear();
@@ -312,8 +312,8 @@ impl KeySet {
         }
     }
 
-    /// Starts or ends the making of messages; the first ones are a snapshot. While nobody
-    /// consumes, nothing is noted.
+    /// Starts or stops publication; the first messages are a snapshot. Without consumers, no change is
+    /// recorded.
     pub fn set_consumed(&mut self, consumed: bool) {
         match (consumed, self.consumer) {
             (true, Consumer::None) => self.begin_snapshot(false),
@@ -325,20 +325,20 @@ impl KeySet {
         }
     }
 
-    /// Starts over with a snapshot: a receiver is new, or saw a gap. To those that know all, its
-    /// messages are deltas like any, and nothing is forgotten. Nothing happens without a consumer.
+    /// Starts a new snapshot: a receiver is new, or saw a gap. Receivers that have all keys apply its
+    /// messages as deltas and discard nothing. Does nothing without a consumer.
     pub fn request_snapshot(&mut self) {
         match self.consumer {
-            // Nobody, or one that has not begun.
+            // No consumer, or a snapshot that has not begun.
             Consumer::None | Consumer::Snapshot { begun: false, .. } => {}
             _ => self.begin_snapshot(true),
         }
     }
 
     fn begin_snapshot(&mut self, repeats: bool) {
-        self.telling = self.telling.checked_add(1).expect("2^32 snapshots");
+        self.epoch = self.epoch.checked_add(1).expect("2^32 snapshots");
         if !repeats {
-            self.void_before = self.telling;
+            self.void_epoch = self.epoch;
         }
         self.consumer = Consumer::Snapshot {
             next: 0,
@@ -346,22 +346,22 @@ impl KeySet {
         };
     }
 
-    /// Drops what was noted, as nobody is to hear it. Costs what changed since the last message.
+    /// Discards recorded changes, because there is no consumer. Costs the changes since the last message.
     fn settle(&mut self) {
         while let Some(at) = self.noted.pop_front() {
             let slot = &mut self.slots[at as usize];
             slot.noted = false;
-            if slot.holders == 0 && slot.told >= self.void_before {
+            if slot.holders == 0 && slot.published >= self.void_epoch {
                 self.release(at);
             }
         }
     }
 
-    /// Appends the next message to `out`: what changed since the last one, and while a snapshot is
-    /// under way some of it. `false` if there is nothing to say, or nobody to say it to.
+    /// Appends the next message to `out`: the changes since the last one, and part of a snapshot if one
+    /// is in progress. Returns `false` if there is no change, or no consumer.
     ///
     /// A message has at most `2 * keys_max` keys: `keys_max` changes, and as many of the snapshot.
-    /// Where more changed, the next message says so; call again.
+    /// Further changes are in the next message; call again.
     pub fn message_into(&mut self, keys_max: usize, out: &mut Vec<u8>) -> bool {
         let keys_max = keys_max.max(1);
         let mut message = KeyMessage::without_keys(self.stream, self.sequence + 1, self.key_bytes);
@@ -375,12 +375,12 @@ impl KeySet {
         let snapshot = matches!(self.consumer, Consumer::Snapshot { .. });
         if let Consumer::Snapshot { next, begun } = self.consumer {
             message.begins = !begun;
-            message.repeats = !begun && self.telling != self.void_before;
-            // Slots that are empty or were told of count as well: they take time, too.
+            message.repeats = !begun && self.epoch != self.void_epoch;
+            // Slots that are empty or already published count towards the limit: they take time, too.
             let end = self.slots.len().min(next + keys_max);
             for (at, slot) in (next..end).zip(&mut self.slots[next..end]) {
-                if slot.holders > 0 && slot.told != self.telling {
-                    slot.told = self.telling;
+                if slot.holders > 0 && slot.published != self.epoch {
+                    slot.published = self.epoch;
                     writer.key(key_at(&self.keys, at as u32, self.key_bytes));
                     added += 1;
                 }
@@ -400,14 +400,14 @@ impl KeySet {
             let at = self.noted.pop_front().expect("as many as counted");
             let slot = &mut self.slots[at as usize];
             slot.noted = false;
-            if slot.holders > 0 && slot.told != self.telling {
-                slot.told = self.telling;
+            if slot.holders > 0 && slot.published != self.epoch {
+                slot.published = self.epoch;
                 writer.key(key_at(&self.keys, at, self.key_bytes));
                 added += 1;
-            } else if slot.holders == 0 && slot.told >= self.void_before {
+            } else if slot.holders == 0 && slot.published >= self.void_epoch {
                 gone.push(at);
             }
-            // Otherwise it came and went again, or the other way round.
+            // Otherwise the key was added and removed again, or removed and added again.
         }
         for &at in &gone {
             writer.key(key_at(&self.keys, at, self.key_bytes));
@@ -416,7 +416,7 @@ impl KeySet {
         let removed = gone.len() as u32;
         gone.clear();
         self.gone = gone;
-        // A snapshot says how far it is even if it met no key: its begin and its end matter.
+        // A snapshot message without keys is still sent: its begin and end flags matter.
         if !snapshot && added + removed == 0 {
             writer.cancel();
             return false;
@@ -427,7 +427,7 @@ impl KeySet {
         true
     }
 
-    /// [`KeySet::message_into`] a buffer of its own.
+    /// Same as [`KeySet::message_into`], into a new buffer.
     pub fn message(&mut self, keys_max: usize) -> Option<Vec<u8>> {
         let mut out = Vec::new();
         self.message_into(keys_max, &mut out).then_some(out)

@@ -1,12 +1,12 @@
-//! Which blocks of KV cache are held where, and how much of a prompt that covers.
+//! Indexes of cached KV blocks: the holders of each block, and the prefix of a prompt that each one holds.
 //!
-//! [`BlockIndex`] follows the engines' own events ([`slipstream_base::KvDelta`]);
-//! [`ApproximateIndex`] believes for a while that what was routed somewhere is cached there, for
-//! engines that tell nothing.
+//! [`BlockIndex`] applies the engines' own events ([`slipstream_base::KvDelta`]). [`ApproximateIndex`]
+//! serves engines that publish no events: it assumes for a while that blocks are cached on the engine
+//! that they were routed to.
 //!
-//! Engines that share blocks tell each other by whole keys, not by 64-bit hashes: [`KeySet`] is what
-//! one engine holds and what changed in it, [`KeyMirror`] is somebody's set as its messages tell it,
-//! and [`PeerIndex`] finds the longest prefix among many peers. Their messages: `docs/kv-keys.md`.
+//! Engines that share blocks publish whole keys, not 64-bit hashes. [`KeySet`] holds the keys of one
+//! engine and its unpublished changes, [`KeyMirror`] is a remote engine's set rebuilt from its messages,
+//! and [`PeerIndex`] finds the longest prefix among many peers. Message format: `docs/kv-keys.md`.
 //!
 //! Nothing here does I/O or reads a clock.
 //!

@@ -10,16 +10,16 @@ use crate::table::{Full, Table};
 /// Owners by block, for any number of readers and writers.
 pub(crate) struct Owners {
     table: Table<AtomicU64>,
-    /// One lock a shard of the table, for writers.
+    /// One lock per shard of the table, for writers.
     locks: Box<[Padded<Mutex<()>>]>,
-    /// There is only one writer, who takes no lock.
+    /// There is only one writer, which takes no lock.
     single_writer: AtomicBool,
     targets: usize,
-    /// Blocks between two look-ups at most; see [`STRIDE`].
+    /// Maximum number of blocks from one look-up to the next; see [`STRIDE`].
     stride: usize,
 }
 
-/// Keeps what one thread writes off the cache lines of others.
+/// Keeps data that one thread writes off the cache lines of others.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Padded<T>(pub(crate) T);
@@ -34,16 +34,16 @@ struct Bits {
 /// Words of owners that a walk keeps on the stack: 1,024 targets.
 const STACK_WORDS: usize = 16;
 
-/// Blocks between two look-ups, once the start of a prompt is found to be cached.
+/// Blocks from one look-up to the next, once the start of a prompt is known to be cached.
 ///
-/// The owners of the blocks between are taken to be those that hold both ends. That is so where
-/// the blocks that a target holds are closed under "the block before", as an LRU of whole chains
-/// keeps them: vLLM frees a chain's blocks from its end (`KVCacheManager.free` in
-/// `vllm/v1/core/kv_cache_manager.py`), so that a block is never evicted before those after it.
-/// Where it is not so, a hit may be counted too long, and a worker be chosen for less than it
-/// seemed to have.
+/// The owners of the skipped blocks are assumed to be those that hold both ends. That is correct if
+/// the blocks of a target are closed under "the block before", as in an LRU of whole
+/// chains: vLLM frees a chain's blocks from its end (`KVCacheManager.free` in
+/// `vllm/v1/core/kv_cache_manager.py`), so a block is never evicted before its successors.
+/// Otherwise a hit may be counted too long, and the chosen worker may hold less than the index
+/// reported.
 const STRIDE: usize = 8;
-/// Look-ups begun together at most, so that their cache misses overlap.
+/// Maximum look-ups started together, so that their cache misses overlap.
 const GROUP: usize = 16;
 
 impl Owners {
@@ -58,7 +58,7 @@ impl Owners {
         }
     }
 
-    /// One whose walks look at every block.
+    /// An index whose walks look up every block.
     pub(crate) fn exact(targets: usize, keys: usize) -> Owners {
         Owners {
             stride: 1,
@@ -78,7 +78,7 @@ impl Owners {
         self.table.bytes()
     }
 
-    /// From now on writers take turns by themselves: no lock is taken for a change.
+    /// From now on writers exclude each other: changes take no lock.
     pub(crate) fn promise_single_writer(&self) {
         self.single_writer.store(true, Ordering::Release);
     }
@@ -91,24 +91,24 @@ impl Owners {
         Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// `target` holds `hash`. Says whether that is new.
+    /// Records that `target` holds `hash`. Returns whether that is new.
     pub(crate) fn insert(&self, hash: BlockHash, target: usize) -> Result<bool, Full> {
         let _lock = self.lock(self.table.shard_of(hash));
         self.table.insert(hash, target)
     }
 
-    /// Brings the places of `hashes` into the cache, together.
+    /// Prefetches the entries of `hashes` together.
     pub(crate) fn touch(&self, hashes: impl Iterator<Item = BlockHash>) {
         std::hint::black_box(hashes.fold(0, |seen, hash| seen ^ self.table.touch(hash)));
     }
 
-    /// `target` holds `hash` no longer. Says whether it did.
+    /// Removes `hash` from `target`. Returns whether it was held.
     pub(crate) fn remove(&self, hash: BlockHash, target: usize) -> bool {
         let _lock = self.lock(self.table.shard_of(hash));
         self.table.remove(hash, target)
     }
 
-    /// `target` holds nothing. Returns how many blocks it held. Costs the size of the table.
+    /// Removes all blocks of `target`. Returns the number of them. Costs the size of the table.
     pub(crate) fn clear(&self, target: usize) -> u64 {
         (0..self.locks.len())
             .map(|shard| {
@@ -118,8 +118,8 @@ impl Owners {
             .sum()
     }
 
-    /// Writes to `out` how many leading `blocks` each target holds, of those whose bit is set in
-    /// the word that `trusted` gives; 0 for others.
+    /// Writes to `out` the number of leading `blocks` of each target whose bit is set in
+    /// the word that `trusted` returns; 0 for others.
     pub(crate) fn overlap(
         &self,
         blocks: &[BlockHash],
@@ -157,7 +157,7 @@ impl Owners {
         self.owners(self.table.find(hash), hash, target / 64) >> (target % 64) & 1 == 1
     }
 
-    /// How many leading `blocks` `target` holds.
+    /// The number of leading `blocks` that `target` holds.
     pub(crate) fn overlap_of(&self, target: usize, blocks: &[BlockHash]) -> u32 {
         let mut leading = 0;
         let only = Bits {
@@ -168,11 +168,11 @@ impl Owners {
         leading
     }
 
-    /// Follows `blocks` with the targets in `alive`, and says of each how long its run is.
+    /// Walks `blocks` for the targets in `alive`, and reports the length of each one's run.
     #[inline]
     fn walk(&self, blocks: &[BlockHash], alive: &mut [Bits], mut ended: impl FnMut(usize, u32)) {
         let mut live = alive.len();
-        // A prompt that hits nothing is done after two look-ups.
+        // A prompt without a hit takes two look-ups.
         let (mut stride, mut count) = (1, 2);
         let mut settled = 0;
         while settled < blocks.len() && live > 0 {
@@ -191,7 +191,7 @@ impl Owners {
                     settled = end + 1;
                     continue;
                 }
-                // Somebody's run ends here: look at each block of the stretch.
+                // Some target's run ends here: look up each block of the stretch.
                 let slots: [_; STRIDE] = self.find(blocks[settled..end].iter().copied());
                 let between = blocks[settled..end].iter().copied().zip(slots);
                 for (hash, slot) in between.chain([(hash, slot)]) {
@@ -211,7 +211,7 @@ impl Owners {
         }
     }
 
-    /// Slots of up to `N` hashes; none where there is no hash.
+    /// Slots of up to `N` hashes; empty for positions beyond the last hash.
     #[inline]
     fn find<const N: usize>(
         &self,
@@ -229,7 +229,7 @@ impl Owners {
         slot.map_or(0, |slot| self.table.owners(slot, hash, word))
     }
 
-    /// Whether all of `alive` own `hash`.
+    /// Whether all targets in `alive` own `hash`.
     #[inline]
     fn keeps_all(&self, slot: Option<usize>, hash: BlockHash, alive: &[Bits]) -> bool {
         alive
@@ -237,7 +237,7 @@ impl Owners {
             .all(|alive| alive.bits & !self.owners(slot, hash, alive.word) == 0)
     }
 
-    /// Keeps those of `alive` that own `hash`, at the front; returns how many words those are.
+    /// Keeps the targets of `alive` that own `hash`, at the front; returns the number of words left.
     #[inline]
     fn keep(
         &self,
@@ -252,7 +252,7 @@ impl Owners {
             let owners = self.owners(slot, hash, word);
             let gone = bits & !owners;
             for_each(Bits { word, bits: gone }, &mut lost);
-            // Words without a target left are not looked at again: few outlive the first blocks.
+            // Words without a target are dropped: few remain after the first blocks.
             if bits & owners != 0 {
                 alive[live] = Bits {
                     word,

@@ -1,4 +1,4 @@
-//! Blocks of many peers, fed by their messages, for prefix look-ups that never wait.
+//! Index of the blocks of many peers, fed by their messages, for prefix look-ups that never wait.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,60 +9,60 @@ use slipstream_base::{BlockHash, SimTime};
 use crate::key_message::{KeyError, KeyMessage, Knowledge, Order, digest};
 use crate::owners::{Owners, Padded};
 
-/// Keys whose places are looked at together before they are changed; see `block_index.rs`.
+/// Keys whose table entries are prefetched together before they are changed; see `block_index.rs`.
 const TOUCHED: usize = 16;
-/// Old keys forgotten for each key that a message brings: with two, a peer's old keys are gone
-/// before as many new ones have come.
+/// Old keys removed for each key that a message brings. With two, a peer's old keys are removed
+/// before as many new ones have arrived.
 const SWEPT_PER_KEY: usize = 2;
 
-/// Which peer holds which keys, by the keys' digests ([`digest`]).
+/// The keys of each peer, as digests ([`digest`]).
 ///
-/// One thread or several feed it ([`PeerIndex::apply`], [`PeerIndex::tick`]); they take a lock a
-/// peer. Readers ([`PeerIndex::overlap`]) take none and never wait: a peer of which not all is
-/// known counts as holding nothing. No call costs more than its arguments ask for, so that a
+/// One or more threads feed it ([`PeerIndex::apply`], [`PeerIndex::tick`]), under one lock per
+/// peer. Readers ([`PeerIndex::overlap`]) take no lock and never wait. A peer whose keys are not all
+/// known counts as holding nothing. The cost of a call is bounded by its arguments, so a
 /// resync is spread over the messages that bring it.
 ///
-/// A digest stands for a key but is not the key: a hit says where a block is worth asking for.
-/// Who serves it compares whole keys.
+/// A digest stands for a key but is not the key: a hit names a peer to request the block from. The peer
+/// compares whole keys.
 pub struct PeerIndex {
     owners: Owners,
     peers: Box<[Padded<Mutex<Peer>>]>,
-    /// One bit a peer: all of its keys are known.
+    /// One bit per peer: all of its keys are known.
     known: Box<[AtomicU64]>,
-    /// One bit a peer: it is connected, and will say more.
+    /// One bit per peer: it is connected.
     connected: Box<[AtomicU64]>,
-    /// Keys of a peer for which there is room from its connection on: a table that grows in the
-    /// middle of a resync takes longer for that step than for all its keys.
+    /// Keys per peer to allocate at connection. A table that grew in the middle of a resync would take
+    /// longer for that step than for all its keys.
     keys_each: usize,
-    /// A peer that is silent for longer is forgotten, ns.
+    /// A peer that is silent for longer is dropped, ns.
     silence_ns_max: u64,
     dropped: AtomicU64,
 }
 
-/// What the feeding threads know of a peer.
+/// State of a peer, used by the feeding threads.
 #[derive(Default)]
 struct Peer {
     order: Order,
     heard: SimTime,
     connected: bool,
-    /// Digests entered in the table, each with the count of snapshots when it was last said.
+    /// Digests entered in the table, each with the snapshot count at its last publication.
     held: Held,
 }
 
-/// What came of a message.
+/// The result of applying a message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
-    /// Keys that the peer holds and was not known to.
+    /// Keys that the peer newly holds.
     pub added: u32,
-    /// Keys that it held and does no longer.
+    /// Keys that the peer no longer holds.
     pub removed: u32,
     /// Keys that found no room; they count as not held.
     pub dropped: u32,
 }
 
 impl PeerIndex {
-    /// An index of up to `peers` peers that hold at most `keys_total` keys between them, each
-    /// forgotten after `silence_ns_max` without a word. Memory: 32 bytes a key up to 64 peers, and
+    /// An index of up to `peers` peers that hold at most `keys_total` keys in total. A peer is dropped
+    /// after `silence_ns_max` without a message. Memory: 32 bytes per key up to 64 peers, and
     /// 30 for each key that connected peers may hold.
     pub fn new(peers: usize, keys_total: usize, silence_ns_max: u64) -> PeerIndex {
         let owners = Owners::exact(peers, keys_total);
@@ -78,15 +78,15 @@ impl PeerIndex {
         }
     }
 
-    /// Number of peers there may be.
+    /// Maximum number of peers.
     pub fn peers(&self) -> usize {
         self.peers.len()
     }
 
-    /// A connection to `peer` stands. What it holds is not known until its snapshot has come.
+    /// Records a connection to `peer`. Its keys are unknown until its snapshot is complete.
     ///
     /// # Panics
-    /// If `peer` is not below [`PeerIndex::peers`]; so do all calls that name a peer.
+    /// If `peer` is not below [`PeerIndex::peers`]; the same holds for all calls that name a peer.
     pub fn connect(&self, now: SimTime, peer: usize) {
         let mut state = self.peer(peer);
         state.heard = now;
@@ -96,12 +96,12 @@ impl PeerIndex {
         set_bit(&self.connected, peer, true);
     }
 
-    /// `peer` is gone, and holds nothing from now on. Its place may be given to another once
+    /// Drops `peer`, which counts as holding nothing from now on. Its index may be reused once
     /// [`PeerIndex::tick`] has nothing left to do.
     pub fn forget(&self, peer: usize) {
         let mut state = self.peer(peer);
         self.lose(peer, &mut state);
-        // A new peer in this place begins with a count of its own.
+        // A new peer at this index starts its own sequence.
         state.order = Order::default();
     }
 
@@ -117,17 +117,17 @@ impl PeerIndex {
         state.held.start_over();
     }
 
-    /// `peer` said something that was no message about keys, at `now`.
+    /// Records that a message without keys arrived from `peer` at `now`.
     pub fn heard(&self, now: SimTime, peer: usize) {
         self.peer(peer).heard = now;
     }
 
-    /// Takes a message of `peer` that came at `now`.
+    /// Applies a message that arrived from `peer` at `now`.
     ///
     /// # Errors
     ///
-    /// Unless the error is [`KeyError::Stale`], the peer counts as holding nothing until its next
-    /// snapshot; ask it for one.
+    /// After any error except [`KeyError::Stale`], the peer counts as holding nothing until its next
+    /// snapshot; request one.
     pub fn apply(&self, now: SimTime, peer: usize, message: &[u8]) -> Result<Taken, KeyError> {
         let mut state = self.peer(peer);
         state.heard = now;
@@ -147,7 +147,7 @@ impl PeerIndex {
             state.held.start_over();
         }
         if !state.connected {
-            state.connected = true; // it was silent, and is back
+            state.connected = true; // it was silent, and is active again
             set_bit(&self.connected, peer, true);
         }
         let mut taken = Taken::default();
@@ -175,7 +175,7 @@ impl PeerIndex {
         Ok(taken)
     }
 
-    /// Calls `f` with the digest of each key, whose places in the table are under way by then.
+    /// Calls `f` with the digest of each key, after a prefetch of its table entry.
     fn each<'a>(
         &self,
         keys: impl ExactSizeIterator<Item = &'a [u8]>,
@@ -191,8 +191,8 @@ impl PeerIndex {
         }
     }
 
-    /// Forgets peers that were silent too long, and up to about `keys_max` keys of those that are
-    /// forgotten or start over. To be called now and then. Returns whether work is left.
+    /// Drops peers that were silent for too long, and removes up to about `keys_max` keys of each peer that
+    /// was dropped or restarted its snapshot. Call it periodically. Returns whether work is left.
     pub fn tick(&self, now: SimTime, keys_max: usize) -> bool {
         let mut left = false;
         for peer in 0..self.peers.len() {
@@ -206,8 +206,8 @@ impl PeerIndex {
         left
     }
 
-    /// Looks at up to `count` keys that were said before the last snapshot began, and takes those
-    /// from the table that it did not repeat. What is known is believed when none is left.
+    /// Visits up to `count` keys published before the last snapshot began, and removes those that it did
+    /// not repeat from the table. The peer's keys count as known when none is left.
     fn sweep(&self, peer: usize, state: &mut Peer, count: usize) {
         for _ in 0..count.min(state.held.unswept) {
             if let Some(digest) = state.held.sweep_one() {
@@ -223,29 +223,28 @@ impl PeerIndex {
         state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For each peer, how many leading keys it holds without a break. Shape of `out`: `[peers]`.
-    /// Exact, but for keys that share a digest, and for a peer whose snapshot begins meanwhile, of
-    /// which less may be seen.
+    /// For each peer, the number of leading keys that it holds without a break. Shape of `out`: `[peers]`.
+    /// Exact, except for keys that share a digest. For a peer whose snapshot begins during the call, the
+    /// result may be too small.
     ///
     /// # Panics
-    /// If `out` is not as long as there are peers.
+    /// If the length of `out` is not the number of peers.
     pub fn overlap(&self, keys: &[BlockHash], out: &mut [u32]) {
         self.owners
             .overlap(keys, out, |word| self.known[word].load(Ordering::Acquire));
     }
 
-    /// Whether `peer` holds the key, as far as is known; as exact as [`PeerIndex::overlap`].
+    /// Whether `peer` is known to hold the key; as exact as [`PeerIndex::overlap`].
     pub fn holds(&self, peer: usize, key: BlockHash) -> bool {
         bit(&self.known, peer) && self.owners.holds(peer, key)
     }
 
-    /// Whether all that `peer` holds is known.
+    /// Whether all keys of `peer` are known.
     pub fn is_known(&self, peer: usize) -> bool {
         bit(&self.known, peer)
     }
 
-    /// Whether some connected peer's keys are not known yet: a look-up may find more a little
-    /// later.
+    /// Whether the keys of some connected peer are not all known yet: a later look-up may find more.
     pub fn awaits_snapshot(&self) -> bool {
         self.known
             .iter()
@@ -255,11 +254,11 @@ impl PeerIndex {
             })
     }
 
-    /// Keys that found no room since the start.
+    /// Keys that found no room since the index was created.
     pub fn dropped_total(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
-
+    /// Size of the table, bytes.
     /// Memory of the table, bytes.
     pub fn bytes(&self) -> usize {
         self.owners.bytes()
@@ -272,7 +271,7 @@ fn bit(words: &[AtomicU64], at: usize) -> bool {
 
 fn set_bit(words: &[AtomicU64], at: usize, value: bool) {
     if bit(words, at) == value {
-        return; // nearly always, and the line stays with its readers
+        return; // the usual case; without a write, the line stays in its readers' caches
     }
     let (word, bit) = (&words[at / 64], 1 << (at % 64));
     if value {
@@ -282,19 +281,19 @@ fn set_bit(words: &[AtomicU64], at: usize, value: bool) {
     }
 }
 
-/// The digests that a peer said, so that they can be taken back a few at a time.
+/// The digests that a peer published, so that they can be removed a few at a time.
 #[derive(Default)]
 struct Held {
     index: HashTable<u32>,
     entries: Vec<(BlockHash, u32)>,
     /// Snapshots begun.
     round: u32,
-    /// Entries below this one may be of an earlier round; those above are not.
+    /// Entries below this index may be of an earlier round; later entries are not.
     unswept: usize,
 }
 
 impl Held {
-    /// Makes room for `keys` in all.
+    /// Reserves room for `keys` keys in total.
     fn reserve(&mut self, keys: usize) {
         let more = keys.saturating_sub(self.entries.len());
         self.entries.reserve(more);
@@ -307,7 +306,7 @@ impl Held {
         self.unswept = self.entries.len();
     }
 
-    /// Whether the digest is new, so that the table has to be told.
+    /// Whether the digest is new, so that the table has to be updated.
     fn add(&mut self, digest: BlockHash) -> bool {
         let Held {
             index,
@@ -356,13 +355,13 @@ impl Held {
         self.unswept = self.unswept.min(self.entries.len());
     }
 
-    /// Looks at one entry that may be old; returns the digest if it was, and is gone.
+    /// Checks one entry that may be old; returns its digest if it was old and was removed.
     fn sweep_one(&mut self) -> Option<BlockHash> {
         let at = self.unswept.checked_sub(1)?;
         let (digest, round) = self.entries[at];
         let old = round != self.round;
         if old {
-            self.remove_at(at); // moves an entry here that is not old
+            self.remove_at(at); // the entry moved here is not old
         }
         self.unswept = at;
         old.then_some(digest)
@@ -390,7 +389,7 @@ mod tests {
         out
     }
 
-    /// A set that holds `0..n`, followed.
+    /// A set that holds `0..n`, with a consumer.
     fn set(n: u64, stream: u64) -> KeySet {
         let mut set = KeySet::new(0, stream);
         set.set_consumed(true);
@@ -417,7 +416,7 @@ mod tests {
         assert!(messages > 5);
         assert_eq!(overlap(&index, 120), [0, 100]);
         assert!(index.is_known(1) && !index.awaits_snapshot());
-        // A hole in the middle is seen: no look-up is skipped.
+        // A missing key in the middle is seen: no look-up is skipped.
         set.change(&key(37), Change::Remove(0)).unwrap();
         index
             .apply(SimTime(1), 1, &set.message(8).unwrap())
@@ -439,7 +438,7 @@ mod tests {
         for n in 50..300 {
             set.change(&key(n), Change::Remove(0)).unwrap();
         }
-        while set.message(64).is_some() {} // lost on their way
+        while set.message(64).is_some() {} // lost in transit
         set.request_snapshot();
         let first = set.message(10).unwrap();
         index.apply(SimTime(0), 0, &first).unwrap();
@@ -475,7 +474,7 @@ mod tests {
                 index.apply(SimTime(0), 0, &message).unwrap();
             }
             assert_eq!(overlap(&old, 200), [held]);
-            // One that was not repeated yet goes, and the old one hears of it, too.
+            // A key that the snapshot has not repeated yet is removed; the old follower sees that, too.
             if held > 90 {
                 held -= 1;
                 set.change(&key(u64::from(held)), Change::Remove(0))
@@ -513,7 +512,7 @@ mod tests {
             assert_eq!(overlap(&index, 100), [0]);
             assert!(
                 !index.awaits_snapshot(),
-                "nobody waits for a peer that is gone"
+                "no snapshot is due from a peer that is gone"
             );
             if stream % 3 == 0 {
                 while index.tick(SimTime(61), 7) {}
@@ -538,7 +537,7 @@ mod tests {
         assert_eq!(error, KeyError::Gap { want: 2, got: 3 });
         assert_eq!(overlap(&index, 20), [0]);
         assert!(index.awaits_snapshot());
-        // The lost one comes late.
+        // The lost message arrives late.
         assert!(index.apply(now, 0, &lost).is_err());
         set.request_snapshot();
         index.apply(now, 0, &set.message(100).unwrap()).unwrap();

@@ -7,23 +7,23 @@
 //!   └──────┴───────────────┴───────────────┴─ … ─┘
 //! ```
 //!
-//! A key sits in its home bucket or, if that was full, in the next one that had room; each bucket
-//! counts the keys that had to pass it, so a look-up knows when to stop, and a removal leaves
-//! nothing behind: it takes back its counts and empties its slot. (The counting is that of F14,
-//! Facebook's hash table, 2019.) Nothing is ever moved, so a reader that runs beside a writer finds
+//! A key is stored in its home bucket or, if that was full, in the next one that had room. Each bucket
+//! counts the keys that had to pass it, so a look-up knows when to stop. A removal leaves
+//! no tombstone: it decrements the counts and empties its slot. (The counting is that of F14,
+//! Facebook's hash table, 2019.) Keys never move, so a reader that runs concurrently with a writer finds
 //! every key that stays.
 //!
-//! Writers of one shard exclude each other ([`crate::BlockIndex`] holds a lock a shard); the table
-//! itself relies on it.
+//! Writers of one shard must exclude each other ([`crate::BlockIndex`] holds one lock per shard); the
+//! table relies on it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::BlockHash;
 use slipstream_base::mix::below;
 
-/// An atomic word. A trait, so that the interleavings of this very code are tested with loom's.
+/// An atomic word. A trait, so that loom can test the interleavings of this code with its own atomics.
 pub(crate) trait Word: Sized {
-    /// So many zeros.
+    /// `count` zeros.
     fn zeros(count: usize) -> Box<[Self]>;
     fn load_acquire(&self) -> u64;
     fn store_release(&self, value: u64);
@@ -31,7 +31,7 @@ pub(crate) trait Word: Sized {
 
 impl Word for AtomicU64 {
     fn zeros(count: usize) -> Box<[AtomicU64]> {
-        // The system's own zeros: pages that nobody writes to take no memory.
+        // Zero pages from the system: pages that are never written take no memory.
         bytemuck::zeroed_slice_box(count)
     }
     #[inline]
@@ -44,40 +44,40 @@ impl Word for AtomicU64 {
     }
 }
 
-/// Slots of a bucket: as many tags as fit in a word beside the count.
+/// Slots per bucket: as many tags as fit in a word together with the count.
 const SLOTS: usize = 7;
-/// Keys a bucket is planned for. With random keys, 1 in 11 then lies outside its home bucket, and no
-/// more than 11 buckets away in a table of a million; at 5 it is 1 in 4, up to 24 away, and changes
+/// Planned keys per bucket. With random keys, 1 in 11 is then stored outside its home bucket, and no
+/// more than 11 buckets away in a table of a million. At 5 it is 1 in 4, up to 24 away, and changes
 /// take half as long again.
 const KEYS_PER_BUCKET: usize = 4;
-/// Buckets that a key may lie away from home: far more than chance brings about at the planned load.
-/// A table that holds more than planned refuses keys rather than get slow.
+/// Maximum distance of a key from its home bucket: far more than chance brings about at the planned load.
+/// A table that holds more than planned rejects keys instead of getting slow.
 const PROBES_MAX: usize = 64;
-/// Keys of a shard at least, so that its share of keys strays little from the mean (3 %).
+/// Minimum keys per shard, so that a shard's number of keys deviates little from the mean (3 %).
 const SHARD_KEYS_MIN: usize = 1024;
-/// Shards at most.
+/// Maximum number of shards.
 const SHARDS_MAX: usize = 64;
 
 /// Two cache lines, which Intel's and AMD's prefetchers fetch as a pair.
 const LINE_WORDS: usize = 16;
 const ONES: u64 = 0x0101_0101_0101_0101;
-/// The top bit of each tag; the count's byte is left out.
+/// The top bit of each tag; the count's byte is excluded.
 const TAG_TOPS: u64 = 0x0080_8080_8080_8080;
 const COUNT_SHIFT: u32 = 56;
 const COUNT_MAX: u64 = 0xff;
 
 pub(crate) struct Table<A> {
     words: Box<[A]>,
-    /// The first of `words` that begins a pair of cache lines.
+    /// Index of the first word that begins a pair of cache lines.
     first: usize,
     owner_words: usize,
-    /// Words from bucket to bucket; a multiple of `LINE_WORDS`.
+    /// Words per bucket; a multiple of `LINE_WORDS`.
     bucket_words: usize,
     shard_bits: u32,
     shard_buckets: u64,
 }
 
-/// Where a hash belongs.
+/// The home of a hash.
 #[derive(Clone, Copy)]
 struct Home {
     key: u64,
@@ -98,7 +98,7 @@ impl<A: Word> Table<A> {
             .clamp(1, SHARDS_MAX);
         let owner_words = owners.div_ceil(64).max(1);
         let bucket_words = (1 + SLOTS * (1 + owner_words)).next_multiple_of(LINE_WORDS);
-        // Two buckets beyond the plan carry the spread of small tables.
+        // Two extra buckets absorb the variance of small tables.
         let shard_buckets = keys.div_ceil(KEYS_PER_BUCKET * shards) + 2;
         let words = A::zeros(shards * shard_buckets * bucket_words + LINE_WORDS - 1);
         let beyond = words.as_ptr().addr() % (LINE_WORDS * 8) / 8;
@@ -120,7 +120,7 @@ impl<A: Word> Table<A> {
         self.owner_words
     }
 
-    /// Bytes of memory, once all of it has been used.
+    /// Size, once all pages have been touched, bytes.
     pub(crate) fn bytes(&self) -> usize {
         (self.words.len() - (LINE_WORDS - 1)) * size_of::<u64>()
     }
@@ -128,8 +128,8 @@ impl<A: Word> Table<A> {
     #[inline]
     fn home(&self, hash: BlockHash) -> Home {
         let key = stored_key(hash);
-        // Fibonacci hashing (Knuth, TAOCP 6.4) spreads hashes that come from elsewhere, such as a
-        // real engine's; ours are spread already.
+        // Fibonacci hashing (Knuth, TAOCP 6.4) spreads hashes of unknown quality, such as a
+        // real engine's; our own hashes are uniform already.
         let mixed = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (shard, rest) = if self.shard_bits == 0 {
             (0, mixed)
@@ -147,7 +147,7 @@ impl<A: Word> Table<A> {
         }
     }
 
-    /// The shard of `hash`, whose lock a writer holds.
+    /// The shard of `hash`. A writer holds its lock.
     pub(crate) fn shard_of(&self, hash: BlockHash) -> usize {
         self.home(hash).shard
     }
@@ -182,8 +182,8 @@ impl<A: Word> Table<A> {
         PROBES_MAX.min(self.shard_buckets as usize)
     }
 
-    /// Reads a word of each of the first two cache lines of the bucket where `hash` belongs, and
-    /// nothing waits for the answer.
+    /// Prefetches the first two cache lines of the home bucket of `hash`: reads a word of each, and
+    /// nothing waits for the result.
     #[inline]
     pub(crate) fn touch(&self, hash: BlockHash) -> u64 {
         let home = self.home(hash);
@@ -193,7 +193,7 @@ impl<A: Word> Table<A> {
 
     /// The slot that holds `hash`.
     ///
-    /// A reader may find a slot that a writer is about to reuse; [`Table::owners`] tells.
+    /// A reader may find a slot that a writer is about to reuse; [`Table::owners`] detects it.
     #[inline]
     pub(crate) fn find(&self, hash: BlockHash) -> Option<usize> {
         let home = self.home(hash);
@@ -220,8 +220,8 @@ impl<A: Word> Table<A> {
     /// Word `word` of the owners of `hash`, which was found in `slot`.
     ///
     /// 0 if the slot was given to another key since. That key was written before its owners, so
-    /// whoever reads its owners sees it in the second look (unless the first key is back already:
-    /// then owners may be wrong for this one answer).
+    /// a reader of the new owners sees the new key in its second read. Exception: if the first key is
+    /// back already, this one answer may have wrong owners.
     #[inline]
     pub(crate) fn owners(&self, slot: usize, hash: BlockHash, word: usize) -> u64 {
         let owners = self.word(slot + 1 + word).load_acquire();
@@ -232,7 +232,7 @@ impl<A: Word> Table<A> {
         }
     }
 
-    /// Adds `owner` to the owners of `hash`. Says whether it was none before.
+    /// Adds `owner` to the owners of `hash`. Returns whether it is new.
     ///
     /// The caller holds the lock of the hash's shard.
     pub(crate) fn insert(&self, hash: BlockHash, owner: usize) -> Result<bool, Full> {
@@ -252,7 +252,7 @@ impl<A: Word> Table<A> {
             if free != 0 {
                 let at = free.trailing_zeros() / 8;
                 let slot = self.slot(base, at as usize);
-                // The key before the owners: see `owners`.
+                // The key is written before the owners: see `owners`.
                 self.word(slot).store_release(home.key);
                 self.word(slot + 1 + word).store_release(bit);
                 self.word(base).store_release(meta | home.tag << (at * 8));
@@ -264,7 +264,7 @@ impl<A: Word> Table<A> {
         Err(Full)
     }
 
-    /// Takes `owner` from the owners of `hash`. Says whether it was one.
+    /// Removes `owner` from the owners of `hash`. Returns whether it was one.
     ///
     /// The caller holds the lock of the hash's shard.
     pub(crate) fn remove(&self, hash: BlockHash, owner: usize) -> bool {
@@ -308,14 +308,14 @@ impl<A: Word> Table<A> {
         true
     }
 
-    /// A key that lies `passed` buckets from home came or went.
+    /// Updates the counts after a key `passed` buckets from its home was added or removed.
     fn count_passed(&self, home: Home, passed: usize, change: i64) {
         let mut bucket = home.bucket;
         for _ in 0..passed {
             let cell = self.word(self.base(home.shard, bucket));
             let meta = cell.load_acquire();
-            // A full count stays full: it can no longer tell how many there were. Look-ups that
-            // pass it stay right, and cost a probe more.
+            // A saturated count stays saturated, because the true number is lost. Look-ups that
+            // pass it stay correct, and cost one more probe.
             if meta >> COUNT_SHIFT != COUNT_MAX {
                 cell.store_release(meta.wrapping_add_signed(change << COUNT_SHIFT));
             }
@@ -323,7 +323,8 @@ impl<A: Word> Table<A> {
         }
     }
 
-    /// Takes `owner` from every key of `shard`. Returns of how many. Costs the size of the shard.
+    /// Removes `owner` from every key of `shard`. Returns the number of those keys. Costs the size of the
+    /// shard.
     ///
     /// The caller holds the shard's lock.
     pub(crate) fn clear(&self, shard: usize, owner: usize) -> u64 {
@@ -341,14 +342,14 @@ impl<A: Word> Table<A> {
     }
 }
 
-/// A stored 0 means empty; the one hash in 2^64 that is 0 takes the name of another.
+/// A stored 0 means empty; the one hash in 2^64 that is 0 is stored as another.
 #[inline]
 fn stored_key(hash: BlockHash) -> u64 {
     if hash.0 == 0 { ONES } else { hash.0 }
 }
 
 /// The top bit of each tag byte of `meta` that equals `tag`. Exact up to the first match; a byte
-/// above one may be a false match, which the hash in the slot tells.
+/// above it may be a false match, which the hash in the slot rules out.
 #[inline]
 fn match_tags(meta: u64, tag: u64) -> u64 {
     let differ = meta ^ (tag * ONES);
@@ -375,7 +376,7 @@ mod tests {
         }
     }
 
-    /// Runs `test` in all interleavings. Loom looks for other orders where a load follows another
+    /// Runs `test` in all interleavings. Loom explores other orders if a load follows another
     /// thread's store, so the writer is the first thread and the reader the spawned one.
     fn in_every_order(test: impl Fn() + Send + Sync + 'static) {
         let orders = Arc::new(std::sync::atomic::AtomicU64::new(0));
@@ -396,7 +397,7 @@ mod tests {
             .map_or(0, |slot| table.owners(slot, hash, 0))
     }
 
-    /// Hashes of one home bucket, so that slots are fought for.
+    /// Hashes with one home bucket, so that they compete for slots.
     fn neighbors<A: Word>(table: &Table<A>, n: usize) -> Vec<BlockHash> {
         (0..)
             .map(|index| BlockHash(draw(1, index)))
@@ -436,7 +437,7 @@ mod tests {
             let table: Arc<Table<loom::sync::atomic::AtomicU64>> = Arc::new(Table::new(64, 0));
             let keys = neighbors(&table, SLOTS + 2);
             for &key in &keys[..=SLOTS] {
-                table.insert(key, 0).unwrap(); // the last one lies in the next bucket
+                table.insert(key, 0).unwrap(); // the last one is stored in the next bucket
             }
             let reader = loom::thread::spawn({
                 let (table, keys) = (Arc::clone(&table), keys.clone());
@@ -451,7 +452,7 @@ mod tests {
 
     #[test]
     fn removal_leaves_nothing_behind() {
-        // 20 turnovers of a table that is as full as planned, with keys that never come twice.
+        // 20 turnovers of a table at its planned load, with keys that never repeat.
         let table: Table<AtomicU64> = Table::new(64, 5_000);
         let key = |n: u64| BlockHash(draw(2, n));
         let mut longest = 0;

@@ -1,4 +1,4 @@
-//! Sets, mirrors and the index of peers against a model that walks, whatever comes in between.
+//! Sets, mirrors and the index of peers against a naive model, under lost and repeated messages.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -103,10 +103,7 @@ fn bad_keys_and_bad_messages_are_refused() {
     let error = mirror.apply(&other).unwrap_err();
     assert!(error.to_string().contains("version 9"), "{error}");
     assert_eq!(mirror.knowledge(), Knowledge::None);
-    assert!(
-        mirror.apply(&message).is_err(),
-        "it is not known what was missed"
-    );
+    assert!(mirror.apply(&message).is_err(), "missed keys are unknown");
     set.request_snapshot();
     mirror.apply(&set.message(8).unwrap()).unwrap();
     assert!(mirror.knowledge() == Knowledge::All && mirror.keys().contains(&key(1)));
@@ -123,7 +120,7 @@ fn no_message_has_more_keys_than_asked_for() {
     let mut mirror = KeyMirror::default();
     let mut fresh = 100..;
     while let Some(message) = set.message(8) {
-        // The first messages meet as many changes as they may carry.
+        // The first messages contain as many changes as allowed.
         if messages < 5 {
             for n in fresh.by_ref().take(16) {
                 set.change(&key(n), Change::Add(0)).unwrap();
@@ -175,12 +172,12 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Set, mirror and index follow the model; the index is asked for a prefix.
+    /// Set, mirror and index match the model; the index is queried for a prefix.
     #[test]
     fn all_follow_a_model(ops in prop::collection::vec(op(), 0..300)) {
         let mut set = KeySet::new(0, 1);
         let mut mirror = KeyMirror::default();
-        // One that misses a message now and then, and asks for a snapshot.
+        // A follower that misses some messages, and requests snapshots.
         let mut lossy = KeyMirror::default();
         let mut told = 0;
         let index = PeerIndex::new(3, 3 * usize::from(KEYS), 1_000);
@@ -217,7 +214,7 @@ proptest! {
             prop_assert_eq!(set.len(), model.len());
         }
         set.set_consumed(true);
-        // From here on nothing is lost. The last message may have been: only a later one shows it.
+        // From here on no message is lost. The last one may have been: only a later one shows it.
         set.request_snapshot();
         while let Some(message) = set.message(3) {
             mirror.apply(&message).unwrap();
@@ -240,8 +237,8 @@ proptest! {
         }
     }
 
-    /// Messages get lost, come twice and out of order: nothing false is believed for good, and a
-    /// snapshot asked for upon an error mends all.
+    /// Messages are lost, repeated and reordered: no false key stays, and a snapshot requested after an
+    /// error restores all keys.
     #[test]
     fn a_lossy_way_is_mended_by_snapshots(
         steps in prop::collection::vec((0..KEYS, any::<bool>(), 0u8..8), 0..200)
@@ -282,8 +279,8 @@ proptest! {
     }
 }
 
-/// Readers run beside resyncs of one peer: they may see less of it, never more, and of another peer
-/// always all.
+/// Readers run during resyncs of one peer. They may see fewer of its blocks, never more, and always see
+/// all blocks of another peer.
 #[test]
 fn readers_beside_a_resync_never_see_too_much_and_find_what_stays() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -296,7 +293,7 @@ fn readers_beside_a_resync_never_see_too_much_and_find_what_stays() {
         })
         .collect();
     let mut prompt: Vec<_> = keys.iter().map(|key| digest(key)).collect();
-    prompt.extend((0..20u64).map(|n| digest(&n.to_le_bytes()))); // nobody's
+    prompt.extend((0..20u64).map(|n| digest(&n.to_le_bytes()))); // no peer holds these
     let mut sets = [KeySet::new(0, 1), KeySet::new(0, 1)];
     for (peer, set) in sets.iter_mut().enumerate() {
         index.connect(SimTime(0), peer);
@@ -331,7 +328,7 @@ fn readers_beside_a_resync_never_see_too_much_and_find_what_stays() {
     });
 }
 
-/// The messages that `docs/kv-keys.md` shows, by the names that it gives them.
+/// The messages in `docs/kv-keys.md`, by their names there.
 fn golden() -> Vec<(&'static str, Vec<u8>)> {
     let mut set = KeySet::new(0, 0x1122_3344_5566_7788);
     let mut messages = Vec::new();
@@ -349,7 +346,7 @@ fn golden() -> Vec<(&'static str, Vec<u8>)> {
     set.request_snapshot();
     set.change(b"\x0d\x0d\x0d\x0d", Change::Add(3)).unwrap();
     set.change(b"\x0d\x0d\x0d\x0d", Change::Remove(3)).unwrap();
-    // Slots of two keys that left are empty, and are passed over.
+    // Slots of two removed keys are empty, and are skipped.
     say(&mut set, "first of two", 2);
     say(&mut set, "second of two", 2);
     messages

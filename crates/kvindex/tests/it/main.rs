@@ -1,4 +1,4 @@
-//! Writers and readers of one index at once, on real threads; sets of whole keys in [`keys`].
+//! Concurrent writers and readers of one index, on real threads; sets of whole keys in [`keys`].
 
 mod keys;
 
@@ -17,17 +17,17 @@ fn chain(seed: u64, len: u64) -> Vec<BlockHash> {
 }
 
 fn stored(blocks: &[BlockHash]) -> Vec<KvOp> {
-    let parent = BlockHash(0); // the index looks at hashes alone
+    let parent = BlockHash(0); // the index uses only hashes
     let stored = |&hash| KvOp::Stored { hash, parent };
     blocks.iter().map(stored).collect()
 }
 
 /// Each writer's target holds the stable chain throughout, while it stores and removes others,
-/// some of them in common with other writers; in the end it removes all but the stable chain.
+/// some of them shared with other writers. In the end it removes all chains except the stable one.
 #[test]
 fn stable_blocks_are_always_found_and_strangers_never() {
     const WRITERS: u64 = 3;
-    // As full as an index gets: the writers' chains need all that is promised.
+    // At the promised capacity: the writers' chains need all of it.
     let index = BlockIndex::new(TARGETS, (STABLE + WRITERS * 2 * 200 + 200) as usize);
     let stable = chain(1, STABLE);
     let target = |writer: u64| (writer * 32 + 3) as usize; // 3, 35, 67

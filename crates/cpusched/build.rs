@@ -37,7 +37,7 @@ fn main() {
         .include("include")
         .include(PROGRAM)
         .flag_if_supported("-std=gnu11")
-        // Written for clang's BPF target, which checks it: attributes and arrays of the kernel's.
+        // Written for clang's BPF target, which checks it: uses attributes and arrays of the kernel.
         .warnings(false)
         .flag_if_supported("-w")
         .flag_if_supported("-fno-strict-aliasing");
@@ -52,7 +52,7 @@ fn main() {
     program.compile("slip_program");
 }
 
-/// The operations that the program has: `.select_cpu = (void *)...`.
+/// The operations that the program defines: `.select_cpu = (void *)...`.
 fn operations(source: &str) -> Vec<&str> {
     source.lines().filter_map(operation).collect()
 }
@@ -62,8 +62,8 @@ fn operation(line: &str) -> Option<&str> {
     value.starts_with("(void *)").then_some(name)
 }
 
-/// The program's global variables: definitions at the start of a line that end in `;` and are no
-/// function, type, map or constant.
+/// The program's global variables: definitions at the start of a line that end in `;` and are not
+/// functions, types, maps or constants.
 fn globals(source: &str) -> Vec<&str> {
     source.lines().filter_map(global).collect()
 }

@@ -1,4 +1,4 @@
-//! What a placement decision costs natively, by the path it takes: 22 LLCs of 8 CPUs, 1,000 tasks.
+//! Native cost of a placement decision, by path: 22 LLCs of 8 CPUs, 1,000 tasks.
 //!
 //! `cargo bench -p slipstream-cpusched`
 
@@ -11,10 +11,10 @@ use slipstream_cpusched::policy::{
 
 const WAKER: u32 = 9;
 
-/// The path expected, the wake-up's flags, and which CPUs are busy.
+/// The expected path, the wake-up's flags, and the busy CPUs.
 type Case = (&'static str, u32, fn(u32) -> bool);
 
-/// All CPUs idle but those of `busy`; tasks last ran where their numbers say.
+/// All CPUs idle except those of `busy`; each task last ran on the CPU of its number.
 fn host(busy: impl Fn(u32) -> bool) -> Core {
     let mut core = Core::new(Params::with_defaults(), 22, 8, 2);
     for cpu in 0..176 {
@@ -40,7 +40,7 @@ fn place(c: &mut Criterion) {
     for (path, flags, busy) in cases {
         let fresh = host(busy);
         let mut now = 0;
-        // All that a wake-up asks of the policy: account, place, slice.
+        // The policy's whole work for a wake-up: account, place, slice.
         let mut decide = move |core: &mut Core| {
             now += 1_000;
             let wake = Wake {
@@ -56,7 +56,7 @@ fn place(c: &mut Criterion) {
             (p.path, core.slice(12, p.llc))
         };
         assert_eq!(COUNTERS[decide(&mut fresh.clone()).0 as usize], path);
-        // A claimed CPU is given back by a fresh copy of the host, whose making is not counted.
+        // A claimed CPU is restored by a fresh copy of the host, whose creation is not measured.
         group.bench_function(path, |b| {
             b.iter_batched_ref(|| fresh.clone(), &mut decide, BatchSize::SmallInput);
         });

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
 /*
- * The policy compiled for the host simulator: the surroundings it asks for, over plain arrays, and
- * one exported function per inline one. Layouts are mirrored in src/policy.rs, which checks them.
+ * The policy compiled for the host simulator: its slip_env_*() functions over plain arrays, and
+ * one exported function per inline one. src/policy.rs mirrors the layouts and checks them.
  */
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
 /*
- * The BPF program itself, compiled for the simulator: the very text that the kernel runs, on a
- * kernel of our own. Its kfuncs end in src/sched/kernel.rs, which has the queues, the idle CPUs and
- * the order in which the kernel calls the program; here are its maps, tasks and run queues.
+ * The BPF program itself, compiled for the simulator: the source text that the kernel runs, on a
+ * simulated kernel. Its kfuncs end in src/sched/kernel.rs, which has the queues, the idle CPUs and
+ * the order in which the kernel calls the program; this file has its maps, tasks and run queues.
  *
  * The program's state is global, as in the kernel, so a process simulates one host at a time.
  */
 #define const /* the configuration is written before each run */
 
-/* First what the program includes: types.h, through kernel.h. */
+/* First the program's includes: types.h, through kernel.h. */
 #include "slipstream.bpf.c"
 
 #undef const
@@ -72,7 +72,7 @@ static u32 id_of(struct task_struct *p)
 	return (u32)p->pid - 1;
 }
 
-/* ---- what the program calls --------------------------------------------------------------- */
+/* ---- called by the program ---------------------------------------------------------------- */
 
 u64 scx_bpf_now(void) { return slip_k_now(); }
 
@@ -145,7 +145,7 @@ u32 bpf_cpumask_first(struct cpumask *mask)
 void bpf_rcu_read_lock(void) {}
 void bpf_rcu_read_unlock(void) {}
 u32 scx_bpf_reenqueue_local(void) { return slip_k_reenqueue_local(); }
-/* libbpf takes what follows three underscores for a variant of the same function. */
+/* libbpf treats a suffix after three underscores as a variant of the same function. */
 u32 scx_bpf_reenqueue_local___count(void) { return slip_k_reenqueue_local(); }
 void scx_bpf_reenqueue_local___void(void) { slip_k_reenqueue_local(); }
 void scx_bpf_dump_bstr(char *fmt, unsigned long long *data, u32 size)
@@ -160,7 +160,7 @@ void *slip_host_lookup(void *map, u32 type, u32 entries, u32 key_size, u32 value
 	struct host_map *m = maps;
 	u32 index;
 
-	/* Hash maps are the loader's to fill, and empty here. */
+	/* The loader fills hash maps; they are empty here. */
 	if ((type != BPF_MAP_TYPE_ARRAY && type != BPF_MAP_TYPE_PERCPU_ARRAY) || key_size != 4)
 		return NULL;
 	while (m->map && m->map != map)
@@ -232,14 +232,14 @@ long slip_host_timer(void *timer, void *map, void *callback, u64 ns)
 	return 0;
 }
 
-/* ---- what the simulator calls ------------------------------------------------------------- */
+/* ---- called by the simulator -------------------------------------------------------------- */
 
 /* The program's global variables, found by build.rs. */
 static struct { void *at; size_t size; } globals[] = {
 #include "globals.inc"
 };
 
-/* As at load: everything is zero but what the loader fills in. */
+/* As at load: everything is zero except the values that the loader fills in. */
 void slip_p_reset(struct slip_params *params, u32 nr_llcs, u32 nr_cpus, u32 *llc_of, u32 *bit_of,
 		  u32 *core_of)
 {
@@ -349,7 +349,7 @@ void slip_p_set_exec(u32 task, u64 sum, u64 start)
 	tasks[task]->p.se.exec_start = start;
 }
 
-/* The CPU that runs the program from now on, its run queue, and what runs there; -1: nothing. */
+/* The CPU that runs the program from now on, its run queue, and its running task; -1: none. */
 void slip_p_enter(u32 cpu, s32 current, u32 nr_running, u64 now)
 {
 	slip_host_cpu = cpu;

@@ -2,7 +2,7 @@
 /*
  * A random walk over the policy, built with AddressSanitizer and UndefinedBehaviorSanitizer by
  * tests/it/sanitized.rs. All inputs are drawn from their whole range, sensible or not: the policy
- * must stay within its arrays and keep its promises. Usage: properties SEED STEPS.
+ * must stay within its arrays and keep its guarantees. Usage: properties SEED STEPS.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -115,9 +115,9 @@ int main(int argc, char **argv)
 
 			slip_account(&p, t, cpu->llc, llc, from, d, exec_ns, blocked);
 			CHECK(!slip_before(d->clock, clock) && !slip_before(llc->vclock, vclock));
-			/* Only what a task owes that ran alone is bounded. */
+			/* Only the debt of a task that ran alone is bounded. */
 			CHECK(moved || !queued || !slip_before(t->vtime, vtime));
-			/* Neither credit nor debt is lost on the way, nor grows. */
+			/* A move neither loses nor increases credit or debt. */
 			if (moved && lag >= -(s64)SLIP_LAG_MAX_NS && lag <= 1000000000)
 				CHECK(!queued || (s64)(t->vtime - clock) >= lag);
 			CHECK(!slip_before(d->clock + d->offset, llc->vclock - p.slice_max_ns));
@@ -173,7 +173,7 @@ int main(int argc, char **argv)
 			};
 			u32 chosen = slip_choose(&h);
 
-			/* What goes on or is taken is there, and nothing that is there comes before it. */
+			/* A chosen task exists, and no existing one comes before it. */
 			CHECK(chosen != SLIP_FROM_PREV || (h.has_prev && (h.has_cpu || h.has_llc)));
 			CHECK(chosen != SLIP_FROM_PREV || !h.has_cpu || h.prev_key < h.cpu_key);
 			CHECK(chosen != SLIP_FROM_PREV || !h.has_llc || h.prev_key < h.llc_key);

@@ -7,115 +7,115 @@
  * state is in the structs below; every loop has a constant bound; no step costs O(CPUs).
  *
  * The includer defines u8, u32, s32, u64, s64 and bool, struct slip_env, and the five slip_env_*()
- * functions declared below, which are all that the policy asks of its surroundings.
+ * functions declared below. The policy depends on nothing else.
  *
- * Words: an LLC is a group of at most SLIP_LLC_CPUS CPUs that share a last-level cache (the loader
- * splits larger ones). A hand-over is a wakee put on its waker's CPU, to run when the waker blocks.
+ * Terms: an LLC is a group of at most SLIP_LLC_CPUS CPUs that share a last-level cache (the loader
+ * splits larger ones). A handoff puts a wakee on its waker's CPU, to run when the waker blocks.
  */
 #ifndef SLIP_POLICY_H
 #define SLIP_POLICY_H
 
-#define SLIP_LLC_CPUS	64u	/* one bit a CPU in struct slip_llc's masks */
+#define SLIP_LLC_CPUS	64u	/* one bit per CPU in struct slip_llc's masks */
 #define SLIP_LEVELS	3u	/* 0 interactive, 1 mixed, 2 hog */
-#define SLIP_WEIGHT	100u	/* weight of a task of nice 0, as sched_ext counts */
-#define SLIP_LOAD_SCALE	1024u	/* load of an LLC with one runnable task a CPU */
-#define SLIP_STEAL_TRIES	4u	/* hand-overs of other CPUs looked at per dispatch */
-#define SLIP_DOMAINS	64u	/* per LLC: 0 tasks of any CPU, the others one CPU mask each */
-#define SLIP_LAG_MAX_NS	50000000ull	/* credit that a runnable task may gather, virtual ns */
+#define SLIP_WEIGHT	100u	/* weight of a task of nice 0, in sched_ext's units */
+#define SLIP_LOAD_SCALE	1024u	/* load of an LLC with one runnable task per CPU */
+#define SLIP_STEAL_TRIES	4u	/* handoffs of other CPUs tried per dispatch */
+#define SLIP_DOMAINS	64u	/* per LLC: 0 tasks without a mask, the others one CPU mask each */
+#define SLIP_LAG_MAX_NS	50000000ull	/* maximum credit of a runnable task, virtual ns */
 
 #define slip_inline static inline __attribute__((always_inline, unused))
 
-/* Where a wake-up was sent; also the index of its counter. */
+/* The destination of a wake-up; also the index of its counter. */
 enum slip_path {
-	SLIP_HANDOFF = 0,	/* to the waker's CPU, when the waker blocks */
-	SLIP_PREV_IDLE,		/* to the idle CPU it last ran on */
-	SLIP_LLC_CORE,		/* to a wholly idle core of its LLC */
-	SLIP_LLC_THREAD,	/* to an idle hardware thread of its LLC */
-	SLIP_FAR_IDLE,		/* to an idle CPU of another LLC, by pick-two */
-	SLIP_MASK_IDLE,		/* a task with its own CPU mask: to an idle CPU of the mask */
-	SLIP_PREEMPT,		/* into the LLC's queue, and its previous CPU's hog is preempted */
-	SLIP_QUEUE_LLC,		/* into the LLC's queue, by virtual time */
-	SLIP_QUEUE_CPU,		/* a task of one CPU: into that CPU's queue */
+	SLIP_HANDOFF = 0,	/* the waker's CPU, when the waker blocks */
+	SLIP_PREV_IDLE,		/* the idle CPU that it last ran on */
+	SLIP_LLC_CORE,		/* a wholly idle core of its LLC */
+	SLIP_LLC_THREAD,	/* an idle hardware thread of its LLC */
+	SLIP_FAR_IDLE,		/* an idle CPU of another LLC, by pick-two */
+	SLIP_MASK_IDLE,		/* a task with a CPU mask: an idle CPU of the mask */
+	SLIP_PREEMPT,		/* the LLC's queue; the hog on its previous CPU is preempted */
+	SLIP_QUEUE_LLC,		/* the LLC's queue, by virtual time */
+	SLIP_QUEUE_CPU,		/* a task bound to one CPU: that CPU's queue */
 	SLIP_PATHS,
 };
 
 /* Counters. The first SLIP_PATHS are indexed by enum slip_path. */
 enum slip_counter {
-	SLIP_C_RAN_NEXT = SLIP_PATHS,	/* hand-overs that ran when the waker left its CPU */
-	SLIP_C_STOLEN,		/* hand-overs that another CPU took */
-	SLIP_C_HINT_LIED,	/* hand-overs whose waker kept its CPU longer than an idle CPU takes */
-	SLIP_C_HINT_REFUSED,	/* hand-overs not made because of what was learned */
-	SLIP_C_TICK_KICK,	/* idle CPUs kicked at the tick for a hand-over that still waited */
+	SLIP_C_RAN_NEXT = SLIP_PATHS,	/* handoffs that ran when the waker left its CPU */
+	SLIP_C_STOLEN,		/* handoffs stolen by another CPU */
+	SLIP_C_HINT_LIED,	/* handoffs whose waker kept its CPU longer than waking an idle CPU takes */
+	SLIP_C_HINT_REFUSED,	/* handoffs refused because of the waker's learned block time */
+	SLIP_C_TICK_KICK,	/* idle CPUs kicked at the tick for a handoff that still waited */
 	SLIP_C_FAR_PULL,	/* tasks that an idle CPU took from another LLC */
-	SLIP_C_KEPT,		/* slices renewed because nobody else wanted the CPU */
-	SLIP_C_TRUSTED,		/* hand-overs by wakers that kept their word: nobody may take them */
-	SLIP_C_MADE_ROOM,	/* wakers sent off their CPU at the tick for such a hand-over */
+	SLIP_C_KEPT,		/* slices renewed because no other task wanted the CPU */
+	SLIP_C_TRUSTED,		/* handoffs by trusted wakers, which other CPUs cannot steal */
+	SLIP_C_MADE_ROOM,	/* wakers descheduled at the tick in favor of such a handoff */
 	SLIP_C_REENQUEUED,	/* tasks taken back from a CPU that a real-time task took */
-	SLIP_C_RESCUED,		/* idle CPUs that the timer woke for a task that waited */
-	SLIP_C_AGED,		/* tasks that waited so long that the timer sent them to a CPU */
+	SLIP_C_RESCUED,		/* idle CPUs that the timer woke for a waiting task */
+	SLIP_C_AGED,		/* tasks that the timer sent to a CPU after a long wait */
 	SLIP_COUNTERS,
 };
 
 /* Tunables. slip_params_default() fills them in; a class may override slice and weight. */
 struct slip_params {
 	u64 slice_ns[SLIP_LEVELS];	/* slice of a weight-100 task, by level */
-	u64 slice_min_ns;	/* no slice is shorter: below it switching costs too much */
-	u64 slice_max_ns;	/* nor longer: it bounds how long an interactive task waits */
+	u64 slice_min_ns;	/* minimum slice: below it switching costs too much */
+	u64 slice_max_ns;	/* maximum slice: bounds the wait of an interactive task */
 	u64 wake_idle_ns;	/* cost of waking an idle CPU; hand off only if the waker blocks sooner */
-	u64 patience_ns;	/* a task that waited this long may leave its LLC at once */
+	u64 patience_ns;	/* a task that has waited this long may leave its LLC at once */
 	u32 residency_runs;	/* runs on an LLC before a task may leave it */
-	u32 slack_pct;		/* how much busier than another the own LLC must be to leave it */
-	u32 saturated_pct;	/* an LLC is saturated when at most this share of its CPUs idles ... */
-	u32 relaxed_pct;	/* ... and no longer when at least this share does */
-	u32 hand_off;		/* 0: never hand over */
-	u32 learn;		/* 0: believe every hint */
+	u32 slack_pct;		/* leave the LLC only if it is busier than the other by this much */
+	u32 saturated_pct;	/* an LLC is saturated if at most this share of its CPUs idles ... */
+	u32 relaxed_pct;	/* ... and no longer if at least this share does */
+	u32 hand_off;		/* 0: no handoffs */
+	u32 learn;		/* 0: follow every hint */
 	u32 preempt;		/* 0: a wake-up never preempts a hog */
-	u32 saturated_runs;	/* instead of residency_runs, to a wakee whose LLC is saturated */
+	u32 saturated_runs;	/* replaces residency_runs for a wakee whose LLC is saturated */
 	u32 trust_after;	/* honest hints in a row that earn trust, see slip_trusted() */
 	u32 pad;
 };
 
-/* A task. Zeroed at birth, then slip_task_init(). */
+/* A task. Zeroed when created, then slip_task_init(). */
 struct slip_task {
 	u64 vtime;		/* weighted run time, ns at weight 100, on its domain's clock */
-	u64 exec_ns;		/* CPU time that slip_account() has seen */
-	u64 queued_at;		/* when it last became runnable */
+	u64 exec_ns;		/* CPU time charged so far */
+	u64 queued_at;		/* time at which it last became runnable */
 	u64 burst_ns;		/* CPU time since it last blocked */
 	u64 sync_ns;		/* its CPU time at its first sync wake-up since then; 0 none */
-	u64 block_ns;		/* learned: CPU time from its sync wake-ups to its leaving the CPU */
+	u64 block_ns;		/* learned: CPU time from its sync wake-ups until it leaves the CPU */
 	u64 llc_mask;		/* LLCs that its class may use; 0 all */
-	u64 slice_cap_ns;	/* its class's longest slice; 0 none */
+	u64 slice_cap_ns;	/* maximum slice of its class; 0 none */
 	u32 weight;
 	u32 llc;
-	u32 runs_on_llc;	/* times it got a CPU of that LLC in a row */
+	u32 runs_on_llc;	/* consecutive runs on that LLC */
 	u32 level;
-	u32 handed;		/* its sync wake-up was handed over: SLIP_HANDED_* */
-	u32 honest;		/* hints in a row that it kept */
-	u32 no_hand_off;	/* its class wants an idle CPU rather than a hand-over */
+	u32 handed;		/* the wakee of its sync wake-up was handed off: SLIP_HANDED_* */
+	u32 honest;		/* honest hints in a row */
+	u32 no_hand_off;	/* its class prefers an idle CPU to a handoff */
 	u32 domain;		/* below SLIP_DOMAINS: of its LLC; else SLIP_DOMAINS + its only CPU */
 	u32 queued;		/* it got its CPU in competition: from a queue, or against one */
 	u32 pad;
 };
 
-#define SLIP_HANDED_OPEN	1u	/* where an idle CPU may take it */
-#define SLIP_HANDED_TRUSTED	2u	/* into the CPU's own queue, see slip_trusted() */
+#define SLIP_HANDED_OPEN	1u	/* an idle CPU may steal it */
+#define SLIP_HANDED_TRUSTED	2u	/* in the CPU's own queue, see slip_trusted() */
 
 /* A CPU. */
 struct slip_cpu {
-	u64 handover_at;	/* when its last hand-over was put there */
+	u64 handover_at;	/* time of its last handoff */
 	u32 llc;
-	u32 bit;		/* its place in its LLC's masks */
-	u32 level;		/* level of the task that ran here at the last tick */
+	u32 bit;		/* its bit in its LLC's masks */
+	u32 level;		/* level of the task that was running here at the last tick */
 	u32 pad;
 };
 
 /*
- * Tasks that compete for the same CPUs: those of any CPU, those of one mask, those of one CPU. Each
- * domain has a clock of its own, because virtual time passes at another rate where more compete.
- * `offset` leads from there to the LLC's clock, on which tasks of several domains are compared.
+ * Tasks that compete for the same CPUs: those without a mask, those of one mask, those of one CPU. Each
+ * domain has its own clock, because virtual time passes at another rate if more tasks compete.
+ * `offset` converts it to the LLC's clock, on which tasks of several domains are compared.
  *
- * A domain whose clock falls behind the LLC's by more than a slice is moved up as a whole. So the
- * shares inside of a domain are those of the weights, whatever the others do, and no domain gathers
+ * A domain whose clock is more than a slice behind the LLC's is moved up as a whole. The shares inside
+ * a domain are therefore those of the weights, whatever other domains do, and no domain gathers
  * more than a slice of credit against the others.
  */
 struct slip_domain {
@@ -125,16 +125,16 @@ struct slip_domain {
 
 /* The CPUs that share a cache. */
 struct slip_llc {
-	u64 vclock;		/* virtual time of the domain that is furthest */
+	u64 vclock;		/* virtual time of the most advanced domain */
 	u64 idle_mask;		/* bit per CPU */
-	u64 handover_mask;	/* bit per CPU on which a hand-over waits */
+	u64 handover_mask;	/* bit per CPU on which a handoff waits */
 	u32 nr_cpus;
 	u32 nr_queued;		/* tasks in the LLC's queue */
 	u32 saturated;		/* with hysteresis, see slip_llc_update() */
 	u32 overloaded;
 };
 
-/* What is known of a wake-up. */
+/* The inputs of a placement. */
 struct slip_wake {
 	u64 now;
 	u64 rnd;
@@ -148,22 +148,22 @@ struct slip_wake {
 	u32 pad;
 };
 
-#define SLIP_WAKE_SYNC		1u	/* the waker says that it is about to block */
+#define SLIP_WAKE_SYNC		1u	/* hint: the waker is about to block */
 #define SLIP_WAKE_EXITING	2u	/* the waker is exiting */
 #define SLIP_WAKE_WAKER_OK	4u	/* the wakee may run on the waker's CPU */
 #define SLIP_WAKE_PREV_OK	8u	/* the wakee may run on its previous CPU */
 #define SLIP_WAKE_MASKED	16u	/* the wakee may not run on every CPU */
 #define SLIP_WAKE_SINGLE	32u	/* the wakee may run on one CPU only */
 
-/* The decision. `cpu` is valid for all paths but those into the LLC's queue. */
+/* The decision. `cpu` is valid for all paths except those into the LLC's queue. */
 struct slip_placement {
 	u32 path;
 	u32 cpu;
 	u32 llc;
-	u32 refused;		/* a hand-over was not made because of what was learned */
+	u32 refused;		/* a handoff was refused because of the waker's learned block time */
 };
 
-/* What the surroundings provide. "Claim" tests and clears the idle state, so that one wins. */
+/* Provided by the includer. "Claim" tests and clears the idle state, so that one claimant wins. */
 struct slip_env;
 static bool slip_env_claim_cpu(struct slip_env *env, u32 cpu);
 static s32 slip_env_claim_core(struct slip_env *env, u32 llc);
@@ -174,7 +174,7 @@ static struct slip_llc *slip_env_llc(struct slip_env *env, u32 llc);
 slip_inline u64 slip_max(u64 a, u64 b) { return a > b ? a : b; }
 slip_inline u64 slip_min(u64 a, u64 b) { return a < b ? a : b; }
 
-/* Virtual times wrap; the order is that of their difference. */
+/* Virtual times wrap; their order is that of their difference. */
 slip_inline bool slip_before(u64 a, u64 b) { return (s64)(a - b) < 0; }
 
 /* Bits set, without a loop or a library call. Warren, Hacker's Delight, section 5-1. */
@@ -227,11 +227,11 @@ slip_inline void slip_params_default(struct slip_params *p)
 /* ---- saturation -------------------------------------------------------------------------- */
 
 /*
- * Bring an LLC's flags up to date; called when a CPU's idle state or the queue's length changed.
+ * Update an LLC's flags; called when a CPU's idle state or the queue's length has changed.
  *
- * Saturated: (almost) no CPU idles. Overloaded: also a task a CPU waits. Each flag has two
+ * Saturated: (almost) no CPU idles. Overloaded: in addition, one task per CPU waits. Each flag has two
  * thresholds, or it would flip with every wake-up of an LLC of eight CPUs. The flags are written
- * without a lock: a late writer is put right by the next change.
+ * without a lock: the next change corrects a late writer.
  */
 slip_inline void slip_llc_update(const struct slip_params *p, struct slip_llc *llc)
 {
@@ -277,7 +277,7 @@ slip_inline u32 slip_llc_load(const struct slip_llc *llc)
 
 /* ---- tasks ------------------------------------------------------------------------------- */
 
-/* `clock`: that of the task's domain. */
+/* `clock`: the clock of the task's domain. */
 slip_inline void slip_task_init(struct slip_task *t, u32 weight, u32 llc, u64 clock)
 {
 	t->vtime = clock;
@@ -286,7 +286,7 @@ slip_inline void slip_task_init(struct slip_task *t, u32 weight, u32 llc, u64 cl
 	t->level = 0;
 }
 
-/* No index: the kernel's verifier would want each of them proven. */
+/* Not an array index, because the kernel's verifier would require a proof for each. */
 slip_inline u64 slip_level_slice(const struct slip_params *p, u32 level)
 {
 	if (level == 0)
@@ -294,7 +294,7 @@ slip_inline u64 slip_level_slice(const struct slip_params *p, u32 level)
 	return level == 1 ? p->slice_ns[1] : p->slice_ns[SLIP_LEVELS - 1];
 }
 
-/* Slice of a task: by level and weight, shorter where many wait, within bounds. */
+/* Slice of a task: by level and weight, shorter if many tasks wait, within bounds. */
 slip_inline u64 slip_slice(const struct slip_params *p, const struct slip_task *t,
 			   const struct slip_llc *llc)
 {
@@ -311,8 +311,8 @@ slip_inline u64 slip_slice(const struct slip_params *p, const struct slip_task *
 }
 
 /*
- * Brings a domain and its LLC level: the LLC's clock is that of the furthest domain, and none is
- * more than the longest slice behind. Stores, no additions: two CPUs that do it at once agree.
+ * Synchronizes a domain with its LLC: the LLC's clock is that of the most advanced domain, and no domain
+ * is more than the longest slice behind. Stores, no additions: two CPUs that do it at once agree.
  */
 slip_inline void slip_domain_sync(const struct slip_params *p, struct slip_llc *llc,
 				  struct slip_domain *d)
@@ -326,8 +326,8 @@ slip_inline void slip_domain_sync(const struct slip_params *p, struct slip_llc *
 }
 
 /*
- * A task leaves one domain for another, because its mask changed or another LLC took it. What it is
- * owed, or owes, comes along: within the bounds for a runnable task, and a second the other way.
+ * A task moves to another domain, because its mask changed or another LLC took it. It keeps its credit
+ * or debt: credit up to the bound for a runnable task, debt up to a second.
  */
 slip_inline void slip_change_domain(struct slip_task *t, const struct slip_domain *from,
 				    const struct slip_domain *to)
@@ -342,9 +342,9 @@ slip_inline void slip_change_domain(struct slip_task *t, const struct slip_domai
 }
 
 /*
- * A task is about to be queued: its virtual time catches up with its domain's, so that credit is
- * bounded. The bound is far enough that it does not touch tasks that compete with each other, whose
- * order is what makes their shares; it is for one that cannot use what it is due, on one CPU.
+ * A task is about to be queued: its virtual time is raised to a minimum, so that its credit is
+ * bounded. The bound is so large that it does not affect tasks that compete with each other, whose
+ * order determines their shares. It is for a task that cannot use its share, on one CPU.
  */
 slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task *t,
 				  struct slip_llc *llc, struct slip_domain *d, u64 now)
@@ -359,10 +359,10 @@ slip_inline void slip_on_runnable(const struct slip_params *p, struct slip_task 
 }
 
 /*
- * A task ran where no other wanted the CPU just then: it earns no credit by that, and what it owes is
- * bounded: by four of its slices, or one if that is more than half a second. Less would be wrong
- * where a CPU is contended by turns, because of masks; more would let a light task, which was alone
- * on its CPU, wait for long.
+ * A task ran on a CPU that no other task wanted at that time. It earns no credit, and its debt is
+ * bounded: by four of its slices, or one if that is more than half a second. A smaller bound would be
+ * wrong on a CPU that is contended only at times, because of masks. A larger bound would make a light
+ * task, which was alone on its CPU, wait for long.
  */
 slip_inline void slip_on_kept(const struct slip_params *p, struct slip_task *t,
 			      const struct slip_domain *d)
@@ -377,12 +377,12 @@ slip_inline void slip_on_kept(const struct slip_params *p, struct slip_task *t,
 		t->vtime = most;
 }
 
-/* The running task goes on for another slice, because it comes before those that wait. */
+/* The running task continues for another slice, because it comes before the queued ones. */
 slip_inline void slip_on_turn(struct slip_task *t) { t->queued = 1; }
 
 /*
- * Key in a queue: the task's virtual deadline on the LLC's clock, i.e. where its virtual time will
- * stand after one slice. Among equals the one that asks for less goes first (as in EEVDF); the share
+ * Key in a queue: the task's virtual deadline on the LLC's clock, i.e. its virtual time
+ * after one more slice. Among equals the task with the smaller slice goes first (as in EEVDF); the share
  * of the CPU depends on virtual time alone.
  */
 slip_inline u64 slip_queue_key(const struct slip_task *t, const struct slip_domain *d, u64 slice)
@@ -391,8 +391,8 @@ slip_inline u64 slip_queue_key(const struct slip_task *t, const struct slip_doma
 }
 
 /*
- * The running task, which has used `exec_ns` of CPU time in all, is making a wake-up with the sync
- * hint. The first one since it last blocked counts: a wakee handed over waits for all that follows.
+ * The running task, which has used `exec_ns` of CPU time in total, makes a wake-up with the sync
+ * hint. The first one since it last blocked counts: its wakee waits for all later work of the waker.
  */
 slip_inline void slip_on_sync_wake(struct slip_task *waker, u64 exec_ns)
 {
@@ -401,12 +401,12 @@ slip_inline void slip_on_sync_wake(struct slip_task *waker, u64 exec_ns)
 }
 
 /*
- * What became of a sync wake-up, once the waker has left its CPU. Returns true if a hand-over was
- * a lie: the waker went on for longer than waking an idle CPU takes.
+ * Learns from a sync wake-up, once the waker has left its CPU. Returns true if the hint behind a
+ * handoff was false: the waker ran for longer than waking an idle CPU takes.
  *
- * One long lie (8 times the threshold, a quarter of it kept) is enough to refuse the next hint: a
- * wakee that waits behind its waker loses far more than one that wakes an idle CPU. The cap bounds
- * how many honest hints it takes to be believed again.
+ * One very false hint (8 times the threshold, of which a quarter counts) is enough to refuse the next
+ * one: a wakee that waits behind its waker loses far more than one that wakes an idle CPU. The cap
+ * bounds the number of honest hints until the waker's hints are followed again.
  */
 slip_inline bool slip_learn(const struct slip_params *p, struct slip_task *t, u64 exec_ns)
 {
@@ -420,7 +420,7 @@ slip_inline bool slip_learn(const struct slip_params *p, struct slip_task *t, u6
 	return lied;
 }
 
-/* Charges a task for the CPU time that it has used up to `exec_ns`. Returns what was new. */
+/* Charges a task for the CPU time that it has used up to `exec_ns`. Returns the new part. */
 slip_inline u64 slip_charge(struct slip_task *t, u64 exec_ns)
 {
 	u64 used = exec_ns - t->exec_ns;
@@ -433,12 +433,12 @@ slip_inline u64 slip_charge(struct slip_task *t, u64 exec_ns)
 }
 
 /*
- * Takes into account what a task did since the last call: when it wakes up (`blocked`), and when
- * its slice has ended or it was preempted. It has used `exec_ns` of CPU time in all, of late on
- * LLC `id`, where `d` is its domain; `from` is its domain on the LLC it was on before.
+ * Accounts for a task's activity since the last call: when it wakes up (`blocked`), and when
+ * its slice has ended or it was preempted. It has used `exec_ns` of CPU time in total, most recently on
+ * LLC `id`, where `d` is its domain; `from` is its domain on its previous LLC.
  *
- * Nothing at all is called when a task gets or leaves a CPU. Those are the hottest moments of a
- * hand-over, and the surroundings count its CPU time anyway. Returns as slip_learn().
+ * Nothing is called when a task gets or leaves a CPU: those are the hottest moments of a
+ * handoff, and the kernel counts CPU time anyway. Returns the result of slip_learn().
  */
 slip_inline bool slip_account(const struct slip_params *p, struct slip_task *t, u32 id,
 			      struct slip_llc *llc, const struct slip_domain *from,
@@ -477,9 +477,9 @@ slip_inline bool slip_account(const struct slip_params *p, struct slip_task *t, 
 }
 
 /*
- * May the task leave its LLC? It has run there often enough to have had its cache's worth, or has
- * waited long enough. A wakee that finds its LLC saturated needs fewer runs: it would wait for
- * somebody's slice to end, which costs more than filling a cache again.
+ * May the task leave its LLC? Yes, if it ran there often enough to repay the cache refill, or has
+ * waited long enough. A wakee whose LLC is saturated needs fewer runs: it would wait for
+ * another task's slice to end, which costs more than another cache refill.
  */
 slip_inline bool slip_may_leave(const struct slip_params *p, const struct slip_task *t,
 				bool saturated, u64 now)
@@ -498,12 +498,12 @@ slip_inline bool slip_llc_ok(const struct slip_task *t, u32 llc)
 /* ---- placement --------------------------------------------------------------------------- */
 
 /*
- * May the wakee have its waker's CPU? Only with the hint, and only where nobody else is waiting:
- * then the CPU goes from hand to hand without an interrupt or an idle exit. What was learned of the
- * waker counts last, so that `refused` means that it decided.
+ * May the wakee have its waker's CPU? Only with the hint, and only if no other task waits:
+ * then the CPU changes tasks without an interrupt or an idle exit. The waker's learned block time
+ * is checked last, so that `refused` means that it decided.
  *
- * A wakee from another LLC, `home`, comes only if the waker's is no busier. A waker often wakes many:
- * without this they all gathered around it and then waited for each other.
+ * A wakee from another LLC, `home`, is accepted only if the waker's LLC is no busier. A waker often wakes
+ * many tasks: without this condition they all gathered around it and then waited for each other.
  */
 slip_inline bool slip_may_hand_off(const struct slip_params *p, const struct slip_task *wakee,
 				   const struct slip_task *waker, const struct slip_llc *llc,
@@ -565,15 +565,15 @@ slip_inline bool slip_worth_moving(const struct slip_params *p, const struct sli
 }
 
 /*
- * Where a task that wakes up goes. Claims the idle CPU that it names.
+ * Places a task that wakes up. Claims the idle CPU that it returns.
  *
  *   1  its waker's CPU         slip_may_hand_off()
  *   2  the CPU it last ran on, if idle
  *   3  an idle core, then an idle thread, of its LLC
- *   4  an idle CPU of the less loaded of two other LLCs, if it may leave and it is worth it
- *   5  its LLC's queue; a hog on its previous CPU makes room for an interactive task
+ *   4  an idle CPU of the less loaded of two other LLCs, if it may leave and the load differs enough
+ *   5  its LLC's queue; a hog on its previous CPU yields to an interactive task
  *
- * `prev_task_level` is read from the previous CPU's state by the caller (SLIP_LEVELS: unknown).
+ * The caller reads `prev_task_level` from the previous CPU's state (SLIP_LEVELS: unknown).
  */
 slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 			    const struct slip_task *wakee, const struct slip_task *waker,
@@ -599,7 +599,7 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 		return;
 	}
 
-	/* A class that may not use the LLC it comes from is sent to the first that it may. */
+	/* A task whose class may not use its previous LLC is sent to the first allowed one. */
 	if (!slip_llc_ok(wakee, home_id)) {
 		u32 first = slip_lowest_bit(wakee->llc_mask);
 
@@ -616,7 +616,7 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 		return;
 	}
 	if (w->flags & SLIP_WAKE_MASKED) {
-		/* It waits in the queue of the LLC that it comes from; any CPU of its mask takes it. */
+		/* It waits in the queue of its previous LLC; any CPU of its mask takes it. */
 		out->llc = w->prev_llc;
 		cpu = slip_env_claim_masked(env);
 		if (cpu >= 0) {
@@ -669,17 +669,17 @@ slip_inline void slip_place(const struct slip_params *p, struct slip_env *env,
 }
 
 /*
- * A waker that kept its word `trust_after` times in a row is trusted: what it hands over goes into
- * the CPU's own queue. That is the shortest way there is, and nobody else may take from there.
- * Should the waker go on this once, the tick sends it off (slip_tick_wants_room()), and trust
- * begins anew. All others' hand-overs lie where an idle CPU may take them.
+ * A waker with `trust_after` honest hints in a row is trusted: its handoffs go into
+ * the CPU's own queue. That is the shortest path, but no other CPU can steal from there.
+ * If the waker does not block this time, the tick deschedules it (slip_tick_wants_room()), and its trust
+ * starts from zero. All other handoffs wait in queues from which an idle CPU may steal them.
  */
 slip_inline bool slip_trusted(const struct slip_params *p, const struct slip_task *waker)
 {
 	return p->learn && waker->honest >= p->trust_after;
 }
 
-/* A hand-over was put on `cpu`. Returns whether into the CPU's own queue. */
+/* Records a handoff to `cpu`. Returns whether it goes into the CPU's own queue. */
 slip_inline bool slip_handover_put(const struct slip_params *p, struct slip_llc *llc,
 				   struct slip_cpu *cpu, struct slip_task *waker, u64 now)
 {
@@ -693,13 +693,13 @@ slip_inline bool slip_handover_put(const struct slip_params *p, struct slip_llc 
 	return 0;
 }
 
-/* The hand-over on `cpu` was taken, by whomever. */
+/* The handoff on `cpu` was taken, by this CPU or another. */
 slip_inline void slip_handover_taken(struct slip_llc *llc, const struct slip_cpu *cpu)
 {
 	__sync_fetch_and_and(&llc->handover_mask, ~slip_bit(cpu->bit));
 }
 
-/* At the tick: has this CPU's hand-over waited so long that an idle CPU had better take it? */
+/* At the tick: has this CPU's handoff waited so long that an idle CPU should steal it? */
 slip_inline bool slip_tick_wants_kick(const struct slip_params *p, const struct slip_llc *llc,
 				      const struct slip_cpu *cpu, u64 now)
 {
@@ -708,8 +708,8 @@ slip_inline bool slip_tick_wants_kick(const struct slip_params *p, const struct 
 }
 
 /*
- * At the tick of the task that runs on `cpu`: should it make room for the task that it handed over,
- * trusted, so long ago? It is queued again, where any CPU may take it.
+ * At the tick of the task that runs on `cpu`: should it yield to the task that it handed off,
+ * trusted, so long ago? The running task is queued again, and any CPU may take it.
  */
 slip_inline bool slip_tick_wants_room(const struct slip_params *p, const struct slip_task *running,
 				      const struct slip_cpu *cpu, u64 now)
@@ -719,8 +719,8 @@ slip_inline bool slip_tick_wants_room(const struct slip_params *p, const struct 
 }
 
 /*
- * At the tick, tasks wait in LLC `home`: the other LLC whose idle CPU should come and pull, or -1.
- * Without it a queue could stand beside an idle LLC until somebody there next went to sleep.
+ * At the tick, tasks wait in LLC `home`: the other LLC whose idle CPU should pull from it, or -1.
+ * Without it, a queue could persist next to an idle LLC until a CPU there next became idle.
  */
 slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env, u32 home,
 			      u32 nr_llcs, u64 rnd)
@@ -737,13 +737,13 @@ slip_inline s32 slip_tick_far(const struct slip_params *p, struct slip_env *env,
 
 /* ---- dispatch ---------------------------------------------------------------------------- */
 
-/* Where a CPU that needs work may find it. */
+/* Sources of work for a CPU. */
 enum slip_source {
-	SLIP_FROM_HANDOVER = 0,	/* the task handed to this CPU */
-	SLIP_FROM_CPU,		/* tasks of this CPU alone */
+	SLIP_FROM_HANDOVER = 0,	/* the task handed off to this CPU */
+	SLIP_FROM_CPU,		/* tasks bound to this CPU */
 	SLIP_FROM_LLC,		/* the LLC's queue: the first task that may run here */
-	SLIP_FROM_NONE,		/* nothing here: other CPUs' hand-overs, then other LLCs */
-	SLIP_FROM_PREV,		/* the task that runs goes on: its slice ended, its turn did not */
+	SLIP_FROM_NONE,		/* no task here: try other CPUs' handoffs, then other LLCs */
+	SLIP_FROM_PREV,		/* the running task continues: its slice ended, its turn did not */
 };
 
 struct slip_heads {
@@ -753,13 +753,13 @@ struct slip_heads {
 	u32 has_handover;
 	u32 has_cpu;
 	u32 has_llc;
-	u32 has_prev;		/* the running task could go on; it is in no queue yet */
+	u32 has_prev;		/* the running task can continue; it is in no queue yet */
 };
 
 /*
- * The queue to take from next. The hand-over goes first: nobody was waiting when it was made, so
- * at most one task runs ahead of those that came since. Otherwise by virtual time. The running task
- * competes with those that wait: if it always gave way, a heavy task would get every other slice.
+ * The queue to take from next. The handoff goes first: no task was waiting when it was made, so
+ * at most one task runs ahead of later arrivals. Otherwise by virtual time. The running task
+ * competes with the queued ones: if it always yielded, a heavy task would get every other slice.
  */
 slip_inline u32 slip_choose(const struct slip_heads *h)
 {
@@ -777,8 +777,8 @@ slip_inline u32 slip_choose(const struct slip_heads *h)
 }
 
 /*
- * The bit of the next other CPU of the LLC, after `bit`, with a hand-over waiting; 64 if none.
- * Starting after the own bit spreads the thieves. The caller clears bits from `mask` as it tries,
+ * The bit of the next other CPU of the LLC, after `bit`, with a waiting handoff; 64 if none.
+ * Starting after the CPU's own bit spreads the steals. The caller clears bits from `mask` as it tries,
  * at most SLIP_STEAL_TRIES times.
  */
 slip_inline u32 slip_next_handover(u64 mask, u32 bit)
@@ -790,8 +790,8 @@ slip_inline u32 slip_next_handover(u64 mask, u32 bit)
 }
 
 /*
- * May another CPU take the hand-over that waits on `victim`? Not while its waker can still be
- * expected to block: the hand-over would lose what it was made for.
+ * May another CPU steal the handoff that waits on `victim`? Not while its waker may still
+ * block soon: a stolen handoff loses its advantage.
  */
 slip_inline bool slip_may_steal(const struct slip_params *p, const struct slip_cpu *victim, u64 now)
 {

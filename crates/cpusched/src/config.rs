@@ -1,4 +1,4 @@
-//! The file of `slipstream sched sim`, and the runs that it asks for.
+//! The file of `slipstream sched sim`, and the runs that it describes.
 
 use serde::Deserialize;
 
@@ -11,16 +11,16 @@ use crate::sched::{CPUS_MAX, LLCS_MAX};
 use crate::sim::{self, RunResult, SimError};
 use crate::workload::{Hotplug, RealTime, Schbench, Span, Workload};
 
-/// Why a file is refused.
+/// Why a file is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// Not TOML, or an unknown or ill-typed key. The text says where.
+    /// Not TOML, or an unknown or ill-typed key. The text names the place.
     #[error("{0}")]
     Toml(#[from] toml::de::Error),
-    /// Values that cannot be; all of them.
+    /// All invalid values.
     #[error("{}", .0.join("\n"))]
     Values(Vec<String>),
-    /// The rt-app file is wrong.
+    /// The rt-app file is invalid.
     #[error("`workload.file`: {0}")]
     RtApp(#[from] rtapp::RtAppError),
 }
@@ -49,11 +49,11 @@ struct RealTimeFile {
     #[serde(default)]
     from_ms: u64,
     run_ms: u64,
-    /// Again after so long; without it, once.
+    /// Interval between bursts; without it, the task runs once.
     period_ms: Option<u64>,
 }
 
-/// `[[hotplug]]`: a CPU that goes offline or comes back.
+/// `[[hotplug]]`: a CPU that goes offline or comes back online.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct HotplugFile {
@@ -75,12 +75,12 @@ fn one() -> u32 {
     1
 }
 
-/// `[costs]`: a preset, and what differs from it.
+/// `[costs]`: a preset, and values that override it.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CostsFile {
     preset: Option<Preset>,
-    /// Waking an idle CPU always takes this long, us; sweeps run once for each.
+    /// Waking an idle CPU always takes this long, us; a sweep runs once per value.
     wake_idle_us: Option<OneOrMany>,
     switch_ns: Option<u64>,
     ipi_ns: Option<u64>,
@@ -123,7 +123,7 @@ struct PolicyFile {
 struct RunFile {
     #[serde(default = "default_seed")]
     seed: u64,
-    /// Runs of each row, with seeds that follow one another; the table shows all of them together.
+    /// Runs per row, with consecutive seeds; the table shows all of them together.
     #[serde(default = "one")]
     seeds: u32,
     #[serde(default = "default_warmup")]
@@ -133,7 +133,7 @@ struct RunFile {
     loads_pct: Vec<u32>,
     #[serde(default)]
     policies: Vec<Kind>,
-    /// Sizes to run at instead of `machine.llcs`.
+    /// LLC counts to run at instead of `machine.llcs`.
     #[serde(default)]
     sweep_llcs: Vec<u32>,
 }
@@ -198,14 +198,14 @@ enum WorkloadFile {
     },
 }
 
-/// One run to be made.
+/// One planned run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The host.
     pub machine: Machine,
-    /// What things cost.
+    /// Costs of the host's operations.
     pub costs: Costs,
-    /// Flat cost of waking an idle CPU, us, when the file gives one.
+    /// Fixed cost of waking an idle CPU, us, if the file gives one.
     pub wake_idle_us: Option<u64>,
     /// Offered load, percent; `None` for workloads that set their own.
     pub load_pct: Option<u32>,
@@ -213,7 +213,7 @@ pub struct Plan {
     pub kind: Kind,
     /// Its work.
     pub workload: Workload,
-    /// Whose latencies the table shows; index into the workload's groups.
+    /// The group whose latencies the table shows; index into the workload's groups.
     pub shown_group: usize,
 }
 
@@ -222,25 +222,25 @@ pub struct Plan {
 pub struct Experiment {
     /// Seed of the first run of each row.
     pub seed: u64,
-    /// Runs of each row.
+    /// Runs per row.
     pub seeds: u32,
-    /// Our parameters.
+    /// Parameters of our policy.
     pub params: Params,
-    /// Whether the file sets what the policy takes for the cost of waking an idle CPU.
+    /// Whether the file sets the policy's parameter for the cost of waking an idle CPU.
     wake_idle_given: bool,
-    /// Not measured, ns.
+    /// Warm-up, not measured, ns.
     pub warmup_ns: u64,
-    /// Measured, ns.
+    /// Measured time, ns.
     pub measure_ns: u64,
     /// The runs.
     pub plans: Vec<Plan>,
 }
 
 impl Experiment {
-    /// Reads the file's text. `load_rtapp` gives the text of the rt-app file that it names.
+    /// Parses the file's text. `load_rtapp` returns the text of the rt-app file that it names.
     ///
     /// # Errors
-    /// All wrong values together, each with its key and what it may be.
+    /// All invalid values together, each with its key and its valid range.
     pub fn parse(
         text: &str,
         load_rtapp: impl Fn(&str) -> Result<String, String>,
@@ -311,7 +311,7 @@ impl Experiment {
         })
     }
 
-    /// Makes one of the runs.
+    /// Executes one of the runs.
     ///
     /// # Errors
     /// See [`SimError`].
@@ -332,7 +332,7 @@ impl Experiment {
                 seed,
                 self.warmup_ns,
                 self.measure_ns,
-                // The first run's, when there are several.
+                // With several runs, only the first one is traced.
                 trace.take(),
             )
         };
@@ -345,7 +345,7 @@ impl Experiment {
 }
 
 impl WorkloadFile {
-    /// Whether `run.loads_pct` sets its load.
+    /// Whether `run.loads_pct` sets the load of this workload.
     fn has_loads(&self) -> bool {
         matches!(
             self,
@@ -354,7 +354,7 @@ impl WorkloadFile {
     }
 }
 
-/// Adds what takes CPUs away.
+/// Adds real-time tasks and hotplug events.
 fn disturb(f: &File, w: &mut Workload) {
     let ns = |ms: u64| ms * 1_000_000;
     w.real_time = f

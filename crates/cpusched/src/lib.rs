@@ -2,18 +2,18 @@
 //!
 //! - [`policy`]: the placement policy, one C header (`include/slip_policy.h`) that is compiled
 //!   unchanged into this crate and into the BPF program of `slipstream-scx`.
-//! - [`machine`]: CPUs in LLCs, and what switching, waking and moving cost.
+//! - [`machine`]: CPUs in LLCs, and the costs of switching, waking and migrating.
 //! - [`workload`]: tasks as scripts of run, send, receive, sleep and lock; ready-made workloads.
 //! - [`rtapp`]: workloads read from rt-app's JSON.
 //! - [`sched`]: the schedulers compared: ours, which is the BPF program compiled for this crate and
 //!   called as the kernel calls it, and a model of EEVDF.
 //! - [`sim`]: the event loop. Deterministic: same seed, same result.
-//! - [`config`]: the TOML file of `slipstream sched sim`, and the runs that it asks for.
-//! - [`perfetto`]: a trace of who ran where, for <https://ui.perfetto.dev>.
+//! - [`config`]: the TOML file of `slipstream sched sim`, and the runs that it describes.
+//! - [`perfetto`]: a trace of the tasks on each CPU, for <https://ui.perfetto.dev>.
 //!
-//! Nothing here reads a clock or does I/O. Why it exists beside scx's own tools: it runs the very
-//! text that the kernel runs, at sizes that no virtual machine reaches, and with the cost of waking
-//! an idle CPU as a number that can be turned.
+//! Nothing here reads a clock or does I/O. It complements scx's own tools: it runs the source
+//! text that the kernel runs, on hosts larger than any virtual machine, and with an adjustable cost of
+//! waking an idle CPU.
 
 pub mod config;
 pub mod machine;

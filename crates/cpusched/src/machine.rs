@@ -9,9 +9,9 @@ use serde::Deserialize;
 pub struct Machine {
     /// Last-level caches.
     pub llcs: u32,
-    /// CPUs (hardware threads) of each, 1 to 64.
+    /// CPUs (hardware threads) per LLC, 1 to 64.
     pub cpus_per_llc: u32,
-    /// Hardware threads of a core: 1 or 2. Threads of a core adjoin.
+    /// Hardware threads per core: 1 or 2. Threads of a core have adjacent numbers.
     pub threads_per_core: u32,
 }
 
@@ -35,7 +35,7 @@ impl CpuMask {
     /// Every CPU.
     pub const ALL: CpuMask = CpuMask(None);
 
-    /// These CPUs.
+    /// Only these CPUs.
     pub fn of(cpus: impl IntoIterator<Item = u32>) -> CpuMask {
         let mut words = Vec::new();
         for cpu in cpus {
@@ -48,7 +48,7 @@ impl CpuMask {
         CpuMask(Some(words.into()))
     }
 
-    /// Whether it has this CPU.
+    /// Whether the mask contains this CPU.
     pub fn has(&self, cpu: u32) -> bool {
         self.0.as_ref().is_none_or(|words| {
             let word = words.get(cpu as usize / 64);
@@ -56,18 +56,18 @@ impl CpuMask {
         })
     }
 
-    /// Whether it is every CPU by definition.
+    /// Whether the mask is [`CpuMask::ALL`].
     pub fn is_all(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Its CPUs below `cpus`, rising.
+    /// Its CPUs below `cpus`, in ascending order.
     pub fn iter(&self, cpus: u32) -> impl Iterator<Item = u32> + '_ {
         (0..cpus).filter(|&cpu| self.has(cpu))
     }
 }
 
-/// How one task wakes another; decides the sync hint and what the path costs.
+/// How one task wakes another; determines the sync hint and the cost of the path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, PartialOrd, Ord)]
 #[serde(rename_all = "lowercase")]
 pub enum Mechanism {
@@ -86,7 +86,7 @@ pub enum Mechanism {
 }
 
 impl Mechanism {
-    /// All of them, in the order of tables.
+    /// All mechanisms, in the order of tables.
     pub const ALL: [Mechanism; 6] = [
         Mechanism::Pipe,
         Mechanism::Unix,
@@ -115,9 +115,9 @@ impl Mechanism {
         }
     }
 
-    /// CPU time of one message, ns: what is left of the wake-up latency of [`PROBE_US`] once the
-    /// context switch is taken off the hand-over's latency; for eventfd and futex, once waking an
-    /// idle CPU is taken off too.
+    /// CPU time of one message, ns: the wake-up latency of [`PROBE_US`] under handoff, minus the
+    /// context switch; for eventfd and futex, the EEVDF latency minus also the cost of waking an idle
+    /// CPU.
     fn path_ns(self) -> u64 {
         match self {
             Mechanism::Pipe => 5_200,
@@ -129,25 +129,25 @@ impl Mechanism {
         }
     }
 
-    /// CPU time of the sender before the wake-up takes effect, ns. Half of the path: the guest's
-    /// clock sees only the sum.
+    /// CPU time of the sender before the wake-up takes effect, ns. Half of the path, because the guest's
+    /// clock measures only the sum.
     pub fn send_ns(self) -> u64 {
         self.path_ns() / 2
     }
 
-    /// CPU time of the receiver after it got its CPU, ns.
+    /// CPU time of the receiver after it got a CPU, ns.
     pub fn recv_ns(self) -> u64 {
         self.path_ns() - self.send_ns()
     }
 }
 
-/// Median wake-up latency, us, under EEVDF and with every sync wake-up handed over by a minimal
-/// `sched_ext` program (110 lines, no policy), Linux 6.18 in QEMU at one instruction a ns, 4 CPUs;
-/// pipe, Unix, TCP, epoll. The costs above come from here.
+/// Median wake-up latency, us: under EEVDF, and with a minimal `sched_ext` program that hands off every
+/// sync wake-up (110 lines, no policy). Linux 6.18 in QEMU at one instruction per ns, 4 CPUs;
+/// pipe, Unix, TCP, epoll. The costs above are derived from these.
 pub const PROBE_US: [(f64, f64); 4] = [(11.9, 6.7), (14.8, 9.8), (29.7, 24.3), (31.4, 26.0)];
 
-/// The same under EEVDF and under our own program (`make test-sched`), which the simulator is
-/// checked against; pipe, Unix, TCP, epoll, eventfd, futex.
+/// The same under EEVDF and under our own program (`make test-sched`); pipe, Unix, TCP, epoll, eventfd,
+/// futex. The simulator is checked against these.
 pub const VM_US: [(f64, f64); 6] = [
     (12.16, 6.86),
     (14.89, 9.41),
@@ -157,7 +157,7 @@ pub const VM_US: [(f64, f64); 6] = [
     (11.21, 10.64),
 ];
 
-/// One idle state: what leaving it costs once a CPU has idled that long.
+/// One idle state: the cost of leaving it, and the idle time after which it is entered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdleState {
     /// A CPU is in this state (or a deeper one) after idling this long, ns.
@@ -166,14 +166,14 @@ pub struct IdleState {
     pub exit_ns: u64,
 }
 
-/// What things cost, ns.
+/// Costs, ns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Costs {
     /// A context switch.
     pub switch_ns: u64,
-    /// From the sending of an interrupt to its arrival at another CPU.
+    /// From sending an interrupt to its arrival at another CPU.
     pub ipi_ns: u64,
-    /// What sending it costs the sender.
+    /// Cost of sending it, paid by the sender.
     pub kick_ns: u64,
     /// Idle states, shallowest first; the first must start at 0.
     pub idle: Vec<IdleState>,
@@ -181,14 +181,14 @@ pub struct Costs {
     pub llc_refill_ns: u64,
     /// Extra run time on another CPU of the same LLC.
     pub cpu_refill_ns: u64,
-    /// Between two ticks of a CPU.
+    /// Interval between ticks of a CPU.
     pub tick_ns: u64,
 }
 
 impl Costs {
     /// A server that manages its own idle states. Exit latencies and target residencies of C1, C1E
     /// and C6: `skx_cstates` in Linux `drivers/idle/intel_idle.c`. Switch, interrupt and refill are
-    /// assumptions of common magnitude: set them from your machine.
+    /// assumptions of common magnitude: set them for your machine.
     pub fn bare_metal() -> Costs {
         Costs {
             switch_ns: 1_500,
@@ -214,7 +214,7 @@ impl Costs {
         }
     }
 
-    /// A kernel under an instruction clock: waking an idle CPU takes 5.2 us more than a hand-over
+    /// A kernel under an instruction clock: waking an idle CPU takes 5.2 us more than a handoff
     /// ([`PROBE_US`]), no idle state is deep and caches cost nothing.
     pub fn instruction_clock() -> Costs {
         Costs {
@@ -232,7 +232,7 @@ impl Costs {
     }
 
     /// A guest whose idle CPUs are halted: an interrupt and a wake-up together take `wake_ns`,
-    /// whatever they idled.
+    /// for any idle time.
     pub fn flat(wake_ns: u64) -> Costs {
         let ipi_ns = (wake_ns / 2).min(1_000);
         Costs {
@@ -245,7 +245,7 @@ impl Costs {
         }
     }
 
-    /// Time to leave idle after `idled_ns`.
+    /// Time to leave the idle state after `idled_ns` of idling.
     pub fn idle_exit_ns(&self, idled_ns: u64) -> u64 {
         self.idle
             .iter()

@@ -1,8 +1,8 @@
-//! A trace of who ran where, in the JSON form that Perfetto and Chrome read.
+//! A trace of the tasks on each CPU, in the JSON format of Perfetto and Chrome.
 
 use std::fmt::Write as _;
 
-/// Runs of tasks on CPUs, one track per CPU. Bounded: what does not fit is counted.
+/// Runs of tasks on CPUs, one track per CPU. Bounded: runs beyond the limit are counted.
 #[derive(Debug)]
 pub struct Trace {
     json: String,
@@ -57,7 +57,7 @@ impl Trace {
         );
     }
 
-    /// The file's text, and how many runs did not fit.
+    /// The file's text, and the number of runs beyond the limit.
     pub fn finish(mut self) -> (String, u64) {
         let end = self.json.trim_end_matches([',', '\n']).len();
         self.json.truncate(end);

@@ -1,11 +1,11 @@
 //! The policy header, called from Rust: the same C text that the BPF program includes.
 //!
 //! The structs mirror `include/slip_policy.h`; [`layout_matches`] compares their sizes with the C
-//! compiler's, and [`Core::new`] refuses to run when they differ.
+//! compiler's, and [`Core::new`] panics if they differ.
 
-/// Most CPUs of one LLC. `SLIP_LLC_CPUS`.
+/// Maximum CPUs per LLC. `SLIP_LLC_CPUS`.
 pub const LLC_CPUS_MAX: u32 = 64;
-/// Hand-overs of other CPUs that one dispatch looks at. `SLIP_STEAL_TRIES`.
+/// Maximum handoffs of other CPUs that one dispatch tries to steal. `SLIP_STEAL_TRIES`.
 pub const STEAL_TRIES: u32 = 4;
 
 /// The wake-up carried the sync hint.
@@ -18,7 +18,7 @@ pub const WAKE_PREV_OK: u32 = 8;
 pub const WAKE_MASKED: u32 = 16;
 /// The wakee may run on one CPU only.
 pub const WAKE_SINGLE: u32 = 32;
-/// Domains of an LLC: 0 for tasks of any CPU, the others for one CPU mask each. `SLIP_DOMAINS`.
+/// Domains per LLC: 0 for tasks without a CPU mask, the others for one CPU mask each. `SLIP_DOMAINS`.
 pub const DOMAINS: u32 = 64;
 
 /// Counters in the order of `enum slip_path`, then `enum slip_counter`.
@@ -48,7 +48,7 @@ pub const COUNTERS: [&str; 21] = [
 /// Index of a counter by name.
 ///
 /// # Panics
-/// If there is no such counter: the names are ours.
+/// If there is no such counter: the names are constants of this crate.
 pub fn counter(name: &str) -> usize {
     COUNTERS
         .iter()
@@ -62,31 +62,31 @@ pub fn counter(name: &str) -> usize {
 pub struct Params {
     /// Slice of a weight-100 task, by level.
     pub slice_ns: [u64; 3],
-    /// No slice is shorter.
+    /// Minimum slice.
     pub slice_min_ns: u64,
-    /// No slice is longer.
+    /// Maximum slice.
     pub slice_max_ns: u64,
-    /// Cost of waking an idle CPU; a waker that blocks later than this is not handed over from.
+    /// Cost of waking an idle CPU; no handoff from a waker that blocks later than this.
     pub wake_idle_ns: u64,
-    /// A task that waited this long may leave its LLC at once.
+    /// A task that has waited this long may leave its LLC at once.
     pub patience_ns: u64,
     /// Runs on an LLC before a task may leave it.
     pub residency_runs: u32,
-    /// How much busier than another the own LLC must be to leave it.
+    /// A task leaves its LLC only if it is busier than the other one by this percentage.
     pub slack_pct: u32,
     /// An LLC saturates when at most this share of its CPUs idles.
     pub saturated_pct: u32,
-    /// It is saturated no longer when at least this share idles.
+    /// It is no longer saturated when at least this share idles.
     pub relaxed_pct: u32,
-    /// 0: never hand over.
+    /// 0: no handoffs.
     pub hand_off: u32,
-    /// 0: believe every hint.
+    /// 0: follow every hint.
     pub learn: u32,
     /// 0: a wake-up never preempts a hog.
     pub preempt: u32,
-    /// Instead of `residency_runs`, to a wakee whose LLC is saturated.
+    /// Replaces `residency_runs` for a wakee whose LLC is saturated.
     pub saturated_runs: u32,
-    /// Honest hints in a row after which a waker's hand-overs cannot be taken by others.
+    /// Honest hints in a row after which other CPUs cannot steal a waker's handoffs.
     pub trust_after: u32,
     #[doc(hidden)]
     pub pad: u32,
@@ -152,7 +152,7 @@ pub struct Llc {
     pub overloaded: u32,
 }
 
-/// `struct slip_wake`: what is known of a wake-up.
+/// `struct slip_wake`: the inputs of a placement.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // documented field by field in the header
@@ -180,7 +180,7 @@ pub struct Placement {
     pub refused: u32,
 }
 
-/// `struct slip_heads`: what waits for a CPU.
+/// `struct slip_heads`: the heads of a CPU's queues.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // documented field by field in the header
@@ -194,18 +194,18 @@ pub struct Heads {
     pub has_prev: u32,
 }
 
-/// A place to take work from, in the order of `enum slip_source`.
+/// A source of work, in the order of `enum slip_source`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The task handed to this CPU.
+    /// The task handed off to this CPU.
     Handover,
-    /// Tasks of this CPU alone.
+    /// Tasks bound to this CPU.
     Cpu,
     /// The LLC's queue: the first task that may run here.
     Llc,
-    /// Nothing here.
+    /// No task here.
     None,
-    /// The task that runs goes on.
+    /// The running task continues.
     Prev,
 }
 
@@ -221,7 +221,7 @@ struct Env {
     pad: u32,
 }
 
-// References: C sees the pointers that they are, and `Option<&T>` is a pointer that may be null.
+// References: C receives them as pointers, and `Option<&T>` is a pointer that may be null.
 unsafe extern "C" {
     fn slip_n_layout(sizes: &mut [u32; 9]);
     fn slip_n_params_default(p: &mut Params);
@@ -289,7 +289,7 @@ impl Params {
     }
 }
 
-/// Whether the Rust mirrors have the C structs' sizes.
+/// Whether the Rust mirrors have the sizes of the C structs.
 pub fn layout_matches() -> bool {
     let mut c = [0u32; 9];
     // SAFETY: the function writes exactly nine words.
@@ -308,19 +308,19 @@ pub fn layout_matches() -> bool {
     c.iter().zip(rust).all(|(&c, rust)| c as usize == rust)
 }
 
-/// Bits set in `x`, as the header counts them.
+/// Number of bits set in `x`, by the header's function.
 pub fn count_bits(x: u64) -> u32 {
     // SAFETY: a pure function of its argument.
     unsafe { slip_n_count_bits(x) }
 }
 
-/// Index of the lowest bit set, 64 for none, as the header finds it.
+/// Index of the lowest bit set, 64 for none, by the header's function.
 pub fn lowest_bit(x: u64) -> u32 {
     // SAFETY: a pure function of its argument.
     unsafe { slip_n_lowest_bit(x) }
 }
 
-/// The next waiting hand-over of another CPU, after `bit`; 64 if none.
+/// The next waiting handoff of another CPU, after `bit`; 64 if none.
 pub fn next_handover(mask: u64, bit: u32) -> u32 {
     // SAFETY: a pure function of its arguments.
     unsafe { slip_n_next_handover(mask, bit) }
@@ -338,7 +338,7 @@ pub fn choose(heads: &Heads) -> Source {
     }
 }
 
-/// The policy's state for one host: parameters, LLCs, CPUs and tasks, and every decision on them.
+/// The policy's state for one host: parameters, LLCs, CPUs and tasks, and every decision about them.
 #[derive(Clone, Debug)]
 pub struct Core {
     /// Tunables.
@@ -349,7 +349,7 @@ pub struct Core {
     pub cpus: Vec<Cpu>,
     /// One entry per task.
     pub tasks: Vec<Task>,
-    /// [`DOMAINS`] per LLC, then one per CPU for the tasks of that CPU alone.
+    /// [`DOMAINS`] per LLC, then one per CPU for the tasks bound to that CPU.
     pub domains: Vec<Domain>,
     cpus_per_llc: u32,
     threads_per_core: u32,
@@ -422,8 +422,8 @@ impl Core {
         self.tasks.len() - 1
     }
 
-    /// A task's CPU mask changed: below [`DOMAINS`] the domain of its mask (0: any CPU), else
-    /// `DOMAINS` and the only CPU. What the task is owed comes along.
+    /// Changes a task's CPU mask: below [`DOMAINS`] the domain of its mask (0: any CPU), otherwise
+    /// `DOMAINS` plus its only CPU. The task keeps its lag.
     ///
     /// # Panics
     /// If there is no such CPU.
@@ -437,7 +437,7 @@ impl Core {
         t.domain = domain;
     }
 
-    /// Where a waking task goes. `wake`'s LLC fields are filled in here.
+    /// Places a waking task. Fills in the LLC fields of `wake`.
     pub fn place(
         &mut self,
         wakee: usize,
@@ -452,7 +452,7 @@ impl Core {
         let mut out = Placement::default();
         let mut env = self.env(masked_cpu);
         let waker = waker.map(|w| &self.tasks[w]);
-        // SAFETY: all pointers lead to live values of this Core or this frame; the C code touches
+        // SAFETY: all pointers point to live values of this Core or this frame; the C code touches
         // LLCs and CPUs only through `env`, with its bounds, and keeps no pointer. `waker` may be
         // null, which the C code tests.
         unsafe {
@@ -469,7 +469,7 @@ impl Core {
         out
     }
 
-    /// A CPU became idle or busy.
+    /// Records that a CPU became idle or busy.
     pub fn set_idle(&mut self, cpu: u32, idle: bool) {
         let c = self.cpus[cpu as usize];
         let llc = &mut self.llcs[c.llc as usize];
@@ -477,7 +477,7 @@ impl Core {
         unsafe { slip_n_cpu_set_idle(&self.params, llc, &c, idle as u32) };
     }
 
-    /// The queue of an LLC is now `nr_queued` long.
+    /// Sets the queue length of an LLC to `nr_queued`.
     pub fn set_queued(&mut self, llc: u32, nr_queued: u32) {
         let l = &mut self.llcs[llc as usize];
         l.nr_queued = nr_queued;
@@ -497,7 +497,7 @@ impl Core {
         unsafe { slip_n_slice(&self.params, &self.tasks[task], &self.llcs[llc as usize]) }
     }
 
-    /// A task is about to be queued on `llc`; returns its key there.
+    /// Prepares a task to be queued on `llc`; returns its key there.
     pub fn on_runnable(&mut self, task: usize, llc: u32, now: u64) -> u64 {
         let slice = self.slice(task, llc);
         let domain = self.domain(self.tasks[task].domain, llc);
@@ -518,7 +518,7 @@ impl Core {
         unsafe { slip_n_queue_key(t, d, self.slice(task, llc)) }
     }
 
-    /// A task keeps its CPU because no other wants it.
+    /// Records that a task keeps its CPU because no other task wants it.
     pub fn on_kept(&mut self, task: usize) {
         let domain = self.domain(self.tasks[task].domain, self.tasks[task].llc);
         let (t, d) = (&mut self.tasks[task], &self.domains[domain]);
@@ -526,7 +526,7 @@ impl Core {
         unsafe { slip_n_on_kept(&self.params, t, d) };
     }
 
-    /// The running task goes on for another slice, because it comes before those that wait.
+    /// Records that the running task continues for another slice, because it comes before the queued ones.
     pub fn on_turn(&mut self, task: usize) {
         // SAFETY: a live, aligned struct; nothing is kept.
         unsafe { slip_n_on_turn(&mut self.tasks[task]) };
@@ -538,15 +538,15 @@ impl Core {
         unsafe { slip_n_charge(&mut self.tasks[task], exec_ns) }
     }
 
-    /// The running task makes a wake-up with the sync hint; it has used `exec_ns` of CPU time.
+    /// Records a sync wake-up by the running task, which has used `exec_ns` of CPU time.
     pub fn on_sync_wake(&mut self, task: usize, exec_ns: u64) {
         // SAFETY: a live, aligned struct; nothing is kept.
         unsafe { slip_n_on_sync_wake(&mut self.tasks[task], exec_ns) };
     }
 
-    /// Accounts for what a task did since the last call, when it wakes up (`blocked`) or is queued
-    /// again. It last ran on `cpu` and has used `exec_ns` of CPU time in all. True if a hand-over
-    /// that it made turned out a lie.
+    /// Accounts for a task's activity since the last call, when it wakes up (`blocked`) or is queued
+    /// again. It last ran on `cpu` and has used `exec_ns` of CPU time in total. Returns true if the hint
+    /// behind its handoff was false.
     pub fn account(&mut self, task: usize, cpu: u32, exec_ns: u64, blocked: bool) -> bool {
         let id = self.cpus[cpu as usize].llc;
         let t = self.tasks[task];
@@ -573,7 +573,7 @@ impl Core {
         u32::try_from(far).ok()
     }
 
-    /// A hand-over was put on `cpu` by `waker`; true if the waker is trusted, so that it lies in
+    /// Records a handoff to `cpu` by `waker`; true if the waker is trusted, so that the task goes into
     /// the CPU's own queue.
     pub fn handover_put(&mut self, cpu: u32, waker: usize, now: u64) -> bool {
         let c = &mut self.cpus[cpu as usize];
@@ -582,27 +582,27 @@ impl Core {
         unsafe { slip_n_handover_put(&self.params, llc, c, &mut self.tasks[waker], now) != 0 }
     }
 
-    /// Whether a waker kept its word so often that its hand-overs are not for others to take.
+    /// Whether the hints of a waker were honest so often that other CPUs cannot steal its handoffs.
     pub fn trusted(&self, task: usize) -> bool {
         // SAFETY: reads live structs.
         unsafe { slip_n_trusted(&self.params, &self.tasks[task]) != 0 }
     }
 
-    /// At the tick of `task`, which runs on `cpu`: should it make room for what it handed over?
+    /// At the tick of `task`, which runs on `cpu`: whether it should yield to the task that it handed off.
     pub fn wants_room(&self, task: usize, cpu: u32, now: u64) -> bool {
         let (t, c) = (&self.tasks[task], &self.cpus[cpu as usize]);
         // SAFETY: reads live structs.
         unsafe { slip_n_tick_wants_room(&self.params, t, c, now) != 0 }
     }
 
-    /// The hand-over on `cpu` was taken.
+    /// Records that the handoff on `cpu` was taken.
     pub fn handover_taken(&mut self, cpu: u32) {
         let c = self.cpus[cpu as usize];
         // SAFETY: live, aligned structs; nothing is kept.
         unsafe { slip_n_handover_taken(&mut self.llcs[c.llc as usize], &c) };
     }
 
-    /// At the tick: claims an idle CPU for work that waits, in this LLC or another.
+    /// At the tick: claims an idle CPU for waiting work, in this LLC or another.
     pub fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> Option<u32> {
         let c = self.cpus[cpu as usize];
         let n = self.llcs.len() as u32;
@@ -632,13 +632,13 @@ impl Core {
         found.then_some(idle as u32)
     }
 
-    /// Whether another CPU may take the hand-over that waits on `victim`.
+    /// Whether another CPU may steal the handoff that waits on `victim`.
     pub fn may_steal(&self, victim: u32, now: u64) -> bool {
         // SAFETY: reads live structs.
         unsafe { slip_n_may_steal(&self.params, &self.cpus[victim as usize], now) != 0 }
     }
 
-    /// The LLC that an idle CPU of `home` should pull from.
+    /// The LLC from which an idle CPU of `home` should pull.
     pub fn pull_from(&mut self, home: u32, rnd: u64) -> Option<u32> {
         let mut env = self.env(None);
         let n = self.llcs.len() as u32;
@@ -656,7 +656,7 @@ mod tests {
     const PREV: u32 = 0;
     const WAKER: u32 = 1;
 
-    /// One LLC of four CPUs, all idle but the waker's; task 0 wakes task 1.
+    /// One LLC of four CPUs, all idle except the waker's; task 0 wakes task 1.
     fn host() -> Core {
         let mut core = Core::new(Params::with_defaults(), 1, 4, 1);
         for cpu in [0, 2, 3] {
@@ -767,7 +767,10 @@ mod tests {
         let mut core = host();
         core.on_sync_wake(0, 1_000);
         assert!(!core.handover_put(WAKER, 0, 1_000), "no trust yet");
-        assert!(core.account(0, WAKER, 501_000, true), "500 us is a lie");
+        assert!(
+            core.account(0, WAKER, 501_000, true),
+            "500 us is a false hint"
+        );
         let refused = core.place(1, Some(0), sync_wake(501_000), None);
         assert_eq!((refused.path, refused.refused), (1, 1));
         core.set_idle(PREV, true);
@@ -791,7 +794,7 @@ mod tests {
             let room = core.wants_room(0, WAKER, at + core.params.wake_idle_ns);
             assert_eq!(
                 room, trusted,
-                "only what nobody can take needs room at the tick"
+                "only a handoff that cannot be stolen needs room at the tick"
             );
             core.account(0, WAKER, at + took, true);
             trusted
@@ -803,7 +806,7 @@ mod tests {
         assert!(hint(&mut core, 1_000_000, 1_000));
         assert!(
             hint(&mut core, 2_000_000, 30_000),
-            "the lie itself is trusted"
+            "the false hint itself is trusted"
         );
         assert!(!hint(&mut core, 3_000_000, 1_000));
     }
@@ -826,7 +829,7 @@ mod tests {
         let patience = core.params.patience_ns;
         assert!(
             core.may_leave(0, false, 2_000 + patience),
-            "but not for ever"
+            "but not forever"
         );
     }
 
@@ -927,7 +930,7 @@ mod tests {
             let heads = Heads { cpu_key, llc_key, prev_key, has_handover, has_cpu, has_llc, has_prev };
             let before = |a: u64, b: u64| (a.wrapping_sub(b) as i64) < 0;
             let llc_first = before(llc_key, cpu_key);
-            // The running task goes on only against others, and only if it comes before each.
+            // The running task continues only against others, and only if it comes before each.
             let prev_first = has_prev == 1
                 && has_cpu + has_llc > 0
                 && (has_cpu == 0 || before(prev_key, cpu_key))

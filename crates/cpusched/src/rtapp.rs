@@ -1,6 +1,6 @@
 //! Workloads from rt-app's JSON: `tasks` with `instance`, `loop`, `phases`, `run` (us), `sleep`
 //! (us), `timer` (`period`, us), `lock`, `unlock`, `resume`, `suspend`, `cpus` (any set) and `priority`
-//! (nice). `global` and `resources` are accepted and not used. Anything else is an error: a
+//! (nice). `global` and `resources` are accepted and ignored. Anything else is an error, because a
 //! workload that silently lost a part would measure something else.
 //!
 //! Source: rt-app's `doc/tutorial.txt`.
@@ -13,18 +13,18 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Vis
 use crate::machine::{CpuMask, Machine, Mechanism};
 use crate::workload::{Op, Span, TaskSpec, Workload};
 
-/// Why an rt-app file is refused.
+/// Why an rt-app file is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum RtAppError {
     /// Not JSON.
     #[error("not JSON: {0}")]
     Json(#[from] serde_json::Error),
-    /// Something in it.
+    /// An invalid key or value.
     #[error("{at}: {what}")]
     Bad {
         /// The place, as a path of keys.
         at: String,
-        /// What is wrong and what may stand there.
+        /// The error, and the valid values.
         what: String,
     },
 }
@@ -36,11 +36,11 @@ fn bad<T>(at: &str, what: impl Into<String>) -> Result<T, RtAppError> {
     })
 }
 
-/// Most operations of one task's script: loops are written out.
+/// Maximum operations of one task's script; loops are unrolled.
 const OPS_MAX: usize = 100_000;
 
-/// JSON whose objects keep their order: events happen in the order in which a file gives them, and
-/// `serde_json::Map` sorts.
+/// JSON whose objects keep their order: events happen in the file's order, and
+/// `serde_json::Map` sorts its keys.
 #[derive(Clone, Debug, PartialEq)]
 enum Value {
     Object(Vec<(String, Value)>),
@@ -137,7 +137,7 @@ fn number(names: &mut BTreeMap<String, u32>, name: &str) -> u32 {
 /// Reads an rt-app file.
 ///
 /// # Errors
-/// The place and what may stand there.
+/// The place, the error and the valid values.
 pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
     let root: Value = serde_json::from_str(text)?;
     let Some(entries) = root.as_object() else {
@@ -186,7 +186,7 @@ pub fn parse(text: &str, machine: Machine) -> Result<Workload, RtAppError> {
                 let key = &body[0].0;
                 return bad(
                     &format!("{at}.{key}"),
-                    "stands beside `phases`; put it into a phase",
+                    "cannot be combined with `phases`; put it into a phase",
                 );
             }
             let Some(phases) = phases.as_object() else {
@@ -269,7 +269,7 @@ fn events(
 ) -> Result<(), RtAppError> {
     for (key, value) in body {
         let at = format!("{at}.{key}");
-        // Keys of one object differ, so rt-app lets digits follow the event's name.
+        // Keys of one object must differ, so rt-app allows digits after the event's name.
         let event = key.trim_end_matches(|c: char| c.is_ascii_digit());
         let name = || match value {
             Value::Text(s) => Ok(s.as_str()),

@@ -1,7 +1,7 @@
 //! The event loop: tasks run their scripts on CPUs, under a scheduler, in virtual time.
 //!
-//! Events of the same instant keep the order in which they were scheduled, and all chance comes
-//! from one seeded generator, so that the same input gives the same result on any machine.
+//! Events at the same instant keep the order in which they were scheduled, and all random numbers come
+//! from one seeded generator, so the same input gives the same result on any machine.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -14,7 +14,7 @@ use crate::policy::COUNTERS;
 use crate::sched::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::workload::{Op, Span, Workload};
 
-/// Ops that take no time which a task may run in a row; more is a script that never computes.
+/// Maximum ops in a row that take no time. A script that exceeds it never computes.
 const OPS_MAX: u32 = 10_000;
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, seeded, the same everywhere.
@@ -44,7 +44,7 @@ impl Rng {
     fn span(&mut self, span: Span) -> u64 {
         match span {
             Span::Fixed(ns) => ns,
-            // libm, not the system's: its results differ between machines.
+            // libm, not the system's, whose results differ between machines.
             Span::Exp(mean) => (-libm::log(1.0 - self.unit()) * mean as f64) as u64,
             Span::Uniform(a, b) => a + (self.unit() * (b.saturating_sub(a)) as f64) as u64,
             Span::Either(a, b, p) => {
@@ -60,30 +60,30 @@ impl Rng {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// An interrupt reached an idle CPU and it has left its idle state.
+    /// An interrupt reached an idle CPU, which has left its idle state.
     Arrive(u32),
-    /// The current piece of work ends; the number tells stale events.
+    /// The current piece of work ends; the number identifies stale events.
     RunEnd(u32, u32),
-    /// A CPU that found nothing is idle.
+    /// A CPU that found no task becomes idle.
     Idle(u32, u32),
-    /// A CPU looks for work again: its run queue was locked.
+    /// A CPU retries its dispatch: its run queue was locked.
     Redo(u32, u32),
     /// A scheduler's [`Action::Later`].
     Later(u32),
     /// A real-time task takes its CPU or leaves it.
     RealTime(u32, bool),
-    /// A CPU goes or comes.
+    /// A CPU goes offline or comes online.
     Hotplug(u32),
     /// Waiting tasks are compared with idle CPUs.
     Check,
-    /// A CPU is asked to let go of its task.
+    /// A CPU is asked to preempt its task.
     Preempt(u32, u32),
     Tick(u32),
     /// A sleeper's time is up.
     Timer(TaskId),
-    /// A message comes from outside.
+    /// A message arrives from outside.
     Post(u32),
-    /// Warm-up is over.
+    /// The warm-up ends.
     Measure,
 }
 
@@ -94,7 +94,7 @@ enum State {
     },
     Waking,
     Busy(TaskId),
-    /// It found nothing and is about to idle; a kick makes it look again.
+    /// It found no task and is about to idle; a kick makes it look again.
     Idling {
         kicked: bool,
     },
@@ -108,12 +108,12 @@ enum State {
 #[derive(Clone, Debug)]
 struct Cpu {
     state: State,
-    /// Counts pieces of work, so that events of earlier ones are known as stale.
+    /// Number of the current piece of work, to identify stale events of earlier ones.
     turn: u32,
     /// When the current piece of work began.
     since: u64,
     busy_ns: u64,
-    /// The scheduler was informed that it idles.
+    /// Whether the scheduler knows that the CPU is idle.
     known_idle: bool,
 }
 
@@ -130,26 +130,26 @@ enum Wait {
 #[derive(Clone, Debug)]
 struct Task {
     pc: usize,
-    /// Within the op: 0 not begun, 1 its work is done and its effect is due, 2 after the effect.
+    /// Progress of the op: 0 not begun, 1 its work is done and its effect is due, 2 after the effect.
     stage: u8,
     /// CPU time left in the current stage, ns.
     left: u64,
     wait: Wait,
     cpu: u32,
     woken_at: u64,
-    /// Since when it waits for a CPU.
+    /// Start of its wait for a CPU.
     ready_at: Option<u64>,
-    /// Where the answer to the message that it works on goes.
+    /// Channel for the answer to the message in progress.
     reply: u32,
-    /// Turn of [`Op::SendNext`].
+    /// Position of [`Op::SendNext`].
     next_channel: u32,
-    /// When the request that it works on began.
+    /// Start of the request in progress.
     origin: u64,
-    /// When the sender began to send the message that it received; for end-to-end latency.
+    /// Start of the send of the received message; for end-to-end latency.
     sent_at: u64,
     /// Deadline of [`Op::Timer`].
     period_at: u64,
-    /// How its message came, until its receiving cost is paid.
+    /// Mechanism of the received message, until its receiving cost is paid.
     received_by: Option<Mechanism>,
     run_ns: u64,
 }
@@ -167,41 +167,41 @@ struct Message {
 pub struct GroupResult {
     /// The group's name.
     pub name: String,
-    /// From a wake-up to running.
+    /// From wake-up to running.
     pub wake: Histogram<u64>,
-    /// From the sender's beginning to send to the receiver's having received.
+    /// From the start of a send to the end of its reception.
     pub hop: Histogram<u64>,
-    /// From a request's beginning to [`Op::Done`].
+    /// From the start of a request to [`Op::Done`].
     pub request: Histogram<u64>,
     /// CPU time used, ns.
     pub run_ns: u64,
-    /// Longest wait for a CPU, after a wake-up or a slice; whole run, ns.
+    /// Longest wait for a CPU, after a wake-up or a slice; over the whole run, ns.
     pub wait_max_ns: u64,
 }
 
-/// What a run measured, after its warm-up.
+/// Measurements of a run, after its warm-up.
 #[derive(Clone, Debug)]
 pub struct RunResult {
     /// By group.
     pub groups: Vec<GroupResult>,
-    /// The scheduler's counters, in the order of [`COUNTERS`]; whole run.
+    /// The scheduler's counters, in the order of [`COUNTERS`]; over the whole run.
     pub counters: [u64; COUNTERS.len()],
     /// Measured time, ns.
     pub measured_ns: u64,
-    /// CPU time used by tasks and switches over all there was, 0 to 1.
+    /// CPU time used by tasks and switches over the available CPU time, 0 to 1.
     pub utilization: f64,
-    /// Longest time that a task waited while a CPU of its mask idled, ns; whole run. Looked at each
-    /// millisecond, on hosts of up to 64 CPUs.
+    /// Longest time that a task waited while a CPU of its mask was idle, ns; over the whole run. Checked
+    /// every millisecond, on hosts of up to 64 CPUs.
     pub idle_beside_work_ns: u64,
     /// Context switches.
     pub switches: u64,
-    /// Moves of a task to another LLC.
+    /// Migrations of a task to another LLC.
     pub llc_moves: u64,
     /// Events handled.
     pub events: u64,
-    /// Requests that ended.
+    /// Requests completed.
     pub requests: u64,
-    /// A digest of everything that happened: equal digests mean equal runs.
+    /// A digest of all events: equal digests mean equal runs.
     pub digest: u64,
 }
 
@@ -209,7 +209,7 @@ impl RunResult {
     /// Adds another run of the same workload: its samples, counts and measured time.
     ///
     /// # Panics
-    /// If the other run has other groups.
+    /// If the groups differ.
     pub fn add(&mut self, other: &RunResult) {
         assert_eq!(
             self.groups.len(),
@@ -242,7 +242,7 @@ impl RunResult {
     }
 }
 
-/// Why a run could not be made or finished.
+/// Why a run could not start or finish.
 #[derive(Debug, thiserror::Error)]
 pub enum SimError {
     /// A script loops without computing or waiting.
@@ -256,10 +256,10 @@ pub enum SimError {
         /// Its group.
         group: String,
     },
-    /// A kernel would have ended the scheduler.
-    #[error("the scheduler did what the kernel does not allow: {0}")]
+    /// The scheduler did something for which a kernel would have aborted it.
+    #[error("scheduler error that a kernel aborts on: {0}")]
     Scheduler(String),
-    /// A task names a CPU that the machine lacks.
+    /// A task names a CPU that the machine does not have.
     #[error(
         "task {task} is to run on CPU {cpu}, but the machine has CPUs 0 to {last}; \
          change the task or make the machine larger"
@@ -269,7 +269,7 @@ pub enum SimError {
         task: TaskId,
         /// The CPU named.
         cpu: u32,
-        /// The last CPU there is.
+        /// The last CPU of the machine.
         last: u32,
     },
 }
@@ -293,19 +293,19 @@ pub struct Sim<'a> {
 }
 
 fn histogram() -> Histogram<u64> {
-    // Two digits from 1 ns to 1000 s; longer ones count as that.
+    // Two digits from 1 ns to 1000 s; longer values count as 1000 s.
     Histogram::new_with_bounds(1, 1_000_000_000_000, 2).expect("the bounds and digits are allowed")
 }
 
-/// Between two looks at waiting tasks and idle CPUs.
+/// Interval between checks of waiting tasks against idle CPUs.
 const CHECK_NS: u64 = 1_000_000;
-/// Hosts larger than this are not looked at.
+/// Hosts larger than this are not checked.
 const CHECK_CPUS_MAX: u32 = 64;
 
 /// Runs `workload` for `warmup_ns`, then measures for `measure_ns`.
 ///
 /// # Errors
-/// When a task names a CPU that is not there, or its script loops without ever taking time.
+/// If a task names a CPU that does not exist, or its script loops without taking time.
 #[allow(clippy::too_many_arguments)] // a run's inputs, each of its own type
 pub fn run(
     machine: Machine,
@@ -422,7 +422,7 @@ impl<'a> Sim<'a> {
     fn run(mut self, warmup_ns: u64, measure_ns: u64) -> Result<RunResult, SimError> {
         let end = warmup_ns + measure_ns;
         for task in 0..self.tasks.len() as TaskId {
-            // Staggered by 1 us, so that not all begin in one instant.
+            // Staggered by 1 us, so that tasks do not all start at one instant.
             self.at(task as u64 * 1_000, Event::Timer(task));
         }
         for i in 0..self.workload.arrivals.len() {
@@ -430,7 +430,7 @@ impl<'a> Sim<'a> {
             self.at(first, Event::Post(i as u32));
         }
         for cpu in 0..self.machine.cpus() {
-            // Ticks of different CPUs fall at different times, as the kernel's skew_tick does.
+            // Ticks of different CPUs are staggered, as with the kernel's skew_tick.
             let phase = self.costs.tick_ns * cpu as u64 / self.machine.cpus() as u64;
             self.at(phase, Event::Tick(cpu));
         }
@@ -539,7 +539,7 @@ impl<'a> Sim<'a> {
                     sent_at: self.now,
                     by: None,
                 };
-                // The interrupt comes in where the receiver last ran.
+                // The interrupt arrives on the CPU that the receiver last ran on.
                 self.post(to, msg, None, None, false);
                 let next = self.now + self.rng.span(gap);
                 self.at(next, Event::Post(i));
@@ -584,7 +584,7 @@ impl<'a> Sim<'a> {
         self.at(self.now + self.costs.tick_ns, Event::Tick(cpu));
     }
 
-    /// Carries out what the scheduler asked for. Returns whether an idle CPU was sent an interrupt.
+    /// Carries out the scheduler's actions. Returns whether an idle CPU was sent an interrupt.
     fn drain(&mut self) -> bool {
         let mut sent = false;
         for action in self.sched.take_actions() {
@@ -601,14 +601,14 @@ impl<'a> Sim<'a> {
         sent
     }
 
-    /// Makes a CPU look for work if it idles.
+    /// Makes a CPU look for work if it is idle.
     fn kick(&mut self, cpu: u32) -> bool {
         let c = &mut self.cpus[cpu as usize];
         match &mut c.state {
             State::Idle { since } => {
                 let idled = self.now.saturating_sub(*since);
                 c.state = State::Waking;
-                // One that has just gone idle sees the request before it sleeps, but not before the
+                // A CPU that has just become idle sees the request before it sleeps, but not before the
                 // interrupt that carries it.
                 let delay = if idled == 0 {
                     self.costs.ipi_ns.max(2 * self.sched.gap_ns())
@@ -700,7 +700,7 @@ impl<'a> Sim<'a> {
         prev
     }
 
-    /// Finds tasks that wait beside an idle CPU of their mask.
+    /// Finds tasks that wait while a CPU of their mask is idle.
     fn check(&mut self) {
         for (t, spec) in self.tasks.iter().zip(&self.workload.tasks) {
             let Some(ready_at) = t.ready_at else { continue };
@@ -735,7 +735,7 @@ impl<'a> Sim<'a> {
         self.drain()
     }
 
-    /// Puts a message into a channel; wakes the first that waits. Returns whether an interrupt
+    /// Puts a message into a channel, and wakes the first waiting task. Returns whether an interrupt
     /// was sent.
     fn post(
         &mut self,
@@ -765,7 +765,7 @@ impl<'a> Sim<'a> {
         t.stage = 1;
     }
 
-    /// The current piece of work ended.
+    /// Handles the end of the current piece of work.
     fn on_run_end(&mut self, cpu: u32) -> Result<(), SimError> {
         let State::Busy(task) = self.cpus[cpu as usize].state else {
             return Ok(());
@@ -779,7 +779,7 @@ impl<'a> Sim<'a> {
             return;
         };
         if self.now < self.cpus[cpu as usize].since {
-            // Still switching to it.
+            // The switch to the task is in progress.
             return;
         }
         self.account(cpu, task);
@@ -795,7 +795,7 @@ impl<'a> Sim<'a> {
         self.dispatch(cpu, Some(task));
     }
 
-    /// Charges the time since the piece of work began.
+    /// Charges the time since the start of the current piece of work.
     fn account(&mut self, cpu: u32, task: TaskId) {
         let c = &mut self.cpus[cpu as usize];
         let ran = self.now.saturating_sub(c.since);
@@ -807,8 +807,8 @@ impl<'a> Sim<'a> {
         t.run_ns += ran;
     }
 
-    /// A CPU looks for work: runs it or goes idle. `prev`: the task that ran here and still could;
-    /// going on with it is no switch.
+    /// A CPU looks for work: runs it or becomes idle. `prev`: the task that ran here and still can;
+    /// continuing it is no switch.
     fn dispatch(&mut self, cpu: u32, prev: Option<TaskId>) {
         let rnd = self.rng.word();
         let next = self.sched.next(cpu, prev, self.now, rnd);
@@ -877,7 +877,7 @@ impl<'a> Sim<'a> {
             self.schedule_end(cpu, task);
             return;
         }
-        // No work due: its next op begins once it is switched in.
+        // No work due: its next op begins after the switch.
         let turn = self.cpus[cpu as usize].turn;
         self.at(start, Event::RunEnd(cpu, turn));
     }
@@ -889,7 +889,7 @@ impl<'a> Sim<'a> {
         self.at(end, Event::RunEnd(cpu, turn));
     }
 
-    /// Runs the script until it needs time or waits. The current stage's work is done.
+    /// Runs the script until an op takes time or waits. The work of the current stage is done.
     fn proceed(&mut self, cpu: u32, task: TaskId) -> Result<(), SimError> {
         let workload = self.workload;
         let script = &workload.tasks[task as usize].script;
@@ -917,7 +917,7 @@ impl<'a> Sim<'a> {
                         Op::Reply(by) => (t.reply, *by),
                         Op::Ask { to, reply: own, by } => {
                             reply = *own;
-                            // A request begins here.
+                            // A request starts here.
                             t.origin = t.sent_at;
                             (*to, *by)
                         }

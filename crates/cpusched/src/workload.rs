@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use crate::machine::{CpuMask, Machine, Mechanism};
 
-/// A channel: a count of messages and a line of tasks that wait for one.
+/// A channel: a message count and a queue of tasks that wait for a message.
 pub type Channel = u32;
-/// A lock that blocks.
+/// A blocking lock.
 pub type Lock = u32;
 
-/// A duration drawn anew at each use, ns.
+/// A duration, drawn at each use, ns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Span {
-    /// Always the same.
+    /// Constant.
     Fixed(u64),
     /// Exponential with this mean.
     Exp(u64),
     /// Uniform from low to high.
     Uniform(u64, u64),
-    /// Mostly the first, with this share (0 to 1) of the second.
+    /// Usually the first, with this share (0 to 1) of the second.
     Either(u64, u64, f64),
 }
 
@@ -40,25 +40,25 @@ pub enum Op {
     Run(Span),
     /// Sends one message.
     Send(Channel, Mechanism),
-    /// Sends one message to one of the channels `first .. first + count`, in turn.
+    /// Sends one message to one of the channels `first .. first + count`, round robin.
     SendNext {
         /// The first channel.
         first: Channel,
-        /// How many there are.
+        /// Number of channels.
         count: u32,
-        /// How.
+        /// Wake-up mechanism.
         by: Mechanism,
     },
-    /// Sends one message that names the channel where the sender waits for the answer.
+    /// Sends one message that names the channel on which the sender waits for the answer.
     Ask {
-        /// Where to.
+        /// Destination.
         to: Channel,
-        /// Where the answer goes.
+        /// Channel of the answer.
         reply: Channel,
-        /// How.
+        /// Wake-up mechanism.
         by: Mechanism,
     },
-    /// Sends one message to the channel that the last message received named.
+    /// Sends one message to the channel that the last received message named.
     Reply(Mechanism),
     /// Waits for a message.
     Recv(Channel),
@@ -66,11 +66,11 @@ pub enum Op {
     Sleep(Span),
     /// Sleeps until the next multiple of a period since the task's start, ns.
     Timer(u64),
-    /// Takes a lock.
+    /// Acquires a lock.
     Lock(Lock),
-    /// Gives it back.
+    /// Releases it.
     Unlock(Lock),
-    /// A request ends here: its latency is counted from the message that began it.
+    /// A request ends here: its latency counts from the message that started it.
     Done,
     /// Ends the task.
     Exit,
@@ -81,52 +81,52 @@ pub enum Op {
 pub struct TaskSpec {
     /// The group that its latencies are reported under; index into [`Workload::groups`].
     pub group: usize,
-    /// What it does.
+    /// Its operations.
     pub script: Arc<[Op]>,
     /// Weight, 100 for nice 0.
     pub weight: u32,
-    /// Where it may run.
+    /// The CPUs that it may use.
     pub mask: CpuMask,
     /// Its cgroup; index into [`Workload::cgroups`]. `None`: the root.
     pub cgroup: Option<u32>,
-    /// Where it starts.
+    /// The CPU that it starts on.
     pub home: u32,
 }
 
 /// Messages that arrive from outside (a network card, a timer).
 #[derive(Clone, Debug)]
 pub struct Arrivals {
-    /// Where to.
+    /// Destination.
     pub to: Channel,
-    /// Time between two.
+    /// Interval between messages.
     pub gap: Span,
 }
 
 /// A real-time task that takes a CPU away from the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RealTime {
-    /// Which.
+    /// The CPU.
     pub cpu: u32,
-    /// From when, ns.
+    /// Start, ns.
     pub from_ns: u64,
-    /// For how long, ns.
+    /// Duration, ns.
     pub run_ns: u64,
-    /// And again after so long, ns; 0: once.
+    /// Interval between bursts, ns; 0: one burst.
     pub period_ns: u64,
 }
 
-/// A CPU that goes or comes.
+/// A CPU that goes offline or comes online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hotplug {
-    /// Which.
+    /// The CPU.
     pub cpu: u32,
-    /// When, ns.
+    /// Time, ns.
     pub at_ns: u64,
-    /// Whether it comes.
+    /// Whether it comes online.
     pub online: bool,
 }
 
-/// A host's work.
+/// The tasks and external events of a host.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
     /// Names of groups.
@@ -139,7 +139,7 @@ pub struct Workload {
     pub cgroups: Vec<u32>,
     /// Real-time tasks.
     pub real_time: Vec<RealTime>,
-    /// CPUs that go and come.
+    /// CPUs that go offline or come online.
     pub hotplug: Vec<Hotplug>,
     /// Channels `0 .. channels`.
     pub channels: u32,
@@ -148,7 +148,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// A group by name, added when new.
+    /// The index of a group by name, which is added if new.
     pub fn group(&mut self, name: &str) -> usize {
         if let Some(i) = self.groups.iter().position(|g| g == name) {
             return i;
@@ -181,7 +181,7 @@ impl Workload {
         (t.weight, t.mask) = (weight, mask);
     }
 
-    /// Adds a task that sleeps and runs in turn.
+    /// Adds a task that alternates between sleeping and running.
     pub fn add_sleeper(&mut self, group: &str, sleep: Span, run: Span, mask: CpuMask, home: u32) {
         let group = self.group(group);
         self.task(group, home, &[Op::Sleep(sleep), Op::Run(run)]);
@@ -197,12 +197,12 @@ impl Workload {
         }
     }
 
-    /// Message threads that hand requests to workers in turn, as schbench does: arrivals come to
-    /// the message threads as a Poisson stream, each is sent to the next worker, which computes and
-    /// waits again. `load` is the share of all CPUs' time that the requests take, the message
-    /// threads' part included.
+    /// Message threads that distribute requests to workers round robin, as schbench does. Requests arrive
+    /// at the message threads as a Poisson stream. Each is sent to the next worker, which computes and
+    /// waits again. `load` is the share of all CPUs' time that the requests take, including the message
+    /// threads' part.
     ///
-    /// Workers are as many as CPUs, shared out evenly, so that at `load` 1 all of them are needed.
+    /// There is one worker per CPU, evenly distributed, so that at `load` 1 all of them are needed.
     pub fn schbench(machine: Machine, s: Schbench, load: f64) -> Workload {
         let mut w = Workload::default();
         let (message, worker) = (w.group("message"), w.group("worker"));
@@ -252,8 +252,8 @@ impl Workload {
     }
 
     /// Workers that ask a message thread for each request and wait until it wakes them, by futex, as
-    /// the benchmark schbench does: a closed loop. A worker computes for `work`, then sleeps so long
-    /// that all workers together, one per CPU, take `load` of all CPUs' time; at 1 they never sleep.
+    /// in the benchmark schbench: a closed loop. A worker computes for `work`, then sleeps. The sleep is
+    /// such that all workers together, one per CPU, take `load` of all CPUs' time; at 1 they never sleep.
     pub fn schbench_closed(
         machine: Machine,
         message_threads: u32,
@@ -287,7 +287,7 @@ impl Workload {
         w
     }
 
-    /// Pairs that send one message to and fro; with `consumers` above 1, one producer sends to
+    /// Pairs that send one message back and forth. With `consumers` above 1, one producer sends to
     /// several in turn and waits for each answer in turn. The producer computes for `linger` after
     /// each send.
     pub fn pairs(
@@ -350,12 +350,12 @@ impl Workload {
         w
     }
 
-    /// An inference host: HTTP requests come to frontend shards, go to tokenizers (futex: a channel
-    /// of the runtime) and over a Unix socket to an engine loop, which runs passes; each pass wakes
+    /// An inference host. HTTP requests arrive at frontend shards, are passed to tokenizers (futex: a
+    /// channel of the runtime) and over a Unix socket to an engine loop, which runs steps. Each step wakes
     /// the detokenizers over a pipe and connector threads over futexes.
     ///
-    /// Spans are those of a busy eight-GPU host in round numbers, not of a certain one: 300 us to
-    /// parse and route, 1 ms to tokenize, 25 ms passes with 2 ms of host work, 100 us to render.
+    /// Spans are round numbers for a busy eight-GPU host, not measurements of one: 300 us to
+    /// parse and route, 1 ms to tokenize, 25 ms steps with 2 ms of host work, 100 us to render.
     pub fn inference(machine: Machine, engines: u32, requests_per_s: f64) -> Workload {
         let mut w = Workload::default();
         let frontend = w.group("frontend");
@@ -392,13 +392,13 @@ impl Workload {
                     ],
                 );
             }
-            // Takes in what was queued, beside the passes.
+            // Receives queued requests, concurrently with the steps.
             w.task(
                 engine,
                 (home + 2) % machine.cpus(),
                 &[Op::Recv(queue), Op::Run(Span::Fixed(50_000)), Op::Done],
             );
-            // The pass loop: host work, launch, wait for the device, hand out the results.
+            // The step loop: host work, launch, wait for the device, publish the results.
             w.task(
                 engine,
                 (home + 3) % machine.cpus(),
@@ -429,17 +429,17 @@ impl Workload {
     }
 }
 
-/// The schbench-like workload's numbers.
+/// Parameters of the schbench-like workload.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schbench {
     /// Message threads.
     pub message_threads: u32,
-    /// A worker's computing for one request.
+    /// CPU time of a worker per request.
     pub work: Span,
-    /// A message thread's computing before it sends.
+    /// CPU time of a message thread before it sends.
     pub route: Span,
-    /// Its computing after it sent: with more than the wake-up of an idle CPU, the hint lies.
+    /// CPU time of a message thread after it sent. If longer than waking an idle CPU, the sync hint is false.
     pub linger: Span,
-    /// How it wakes the worker.
+    /// How a message thread wakes a worker.
     pub mechanism: Mechanism,
 }

@@ -1,15 +1,15 @@
 //! A model of Linux's EEVDF with its wake-up placement and balancing.
 //!
-//! What is modelled, from Linux 6.12 `kernel/sched/fair.c`: a queue per CPU ordered by virtual
+//! The model covers, from Linux 6.12 `kernel/sched/fair.c`: a queue per CPU ordered by virtual
 //! deadline; `wake_affine_idle` with the sync hint; `select_idle_sibling` (target, previous CPU,
-//! idle core, idle CPU of the target's LLC); a running task keeps its CPU until its slice is used
-//! (RUN_TO_PARITY), which the tick or a wake-up with an earlier deadline finds out; a CPU that runs out of work pulls from the
-//! longest queue of its LLC, then of all (`sched_balance_newidle`); a tick that finds a task waiting
-//! wakes an idle CPU to come and pull (`nohz_balancer_kick`); queues whose lengths differ by two are
-//! evened out every `BALANCE_TICKS`. CPU masks bind every step. A cgroup's weight is shared out to
-//! its runnable tasks by their weights (`calc_group_shares`), so that one level of groups is kept.
+//! idle core, idle CPU of the target's LLC). A running task keeps its CPU until its slice is used
+//! (RUN_TO_PARITY), which the tick or a wake-up with an earlier deadline detects. A CPU without work
+//! pulls from the longest queue of its LLC, then of all (`sched_balance_newidle`). A tick that finds a
+//! task waiting wakes an idle CPU, which pulls (`nohz_balancer_kick`). Queues whose lengths differ by two
+//! are balanced every `BALANCE_TICKS`. CPU masks bind every step. A cgroup's weight is distributed to
+//! its runnable tasks by their weights (`calc_group_shares`), with one level of groups.
 //!
-//! What is left out flatters it: balancing costs nothing and sees every queue of the host,
+//! The omissions flatter it: balancing costs nothing and sees every queue of the host,
 //! eligibility by lag is always granted. A CPU taken by a real-time task gives its queue away, and
 //! has no deadline server.
 
@@ -21,8 +21,8 @@ use crate::policy;
 
 /// `normalized_sysctl_sched_base_slice`; scaled by `1 + ilog2(min(cpus, 8))`, 2.8 ms from 8 CPUs on.
 const BASE_SLICE_NS: u64 = 700_000;
-/// Ticks between two looks of a busy CPU for a longer queue. The kernel's interval grows with the
-/// domain and the load; this is one for a few CPUs at 250 Hz.
+/// Ticks between balancing attempts of a busy CPU. The kernel's interval grows with the
+/// domain and the load; this is the interval for a few CPUs at 250 Hz.
 const BALANCE_TICKS: u64 = 4;
 
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ struct Entity {
     deadline: u64,
     weight: u32,
     run_at: u64,
-    /// On whose queue its virtual times are counted.
+    /// The CPU whose queue its virtual times refer to.
     cpu: u32,
     mask: CpuMask,
     cgroup: Option<u32>,
@@ -64,7 +64,7 @@ pub struct Eevdf {
     groups: Vec<Group>,
     queues: Vec<RunQueue>,
     idle: Vec<u64>,
-    /// Tasks that wait, by LLC: which LLC to pull from.
+    /// Number of waiting tasks per LLC, to choose the LLC to pull from.
     queued: Vec<usize>,
     seq: u64,
     slice_ns: u64,
@@ -73,7 +73,7 @@ pub struct Eevdf {
 }
 
 impl Eevdf {
-    /// All CPUs idle.
+    /// A host with all CPUs idle.
     pub fn new(machine: Machine) -> Eevdf {
         let all = if machine.cpus_per_llc == 64 {
             !0
@@ -158,8 +158,8 @@ impl Eevdf {
         target
     }
 
-    /// A CPU that the task may use: `cpu`, or the one with the fewest tasks; one that a real-time task
-    /// has only if there is no other.
+    /// A CPU that the task may use: `cpu`, or the one with the fewest tasks. A CPU taken by a real-time
+    /// task only if there is no other.
     fn usable(&self, mask: &CpuMask, cpu: u32) -> u32 {
         let queue = |c: u32| &self.queues[c as usize];
         if mask.has(cpu) && !queue(cpu).is_offline && !queue(cpu).is_taken {
@@ -174,7 +174,7 @@ impl Eevdf {
             let online = mask.iter(self.machine.cpus());
             online.filter(|&c| !queue(c).is_offline).min_by_key(order)
         };
-        // A mask without a CPU that is online is widened, as the kernel does.
+        // A mask without an online CPU is widened, as in the kernel.
         of(mask).or_else(|| of(&CpuMask::ALL)).unwrap_or(cpu)
     }
 
@@ -207,12 +207,12 @@ impl Eevdf {
         let q = &mut self.queues[cpu as usize];
         let t = &mut self.tasks[task as usize];
         if t.cpu != cpu {
-            // Counted on another queue's clock: level with this one's.
+            // Its times refer to another queue's clock: shift them to this one's.
             t.cpu = cpu;
             t.vruntime = q.min_vruntime;
             t.deadline = t.vruntime;
         }
-        // Placed with no lag, and a new deadline one slice away unless the last is still ahead.
+        // Placed with no lag. The deadline is one slice away, unless the old one is still ahead.
         let was = t.vruntime;
         t.vruntime = was.max(q.min_vruntime);
         t.deadline += t.vruntime - was;
@@ -247,7 +247,7 @@ impl Eevdf {
         }
         let first = llc * self.machine.cpus_per_llc;
         let mut busiest: Vec<(usize, u32)> = (first..first + self.machine.cpus_per_llc)
-            // A task sent to a CPU that is on its way out of idle is left there.
+            // A task sent to a CPU that is leaving idle stays there.
             .filter(|&c| c != cpu && self.queues[c as usize].running.is_some())
             .map(|c| (self.queues[c as usize].tree.len(), c))
             .filter(|&(length, _)| length > least)
@@ -264,7 +264,7 @@ impl Eevdf {
         Some(task)
     }
 
-    /// Empties the queue of a CPU that cannot run its tasks, as far as others can.
+    /// Empties the queue of a CPU that cannot run its tasks, as far as other CPUs can.
     fn scatter(&mut self, cpu: u32) {
         let q = &mut self.queues[cpu as usize];
         let all: Vec<TaskId> = std::mem::take(&mut q.tree).iter().map(|e| e.2).collect();
@@ -327,7 +327,7 @@ impl Scheduler for Eevdf {
             self.actions.push(Action::Resched(cpu));
             return;
         }
-        // check_preempt_wakeup_fair: a task beyond its slice is protected no longer.
+        // check_preempt_wakeup_fair: a task beyond its slice is no longer protected.
         let q = &self.queues[cpu as usize];
         let is_first = q.tree.first().is_some_and(|e| e.2 == w.wakee);
         let is_over = |t: TaskId| self.is_over(t, w.now);
@@ -387,7 +387,7 @@ impl Scheduler for Eevdf {
         q.ticks += 1;
         let (ticks, length) = (q.ticks, q.tree.len());
         if ticks.is_multiple_of(BALANCE_TICKS) {
-            // One of two more than here would even them out.
+            // A queue longer by two would be balanced.
             let found = self.pull(own, cpu, length + 1);
             if let Some(task) = found {
                 self.enqueue(task, cpu);

@@ -1,20 +1,20 @@
-//! As much of the kernel's `sched_ext` class as the BPF program meets: dispatch queues, idle CPUs, who
-//! calls the program when, and what takes effect only after it has returned.
+//! The part of the kernel's `sched_ext` class that the BPF program uses: dispatch queues, idle CPUs, the
+//! order of calls to the program, and the actions that take effect only after it has returned.
 //!
-//! Source: Linux 6.18, `kernel/sched/ext.c` and `ext_idle.c`. What matters for the program:
+//! Source: Linux 6.18, `kernel/sched/ext.c` and `ext_idle.c`. The parts relevant to the program:
 //!
-//! - An insertion made in `ops.enqueue` is noted and performed after the op has returned, under the
-//!   lock of the run queue that the task was put on; other CPUs may look at queues in between. Kicks
+//! - An insertion made in `ops.enqueue` is recorded and performed after the op has returned, under the
+//!   lock of the task's run queue; other CPUs may inspect queues in between. Kicks
 //!   are carried out after it. Both are delayed by [`GAP_NS`], in which other CPUs' events happen.
-//! - `ops.dispatch` is asked before the task that leaves is queued, and not at all while that task has
+//! - `ops.dispatch` is called before the leaving task is queued, and not at all while that task has
 //!   slice left or the CPU's own queue holds a task.
-//! - `update_idle` is called on changes only: a CPU that is kicked and finds nothing is idle in the
+//! - `update_idle` is called on changes only: a CPU that is kicked and finds no task is idle in the
 //!   kernel's mask again without a call.
-//! - Slices are used up at ticks. A CPU on which a real-time task runs is not asked at all; one that it
-//!   is about to take is asked before. `ops.cpu_release` follows if a task of ours had the CPU, and not
-//!   if it idled: what is in its local queue then waits for the real-time task.
+//! - Slices expire at ticks. No op is called on a CPU on which a real-time task runs. `ops.dispatch` is
+//!   called on a CPU that a real-time task is about to take. `ops.cpu_release` follows if a task of ours
+//!   had the CPU, and not if it idled: tasks in its local queue then wait for the real-time task.
 //!
-//! The program's state is global, as in the kernel: [`Host`] holds the process's only one.
+//! The program's state is global, as in the kernel: [`Host`] owns the only one of the process.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -24,7 +24,7 @@ use super::{Action, Next, TaskId, TaskParams, Wakeup, unwrap_key};
 use crate::machine::{CpuMask, Machine};
 use crate::policy::{COUNTERS, Params};
 
-/// From an op's return to the effect of what it asked for, ns: some hundred instructions.
+/// From an op's return to the effect of its request, ns: some hundred instructions.
 pub const GAP_NS: u64 = 300;
 /// `SCX_SLICE_DFL`.
 const SLICE_DEFAULT_NS: u64 = 20_000_000;
@@ -42,7 +42,7 @@ const ENQ_REENQ: u64 = 1 << 40;
 const KICK_IDLE: u64 = 1;
 const KICK_PREEMPT: u64 = 2;
 const PICK_IDLE_CORE: u64 = 1;
-/// Tokens of [`Action::Later`] from here on are timers of the program.
+/// Tokens of [`Action::Later`] at or above this value are timers of the program.
 const TIMER_TOKEN: u32 = 1 << 31;
 
 unsafe extern "C" {
@@ -93,7 +93,7 @@ struct Insert {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// It sleeps, or an insertion is under way.
+    /// It sleeps, or its insertion is in progress.
     Nowhere,
     Local(u32),
     Dsq(u64, Key),
@@ -112,11 +112,11 @@ struct Task {
     since: u64,
 }
 
-/// What takes effect after the op that asked for it.
+/// Requests that take effect after the op has returned.
 #[derive(Clone, Debug)]
 struct Effect {
     task: TaskId,
-    /// The task woke up: an idle CPU whose run queue it joined looks for work.
+    /// The task woke up: if its run queue's CPU is idle, that CPU looks for work.
     woke: bool,
     kicks: Vec<(u32, u64)>,
 }
@@ -152,7 +152,7 @@ thread_local! {
 }
 static HOST: Mutex<()> = Mutex::new(());
 
-/// Short access to the kernel: never held while the program runs, which calls back.
+/// Short access to the kernel: never held while the program runs, because it calls back.
 fn with<R>(f: impl FnOnce(&mut Kernel) -> R) -> R {
     KERNEL.with_borrow_mut(f)
 }
@@ -222,7 +222,7 @@ impl Kernel {
         self.tasks[task as usize].place = Place::Local(cpu);
     }
 
-    /// Performs the insertion that was noted.
+    /// Performs the recorded insertion.
     fn insert_now(&mut self, task: TaskId) {
         let Some(i) = self.tasks[task as usize].insert.take() else {
             return;
@@ -287,7 +287,7 @@ impl Kernel {
         }
     }
 
-    /// What `ops.enqueue` (or `select_cpu`) asked for takes effect: at once for a CPU's own queue,
+    /// Applies the insertion requested by `ops.enqueue` (or `select_cpu`): at once for a CPU's own queue,
     /// otherwise after the gap, in which the run queue of the task's CPU stays locked.
     fn settle(&mut self, task: TaskId, woke: bool) {
         let effect = Effect {
@@ -300,12 +300,12 @@ impl Kernel {
             self.fail(format!("task {task} was not inserted anywhere"));
             return;
         };
-        // Queues of the kernel's own have the highest bit set.
+        // Built-in queues of the kernel have the highest bit set.
         if self.gap_ns == 0 || insert.dsq >> 63 == 1 {
             self.apply(effect);
             return;
         }
-        // The CPU that does all this is busy with it, and the task's run queue is locked.
+        // The CPU that runs the op is busy with it, and the task's run queue is locked.
         for cpu in [t.cpu as usize, self.cpu as usize] {
             self.locked_until[cpu] = self.locked_until[cpu].max(self.now + self.gap_ns);
         }
@@ -337,10 +337,10 @@ impl Kernel {
     }
 }
 
-/// The one host of this process that runs the program; others wait until it is dropped.
+/// The one host of this process that runs the program; other threads wait until it is dropped.
 ///
-/// Its state is beside it, in [`KERNEL`] and in the program's globals: methods take `self` as the proof
-/// that they are this host's.
+/// Its state is in [`KERNEL`] and in the program's globals. Methods take `self` as the proof
+/// that the state is this host's.
 #[derive(Debug)]
 pub(super) struct Host {
     _only: MutexGuard<'static, ()>,
@@ -401,7 +401,7 @@ impl Host {
             k.local.iter_mut().for_each(VecDeque::clear);
             k.online.clone()
         });
-        // LLCs without an online CPU are left out, as the loader does.
+        // LLCs without an online CPU are skipped, as in the loader.
         let mut llcs = Vec::new();
         let (mut llc_of, mut bit_of, mut core_of) = (Vec::new(), Vec::new(), Vec::new());
         let mut bits = 0;
@@ -464,7 +464,7 @@ impl Host {
         slip_p_enable(task);
     }
 
-    /// A mask as the program sees it, and how many CPUs it has.
+    /// A mask in the program's form, and the number of its CPUs.
     fn words(&self, mask: &CpuMask) -> ([u64; CPUS_MAX as usize / 64], u32) {
         let mut words = [0u64; CPUS_MAX as usize / 64];
         for cpu in mask.iter(self.machine.cpus()) {
@@ -474,7 +474,7 @@ impl Host {
         (words, allowed)
     }
 
-    /// The kernel lifts the mask of a task that has no CPU left.
+    /// Widens the mask of a task that has no CPU left, as the kernel does.
     fn widen_masks(&self) {
         let (words, allowed) = self.words(&CpuMask::ALL);
         let lost = |k: &Kernel, t: TaskId| {
@@ -526,7 +526,7 @@ impl Host {
             k.enter(w.waker_cpu);
             (k.fallback(task), k.tasks[task as usize].allowed == 1)
         });
-        // The kernel does not ask where a task of one CPU should go.
+        // The kernel does not call select_cpu for a task bound to one CPU.
         let cpu = if is_single {
             prev
         } else {
@@ -635,7 +635,7 @@ impl Host {
         });
     }
 
-    /// `again`: it was idle before, and was kicked for nothing.
+    /// `again`: it was idle before, and the kick found no task.
     pub(super) fn set_idle(&mut self, cpu: u32, now: u64, idle: bool, again: bool) {
         with(|k| {
             k.now = now;
@@ -652,7 +652,7 @@ impl Host {
         }
     }
 
-    /// Returns whether the task that runs there is to be scheduled out.
+    /// Returns whether the running task must be descheduled.
     pub(super) fn tick(&mut self, cpu: u32, now: u64) -> bool {
         let Some(task) = with(|k| {
             k.now = now;
@@ -683,7 +683,7 @@ impl Host {
         });
     }
 
-    /// A real-time task takes the CPU or leaves it; `prev` ran there.
+    /// A real-time task takes the CPU or leaves it; `prev` was running there.
     pub(super) fn set_real_time(&mut self, cpu: u32, now: u64, busy: bool, prev: Option<TaskId>) {
         with(|k| {
             k.now = now;
@@ -721,7 +721,7 @@ impl Host {
         } else {
             self.set_idle(cpu, now, false, false);
         }
-        // What is in the local queue of a CPU that idled stays there.
+        // Tasks in the local queue of a CPU that idled stay there.
         if was_ours {
             with(|k| k.enter(cpu));
             slip_p_cpu_release(cpu as i32);
@@ -729,12 +729,12 @@ impl Host {
         }
     }
 
-    /// A CPU came or went: the kernel ends the program and the loader loads it again.
+    /// A CPU came online or went offline: the kernel ends the program and the loader loads it again.
     pub(super) fn set_online(&mut self, cpu: u32, now: u64, online: bool) {
         let waiting: Vec<TaskId> = with(|k| {
             k.now = now;
             k.online[cpu as usize] = online;
-            // A real-time task that had the CPU goes elsewhere.
+            // A real-time task that had the CPU moves elsewhere.
             k.real_time[cpu as usize] = false;
             k.current[cpu as usize] = None;
             k.is_idling[cpu as usize] = online;
@@ -773,7 +773,7 @@ impl Host {
         with(|k| std::mem::take(&mut k.actions))
     }
 
-    /// What the kernel would have ended the program for.
+    /// The error for which a kernel would have ended the program.
     pub(super) fn error(&self) -> Option<String> {
         with(|k| k.error.clone())
     }

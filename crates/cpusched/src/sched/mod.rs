@@ -1,7 +1,7 @@
 //! The schedulers that the simulator compares.
 //!
 //! - [`slip`]: ours: the BPF program itself, on a model of the kernel that calls it, with and without
-//!   hand-over and learning.
+//!   handoff and learning.
 //! - [`eevdf`]: a model of Linux's own scheduler.
 
 pub mod eevdf;
@@ -17,14 +17,14 @@ use crate::policy;
 /// A task of the simulation; dense from 0.
 pub type TaskId = u32;
 
-/// What a scheduler knows of a task at its birth.
+/// Properties of a task when it is created.
 #[derive(Clone, Debug)]
 pub struct TaskParams {
     /// Weight, 100 for nice 0.
     pub weight: u32,
     /// The CPU that it starts on.
     pub home: u32,
-    /// Where it may run.
+    /// The CPUs that it may use.
     pub mask: CpuMask,
     /// Its cgroup: an id and the group's weight (100 is the default); `None`: the root.
     pub cgroup: Option<(u32, u32)>,
@@ -33,15 +33,15 @@ pub struct TaskParams {
 /// A wake-up.
 #[derive(Clone, Copy, Debug)]
 pub struct Wakeup {
-    /// Now, ns.
+    /// Current time, ns.
     pub now: u64,
-    /// Who wakes.
+    /// The task that wakes up.
     pub wakee: TaskId,
     /// The CPU it last ran on.
     pub prev_cpu: u32,
-    /// Who makes the wake-up; `None` for a timer or a device.
+    /// The task that makes the wake-up; `None` for a timer or a device.
     pub waker: Option<TaskId>,
-    /// Where the wake-up is made.
+    /// The CPU on which the wake-up is made.
     pub waker_cpu: u32,
     /// Whether it carries the sync hint.
     pub sync: bool,
@@ -49,31 +49,31 @@ pub struct Wakeup {
     pub rnd: u64,
 }
 
-/// What a scheduler wants done.
+/// An action requested by a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// This CPU should look for work if it idles.
+    /// This CPU should look for work if it is idle.
     Resched(u32),
-    /// This CPU's task should make room.
+    /// This CPU's task should yield.
     Preempt(u32),
-    /// [`Scheduler::later`] is to be called after so many ns with this token.
+    /// Call [`Scheduler::later`] after this many ns with this token.
     Later(u64, u32),
 }
 
-/// What a CPU does next.
+/// The next state of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// It runs this task.
     Run(TaskId),
-    /// Nothing: it idles.
+    /// It idles.
     Idle,
-    /// Its run queue is locked: ask again at this time, ns.
+    /// Its run queue is locked: call again at this time, ns.
     Retry(u64),
 }
 
-/// A scheduler: informed of what happens, asked what to run. No clock, no I/O.
+/// A scheduler: receives events and chooses tasks. No clock, no I/O.
 pub trait Scheduler {
-    /// A task is born; called in order of ids.
+    /// A task is created; called in order of ids.
     fn add_task(&mut self, t: &TaskParams);
     /// A task wakes up.
     fn wake(&mut self, w: &Wakeup);
@@ -82,31 +82,31 @@ pub trait Scheduler {
     fn next(&mut self, cpu: u32, prev: Option<TaskId>, now: u64, rnd: u64) -> Next;
     /// A task got a CPU, or keeps it.
     fn on_run(&mut self, task: TaskId, cpu: u32, now: u64);
-    /// It left the CPU, or is about to be replaced.
+    /// The task left the CPU, or is about to be replaced.
     fn on_stop(&mut self, task: TaskId, cpu: u32, now: u64, runnable: bool);
-    /// A CPU became idle or busy. `again`: it had been idle and was woken in vain.
+    /// A CPU became idle or busy. `again`: it was idle before, and was woken in vain.
     fn set_idle(&mut self, cpu: u32, now: u64, idle: bool, again: bool);
-    /// A busy CPU's tick. Returns whether the running task should make room.
+    /// The tick of a busy CPU. Returns whether the running task should yield.
     fn tick(&mut self, cpu: u32, now: u64, rnd: u64) -> bool;
-    /// [`Action::Later`] came due.
+    /// [`Action::Later`] is due.
     fn later(&mut self, _token: u32, _now: u64) {}
-    /// A real-time task took a CPU, where `prev` was running, or left it.
+    /// A real-time task took a CPU on which `prev` was running, or left it.
     fn set_real_time(&mut self, cpu: u32, now: u64, busy: bool, prev: Option<TaskId>);
-    /// A CPU went offline, where `prev` was running, or came back, idle.
+    /// A CPU on which `prev` was running went offline, or came back online, idle.
     fn set_online(&mut self, cpu: u32, now: u64, online: bool, prev: Option<TaskId>);
-    /// What is to be done after any of the calls above.
+    /// Takes the actions requested by any of the calls above.
     fn take_actions(&mut self) -> Vec<Action>;
-    /// What a kernel would have ended the scheduler for.
+    /// The error for which a kernel would have ended the scheduler.
     fn error(&self) -> Option<String> {
         None
     }
-    /// How long after it found nothing a CPU is idle, ns.
+    /// Delay from finding no task to being idle, ns.
     fn gap_ns(&self) -> u64 {
         0
     }
     /// Counters in the order of [`policy::COUNTERS`].
     fn counters(&self) -> [u64; policy::COUNTERS.len()];
-    /// Tasks that wait in queues.
+    /// Number of tasks in queues.
     fn waiting(&self) -> usize;
 }
 
@@ -116,9 +116,9 @@ pub trait Scheduler {
 pub enum Kind {
     /// The EEVDF model.
     Eevdf,
-    /// Ours without hand-over.
+    /// Ours without handoff.
     NoHandOff,
-    /// Ours, every hint believed.
+    /// Ours without learning: every hint is followed.
     HandOff,
     /// Ours.
     Slipstream,
@@ -143,7 +143,7 @@ impl Kind {
         }
     }
 
-    /// Builds it. `params` are ours; the others have their own.
+    /// Builds the scheduler. `params` apply to ours; EEVDF has its own.
     pub fn build(self, machine: Machine, params: policy::Params) -> Box<dyn Scheduler> {
         match self {
             Kind::Eevdf => Box::new(eevdf::Eevdf::new(machine)),
@@ -161,7 +161,7 @@ fn ours(machine: Machine, base: policy::Params, hand_off: u32, learn: u32) -> Bo
     Box::new(slip::Slipstream::new(machine, params))
 }
 
-/// Orders virtual times, which wrap: their difference decides.
+/// Makes virtual times comparable, which wrap.
 pub(crate) fn unwrap_key(key: u64) -> i128 {
     // Simulated time never reaches 2^63 ns, so keys below zero are those just before the start.
     i128::from(key as i64)

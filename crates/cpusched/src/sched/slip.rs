@@ -5,7 +5,7 @@ use super::{Action, Next, Scheduler, TaskId, TaskParams, Wakeup};
 use crate::machine::Machine;
 use crate::policy::{COUNTERS, Params};
 
-/// Our scheduler on a simulated host. A process has one at a time.
+/// Our scheduler on a simulated host. A process has at most one at a time.
 #[derive(Debug)]
 pub struct Slipstream(Host);
 
@@ -13,7 +13,7 @@ impl Slipstream {
     /// Our scheduler with these parameters; all CPUs idle.
     ///
     /// # Panics
-    /// If this thread has another one that is not dropped yet.
+    /// If this thread has another one that has not been dropped.
     pub fn new(machine: Machine, params: Params) -> Slipstream {
         Slipstream(Host::new(machine, params, GAP_NS))
     }

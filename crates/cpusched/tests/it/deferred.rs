@@ -1,24 +1,24 @@
-//! All interleavings of a CPU that queues a task with one that goes idle. The kernel inserts a task
-//! after `ops.enqueue` has returned, so the callback's own steps say nothing of what is in the queue.
+//! All interleavings of a CPU that queues a task with one that becomes idle. The kernel inserts a task
+//! after `ops.enqueue` has returned, so during the callback the task is not yet in the queue.
 
-/// Who wakes an idle CPU for the task, in the order in which they are asked.
+/// How an idle CPU is woken for the task, in the order in which the ways are tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
-    /// It was taken without further ado.
+    /// The task was taken without a wake-up.
     Taken,
-    /// By the timer, which asks the kernel for the queue's length.
+    /// By the timer, which reads the queue's length from the kernel.
     ByTimer,
-    /// By nobody.
+    /// Not at all.
     Lost,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Rules {
-    /// A queue found empty is remembered to be so at the count of insertions read before.
+    /// An empty queue is remembered as empty at the insertion count read before.
     remembers_empty: bool,
-    /// A CPU that goes idle compares the count with that before its look, and looks again.
+    /// A CPU that becomes idle compares the count with that before its look, and looks again.
     compares_count: bool,
-    /// The task is in the queue before it is counted, as it would be without deferral.
+    /// The task is in the queue before it is counted, as without deferral.
     inserts_first: bool,
 }
 
@@ -35,7 +35,7 @@ struct State {
     idler: usize,
 }
 
-/// `ops.enqueue` counts, looks for an idle CPU, and returns; the insertion comes last.
+/// `ops.enqueue` counts, looks for an idle CPU, and returns; the insertion happens last.
 fn enqueue_step(s: &mut State, rules: Rules) {
     let order = if rules.inserts_first {
         [2, 0, 1]
@@ -75,7 +75,7 @@ fn idle_step(s: &mut State, rules: Rules) {
                 return;
             }
         }
-        // A kick is carried out once the insertion is done.
+        // A kick is carried out after the insertion.
         _ => {
             (s.kicked, s.idler) = (false, 0);
             return;
@@ -93,7 +93,7 @@ fn explore(s: State, rules: Rules, ends: &mut [u32; 3]) {
         enqueue_step(&mut next, rules);
         explore(next, rules, ends);
     }
-    // A CPU that would look again and again beside an unfinished insertion is let wait for it.
+    // A CPU that would look repeatedly while an insertion is unfinished waits for it instead.
     if runs && !(enqueues && s.idler == 0 && s.seen == s.put && s.put > 0) {
         let mut next = s;
         idle_step(&mut next, rules);

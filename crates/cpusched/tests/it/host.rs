@@ -72,8 +72,8 @@ fn queue_in_front_of_one_server_is_as_theory_says() {
         });
         let r = run(m, &free(), &w, kind, 40_000);
         let mean = r.groups[0].request.mean();
-        // 200,000 requests; as waits follow one another the standard error is about 0.6 %
-        // (asymptotic variance of the M/M/1 queue at half load). Five of them are allowed.
+        // 200,000 requests; because successive waits are correlated, the standard error is about 0.6 %
+        // (asymptotic variance of the M/M/1 queue at half load). The tolerance is five of them.
         assert!(
             (mean / 200_000.0 - 1.0).abs() < 0.03,
             "{}: {mean}",
@@ -100,7 +100,7 @@ fn same_seed_gives_the_same_run_and_another_seed_another() {
     assert_ne!(digest(7), digest(8));
 }
 
-/// With the costs of the instruction clock, a hand-over gains what it gains on a real kernel.
+/// With the costs of the instruction clock, a handoff gains as much as on a real kernel.
 #[test]
 fn hand_over_gains_what_it_gains_on_the_real_kernel() {
     let m = machine(1, 4);
@@ -130,7 +130,7 @@ fn liar_costs_nothing_once_learned() {
     );
     assert!(
         believed >= 500_000,
-        "a wakee that is handed over waits the linger out: {believed}"
+        "a wakee that was handed off waits for the whole linger: {believed}"
     );
     assert!(
         learned as f64 <= without as f64 * 1.02,
@@ -138,7 +138,7 @@ fn liar_costs_nothing_once_learned() {
     );
 }
 
-/// What a trusted waker handed over cannot be taken by others, so the waker itself has to go.
+/// Other CPUs cannot steal a handoff of a trusted waker, so the waker itself has to yield.
 #[test]
 fn trusted_waker_that_goes_on_makes_room_at_the_tick() {
     let m = machine(1, 4);
@@ -168,7 +168,7 @@ fn hand_over_falls_silent_at_saturation() {
     assert!(full < 0.01, "{full} beyond saturation");
 }
 
-/// Mean, median and tail. With hand-overs to busier LLCs allowed, p99.9 was 16 % worse at 80 % load.
+/// Mean, median and tail. With handoffs to busier LLCs allowed, p99.9 was 16 % worse at 80 % load.
 #[test]
 fn hand_over_is_never_worse_than_none() {
     let m = machine(22, 8);
@@ -177,7 +177,7 @@ fn hand_over_is_never_worse_than_none() {
         let wake = |kind| {
             let r = run(m, &Costs::bare_metal(), &w, kind, 200);
             let at = |q| r.groups[1].wake.value_at_quantile(q) as f64;
-            // Among some 50,000 wake-ups at 90 % load, mean and tail are those of a few bursts, and
+            // Among some 50,000 wake-ups at 90 % load, a few bursts determine mean and tail, which
             // differ by 10 % and more between seeds: not compared.
             if load < 0.9 {
                 [r.groups[1].wake.mean(), at(0.5), at(0.99), at(0.999)]
@@ -193,7 +193,7 @@ fn hand_over_is_never_worse_than_none() {
 
 #[test]
 fn no_cpu_idles_long_beside_waiting_work() {
-    // 12 hogs on 16 CPUs: all run all the time, wherever they were born.
+    // 12 hogs on 16 CPUs: all run all the time, whatever their first CPU.
     let m = machine(4, 4);
     let mut w = Workload::default();
     w.add_hogs(m, 12);

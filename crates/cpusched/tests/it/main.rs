@@ -1,4 +1,4 @@
-//! The simulator against answers known by other means, and the policy on whole hosts.
+//! The simulator against known answers, and the policy on whole hosts.
 
 mod config;
 mod deferred;
@@ -9,8 +9,8 @@ mod sanitized;
 
 use proptest::test_runner::{Config, RngSeed};
 
-/// 64 cases that are the same in every run; with `PROPTEST_CASES` that many, from a fresh seed. Of
-/// some 3,000 random hosts one breaks a promise (docs/sched.md, "Shares").
+/// 64 cases, the same in every run; with `PROPTEST_CASES` that many, from a fresh seed. About one in
+/// 3,000 random hosts breaks a guarantee (docs/sched.md, "Shares").
 fn cases() -> Config {
     let cases: Option<u32> = std::env::var("PROPTEST_CASES")
         .ok()

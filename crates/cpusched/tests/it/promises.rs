@@ -1,5 +1,5 @@
-//! What the scheduler promises, on hosts with masks, weights, cgroups, real-time tasks and CPUs that
-//! go: the BPF program as the kernel calls it, and the model of EEVDF beside it where both must hold.
+//! Guarantees of the scheduler, on hosts with masks, weights, cgroups, real-time tasks and CPUs that
+//! go offline: the BPF program as the kernel calls it, and also the model of EEVDF if both must hold.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -10,7 +10,7 @@ use slipstream_cpusched::sim::{self, RunResult};
 use slipstream_cpusched::workload::{Hotplug, Op, RealTime, Span, Workload};
 
 const MS: u64 = 1_000_000;
-/// A tick, and what a look every millisecond adds.
+/// A tick, plus the 1 ms interval of the checks.
 const TICK: u64 = 5 * MS;
 const BOTH: [Kind; 2] = [Kind::Eevdf, Kind::Slipstream];
 
@@ -39,12 +39,12 @@ fn group<'r>(r: &'r RunResult, name: &str) -> &'r sim::GroupResult {
         .expect("a group's name")
 }
 
-/// CPUs that a group used.
+/// CPU time of a group, in CPUs.
 fn cpus(r: &RunResult, name: &str) -> f64 {
     group(r, name).run_ns as f64 / r.measured_ns as f64
 }
 
-/// `n` hogs of a mask, of which those born on CPU `first` end after 100 ms.
+/// `n` hogs of a mask, of which those created on CPU `first` end after 100 ms.
 fn leaving(n: u32, mask: &CpuMask, first: u32, home: impl Fn(u32) -> u32) -> Workload {
     let mut w = Workload::default();
     for i in 0..n {
@@ -215,8 +215,8 @@ fn real_time_task_leaves_masked_tasks_their_other_cpus() {
     }
 }
 
-/// Each burst of a real-time task wakes its CPU from idle, or interrupts a task there. What waits in the
-/// other LLC, where all CPUs are busy, must not be taken to a CPU that it is about to lose.
+/// Each burst of a real-time task wakes its CPU from idle, or interrupts a task there. Tasks that wait in
+/// the other LLC, whose CPUs are all busy, must not be moved to a CPU that is about to be taken.
 #[test]
 fn real_time_task_that_wakes_an_idle_cpu_keeps_no_task_there() {
     let m = machine(2, 3);
@@ -236,7 +236,7 @@ fn real_time_task_that_wakes_an_idle_cpu_keeps_no_task_there() {
     let r = run(m, &w, Kind::Slipstream, 0, 10_000);
     assert!(
         r.idle_beside_work_ns <= TICK,
-        "a task waited {} ns beside an idle CPU",
+        "a task waited {} ns while a CPU was idle",
         r.idle_beside_work_ns
     );
 }
@@ -253,7 +253,7 @@ fn benchmark_of_futexes_loses_no_task() {
                 r.requests as f64
             };
             let (eevdf, ours) = (requests(Kind::Eevdf), requests(Kind::Slipstream));
-            // EEVDF's model sees every queue for nothing; 3 % fewer requests in 2 LLCs are usual.
+            // EEVDF's model sees every queue at no cost; 3 % fewer requests in 2 LLCs are usual.
             assert!(ours > 0.9 * eevdf, "{ours} against {eevdf} at {load}");
         }
     }
@@ -333,12 +333,12 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
     let trapped = h.real_time.iter().map(|t| t.1 * MS).max().unwrap_or(0);
     prop_assert!(
         r.idle_beside_work_ns <= TICK + trapped,
-        "a task waited {} ns beside an idle CPU of its mask",
+        "a task waited {} ns while a CPU of its mask was idle",
         r.idle_beside_work_ns
     );
     // Twice the time in which all others have their share of one CPU while the task is due one run, which
-    // is a slice and a tick; and what the tasks owed before, and real-time tasks. After 2 s it is sent
-    // ahead of the order.
+    // is a slice and a tick; plus earlier debts of the tasks, and real-time tasks. After 2 s the task is
+    // sent ahead of the order.
     let total: u64 = h.tasks.iter().map(|t| u64::from(t.1)).sum();
     for (g, &(_, weight, _)) in r.groups.iter().zip(&h.tasks) {
         let weight = u64::from(weight);
@@ -354,7 +354,7 @@ fn check_host(h: &Host) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Hogs of one mask share it by their weights, whatever runs freely beside them.
+/// Hogs of one mask share its CPUs by their weights, while other hogs run freely.
 fn check_shares(
     (width, first): (u32, u32),
     weights: &[u32],
@@ -376,7 +376,7 @@ fn check_shares(
         .map(|i| cpus(&r, &i.to_string()))
         .collect();
     let (all, sum): (f64, u32) = (used.iter().sum(), weights.iter().sum());
-    // No task can use more than one CPU: only where none is due more do weights decide alone.
+    // No task can use more than one CPU: weights alone decide only if none is due more.
     let most = weights.iter().max().copied().unwrap_or(0);
     prop_assume!(f64::from(most) / f64::from(sum) * all <= 0.98);
     for (used, &weight) in used.iter().zip(weights) {

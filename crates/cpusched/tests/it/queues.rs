@@ -1,5 +1,5 @@
-//! The policy core with the kernel's queues around it, as the BPF program has them, on one LLC: no CPU
-//! idles beside a task of its mask, shares follow weights, waits are bounded. In steps of a quarter of
+//! The policy core with the kernel's queues, arranged as in the BPF program, on one LLC: no CPU
+//! idles while a task of its mask waits, shares follow weights, waits are bounded. Steps are a quarter of
 //! a millisecond; a tick is every 4 ms, and slices end at ticks only, as on a kernel with 250 Hz.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -18,7 +18,7 @@ const PREEMPT: u32 = 6;
 struct Spec {
     mask: u32,
     weight: u32,
-    /// Steps that it computes and then sleeps; a hog never sleeps.
+    /// Steps of computing and of sleeping; a hog never sleeps.
     cycle: Option<(u64, u64)>,
 }
 
@@ -36,7 +36,7 @@ struct Host {
     state: Vec<State>,
     exec: Vec<u64>,
     last_cpu: Vec<usize>,
-    /// Steps until a cycle's part ends.
+    /// Steps left in the current part of a cycle.
     left: Vec<u64>,
     waiting_since: Vec<u64>,
     longest_wait: Vec<u64>,
@@ -60,7 +60,7 @@ impl Host {
             let domain = match s.mask {
                 m if m == all => 0,
                 m if m.is_power_of_two() => DOMAINS + m.trailing_zeros(),
-                // Each mask has a domain of its own: there are fewer masks than domains.
+                // Each mask has its own domain: there are fewer masks than domains.
                 m => 1 + m % (DOMAINS - 1),
             };
             core.set_domain(task, domain);
@@ -160,7 +160,7 @@ impl Host {
         }
     }
 
-    /// A kick: the CPU looks for work; what runs there competes.
+    /// A kick: the CPU looks for work; its running task competes.
     fn interrupt(&mut self, cpu: usize) {
         if !self.taken[cpu] {
             let prev = self.running[cpu].take().map(|(task, _)| task);
@@ -172,7 +172,7 @@ impl Host {
         self.llc.iter().find(|e| self.may(e.1, cpu)).copied()
     }
 
-    /// The kernel's pick and `ops.dispatch`; `prev` ran until now and could go on.
+    /// The kernel's pick and `ops.dispatch`; `prev` ran until now and could continue.
     fn schedule(&mut self, cpu: usize, prev: Option<usize>) {
         let mut heads = Heads::default();
         let (own, shared) = (self.own[cpu].first().copied(), self.first(cpu));
@@ -284,12 +284,12 @@ impl Host {
             *beside = if works && idles { *beside + 1 } else { 0 };
             assert!(
                 *beside <= STEPS_PER_TICK,
-                "CPU {cpu} idles beside a task of its mask for more than a tick"
+                "CPU {cpu} idles for more than a tick while a task of its mask waits"
             );
         }
     }
 
-    /// CPU time of each task over so many milliseconds, in CPUs.
+    /// Runs for `ms` milliseconds; returns the CPU time of each task, in CPUs.
     fn run(&mut self, ms: u64) -> Vec<f64> {
         let before = self.exec.clone();
         let steps = ms * 1_000_000 / STEP;
@@ -374,7 +374,7 @@ fn a_sleeper_is_not_late_beside_hogs_of_its_mask() {
     host.run(500);
     host.longest_wait[8] = 0;
     host.run(2_000);
-    // What a CPU runs is known from its last tick: two ticks.
+    // The running task's level is known from the last tick: two ticks.
     assert!(
         host.longest_wait[8] <= 8_000_000,
         "{} ns",
@@ -398,7 +398,7 @@ fn a_real_time_task_does_not_hold_up_tasks_of_several_cpus() {
 proptest! {
     #![proptest_config(crate::cases())]
 
-    /// `Host::step` asserts that no CPU idles beside a task of its mask for longer than a tick.
+    /// `Host::step` asserts that no CPU idles for longer than a tick while a task of its mask waits.
     #[test]
     fn no_cpu_idles_beside_a_task_of_its_mask(
         specs in prop::collection::vec(task(5), 1..24),
@@ -407,7 +407,7 @@ proptest! {
         let mut host = Host::new(5, specs);
         for (cpu, take) in taken {
             host.run(20);
-            // One CPU stays: a task of one CPU may have none otherwise, which is no fault of ours.
+            // CPU 0 stays: otherwise a task bound to one CPU may have none, which is no error of the policy.
             if cpu > 0 && host.taken[cpu] != take {
                 host.set_taken(cpu, take);
             }
@@ -415,9 +415,9 @@ proptest! {
         host.run(200);
     }
 
-    /// Hogs of one mask share what the mask gets as their weights say, whatever else runs elsewhere,
-    /// and beside tasks of masks that overlap theirs in part, unless one has nearly a whole CPU: a task
-    /// that is due a whole one, or more, shares it now and then.
+    /// Hogs of one mask share the mask's CPU time by their weights, whatever runs elsewhere. This also
+    /// holds if other masks overlap theirs in part, unless a hog has nearly a whole CPU: a task
+    /// that is due a whole one, or more, shares it occasionally.
     #[test]
     fn hogs_of_one_mask_share_by_weight(
         (mask, weights) in (1u32..16, prop::collection::vec(50u32..400, 2..6)),
@@ -436,8 +436,8 @@ proptest! {
         prop_assert!(uncapped.len() < 2 || most <= least * 1.06, "{got:?} of {weights:?}, mask {mask:b}, {others:?}");
     }
 
-    /// No task waits for longer than two rounds in which every other one has its longest slice and
-    /// half a tick as often as its weight says, what it owed before, and what the heaviest was owed.
+    /// No task waits for longer than two rounds, plus its earlier debt and the heaviest task's credit. In
+    /// a round every other task has its longest slice and half a tick as often as its weight requires.
     #[test]
     fn waits_are_bounded(
         specs in prop::collection::vec(task(4), 1..16),

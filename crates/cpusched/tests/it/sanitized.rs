@@ -2,7 +2,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Builds `csrc/properties.c` with the address and undefined-behavior sanitizers and walks a
-/// million steps. Skips with a message where the C compiler lacks them.
+/// million steps. Skips with a message if the C compiler lacks them.
 #[test]
 fn policy_holds_its_promises_under_sanitizers() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
-/* The simulated kernel's structs are those that the program declares: no offsets to relocate. */
+/* The simulated kernel's structs are the program's declarations: no offsets to relocate. */
 #define SLIP_READ_2(a, b)	   ((a)->b)
 #define SLIP_READ_3(a, b, c)	   ((a)->b->c)
 #define SLIP_READ_4(a, b, c, d)	   ((a)->b->c->d)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
 /*
- * What libbpf's header of this name gives to the BPF program, for the simulated kernel of
- * ../../program.c. Only what the program uses.
+ * The simulated kernel of ../../program.c: replaces libbpf's header of this name for the BPF
+ * program. Only the functions that the program uses.
  */
 #ifndef SLIP_HOST_BPF_HELPERS_H
 #define SLIP_HOST_BPF_HELPERS_H
@@ -13,14 +13,14 @@
 #define __type(name, val)	__typeof__(val) *name
 #ifndef __always_inline
 #define __always_inline		inline __attribute__((always_inline, unused))
-/* Of the macros that print: nothing is printed. */
+/* For the macros that print: nothing is printed. */
 #define ___bpf_narg(args...)			  8
 #define ___bpf_fill(words, args...)		  ((void)(words))
 
 #endif
 #define barrier_var(var)	((void)0)
 
-/* Not a loop over the kernel's iterator, which only the verifier needs. */
+/* A plain loop: only the verifier needs the kernel's iterator. */
 #define bpf_for(i, start, end)	for ((i) = (start); (i) < (end); (i)++)
 #define bpf_repeat(n)		for (int slip_i_ = 0; slip_i_ < (int)(n); slip_i_++)
 
@@ -52,7 +52,7 @@ long slip_host_timer(void *timer, void *map, void *callback, u64 ns);
 #define bpf_timer_set_callback(timer, callback)	  slip_host_timer((timer), NULL, (callback), 0)
 #define bpf_timer_start(timer, ns, flags)	  slip_host_timer((timer), NULL, NULL, (ns))
 
-/* Of the macros that print: nothing is printed. */
+/* For the macros that print: nothing is printed. */
 #define ___bpf_narg(args...)			  8
 #define ___bpf_fill(words, args...)		  ((void)(words))
 

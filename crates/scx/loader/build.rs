@@ -9,13 +9,13 @@ fn main() {
     println!("cargo:rerun-if-env-changed=BPF_CLANG");
     let clang = find_clang();
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let libbpf = std::env::var("DEP_BPF_INCLUDE").expect("libbpf-sys tells where its headers are");
+    let libbpf = std::env::var("DEP_BPF_INCLUDE").expect("libbpf-sys sets the path of its headers");
     for source in ["slipstream", "decide"] {
         let status = Command::new(&clang)
             .args([
                 "-g", "-O2", "-Wall", "-Wextra", "-Werror", "-target", "bpf", "-mcpu=v3",
             ])
-            // Kernel types are partial on purpose; BPF_PROG leaves its context unused.
+            // Kernel types are partial by design; BPF_PROG leaves its context unused.
             .args(["-Wno-unused-parameter", "-Wno-missing-declarations"])
             .arg("-I../../cpusched/include")
             .arg(format!("-I{libbpf}"))
@@ -32,7 +32,7 @@ fn main() {
     }
 }
 
-/// `BPF_CLANG`, or the newest clang that there is.
+/// `BPF_CLANG`, or the newest installed clang.
 fn find_clang() -> String {
     if let Ok(clang) = std::env::var("BPF_CLANG") {
         return clang;

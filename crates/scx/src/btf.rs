@@ -1,5 +1,5 @@
-//! As much of the kernel's type information (BTF) as is needed to know whether a `sched_ext`
-//! program can load: which structs there are, and what the kernel's functions take.
+//! The part of the kernel's type information (BTF) that decides whether a `sched_ext`
+//! program can load: its structs, and the parameters of its functions.
 //!
 //! Source: Linux `Documentation/bpf/btf.rst`.
 
@@ -14,14 +14,14 @@ const KIND_FUNC_PROTO: u32 = 13;
 /// Why the bytes are not BTF.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum BtfError {
-    /// The first bytes are others.
+    /// The magic number differs.
     #[error("not BTF of this machine's byte order")]
     Magic,
-    /// It ends too early, or an offset leads out of it.
+    /// The data ends too early, or an offset points outside of it.
     #[error("the type information is cut off or damaged at byte {0}")]
     Short(usize),
-    /// A type of a kind that we do not know, so its length is not known either.
-    #[error("type {id} is of kind {kind}, which this program does not know")]
+    /// A type of an unknown kind, whose length is therefore unknown.
+    #[error("type {id} is of unknown kind {kind}")]
     Kind {
         /// The type.
         id: u32,
@@ -52,7 +52,7 @@ struct Type {
     vlen: usize,
     /// Size or type, by kind.
     word: u32,
-    /// Where what follows the common part begins.
+    /// Offset of the data after the common part.
     body: usize,
 }
 
@@ -76,11 +76,11 @@ impl Raw<'_> {
 }
 
 impl Btf {
-    /// Parses the contents of `/sys/kernel/btf/vmlinux`, and keeps the structs and functions of
-    /// these names: a kernel has 100,000 others.
+    /// Parses the contents of `/sys/kernel/btf/vmlinux`, and keeps only the structs and functions
+    /// named in `wanted`: a kernel has 100,000 others.
     ///
     /// # Errors
-    /// When the bytes are not BTF, or of a later form.
+    /// If the bytes are not BTF, or use a later format.
     pub fn parse(bytes: &[u8], wanted: &[&str]) -> Result<Btf, BtfError> {
         let raw = sections(bytes)?;
         let types = index(&raw)?;
@@ -124,13 +124,13 @@ impl Btf {
     }
 }
 
-/// The functions that a BPF object imports, with the number of parameters of each: its type
+/// The functions that a BPF object imports, with the number of parameters of each. The object's type
 /// information marks them as external.
 ///
 /// # Errors
 /// As [`Btf::parse`].
 pub fn externs(bytes: &[u8]) -> Result<Vec<(String, usize)>, BtfError> {
-    /// `BTF_FUNC_EXTERN`, kept where other kinds have their number of members.
+    /// `BTF_FUNC_EXTERN`, stored in the field that holds the number of members for other kinds.
     const EXTERN: usize = 2;
     let raw = sections(bytes)?;
     let types = index(&raw)?;
@@ -178,8 +178,8 @@ fn params(raw: &Raw, types: &[Type], proto: Type) -> Result<Params, BtfError> {
             let name = raw.string(raw.u32_at(proto.body + 8 * i)?)?;
             let mut at = resolve(types, raw.u32_at(proto.body + 8 * i + 4)?);
             let mut pointer = false;
-            // Through the pointer and its qualifiers (const, volatile, restrict, type tags); the
-            // bound guards against a damaged circle.
+            // Follow the pointer and its qualifiers (const, volatile, restrict, type tags); the
+            // bound guards against a cycle in damaged data.
             for _ in 0..8 {
                 match at {
                     Some(t) if t.kind == KIND_PTR => {
@@ -202,7 +202,7 @@ fn params(raw: &Raw, types: &[Type], proto: Type) -> Result<Params, BtfError> {
         .collect()
 }
 
-/// Finds where each type begins.
+/// Finds the offset of each type.
 fn index(raw: &Raw) -> Result<Vec<Type>, BtfError> {
     let mut types = Vec::new();
     let mut at = 0;

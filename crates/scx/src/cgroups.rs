@@ -1,8 +1,8 @@
-//! The host's cgroups (version 2): the class of each, kept up to date as they come and go, and the CPU
-//! limits and weights that are set on them.
+//! The host's cgroups (version 2): the class of each, kept up to date as they are created and removed, and
+//! their CPU limits and weights.
 //!
 //! [`Tracker`] watches the tree with inotify, so a new cgroup has its class within milliseconds and an
-//! idle host costs nothing. A cgroup that is removed gives its table entry back. Work and memory
+//! idle host costs nothing. Removing a cgroup frees its table entry. Work and memory
 //! are bounded by [`TRACKED_MAX`]; a full table is reported and retried, and is never an error.
 
 use std::collections::{BTreeMap, HashMap};
@@ -18,11 +18,11 @@ use serde::Serialize;
 
 use crate::classes::Classes;
 
-/// Most cgroups that are tracked; further ones keep the default class and are counted.
+/// Maximum tracked cgroups; further ones keep the default class and are counted.
 pub const TRACKED_MAX: usize = 65_536;
-/// Events handled by one [`Tracker::update`]; what is left is handled by the next call.
+/// Maximum events per [`Tracker::update`]; the next call handles the rest.
 const EVENTS_MAX: usize = 4_096;
-/// The files whose change may add a setting, see [`settings`].
+/// Files whose change may add a setting, see [`settings`].
 const SETTING_FILES: [&str; 6] = [
     "cpu.max",
     "cpu.weight",
@@ -32,14 +32,14 @@ const SETTING_FILES: [&str; 6] = [
     "cpu.uclamp.max",
 ];
 
-/// Where classes of cgroups are kept: the BPF program's map, or a test's.
+/// Storage for the classes of cgroups: the BPF program's map, or a test's.
 pub trait ClassTable {
     /// Sets the class of the cgroup with this id. `Ok(false)` if the table is full.
     ///
     /// # Errors
     /// If the table cannot be written at all.
     fn put(&mut self, cgroup: u64, class: u32) -> io::Result<bool>;
-    /// Removes a cgroup; not an error if it is not there.
+    /// Removes a cgroup; an absent one is no error.
     ///
     /// # Errors
     /// If the table cannot be written at all.
@@ -61,7 +61,7 @@ pub enum Setting {
     Weight(u32),
     /// `cpu.idle` is 1.
     Idle,
-    /// `cpu.uclamp.min` or `.max`: which, and its value.
+    /// `cpu.uclamp.min` or `.max`: the file's suffix, and its value.
     Uclamp(&'static str, String),
 }
 
@@ -95,8 +95,8 @@ impl fmt::Display for Setting {
     }
 }
 
-/// Which of the settings the loaded scheduler enforces. The header that the BPF program is built
-/// with says so: `#define SLIP_HONORS_CPU_MAX 1`. Without the line it does not.
+/// The settings that the loaded scheduler enforces. The header of the BPF program declares them
+/// by lines such as `#define SLIP_HONORS_CPU_MAX 1`. A setting without a line is not enforced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Honors {
     /// `cpu.max`.
@@ -108,12 +108,12 @@ pub struct Honors {
 }
 
 impl Honors {
-    /// Those of our BPF program.
+    /// The settings that our BPF program enforces.
     pub fn ours() -> Honors {
         Honors::declared(include_str!("../loader/src/bpf/intf.h"))
     }
 
-    /// Those declared in a C header.
+    /// The settings declared in a C header.
     pub fn declared(header: &str) -> Honors {
         let is_set = |name: &str| {
             header.lines().any(|line| {
@@ -195,7 +195,7 @@ impl fmt::Display for InUse {
     }
 }
 
-/// All settings of cgroups that hold processes, in the order of paths.
+/// All settings of cgroups that hold processes, ordered by path.
 pub fn in_use(root: &Path) -> Vec<InUse> {
     let mut found = Vec::new();
     walk(root, "", TRACKED_MAX, &mut |path| {
@@ -212,7 +212,7 @@ pub fn in_use(root: &Path) -> Vec<InUse> {
 }
 
 fn is_populated(dir: &Path) -> bool {
-    // Without the file (a test's folder, a root) the group is taken to be in use.
+    // Without the file (a test's folder, a root) the group counts as in use.
     std::fs::read_to_string(dir.join("cgroup.events"))
         .map_or(true, |t| !t.lines().any(|l| l == "populated 0"))
 }
@@ -226,7 +226,7 @@ pub fn mount_point(sysfs: &Path) -> Option<PathBuf> {
         .find(|dir| dir.join("cgroup.controllers").exists())
 }
 
-/// Calls `visit` for `path` and every directory below it, at most `most`. Returns how many.
+/// Calls `visit` for `path` and every directory below it, at most `most`. Returns the number of calls.
 fn walk(root: &Path, path: &str, most: usize, visit: &mut impl FnMut(&str)) -> usize {
     let mut left = vec![path.to_owned()];
     let mut seen = 0;
@@ -267,25 +267,25 @@ struct Node {
     watch: Option<i32>,
     id: u64,
     class: Option<u32>,
-    /// Whether the table has its class.
+    /// Whether the table holds its class.
     stored: bool,
 }
 
-/// The watch, what happened there, and the name below it.
+/// The watch, the event flags, and the file name.
 type WatchEvent = (i32, ReadFlags, String);
 
-/// What a [`Tracker::update`] found.
+/// The result of [`Tracker::update`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Update {
-    /// Cgroups that were added, removed or whose settings changed.
+    /// Cgroups that were added or removed, or whose settings changed.
     pub changed: usize,
-    /// Settings that were written since the last call, or came with a new cgroup.
+    /// Settings that were written since the last call, or belong to a new cgroup.
     pub settings: Vec<InUse>,
-    /// More events wait: call again.
+    /// Whether more events are pending: call again.
     pub more: bool,
 }
 
-/// Tracks the cgroups below a root and keeps a [`ClassTable`] in step with them.
+/// Tracks the cgroups below a root and updates a [`ClassTable`].
 #[derive(Debug)]
 pub struct Tracker {
     root: PathBuf,
@@ -298,7 +298,7 @@ pub struct Tracker {
 }
 
 impl Tracker {
-    /// Tracks the tree below `root`, and fills `table` with the classes of what is there.
+    /// Tracks the tree below `root`, and fills `table` with the classes of existing cgroups.
     ///
     /// # Errors
     /// If inotify is not available, or the table cannot be written.
@@ -316,7 +316,7 @@ impl Tracker {
         Ok(tracker)
     }
 
-    /// Readable when [`Tracker::update`] has something to do.
+    /// Readable if [`Tracker::update`] has events to handle.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.inotify.as_fd()
     }
@@ -326,24 +326,24 @@ impl Tracker {
         self.nodes.len()
     }
 
-    /// Cgroups with a class that the full table could not hold; they are retried whenever an
+    /// Cgroups with a class that the full table could not store; they are retried whenever an
     /// entry becomes free.
     pub fn unstored(&self) -> usize {
         self.unstored
     }
 
-    /// Times that a cgroup was not tracked because [`TRACKED_MAX`] were.
+    /// Cgroups not tracked because [`TRACKED_MAX`] was reached, counted at each attempt.
     pub fn untracked(&self) -> u64 {
         self.untracked
     }
 
-    /// Cgroups that could not be watched (`fs.inotify.max_user_watches`): what is created below them
-    /// is found by [`Tracker::rescan`] alone.
+    /// Cgroups that could not be watched (`fs.inotify.max_user_watches`): only [`Tracker::rescan`] finds
+    /// new cgroups below them.
     pub fn unwatched(&self) -> usize {
         self.unwatched
     }
 
-    /// Handles the events that wait, a bounded number; never blocks.
+    /// Handles pending events, a bounded number; never blocks.
     ///
     /// # Errors
     /// If the table cannot be written, or inotify fails.
@@ -363,7 +363,7 @@ impl Tracker {
             }
             let path = join(&parent, &name);
             if flags.contains(ReadFlags::ISDIR) {
-                // Whatever the order of creation and removal was, what is there now counts.
+                // The directory's current state counts, whatever the order of creation and removal.
                 if self.root.join(&path).is_dir() {
                     self.add_tree(&path, classes, table, &mut out)?;
                 } else {
@@ -374,13 +374,13 @@ impl Tracker {
             }
         }
         self.retry(table)?;
-        // One write of a file can be two events.
+        // One write to a file can cause two events.
         out.settings.sort();
         out.settings.dedup();
         Ok(out)
     }
 
-    /// Walks the whole tree: for cgroups below those that could not be watched.
+    /// Walks the whole tree, to find cgroups below those that could not be watched.
     ///
     /// # Errors
     /// If the table cannot be written.
@@ -409,7 +409,7 @@ impl Tracker {
         self.add_tree("", classes, table, out)
     }
 
-    /// The events that wait, and whether the kernel's queue overflowed.
+    /// Reads pending events; returns also whether the kernel's queue overflowed.
     fn read_events(&self, out: &mut Update) -> io::Result<(Vec<WatchEvent>, bool)> {
         let mut buffer = [MaybeUninit::uninit(); 16 * 1024];
         let mut reader = inotify::Reader::new(&self.inotify, &mut buffer);
@@ -457,7 +457,7 @@ impl Tracker {
                 out.changed += 1;
                 self.note_settings(&path, out);
             }
-            // After the watch was placed, so that no child is missed.
+            // After the watch was added, so that no child is missed.
             left.extend(children(&self.root, &path));
         }
         Ok(())
@@ -477,7 +477,7 @@ impl Tracker {
             | WatchFlags::DONT_FOLLOW;
         let watch = match inotify::add_watch(&self.inotify, self.root.join(path), flags) {
             Ok(watch) => Some(watch),
-            // Removed again already.
+            // Already removed again.
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
             Err(_) => None,
         };
@@ -521,7 +521,7 @@ impl Tracker {
             };
             out.changed += 1;
             match node.watch {
-                // Fails if the kernel has dropped it with the directory.
+                // Fails if the kernel has removed the watch with the directory.
                 Some(watch) => {
                     self.by_watch.remove(&watch);
                     let _ = inotify::remove_watch(&self.inotify, watch);
@@ -537,7 +537,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// Stores the classes for which there was no room.
+    /// Stores the classes that were rejected while the table was full.
     fn retry(&mut self, table: &mut impl ClassTable) -> io::Result<()> {
         if self.unstored == 0 {
             return Ok(());
@@ -577,7 +577,7 @@ mod tests {
     struct Map {
         most: usize,
         entries: HashMap<u64, u32>,
-        /// The largest number of entries it ever had.
+        /// The maximum number of entries so far.
         peak: usize,
     }
 
@@ -661,10 +661,10 @@ mod tests {
         assert_eq!(tracker.tracked(), 5, "root, pods, old, web, website");
     }
 
-    /// More in total than the BPF program's map holds, more at once than inotify queues events for.
+    /// More cgroups in total than the BPF program's map holds, and more at once than inotify queues events for.
     #[test]
     fn churn_leaves_nothing_behind() {
-        // In memory where there is such a folder: the test makes 20,000 directories.
+        // In memory if possible: the test makes 20,000 directories.
         let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
         let dir = dir.unwrap();
         let root = dir.path();
@@ -721,7 +721,7 @@ mod tests {
         create_dir_all(root.join("pods/a")).unwrap();
         let (classes, mut map) = (classes(), Map::with_room_for(8));
         let mut tracker = Tracker::new(root, &classes, &mut map).unwrap();
-        // Another directory in between, so that the new one cannot have the same inode number.
+        // A directory is created in between, so that the new one cannot have the same inode number.
         create_dir(root.join("other")).unwrap();
         remove_dir(root.join("pods/a")).unwrap();
         create_dir(root.join("keep")).unwrap();
@@ -796,7 +796,7 @@ mod tests {
         assert!(some.enforces(&max) && !some.enforces(&Setting::Weight(50)));
     }
 
-    /// The kernel's own tree, where the events come from kernfs.
+    /// The kernel's own tree, whose events come from kernfs.
     #[test]
     fn real_cgroups_are_followed() {
         struct Group(PathBuf);

@@ -1,19 +1,19 @@
-//! The class file: which threads belong together, and how they are to be treated.
+//! The class file: groups of threads, and their scheduling parameters.
 //!
 //! ```toml
 //! [class.engine]
 //! comm = ["EngineCore*"]         # thread names; a final * matches any rest
-//! weight = 300                   # 1 to 10000; 100 is that of nice 0
+//! weight = 300                   # 1 to 10000; 100 is the weight of nice 0
 //! slice_us = 3000                # longest slice
 //! cpus = "0-15"                  # the LLCs that hold these CPUs
-//! hand_off = false               # wants an idle CPU rather than its waker's
+//! hand_off = false               # prefers an idle CPU to its waker's
 //!
 //! [class.background]
 //! cgroup = ["system.slice/*"]    # path of the cgroup below its root
 //! weight = 10
 //! ```
 //!
-//! The first class of the file with a rule that matches is a thread's; a thread without one is
+//! A thread's class is the first class of the file with a rule that matches; a thread without one is
 //! scheduled with the defaults.
 
 use std::collections::BTreeSet;
@@ -22,14 +22,14 @@ use serde::Deserialize;
 
 use crate::topology::{Topology, parse_cpu_list};
 
-/// Most classes of a file: the BPF program's table is that large.
+/// Maximum classes of a file: the size of the BPF program's table.
 pub const CLASSES_MAX: usize = 32;
-/// Most rules of a file.
+/// Maximum rules of a file.
 pub const RULES_MAX: usize = 128;
-/// Longest thread name that the kernel keeps.
+/// Maximum length of a thread name in the kernel.
 pub const COMM_MAX: usize = 15;
 
-/// What a rule looks at.
+/// The attribute that a rule compares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// The thread's name.
@@ -41,17 +41,17 @@ pub enum Subject {
 /// Assigns threads to a class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// What is compared.
+    /// The compared attribute.
     pub subject: Subject,
-    /// With what.
+    /// The expected text.
     pub text: String,
-    /// Whether only the beginning is.
+    /// Whether only the beginning is compared.
     pub is_prefix: bool,
     /// Index into [`Classes::classes`].
     pub class: usize,
 }
 
-/// How the threads of a class are treated.
+/// Scheduling parameters of a class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Class {
     /// Its name in the file.
@@ -62,7 +62,7 @@ pub struct Class {
     pub slice_us: Option<u32>,
     /// Bit per LLC that it may use; 0 for all.
     pub llc_mask: u64,
-    /// Whether its threads may be handed their wakers' CPUs.
+    /// Whether its threads may be handed off to their wakers' CPUs.
     pub hand_off: bool,
 }
 
@@ -75,13 +75,13 @@ pub struct Classes {
     pub rules: Vec<Rule>,
 }
 
-/// Why a class file is refused.
+/// Why a class file is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ClassError {
-    /// Not TOML, or an unknown or ill-typed key. The text says where.
+    /// Not TOML, or an unknown or ill-typed key. The text names the place.
     #[error("{0}")]
     Toml(#[from] toml::de::Error),
-    /// Values that cannot be; all of them, a line each.
+    /// All invalid values, one per line.
     #[error("{}", .0.join("\n"))]
     Values(Vec<String>),
 }
@@ -115,13 +115,13 @@ impl Classes {
     /// Reads a class file for a host.
     ///
     /// # Errors
-    /// All wrong values together: which class, what it has, what it may have.
+    /// All invalid values together: the class, its value, the valid values.
     pub fn parse(text: &str, host: &Topology) -> Result<Classes, ClassError> {
         Classes::parse_without(text, host, &BTreeSet::new())
     }
 
-    /// Reads a class file for a host that CPUs have left since the file was first read: a class goes
-    /// on with those that remain to it, and with all when none does.
+    /// Reads a class file for a host from which CPUs were removed since the file was first read. A class
+    /// keeps its remaining CPUs, or uses all CPUs if none remain.
     ///
     /// # Errors
     /// As [`Classes::parse`].
@@ -130,8 +130,8 @@ impl Classes {
         host: &Topology,
         gone: &BTreeSet<u32>,
     ) -> Result<Classes, ClassError> {
-        // The order of classes decides which rule is tried first, and `toml::Table` sorts; the
-        // places of the headers in the text restore the order of the file.
+        // The order of classes decides which rule is tried first, and `toml::Table` sorts. The
+        // positions of the headers in the text restore the order of the file.
         let file: File = toml::from_str(text)?;
         let mut names: Vec<&String> = file.class.keys().collect();
         names.sort_by_key(|name| header_at(text, name));
@@ -178,7 +178,7 @@ impl Classes {
         let index = self.classes.len();
         if c.comm.is_empty() && c.cgroup.is_empty() {
             wrong.push(format!(
-                "[class.{name}]: no `comm` and no `cgroup`, so no thread could be in it; add one"
+                "[class.{name}]: no `comm` and no `cgroup`, so no thread can match it; add one"
             ));
         }
         for (subject, texts) in [(Subject::Comm, &c.comm), (Subject::Cgroup, &c.cgroup)] {
@@ -256,7 +256,7 @@ impl Classes {
         Some(rule.class)
     }
 
-    /// The class of a thread, as the BPF program finds it.
+    /// The class of a thread, by the BPF program's rules.
     pub fn class_of(&self, comm: &str, cgroup: &str) -> Option<&Class> {
         let cgroup = cgroup.trim_start_matches('/');
         let rule = self.rules.iter().find(|r| {
@@ -305,7 +305,7 @@ fn mask_of(
     let llcs: BTreeSet<usize> = left.map(|c| c.llc).collect();
     if llcs.iter().any(|&l| l >= 64) {
         wrong.push(format!(
-            "[class.{name}]: `cpus` lies beyond the 64th LLC, where classes cannot be bound; \
+            "[class.{name}]: `cpus` is beyond the 64th LLC, where classes cannot be bound; \
              leave it out"
         ));
         return 0;
@@ -313,7 +313,7 @@ fn mask_of(
     llcs.iter().fold(0, |mask, &l| mask | 1 << l)
 }
 
-/// Where a class begins in the text.
+/// Position of a class's header in the text.
 fn header_at(text: &str, name: &str) -> usize {
     [format!("[class.{name}]"), format!("[class.\"{name}\"]")]
         .iter()
@@ -385,7 +385,7 @@ mod tests {
             "comm = [\"x\"]\ncpus = \"6-9\"",
             "names CPU 8 and 1 more, which this host lacks",
         );
-        check_refused("comm = [\"x\"]\ncpus = \"a\"", "is no list of CPUs");
+        check_refused("comm = [\"x\"]\ncpus = \"a\"", "is not a list of CPUs");
         check_refused("comm = [\"x\"]\ncpus = \"\"", "`cpus` is empty");
         check_refused(
             "comm = [\"x\"]\nweight = 0",

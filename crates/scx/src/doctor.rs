@@ -1,4 +1,4 @@
-//! Whether our `sched_ext` scheduler can run on this host, what it would break there, and what to do.
+//! Checks whether our `sched_ext` scheduler can run on this host, which guarantees it would break, and the remedies.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -9,16 +9,16 @@ use crate::btf::{Btf, Params};
 use crate::cgroups::{self, Honors, InUse, Setting};
 use crate::topology::{Topology, parse_cpu_list};
 
-/// How a check went.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As needed.
+    /// As required.
     Ok,
-    /// Works, but something should be known.
+    /// Works, with a restriction.
     Note,
     /// Our scheduler would end a guarantee that the host relies on; `sched run` refuses to start
-    /// unless told to ignore it.
+    /// unless this check is ignored.
     Breaks,
     /// Our scheduler cannot run.
     Missing,
@@ -27,17 +27,17 @@ pub enum Verdict {
 /// One check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What was looked at.
+    /// Subject of the check.
     pub what: &'static str,
-    /// How it went.
+    /// Its result.
     pub verdict: Verdict,
-    /// What was found.
+    /// The host's state.
     pub found: String,
-    /// What to do; empty when nothing is to be done.
+    /// The remedy; empty if none is needed.
     pub remedy: String,
 }
 
-/// Where to look; the defaults are those of a running system, tests have their own.
+/// Mount points to read; the defaults are those of a running system, tests have their own.
 #[derive(Clone, Copy, Debug)]
 pub struct Places<'a> {
     /// `/sys`
@@ -46,27 +46,27 @@ pub struct Places<'a> {
     pub procfs: &'a Path,
 }
 
-/// A kernel function that the BPF program calls. A kernel whose own has other parameters refuses the
+/// A kernel function that the BPF program calls. A kernel whose function has other parameters rejects the
 /// program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Import {
-    /// Its name, without the variant that libbpf takes off (`___variant`).
+    /// Its name, without the suffix that libbpf strips (`___variant`).
     pub name: String,
-    /// How many parameters it takes.
+    /// Number of parameters.
     pub params: usize,
-    /// The program loads without it (`__weak`).
+    /// Whether the program loads without it (`__weak`).
     pub is_weak: bool,
 }
 
-/// The kernel functions declared in the header that the BPF program is compiled with. The loader,
-/// which has the compiled program, knows those that it imports and checks them instead.
+/// The kernel functions declared in the header that the BPF program is compiled with. The loader
+/// checks the imports of the compiled program instead.
 pub fn declared_imports() -> &'static [Import] {
     static IMPORTS: LazyLock<Vec<Import>> =
         LazyLock::new(|| imports_of(include_str!("../loader/src/bpf/kernel.h")));
     &IMPORTS
 }
 
-/// A function's name without `___variant`: several declarations of one function, of which libbpf uses
+/// A function's name without `___variant`. Of several declarations of one function, libbpf uses
 /// the one that fits the kernel.
 pub fn plain_name(name: &str) -> &str {
     name.split_once("___").map_or(name, |(plain, _)| plain)
@@ -82,7 +82,7 @@ fn imports_of(header: &str) -> Vec<Import> {
     }
     code.push_str(rest);
     let declaration = |text: &str| {
-        // A declaration is what follows the last preprocessor line.
+        // A declaration is the text after the last preprocessor line.
         let text = text.rsplit_once("extern ")?.1;
         let (head, rest) = text.split_once('(')?;
         let (params, attributes) = rest.rsplit_once(')')?;
@@ -107,7 +107,7 @@ fn imports_of(header: &str) -> Vec<Import> {
 const CAPABILITIES: [(&str, u32); 3] =
     [("CAP_BPF", 39), ("CAP_PERFMON", 38), ("CAP_SYS_ADMIN", 21)];
 
-/// Looks at everything. Never fails: what cannot be read is a finding.
+/// Runs all checks. Never fails: an unreadable file is reported as a check.
 pub fn examine(places: Places) -> Vec<Check> {
     examine_with(places, declared_imports(), Honors::ours())
 }
@@ -125,12 +125,12 @@ pub fn examine_with(places: Places, imports: &[Import], honors: Honors) -> Vec<C
     checks
 }
 
-/// Whether our scheduler can run, by these checks.
+/// Whether our scheduler can run, according to these checks.
 pub fn can_run(checks: &[Check]) -> bool {
     checks.iter().all(|c| c.verdict != Verdict::Missing)
 }
 
-/// Whether it would end a guarantee that the host relies on.
+/// Whether our scheduler would end a guarantee that the host relies on.
 pub fn breaks(checks: &[Check]) -> bool {
     checks.iter().any(|c| c.verdict == Verdict::Breaks)
 }
@@ -186,7 +186,7 @@ fn state(places: Places) -> Check {
         WHAT,
         Verdict::Missing,
         format!("scheduler `{name}` is attached ({state})"),
-        "stop its process (the kernel goes back to its own scheduler), then start ours",
+        "stop its process (the kernel returns to its own scheduler), then start ours",
     )
 }
 
@@ -247,7 +247,7 @@ fn kfuncs(btf: &Btf, imports: &[Import]) -> Check {
         let (name, count) = (import.name.as_str(), import.params);
         match btf.params(name) {
             None if import.is_weak => {}
-            // Another variant may fit; a program must do without any that does not.
+            // Another variant may fit; a program must work without one that does not.
             Some(p) if import.is_weak && p.len() != count => {}
             None => absent.push(name),
             Some(p) if p.len() == count => {}
@@ -277,7 +277,7 @@ fn kfuncs(btf: &Btf, imports: &[Import]) -> Check {
             WHAT,
             Verdict::Missing,
             other.join("; "),
-            "this kernel's interface is another than ours; use a kernel up to 6.18, or a later \
+            "this kernel's interface differs from ours; use a kernel up to 6.18, or a later \
              version of this program",
         );
     }
@@ -356,7 +356,7 @@ fn offline(places: Places) -> Check {
         WHAT,
         Verdict::Note,
         format!("{missing} of {} possible CPUs are offline", possible.len()),
-        "nothing to do: the loader loads the scheduler again whenever a CPU comes or goes, and \
+        "nothing to do: the loader loads the scheduler again whenever a CPU goes offline or comes online, and \
          threads that may only run on offline CPUs are left to the kernel",
     )
 }
@@ -382,7 +382,7 @@ fn smt(places: Places) -> Check {
     }
 }
 
-/// Settings named in a line, the others counted.
+/// Names the first settings in one line, and counts the others.
 fn named(settings: &[&InUse]) -> String {
     const NAMED_MAX: usize = 5;
     let names: Vec<String> = settings
@@ -439,7 +439,7 @@ fn cgroup_settings(places: Places, honors: Honors) -> Vec<Check> {
     ]
 }
 
-/// Since Linux 6.12 real-time throttling is gone and a deadline server keeps 5 % for the fair class;
+/// Since Linux 6.12 real-time throttling is gone and a deadline server reserves 5 % for the fair class.
 /// `sched_ext` tasks have such a server only on kernels that show one in debugfs.
 fn real_time(places: Places) -> Check {
     const WHAT: &str = "real-time tasks";
@@ -504,7 +504,7 @@ mod tests {
             std::fs::write(path, bytes).unwrap();
         }
 
-        /// BTF with the first `kfuncs` functions, each with `hidden` arguments too many.
+        /// BTF with the first `kfuncs` functions, each with `hidden` extra arguments.
         fn btf(&self, ops: &str, hidden: usize, kfuncs: usize) {
             let mut w = Writer::new();
             w.strukt(ops, &["select_cpu", "enqueue"]);
@@ -530,7 +530,7 @@ mod tests {
             assert_eq!(can_run(&checks), verdict != Verdict::Missing);
             assert_eq!(breaks(&checks), verdict == Verdict::Breaks);
             if verdict == Verdict::Ok {
-                assert_eq!(c.remedy, "", "nothing is to be done");
+                assert_eq!(c.remedy, "", "no remedy is needed");
             }
         }
     }
@@ -590,7 +590,7 @@ mod tests {
             params,
             is_weak: false,
         };
-        // Those that a list kept by hand had left out.
+        // Functions that a hand-written list had omitted.
         for (name, params) in [
             ("scx_bpf_dsq_move", 4),
             ("bpf_cpumask_test_cpu", 2),
@@ -632,7 +632,7 @@ mod tests {
             h.write(&path, b"1000 100000\n");
         }
         h.check("CPU limits", Verdict::Breaks, "and 3 more");
-        // A program that enforces them breaks nothing.
+        // A program that enforces the limits breaks nothing.
         let (sysfs, procfs) = (h.0.path().join("sys"), h.0.path().join("proc"));
         let places = Places {
             sysfs: &sysfs,

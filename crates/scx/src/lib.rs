@@ -1,12 +1,11 @@
-//! The CPU scheduler of the host that we are on: what it is, what it could be, and how fast it wakes
-//! a thread.
+//! The CPU scheduler of this host: requirements of ours, and wake-up latency under the current one.
 //!
 //! - [`topology`]: SMT, last-level caches and NUMA nodes, from sysfs.
-//! - [`classes`]: which threads belong together and how they are to be treated, from a TOML file.
-//! - [`cgroups`]: the class of each cgroup as they come and go, and the CPU limits set on them.
-//! - [`btf`]: as much of the kernel's type information as [`doctor`] needs.
-//! - [`doctor`]: whether our `sched_ext` scheduler can run here, and what to do if not.
-//! - [`link`]: ways for one thread to wake another; [`wake`]: how long each takes;
+//! - [`classes`]: groups of threads and their scheduling parameters, from a TOML file.
+//! - [`cgroups`]: the class of each cgroup as they are created and removed, and their CPU limits.
+//! - [`btf`]: the part of the kernel's type information that [`doctor`] needs.
+//! - [`doctor`]: whether our `sched_ext` scheduler can run here, and the remedies if not.
+//! - [`link`]: ways for one thread to wake another; [`wake`]: the latency of each;
 //!   [`load`]: wake-up latency of workers at a given load.
 //!
 //! Needs no clang and no privileges; runs under any scheduler. The loader of the BPF program is the

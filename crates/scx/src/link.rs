@@ -1,4 +1,4 @@
-//! Ways for one thread to wake another, each carrying a stamp of when and where it was sent.
+//! Ways for one thread to wake another; each message is stamped with its time and CPU.
 
 use std::collections::VecDeque;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::thread::futex;
 use serde::Serialize;
 
-/// Messages that an eventfd or futex link holds; a sender beyond that is told so.
+/// Messages that an eventfd or futex link holds; a full link returns an error to the sender.
 const QUEUE_MAX: usize = 4096;
 
 /// How one thread wakes another.
@@ -27,9 +27,9 @@ pub enum Mechanism {
     Tcp,
     /// The same with the receiver in `epoll_wait`.
     Epoll,
-    /// An eventfd beside a queue.
+    /// An eventfd and a queue.
     Eventfd,
-    /// A futex beside a queue, as channels and condition variables have.
+    /// A futex and a queue, as in channels and condition variables.
     Futex,
 }
 
@@ -62,26 +62,26 @@ impl Mechanism {
     }
 }
 
-/// When and where a message was sent.
+/// Time and CPU at which a message was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
-    /// `CLOCK_MONOTONIC`, ns; [`Stamp::STOP`]'s ends the receiver.
+    /// `CLOCK_MONOTONIC`, ns; the value of [`Stamp::STOP`] ends the receiver.
     pub at_ns: u64,
-    /// The request's due time, ns; of the sender's choice.
+    /// The request's due time, ns; set by the sender.
     pub due_ns: u64,
     /// The sender's CPU.
     pub cpu: u32,
 }
 
 impl Stamp {
-    /// Tells the receiver to end.
+    /// Ends the receiver.
     pub const STOP: Stamp = Stamp {
         at_ns: u64::MAX,
         due_ns: 0,
         cpu: 0,
     };
 
-    /// Now and here.
+    /// A stamp with the current time and CPU.
     pub fn here() -> Stamp {
         let at_ns = now_ns();
         Stamp {
@@ -116,7 +116,7 @@ pub fn now_ns() -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// The CPU that this thread runs on.
+/// The CPU that runs this thread.
 pub fn cpu() -> u32 {
     rustix::thread::sched_getcpu() as u32
 }
@@ -146,7 +146,7 @@ impl Queue {
     }
 }
 
-/// The end that wakes.
+/// The waking end.
 #[derive(Debug)]
 pub struct Sender(Tx);
 
@@ -159,7 +159,7 @@ enum Tx {
     Futex(Arc<Queue>),
 }
 
-/// The end that is woken.
+/// The woken end.
 #[derive(Debug)]
 pub struct Receiver(Rx);
 
@@ -173,10 +173,10 @@ enum Rx {
     Futex(Arc<Queue>),
 }
 
-/// A fresh link.
+/// Creates a link.
 ///
 /// # Errors
-/// When the kernel gives no descriptor or no loopback port.
+/// If the kernel has no free descriptor or loopback port.
 pub fn link(m: Mechanism) -> io::Result<(Sender, Receiver)> {
     let tcp = || {
         let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -227,8 +227,8 @@ impl Sender {
     /// Sends a stamp and wakes the receiver if it waits.
     ///
     /// # Errors
-    /// `WouldBlock` when the queue of an eventfd or futex link is full (the message is not sent);
-    /// otherwise what the kernel reports.
+    /// `WouldBlock` if the queue of an eventfd or futex link is full (the message is not sent);
+    /// otherwise the kernel's error.
     pub fn send(&mut self, s: Stamp) -> io::Result<()> {
         match &mut self.0 {
             Tx::Pipe(tx) => tx.write_all(&s.to_bytes()),
@@ -253,7 +253,7 @@ impl Receiver {
     /// Waits for a stamp.
     ///
     /// # Errors
-    /// When the sender has gone, or the kernel reports something.
+    /// If the sender has disconnected, or the kernel's error.
     pub fn recv(&mut self) -> io::Result<Stamp> {
         let mut bytes = [0; 20];
         match &mut self.0 {
@@ -285,7 +285,7 @@ impl Receiver {
                 if let Some(s) = q.pop() {
                     return Ok(s);
                 }
-                // EAGAIN: a message came between; EINTR: a signal. Both look again.
+                // EAGAIN: a message arrived in between; EINTR: a signal. Both retry.
                 match futex::wait(&q.sent, futex::Flags::PRIVATE, seen, None) {
                     Ok(()) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
                     Err(e) => return Err(e.into()),

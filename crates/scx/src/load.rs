@@ -1,6 +1,6 @@
-//! Wake-up latency of workers at a given load: message threads hand requests, which fall due as a
-//! Poisson stream, to workers in turn; a worker computes and waits again. The stream does not wait
-//! for the workers (open loop), so a slow scheduler shows as latency and not as a lower load.
+//! Wake-up latency of workers at a given load. Message threads distribute requests, which fall due as a
+//! Poisson stream, to workers round robin; a worker computes and waits again. The stream does not wait
+//! for the workers (open loop), so a slow scheduler increases latency and does not lower the load.
 
 use std::hint::black_box;
 use std::io;
@@ -14,39 +14,39 @@ use serde::Serialize;
 use crate::link::{Mechanism, Receiver, Sender, Stamp, cpu, link, now_ns};
 use crate::wake::{Quantiles, histogram};
 
-/// What to measure.
+/// Parameters of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
-    /// How workers are woken.
+    /// Wake-up mechanism.
     pub mechanism: Mechanism,
     /// Share of all CPUs' time that the workers' computing takes, percent.
     pub load_pct: u32,
-    /// CPUs to count that share of.
+    /// Number of CPUs that `load_pct` refers to.
     pub cpus: u32,
     /// Message threads.
     pub message_threads: u32,
-    /// Workers of each.
+    /// Workers per message thread.
     pub workers: u32,
-    /// A worker's computing for one request, us on a quiet CPU.
+    /// CPU time of a worker per request, us on a quiet CPU.
     pub work_us: u64,
-    /// How long, ms; requests of the first tenth are not counted.
+    /// Duration, ms; requests of the first tenth are not counted.
     pub duration_ms: u64,
     /// Seed of the stream.
     pub seed: u64,
 }
 
-/// What was measured.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LoadResult {
-    /// How workers were woken.
+    /// Wake-up mechanism.
     pub mechanism: Mechanism,
     /// Load offered, percent.
     pub load_pct: u32,
-    /// From before a message thread's send to after the worker's receive, when the worker waited.
+    /// From before a message thread's send to after the worker's receive, if the worker waited.
     pub wake: Quantiles,
     /// From a request's due time to its end.
     pub request: Quantiles,
-    /// Requests ended per second.
+    /// Requests completed per second.
     pub requests_per_s: f64,
     /// Wake-ups per second after which the worker ran on the message thread's CPU.
     pub hand_offs_per_s: f64,
@@ -60,10 +60,10 @@ struct Tally {
     same_cpu: u64,
 }
 
-/// Iterations of [`spin`] a microsecond.
+/// Iterations of [`spin`] per microsecond.
 fn calibrate() -> f64 {
     const N: u64 = 2_000_000;
-    // The best of five: others were interrupted.
+    // The best of five: the others were interrupted.
     let best = (0..5)
         .map(|_| {
             let start = now_ns();
@@ -75,7 +75,7 @@ fn calibrate() -> f64 {
     N as f64 * 1e3 / best.max(1) as f64
 }
 
-/// Work that takes the same instructions every time, so that a preempted worker still has it to do.
+/// Work with a fixed number of instructions, so that preemption does not shorten it.
 fn spin(n: u64) {
     let mut x = 1u64;
     for i in 0..n {
@@ -87,7 +87,7 @@ fn spin(n: u64) {
 /// Runs the load.
 ///
 /// # Errors
-/// When links or threads cannot be made, or a link breaks.
+/// If links or threads cannot be created, or a link breaks.
 pub fn measure(spec: Spec) -> io::Result<LoadResult> {
     let per_us = calibrate();
     let work = (spec.work_us as f64 * per_us) as u64;
@@ -154,7 +154,7 @@ fn serve(mut inbox: Receiver, work: u64, counted_from: u64) -> io::Result<Tally>
             return Ok(t);
         }
         let received = now_ns();
-        // Sent before we began to wait: nobody was woken.
+        // A message sent before the wait began woke no thread.
         if s.due_ns >= counted_from && s.at_ns > waiting_since {
             t.wake.saturating_record(received - s.at_ns);
             t.same_cpu += u64::from(cpu() == s.cpu);
@@ -192,7 +192,7 @@ fn dispatch(
                 tv_sec: (due_ns / 1_000_000_000) as i64,
                 tv_nsec: (due_ns % 1_000_000_000) as i64,
             };
-            // EINTR sends a request early by what is left; the due time stays.
+            // EINTR sends a request early by the remaining time; the due time stays.
             let _ = clock_nanosleep_absolute(ClockId::Monotonic, &until);
         }
         let to = turn % outs.len();
@@ -228,7 +228,7 @@ mod tests {
             seed: 1,
         };
         let r = measure(spec).unwrap();
-        // 2,000 a second for 0.18 s, Poisson; the bounds hold on a machine of any speed, as the
+        // 2,000 per second for 0.18 s, Poisson; the bounds hold on a machine of any speed, because the
         // stream does not wait.
         assert!((250..500).contains(&r.request.count), "{r:?}");
         assert!(r.wake.count <= r.request.count && r.dropped == 0);

@@ -1,9 +1,9 @@
-//! CPUs, last-level caches and NUMA nodes, as sysfs tells them.
+//! CPUs, last-level caches and NUMA nodes, read from sysfs.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Most CPUs of a group: the policy keeps one bit for each. `SLIP_LLC_CPUS`.
+/// Maximum CPUs of a group: the policy keeps one bit for each. `SLIP_LLC_CPUS`.
 pub const LLC_CPUS_MAX: usize = 64;
 
 /// One CPU.
@@ -24,7 +24,7 @@ pub struct Cpu {
 pub struct Topology {
     /// Online CPUs by number.
     pub cpus: BTreeMap<u32, Cpu>,
-    /// CPU numbers of each group, rising. A cache shared by more than [`LLC_CPUS_MAX`] CPUs is
+    /// CPU numbers of each group, ascending. A cache shared by more than [`LLC_CPUS_MAX`] CPUs is
     /// split, between cores.
     pub llcs: Vec<Vec<u32>>,
 }
@@ -32,29 +32,29 @@ pub struct Topology {
 /// Why the topology could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TopologyError {
-    /// A file.
+    /// A file could not be read.
     #[error("reading {path}; is sysfs mounted?")]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// A list of CPUs.
-    #[error("{place}: `{text}` is no list of CPUs such as `0-3,8`")]
+    /// Not a list of CPUs.
+    #[error("{place}: `{text}` is not a list of CPUs such as `0-3,8`")]
     List {
-        /// Where.
+        /// The place of the text.
         place: String,
-        /// What stood there.
+        /// The text.
         text: String,
     },
 }
 
-/// Parses the kernel's list form: `0-3,8`. The empty list is allowed.
+/// Parses the kernel's list format: `0-3,8`. The empty list is allowed.
 ///
 /// # Errors
-/// With `place`, when `text` is something else or names a CPU above 65535.
+/// With `place`, if `text` is not a list or names a CPU above 65535.
 pub fn parse_cpu_list(text: &str, place: &str) -> Result<Vec<u32>, TopologyError> {
     let bad = || TopologyError::List {
         place: place.to_owned(),
@@ -79,8 +79,8 @@ impl Topology {
     /// Reads `<sysfs>/devices/system`; `sysfs` is `/sys` outside of tests.
     ///
     /// # Errors
-    /// When the list of online CPUs cannot be read or is not one. A CPU without cache or node
-    /// entries (some virtual machines) is taken to share the cache of its package.
+    /// If the list of online CPUs cannot be read or is not one. A CPU without cache or node
+    /// entries (some virtual machines) is assumed to share the cache of its package.
     pub fn read(sysfs: &Path) -> Result<Topology, TopologyError> {
         let system = sysfs.join("devices/system");
         let read = |path: PathBuf| match std::fs::read_to_string(&path) {
@@ -157,12 +157,12 @@ fn last_level(cpu: &Path) -> Option<PathBuf> {
         .map(|(_, p)| p)
 }
 
-/// Splits a group that is too large into the fewest even parts, keeping cores together.
+/// Splits a group that is too large into the minimum number of even parts, keeping cores together.
 fn split(mut group: Vec<u32>, cores: &BTreeMap<u32, u32>) -> Vec<Vec<u32>> {
     group.sort_by_key(|cpu| (cores[cpu], *cpu));
     let parts = group.len().div_ceil(LLC_CPUS_MAX);
     let mut size = group.len().div_ceil(parts);
-    // With two threads a core, an odd part would cut one in half.
+    // With two threads per core, an odd part would split a core.
     if parts > 1 && size % 2 == 1 {
         size += 1;
     }

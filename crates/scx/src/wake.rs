@@ -1,4 +1,4 @@
-//! How long it takes to wake a thread.
+//! Latency of waking a thread.
 
 use std::io;
 use std::thread;
@@ -8,17 +8,17 @@ use serde::Serialize;
 
 use crate::link::{Mechanism, Stamp, cpu, link, now_ns};
 
-/// What to measure.
+/// Parameters of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
-    /// How the wakee is woken.
+    /// Wake-up mechanism.
     pub mechanism: Mechanism,
     /// Wake-ups measured.
     pub rounds: u32,
-    /// Wake-ups before that, in which a scheduler may learn.
+    /// Wake-ups before the measurement, in which a scheduler may learn.
     pub warmup: u32,
     /// The waker computes this long after each wake-up before it waits, us. A scheduler that
-    /// believes the sync hint then keeps the wakee waiting.
+    /// follows the sync hint then keeps the wakee waiting.
     pub linger_us: u64,
 }
 
@@ -40,7 +40,7 @@ pub struct Quantiles {
 }
 
 impl Quantiles {
-    /// Of a histogram of ns.
+    /// The quantiles of a histogram of ns.
     pub fn of(h: &Histogram<u64>) -> Quantiles {
         let us = |ns: u64| ns as f64 / 1e3;
         Quantiles {
@@ -55,29 +55,29 @@ impl Quantiles {
 }
 
 pub(crate) fn histogram() -> Histogram<u64> {
-    // Three digits from 1 ns to 100 s; longer ones count as that.
+    // Three digits from 1 ns to 100 s; longer times count as 100 s.
     Histogram::new_with_bounds(1, 100_000_000_000, 3).expect("the bounds and digits are allowed")
 }
 
-/// What was measured.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct WakeResult {
-    /// How.
+    /// Wake-up mechanism.
     pub mechanism: Mechanism,
-    /// The waker's computing after each wake-up, us.
+    /// CPU time of the waker after each wake-up, us.
     pub linger_us: u64,
     /// From before the waker's send to after the wakee's receive.
     pub latency: Quantiles,
     /// Wake-ups after which the wakee ran on its waker's CPU.
     pub same_cpu: u64,
-    /// Those per second.
+    /// The same per second.
     pub hand_offs_per_s: f64,
 }
 
 /// Two threads: one wakes the other, computes for a while, and waits for the answer.
 ///
 /// # Errors
-/// When a link cannot be made or breaks.
+/// If a link cannot be created or breaks.
 pub fn measure(spec: Spec) -> io::Result<WakeResult> {
     let (mut ask, mut asked) = link(spec.mechanism)?;
     let (mut answer, mut answered) = link(spec.mechanism)?;

@@ -1,5 +1,5 @@
 //! The decision as the kernel runs it (`src/bpf/decide.bpf.c`, by `BPF_PROG_RUN`) against the native
-//! build, on random inputs. Needs the right to load BPF programs; skips with a message without.
+//! build, on random inputs. Needs the right to load BPF programs; skips with a message without it.
 
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
 use slipstream_cpusched::policy::{Core, DOMAINS, Domain, Llc, Params, Placement, Task, Wake};
@@ -24,7 +24,7 @@ impl Rng {
         self.word() % n
     }
 
-    /// Mostly small, so that thresholds are met from both sides, and sometimes anything.
+    /// Usually small, so that thresholds are met from both sides, and sometimes any value.
     fn time(&mut self) -> u64 {
         if self.below(8) == 0 {
             self.word()
@@ -71,7 +71,7 @@ impl Bytes {
         ]);
     }
 
-    /// The domain of the tasks that may run anywhere, by LLC.
+    /// Sets the domain of the tasks without a CPU mask, by LLC.
     fn domains(&mut self, core: &Core) {
         for llc in 0..LLCS {
             let d = core.domains[(llc * DOMAINS) as usize];
@@ -116,7 +116,7 @@ fn kernel_and_native_build_decide_alike() {
     let object = match loaded {
         Ok(object) => object,
         Err(e) => {
-            // As root a refusal is a finding: the verifier did not like the policy.
+            // As root a rejection is an error: the verifier did not accept the policy.
             let uid =
                 std::os::unix::fs::MetadataExt::uid(&std::fs::metadata("/proc/self").unwrap());
             assert_ne!(uid, 0, "the kernel refused the program: {e}");

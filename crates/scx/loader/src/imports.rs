@@ -1,11 +1,11 @@
-//! The kernel functions that the compiled BPF program really imports, from its type information.
+//! The kernel functions that the compiled BPF program imports, from its type information.
 
 use anyhow::Context as _;
 use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
 use slipstream_scx::btf;
 use slipstream_scx::doctor::{Import, plain_name};
 
-/// The functions that the kernel must have for the program to load.
+/// The functions that the kernel must have to load the program.
 ///
 /// # Errors
 /// If the bytes are not an object with type information.
@@ -39,7 +39,7 @@ mod tests {
     fn header_declares_what_the_object_imports() {
         let imports = of_object(crate::PROGRAM).unwrap();
         assert!(imports.iter().any(|i| i.name == "scx_bpf_kick_cpu"));
-        // Loops over numbers are declared by libbpf's own header, and any kernel with sched_ext has them.
+        // libbpf's own header declares loops over numbers, which any kernel with sched_ext supports.
         let ours = |i: &&Import| !i.name.starts_with("bpf_iter_num_");
         for import in imports.iter().filter(ours) {
             let declared = declared_imports().iter().find(|d| d.name == import.name);

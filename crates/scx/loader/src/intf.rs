@@ -1,6 +1,6 @@
-//! What goes into the BPF program's maps: the bytes of `src/bpf/intf.h`'s structs.
+//! Values for the BPF program's maps: the bytes of `src/bpf/intf.h`'s structs.
 //!
-//! Written field by field; libbpf refuses a value of another size than the map's.
+//! Written field by field; libbpf rejects a value whose size differs from the map's.
 
 use slipstream_cpusched::policy::{DOMAINS, Params};
 use slipstream_scx::classes::{Class, Rule, Subject};
@@ -11,7 +11,7 @@ pub const CPUS_MAX: u32 = 1024;
 /// `SLIP_LLCS_MAX`.
 pub const LLCS_MAX: usize = 256;
 
-/// A struct's bytes in the making. All structs are laid out without gaps.
+/// A struct's bytes under construction. All structs are laid out without gaps.
 #[derive(Default)]
 pub struct Bytes(Vec<u8>);
 
@@ -64,7 +64,7 @@ pub fn config(p: &Params, t: &Topology, rules: usize, cgroup_rules: bool) -> Vec
     online.iter().fold(b, |b, &word| b.u64(word)).0
 }
 
-/// All of `struct slip_cpu_state`; a CPU that is not there has no LLC.
+/// All of `struct slip_cpu_state`; an absent CPU has no LLC.
 pub fn cpus(t: &Topology) -> Vec<u8> {
     let mut places = vec![(u32::MAX, 0); CPUS_MAX as usize];
     for llc in 0..t.llcs.len() {
@@ -73,14 +73,14 @@ pub fn cpus(t: &Topology) -> Vec<u8> {
         }
     }
     let one = |b: Bytes, (llc, bit): &(u32, u32)| {
-        // The hand-over's time, place, level; then the own domain, the counts and real-time tasks' times.
+        // The handoff's time, place, level; then the own domain, the counts and real-time tasks' times.
         let b = b.u64(0).u32(*llc).u32(*bit).u64(0);
         (0..5).fold(b, |b, _| b.u64(0))
     };
     places.iter().fold(Bytes::default(), one).0
 }
 
-/// All of `struct slip_llc_state`; every CPU counts as busy until the kernel says otherwise.
+/// All of `struct slip_llc_state`; every CPU counts as busy until the kernel reports it idle.
 pub fn llcs(t: &Topology) -> Vec<u8> {
     let one = |b: Bytes, i: usize| {
         let nr_cpus = t.llcs.get(i).map_or(0, Vec::len) as u32;
@@ -98,14 +98,14 @@ pub fn llcs(t: &Topology) -> Vec<u8> {
     (0..LLCS_MAX).fold(Bytes::default(), one).0
 }
 
-/// The CPUs of an LLC by bit: hardware threads of a core adjoin.
+/// The CPUs of an LLC by bit: hardware threads of a core are adjacent.
 pub fn order(t: &Topology, llc: usize) -> Vec<u32> {
     let mut cpus = t.llcs[llc].clone();
     cpus.sort_by_key(|id| (t.cpus[id].core, *id));
     cpus
 }
 
-/// The end of `struct slip_llc_state`: how hardware threads pair, and the CPU of each bit.
+/// The end of `struct slip_llc_state`: the pairs of hardware threads, and the CPU of each bit.
 fn cores(t: &Topology, llc: usize) -> Vec<u8> {
     let cpus = order(t, llc);
     let core = |bit: usize| cpus.get(bit).map(|id| t.cpus[id].core);
@@ -134,7 +134,7 @@ pub fn rule(r: &Rule) -> Option<Vec<u8>> {
     let text = r.text.as_bytes();
     let length = text.len().min(15);
     name[..length].copy_from_slice(&text[..length]);
-    // An exact name counts with the zero that ends it.
+    // An exact name includes its terminating zero.
     let counted = if r.is_prefix { length } else { length + 1 };
     mask[..counted].fill(0xff);
     let mut b = Bytes::default();
@@ -166,16 +166,16 @@ pub struct Exit {
     pub kind: u32,
     /// The kernel's exit code.
     pub code: u64,
-    /// What happened, such as `runnable task stall`.
+    /// The cause, such as `runnable task stall`.
     pub reason: String,
-    /// Which task, and for how long.
+    /// The task, and the duration.
     pub message: String,
     /// The kernel's dump of CPUs, tasks and queues; may be cut off.
     pub dump: String,
 }
 
 impl Exit {
-    /// From the map's value.
+    /// Parses the map's value.
     pub fn parse(bytes: &[u8]) -> Option<Exit> {
         let text = |b: &[u8]| {
             let end = b.iter().position(|&c| c == 0).unwrap_or(b.len());
@@ -190,12 +190,12 @@ impl Exit {
         })
     }
 
-    /// A CPU came or went: the topology is to be read and the scheduler loaded again.
+    /// Whether a CPU came online or went offline: the topology must be read and the scheduler loaded again.
     pub fn is_hotplug(&self) -> bool {
         self.code & (HOTPLUG | RESTART) != 0
     }
 
-    /// The operator asked the kernel for its own scheduler.
+    /// Whether the operator requested the kernel's own scheduler.
     pub fn is_requested(&self) -> bool {
         self.kind == SYSRQ
     }

@@ -1,7 +1,7 @@
 //! Loads Slipstream's `sched_ext` scheduler and shows its counters.
 //!
-//! The scheduler lives as long as this process: however it ends, SIGKILL included, the kernel goes
-//! back to its own.
+//! The scheduler lives as long as this process: however the process ends, SIGKILL included, the kernel
+//! returns to its own.
 //!
 //! Exit status: 0 ended on request (SIGINT, SIGTERM, SysRq-S,
 //! `--seconds`), [`REFUSED`], [`KERNEL_ENDED`].
@@ -33,7 +33,7 @@ use slipstream_scx::wake;
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/slipstream.bpf.o"));
 
-/// The scheduler could not be loaded; trying again changes nothing.
+/// The scheduler could not be loaded; a retry would fail, too.
 const REFUSED: u8 = 2;
 /// The kernel ended the scheduler while it ran: a stall, or an error of the BPF program.
 const KERNEL_ENDED: u8 = 3;
@@ -53,12 +53,12 @@ struct Cli {
 enum Command {
     /// Load the scheduler; it stays until this process ends
     Run(Run),
-    /// Show the counters of the scheduler that runs
+    /// Show the counters of the running scheduler
     Stats {
         /// Print JSON
         #[arg(long)]
         json: bool,
-        /// Print again every so many seconds
+        /// Interval for printing again, in seconds
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
         interval: Option<u64>,
     },
@@ -69,23 +69,23 @@ struct Run {
     /// Class file: threads by name or cgroup, with weight, slice and CPUs
     #[arg(long, value_name = "FILE")]
     classes: Option<PathBuf>,
-    /// Cost of waking an idle CPU, us, or `auto` to measure it: a waker that goes on computing for
-    /// longer than that is not handed over from
+    /// Cost of waking an idle CPU, us, or `auto` to measure it: no handoff from a waker that computes
+    /// for longer than that after a wake-up
     #[arg(long, default_value = "20", value_parser = wake_idle)]
     wake_idle_us: WakeIdle,
-    /// Never hand over
+    /// Disable handoffs
     #[arg(long)]
     no_hand_off: bool,
-    /// Believe every sync hint
+    /// Follow every sync hint
     #[arg(long)]
     no_learn: bool,
     /// Load although cgroups have CPU limits (cpu.max) that would no longer be enforced
     #[arg(long)]
     ignore_cpu_max: bool,
-    /// Print counters every so many seconds
+    /// Interval for printing counters, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stats: Option<u64>,
-    /// End after so many seconds
+    /// End after this many seconds
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
 }
@@ -115,7 +115,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Refuses what cannot work or would break a guarantee, and warns of what would be ignored.
+/// Rejects a host that lacks a requirement or loses a guarantee, and warns of ignored settings.
 fn check_host(args: &Run) -> anyhow::Result<()> {
     let places = Places {
         sysfs: Path::new("/sys"),
@@ -147,8 +147,8 @@ fn check_host(args: &Run) -> anyhow::Result<()> {
 }
 
 fn run(args: &Run) -> anyhow::Result<ExitCode> {
-    // Before anything is loaded: a shell starts background jobs with SIGINT ignored, and without a
-    // handler it would stay so.
+    // Before the scheduler is loaded: a shell starts background jobs with SIGINT ignored, and only a
+    // handler changes that.
     let signals = watch::Signals::install()?;
     check_host(args)?;
     let wake_idle_us = match args.wake_idle_us {
@@ -160,7 +160,7 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         .map(|s| Instant::now() + Duration::from_secs(s));
     let mut seen = BTreeSet::new();
     loop {
-        // Before the topology: the kernel refuses the scheduler if a CPU came or went since.
+        // Before the topology: the kernel refuses the scheduler if CPUs changed since.
         let hotplug_seq = std::fs::read_to_string("/sys/kernel/sched_ext/hotplug_seq")
             .ok()
             .and_then(|text| text.trim().parse().ok())
@@ -176,8 +176,8 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         params.learn = u32::from(!args.no_learn);
         let (object, _link) = load(&params, &topology, &classes, hotplug_seq)?;
         eprintln!(
-            "slipstream schedules {} CPUs in {} LLCs; hand-over up to {wake_idle_us} us; \
-             end this process to go back to the kernel's scheduler",
+            "slipstream schedules {} CPUs in {} LLCs; handoff up to {wake_idle_us} us; \
+             end this process to return to the kernel's scheduler",
             topology.cpus.len(),
             topology.llcs.len()
         );
@@ -189,15 +189,15 @@ fn run(args: &Run) -> anyhow::Result<ExitCode> {
         match watch::until_the_end(&object, args, &classes, &signals, ends)? {
             watch::Ended::OnRequest => return Ok(ExitCode::SUCCESS),
             watch::Ended::Hotplug => {
-                eprintln!("a CPU came or went: reading the topology and loading again");
+                eprintln!("the online CPUs changed: reading the topology and loading again");
             }
             watch::Ended::ByKernel => return Ok(ExitCode::from(KERNEL_ENDED)),
         }
     }
 }
 
-/// Wakes a thread by futex a few times, under the scheduler that runs now; it mostly finds an idle
-/// CPU. The median is what a hand-over must beat.
+/// Wakes a thread by futex a few times, under the current scheduler; it usually finds an idle
+/// CPU. A handoff must be faster than the median.
 fn measure_wake_idle() -> anyhow::Result<u64> {
     let spec = wake::Spec {
         mechanism: Mechanism::Futex,
@@ -209,7 +209,7 @@ fn measure_wake_idle() -> anyhow::Result<u64> {
     Ok((measured.latency.p50_us.round() as u64).clamp(5, 1_000))
 }
 
-/// `gone`: CPUs that were there when the file was first read.
+/// `gone`: CPUs that were present when the file was first read.
 fn read_classes(
     file: Option<&Path>,
     topology: &Topology,
@@ -266,7 +266,7 @@ fn load(
             .set_initial_value(&value)
             .with_context(|| format!("filling section `{name}`"))?;
     }
-    // The first member of our `struct sched_ext_ops`; 0 is not looked at.
+    // The first member of our `struct sched_ext_ops`; the kernel ignores 0.
     open.maps_mut()
         .find(|m| m.name() == "slipstream")
         .and_then(|mut m| {
@@ -352,7 +352,7 @@ fn stats(json: bool, interval: Option<u64>) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// The service must not retry what cannot change, and must retry what the kernel ended.
+    /// The service must not retry permanent failures, and must retry after the kernel ended the scheduler.
     #[test]
     fn exit_statuses_are_those_that_the_service_expects() {
         let unit = include_str!("../../../../packaging/systemd/slipstream-scx.service");

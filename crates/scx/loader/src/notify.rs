@@ -1,24 +1,24 @@
-//! Tells systemd that the scheduler runs: datagrams to the socket in `NOTIFY_SOCKET`.
+//! Notifies systemd that the scheduler runs: datagrams to the socket in `NOTIFY_SOCKET`.
 //!
 //! Source: systemd's `sd_notify(3)`. Without the variable nothing is sent; a failure to send is
-//! ignored, because the scheduler runs whether or not a manager knows.
+//! ignored, because the scheduler does not depend on a service manager.
 
 use std::ffi::OsStr;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// The scheduler is attached.
+/// Reports that the scheduler is attached.
 pub fn ready(status: &str) {
     send(&format!("READY=1\nSTATUS={status}"));
 }
 
-/// One line that `systemctl status` shows.
+/// Sets the line that `systemctl status` shows.
 pub fn status(status: &str) {
     send(&format!("STATUS={status}"));
 }
 
-/// The loader is about to end.
+/// Reports that the loader is about to end.
 pub fn stopping() {
     send("STOPPING=1");
 }
@@ -54,7 +54,10 @@ mod tests {
         let path = std::env::temp_dir().join(format!("slipstream-notify-{}", std::process::id()));
         check(&UnixDatagram::bind(&path).unwrap(), path.as_os_str());
         std::fs::remove_file(&path).unwrap();
-        assert!(send_to(path.as_os_str(), "x").is_err(), "nobody listens");
+        assert!(
+            send_to(path.as_os_str(), "x").is_err(),
+            "no process listens"
+        );
         let name = format!("slipstream-notify-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(&name).unwrap();
         let socket = UnixDatagram::bind_addr(&address).unwrap();

@@ -1,5 +1,5 @@
-//! What the loader does while the scheduler runs: it waits for a signal, for the kernel to end the
-//! scheduler, and for cgroups to come and go. Between those it sleeps.
+//! The loader's loop while the scheduler runs: it waits for a signal, for the kernel to end the
+//! scheduler, and for cgroups to be created or removed. Between those events it sleeps.
 
 use std::io::{self, Read as _};
 use std::os::fd::AsFd as _;
@@ -16,19 +16,19 @@ use slipstream_scx::classes::{Classes, Subject};
 
 use crate::{Run, intf, map, notify, read_counters, text};
 
-/// Without a watch on every cgroup the tree is walked this often.
+/// If some cgroup has no watch, the tree is walked at this interval.
 const RESCAN: Duration = Duration::from_secs(10);
-/// How often the exit record is read where the BPF program does not announce its end.
+/// Interval for reading the exit record if the BPF program does not announce its end.
 const EXIT_POLL: Duration = Duration::from_millis(100);
 /// Cgroups named in warnings while the scheduler runs; later ones are counted only.
 const WARNED_MAX: usize = 20;
 
-/// Why the loader stops waiting.
+/// Why the loader stopped waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// A signal, SysRq-S, or `--seconds` are over.
+    /// A signal, SysRq-S, or the end of `--seconds`.
     OnRequest,
-    /// A CPU came or went.
+    /// A CPU came online or went offline.
     Hotplug,
     /// The kernel ended the scheduler; it has been reported.
     ByKernel,
@@ -67,7 +67,7 @@ impl ClassTable for CgroupMap<'_> {
         let Err(e) = self.0.update(&key, &class.to_ne_bytes(), MapFlags::ANY) else {
             return Ok(true);
         };
-        // A hash map that is full refuses new keys and takes new values of old ones.
+        // A full hash map rejects new keys and accepts new values of old ones.
         let is_new = self
             .0
             .lookup(&key, MapFlags::ANY)
@@ -87,7 +87,7 @@ impl ClassTable for CgroupMap<'_> {
     }
 }
 
-/// Warnings about cgroups, each said once.
+/// Warnings about cgroups, each logged once.
 #[derive(Default)]
 struct Warnings {
     settings: Vec<InUse>,
@@ -107,7 +107,7 @@ impl Warnings {
                 self.settings.push(s);
             } else {
                 if self.left_out == 0 {
-                    eprintln!("warning: further cgroups with such settings are not named");
+                    eprintln!("warning: further cgroups with such settings are not listed");
                 }
                 self.left_out += 1;
             }
@@ -149,7 +149,7 @@ pub fn until_the_end(
     ends: Option<Instant>,
 ) -> anyhow::Result<Ended> {
     let exit = map(object, "slip_exit")?;
-    // The map of a ring buffer is readable once the program has written to it.
+    // The map of a ring buffer becomes readable when the program writes to it.
     let announced = object.maps().find(|m| m.name() == "slip_exited");
     let counters = map(object, "slip_stats")?;
     let honors = Honors::ours();
@@ -229,7 +229,7 @@ pub fn until_the_end(
     }
 }
 
-/// Follows cgroups if a rule names some, or if settings on them would not be enforced.
+/// Tracks cgroups if a rule names some, or if settings on them would not be enforced.
 fn track(
     classes: &Classes,
     honors: Honors,
@@ -260,7 +260,7 @@ fn report(exit: &intf::Exit) {
         );
     }
     eprintln!(
-        "error: the kernel ended the scheduler and went back to its own: {}{colon}{} \
+        "error: the kernel ended the scheduler and returned to its own: {}{colon}{} \
          (kind {}, code {:#x})",
         exit.reason, exit.message, exit.kind, exit.code
     );
@@ -271,7 +271,7 @@ fn report(exit: &intf::Exit) {
 mod tests {
     use super::*;
 
-    /// As in a background job of a shell, where SIGINT is ignored from the start.
+    /// As in a background job of a shell, for which SIGINT is ignored from the start.
     #[test]
     fn both_signals_arrive_as_bytes() {
         let signals = Signals::install().unwrap();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
 /*
- * The placement decision as a program that any kernel with BPF runs (BPF_PROG_RUN), over inputs in a
+ * The placement decision as a program that any kernel with BPF runs (BPF_PROG_RUN), on inputs from a
  * map instead of a host: src/differential.rs compares it with the native build.
  */
 #include "types.h"
@@ -20,11 +20,11 @@ struct decide {
 	struct slip_wake wake;
 	struct slip_placement out;
 	struct slip_llc llcs[LLCS];
-	struct slip_domain domains[LLCS];	/* that of both tasks, by LLC */
+	struct slip_domain domains[LLCS];	/* the domain of both tasks, by LLC */
 	u32 prev_level;
 	s32 masked_cpu;
 	u64 exec_ns;	/* the waker's CPU time at its wake-up */
-	u64 stop_ns;	/* and when it left its CPU */
+	u64 stop_ns;	/* and when it leaves its CPU */
 	u64 slice;
 	u64 key;
 	u32 lied;
@@ -48,7 +48,7 @@ static struct slip_llc *slip_env_llc(struct slip_env *env, u32 llc)
 {
 	if (llc >= LLCS)
 		return NULL;
-	/* The compiler drops the mask as idle, but the verifier wants to see it. */
+	/* The compiler removes the mask as redundant, but the verifier requires it. */
 	barrier_var(llc);
 	return &env->d->llcs[llc & (LLCS - 1)];
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
 /*
- * The kernel's types, as far as this program looks into them. Written by hand from the names and
- * meanings in Linux's documentation; CO-RE moves the offsets to where the running kernel has them.
+ * The kernel's types, limited to the fields that this program uses. Written by hand from the names and
+ * meanings in Linux's documentation; CO-RE relocates the offsets to those of the running kernel.
  * Structs named in prototypes of kernel functions need a body, or the prototypes do not match.
  */
 #ifndef SLIP_KERNEL_H
@@ -42,7 +42,7 @@ struct sched_entity {
 	u64 sum_exec_runtime;
 } __co_re;
 
-/* Its real-time tasks. */
+/* The run queue's real-time tasks. */
 struct rt_rq {
 	u32 rt_nr_running;
 } __co_re;
@@ -52,7 +52,7 @@ struct rq {
 	u32 nr_running;
 	struct rt_rq rt;
 	u64 clock;
-	u64 clock_task;	/* the same without the time that interrupts took */
+	u64 clock_task;	/* the same without the time taken by interrupts */
 } __co_re;
 
 struct task_struct {
@@ -93,7 +93,7 @@ struct scx_exit_task_args {
 	bool cancelled;
 } __co_re;
 
-/* A part of the kernel's: libbpf copies the members over by name. */
+/* A part of the kernel's struct: libbpf copies the members over by name. */
 struct sched_ext_ops {
 	u64 hotplug_seq;	/* first: the loader writes it */
 	s32 (*select_cpu)(struct task_struct *p, s32 prev_cpu, u64 wake_flags);
@@ -155,7 +155,7 @@ extern bool bpf_cpumask_test_cpu(u32 cpu, const struct cpumask *cpumask) __ksym;
 extern void bpf_rcu_read_lock(void) __ksym;
 extern void bpf_rcu_read_unlock(void) __ksym;
 extern u32 bpf_cpumask_first(const struct cpumask *cpumask) __ksym;
-/* Before 7.3 it returns a count, since then nothing; libbpf leaves out what follows the `___`. */
+/* Before 7.3 it returns a count, later nothing; libbpf strips the suffix after `___`. */
 extern u32 scx_bpf_reenqueue_local___count(void) __ksym __weak;
 extern void scx_bpf_reenqueue_local___void(void) __ksym __weak;
 extern void scx_bpf_dump_bstr(char *fmt, unsigned long long *data, u32 data__sz) __ksym;

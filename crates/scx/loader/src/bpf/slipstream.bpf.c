@@ -3,21 +3,21 @@
  * scx_slipstream: the placement policy of slip_policy.h on a running kernel.
  *
  * Queues (DSQs): one per LLC, ordered by virtual deadline, for all tasks that more than one CPU may
- * run; one per CPU, ordered alike, for tasks of that CPU alone; one per CPU for the task that was
- * handed over to it. The last is not SCX_DSQ_LOCAL, from which no other CPU could take it. Taking
- * the first task of an LLC's queue, the kernel skips those whose mask excludes the taking CPU.
+ * run; one per CPU, with the same order, for tasks bound to that CPU; one per CPU for the task that was
+ * handed off to it. The last is not SCX_DSQ_LOCAL, from which no other CPU could steal it. When a CPU
+ * takes the first task of an LLC's queue, the kernel skips those whose mask excludes that CPU.
  *
- * No task waits beside an idle CPU of its mask:
+ * No task waits while a CPU of its mask is idle:
  *
- * - Who queues a task looks for an idle CPU of its mask, and the kick that wakes it is carried out
+ * - A CPU that queues a task looks for an idle CPU of its mask. The kick that wakes it is carried out
  *   by an interrupt after the insertion. (The insertion itself takes place after ops.enqueue has
- *   returned; nothing that ops.enqueue does may count on it.)
- * - A CPU that goes idle compares its LLC's `put` with what it was before it last looked for work.
+ *   returned; nothing in ops.enqueue may rely on it.)
+ * - A CPU that becomes idle compares its LLC's `put` with the value before it last looked for work.
  * - The CPU that a task last ran on, on whose run queue the kernel counts it, looks for work when its
  *   own task leaves or its slice ends.
- * - At each tick, and by a timer where no CPU has ticks for us, queues are compared with idle CPUs.
+ * - At each tick, and by a timer if no CPU has sched_ext ticks, queues are compared with idle CPUs.
  *
- * Decisions are in the header; here are the maps, the kernel's queues and the callbacks.
+ * Decisions are in the header; this file has the maps, the kernel's queues and the callbacks.
  */
 #include "kernel.h"
 #include "slip_policy.h"
@@ -26,37 +26,37 @@
 char _license[] SEC("license") = "GPL";
 
 #define DSQ_CPU		0x10000ull	/* + cpu: tasks bound to it */
-#define DSQ_HANDOVER	0x20000ull	/* + cpu: the task handed to it */
-#define PULL_LOOKS	8	/* tasks of another LLC's queue that a pull looks at */
-#define PEEKS		8	/* tasks of its LLC's queue that a CPU looks at for one it may run */
+#define DSQ_HANDOVER	0x20000ull	/* + cpu: the task handed off to it */
+#define PULL_LOOKS	8	/* tasks of another LLC's queue that a pull examines */
+#define PEEKS		8	/* tasks of its LLC's queue that a CPU examines for one it may run */
 #define RESCUE_LOOKS	4	/* tasks of a queue for which the tick and the timer look for a CPU */
 #define RECLASSIFY_NS	100000000ull	/* after which a task's cgroup is looked up again */
 #define TIMER_NS	100000000ull
 #define REAL_TIME_MS	10000u	/* for which a long run of a real-time task is remembered */
-#define AGED_NS		2000000000ull	/* a task that waited this long goes ahead of the order */
+#define AGED_NS		2000000000ull	/* a task that has waited this long goes ahead of the order */
 
 struct task_ctx {
 	struct slip_task t;
-	u64 comm[2];		/* the name that its class was found by */
+	u64 comm[2];		/* the name at its last classification */
 	u64 classed_at;
 	u32 class_weight;	/* 0: by nice value */
 	u32 path;		/* placement, from select_cpu to enqueue */
 	u32 llc;
 	u32 selected;		/* select_cpu saw this wake-up */
-	u32 accounted;		/* ops.dispatch accounted for its run, ops.enqueue need not */
-	u32 claimed;		/* 1 + the idle CPU that is to take it from the queue; 0 none */
+	u32 accounted;		/* ops.dispatch has accounted for its run, ops.enqueue need not */
+	u32 claimed;		/* 1 + the idle CPU claimed to take it from the queue; 0 none */
 };
 
 /*
- * Globals rather than maps to look up: a wake-up costs a few thousand instructions in all, and each
- * look-up some tens. The configuration is read-only once loaded, so the verifier drops what it
- * switches off.
+ * Globals instead of maps: a wake-up costs a few thousand instructions in total, and each map
+ * look-up some tens. The configuration is read-only once loaded, so the verifier drops code that it
+ * disables.
  */
 const volatile struct slip_config slip_config SEC(".rodata.config");
 struct slip_cpu_state slip_cpus[SLIP_CPUS_MAX] SEC(".data.cpus");
 struct slip_llc_state slip_llcs[SLIP_LLCS_MAX] SEC(".data.llcs");
 struct slip_mask slip_masks[SLIP_DOMAINS];
-u32 slip_real_time_at;	/* when a real-time task last left a CPU after long, by coarse(); 0: never */
+u32 slip_real_time_at;	/* end of the last long run of a real-time task, by coarse(); 0: none */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -72,7 +72,7 @@ struct {
 	__type(value, struct slip_class);
 } slip_classes SEC(".maps");
 
-/* Class of a cgroup; kept up to date by the loader. */
+/* Class of each cgroup; the loader keeps it up to date. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -123,7 +123,7 @@ struct slip_env {
 	struct task_struct *p;
 };
 
-/* Not just a cast: without `volatile` the compiler would take the zeros of the source for granted. */
+/* Not just a cast: without `volatile` the compiler would assume the zeros of the source. */
 static __always_inline const struct slip_params *params(void)
 {
 	const struct slip_params *p = (const struct slip_params *)&slip_config.params;
@@ -143,9 +143,9 @@ static __always_inline struct slip_llc_state *llc_of(u32 id)
 }
 
 /*
- * Whether tasks of this CPU alone may wait for it, without asking the kernel. They are queued, with
- * the insertion, under the CPU's run queue lock, and it looks for work under the same: so unlike an
- * LLC's queue this one can be counted.
+ * Whether tasks bound to this CPU may be queued, without a call of the kernel. They are queued, with
+ * the insertion, under the CPU's run queue lock, and the CPU looks for work under the same lock. Unlike
+ * an LLC's queue, this one can therefore be counted.
  */
 static __always_inline bool has_bound(struct slip_cpu_state *c)
 {
@@ -166,8 +166,8 @@ static __always_inline bool take_bound(struct slip_cpu_state *c, s32 cpu)
 }
 
 /*
- * The CPU of a bit below 64. The compiler knows that slip_lowest_bit() of something is below 64 and
- * leaves a plain mask out; the verifier does not know, so the compiler must not either.
+ * The CPU of a bit below 64. The compiler infers the bound from slip_lowest_bit() and drops a
+ * plain mask. The verifier does not infer it, so the bound must be hidden from the compiler.
  */
 static __always_inline u32 cpu_of_bit(struct slip_llc_state *llc, u32 bit)
 {
@@ -203,22 +203,22 @@ static __always_inline struct task_ctx *task_of(struct task_struct *p)
 	return bpf_task_storage_get(&slip_tasks, p, NULL, 0);
 }
 
-/* Good enough to pick LLCs by, and cheaper than the kernel's generator. */
+/* Random enough to pick LLCs, and cheaper than the kernel's generator. */
 static __always_inline u64 random_word(u64 now, u32 cpu)
 {
 	return slip_mix(now ^ (u64)cpu << 48);
 }
 
-/* ---- what the policy asks for ------------------------------------------------------------- */
+/* ---- the policy's slip_env_*() functions --------------------------------------------------- */
 
 static __always_inline struct slip_llc *slip_env_llc(struct slip_env *env, u32 id)
 {
 	(void)env;
-	/* `nr_queued` is as old as the last look at the queue; only heuristics depend on it. */
+	/* `nr_queued` is as old as the last read of the queue's length; only heuristics use it. */
 	return id < slip_config.nr_llcs ? &llc_of(id)->llc : NULL;
 }
 
-/* How many tasks wait in an LLC's queue, and the flags that follow from it. */
+/* Sets the length of an LLC's queue, and the flags that follow from it. */
 static __always_inline void set_queued(struct slip_llc_state *s, u32 queued)
 {
 	if (queued != s->llc.nr_queued) {
@@ -250,7 +250,7 @@ static __always_inline bool take_llc(struct slip_llc_state *s, u32 id)
 
 /*
  * Whether a real-time task runs on a CPU, or is about to. A CPU that it wakes from idle is still idle
- * by the kernel's mask until it switches. A task in that CPU's local queue then waits until the
+ * in the kernel's mask until it switches. A task in that CPU's local queue then waits until the
  * real-time task sleeps: the kernel calls ops.cpu_release only if a task of ours had the CPU, and
  * nothing else takes tasks out of a local queue.
  */
@@ -265,9 +265,9 @@ static __always_inline bool has_real_time(u32 cpu)
 static __always_inline u32 coarse(u64 now) { return (u32)(now >> 20) | 1; }
 
 /*
- * Whether a real-time task kept some CPU for a millisecond or more lately. It may be back, on any CPU,
- * before an idle one that we wake has left its idle state. So tasks are then not put into local queues:
- * they wait where others can take them.
+ * Whether a real-time task recently kept some CPU for a millisecond or more. It may be back, on any CPU,
+ * before an idle CPU that we wake has left its idle state. During that time tasks are not put into local
+ * queues: they wait in queues from which other CPUs can take them.
  */
 static __always_inline bool had_real_time(u64 now)
 {
@@ -288,7 +288,7 @@ static __always_inline bool slip_env_claim_cpu(struct slip_env *env, u32 cpu)
 }
 
 /*
- * Claims a CPU of `mask`. The kernel's bit decides, and only who won that clears ours: were ours
+ * Claims a CPU of `mask`. The kernel's bit decides, and only its winner clears ours. If ours were
  * cleared first, a CPU that has set ours and not yet the kernel's would be idle and not be found.
  */
 static __always_inline s32 claim_of(struct slip_llc_state *s, u64 mask)
@@ -367,8 +367,8 @@ static __always_inline u32 class_by_name(const u64 *comm)
 }
 
 /*
- * Finds a task's class anew when its name changed, and each RECLASSIFY_NS, as it may change cgroups
- * and the loader learns of new ones. Called wherever a task is placed, queued or goes on.
+ * Finds a task's class again when its name has changed, and each RECLASSIFY_NS, because it may change
+ * cgroups and the loader adds new ones. Called wherever a task is placed, queued or continued.
  */
 static __always_inline void classify(struct task_struct *p, struct task_ctx *tc, u64 now)
 {
@@ -409,9 +409,9 @@ static __always_inline struct slip_mask *mask_of(u32 domain)
 }
 
 /*
- * The domain of a mask of several CPUs, by the hash of its bits, with one task more. With more masks in
- * use than there are domains, some share one: then its clock is that of the mask that gets more of its
- * CPUs, and the shares of the others' tasks are no longer those of their weights.
+ * The domain of a mask of several CPUs, by the hash of its bits; counts one more task in it. If more masks
+ * are in use than there are domains, some share one. Its clock is then that of the mask that gets more of
+ * its CPUs, and the shares of the other masks' tasks are no longer those of their weights.
  */
 __attribute__((noinline)) u32 slip_join_mask(u64 hash)
 {
@@ -429,7 +429,7 @@ __attribute__((noinline)) u32 slip_join_mask(u64 hash)
 	}
 	at = unused ? unused : 1 + start;
 	was = mask_of(at)->hash;
-	/* Another CPU may take it for another mask just now: then they share it. */
+	/* Another CPU may take it for another mask at the same time: then they share it. */
 	if (unused)
 		__sync_val_compare_and_swap(&mask_of(at)->hash, was, hash);
 	__sync_fetch_and_add(&mask_of(at)->tasks, 1);
@@ -442,7 +442,7 @@ static __always_inline void leave_mask(u32 domain)
 		__sync_fetch_and_add(&mask_of(domain)->tasks, -1);
 }
 
-/* The domain of a task's CPU mask, which it joins. */
+/* Joins the domain of a task's CPU mask, and returns it. */
 static __always_inline u32 join_domain(struct task_struct *p)
 {
 	const struct cpumask *mask = p->cpus_ptr;
@@ -468,7 +468,7 @@ static __always_inline bool is_masked(const struct task_ctx *tc)
 	return tc->t.domain != 0;
 }
 
-/* Tells the policy what `p` did since it last woke or was queued. */
+/* Accounts in the policy for `p` since it last woke or was queued. */
 static __always_inline void account(struct task_struct *p, struct task_ctx *tc,
 				    struct slip_cpu *last, bool blocked)
 {
@@ -482,7 +482,7 @@ static __always_inline void account(struct task_struct *p, struct task_ctx *tc,
 		count(SLIP_C_HINT_LIED);
 }
 
-/* CPU time that the running task has used by `now`; the kernel's count is as old as its last tick. */
+/* CPU time that the running task has used by `now`; the kernel's count is as of its last tick. */
 static __always_inline u64 exec_now(struct task_struct *current, const struct rq *rq, u64 now)
 {
 	return current->se.sum_exec_runtime + (now - (rq->clock - rq->clock_task)) -
@@ -530,7 +530,7 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 	if (wake_flags & SCX_WAKE_SYNC) {
 		struct task_struct *current = bpf_get_current_task_btf();
 
-		/* The idle task's hint comes from an interrupt: it will not block, it is idle. */
+		/* A hint with the idle task as waker comes from an interrupt: the idle task does not block. */
 		if (current->pid)
 			waker = task_of(current);
 		if (waker) {
@@ -540,7 +540,7 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 			if (current->flags & PF_EXITING)
 				w.flags |= SLIP_WAKE_EXITING;
 			slip_on_sync_wake(&waker->t, exec_now(current, rq, w.now));
-			/* Its own, and what else last ran here and now waits in some queue. */
+			/* Tasks bound to this CPU, and others that last ran here and now wait in some queue. */
 			w.waker_queued = rq->nr_running - 1;
 		}
 	}
@@ -578,8 +578,8 @@ s32 BPF_PROG(slip_select_cpu, struct task_struct *p, s32 prev_cpu, u64 wake_flag
 }
 
 /*
- * Wakes a CPU that was claimed, to take a task from LLC `from`. Not SCX_KICK_IDLE: the kernel drops
- * such a kick when the CPU is just then not idle, though it may be past its look for work.
+ * Wakes a claimed CPU, to take a task from LLC `from`. Not SCX_KICK_IDLE: the kernel drops
+ * such a kick if the CPU is not idle at that moment, though it may be past its look for work.
  */
 static __always_inline void kick_for(s32 cpu, u32 from)
 {
@@ -590,7 +590,7 @@ static __always_inline void kick_for(s32 cpu, u32 from)
 	scx_bpf_kick_cpu(cpu, 0);
 }
 
-/* Wakes an idle CPU for a task that waits, or will in a moment, in LLC `id`'s queue. */
+/* Wakes an idle CPU for a task that waits, or is about to, in LLC `id`'s queue. */
 static __always_inline bool kick_idle(struct task_struct *p, const struct task_ctx *tc, u32 id)
 {
 	struct slip_env env = { .p = p };
@@ -619,14 +619,14 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 
 	id = c->cpu.llc;
 	if (!tc || id >= slip_config.nr_llcs) {
-		/* Not ours to decide: the built-in queue loses no task. */
+		/* Unknown to us: the built-in queue loses no task. */
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, 1000000, enq_flags);
 		return;
 	}
 	now = scx_bpf_now();
-	/* select_cpu is not asked for tasks of one CPU. */
+	/* select_cpu is not called for tasks bound to one CPU. */
 	placed = tc->selected && (enq_flags & SCX_ENQ_WAKEUP);
-	/* Of a new task too, which comes without SCX_ENQ_WAKEUP: else the CPU would idle for good. */
+	/* Also for a new task, which has no SCX_ENQ_WAKEUP: else the claimed CPU would idle forever. */
 	claimed = tc->claimed;
 	tc->selected = 0;
 	tc->claimed = 0;
@@ -641,7 +641,7 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 		id = tc->llc;
 	else if (!is_masked(tc) && !slip_llc_ok(&tc->t, id) &&
 		 slip_lowest_bit(tc->t.llc_mask) < slip_config.nr_llcs)
-		id = slip_lowest_bit(tc->t.llc_mask); /* its class is new */
+		id = slip_lowest_bit(tc->t.llc_mask); /* its class has changed */
 	s = llc_of(id);
 	d = domain_of(&tc->t, id);
 	slip_on_runnable(params(), &tc->t, &s->llc, d, now);
@@ -668,8 +668,8 @@ void BPF_PROG(slip_enqueue, struct task_struct *p, u64 enq_flags)
 }
 
 /*
- * The key of the first task of a queue that `cpu` may run; false if there is none. Beyond a few that
- * it may not run the key is that of the last one, which is a bound.
+ * The key of the first task of a queue that `cpu` may run; false if there is none. After `looks`
+ * tasks that it may not run, the key is that of the last one, which is a bound.
  */
 static __always_inline bool first_key(u64 dsq, s32 cpu, u32 looks, u64 *key)
 {
@@ -721,8 +721,8 @@ static __always_inline bool steal_handover(struct slip_llc_state *s, u32 own_bit
 }
 
 /*
- * Takes the first task of LLC `far`'s queue that may leave it and may run here. Where an idle CPU was
- * woken to do so (`asked`), how long it has been there does not count.
+ * Takes the first task of LLC `far`'s queue that may leave it and may run here. If an idle CPU was
+ * woken to do so (`asked`), the task's time on that LLC does not matter.
  */
 static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 {
@@ -753,7 +753,7 @@ static __always_inline bool pull(s32 cpu, u32 own, u32 far, bool asked, u64 now)
 	return moved;
 }
 
-/* What a CPU does when its own queues hold nothing for it. */
+/* Looks for work in other queues when a CPU's own queues have none. */
 static __always_inline bool look_elsewhere(s32 cpu, struct slip_cpu_state *c,
 					   struct slip_llc_state *s, u32 id)
 {
@@ -804,8 +804,8 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	rq = bpf_this_cpu_ptr(&runqueues);
 	if (rq->rt.rt_nr_running) {
 		/*
-		 * The kernel asks before it picks the real-time task, which then keeps what is taken here
-		 * (has_real_time()). Tasks of this CPU alone lose nothing by that.
+		 * The kernel calls this before it picks the real-time task, which then blocks tasks taken
+		 * here (has_real_time()). Tasks bound to this CPU lose nothing by that.
 		 */
 		if (!prev)
 			take_bound(c, cpu);
@@ -824,7 +824,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 			count(SLIP_C_RAN_NEXT);
 			return;
 		}
-		/* Stolen, or gone with its task; the bit is cleared by nobody else then. */
+		/* Stolen, or gone with its task; in the latter case only this code clears the bit. */
 		if (scx_bpf_dsq_nr_queued(DSQ_HANDOVER + cpu) <= 0)
 			slip_handover_taken(&s->llc, &c->cpu);
 	}
@@ -859,7 +859,7 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 			count(SLIP_C_KEPT);
 			return;
 		}
-		/* Another CPU may have taken it since: then the other queue. */
+		/* Another CPU may have taken the task since: then the other queue. */
 		if (from == SLIP_FROM_CPU) {
 			if (take_bound(c, cpu) || take_llc(s, id))
 				return;
@@ -871,12 +871,12 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 	if (look_elsewhere(cpu, c, s, id))
 		return;
 	if (!prev) {
-		/* Idle, and kicked for nothing: the kernel does not call update_idle() again. */
+		/* Idle, and kicked in vain: the kernel does not call update_idle() again. */
 		slip_cpu_set_idle(params(), &s->llc, &c->cpu, 1);
 		return;
 	}
 	if (tc) {
-		/* No other task wants the CPU: go on, with a slice of ours, not the kernel's 20 ms. */
+		/* No other task wants the CPU: continue, with our slice instead of the kernel's 20 ms. */
 		slip_on_kept(params(), &tc->t, domain_of(&tc->t, id));
 		prev->scx.slice = slice;
 		tc->accounted = 0;
@@ -885,8 +885,8 @@ void BPF_PROG(slip_dispatch, s32 cpu, struct task_struct *prev)
 }
 
 /*
- * Wakes idle CPUs for the first tasks of LLC `id`'s queue. Returns how many. This and slip_send_aged() are
- * global functions, which the verifier looks at once and not in each of their callers.
+ * Wakes idle CPUs for the first tasks of LLC `id`'s queue. Returns their number. This and slip_send_aged()
+ * are global functions, which the verifier checks once and not in each of their callers.
  */
 __attribute__((noinline)) u32 slip_rescue(u32 id)
 {
@@ -894,7 +894,7 @@ __attribute__((noinline)) u32 slip_rescue(u32 id)
 	struct task_struct *p;
 	u32 i, woken = 0;
 
-	bpf_rcu_read_lock(); /* the timer comes from a program that may sleep */
+	bpf_rcu_read_lock(); /* the timer belongs to a program that may sleep */
 	if (!bpf_iter_scx_dsq_new(&it, id, 0)) {
 		for (i = 0; i < RESCUE_LOOKS; i++) {
 			struct task_ctx *tc;
@@ -956,7 +956,7 @@ void BPF_PROG(slip_tick, struct task_struct *p)
 	}
 }
 
-/* The CPU that a task which waited too long is sent to: its last one, or another without real-time tasks. */
+/* The CPU for a task that has waited too long: its last one, or another without real-time tasks. */
 static __always_inline s32 aged_cpu(struct task_struct *p, const struct task_ctx *tc)
 {
 	s32 cpu = scx_bpf_task_cpu(p);
@@ -976,9 +976,9 @@ static __always_inline s32 aged_cpu(struct task_struct *p, const struct task_ctx
 }
 
 /*
- * A task that waited for AGED_NS is sent to the CPU it last ran on, ahead of the order. Looks at the
- * last tasks of the queue, who are owed the least; one at a time. The order by virtual time bounds
- * no wait by itself: that of a task of nice 19 among many hogs is as long as EEVDF's.
+ * Sends a task that has waited for AGED_NS to the CPU it last ran on, ahead of the order. Examines the
+ * last tasks of the queue, which have the least credit; sends one at a time. The order by virtual time
+ * does not bound a wait: a task of nice 19 among many hogs waits as long as under EEVDF.
  */
 __attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
 {
@@ -986,7 +986,7 @@ __attribute__((noinline)) u32 slip_send_aged(u64 dsq, u64 now)
 	struct task_struct *p;
 	u32 i, sent = 0;
 
-	bpf_rcu_read_lock(); /* the timer comes from a program that may sleep */
+	bpf_rcu_read_lock(); /* the timer belongs to a program that may sleep */
 	if (!bpf_iter_scx_dsq_new(&it, dsq, SCX_DSQ_ITER_REV)) {
 		for (i = 0; i < RESCUE_LOOKS; i++) {
 			struct task_ctx *tc;
@@ -1040,23 +1040,23 @@ void BPF_PROG(slip_update_idle, s32 cpu, bool idle)
 	slip_cpu_set_idle(params(), &s->llc, &c->cpu, idle);
 	if (!idle && has_real_time(cpu)) {
 		c->real_time_since = coarse(scx_bpf_now());
-		/* What it was woken for is for others. */
+		/* The task that it was woken for must run elsewhere. */
 		if (c->cpu.llc < slip_config.nr_llcs && look_queued(s, c->cpu.llc))
 			slip_rescue(c->cpu.llc);
 		return;
 	}
 	/*
-	 * Who queues a task counts `put` up and then looks for idle CPUs, and we say that we idle and
-	 * then read `put`: one of the two sees the other. The task itself may not be there yet, so
-	 * it is the count that is compared, with that before our own look.
+	 * A CPU that queues a task increments `put` and then looks for idle CPUs. This CPU is marked idle
+	 * and then reads `put`. One of the two sees the other. The task itself may not be queued yet, so
+	 * the count is compared, with its value before our own look.
 	 */
 	if (idle && (*(volatile u32 *)&s->put != c->seen_put || has_bound(c)))
 		scx_bpf_kick_cpu(cpu, 0);
 }
 
 /*
- * A real-time task takes the CPU. What waits in its local queue goes back to ops.enqueue, and its
- * hand-over is free for any other CPU at once.
+ * A real-time task takes the CPU. Tasks in its local queue go back to ops.enqueue, and any other CPU
+ * may steal its handoff at once.
  */
 SEC("struct_ops/slip_cpu_release")
 void BPF_PROG(slip_cpu_release, s32 cpu, struct scx_cpu_release_args *args)
@@ -1104,7 +1104,7 @@ void BPF_PROG(slip_set_cpumask, struct task_struct *p, const struct cpumask *mas
 	slip_change_domain(&tc->t, from, domain_of(&tc->t, tc->t.llc));
 }
 
-/* A task comes from another scheduling class: what it used there is not ours to charge. */
+/* A task comes from another scheduling class: CPU time used there is not charged. */
 SEC("struct_ops/slip_enable")
 void BPF_PROG(slip_enable, struct task_struct *p)
 {
@@ -1172,7 +1172,7 @@ s32 BPF_PROG(slip_init)
 	return err;
 }
 
-/* ---- what the kernel prints when it ends the scheduler ------------------------------------- */
+/* ---- state printed by the kernel when it ends the scheduler -------------------------------- */
 
 #define dump(fmt, args...)                                                              \
 	do {                                                                            \
@@ -1261,7 +1261,7 @@ struct sched_ext_ops slipstream = {
 	.exit = (void *)slip_exit_op,
 	.flags = SCX_OPS_KEEP_BUILTIN_IDLE,
 	/*
-	 * The kernel's longest. A task of one CPU waits as long as a real-time task keeps that CPU;
+	 * The kernel's maximum. A task bound to one CPU waits as long as a real-time task keeps that CPU;
 	 * Linux 6.18 reserves no share for our class.
 	 */
 	.timeout_ms = 30000,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 */
-/* What libbpf's headers and ours take for granted. Instead of <linux/bpf.h>, which is as old as the
- * system that we are built on. */
+/* Types that libbpf's headers and ours require. Replaces <linux/bpf.h>, whose version is that of the
+ * build system. */
 #ifndef SLIP_TYPES_H
 #define SLIP_TYPES_H
 

@@ -1,16 +1,16 @@
-//! What a driver carries out.
+//! Actions for the driver.
 
 use slipstream_base::{RankId, SimTime, WorkerId};
 use slipstream_router::RouteError;
 
 use crate::Role;
 
-/// Names one attempt at one request. Unlike every other attempt of the same dispatcher, so that an event
-/// planned for an attempt that is over is recognized.
+/// Identifies one attempt at one request. Unique within a dispatcher, so that an event
+/// planned for an attempt that is over can be recognized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Attempt(pub u64);
 
-/// A step for the driver to take. `id` is the number by which the driver submitted the request.
+/// An action for the driver to carry out. `id` is the number under which the driver submitted the request.
 ///
 /// The last action of a request is [`Rejected`](Action::Rejected), [`Lost`](Action::Lost) or
 /// [`Refused`](Action::Refused), unless the driver itself reported its end or canceled it.
@@ -19,84 +19,84 @@ pub enum Action {
     /// Send the request to `rank`, not before `at`. Drop the step if the attempt is over by then
     /// ([`Dispatcher::is_current`](crate::Dispatcher::is_current)).
     Start {
-        /// Which request.
+        /// The request.
         id: u32,
-        /// Which attempt.
+        /// The attempt.
         attempt: Attempt,
-        /// What `rank` does of it.
+        /// The part of the request that `rank` computes.
         role: Role,
-        /// Where to.
+        /// The destination.
         rank: RankId,
-        /// When. In the past or now: at once.
+        /// The time. In the past or now: at once.
         at: SimTime,
     },
-    /// Take the request off `rank`: abort it there, or free the blocks held for it.
+    /// Remove the request from `rank`: abort it there, or free the blocks held for it.
     Kill {
-        /// Which request.
+        /// The request.
         id: u32,
-        /// What `rank` did of it.
+        /// The part of the request that `rank` computes.
         role: Role,
-        /// Where.
+        /// The rank.
         rank: RankId,
     },
-    /// Begin to send the keys and values of `tokens` of the prompt, not before `at`. Report their arrival
+    /// Start to send the keys and values of `tokens` of the prompt, not before `at`. Report their arrival
     /// with [`on_transferred`](crate::Dispatcher::on_transferred).
     Transfer {
-        /// Which request.
+        /// The request.
         id: u32,
-        /// Which attempt.
+        /// The attempt.
         attempt: Attempt,
         /// The worker that computed them.
         from: WorkerId,
         /// The worker that generates the answer.
         to: WorkerId,
-        /// Tokens to send: those that `to` does not have.
+        /// Tokens to send: those that `to` does not have cached.
         tokens: u32,
-        /// When.
+        /// The time.
         at: SimTime,
     },
-    /// Stop the transfer of the request, if it has begun.
+    /// Stop the transfer of the request, if it has started.
     CancelTransfer {
-        /// Which request.
+        /// The request.
         id: u32,
     },
-    /// Tell `rank` that the keys and values of the prompt have arrived.
+    /// Notify `rank` that the keys and values of the prompt have arrived.
     Receive {
-        /// Which request.
+        /// The request.
         id: u32,
         /// The decode rank.
         rank: RankId,
     },
-    /// Tell `rank` to free the blocks that it held for the transfer.
+    /// Ask `rank` to free the blocks that it held for the transfer.
     Release {
-        /// Which request.
+        /// The request.
         id: u32,
         /// The prefill rank.
         rank: RankId,
     },
-    /// No worker takes the request, and no place in the queue is left. The request is over.
+    /// No worker accepts the request, and the queue is full. The request is over.
     Rejected {
-        /// Which request.
+        /// The request.
         id: u32,
-        /// Why; [`RouteError::retry_may_help`] says whether the client may try again.
+        /// The error; [`RouteError::retry_may_help`] returns whether the client may retry.
         error: RouteError,
         /// The worker that failed it before, if one did.
         failed: Option<WorkerId>,
     },
     /// Its worker disappeared, and it cannot be retried. The request is over.
     Lost {
-        /// Which request.
+        /// The request.
         id: u32,
         /// The worker.
         worker: WorkerId,
         /// Another worker that failed it before, if one did.
         failed: Option<WorkerId>,
-        /// Its first token had come. If not, the client may safely send it again.
+        /// Whether its first token had arrived. If not, the client may safely retry.
         begun: bool,
     },
-    /// A worker refused it for good. The request is over.
+    /// A worker refused it permanently. The request is over.
     Refused {
-        /// Which request.
+        /// The request.
         id: u32,
         /// The worker.
         worker: WorkerId,
@@ -106,7 +106,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// The request that it is about.
+    /// The request that the action refers to.
     pub fn id(&self) -> u32 {
         match *self {
             Action::Start { id, .. }

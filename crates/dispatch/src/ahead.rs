@@ -1,9 +1,9 @@
-//! Decisions ahead of time, for a driver that knows where requests run before any of them has.
+//! Decisions in advance, for a driver that assigns requests to ranks before any of them runs.
 
 use slipstream_base::SimTime;
 use slipstream_router::{Chosen, RouteError, RouteRequest, Router};
 
-/// Chooses where a request runs, and charges nothing: the driver does once that time has come.
+/// Chooses where a request runs, and charges nothing: the driver charges the rank when the request starts.
 ///
 /// # Errors
 /// [`RouteError`].

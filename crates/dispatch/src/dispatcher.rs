@@ -15,24 +15,24 @@ use crate::env::{Env, Request, Via};
 use crate::journal::{Input, Journal, Line};
 use crate::life::{Apart, Life, Placed, Stage, State};
 
-/// Times that a request without a token is sent to another worker after one failed it. Once: a request
-/// that ends two workers is likelier to be the cause than to be unlucky twice.
+/// Maximum retries on another worker, for a request without a token, after a worker failed. One: a request
+/// during which two workers failed is likelier to be the cause than to be unlucky twice.
 const RETRIES_MAX: usize = 1;
 
-/// What a cluster file says of dispatching.
+/// Settings of a cluster file for dispatching.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
-    /// Who moves a prompt's keys and values between two workers.
+    /// Whether prefill workers push a prompt's keys and values, or decode workers pull them.
     pub transfer: HandOver,
     /// Requests that may wait while every worker is busy, over all dispatchers that share a
     /// [`QueueRoom`].
     pub queue_max: usize,
-    /// Time after which the router looks at loads again, ns; 0: at each decision.
+    /// Interval at which the router refreshes its view of loads, ns; 0: at each decision.
     pub view_interval_ns: u64,
 }
 
 impl Rules {
-    /// Those of `cluster`.
+    /// The rules of `cluster`.
     pub fn of_cluster(cluster: &Cluster) -> Rules {
         Rules {
             transfer: cluster.kv.hand_over,
@@ -59,15 +59,15 @@ impl QueueRoom {
     }
 }
 
-/// Owns every request between acceptance and its last token. No I/O, no clock, no runtime.
+/// Owns every request from acceptance to its last token. No I/O, no clock, no runtime.
 ///
-/// Requests are named by small numbers that the driver chooses and may use again once a request is
+/// The driver identifies requests by small numbers, which it may reuse once a request is
 /// over. After every input the driver carries out all actions before it passes the next one.
 pub struct Dispatcher {
     rules: Rules,
-    /// Takes whole requests, and decodes prompts computed elsewhere.
+    /// Router for whole requests, and for decoding prompts that were computed elsewhere.
     serve: Router,
-    /// Takes prompts, if there are pools for it.
+    /// Router for prompts, if there are prefill pools.
     prefill: Option<Router>,
     lives: Vec<Life>,
     /// Requests that are not over.
@@ -77,12 +77,12 @@ pub struct Dispatcher {
     waiting: VecDeque<(u32, Attempt)>,
     /// Entries of `waiting` whose attempt is current.
     queued: usize,
-    /// Of these, requests that any worker may take: what comes after them waits behind them.
+    /// Of these, requests that any worker may take: later requests wait behind them.
     queued_for_any: usize,
     queue_room: QueueRoom,
-    /// Since the queue was last looked at, a worker may have become less busy.
+    /// Whether a worker may have become less busy since the queue was last examined.
     capacity_changed: bool,
-    /// The queue is looked at again at this time, though no load is known to have fallen.
+    /// Time at which the queue is examined again, though no load is known to have fallen.
     look_at: Option<SimTime>,
     actions: VecDeque<Action>,
     #[cfg(feature = "journal")]
@@ -90,7 +90,7 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// A dispatcher that chooses with `serve`, and with `prefill` who computes prompts for others.
+    /// A dispatcher that routes requests with `serve`, and prompts for other workers with `prefill`.
     pub fn new(rules: Rules, serve: Router, prefill: Option<Router>) -> Dispatcher {
         Dispatcher {
             rules,
@@ -111,7 +111,7 @@ impl Dispatcher {
         }
     }
 
-    /// Writes what happens from now on to `journal`.
+    /// Records all later inputs and actions in `journal`.
     #[cfg(feature = "journal")]
     #[must_use]
     pub fn with_journal(mut self, journal: Journal) -> Dispatcher {
@@ -138,7 +138,7 @@ impl Dispatcher {
         &mut self.serve
     }
 
-    /// The router of requests, for a driver that decides ahead of time.
+    /// The router of requests, for a driver that decides in advance.
     pub fn into_router(self) -> Router {
         self.serve
     }
@@ -153,7 +153,7 @@ impl Dispatcher {
         self.queued
     }
 
-    /// Whether `attempt` at request `id` is under way.
+    /// Whether `attempt` at request `id` is in progress.
     pub fn is_current(&self, id: u32, attempt: Attempt) -> bool {
         self.lives
             .get(id as usize)
@@ -176,7 +176,7 @@ impl Dispatcher {
         }
     }
 
-    /// The rank that computes the prompt of request `id` for another one, until it has been sent.
+    /// The rank that computes the prompt of request `id` for another one, until the prompt has been sent.
     pub fn prefill_rank(&self, id: u32) -> Option<RankId> {
         match &self.lives.get(id as usize)?.state {
             State::Apart(apart) => Some(apart.prefill),
@@ -195,13 +195,13 @@ impl Dispatcher {
         action
     }
 
-    /// When [`on_timeout`](Self::on_timeout) is to be called, unless an input changes that.
+    /// The time at which to call [`on_timeout`](Self::on_timeout), unless an input changes it.
     #[must_use]
     pub fn next_timeout(&self) -> Option<SimTime> {
         self.look_at
     }
 
-    /// The time of [`next_timeout`](Self::next_timeout) has come. Call [`admit`](Self::admit) next.
+    /// Handles the time of [`next_timeout`](Self::next_timeout). Call [`admit`](Self::admit) next.
     pub fn on_timeout(&mut self, now: SimTime) {
         if self.look_at.is_some_and(|at| at <= now) {
             self.look_at = None;
@@ -209,7 +209,7 @@ impl Dispatcher {
         }
     }
 
-    /// A request is accepted under the number `id`, which no open request has. `scores` collects all
+    /// Accepts a request under the number `id`, which no open request has. `scores` collects all
     /// candidates.
     pub fn submit(
         &mut self,
@@ -241,8 +241,8 @@ impl Dispatcher {
         self.place(now, id, request, env, scores);
     }
 
-    /// Lets queued requests go, in order, as far as there is room. Does nothing unless a load may have
-    /// fallen since the last call; drivers call it once they have passed all inputs of a moment.
+    /// Dispatches queued requests, in order, as far as there is room. Does nothing unless a load may have
+    /// fallen since the last call. Drivers call it after all inputs of a moment.
     pub fn admit(&mut self, now: SimTime, env: &mut dyn Env) {
         if !std::mem::take(&mut self.capacity_changed) || self.queued == 0 {
             return;
@@ -259,9 +259,9 @@ impl Dispatcher {
                     self.leave_queue(at);
                     self.start(now, id, placement);
                 }
-                // The workers that may take it are busy; others may not be.
+                // The workers that may take it are busy; other workers may have room.
                 Err(RouteError::Busy { .. }) if self.lives[id as usize].is_limited() => at += 1,
-                // Those behind it have no better chance.
+                // Requests behind it have no better chance.
                 Err(RouteError::Busy { .. }) => break,
                 Err(error) => {
                     self.leave_queue(at);
@@ -272,7 +272,7 @@ impl Dispatcher {
         self.plan_look(now);
     }
 
-    /// Readiness, pace or size of the fleet changed: queued requests may find room.
+    /// Reports a change of the fleet's readiness, pace or size: queued requests may find room.
     pub fn on_fleet_changed(&mut self) {
         #[cfg(feature = "journal")]
         if let Some(journal) = &self.journal {
@@ -281,17 +281,17 @@ impl Dispatcher {
         self.capacity_changed = true;
     }
 
-    /// A transport could not hand request `id` to `worker`: it is gone, leaving or too far behind.
+    /// Reports that a transport could not submit request `id` to `worker`: it is gone, draining or too slow.
     pub fn on_not_taken(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         self.fail_over(now, id, worker, env);
     }
 
-    /// `worker` ended request `id` before its first token, as it shuts down.
+    /// Reports that `worker` ended request `id` before its first token, because it shuts down.
     pub fn on_given_up(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         self.fail_over(now, id, worker, env);
     }
 
-    /// Requests with a part at a worker that is `gone`, by number, and that worker. Pass each to
+    /// Requests with a part at a worker that is `gone`, each with its number and that worker. Pass each to
     /// [`on_worker_gone`](Self::on_worker_gone).
     pub fn requests_of(&self, gone: impl Fn(WorkerId) -> bool) -> Vec<(u32, WorkerId)> {
         (0..)
@@ -300,12 +300,12 @@ impl Dispatcher {
             .collect()
     }
 
-    /// `worker` disappeared, and its part of request `id` with it.
+    /// Reports that `worker` disappeared, and with it its part of request `id`.
     pub fn on_worker_gone(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
         self.fail_over(now, id, worker, env);
     }
 
-    /// A worker refused request `id`. With `retry_elsewhere` another worker may take it.
+    /// Reports that a worker refused request `id`. With `retry_elsewhere` another worker may take it.
     pub fn on_refused(
         &mut self,
         now: SimTime,
@@ -327,8 +327,8 @@ impl Dispatcher {
         }
     }
 
-    /// The prompt of request `id` was computed at `at`, and its blocks are held. False if it was not
-    /// expected.
+    /// Reports that the prompt of request `id` was computed at `at`, and its blocks are held. Returns false
+    /// if this was not expected.
     pub fn on_prefilled(&mut self, at: SimTime, id: u32, env: &dyn Env) -> bool {
         let transfer = self.rules.transfer;
         let Some((attempt, apart)) = self.apart(id) else {
@@ -361,8 +361,8 @@ impl Dispatcher {
         true
     }
 
-    /// The decode rank of request `id` made room at `at` for its prompt, of which it has `cached_tokens`.
-    /// False if it was not expected.
+    /// Reports that the decode rank of request `id` reserved blocks at `at` for its prompt, of which
+    /// `cached_tokens` are cached. Returns false if this was not expected.
     pub fn on_reserved(&mut self, at: SimTime, id: u32, cached_tokens: u32, env: &dyn Env) -> bool {
         let transfer = self.rules.transfer;
         let Some((attempt, apart)) = self.apart(id) else {
@@ -395,7 +395,7 @@ impl Dispatcher {
         true
     }
 
-    /// The keys and values of a prompt have arrived. False if the attempt is over.
+    /// Reports that the keys and values of a prompt have arrived. Returns false if the attempt is over.
     pub fn on_transferred(&mut self, id: u32, attempt: Attempt) -> bool {
         if !self.is_current(id, attempt) {
             return false;
@@ -425,14 +425,14 @@ impl Dispatcher {
         }
     }
 
-    /// Input of request `id` was sent that cannot be sent again: it is bound to its worker.
+    /// Reports that input of request `id` was sent that cannot be sent again: it is bound to its worker.
     pub fn on_input_sent(&mut self, id: u32) {
         if self.is_open(id) {
             self.lives[id as usize].pinned = true;
         }
     }
 
-    /// The first token of request `id` came. False if none was expected.
+    /// Reports the first token of request `id`. Returns false if none was expected.
     pub fn on_first_token(&mut self, id: u32) -> bool {
         self.capacity_changed = true;
         let Some(life) = self.lives.get_mut(id as usize) else {
@@ -453,7 +453,8 @@ impl Dispatcher {
         }
     }
 
-    /// The last token of request `id` came. No action follows, unless its worker was not to end it yet.
+    /// Reports the last token of request `id`. No action follows, unless the request was queued or at two
+    /// workers, where no end was expected.
     pub fn on_ended(&mut self, id: u32) {
         if self.is_open(id) {
             self.capacity_changed = true;
@@ -469,7 +470,7 @@ impl Dispatcher {
         }
     }
 
-    /// Nobody wants the answer to request `id` any more.
+    /// Cancels request `id`, because its client no longer waits for the answer.
     pub fn cancel(&mut self, id: u32) {
         if self.is_open(id) {
             #[cfg(feature = "journal")]
@@ -481,9 +482,9 @@ impl Dispatcher {
 
     // ---- Rules ----
 
-    /// A worker failed a request. If no token has come, another one gets it, once.
+    /// Handles a worker's failure. A request without a token is retried on another worker, once.
     fn fail_over(&mut self, now: SimTime, id: u32, worker: WorkerId, env: &mut dyn Env) {
-        // A worker that has no part of it reports an attempt that is over.
+        // A worker without a part of the request reports an attempt that is over.
         if !self.is_open(id) || !self.lives[id as usize].workers().any(|of| of == worker) {
             return;
         }
@@ -514,7 +515,7 @@ impl Dispatcher {
         !begun && !life.pinned && life.failed_on.len() < RETRIES_MAX
     }
 
-    /// Chooses where a request goes, and sends it there.
+    /// Chooses a rank for a request, and starts it there.
     fn place(
         &mut self,
         now: SimTime,
@@ -524,7 +525,7 @@ impl Dispatcher {
         scores: Option<&mut Vec<Score>>,
     ) {
         if self.queued_for_any > 0 && !self.lives[id as usize].is_limited() {
-            // Those that came before it go first.
+            // Requests queued before it go first.
             let busy = self.serve.fleet().targets().len();
             let error = RouteError::Busy {
                 busy,
@@ -538,7 +539,7 @@ impl Dispatcher {
         }
     }
 
-    /// Chooses the rank that generates the answer, and the one that computes the prompt if that is
+    /// Chooses the rank that generates the answer, and the one that computes the prompt if it is
     /// another one.
     fn choose(
         &mut self,
@@ -557,7 +558,7 @@ impl Dispatcher {
                     .prompt
                     .len()
                     .saturating_sub(routed.hit_blocks * block_size);
-                // The client names who answers, not who computes the prompt.
+                // The client names the worker that answers, not the one that computes the prompt.
                 let route = RouteRequest {
                     direct: None,
                     ..route
@@ -576,7 +577,7 @@ impl Dispatcher {
                 active,
             }),
             Some(prefill) => {
-                // Its rank computes one token of the prompt, which counts for nothing.
+                // The decode rank computes one token of the prompt, which is not charged.
                 active.on_first_token();
                 State::Apart(Box::new(Apart {
                     decode: target,
@@ -636,7 +637,7 @@ impl Dispatcher {
             .push_back(Action::Rejected { id, error, failed });
     }
 
-    /// The request at place `at` of the queue leaves it.
+    /// Removes the request at index `at` from the queue.
     fn leave_queue(&mut self, at: usize) {
         if let Some((id, _)) = self.waiting.remove(at) {
             self.give_place_back(id);
@@ -654,7 +655,7 @@ impl Dispatcher {
         life.attempt == attempt && matches!(life.state, State::Waiting)
     }
 
-    /// Entries of requests that left while they waited are skipped, and dropped once they are most.
+    /// Entries of requests that left the queue early are skipped, and removed once they are the majority.
     fn tidy_queue(&mut self) {
         if self.waiting.len() > 2 * self.queued + 64 {
             let mut waiting = std::mem::take(&mut self.waiting);
@@ -663,7 +664,7 @@ impl Dispatcher {
         }
     }
 
-    /// Where the router looks at loads now and then, the queue is looked at again when it has.
+    /// If the router refreshes its view of loads at intervals, plans to examine the queue after a refresh.
     fn plan_look(&mut self, now: SimTime) {
         let interval_ns = self.rules.view_interval_ns;
         if self.queued > 0 && interval_ns > 0 && self.look_at.is_none() {
@@ -671,7 +672,7 @@ impl Dispatcher {
         }
     }
 
-    /// Takes a request off the workers and links that it is on, apart from the worker that is `gone`.
+    /// Removes a request from its workers and links, except from the worker that is `gone`.
     fn leave_workers(&mut self, id: u32, gone: Option<WorkerId>) {
         self.capacity_changed = true;
         let transfer = self.rules.transfer;
@@ -707,7 +708,7 @@ impl Dispatcher {
         }
     }
 
-    /// The request is over. Returns the workers that failed it.
+    /// Ends the request. Returns the workers that failed it.
     fn end(&mut self, id: u32) -> Vec<WorkerId> {
         self.open -= 1;
         std::mem::replace(&mut self.lives[id as usize], Life::FREE).failed_on
@@ -736,7 +737,7 @@ impl Dispatcher {
 }
 
 impl Apart {
-    /// Whether the decode rank and the prefill rank were sent the request.
+    /// Whether the request was sent to the decode rank and to the prefill rank.
     fn started(&self, transfer: HandOver) -> (bool, bool) {
         match (transfer, self.stage) {
             (HandOver::Pull, Stage::Prefilling) => (false, true),
@@ -773,8 +774,8 @@ fn route_with(
     }
 }
 
-/// Chooses who computes a prompt of which `uncached` tokens are left to compute where it is decoded.
-/// `None` if that is better done there: it is short, or every prefill rank is busy or gone.
+/// Chooses the rank that computes a prompt of which `uncached` tokens are not cached at its decode rank.
+/// `None` if the decode rank should compute it: it is short, or every prefill rank is busy or gone.
 fn route_prefill(
     router: &mut Router,
     now: SimTime,

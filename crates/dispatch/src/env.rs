@@ -1,22 +1,22 @@
-//! What a driver answers while the dispatcher decides.
+//! The driver's answers while the dispatcher decides.
 
 use slipstream_base::{Prompt, SimTime, WorkerId};
 use slipstream_router::{CachedBlocks, RouteRequest, ViewTurn};
 
 use crate::Role;
 
-/// A request, as far as dispatching depends on it.
+/// The properties of a request that dispatching depends on.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The prompt, in blocks of the fleet's size.
     pub prompt: Prompt,
-    /// Tokens of the answer at most.
+    /// Maximum tokens of the answer.
     pub max_tokens: u32,
     /// The client's session, kept together with `router.affinity_ttl_s`.
     pub session: Option<u64>,
     /// The worker that the client named.
     pub direct: Option<WorkerId>,
-    /// Its input continues after the start. It is computed and answered by one worker.
+    /// Its input continues after the start. One worker computes and answers it.
     pub streams_input: bool,
 }
 
@@ -32,33 +32,33 @@ impl Request {
     }
 }
 
-/// How a message travels between two workers.
+/// The path of a message between two workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Via {
-    /// From the one to the other.
+    /// From one worker to the other.
     Direct,
-    /// To the frontend, and on from there.
+    /// To the frontend, which forwards it.
     Frontend,
 }
 
-/// What a driver answers while the dispatcher decides.
+/// The driver's answers while the dispatcher decides.
 pub trait Env {
-    /// Request `id`, which was submitted and has no token yet: it is routed again.
+    /// Request `id`, which was submitted and has no token yet, for another routing decision.
     fn request(&self, id: u32) -> Request;
 
-    /// A worker with `role` (`Prefill`, else `Both`) is about to be chosen at `now`. `turn` says by
-    /// which view of loads; a driver that delays KV events applies those that are due.
+    /// Called before a worker with `role` (`Prefill`, else `Both`) is chosen at `now`. `turn` selects
+    /// the view of loads; a driver that delays KV events applies those that are due.
     fn before_route(&mut self, now: SimTime, role: Role, turn: ViewTurn) {
         let _ = (now, role, turn);
     }
 
-    /// Where to look cached blocks up, if not in the fleet's index.
+    /// The index of cached blocks, if it is not the fleet's.
     fn caches(&self, role: Role) -> Option<&dyn CachedBlocks> {
         let _ = role;
         None
     }
 
-    /// Time that an empty message takes, ns.
+    /// Latency of an empty message, ns.
     fn latency_ns(&self, from: WorkerId, to: WorkerId, via: Via) -> u64 {
         let _ = (from, to, via);
         0

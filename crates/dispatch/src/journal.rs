@@ -10,56 +10,56 @@ use crate::Action;
 #[derive(Clone, Debug, Default)]
 pub struct Journal(Arc<Mutex<Vec<Line>>>);
 
-/// An input that had an effect, or an action that a driver has taken.
+/// An input that had an effect, or an action carried out by a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line {
-    /// Something happened to a request.
+    /// An input about a request.
     Input {
         /// The driver's number of the request.
         id: u32,
-        /// What.
+        /// The input.
         input: Input,
     },
-    /// The driver took an action.
+    /// The driver carried out an action.
     Action(Action),
     /// Readiness, pace or size of the fleet changed.
     FleetChanged,
 }
 
-/// What happened to a request.
+/// An input about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// It was accepted.
     Submitted {
         /// Tokens of its prompt.
         prompt_tokens: u32,
-        /// Tokens of its answer at most.
+        /// Maximum tokens of its answer.
         max_tokens: u32,
     },
     /// Its prompt is computed.
     Prefilled,
-    /// There is room for its prompt.
+    /// Blocks for its prompt are reserved.
     Reserved {
-        /// Tokens of it that need not come.
+        /// Cached tokens of the prompt, which are not transferred.
         cached_tokens: u32,
     },
     /// Its keys and values have arrived.
     Transferred,
-    /// Its first token came.
+    /// Its first token arrived.
     FirstToken,
-    /// Its last token came.
+    /// Its last token arrived.
     Ended,
-    /// A worker did not take it, gave it up, or is gone.
+    /// A worker did not accept it, gave it up, or is gone.
     Failed {
         /// The worker.
         worker: WorkerId,
     },
-    /// A worker refused it for good.
+    /// A worker refused it permanently.
     Refused {
         /// The worker.
         worker: WorkerId,
     },
-    /// Nobody wants the answer any more.
+    /// Its client canceled it.
     Canceled,
 }
 
@@ -74,7 +74,7 @@ impl Journal {
         self.lock().len()
     }
 
-    /// Whether nothing has happened.
+    /// Whether there is no line.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -13,11 +13,11 @@
 //! There are two drivers: the frontend's shard, over sockets or rings, and the twin, over virtual time.
 //! Tokens do not pass through here: only the first one of a request and its end.
 //!
-//! Modules: [`dispatcher`] has the inputs and their rules, [`action`] what a driver carries out,
-//! [`env`](mod@env) what a driver answers, `life` the states of a request, and [`ahead`] decisions for requests
-//! of which none depends on another.
+//! Modules: [`dispatcher`] has the inputs and their rules, [`action`] the actions for the driver,
+//! [`env`](mod@env) the driver's answers, `life` the states of a request, and [`ahead`] decisions for
+//! requests that do not depend on each other.
 #![forbid(unsafe_code)]
-// Here, and nowhere else (clippy.toml).
+// Only in this crate (clippy.toml).
 #![allow(clippy::disallowed_methods)]
 
 pub mod action;
@@ -31,5 +31,5 @@ mod life;
 pub use action::{Action, Attempt};
 pub use dispatcher::{Dispatcher, QueueRoom, Rules};
 pub use env::{Env, Request, Via};
-/// What a worker does of a request.
+/// The part of a request that a worker computes.
 pub use slipstream_config::cluster::PoolRole as Role;

@@ -5,7 +5,7 @@ use slipstream_router::ActiveSequence;
 
 use crate::{Attempt, Role};
 
-/// A request under way.
+/// An open request.
 pub(crate) struct Life {
     pub(crate) state: State,
     pub(crate) attempt: Attempt,
@@ -17,7 +17,7 @@ pub(crate) struct Life {
     pub(crate) named: bool,
 }
 
-/// Where a request is.
+/// State of a request.
 pub(crate) enum State {
     /// No request has this number.
     Free,
@@ -27,7 +27,7 @@ pub(crate) enum State {
     Waiting,
     /// One worker computes its prompt; no token has come.
     Placed(Placed),
-    /// Two workers share it: the keys and values of its prompt have not reached the one that decodes.
+    /// Two workers share it: the keys and values of its prompt have not reached the decode worker.
     Apart(Box<Apart>),
     /// Its first token has come.
     Streaming(Placed),
@@ -48,18 +48,18 @@ pub(crate) struct Apart {
     pub(crate) prefill: RankId,
     pub(crate) prefill_active: ActiveSequence,
     pub(crate) prompt_tokens: u32,
-    /// Tokens that the decode rank has, and that are not sent.
+    /// Tokens that are cached at the decode rank, and are not sent.
     pub(crate) cached_tokens: u32,
     pub(crate) stage: Stage,
 }
 
-/// What a request at two workers waits for. With pull the order is `Prefilling`, `Reserving`,
+/// The event that a request at two workers waits for. With pull the order is `Prefilling`, `Reserving`,
 /// `Transferring`; with push the first two are swapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
     /// The prefill rank computes the prompt.
     Prefilling,
-    /// The decode rank makes room for it.
+    /// The decode rank reserves blocks for it.
     Reserving,
     /// Its keys and values cross the network.
     Transferring,
@@ -74,7 +74,7 @@ impl Life {
         named: false,
     };
 
-    /// Whether it may not go to every worker: others with fewer limits may find room before it.
+    /// Whether it may not go to every worker: less limited requests may find room before it.
     pub(crate) fn is_limited(&self) -> bool {
         self.named || !self.failed_on.is_empty()
     }

@@ -1,4 +1,4 @@
-//! A dispatcher before a fleet of workers that a script controls.
+//! A dispatcher with a fleet of workers that a script controls.
 
 mod rig;
 mod rules;

@@ -1,4 +1,4 @@
-//! A driver that keeps its own account of which worker holds which part of which request.
+//! A driver with its own record of the parts of requests that each worker holds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use slipstream_dispatch::{Action, Attempt, Dispatcher, Env, Request, Role, Rules
 use slipstream_router::{Fleet, Router, TargetConfig};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
-/// Time of an empty message between any two workers, ns.
+/// Latency of an empty message between any two workers, ns.
 pub(crate) const LATENCY_NS: u64 = 500;
 
-/// What a worker has of a request.
+/// State of a request's part at a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Held {
     /// It was sent, and computes or waits for room.
@@ -21,7 +21,7 @@ pub(crate) enum Held {
     Holds,
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     Answered,
@@ -37,11 +37,11 @@ pub(crate) struct Rig {
     pub(crate) serve: Arc<Fleet>,
     pub(crate) prefill: Option<Arc<Fleet>>,
     pub(crate) prompts: Vec<Request>,
-    /// By request and role: who holds what.
+    /// By request and role: the holder, and the state there.
     pub(crate) held: BTreeMap<(u32, u8), (RankId, Held)>,
-    /// Transfers under way.
+    /// Transfers in progress.
     pub(crate) transfers: BTreeMap<u32, Attempt>,
-    /// Requests whose first token has come.
+    /// Requests whose first token has arrived.
     pub(crate) begun: Vec<u32>,
     pub(crate) ends: BTreeMap<u32, End>,
     /// All actions so far, for tests that read them.
@@ -103,7 +103,7 @@ pub(crate) fn prompt(seed: u64, len: u32) -> Prompt {
 }
 
 impl Rig {
-    /// `serve` workers that answer, and after them `prefill` workers that compute prompts for others.
+    /// `serve` workers that answer, followed by `prefill` workers that compute prompts for others.
     pub(crate) fn new(
         transfer: HandOver,
         serve: u32,
@@ -165,7 +165,7 @@ impl Rig {
         id
     }
 
-    /// Carries out what the dispatcher decided, and lets the queue move.
+    /// Carries out the dispatcher's actions, and dispatches queued requests.
     pub(crate) fn settle(&mut self) {
         self.carry_out();
         let mut env = Surroundings(&self.prompts);
@@ -254,7 +254,7 @@ impl Rig {
         assert_eq!(self.ends.insert(id, end), None, "a request ends once");
     }
 
-    /// The next thing that request `id` waits for happens.
+    /// Delivers the next event that request `id` waits for.
     pub(crate) fn progress(&mut self, id: u32) {
         let held = |rig: &Rig, role| rig.held.get(&(id, role)).copied();
         let env = Surroundings(&self.prompts);
@@ -265,7 +265,7 @@ impl Rig {
                 "it arrives once"
             );
         } else if held(self, 1).is_some() {
-            // Pull: the prompt, then room. Push: room was there before the prompt was sent.
+            // Pull: the prompt, then the reservation. Push: the reservation precedes the prompt.
             if held(self, 1).unwrap().1 == Held::Runs {
                 self.held.get_mut(&(id, 1)).unwrap().1 = Held::Holds;
                 assert!(self.dispatch.on_prefilled(self.now, id, &env));
@@ -297,14 +297,14 @@ impl Rig {
         self.settle();
     }
 
-    /// A worker that has a part of request `id`, if one has.
+    /// A worker that holds a part of request `id`, if there is one.
     pub(crate) fn holder(&self, id: u32, which: usize) -> Option<RankId> {
         let of = |role| self.held.get(&(id, role)).map(|&(rank, _)| rank);
         let holders: Vec<RankId> = [of(0), of(1), of(2)].into_iter().flatten().collect();
         (!holders.is_empty()).then(|| holders[which % holders.len()])
     }
 
-    /// The worker at `rank` has nothing of request `id` any more.
+    /// Removes every part of request `id` from `worker`.
     fn drop_part(&mut self, id: u32, worker: WorkerId) {
         self.held
             .retain(|(of, _), (rank, _)| *of != id || rank.worker != worker);
@@ -320,7 +320,7 @@ impl Rig {
         let mut env = Surroundings(&self.prompts);
         let (now, worker) = (self.now, rank.worker);
         match how {
-            // Refusals come before anything was computed.
+            // Refusals arrive before any token was computed.
             0 if !begun => self.dispatch.on_refused(now, id, worker, true, &mut env),
             1 if !begun => self.dispatch.on_refused(now, id, worker, false, &mut env),
             2 if !begun => self.dispatch.on_not_taken(now, id, worker, &mut env),
@@ -329,7 +329,7 @@ impl Rig {
         self.settle();
     }
 
-    /// The worker disappears, with all that it has.
+    /// The worker disappears, with all its parts of requests.
     pub(crate) fn crash(&mut self, worker: WorkerId) {
         for fleet in [Some(&self.serve), self.prefill.as_ref()]
             .into_iter()
@@ -363,7 +363,7 @@ impl Rig {
         self.settle();
     }
 
-    /// The worker is back.
+    /// The worker is ready again.
     pub(crate) fn restart(&mut self, worker: WorkerId) {
         for fleet in [Some(&self.serve), self.prefill.as_ref()]
             .into_iter()
@@ -397,7 +397,7 @@ impl Rig {
         self.settle();
     }
 
-    /// What the router has charged and not given back.
+    /// Charges of the router that have not been released.
     pub(crate) fn charged(&self) -> u64 {
         [Some(&self.serve), self.prefill.as_ref()]
             .into_iter()
@@ -407,7 +407,7 @@ impl Rig {
             .sum()
     }
 
-    /// Numbers of requests without an end.
+    /// Numbers of the open requests.
     pub(crate) fn open(&self) -> Vec<u32> {
         (0..self.prompts.len() as u32)
             .filter(|id| !self.ends.contains_key(id))

@@ -1,4 +1,4 @@
-//! One rule at a time.
+//! Tests of single rules.
 
 use slipstream_base::{SimTime, WorkerId};
 use slipstream_config::cluster::HandOver;
@@ -6,7 +6,7 @@ use slipstream_dispatch::{Action, Role};
 
 use crate::rig::{End, LATENCY_NS, Rig};
 
-/// The actions since `from`, in short.
+/// The actions since `from`, abbreviated.
 fn steps(rig: &Rig, from: usize) -> Vec<String> {
     let role = |role: Role| format!("{role:?}").to_lowercase();
     rig.log[from..]
@@ -147,11 +147,14 @@ fn a_full_fleet_queues_in_order_and_then_rejects() {
     rig.progress(ids[0]); // the first token frees its prefill
     assert!(
         rig.holder(ids[1], 0).is_some(),
-        "the first in the queue goes"
+        "the first in the queue is dispatched"
     );
     assert!(rig.holder(ids[2], 0).is_none());
     let late = rig.submit(10);
-    assert!(rig.holder(late, 0).is_none(), "none overtakes the queue");
+    assert!(
+        rig.holder(late, 0).is_none(),
+        "no request overtakes the queue"
+    );
     rig.cancel(ids[2]);
     rig.progress(ids[1]);
     assert!(
@@ -172,14 +175,18 @@ fn a_request_for_one_worker_does_not_hold_up_those_for_any() {
     assert_eq!((rig.holder(named, 0), rig.dispatch.queued()), (None, 1));
     let free = rig.submit(51);
     assert!(rig.holder(free, 0).is_some_and(|rank| rank.worker != busy));
-    // Both are busy now: the next one waits, and the named one goes first where there is room.
+    // Both are busy now: the next request waits, and the one with a named worker goes first if there is room.
     let last = rig.submit(51);
     assert_eq!(rig.dispatch.queued(), 2);
     rig.progress(first);
     assert!(rig.holder(named, 0).is_some());
     rig.progress(free);
     assert!(rig.holder(last, 0).is_some());
-    assert_eq!(rig.serve.counters().busy_total, 0, "a look is no refusal");
+    assert_eq!(
+        rig.serve.counters().busy_total,
+        0,
+        "a look-up is no refusal"
+    );
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Random scripts of inputs. The rig asserts after every action that a request ends once, that its parts
-//! are where they were sent, and that nothing is left of it; here that everything ends at last.
+//! Random scripts of inputs. After every action the rig asserts that a request ends once, that its parts
+//! are where they were sent, and that no part remains after its end. These tests assert that every request ends.
 
 use proptest::prelude::*;
 use slipstream_base::WorkerId;
@@ -77,7 +77,7 @@ proptest! {
                 Op::Wait { ns } => rig.wait(ns),
             }
         }
-        // Once nothing fails any more, everything is answered or was rejected before.
+        // Once failures stop, every request is answered or was rejected before.
         (0..workers).for_each(|worker| rig.restart(WorkerId(worker)));
         let left = rig.open();
         for _ in 0..10 * (left.len() + 1) {

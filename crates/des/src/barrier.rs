@@ -1,15 +1,15 @@
-//! The meeting of threads between two windows.
+//! The barrier of threads between two windows.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
 
 /// How long a thread waits at the barrier before it parks.
 ///
-/// A barrier that only spins collapses on a shared machine: a thread that lost its core is waited
-/// for by threads that burn theirs. One that only parks pays a system call a window.
+/// A barrier that only spins collapses on a shared machine: spinning threads waste their cores while
+/// they wait for a thread that lost its core. One that only parks costs a system call per window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spin {
-    /// Looks at the epoch before parking, each followed by a pause instruction (tens of ns).
+    /// Reads of the epoch before parking, each followed by a pause instruction (tens of ns).
     pub looks: u32,
 }
 
@@ -19,7 +19,7 @@ impl Default for Spin {
     }
 }
 
-/// Lets `threads` threads meet, and one of them prepare the next window while the rest wait.
+/// Synchronizes `threads` threads, and lets one of them prepare the next window while the rest wait.
 pub struct WindowBarrier {
     threads: u32,
     spin: Spin,

@@ -1,11 +1,11 @@
-//! Storage of the rings' events: chunks of a few cache lines, the last freed reused first.
+//! Storage of the rings' events: chunks of a few cache lines, reused in last-in, first-out order.
 //!
-//! A bucket in a growing buffer of its own writes each event to memory that was last used when the
-//! ring went round before, and has left the caches since; the store waits for it. Here a bucket that
-//! is read frees chunks that are in the cache, and the next events are written to those.
+//! If each bucket had its own growing buffer, each event would be written to memory that was last used one
+//! turn of the ring earlier and has left the caches since; the store would wait for it. Here, reading a
+//! bucket frees chunks that are in the cache, and the next events are written to those.
 
-/// Events a chunk: 256 bytes of 16-byte events. 8 and 32 were as good on a network of 8,192 hosts,
-/// within what such measurements vary by.
+/// Events per chunk: 256 bytes of 16-byte events. 8 and 32 performed equally on a network of 8,192 hosts,
+/// within the variation of such measurements.
 const EVENTS: usize = 16;
 /// No chunk.
 const NONE: u32 = u32::MAX;
@@ -19,8 +19,8 @@ struct Chunk<E>([E; EVENTS]);
 #[derive(Clone, Copy)]
 pub(crate) struct Bucket {
     first: u32,
-    /// Place of the next event: chunk · EVENTS + index. A multiple of EVENTS: there is no chunk, or
-    /// the last one is full.
+    /// Position of the next event: chunk · EVENTS + index. A multiple of EVENTS means that there is no
+    /// chunk, or that the last one is full.
     at: u32,
 }
 
@@ -41,7 +41,7 @@ impl Bucket {
 /// The chunks of all buckets.
 pub(crate) struct Chunks<E> {
     chunks: Vec<Chunk<E>>,
-    /// By chunk: the next one of its bucket, or of the free ones.
+    /// For each chunk: the next one in its bucket, or in the free list.
     next: Vec<u32>,
     free: u32,
 }
@@ -95,7 +95,7 @@ impl<E: Copy> Chunks<E> {
         opens
     }
 
-    /// The bucket's events, a chunk at a time.
+    /// The bucket's events, one chunk at a time.
     pub(crate) fn pieces(&self, bucket: Bucket) -> impl Iterator<Item = &[E]> {
         let mut chunk = bucket.first;
         std::iter::from_fn(move || {
@@ -115,7 +115,7 @@ impl<E: Copy> Chunks<E> {
         self.pieces(bucket).map(<[E]>::len).sum()
     }
 
-    /// The bucket's first chunk, copied out, and the rest of the bucket; the chunk is free.
+    /// Copies the bucket's first chunk out, and frees it; the bucket keeps the rest.
     pub(crate) fn take_chunk(&mut self, bucket: &mut Bucket) -> Option<([E; EVENTS], usize)> {
         if bucket.is_empty() {
             return None;
@@ -166,7 +166,7 @@ mod tests {
                 chunks.free(*bucket);
                 *bucket = Bucket::EMPTY;
             }
-            // Three times 100 events need seven chunks each; later rounds make no new ones.
+            // Three times 100 events need seven chunks each; later rounds allocate none.
             assert_eq!(chunks.chunks.len(), 3 * 100usize.div_ceil(EVENTS));
         }
     }

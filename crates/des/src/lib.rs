@@ -1,10 +1,10 @@
 //! The parts of a discrete-event simulation that do not depend on its subject: an event queue and the
-//! barrier that lets shards of one simulation run side by side.
+//! barrier that lets shards of one simulation run in parallel.
 //!
 //! - [`Wheel`]: a queue of small `Copy` events in time buckets. A binary heap costs several hundred
-//!   ns per event once its events leave the cache; here an event is appended to a bucket, and a
-//!   bucket is counting-sorted once, when its turn comes. Buckets share one pool of small chunks.
-//! - [`WindowBarrier`]: one meeting per window of lookahead, which parks after a short spin.
+//!   ns per event once its events leave the cache. Here an event is appended to a bucket, and a
+//!   bucket is counting-sorted once, when it becomes current. Buckets share one pool of small chunks.
+//! - [`WindowBarrier`]: one synchronization per window of lookahead, which parks after a short spin.
 //!
 //! Order is part of the contract: events run by time, and equal times run in the order in which the
 //! wheel received them while both were in the same level. The order is a function of the calls

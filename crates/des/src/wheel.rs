@@ -1,8 +1,8 @@
 //! The event queue.
 //!
 //! ```text
-//!  near (heap)      bucket that runs now: rare, late insertions
-//!  run  (sorted)    bucket that runs now: its events in time order
+//!  near (heap)      current bucket: rare, late insertions
+//!  run  (sorted)    current bucket: its events in time order
 //!  fine (ring)      the next SLOTS buckets of 2^shift ns
 //!  coarse (ring)    the next SLOTS super-buckets of SLOTS << shift ns; spilled into `fine` on entry
 //!  far  (heap)      everything later (retransmission timers of a second, faults)
@@ -55,7 +55,7 @@ impl<E> Ord for Far<E> {
     }
 }
 
-/// A ring of buckets with a bitmap of those that hold something.
+/// A ring of buckets with a bitmap of the occupied ones.
 struct Ring {
     buckets: [Bucket; SLOTS],
     occupied: [u64; WORDS],
@@ -81,7 +81,7 @@ impl Ring {
         }
     }
 
-    /// The events of a bucket, which is empty now; the caller frees their chunks.
+    /// Empties a bucket and returns its events; the caller frees their chunks.
     fn take(&mut self, bucket: u64) -> Bucket {
         let slot = bucket as usize & (SLOTS - 1);
         self.vacate(slot);
@@ -119,18 +119,18 @@ impl Ring {
 
 /// A queue of events in time buckets of `2^shift` ns.
 ///
-/// Fast when the buckets are narrower than the delay with which events schedule each other: then
-/// nothing is inserted into the bucket that runs. Insertions there are allowed (a heap holds them).
+/// Fast if the buckets are narrower than the delay with which events schedule each other: then
+/// nothing is inserted into the current bucket. Such insertions are allowed (a heap holds them).
 pub struct Wheel<E> {
     shift: u32,
-    /// The bucket that runs, or the earliest that may still receive events.
+    /// The current bucket, or the earliest that may still receive events.
     cursor: u64,
     /// Whether `cursor`'s bucket has been opened, i.e. moved into `run`.
     open: bool,
     run: Vec<E>,
     run_at: usize,
     near: BinaryHeap<Reverse<Far<E>>>,
-    /// The event that `near` gave last.
+    /// The last event taken from `near`.
     late: Option<E>,
     fine: Ring,
     coarse: Ring,
@@ -220,7 +220,7 @@ impl<E: Timed> Wheel<E> {
         }
     }
 
-    /// The start of the bucket of the earliest event, or of what is left of the one that runs;
+    /// The start of the bucket of the earliest event, or of the remaining part of the current bucket;
     /// `None` if empty. A lower bound of the next event's time: a coarse bucket counts from its
     /// own start until it is entered.
     pub fn next_bucket_start(&self) -> Option<u64> {
@@ -302,8 +302,8 @@ impl<E: Timed> Wheel<E> {
         }
     }
 
-    /// Events of the bucket that runs that have not been popped, in order: what comes next, for
-    /// callers that want to have its memory at hand.
+    /// Events of the current bucket that have not been popped, in order. For callers that
+    /// prefetch their data.
     #[inline]
     pub fn upcoming(&self) -> &[E] {
         &self.run[self.run_at..]
@@ -315,9 +315,9 @@ impl<E: Timed> Wheel<E> {
         self.pop_ref(until).map(|(time, event)| (time, *event))
     }
 
-    /// As [`Wheel::pop_before`], but leaves the event in place: a caller that takes it apart
-    /// reads it from there. Moved through the stack it is written in pieces and read as a whole,
-    /// which the processor's store buffer answers with a stall of a dozen cycles.
+    /// Same as [`Wheel::pop_before`], but leaves the event in place, for a caller that reads its
+    /// fields from there. Moved through the stack, an event is written in pieces and read as a whole,
+    /// which causes a store-forwarding stall of a dozen cycles.
     #[inline]
     pub fn pop_ref(&mut self, until: u64) -> Option<(u64, &E)> {
         if self.near.is_empty() && self.run_at < self.run.len() {
@@ -346,7 +346,7 @@ impl<E: Timed> Wheel<E> {
             .get(self.run_at)
             .map(|e| start + u64::from(e.time_low().wrapping_sub(start as u32)));
         let near = self.near.peek().map(|Reverse(n)| n.time);
-        // Equal times: what waited in the bucket came first.
+        // Equal times: events that waited in the bucket come first.
         let from_run = match (run, near) {
             (Some(r), Some(n)) => r <= n,
             (r, _) => r.is_some(),

@@ -6,7 +6,7 @@ use slipstream_config::cluster::{Cluster, NetworkMode};
 use crate::{Endpoint, FabricConfig};
 
 impl FabricConfig {
-    /// The network of `cluster`: an endpoint a worker, and behind them the frontend's. `None` if it
+    /// The network of `cluster`: one endpoint per worker, followed by the frontend's. `None` if it
     /// is not modelled. All of it is `speedup` (above 0) times as fast as in the file.
     pub fn of_cluster(cluster: &Cluster, speedup: f64) -> Option<FabricConfig> {
         let network = &cluster.network;
@@ -26,7 +26,7 @@ impl FabricConfig {
             .map(|worker| worker.checked_div(per_leaf).unwrap_or(0))
             .collect();
         rates.push(network.frontend_bits_per_s * speedup);
-        // Under a leaf of its own, where there are several.
+        // Under its own leaf, if there are several.
         leaf.push(match per_leaf {
             0 => 0,
             _ => leaf.last().map_or(0, |last| last + 1),
@@ -42,12 +42,12 @@ impl FabricConfig {
 }
 
 impl Endpoint {
-    /// Where a worker is in the network of its cluster.
+    /// The endpoint of a worker in the network of its cluster.
     pub fn of_worker(worker: WorkerId) -> Endpoint {
         Endpoint(worker.0)
     }
 
-    /// Where the frontend is in the network of `cluster`.
+    /// The endpoint of the frontend in the network of `cluster`.
     pub fn of_frontend(cluster: &Cluster) -> Endpoint {
         Endpoint(cluster.pools.iter().map(|pool| pool.workers).sum())
     }

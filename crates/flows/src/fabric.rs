@@ -15,7 +15,7 @@ pub struct FabricConfig {
     pub endpoint_bits_per_s: Vec<f64>,
     /// The leaf switch of each endpoint. Shape `[endpoints]`.
     pub leaf: Vec<u32>,
-    /// Rate of a leaf's links to the spine together, in each direction, bits/s; `None`: no limit.
+    /// Total rate of a leaf's links to the spine, in each direction, bits/s; `None`: no limit.
     pub uplink_bits_per_s: Option<f64>,
     /// Latency of each link, ns. Two links join endpoints of one leaf, four between others.
     pub hop_latency_ns: u64,
@@ -24,19 +24,19 @@ pub struct FabricConfig {
 /// A two-level tree whose links are shared fairly.
 ///
 /// ```text
-///                spine
+///        ┌────────┴────────┐        uplinks: one capacity per leaf and direction
 ///        ┌────────┴────────┐        uplinks: one capacity a leaf and direction
 ///      leaf 0            leaf 1
-///    ┌───┴───┐         ┌───┴───┐    interfaces: one capacity an endpoint and direction
+///    ┌───┴───┐         ┌───┴───┐    interfaces: one capacity per endpoint and direction
 ///   ep 0    ep 1      ep 2    ep 3
 /// ```
 pub struct Fabric {
     config: FabricConfig,
     sharing: Sharing,
-    /// Links of endpoint `e`: out `2e`, in `2e + 1`. Behind them those of leaves, likewise.
+    /// Links of endpoint `e`: out `2e`, in `2e + 1`. After them those of leaves, likewise.
     leaf_links: u32,
     transfers: BTreeMap<TransferId, Transfer>,
-    /// Sent whole, and on the way.
+    /// Messages that have been sent completely, and not yet arrived.
     arrivals: BinaryHeap<Reverse<(SimTime, TransferId)>>,
     next: u64,
 }
@@ -49,7 +49,7 @@ struct Transfer {
 }
 
 impl Fabric {
-    /// Nothing under way.
+    /// A fabric without transfers.
     ///
     /// # Panics
     /// If the shapes of `config` disagree.
@@ -76,7 +76,7 @@ impl Fabric {
         }
     }
 
-    /// The links from one endpoint to another, and how many there are in all: without a limit on
+    /// The links from one endpoint to another, and their total number: without a limit on
     /// uplinks those are crossed, but not counted.
     fn path(&self, from: Endpoint, to: Endpoint) -> ([LinkId; 4], usize) {
         let (up, down) = (2 * from.0, 2 * to.0 + 1);
@@ -181,7 +181,7 @@ impl Network for Fabric {
 mod tests {
     use super::*;
 
-    /// Two leaves of two endpoints at 8 Gbit/s (1 byte/ns), 100 ns a link.
+    /// Two leaves of two endpoints at 8 Gbit/s (1 byte/ns), 100 ns per link.
     fn fabric(uplink_bits_per_s: Option<f64>) -> Fabric {
         Fabric::new(FabricConfig {
             endpoint_bits_per_s: vec![8e9; 4],
@@ -191,7 +191,7 @@ mod tests {
         })
     }
 
-    /// Arrivals until nothing is under way.
+    /// Arrivals until no transfer is left.
     fn arrivals(fabric: &mut Fabric) -> Vec<(u64, u64)> {
         let mut all = Vec::new();
         let mut out = Vec::new();
@@ -227,8 +227,8 @@ mod tests {
         send(&mut f, 0, 0, 1, 1_000);
         send(&mut f, 0, 1, 0, 1_000);
         assert_eq!(arrivals(&mut f), [(1_200, 0), (1_200, 1)]);
-        // Two into one: half each, until the shorter is through at 1,000; then 1,000 of the longer
-        // go at the full rate.
+        // Two into one: half each, until the shorter one ends at 1,000; then the last 1,000 bytes of the
+        // longer one go at the full rate.
         let mut f = fabric(None);
         send(&mut f, 0, 0, 1, 500);
         send(&mut f, 0, 2, 1, 1_500);
@@ -241,7 +241,7 @@ mod tests {
         send(&mut f, 0, 0, 2, 1_000);
         send(&mut f, 0, 1, 3, 1_000);
         assert_eq!(arrivals(&mut f), [(2_400, 0), (2_400, 1)]);
-        // Within a leaf there is no uplink, and what is left of an interface is used.
+        // Within a leaf there is no uplink, and the remaining rate of an interface is used.
         let mut f = fabric(Some(4e9));
         send(&mut f, 0, 0, 2, 1_000); // 0.5 bytes/ns
         send(&mut f, 0, 0, 1, 500); // the other half

@@ -8,14 +8,14 @@ use slipstream_base::SimTime;
 /// Index of a link.
 pub(super) type LinkId = u32;
 
-/// Links that a flow crosses at most: up, leaf to spine, spine to leaf, down.
+/// Maximum links of a path: up, leaf to spine, spine to leaf, down.
 pub(super) const PATH_MAX: usize = 4;
 
 struct Link {
     bits_per_s: f64,
     /// Slots of the flows that cross it.
     flows: Vec<u32>,
-    /// Scratch: rate not given away yet, and flows that have none yet; meaningful while `round` is
+    /// Scratch: unassigned rate, and flows without a rate; meaningful while `round` is
     /// the current one.
     left: f64,
     open: u32,
@@ -30,7 +30,7 @@ struct Flow {
     left: f64,
     rate: f64,
     since: SimTime,
-    /// Bumped whenever its end moves, so that an outdated end is recognized.
+    /// Incremented when its end moves, so that an outdated end is recognized.
     version: u32,
     name: u64,
     live: bool,
@@ -65,7 +65,7 @@ impl Sharing {
         self.links.len() as u32 - 1
     }
 
-    /// Begins a flow named `name` of `bits` over `path`; its slot.
+    /// Starts a flow named `name` of `bits` over `path`; returns its slot.
     pub(super) fn begin(&mut self, now: SimTime, name: u64, path: &[LinkId], bits: f64) -> u32 {
         let mut flow = Flow {
             path: [0; PATH_MAX],
@@ -96,7 +96,7 @@ impl Sharing {
         slot
     }
 
-    /// Takes a flow off its links.
+    /// Removes a flow from its links.
     pub(super) fn remove(&mut self, now: SimTime, slot: u32) {
         let flow = self.flows[slot as usize];
         let path = &flow.path[..flow.hops as usize];
@@ -128,7 +128,7 @@ impl Sharing {
         }
     }
 
-    /// Rates changed on `links`: finds all that this reaches, and shares their links anew.
+    /// Rates changed on `links`: finds all affected links and flows, and shares the links again.
     fn share(&mut self, now: SimTime, links: &[LinkId]) {
         self.round += 1;
         self.reached_links.clear();
@@ -168,8 +168,8 @@ impl Sharing {
         }
     }
 
-    /// Progressive filling: the link with the least left for each of its flows gives them that much,
-    /// and so on with the rest.
+    /// Progressive filling: the link with the least remaining rate per flow assigns it to its flows;
+    /// repeated with the remaining flows.
     fn fill(&mut self) {
         let mut left = self.reached_flows.len();
         while left > 0 {
@@ -201,7 +201,7 @@ impl Sharing {
         }
     }
 
-    /// Gives the flows reached the rates that were found.
+    /// Assigns the new rates to the affected flows.
     fn settle(&mut self, now: SimTime) {
         for &slot in &self.reached_flows {
             let flow = &mut self.flows[slot as usize];
@@ -213,7 +213,7 @@ impl Sharing {
             (flow.rate, flow.since) = (flow.found, now);
             flow.version += 1;
             let ns = flow.left / flow.rate * 1e9;
-            // Beyond 2^62 ns, a century, or at no rate at all: not until something changes.
+            // Beyond 2^62 ns, a century, or at rate 0, the flow does not end until its rate changes.
             if flow.left == 0.0 || ns < 4.6e18 {
                 let ns = if flow.left == 0.0 {
                     0
@@ -252,7 +252,7 @@ mod tests {
         sharing
     }
 
-    /// Capacities, paths, rates worked out by hand.
+    /// Capacities, paths, rates calculated by hand.
     #[track_caller]
     fn check_rates(capacities: &[f64], paths: &[&[LinkId]], expected: &[f64]) {
         let mut sharing = links(capacities);
@@ -279,7 +279,7 @@ mod tests {
             &[&[0, 1, 2], &[0], &[1], &[2]],
             &[5.0; 4],
         );
-        // The narrow link holds two to 1 each; the wide one's third flow gets all that is left.
+        // The narrow link holds two to 1 each; the wide one's third flow gets the remaining rate.
         check_rates(&[10.0, 2.0], &[&[0, 1], &[0, 1], &[0]], &[1.0, 1.0, 8.0]);
         // Two links of three flows each, and a wide one that gives the rest to its last flow.
         check_rates(
@@ -298,7 +298,7 @@ mod tests {
         let second = sharing.begin(SimTime(500_000_000), 2, &[0], 1e9);
         assert_eq!(sharing.next_end(), Some((SimTime(1_500_000_000), first, 1)));
         sharing.remove(SimTime(1_500_000_000), first);
-        // The second has sent half at half the rate; the rest goes at the full rate.
+        // The second has sent half at half the rate; the rest is sent at the full rate.
         assert_eq!(
             sharing.next_end(),
             Some((SimTime(2_000_000_000), second, 2))
@@ -315,8 +315,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// After any changes: no link carries more than it can, and each flow has a bottleneck, a
-        /// full link on which no flow has more. Rates are those that only the last state would give.
+        /// After any changes: no link exceeds its capacity, and each flow has a bottleneck, a
+        /// full link on which no flow has more. The rates depend on the last state alone.
         #[test]
         fn rates_are_max_min_fair_after_any_changes(
             capacities in prop::collection::vec(1u32..100, 2..7),

@@ -1,4 +1,4 @@
-//! Lists of flows, CSV or JSON by the first byte: every flow that is read is between two hosts of the
+//! Lists of flows, CSV or JSON by the first byte: every flow that is read connects two hosts of the
 //! network, and every error names its line.
 //!
 //! `make fuzz`, or with sanitizers `cargo +nightly fuzz run flow_list`; the corpus is kept under

@@ -1,5 +1,5 @@
-//! Network files (TOML): either refused with errors that name a place, or a scenario that is refused
-//! or laid out when its flows are few.
+//! Network files (TOML): either rejected with errors that name a place, or a scenario that is rejected
+//! or laid out if it has few flows.
 //!
 //! `make fuzz`, or with sanitizers `cargo +nightly fuzz run network_file`; the corpus is kept under
 //! `fuzz/corpus/network_file`.
@@ -10,7 +10,7 @@ use slipstream_config::doc::Doc;
 use slipstream_netsim::config::{self, Means};
 use slipstream_netsim::{Execution, Simulation};
 
-/// Larger networks take longer to lay out than a fuzzer should wait, though nothing is wrong.
+/// Larger networks are valid, but their layout takes too long for a fuzzer.
 const SMALL: u32 = 4_096;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -1,5 +1,5 @@
-//! Bytes as they come over the plane: either refused, or frames that can be read to their end and
-//! written back as they were.
+//! Bytes from the request plane: either rejected, or frames that can be read to their end and
+//! written back unchanged.
 //!
 //! `make fuzz`, or with sanitizers `cargo +nightly fuzz run wire`; the corpus is kept under
 //! `fuzz/corpus/wire`.
@@ -27,8 +27,8 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Reads a frame and writes it to `back`. Returns whether it must come out as it was: KV runs may
-/// be split otherwise than we would.
+/// Reads a frame and writes it to `back`. Returns whether the bytes must be equal: KV runs may
+/// be split differently by the sender.
 fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
     let (kind, body) = (frame.kind, frame.body);
     match kind {
@@ -59,7 +59,7 @@ fn read(frame: &RawFrame<'_>, back: &mut Vec<u8>) -> Result<bool, WireError> {
             wire::encode_kv(&delta, snapshot, back);
             let mut again = KvDelta::default();
             let frame = wire::split(back).unwrap().expect("a whole frame");
-            wire::decode_kv(frame.kind, frame.body, &mut again).expect("what we write we read");
+            wire::decode_kv(frame.kind, frame.body, &mut again).expect("a frame that we wrote is readable");
             // Clearing twice is clearing once.
             assert!(again.ops.len() <= delta.ops.len());
             return Ok(false);

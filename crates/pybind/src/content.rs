@@ -8,8 +8,8 @@ use slipstream_kvstore::content::{Depth, digest};
 
 use crate::store::with_source;
 
-/// The digest of what files contain, whatever their names and order. `full`: every byte, kept in
-/// the folder `cache`; else samples.
+/// A digest of the contents of files, independent of their names and order. With `full`, every byte is
+/// hashed, and the digests are cached in the folder `cache`; otherwise samples are hashed.
 #[pyfunction]
 #[pyo3(signature = (paths, *, full, cache=None))]
 pub(crate) fn digest_files(

@@ -1,5 +1,5 @@
-//! Look-ups of what a model with several groups of layers can load, as
-//! [`slipstream_kvindex::Groups`] has them.
+//! Look-ups of loadable blocks for a model with several layer groups; wraps
+//! [`slipstream_kvindex::Groups`].
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -8,23 +8,23 @@ use slipstream_kvindex::{Group, Reach};
 
 use crate::keys::KeyMirror;
 
-/// Which blocks of which group a hit needs, and under which keys they are.
+/// The blocks of each group that a hit needs, and their keys.
 #[pyclass(module = "slipstream._native", frozen)]
 pub(crate) struct Groups {
     pub(crate) shapes: slipstream_kvindex::Groups,
-    /// Tokens between two hashes of a request.
+    /// Tokens per hash of a request.
     hash_tokens: usize,
 }
 
-/// Keys of a plan, for each group its first block and how many, and which keys are here.
+/// Keys of a plan, for each group its first block and block count, and whether each key is held here.
 type Plan<'py> = (Vec<Bound<'py, PyBytes>>, Vec<(usize, usize)>, Vec<bool>);
 
-/// The keys of a request's blocks, made one after the other.
+/// The keys of a request's blocks, computed one after the other.
 pub(crate) struct Keys<'a, 'py> {
     groups: &'a Groups,
     hashes: &'a Bound<'py, PyList>,
     key: Vec<u8>,
-    /// Why a key could not be made; it counts as not held.
+    /// The error of a key that could not be computed; such a key counts as not held.
     pub(crate) error: Option<PyErr>,
 }
 
@@ -61,7 +61,7 @@ impl Groups {
         }
     }
 
-    /// Tokens up to which there are hashes, or `end` if that is less.
+    /// The number of tokens that have hashes, at most `end`.
     pub(crate) fn end(&self, hashes: &Bound<'_, PyList>, end: usize) -> usize {
         end.min(hashes.len() * self.hash_tokens)
     }
@@ -74,7 +74,7 @@ pub(crate) fn all_hold(stored: &[PyRef<'_, KeyMirror>], key: &[u8]) -> bool {
 
 #[pymethods]
 impl Groups {
-    /// `groups`: for each its kind, tokens of a block, and tokens of its window or chunk.
+    /// `groups`: for each group its kind, tokens per block, and tokens of its window or chunk.
     #[new]
     fn new(groups: Vec<(String, usize, usize)>, hash_tokens: usize) -> PyResult<Groups> {
         let shape = |(kind, block_tokens, tokens): (String, usize, usize)| {
@@ -83,7 +83,7 @@ impl Groups {
                 "window" => Reach::Window(tokens),
                 "chunk" => Reach::Chunk(tokens),
                 _ => {
-                    let text = format!("`{kind}` is neither `full`, `window` nor `chunk`");
+                    let text = format!("`{kind}` is not `full`, `window` or `chunk`");
                     return Err(PyValueError::new_err(text));
                 }
             };
@@ -102,7 +102,7 @@ impl Groups {
             .map(shape)
             .collect::<PyResult<Vec<_>>>()?;
         if shapes.is_empty() {
-            return Err(PyValueError::new_err("no group of layers"));
+            return Err(PyValueError::new_err("no layer group"));
         }
         Ok(Groups {
             shapes: slipstream_kvindex::Groups::new(shapes),
@@ -110,14 +110,14 @@ impl Groups {
         })
     }
 
-    /// Hits are multiples of so many tokens.
+    /// Hits are multiples of this many tokens.
     #[getter]
     fn hit_tokens(&self) -> usize {
         self.shapes.hit_tokens()
     }
 
-    /// Tokens of the longest hit up to `end`, of blocks that all of `stored` hold beyond `start`
-    /// tokens that are there already.
+    /// Tokens of the longest hit up to `end`, of blocks that all of `stored` hold beyond the `start`
+    /// tokens that are already present.
     fn longest(
         &self,
         stored: Vec<PyRef<'_, KeyMirror>>,
@@ -135,7 +135,7 @@ impl Groups {
         keys.error.map_or(Ok(found), Err)
     }
 
-    /// What a hit of `end` tokens needs beyond `start`.
+    /// The blocks that a hit of `end` tokens needs beyond `start`.
     fn plan<'py>(
         &self,
         stored: Vec<PyRef<'_, KeyMirror>>,

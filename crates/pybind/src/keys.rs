@@ -1,4 +1,4 @@
-//! Sets of cached keys, as [`slipstream_kvindex`] has them.
+//! Sets of cached keys; wraps [`slipstream_kvindex`].
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -25,11 +25,11 @@ pub(crate) fn life() -> u64 {
     since.map_or(1, |since| since.as_nanos() as u64)
 }
 
-/// Keys that are cached now; see [`slipstream_kvindex::KeySet`].
+/// The currently cached keys; see [`slipstream_kvindex::KeySet`].
 ///
-/// A step that changed much (a prefill of 8,192 tokens adds and removes 1,000 keys) is taken by a
-/// thread of the set's own, so that the scheduler pays for the copy alone. Calls for tests and
-/// diagnosis wait for it; those of a step do not, and find the message in a later one.
+/// A step with many changes (a prefill of 8,192 tokens adds and removes 1,000 keys) is applied by a
+/// thread of the set, so that the scheduler pays for the copy alone. Calls for tests and
+/// diagnosis wait for it. Calls of a step do not wait, and return the message in a later step.
 #[pyclass(module = "slipstream._native")]
 pub(crate) struct KeySet {
     inner: Arc<Inner>,
@@ -38,39 +38,39 @@ pub(crate) struct KeySet {
 
 struct Inner {
     set: Mutex<slipstream_kvindex::KeySet>,
-    /// Batches that the thread has not taken yet.
+    /// Batches that the thread has not applied yet.
     waiting: Mutex<usize>,
     taken: Condvar,
     error: Mutex<Option<KeyError>>,
-    /// The thread has to be woken.
+    /// Whether the thread must be woken.
     asleep: AtomicBool,
 }
 
-/// Changes in their order, away from Python's objects.
+/// Changes in order, without Python objects.
 #[derive(Default)]
 struct Batch {
     /// The keys, one after the other.
     bytes: Vec<u8>,
-    /// Bytes of each key and what happened to it; `None` where all keys were dropped.
+    /// Length of each key and its change; `None` if all keys were dropped.
     changes: Vec<(usize, Option<Change>)>,
 }
 
-/// Changes that a step takes itself: what handing them over costs, about 5 µs.
+/// Maximum changes that a step applies itself: they cost as much as submitting them to the thread, about 5 µs.
 const INLINE_MAX: usize = 64;
-/// How often the thread looks for changes while there have been some lately. It is not woken for
-/// them: on a busy machine it would take the core of the thread that wakes it.
+/// Interval at which the thread polls for changes while there have been recent ones. A wake-up per batch
+/// would, on a busy machine, take the core of the waking thread.
 const LOOK: Duration = Duration::from_millis(1);
-/// After so many looks in vain it sleeps.
+/// After this many polls in vain the thread sleeps.
 const IDLE_MAX: u32 = 1_000;
-/// Changes that are looked up together: as many as a core's misses in flight, about.
+/// Changes looked up together: about as many as a core keeps misses in flight.
 const TOGETHER: usize = 32;
 
 impl Batch {
     fn apply(&self, set: &mut slipstream_kvindex::KeySet) -> Result<(), KeyError> {
         let mut rest = &self.bytes[..];
         for changes in self.changes.chunks(TOGETHER) {
-            // The look-ups do not depend on each other, so their cache misses overlap; what is
-            // changed afterwards is in the cache then.
+            // The look-ups do not depend on each other, so their cache misses overlap; the entries
+            // changed afterwards are then in the cache.
             let mut ahead = rest;
             for &(bytes, _) in changes {
                 let (key, after) = ahead.split_at(bytes);
@@ -90,10 +90,10 @@ impl Batch {
     }
 }
 
-/// Reads a log as [`KeySet::apply`] takes it, and tells `note` of each change.
+/// Parses a log of changes for [`KeySet::apply`], and passes each change to `note`.
 ///
-/// Entries come in twos: a key and the id of the block that holds it now, or that id's complement
-/// (`~id`) where it no longer does. `None` alone says that all keys were dropped.
+/// Entries come in pairs: a key and the id of the block that now holds it, or that id's complement
+/// (`~id`) if the block no longer holds it. A `None` entry means that all keys were dropped.
 fn read<'py>(
     log: &Bound<'py, PyList>,
     mut note: impl FnMut(Option<(&Bound<'py, PyBytes>, Change)>),
@@ -114,7 +114,7 @@ fn read<'py>(
         }
         if at == len {
             return Err(PyTypeError::new_err(
-                "the log ends with a key that has no block",
+                "the log ends with a key without a block id",
             ));
         }
         let key = entry.cast_into::<PyBytes>()?;
@@ -144,7 +144,7 @@ fn empty(log: &Bound<'_, PyList>) -> PyResult<()> {
     log.set_slice(0, log.len(), &PyList::empty(log.py()))
 }
 
-/// Hashes what is a hash already.
+/// A hasher for keys that are hashes already.
 #[derive(Default)]
 struct AsItIs(u64);
 
@@ -162,7 +162,7 @@ impl Hasher for AsItIs {
     }
 }
 
-/// What a step brought: the message for who follows, and the new keys with their blocks.
+/// Result of a step: the message for followers, and the new keys with their blocks.
 type Step<'py> = (
     Option<Bound<'py, PyBytes>>,
     Vec<Bound<'py, PyBytes>>,
@@ -170,7 +170,7 @@ type Step<'py> = (
 );
 
 impl KeySet {
-    /// Takes the changes, here or in the thread.
+    /// Applies the changes, in the caller or in the thread.
     fn take(&mut self, batch: Batch) -> PyResult<()> {
         let inner = &self.inner;
         if let Some(error) = lock(&inner.error).take() {
@@ -226,7 +226,7 @@ impl KeySet {
         Ok(())
     }
 
-    /// Waits until the thread has taken everything.
+    /// Waits until the thread has applied everything.
     fn settled<T: Send>(
         &self,
         py: Python<'_>,
@@ -256,7 +256,7 @@ impl Drop for KeySet {
 
 #[pymethods]
 impl KeySet {
-    /// A set for `keys` keys without growing.
+    /// A set with capacity for `keys` keys.
     #[new]
     #[pyo3(signature = (keys=0))]
     fn new(keys: usize) -> Self {
@@ -273,8 +273,8 @@ impl KeySet {
         }
     }
 
-    /// Takes a log of changes and empties it. An error may be of an earlier log; changes up to the
-    /// one that is refused are taken.
+    /// Applies a log of changes and empties it. An error may be of an earlier log; changes before the
+    /// rejected one are applied.
     fn apply(&mut self, log: &Bound<'_, PyList>) -> PyResult<()> {
         let batch = read(log, |_| {})?;
         empty(log)?;
@@ -291,8 +291,8 @@ impl KeySet {
         Ok(self.take_message(log.py(), keys_max))
     }
 
-    /// [`KeySet::step`], and which keys the log added and where they are at its end. A key that
-    /// is held by another block may be among them, and one that changed its block may be missing.
+    /// [`KeySet::step`]; returns also the keys that the log added, with their blocks at its end. A key that
+    /// another block already held may be among them, and one whose block changed may be missing.
     fn step_with_new<'py>(
         &mut self,
         log: &Bound<'py, PyList>,
@@ -302,14 +302,14 @@ impl KeySet {
             Vec::with_capacity(log.len() / 2),
             Vec::with_capacity(log.len() / 2),
         );
-        // By digest: where in `keys` a new key is.
+        // By digest: index in `keys` of a new key.
         let mut new: HashMap<u64, usize, BuildHasherDefault<AsItIs>> =
             HashMap::with_capacity_and_hasher(log.len() / 2, BuildHasherDefault::default());
         let small = log.len() <= 2 * INLINE_MAX && *lock(&self.inner.waiting) == 0;
         let mut held = small.then(|| lock(&self.inner.set));
         let batch = read(log, |change| {
             let Some((key, change)) = change else {
-                held = None; // what it knows is void from here on
+                held = None; // earlier keys are void from here on
                 new.clear();
                 keys.clear();
                 blocks.clear();
@@ -343,7 +343,7 @@ impl KeySet {
         Ok((self.take_message(log.py(), keys_max), keys, blocks))
     }
 
-    /// The next message for who follows. While the thread works there will be one later.
+    /// The next message for followers. While the thread works, there is none until later.
     fn take_message<'py>(
         &mut self,
         py: Python<'py>,
@@ -376,7 +376,7 @@ impl KeySet {
     }
 }
 
-/// Somebody else's keys, followed through messages; see [`slipstream_kvindex::KeyMirror`].
+/// The keys of another engine, built from its messages; see [`slipstream_kvindex::KeyMirror`].
 #[pyclass(module = "slipstream._native")]
 #[derive(Default)]
 pub(crate) struct KeyMirror(slipstream_kvindex::KeyMirror);
@@ -394,7 +394,7 @@ impl KeyMirror {
         Self::default()
     }
 
-    /// Takes one message. A message that came before is ignored.
+    /// Applies one message. A repeated message is ignored.
     fn apply(&mut self, message: &[u8]) -> PyResult<()> {
         match self.0.apply(message) {
             Err(error) if error.loses_trust() => Err(to_python(error)),
@@ -402,8 +402,8 @@ impl KeyMirror {
         }
     }
 
-    /// The keys that a message adds and removes; whether it begins a snapshot, and whether all
-    /// keys are known from it on.
+    /// The keys that a message adds and removes, whether it begins a snapshot, and whether it makes all
+    /// keys known.
     #[staticmethod]
     #[allow(clippy::type_complexity)]
     fn read<'py>(
@@ -431,7 +431,7 @@ impl KeyMirror {
         self.0.knowledge() == Knowledge::All
     }
 
-    /// Places of the keys that are not held; `None` if no key is.
+    /// Indexes of the keys that are not held; `None` if no key is held.
     fn missing(&self, keys: &Bound<'_, PyList>) -> PyResult<Option<Vec<usize>>> {
         let mut missing = Vec::new();
         if self.0.keys().is_empty() {

@@ -1,9 +1,9 @@
-//! What slipstream's Python package does in Rust: the extension module `slipstream._native`.
+//! The Rust part of slipstream's Python package: the extension module `slipstream._native`.
 //!
-//! The border is crossed once per scheduler step, with everything that happened since the last
+//! Python calls Rust once per scheduler step, with all changes since the last
 //! one ([`keys::KeySet::step`]), never once per block.
 //!
-//! Panics become Python exceptions by pyo3; what comes from Python is checked where it comes in.
+//! pyo3 turns panics into Python exceptions. Values from Python are checked at their entry.
 
 mod content;
 mod groups;
@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-/// Takes a lock whose data is right whatever the last holder did.
+/// Locks a mutex whose data stays valid if a holder panics.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! [`PeerKeys`] for Python, and what describes this engine to its peers.
+//! [`PeerKeys`] for Python, and this engine's description for its peers.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,10 +15,10 @@ use crate::groups::{Groups, all_hold};
 use crate::keys::KeyMirror;
 use crate::store::to_python;
 
-/// Peers that a look-up compares in all groups, of those that hold most of one.
+/// Peers that a look-up compares in all groups: those that hold the most of one group.
 const CANDIDATES: usize = 4;
 
-/// Reads the `slipstream.identity` of this side.
+/// Reads the `slipstream.identity` of this engine.
 pub(crate) fn profile(identity: &BTreeMap<String, String>) -> PyResult<Profile> {
     let text = |name: &str| identity.get(name).cloned().unwrap_or_default();
     let number = |name: &str| -> PyResult<u32> {
@@ -58,7 +58,7 @@ pub(crate) fn addresses(texts: &[String]) -> PyResult<Vec<Address>> {
     texts.iter().map(parse).collect()
 }
 
-/// Where engines find each other, if there is a folder.
+/// Peer discovery, if a folder is configured.
 pub(crate) fn discovery(
     folder: Option<PathBuf>,
     engine: &str,
@@ -75,7 +75,7 @@ pub(crate) fn discovery(
     })
 }
 
-/// What other engines hold; see `slipstream.vllm.scheduler.Peers`.
+/// The keys of other engines; see `slipstream.vllm.scheduler.Peers`.
 #[pyclass(module = "slipstream._native")]
 pub(crate) struct Peers {
     peers: PeerKeys,
@@ -83,8 +83,8 @@ pub(crate) struct Peers {
 
 #[pymethods]
 impl Peers {
-    /// Follows the engines whose ranks are at these addresses: `peers[rank][engine]`; `keys_max`
-    /// keys of all of them together for each rank.
+    /// Follows the engines whose ranks have these addresses: `peers[rank][engine]`. `keys_max` is the
+    /// maximum number of keys of all engines together, per rank.
     #[new]
     #[pyo3(signature = (
         *, identities, names, peers, keys_max, peers_dir=None, engine="", nixl=false
@@ -105,10 +105,10 @@ impl Peers {
             || peers.iter().any(|rank| rank.len() != engines)
         {
             return Err(PyValueError::new_err(
-                "one identity, name and address of each peer for every rank",
+                "every rank needs one identity, name and address of each peer",
             ));
         }
-        // All ranks call a peer by the address of its first one.
+        // All ranks name a peer by the address of its first rank.
         let called = peers[0].clone();
         let mut ranks = Vec::new();
         for ((identity, name), peers) in identities.iter().zip(names).zip(peers) {
@@ -125,8 +125,8 @@ impl Peers {
         Ok(Peers { peers })
     }
 
-    /// The peer that holds most of `hashes[start:end]`, each with `suffix`, without a break on every
-    /// rank, and how many.
+    /// The peer that holds the longest unbroken prefix of `hashes[start:end]`, each with `suffix`, on every
+    /// rank, and the length of that prefix.
     fn prefix(
         &self,
         hashes: &Bound<'_, PyList>,
@@ -149,9 +149,9 @@ impl Peers {
         }))
     }
 
-    /// Which peer adds most to what this engine's ranks have, `stored`, and tokens of the hit
-    /// with it: each block that the hit needs is on each rank here or there. `found` tokens and
-    /// nobody where no peer adds to `found`, which is the hit with this engine's own blocks.
+    /// The peer that adds the most to the blocks of this engine's ranks, `stored`, and the tokens of the hit
+    /// with it: each block that the hit needs is held on each rank by this engine or the peer. `found` tokens
+    /// and an empty name if no peer adds to `found`, which is the hit with this engine's own blocks.
     #[allow(clippy::too_many_arguments)]
     fn longest(
         &self,
@@ -172,7 +172,7 @@ impl Peers {
         }
         let shapes = groups.shapes.groups();
         let end = groups.end(hashes, end);
-        // A group that needs every block says who is worth a closer look.
+        // A group that needs every block selects the candidates.
         let leader = shapes.iter().position(|group| group.reach == Reach::All);
         let mut keys = groups.keys(hashes);
         let (mut own, mut digests) = (start, Vec::new());
@@ -195,7 +195,7 @@ impl Peers {
             if let Some(leader) = leader {
                 let reach = own + candidate.blocks.min(digests.len()) * shapes[leader].block_tokens;
                 if reach <= longest {
-                    break; // nor does one of those that follow, which have less
+                    break; // the following candidates hold no more
                 }
                 if shapes.len() == 1 {
                     (best, longest) = (Some(Arc::clone(&candidate.name)), reach);
@@ -223,7 +223,7 @@ impl Peers {
         Ok((name, longest))
     }
 
-    /// Whether each peer's keys are known, or it cannot be reached.
+    /// Whether for each peer the keys are known or it cannot be reached.
     fn is_settled(&self) -> bool {
         self.peers.is_settled()
     }

@@ -1,9 +1,9 @@
-//! What a scheduler step tells the workers, made in one call.
+//! The message of a scheduler step to the workers, built in one call.
 //!
-//! A step of an engine under load fills a few blocks and does nothing else that concerns the
-//! connector. [`FilledBlocks::build`] takes such a step: it reads the blocks that have got a key
+//! A usual step of an engine under load fills a few blocks and has no other work for the
+//! connector. [`FilledBlocks::build`] handles such a step. It reads the blocks that got a key
 //! since the last one, and packs the keys and ids of those to save into one flat buffer. Python
-//! objects are made of it in the worker, if at all. Everything rarer is built in Python.
+//! objects are created from it in the worker, if at all. Everything rarer is built in Python.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,7 +21,7 @@ use crate::lock;
 struct Saves {
     /// Records: vLLM's block id in four bytes, little-endian, and the key.
     records: Vec<u8>,
-    /// Bytes of a record; 0 while there is none.
+    /// Size of a record, bytes; 0 while there is none.
     record_bytes: usize,
 }
 
@@ -47,7 +47,7 @@ impl Saves {
         if self.record_bytes != bytes {
             if !self.is_empty() || key.is_empty() {
                 return Err(PyValueError::new_err(format!(
-                    "a key has {} bytes, and those before it {}",
+                    "a key has {} bytes, earlier ones have {}",
                     key.len(),
                     self.record_bytes.saturating_sub(ID_BYTES)
                 )));
@@ -61,14 +61,14 @@ impl Saves {
     }
 }
 
-/// What the scheduler half tells the workers in one step.
+/// The message of the scheduler half to the workers for one step.
 #[pyclass(module = "slipstream._native", frozen)]
 pub(crate) struct StepMetadata {
     saves: Saves,
     extras: Option<Box<Extras>>,
 }
 
-/// What few steps have.
+/// Fields that few steps have.
 struct Extras {
     keys: Option<Py<PyBytes>>,
     loads: Py<PyList>,
@@ -89,7 +89,7 @@ impl Extras {
     }
 }
 
-/// [`StepMetadata`] taken apart, as it is pickled.
+/// The parts of [`StepMetadata`] for pickling.
 type Parts<'py> = (
     Bound<'py, PyBytes>,
     usize,
@@ -108,7 +108,7 @@ impl StepMetadata {
         keys=None, save_keys=Vec::new(), save_blocks=Vec::new(), loads=None, cancels=None,
         reset=false, resend=false, detach=false
     ))]
-    #[allow(clippy::too_many_arguments)] // the parts of a step, each by its name
+    #[allow(clippy::too_many_arguments)] // the parts of a step, each with a name
     fn new(
         py: Python<'_>,
         keys: Option<Py<PyBytes>>,
@@ -143,7 +143,7 @@ impl StepMetadata {
         Ok(StepMetadata::with(py, saves, extras))
     }
 
-    /// What changed in the set of cached keys; `None` if nothing did or nobody follows.
+    /// Changes in the set of cached keys; `None` without changes or followers.
     #[getter]
     fn keys(&self, py: Python<'_>) -> Option<Py<PyBytes>> {
         let extras = self.extras.as_ref()?;
@@ -171,7 +171,7 @@ impl StepMetadata {
         }
     }
 
-    /// Requests that have ended while they were loaded.
+    /// Requests that ended during their load.
     #[getter]
     fn cancels(&self, py: Python<'_>) -> Py<PyList> {
         match &self.extras {
@@ -180,13 +180,13 @@ impl StepMetadata {
         }
     }
 
-    /// Forget all stored blocks first.
+    /// Drop all stored blocks first.
     #[getter]
     fn reset(&self) -> bool {
         self.extras.as_ref().is_some_and(|extras| extras.reset)
     }
 
-    /// Send all stored keys anew: a message about them was lost.
+    /// Publish all stored keys again: a message was lost.
     #[getter]
     fn resend(&self) -> bool {
         self.extras.as_ref().is_some_and(|extras| extras.resend)
@@ -198,13 +198,13 @@ impl StepMetadata {
         self.extras.as_ref().is_some_and(|extras| extras.detach)
     }
 
-    /// Whether there is nothing to save.
+    /// Whether no block is to be saved.
     #[getter]
     fn saves_nothing(&self) -> bool {
         self.saves.is_empty()
     }
 
-    /// Whether there is nothing but blocks to save, if there are any.
+    /// Whether the step has no other work than saving blocks.
     #[getter]
     fn only_saves(&self) -> bool {
         self.extras.is_none()
@@ -244,7 +244,7 @@ impl StepMetadata {
         ))
     }
 
-    /// Makes one of what [`StepMetadata::__reduce__`] gives.
+    /// Restores an instance from the result of [`StepMetadata::__reduce__`].
     #[staticmethod]
     fn join(parts: Parts<'_>) -> PyResult<StepMetadata> {
         let (records, record_bytes, keys, loads, cancels, reset, resend, detach) = parts;
@@ -255,7 +255,7 @@ impl StepMetadata {
         };
         if !fits {
             return Err(PyValueError::new_err(format!(
-                "{} bytes are no records of {record_bytes} bytes each",
+                "{} bytes are not a whole number of records of {record_bytes} bytes",
                 records.len()
             )));
         }
@@ -275,7 +275,7 @@ impl StepMetadata {
         Ok(StepMetadata::with(py, saves, extras))
     }
 
-    /// A buffer and what few steps have: no object for each block that is saved.
+    /// A buffer and the rare fields: no object per saved block.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Parts<'py>,))> {
         let (py, this) = (slf.py(), slf.get());
         let parts = (
@@ -301,25 +301,25 @@ impl StepMetadata {
     }
 }
 
-/// Blocks of a pool that have got a key since the last step, and which of them are to be saved.
+/// Blocks of a pool that got a key since the last step, and the selection of those to save.
 ///
 /// A block is saved if it still has a key, if it is the first in the pool that holds the key's
-/// content, and if not every rank's store has that already. What has been given to another request
-/// since has lost its key, and is not.
+/// content, and if some rank's store does not hold that content. A block that was given to another request
+/// since has lost its key, and is not saved.
 #[pyclass(module = "slipstream._native", frozen)]
 pub(crate) struct FilledBlocks {
-    /// Python appends a block here that has got a key. It may be here twice.
+    /// Python appends each block that gets a key. It may be listed twice.
     log: Py<PyList>,
     pool: Py<PyAny>,
-    /// What each rank's store holds.
+    /// The keys that each rank's store holds.
     stored: Py<PyList>,
-    /// Tokens of a block by group, where vLLM caches some blocks that are not full; else empty.
+    /// Tokens per block by group, if vLLM caches some partial blocks; else empty.
     tokens: Vec<u64>,
-    /// Builds the steps that have more than blocks to save.
+    /// Builds the steps that have other work than saving blocks.
     slow: Py<PyAny>,
-    /// The next step is one of those.
+    /// Whether `slow` builds the next step.
     pending: AtomicBool,
-    /// Steps that preempt requests are, too.
+    /// Whether `slow` also builds steps that preempt requests.
     by_priority: bool,
     nothing: Py<StepMetadata>,
     seen: Mutex<Seen>,
@@ -327,7 +327,7 @@ pub(crate) struct FilledBlocks {
 }
 
 impl FilledBlocks {
-    /// Takes what is in the log.
+    /// Takes the blocks of the log.
     fn take(&self, py: Python<'_>) -> Saves {
         let log = self.log.bind(py);
         let mut saves = Saves::default();
@@ -341,7 +341,7 @@ impl FilledBlocks {
             seen.taken[block as usize / 64] = 0;
         }
         drop(seen);
-        // SAFETY: `log` is a list, which a null pointer in place of new items has delete the old.
+        // SAFETY: `log` is a list; PyList_SetSlice with null as the new items deletes the old ones.
         let cleared = unsafe {
             pyo3::ffi::PyList_SetSlice(log.as_ptr(), 0, count.cast_signed(), std::ptr::null_mut())
         };
@@ -351,10 +351,10 @@ impl FilledBlocks {
             Err(PyErr::fetch(py))
         };
         if let Err(error) = result.and(cleared) {
-            // A block that is not saved is a later miss, no reason to end the engine.
+            // A block that is not saved causes a later miss, which does not justify ending the engine.
             self.errors.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
-                "blocks of a step are not saved, as they are not what slipstream knows: {error}; \
+                "blocks of a step are not saved, because their format is unknown: {error}; \
                  use a vLLM version that docs/connector.md lists"
             );
             return Saves::default();
@@ -397,7 +397,7 @@ impl FilledBlocks {
         Ok(())
     }
 
-    /// Whether the key is of a whole block, and not of the part of it that a prompt's end fills: no
+    /// Whether the key is of a whole block, and not of the partial block at a prompt's end: no
     /// look-up asks for those. Source: vLLM 0.33, `FullAttentionManager._cache_partial_tail_block`.
     fn is_full(&self, block: &Bound<'_, PyAny>, key: &[u8]) -> PyResult<bool> {
         let tokens = block.getattr(intern!(block.py(), "_block_hash_num_tokens"))?;
@@ -405,18 +405,18 @@ impl FilledBlocks {
         let group = key
             .last_chunk::<4>()
             .and_then(|id| self.tokens.get(u32::from_be_bytes(*id) as usize))
-            .ok_or_else(|| PyTypeError::new_err("a key of no cache group"))?;
+            .ok_or_else(|| PyTypeError::new_err("the key has no cache group"))?;
         Ok(tokens.is_multiple_of(*group))
     }
 }
 
-/// What is kept from step to step.
+/// State kept from step to step.
 #[derive(Default)]
 struct Seen {
-    /// The pool's map from key to block, as it was when a key was last missed in it. A flush puts
-    /// another one in its place.
+    /// The pool's map from key to block, as of the last miss of a key in it. A flush replaces the
+    /// map.
     map: Option<Py<PyDict>>,
-    /// A bit for each block id, set while it is in the step that is built.
+    /// A bit per block id, set while the block is in the step under construction.
     taken: Vec<u64>,
 }
 
@@ -447,7 +447,7 @@ impl Seen {
         if holder.is(block) {
             return Ok(true);
         }
-        // Blocks of one content by id; the first one had it before the others.
+        // Blocks of one content by id; the first one in the map is the oldest.
         let Ok(holders) = holder.cast_into::<PyDict>() else {
             return Ok(false);
         };
@@ -455,9 +455,9 @@ impl Seen {
     }
 }
 
-/// What each rank's store holds.
+/// The keys that each rank's store holds.
 struct Mirrors<'py> {
-    /// `None` where some store has nothing, so that no key is in all of them.
+    /// `None` if some store is empty, so that no key is in all of them.
     first: Option<PyRef<'py, KeyMirror>>,
     others: Vec<PyRef<'py, KeyMirror>>,
 }
@@ -495,7 +495,7 @@ impl<'py> Mirrors<'py> {
 
 #[pymethods]
 impl FilledBlocks {
-    /// `tokens`: of a block of each group, where vLLM caches some that are not full; else none.
+    /// `tokens`: tokens per block of each group, if vLLM caches some partial blocks; else empty.
     #[new]
     fn new(
         py: Python<'_>,
@@ -527,10 +527,10 @@ impl FilledBlocks {
         })
     }
 
-    /// What the workers have to know of this step.
+    /// Builds the metadata of this step for the workers.
     fn build<'py>(&self, plan: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = plan.py();
-        // By priority, a request that this step has planned may give way to another.
+        // By priority, a request that this step has planned may be preempted.
         if self.pending.load(Ordering::Relaxed)
             || (self.by_priority
                 && plan
@@ -553,7 +553,7 @@ impl FilledBlocks {
         .into_any())
     }
 
-    /// As [`FilledBlocks::build`], with all that a step may have.
+    /// Same as [`FilledBlocks::build`], with all fields that a step may have.
     fn build_with(
         &self,
         py: Python<'_>,
@@ -574,13 +574,13 @@ impl FilledBlocks {
         StepMetadata::with(py, self.take(py), extras)
     }
 
-    /// Have the next step built by `slow`, until it is set to false again.
+    /// Lets `slow` build all steps until this is set to false.
     #[setter]
     fn set_pending(&self, pending: bool) {
         self.pending.store(pending, Ordering::Relaxed);
     }
 
-    /// Steps whose blocks could not be read.
+    /// Number of steps whose blocks could not be read.
     #[getter]
     fn errors_total(&self) -> u64 {
         self.errors.load(Ordering::Relaxed)

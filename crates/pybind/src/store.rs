@@ -19,16 +19,16 @@ use slipstream_kvstore::{
 
 use crate::peers::{addresses, discovery, profile};
 
-/// Memory of a Python object that gives access to its bytes.
+/// Memory of a Python object that exposes its bytes.
 struct Buffer {
     base: *mut u8,
     len: usize,
-    /// Keeps the memory where it is.
+    /// Pins the memory.
     _owner: PyBuffer<u8>,
 }
 
-// SAFETY: the memory stays while the buffer object lives, whichever thread that is in; who may
-// touch the bytes when is said where buffers are used.
+// SAFETY: the memory stays valid while the buffer object lives, in any thread. The users of buffers
+// state who may access the bytes, and when.
 unsafe impl Send for Buffer {}
 // SAFETY: as above.
 unsafe impl Sync for Buffer {}
@@ -50,7 +50,7 @@ impl Buffer {
 
     /// # Safety
     ///
-    /// Nobody writes to these bytes while the slice lives.
+    /// No code writes to these bytes while the slice lives.
     unsafe fn bytes(&self) -> &[u8] {
         let base = NonNull::new(self.base).unwrap_or(NonNull::dangling());
         // SAFETY: the buffer, which lives as long as `self`; the caller's promise.
@@ -60,12 +60,12 @@ impl Buffer {
     fn into_region(self) -> Arc<Region> {
         let base = NonNull::new(self.base).unwrap_or(NonNull::dangling());
         // SAFETY: the buffer is the region's owner, and stays valid and initialized while it
-        // lives; `slipstream.store.Store`: the caller touches it after the end of its load only.
+        // lives; `slipstream.store.Store`: the caller accesses it only after the end of its load.
         unsafe { Region::from_raw(base, self.len, Box::new(self)) }
     }
 }
 
-/// Bytes of a block, or of one of each group.
+/// Block size in bytes, one for all groups or one per group.
 #[derive(FromPyObject)]
 enum BlockBytes {
     One(usize),
@@ -83,12 +83,12 @@ struct StoreConfig {
     disk_dir: Option<PathBuf>,
     #[pyo3(default)]
     disk_bytes: u64,
-    /// Folders whose blocks count as well ([`DiskOptions::others`]).
+    /// Folders whose blocks may also be read ([`DiskOptions::others`]).
     #[pyo3(default)]
     disk_others: Vec<PathBuf>,
     #[pyo3(default = 1 << 30)]
     disk_dirty_bytes: u64,
-    /// How long [`Store::close`] writes blocks that wait for the disk.
+    /// Maximum time for which [`Store::close`] writes blocks that wait for the disk.
     #[pyo3(default = 30.0)]
     close_s: f64,
     /// 0: blocks of any age are served.
@@ -96,7 +96,7 @@ struct StoreConfig {
     ttl_s: f64,
     #[pyo3(default = 2048)]
     keys_max: usize,
-    /// What blocks depend on; `None`: no peers.
+    /// The properties that blocks depend on; `None`: no peers.
     #[pyo3(default)]
     identity: Option<BTreeMap<String, String>>,
     #[pyo3(default)]
@@ -105,19 +105,19 @@ struct StoreConfig {
     listen: Vec<String>,
     #[pyo3(default)]
     peers: Vec<String>,
-    /// What `sources` of loads call the peers, if not by their addresses.
+    /// Names of the peers in the `sources` of loads, if not their addresses.
     #[pyo3(default)]
     peer_names: Option<Vec<String>>,
     /// Whether [`Store::take_tier_message`] has messages.
     #[pyo3(default)]
     tell_tiers: bool,
-    /// NIXL's library, which `nixl:` addresses take.
+    /// NIXL's library, required for `nixl:` addresses.
     #[pyo3(default)]
     nixl: Option<PathBuf>,
-    /// Where other engines find this store, and it finds them.
+    /// The place where other engines discover this store, and it discovers them.
     #[pyo3(default)]
     peers_dir: Option<PathBuf>,
-    /// The same for all ranks of this engine, and for no other one.
+    /// The same for all ranks of this engine, and different for every other engine.
     #[pyo3(default)]
     engine: String,
 }
@@ -154,7 +154,7 @@ impl StoreConfig {
             let name: String = name.extract()?;
             if !FIELDS.contains(&name.as_str()) {
                 return Err(PyTypeError::new_err(format!(
-                    "a Store has no option `{name}`"
+                    "unknown Store option `{name}`"
                 )));
             }
         }
@@ -201,7 +201,7 @@ impl StoreConfig {
         }
         let names = self.peer_names.as_ref().unwrap_or(&self.peers);
         if names.len() != self.peers.len() {
-            return Err(PyValueError::new_err("one name a peer"));
+            return Err(PyValueError::new_err("each peer needs one name"));
         }
         let nixl = self.nixl.as_deref();
         Ok(Some(PeerOptions {
@@ -246,7 +246,7 @@ impl Store {
         let keys = owned(&keys);
         let data = Buffer::new(data, false)?;
         let put = || {
-            // SAFETY: `slipstream.store.Store`: nobody writes to `data` until this returns.
+            // SAFETY: `slipstream.store.Store`: no code writes to `data` until this returns.
             self.store.put(keys, unsafe { data.bytes() })
         };
         py.detach(put).map_err(to_python)
@@ -271,7 +271,7 @@ impl Store {
     }
 
     fn wait(&self, py: Python<'_>, timeout_s: f64) -> Vec<(u64, Vec<u32>, &'static str)> {
-        // Buffers are dropped here, as dropping a Python object waits for the interpreter.
+        // Buffers are dropped here, because dropping a Python object waits for the interpreter.
         let ended = py.detach(|| self.store.wait(seconds(timeout_s)));
         let ended = ended.into_iter();
         ended.map(|end| (end.job, end.failed, end.reason)).collect()
@@ -367,7 +367,7 @@ fn name_of(medium: Medium) -> &'static str {
     }
 }
 
-/// An error with the one that caused it.
+/// The text of an error and of its causes.
 pub(crate) fn with_source(error: &dyn Error) -> String {
     match error.source() {
         Some(source) => format!("{error} ({source})"),

@@ -1,10 +1,10 @@
 //! Warnings of Rust code, kept until Python takes them and logs them.
 //!
-//! Threads of the store may hold locks that Python's thread waits for, so they must not wait for
-//! the interpreter, as logging does.
+//! Threads of the store may hold locks that Python's thread waits for. They must therefore not wait for
+//! the interpreter, which logging does.
 //!
-//! Of the warnings that one place in the code emits, the first few of each minute are kept; the rest
-//! is counted, and the count is a warning when the minute is over.
+//! Of the warnings from one place in the code, the first few of each minute are kept. The rest
+//! is counted, and the count is reported as a warning at the end of the minute.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Write;
@@ -19,9 +19,9 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::lock;
 
-/// Warnings kept; older ones give way, and are counted.
+/// Maximum warnings kept; older ones are dropped, and counted.
 const KEPT_MAX: usize = 256;
-/// Warnings of one place that are kept in each window.
+/// Maximum warnings kept per place and window.
 const SAME_MAX: u64 = 3;
 const WINDOW: Duration = Duration::from_secs(60);
 
@@ -33,7 +33,7 @@ struct Kept {
     places: Option<HashMap<Identifier, Place>>,
 }
 
-/// What one place in the code has emitted in its window.
+/// Warnings of one place in the code in its window.
 struct Place {
     began: Instant,
     count: u64,
@@ -71,7 +71,7 @@ impl Kept {
         self.keep(text);
     }
 
-    /// Ends the windows that are over, and says what was left out in them.
+    /// Ends expired windows, and reports the number of omitted warnings in each.
     fn end_windows(&mut self, now: Instant) {
         let Some(places) = &mut self.places else {
             return;
@@ -133,13 +133,13 @@ impl Visit for Text {
     }
 }
 
-/// Begins to collect.
+/// Starts to collect warnings.
 pub(crate) fn collect() {
-    // Another extension of the same library may have been loaded before; one collector does.
+    // Another extension of the same library may have been loaded before; one collector suffices.
     let _ = tracing::subscriber::set_global_default(Collector);
 }
 
-/// Returns and forgets the warnings since the last call. `ahead_s`: as if it were so much later, for
+/// Returns and removes the warnings since the last call. `ahead_s` advances the clock, for
 /// tests and for the last call of a process.
 #[pyfunction]
 #[pyo3(signature = (ahead_s=0.0))]

@@ -48,6 +48,44 @@ impl Slo {
         }
     }
 
+    /// The same objectives with every limit multiplied by `factor`, above 0.
+    pub fn scaled(&self, factor: f64) -> Slo {
+        let scale = |limit: Option<u64>| limit.map(|ns| (ns as f64 * factor).round() as u64);
+        let limits = [
+            ("ttft", scale(self.ttft)),
+            ("itl", scale(self.itl)),
+            ("itl_max", scale(self.itl_max)),
+            ("tpot", scale(self.tpot)),
+            ("e2e", scale(self.e2e)),
+        ];
+        let text: Vec<String> = limits
+            .iter()
+            .filter_map(|(name, limit)| Some(format!("{name}={}us", (*limit)? as f64 / 1e3)))
+            .collect();
+        let [ttft, itl, itl_max, tpot, e2e] = limits.map(|(_, limit)| limit);
+        Slo {
+            text: text.join(","),
+            ttft,
+            itl,
+            itl_max,
+            tpot,
+            e2e,
+        }
+    }
+
+    /// The name of each objective, with whether an answered request met it.
+    pub fn each_met(&self, shown: &Shown) -> impl Iterator<Item = (&'static str, bool)> {
+        [
+            ("ttft", self.ttft, shown.ttft),
+            ("itl", self.itl, shown.itl),
+            ("itl_max", self.itl_max, shown.itl_max),
+            ("tpot", self.tpot, shown.tpot),
+            ("e2e", self.e2e, shown.e2e),
+        ]
+        .into_iter()
+        .filter_map(|(name, limit, value)| Some((name, value <= limit?)))
+    }
+
     /// Whether an answered request met every objective.
     pub fn is_met(&self, shown: &Shown) -> bool {
         [
@@ -154,6 +192,22 @@ mod tests {
             ..good
         }));
         assert_eq!(slo.to_string(), "ttft=1s, itl=50ms");
+    }
+
+    #[test]
+    fn limits_scale_together() {
+        let slo: Slo = "ttft=1s,tpot=50ms".parse().unwrap();
+        let tight = slo.scaled(0.8);
+        assert_eq!(tight.limit_ns("ttft"), Some(800_000_000));
+        assert_eq!(tight.limit_ns("tpot"), Some(40_000_000));
+        assert_eq!(tight.limit_ns("itl"), None);
+        assert_eq!(tight.to_string().parse::<Slo>().unwrap(), tight);
+        let shown = Shown {
+            ttft: 900_000_000,
+            ..Shown::default()
+        };
+        let each: Vec<_> = tight.each_met(&shown).collect();
+        assert_eq!(each, [("ttft", false), ("tpot", true)]);
     }
 
     #[test]

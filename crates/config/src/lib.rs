@@ -7,4 +7,5 @@
 pub mod cluster;
 pub mod doc;
 pub mod preset;
+pub mod prices;
 pub mod workload_file;

@@ -346,6 +346,7 @@ mod tests {
             requests: Some(requests),
             duration_s: None,
             time_scale: 1.0,
+            window_s: None,
             arrival,
             content: workload_file::Content::Generated(vec![class]),
         }

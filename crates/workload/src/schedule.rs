@@ -25,6 +25,8 @@ pub struct Schedule {
     slots: Option<u64>,
     /// Closed loop: no session begins after this time.
     closes: SimTime,
+    /// Open loop: sessions begin in this part of the workload, which the schedule shifts to 0.
+    window: std::ops::Range<SimTime>,
     /// Requests in flight.
     in_flight: u64,
     abandoned: u64,
@@ -64,7 +66,15 @@ impl Schedule {
         let closes = workload.duration_s.map_or(SimTime::MAX, |s| {
             SimTime::from_secs_f64(s / workload.time_scale)
         });
+        let window = match (slots, workload.window_s) {
+            (None, Some((from_s, length_s))) => {
+                let from = SimTime::from_secs_f64(from_s);
+                from..from + SimTime::from_secs_f64(length_s).0
+            }
+            _ => SimTime::ZERO..SimTime::MAX,
+        };
         Ok(Schedule {
+            window,
             source: Source::open(workload, salt)?,
             shard,
             next_session: None,
@@ -121,7 +131,11 @@ impl Schedule {
     /// Returns whether the session continues.
     pub fn on_done(&mut self, request: &Request, answer_tokens: u32, now: SimTime) -> bool {
         self.in_flight -= 1;
-        if let Some(next) = self.source.follow_up(request, answer_tokens, now) {
+        // The source counts time from the start of the workload, not from that of the window.
+        let shift = self.window.start;
+        let next = self.source.follow_up(request, answer_tokens, now + shift.0);
+        if let Some(mut next) = next {
+            next.due = SimTime(next.due.0 - shift.0);
             self.follow_ups.insert((next.due, next.id().0), next);
             true
         } else {
@@ -204,7 +218,14 @@ impl Schedule {
                     self.exhausted = true;
                     return Err(error);
                 }
-                Some(Ok(request)) => {
+                Some(Ok(request)) if self.slots.is_none() && request.due < self.window.start => {
+                    self.source.forget(request.session);
+                }
+                Some(Ok(request)) if self.slots.is_none() && request.due >= self.window.end => {
+                    self.exhausted = true;
+                }
+                Some(Ok(mut request)) => {
+                    request.due = SimTime(request.due.0 - self.window.start.0);
                     if request.session % u64::from(self.shard.count) == u64::from(self.shard.index)
                     {
                         self.next_session = Some(request);
@@ -252,6 +273,7 @@ mod tests {
             requests: Some(requests),
             duration_s: None,
             time_scale: 1.0,
+            window_s: None,
             arrival,
             content: Content::Generated(vec![Class {
                 session,
@@ -318,6 +340,27 @@ mod tests {
         let mut thoughtful = workload(Arrival::Closed { concurrency: 1 }, 2, 2.0);
         thoughtful.time_scale = 1e-20;
         check(&thoughtful);
+    }
+
+    #[test]
+    fn a_window_has_its_sessions_and_begins_at_zero() {
+        let mut w = workload(Arrival::Constant { rate_per_s: 10.0 }, 20, 2.0);
+        let whole = drive(&w, Shard::WHOLE, 100_000_000);
+        w.window_s = Some((0.2, 0.3));
+        let part = drive(&w, Shard::WHOLE, 100_000_000);
+        let shifted: Vec<(String, u64)> = whole
+            .into_iter()
+            .filter(|(name, ..)| ["2.", "3.", "4."].iter().any(|of| name.starts_with(of)))
+            .map(|(name, due, _)| (name, due - 200_000_000))
+            .collect();
+        assert_eq!(shifted.len(), 6, "two turns each");
+        let part: Vec<(String, u64)> = part.into_iter().map(|l| (l.0, l.1)).collect();
+        assert_eq!(part, shifted);
+        // Sessions of a closed loop begin when others end, at no time of their own.
+        let mut closed = workload(Arrival::Closed { concurrency: 1 }, 4, 2.0);
+        let whole = drive(&closed, Shard::WHOLE, 100);
+        closed.window_s = Some((100.0, 1.0));
+        assert_eq!(drive(&closed, Shard::WHOLE, 100), whole);
     }
 
     #[test]

@@ -695,6 +695,7 @@ mod tests {
             requests: None,
             duration_s: None,
             time_scale: 10.0,
+            window_s: None,
             arrival: Arrival::Trace,
             content: workload_file::Content::Trace(file.clone()),
         };
@@ -722,6 +723,7 @@ mod tests {
                 requests: None,
                 duration_s: None,
                 time_scale: 1.0,
+                window_s: None,
                 arrival: Arrival::Trace,
                 content: workload_file::Content::Trace(file.clone()),
             };

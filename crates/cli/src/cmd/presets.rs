@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use slipstream_config::cluster::Dtype;
-use slipstream_config::preset::{GPUS, Gpu, MODELS, ModelShape};
+use slipstream_config::preset::{GPUS, Gpu, MODELS, ModelShape, board_power_w};
 use slipstream_report::table::Table;
 
 use crate::out;
@@ -120,6 +120,7 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "memory_bytes_per_s": gpu.memory_bytes_per_s,
         "link_bytes_per_s": gpu.link_bytes_per_s,
         "link": gpu.link.name(),
+        "board_power_w": board_power_w(&gpu.name),
     })
 }
 

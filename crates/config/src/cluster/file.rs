@@ -69,8 +69,8 @@ const KV_DTYPES: &[(&str, Option<Dtype>)] = &[
     ("fp8", Some(Dtype::Fp8)),
 ];
 
-/// Sections of the design that this version does not implement.
-const LATER: &[&str] = &["prices"];
+/// Sections of other files that users may look for here.
+const ELSEWHERE: &[&str] = &["prices", "power"];
 
 /// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
 const WORKERS_MAX: u32 = 65_536;
@@ -90,11 +90,11 @@ pub fn read(
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<(Cluster, Settings), Diagnostics> {
     doc.read(|root| {
-        for section in LATER {
+        for section in ELSEWHERE {
             root.refuse(
                 section,
-                "is not supported by this version",
-                "remove the section",
+                "does not belong in a cluster file",
+                "write it to a file of its own, and give that to `slipstream plan` or `sweep` with `--prices FILE`",
             );
         }
         let model = root.table("model", |t| read_model(t, &mut load));
@@ -1015,7 +1015,7 @@ mod tests {
         check_refused(
             "[prices]\n[live.tls]\n",
             &[
-                "c.toml:1:2: `prices` is not supported by this version",
+                "c.toml:1:2: `prices` does not belong in a cluster file",
                 "`live.tls` is not",
             ],
         );

@@ -801,8 +801,8 @@ working directory.
 from; the output is a cluster file of the same cluster.
 
 `[host]` and `[[event]]` are for the twin alone: a live cluster has its own. `[network]` says, live too, how
-long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` is
-not supported by this version, and is refused rather than ignored.
+long keys and values take from worker to worker; all else crosses the network that there is. `[prices]` and
+`[power]` belong in a file of their own (`--prices FILE` of `slipstream plan` and `sweep`), and are refused here.
 ";
 
 const CLOSING: &str = "

@@ -265,6 +265,16 @@ impl Doc {
         }
     }
 
+    /// Drops a top-level key, with everything below it. Returns whether it was there.
+    pub fn remove(&mut self, key: &str) -> bool {
+        let Kind::Table(keys) = &mut self.root.kind else {
+            return false;
+        };
+        let before = keys.len();
+        keys.retain(|(name, _)| name != key);
+        keys.len() < before
+    }
+
     fn overlay(&mut self, path: &str, value: &str, origin: &Origin) {
         let parts: Vec<&str> = path.split('.').map(str::trim).collect();
         if parts.len() > Self::DEPTH_MAX || parts.iter().any(|part| part.is_empty()) {

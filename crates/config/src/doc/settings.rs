@@ -91,10 +91,20 @@ impl Settings {
     /// The effective values as a TOML document with the same meaning; a comment after each value
     /// names its origin.
     pub fn to_toml(&self) -> String {
+        self.render(&|_| true)
+    }
+
+    /// Only the values that a file, a variable or a flag set, in the form of [`to_toml`](Self::to_toml):
+    /// a short document with the same meaning, as long as defaults do not change.
+    pub fn given_to_toml(&self) -> String {
+        self.render(&|setting| setting.value.is_some() && setting.origin.layer() > 0)
+    }
+
+    fn render(&self, keep: &dyn Fn(&Setting) -> bool) -> String {
         const COMMENT_COLUMN: usize = 44;
         let mut out = String::new();
         let mut members: Vec<Vec<&Setting>> = vec![Vec::new(); self.groups.len()];
-        for setting in &self.settings {
+        for setting in self.settings.iter().filter(|setting| keep(setting)) {
             members[setting.group].push(setting);
         }
         let mut order: Vec<usize> = (0..self.groups.len()).collect();
@@ -105,7 +115,10 @@ impl Settings {
             let is_item = matches!(path.last(), Some(Step::Index(_)));
             // A table that contains only tables needs no header of its own.
             let is_parent = |g: &Vec<Step>| g.len() > path.len() && g.starts_with(path);
-            if members[group].is_empty() && !is_item && self.groups.iter().any(is_parent) {
+            let none_kept = || !self.settings.iter().any(|s| s.group == group && keep(s));
+            let leaves_out = self.settings.iter().any(|s| s.group == group) && none_kept();
+            let is_idle = leaves_out || self.groups.iter().any(is_parent);
+            if members[group].is_empty() && !is_item && is_idle {
                 continue;
             }
             if !path.is_empty() {

@@ -4,7 +4,9 @@
 
 mod gpu;
 mod model;
+mod power;
 mod quantization;
 
 pub use gpu::{GPUS, Gpu, Link, gpu};
 pub use model::{Attention, Experts, MODELS, ModelShape, ShapeError, model};
+pub use power::board_power_w;

@@ -26,6 +26,9 @@ pub struct Workload {
     /// Divides arrival times, think times and `duration_s`: 60 turns an hour into a minute. Default
     /// 1.
     pub time_scale: f64,
+    /// Only the sessions that begin in this part, which then begins at 0: its start and its length,
+    /// s of workload time after `time_scale`. Not for closed loops. No key of a file.
+    pub window_s: Option<(f64, f64)>,
     /// Arrivals of sessions.
     pub arrival: Arrival,
     /// Prompts and answers.
@@ -39,6 +42,7 @@ impl Default for Workload {
             requests: None,
             duration_s: None,
             time_scale: 1.0,
+            window_s: None,
             arrival: Arrival::Closed { concurrency: 1 },
             content: Content::Generated(vec![Class::default()]),
         }

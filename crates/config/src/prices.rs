@@ -1,0 +1,109 @@
+//! The price file: prices of GPUs and of energy, and the power of GPUs.
+//!
+//! ```toml
+//! [prices]            # per GPU-hour, in any one currency
+//! h100-sxm = 2.5
+//! l40s = 0.9
+//! kwh = 0.12          # of energy, if GPU-hours do not include it
+//!
+//! [power]             # W per GPU, instead of the preset's
+//! h100-sxm = 650
+//! ```
+
+use std::collections::BTreeMap;
+
+use crate::doc::{Diagnostics, Doc};
+use crate::preset::{self, GPUS};
+
+/// Prices and power. Nothing has a default price.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prices {
+    /// Per GPU-hour, by preset of the GPU.
+    pub gpu_hour: BTreeMap<String, f64>,
+    /// Per kWh; `None`: included in the GPU-hours.
+    pub kwh: Option<f64>,
+    /// W per GPU, by preset of the GPU; others have their preset's.
+    pub power_w: BTreeMap<String, f64>,
+}
+
+/// Highest price, and highest power: beyond it is an error in the unit.
+const MOST: f64 = 1e6;
+
+impl Prices {
+    /// Reads a price file.
+    ///
+    /// # Errors
+    /// All mistakes together, such as GPUs without a preset and negative prices.
+    pub fn read(doc: Doc) -> Result<Prices, Diagnostics> {
+        let (prices, _) = doc.read(|root| {
+            let by_gpu = |t: &crate::doc::Table<'_>| {
+                let each = GPUS.iter().filter_map(|gpu| {
+                    let value = t.get(&gpu.name).within(0.0..=MOST).optional()?;
+                    Some((gpu.name.to_string(), value))
+                });
+                each.collect()
+            };
+            let (gpu_hour, kwh) = root.table("prices", |t| {
+                (by_gpu(t), t.get("kwh").within(0.0..=MOST).optional())
+            });
+            let power_w = root.table("power", by_gpu);
+            Prices {
+                gpu_hour,
+                kwh,
+                power_w,
+            }
+        })?;
+        Ok(prices)
+    }
+
+    /// Power of one GPU, W: the file's, or the data sheet's. `None` if neither is known.
+    pub fn power_w(&self, gpu: &str) -> Option<f64> {
+        let own = self.power_w.get(gpu).copied();
+        own.or_else(|| preset::board_power_w(gpu))
+    }
+
+    /// Price of one GPU for an hour, energy included. `None` if it has no price, or if energy has
+    /// one and the power is not known.
+    pub fn per_gpu_hour(&self, gpu: &str) -> Option<f64> {
+        let hour = *self.gpu_hour.get(gpu)?;
+        match self.kwh {
+            None => Some(hour),
+            Some(kwh) => Some(hour + kwh * self.power_w(gpu)? / 1000.0),
+        }
+    }
+
+    /// Whether anything has a price.
+    pub fn are_stated(&self) -> bool {
+        !self.gpu_hour.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Prices, String> {
+        Prices::read(Doc::parse("p.toml", text.as_bytes())).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn energy_is_added_to_the_hour() {
+        let prices = read("[prices]\nh100-sxm = 2.5\nkwh = 0.1\n[power]\nh100-sxm = 500\n");
+        let prices = prices.unwrap();
+        assert_eq!(prices.per_gpu_hour("h100-sxm"), Some(2.5 + 0.05));
+        assert_eq!(prices.per_gpu_hour("l40s"), None);
+        // Without a price of energy, no power is needed.
+        let plain = read("[prices]\nh100-sxm = 2.5\n").unwrap();
+        assert_eq!(plain.per_gpu_hour("h100-sxm"), Some(2.5));
+        assert_eq!(plain.power_w("h100-sxm"), Some(700.0));
+        assert!(!read("").unwrap().are_stated());
+    }
+
+    #[test]
+    fn mistakes_name_the_line() {
+        let error = read("[prices]\nh100-smx = 2.5\nl40s = -1\n").unwrap_err();
+        for part in ["p.toml:2", "`h100-sxm`", "p.toml:3"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

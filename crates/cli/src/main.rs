@@ -35,6 +35,8 @@ enum Command {
     Simulate(Box<cmd::simulate::Args>),
     /// Run one workload on many clusters in virtual time, and print the Pareto-optimal ones
     Sweep(Box<cmd::sweep::Args>),
+    /// Find the cheapest cluster that attains objectives under a workload
+    Plan(Box<cmd::plan::Args>),
     /// Predict TTFT and TPOT of a table of deployments, with error bars
     Predict(cmd::predict::Args),
     /// Fit a step-time profile to measured deployments, and score it on held-out ones
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
         Command::Worker(args) => cmd::worker::run(&args),
         Command::Simulate(args) => cmd::simulate::run(&args),
         Command::Sweep(args) => cmd::sweep::run(&args),
+        Command::Plan(args) => cmd::plan::run(&args),
         Command::Predict(args) => cmd::predict::run(&args),
         Command::Calibrate(args) => cmd::calibrate::run(&args),
         Command::Drag(args) => cmd::drag::run(&args),

@@ -295,7 +295,7 @@ pub fn simulate(
 }
 
 /// Events per call of [`Sink::on_progress`].
-const PROGRESS_EVENTS: u64 = 1 << 14;
+const PROGRESS_EVENTS: u64 = 1 << 12;
 
 /// End of a pass. At equal times in the order in which the passes began; with its node's number of
 /// restarts.

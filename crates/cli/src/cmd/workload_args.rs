@@ -31,7 +31,7 @@ impl From<BadLineArg> for OnBadLine {
 }
 
 /// A workload: a file, a trace, or a simple load defined by flags.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct WorkloadArgs {
     /// Workload file (docs/workload.md)
     #[arg(short, long, value_name = "FILE", help_heading = "Workload")]

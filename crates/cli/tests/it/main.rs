@@ -9,6 +9,7 @@ mod duplex;
 mod kv;
 mod misbehaving_peers;
 mod net;
+mod plan;
 mod planes;
 mod predict;
 mod results;

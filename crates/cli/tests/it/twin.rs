@@ -285,6 +285,99 @@ fn a_sweep_runs_every_combination_and_marks_the_front() {
     }
 }
 
+#[test]
+fn a_sweep_varies_the_load_and_states_cost_and_chance() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, workload) = (dir.path().join("sweep.csv"), dir.path().join("w.toml"));
+    std::fs::write(
+        &workload,
+        "requests = 200\nisl = 500\nosl = 20\n[arrival]\nkind = \"poisson\"\nrate_per_s = 10\n",
+    )
+    .unwrap();
+    let out_flag = format!("--out={}", out.display());
+    let workload = format!("--workload={}", workload.display());
+    let sweep = |more: &[&str]| {
+        let mut args = vec![
+            "sweep",
+            &workload,
+            "--set=model.preset=llama-3.1-8b",
+            "--set=engine.timing.gpu=l40s",
+            "--slo=ttft=200ms",
+            &out_flag,
+        ];
+        args.extend(more);
+        run(&args)
+    };
+    let csv = || -> Vec<Vec<String>> {
+        let text = std::fs::read_to_string(&out).unwrap();
+        let lines = text.lines();
+        lines
+            .map(|line| line.split(',').map(str::to_owned).collect())
+            .collect()
+    };
+    let number = |rows: &[Vec<String>], row: usize, name: &str| -> f64 {
+        let column = rows[0].iter().position(|h| h == name).unwrap();
+        rows[row][column].parse().unwrap()
+    };
+    // Twice the load is twice the rate, with as many more requests.
+    let (code, table, err) = sweep(&["--vary=load=1,2,40", "--price=l40s=0.5", "--attain=90%"]);
+    assert_eq!(code, Some(0), "{err}");
+    let by_load = csv();
+    let (code, _, err) = sweep(&["--vary=arrival.rate_per_s=10,20", "--vary=requests=200,400"]);
+    assert_eq!(code, Some(0), "{err}");
+    let by_key = csv();
+    for (load, key) in [(1, 1), (2, 4)] {
+        let digest = by_load[0].iter().position(|h| h == "digest").unwrap();
+        let other = by_key[0].iter().position(|h| h == "digest").unwrap();
+        assert_eq!(by_load[load][digest], by_key[key][other]);
+    }
+    assert_eq!(number(&by_load, 2, "sent"), 400.0);
+    let attained = |row| number(&by_load, row, "attained");
+    assert!(attained(1) > 0.9 && attained(3) < 0.5, "{table}");
+    assert_eq!(number(&by_load, 1, "cost_per_hour"), 0.5);
+    let tokens_per_s = number(&by_load, 1, "output_tokens") / number(&by_load, 1, "duration_s");
+    let per_million = 0.5 / (tokens_per_s * 3600.0) * 1e6;
+    let stated = number(&by_load, 1, "cost_per_million_output_tokens");
+    assert!((stated - per_million).abs() < 1e-6 * per_million);
+    assert!(
+        table.contains("cheapest that attains 90.0 %: load=1"),
+        "{table}"
+    );
+    // Seeds: the mean of single runs.
+    let seeded = |seed: &str| {
+        let (code, _, err) = sweep(&["--vary=pool.main.workers=1", seed]);
+        assert_eq!(code, Some(0), "{err}");
+        number(&csv(), 1, "attained")
+    };
+    let mean = [0, 1, 2]
+        .map(|n| seeded(&format!("--seed={n}")))
+        .iter()
+        .sum::<f64>()
+        / 3.0;
+    let (code, table, err) = sweep(&["--vary=pool.main.workers=1", "--seeds=3"]);
+    assert_eq!(code, Some(0), "{err}");
+    let rows = csv();
+    assert!((number(&rows, 1, "attained") - mean).abs() < 1e-9);
+    assert_eq!(number(&rows, 1, "sent"), 600.0);
+    assert!(number(&rows, 1, "goodput_half_per_s") > 0.0, "{table}");
+
+    for (args, part) in [
+        (&["--vary=load=0,1"][..], "not a factor"),
+        (
+            &["--vary=load=1", "--price=h100-sxm=1"],
+            "l40s has no price",
+        ),
+        (&["--vary=arrival.rate_per_z=1,2"], "rate_per_z"),
+    ] {
+        let (code, _, err) = sweep(args);
+        assert_eq!(code, Some(2), "{args:?}");
+        assert!(err.contains(part), "{args:?}: {err}");
+    }
+    let (code, _, err) = run(&["sweep", "--rate=5", "--vary=arrival.rate_per_s=1,2"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("--workload"), "{err}");
+}
+
 /// Eight workers complete the same requests as four if four are enough, at slightly different
 /// times.
 #[test]

@@ -5,9 +5,10 @@
 //! page's policy forbids loading anything.
 //!
 //! - [`chart`]: lines, bars, points and heat maps with axes.
-//! - [`run`]: the page of one run; [`sweep`]: the page of a sweep.
+//! - [`run`]: the page of one run; [`sweep`]: the page of a sweep; [`plan`]: the page of a plan.
 
 pub mod chart;
+pub mod plan;
 pub mod run;
 pub mod sweep;
 

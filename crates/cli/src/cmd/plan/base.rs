@@ -1,0 +1,168 @@
+//! The cluster file that every candidate starts from.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use slipstream_config::cluster::{Cluster, NetworkMode, file};
+use slipstream_config::doc::{Diagnostics, Doc, Settings};
+use slipstream_plan::space::{self, Setting, Shape};
+
+/// Keys that the search sets, with the flag that restricts each.
+const SEARCHED: &[(&str, &str)] = &[
+    ("engine.timing.gpu", "--gpus"),
+    ("engine.timing.dtype", "--precision"),
+    ("engine.tensor_parallel_size", "--tensor-parallel"),
+    ("engine.max_num_seqs", "--max-num-seqs"),
+    ("engine.max_num_batched_tokens", "--max-num-batched-tokens"),
+    ("router.policy", "--policies"),
+    ("pool.", "--gpus, --tensor-parallel and --max-gpus"),
+    ("model.preset", "--model"),
+    (
+        "event.",
+        "a run of `slipstream simulate`, as a plan is for a cluster without faults",
+    ),
+];
+
+/// A cluster file without pools, with its overrides.
+pub(super) struct Base {
+    name: String,
+    text: Vec<u8>,
+    sets: Vec<String>,
+    /// KV transfers are to take time, and the file says nothing of a network.
+    adds_network: bool,
+}
+
+impl Base {
+    /// Reads `cluster`, or starts from the defaults. `model`: a preset, or a `config.json`.
+    pub(super) fn read(
+        cluster: Option<&Path>,
+        model: Option<&str>,
+        own: &[String],
+    ) -> anyhow::Result<Base> {
+        for set in own {
+            let key = set.split('=').next().unwrap_or_default().trim();
+            let searched = SEARCHED
+                .iter()
+                .find(|(name, _)| key == *name || name.ends_with('.') && key.starts_with(name));
+            if let Some((_, flag)) = searched {
+                anyhow::bail!("--set {set}: the search chooses `{key}`; restrict it with {flag}");
+            }
+        }
+        let text = match cluster {
+            None => Vec::new(),
+            Some(path) => super::super::files::read(path)
+                .with_context(|| format!("reading the cluster file {}", path.display()))?,
+        };
+        let mut sets = Vec::new();
+        if let Some(model) = model {
+            let is_file = Path::new(model)
+                .extension()
+                .is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
+            sets.push(if is_file {
+                format!("model.config={}", absolute(Path::new(model))?)
+            } else {
+                format!("model.preset={model}")
+            });
+        }
+        sets.extend(own.iter().cloned());
+        let name = cluster.map_or_else(String::new, |path| path.display().to_string());
+        let mut base = Base {
+            name,
+            text,
+            sets,
+            adds_network: false,
+        };
+        base.note_dropped();
+        // Without any worker: only the model and what is shared. A model that fits no default GPU is
+        // no mistake yet, so the engine's size is left to the candidates.
+        let (cluster, _) = base
+            .resolve_plain()
+            .map_err(|mistakes| anyhow::anyhow!("{mistakes}"))?;
+        base.adds_network = cluster.network.mode == NetworkMode::None;
+        // Relative paths start from the folder of the file; a written plan lies elsewhere.
+        for (key, path) in [
+            ("model.config", &cluster.model.config),
+            ("model.tokenizer", &cluster.model.tokenizer),
+        ] {
+            if let Some(path) = path {
+                base.sets.push(format!("{key}={}", absolute(path)?));
+            }
+        }
+        Ok(base)
+    }
+
+    /// Tells that parts of the file have no effect.
+    fn note_dropped(&self) {
+        let mut doc = Doc::parse(&self.name, &self.text);
+        let dropped: Vec<&str> = [("pool", "[pool]"), ("event", "[[event]]")]
+            .into_iter()
+            .filter_map(|(key, name)| doc.remove(key).then_some(name))
+            .collect();
+        if !dropped.is_empty() {
+            eprintln!(
+                "note: {} of {} {} left out: the plan has pools of its own, and no faults",
+                dropped.join(" and "),
+                self.name,
+                if dropped.len() > 1 { "are" } else { "is" }
+            );
+        }
+    }
+
+    fn doc(&self) -> Doc {
+        let mut doc = Doc::parse(&self.name, &self.text);
+        doc.remove("pool");
+        doc.remove("event");
+        let vars = std::env::vars_os().map(|(name, value)| {
+            let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
+            (text(name), text(value))
+        });
+        doc.env(file::ENV_PREFIX, vars);
+        for set in &self.sets {
+            doc.set(set);
+        }
+        doc
+    }
+
+    /// The cluster with step times that need no memory for weights.
+    fn resolve_plain(&self) -> Result<(Cluster, Settings), Diagnostics> {
+        let mut doc = self.doc();
+        doc.set("engine.num_gpu_blocks=16777216");
+        doc.set("engine.tensor_parallel_size=1");
+        doc.set("engine.timing.kind=constant");
+        doc.set("engine.timing.step_ns=1000000");
+        file::read(doc, super::super::files::read)
+    }
+
+    /// The model and everything that candidates share.
+    pub(super) fn shared(&self) -> anyhow::Result<Cluster> {
+        Ok(self.resolve_plain()?.0)
+    }
+
+    /// The assignments of a candidate.
+    pub(super) fn sets(&self, shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
+        let mut sets = space::sets(shape, setting, workers);
+        if shape.prefill_share.is_some() && self.adds_network {
+            sets.push("network.mode=flows".into());
+        }
+        sets
+    }
+
+    /// The cluster of a candidate, and the origin of each value.
+    pub(super) fn resolve(
+        &self,
+        shape: &Shape,
+        setting: &Setting,
+        workers: u32,
+    ) -> Result<(Cluster, Settings), Diagnostics> {
+        let mut doc = self.doc();
+        for set in self.sets(shape, setting, workers) {
+            doc.set(&set);
+        }
+        file::read(doc, super::super::files::read)
+    }
+}
+
+fn absolute(path: &Path) -> anyhow::Result<String> {
+    let path: PathBuf = std::path::absolute(path).with_context(|| format!("{}", path.display()))?;
+    Ok(path.display().to_string())
+}

@@ -1,0 +1,638 @@
+//! The answer as text, JSON and a page.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+use slipstream_plan::bound::Ideal;
+use slipstream_plan::search::LOAD_MAX;
+use slipstream_report::html::Tile;
+use slipstream_report::html::plan::{PlanAnswer, PlanPage};
+use slipstream_report::latency::{P50, P99, cell};
+use slipstream_report::table::{Table, counted, grouped, number};
+
+use super::{Args, Asked, Choice, Excluded, Found, NotFound, Row};
+use crate::out;
+
+/// A share in percent, with enough digits to tell it from the target.
+fn percent(share: f64) -> String {
+    let percent = 100.0 * share;
+    if percent >= 99.0 && percent < 100.0 {
+        format!("{percent:.2} %")
+    } else {
+        format!("{percent:.1} %")
+    }
+}
+
+impl Row {
+    /// Cost per hour, energy included.
+    fn per_hour(&self, context: &Asked) -> Option<f64> {
+        context.priced.then_some(self.sized.cost)
+    }
+
+    fn output_tokens_per_s(&self) -> f64 {
+        self.answer.outcome.totals.throughput().output_tokens_per_s
+    }
+
+    /// Cost of a million tokens of answers.
+    fn per_million(&self, context: &Asked) -> Option<f64> {
+        let rate = self.output_tokens_per_s();
+        let cost = self.per_hour(context)?;
+        (rate > 0.0).then(|| cost / (rate * 3600.0) * 1e6)
+    }
+
+    /// Power of all GPUs, W, at their limits.
+    fn power_w(&self, context: &Asked) -> Option<f64> {
+        Some(context.prices.power_w(&self.shape.gpu)? * self.gpus as f64)
+    }
+
+    /// Energy of a token of an answer, J, at most.
+    fn joules_per_token(&self, context: &Asked) -> Option<f64> {
+        let rate = self.output_tokens_per_s();
+        let power = self.power_w(context)?;
+        (rate > 0.0).then_some(power / rate)
+    }
+
+    /// Share of requests within their objectives, of the class with the lowest one.
+    fn share(&self) -> f64 {
+        self.answer.measured.share
+    }
+
+    fn setting_name(&self) -> String {
+        self.setting.name()
+    }
+}
+
+/// The objectives and the target, in words.
+fn objective(context: &Asked) -> String {
+    let headroom = if context.headroom > 0.0 {
+        format!(" at {} % more load", number(100.0 * context.headroom))
+    } else {
+        String::new()
+    };
+    format!(
+        "{} of requests within {}{headroom}",
+        percent(context.target),
+        context.objectives
+    )
+}
+
+/// The answer in one line.
+pub(super) fn claim(found: &Found) -> String {
+    format!(
+        "{} = {}, {}",
+        found.best.name(),
+        counted(found.best.gpus, "GPU"),
+        found.best.setting_name()
+    )
+}
+
+/// Its cost in one line.
+pub(super) fn cost(context: &Asked, found: &Found) -> String {
+    let best = &found.best;
+    let mut text = match best.per_hour(context) {
+        Some(cost) => format!(
+            "{cost:.2} per hour, {} per million output tokens",
+            best.per_million(context)
+                .map_or_else(|| "-".to_owned(), number)
+        ),
+        None => "no prices given: fewest GPUs".to_owned(),
+    };
+    write!(text, "; attained {}", percent(best.share())).expect("a String takes every write");
+    if found.sure.half.is_finite() {
+        let of = if found.seeds > 0 {
+            counted(found.seeds, "seed")
+        } else {
+            format!("{} parts of the run", found.sure.count)
+        };
+        write!(
+            text,
+            " (95 % interval {} ± {} %, {of})",
+            percent(found.sure.mean),
+            number(100.0 * found.sure.half)
+        )
+        .expect("a String takes every write");
+    }
+    if let Some((attains, fails)) = found.headroom {
+        let headroom = match fails {
+            None => format!("over {} %", number(100.0 * (LOAD_MAX - 1.0))),
+            Some(_) => format!("{:.0} %", 100.0 * (attains - 1.0)),
+        };
+        write!(text, "; headroom {headroom}").expect("a String takes every write");
+    }
+    if let Some(error) = &found.step_error {
+        write!(
+            text,
+            "; step times {:+.0} to {:+.0} %",
+            100.0 * (error.low - 1.0),
+            100.0 * (error.high - 1.0)
+        )
+        .expect("a String takes every write");
+    }
+    text
+}
+
+const HEADER: [&str; 10] = [
+    "set-up",
+    "settings",
+    "GPUs",
+    "cost/h",
+    "per M output tokens",
+    "J/token",
+    "attained %",
+    "TTFT p50, ms",
+    "TTFT p99, ms",
+    "TPOT p99, ms",
+];
+
+fn cells(context: &Asked, row: &Row) -> Vec<String> {
+    let latency = row.answer.outcome.totals.latencies();
+    let or_dash = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), number);
+    vec![
+        row.name(),
+        row.setting_name(),
+        row.gpus.to_string(),
+        row.per_hour(context)
+            .map_or_else(|| "-".to_owned(), |cost| format!("{cost:.2}")),
+        or_dash(row.per_million(context)),
+        or_dash(row.joules_per_token(context)),
+        format!("{:.2}", 100.0 * row.share()),
+        cell(latency.ttft_ms, P50),
+        cell(latency.ttft_ms, P99),
+        cell(latency.tpot_ms, P99),
+    ]
+}
+
+fn knob_header(found: &Found) -> Vec<String> {
+    let mut header = vec!["changed".to_owned(), "the answer's shape".to_owned()];
+    if let Some(rival) = found.others.first() {
+        header.push(rival.shape.name());
+    }
+    header.push("choice".to_owned());
+    header
+}
+
+/// The cheaper of a knob's sizes: its index.
+fn choice(sizes: &[Option<Choice>]) -> Option<usize> {
+    let costs = sizes.iter().enumerate();
+    let known = costs.filter_map(|(at, size)| Some((at, (*size)?.cost)));
+    known
+        .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+        .map(|(at, _)| at)
+}
+
+fn knob_rows(context: &Asked, found: &Found) -> Vec<(Vec<String>, bool)> {
+    let size = |size: &Option<Choice>| {
+        let unit = |cost: f64| {
+            if context.priced {
+                format!("{cost:.2}/h")
+            } else {
+                counted(cost.round() as u64, "GPU")
+            }
+        };
+        size.map_or_else(
+            || "none attains".to_owned(),
+            |size| format!("{} ({})", size.workers, unit(size.cost)),
+        )
+    };
+    found
+        .sensitivity
+        .iter()
+        .map(|knob| {
+            let chosen = choice(&knob.sizes);
+            let mut cells = vec![knob.knob.clone()];
+            cells.extend(knob.sizes.iter().map(size));
+            cells.push(
+                match chosen {
+                    None => "none",
+                    Some(0) => "the same",
+                    Some(_) => "changes",
+                }
+                .to_owned(),
+            );
+            (cells, chosen != Some(0))
+        })
+        .collect()
+}
+
+fn effort(found: &Found) -> String {
+    format!(
+        "simulated {} to find it, {} in all; every combination up to its cost: {} ({}× as many)",
+        counted(found.search_requests, "request"),
+        grouped(found.all_requests),
+        grouped(found.grid_requests),
+        number(found.grid_requests as f64 / found.search_requests.max(1) as f64)
+    )
+}
+
+fn step_note(found: &Found) -> Option<String> {
+    let error = found.step_error.as_ref()?;
+    Some(format!(
+        "step times: 80 % of measured deployments fall within {:+.0} to {:+.0} % of the prediction at this distance \
+         from measured ones ({}; docs/accuracy.md)",
+        100.0 * (error.low - 1.0),
+        100.0 * (error.high - 1.0),
+        match error.distance.as_str() {
+            "no" => "measured",
+            other => other,
+        }
+    ))
+}
+
+/// Attainment of each class, if there are several.
+fn classes(context: &Asked, row: &Row) -> Option<String> {
+    let names = &context.objectives.classes;
+    if names.len() < 2 {
+        return None;
+    }
+    let each: Vec<String> = names
+        .iter()
+        .zip(&row.answer.by_class)
+        .map(|((name, _), &(all, met))| {
+            format!("{name} {}", percent(met as f64 / all.max(1) as f64))
+        })
+        .collect();
+    Some(format!("attained by class: {}", each.join(", ")))
+}
+
+/// Each objective's share, the lowest first.
+fn objectives(row: &Row) -> String {
+    let mut each: Vec<(f64, &str)> = row
+        .answer
+        .by_objective
+        .iter()
+        .map(|&(name, all, met)| (met as f64 / all.max(1) as f64, name))
+        .collect();
+    each.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let each: Vec<String> = each
+        .iter()
+        .map(|(share, name)| format!("{name} {}", percent(*share)))
+        .collect();
+    each.join(", ")
+}
+
+/// Why nothing attains.
+fn failure(context: &Asked, missed: &NotFound) -> String {
+    let mut text = format!(
+        "nothing attains {} at load {}\n",
+        objective(context),
+        number(missed.load)
+    );
+    if let Some((_, row)) = &missed.nearest {
+        writeln!(
+            text,
+            "nearest: {} = {}, {}: {} (by objective: {})",
+            row.name(),
+            counted(row.gpus, "GPU"),
+            row.setting_name(),
+            percent(row.share()),
+            objectives(row)
+        )
+        .expect("a String takes every write");
+    }
+    let mut ideal: Vec<&(String, Ideal)> = missed.ideal.iter().collect();
+    ideal.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
+    if let Some((name, most)) = ideal.first() {
+        let each: Vec<String> = most
+            .by_objective
+            .iter()
+            .map(|(name, share)| format!("{name} {}", percent(*share)))
+            .collect();
+        writeln!(
+            text,
+            "without any waiting, with every prefix cached, and on any number of workers, the fastest of {} that \
+             cannot attain, {name}, has {} within all objectives ({}); {} of requests are too long for it; {} of them \
+             can have a TTFT of {}",
+            counted(missed.ideal.len() as u64, "shape"),
+            percent(most.share),
+            each.join(", "),
+            percent(most.too_long),
+            percent(context.target),
+            if most.ttft_s > 1e9 {
+                "no time".to_owned()
+            } else {
+                format!("{} s", number(most.ttft_s))
+            }
+        )
+        .expect("a String takes every write");
+    }
+    text.push_str("try a larger --slo, a smaller --attain, other --gpus, or more --max-gpus\n");
+    text
+}
+
+/// The excluded shapes, one per line.
+pub(super) fn excluded(excluded: &[Excluded]) -> String {
+    excluded
+        .iter()
+        .map(|shape| format!("  {}: {}\n", shape.name, shape.reason))
+        .collect()
+}
+
+/// The command that simulates the answer, if its load is the workload's.
+fn repeat(args: &Args, context: &Asked, found: &Found) -> Option<String> {
+    let path = args.write.as_ref()?;
+    (found.load == 1.0).then(|| {
+        let file = args.file.as_ref().map_or_else(
+            || "(the same workload flags)".to_owned(),
+            |file| {
+                let is_workload = file.extension().is_some_and(|e| e == "toml");
+                let flag = if is_workload { "--workload" } else { "--trace" };
+                format!("{flag} {}", file.display())
+            },
+        );
+        let slo = context
+            .objectives
+            .all
+            .as_ref()
+            .map_or_else(String::new, |slo| format!(" --slo {slo}"));
+        format!(
+            "check it: slipstream simulate {} {file}{slo} (digest {:016x})\n",
+            path.display(),
+            found.best.answer.outcome.digest
+        )
+    })
+}
+
+/// Everything as text, the answers first.
+pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &Args) -> String {
+    let mut text = String::new();
+    let several = results.len() > 1;
+    for result in results {
+        match result {
+            Ok(found) => {
+                if several {
+                    write!(text, "load {}: ", number(found.load))
+                        .expect("a String takes every write");
+                }
+                text.push_str(&format!("{}; {}\n", claim(found), cost(context, found)));
+            }
+            Err(missed) => text.push_str(&failure(context, missed)),
+        }
+    }
+    for found in results.iter().flatten() {
+        text.push('\n');
+        if several {
+            text.push_str(&format!("load {}\n", number(found.load)));
+        }
+        let mut table = Table::new(HEADER);
+        for row in std::iter::once(&found.best).chain(&found.others) {
+            table.row(cells(context, row));
+        }
+        text.push_str(&table.render(false));
+        text.push_str(&format!(
+            "{} for {}; {}\n",
+            context.model,
+            objective(context),
+            effort(found)
+        ));
+        for note in step_note(found)
+            .into_iter()
+            .chain(classes(context, &found.best))
+        {
+            text.push_str(&format!("{note}\n"));
+        }
+        text.push_str(&repeat(args, context, found).unwrap_or_default());
+        if !found.sensitivity.is_empty() {
+            text.push('\n');
+            let mut table = Table::new(knob_header(found));
+            for (cells, _) in knob_rows(context, found) {
+                table.row(cells);
+            }
+            text.push_str(&table.render(false));
+        }
+    }
+    if !context.priced {
+        text.push_str("\nno prices: the cost is the number of GPUs, whatever their kind (--price, --prices)\n");
+    }
+    text.push_str(&format!("{}\n", context.parts));
+    if !context.excluded.is_empty() {
+        text.push_str(&format!("not searched:\n{}", excluded(&context.excluded)));
+    }
+    text
+}
+
+fn row_json(context: &Asked, row: &Row) -> Value {
+    let latency = row.answer.outcome.totals.latencies();
+    let throughput = row.answer.outcome.totals.throughput();
+    let names = &context.objectives.classes;
+    let classes: Vec<Value> = row
+        .answer
+        .by_class
+        .iter()
+        .enumerate()
+        .map(|(at, &(all, met))| {
+            json!({
+                "name": names.get(at).map_or("all", |class| class.0.as_str()),
+                "requests": all,
+                "met": met,
+                "share": met as f64 / all.max(1) as f64,
+            })
+        })
+        .collect();
+    let objectives: Vec<Value> = row
+        .answer
+        .by_objective
+        .iter()
+        .map(|&(name, all, met)| json!({"name": name, "requests": all, "met": met}))
+        .collect();
+    json!({
+        "name": row.name(),
+        "gpu": row.shape.gpu,
+        "gpus": row.gpus,
+        "workers": row.sized.workers,
+        "prefill_workers": row.shape.prefill_share.map(|share| {
+            slipstream_plan::space::prefill_workers(share, row.setting.prefill_factor, row.sized.workers)
+        }),
+        "tensor_parallel_size": row.shape.tensor_parallel,
+        "dtype": row.shape.dtype.name(),
+        "max_num_seqs": row.setting.max_num_seqs,
+        "max_num_batched_tokens": row.setting.max_num_batched_tokens,
+        "policy": row.setting.policy,
+        "cost_per_hour": row.per_hour(context),
+        "cost_per_million_output_tokens": row.per_million(context),
+        "power_w_max": row.power_w(context),
+        "joules_per_output_token_max": row.joules_per_token(context),
+        "attained": row.share(),
+        "classes": classes,
+        "objectives": objectives,
+        "ttft_ms": latency.ttft_ms,
+        "tpot_ms": latency.tpot_ms,
+        "itl_ms": latency.itl_ms,
+        "e2e_ms": latency.e2e_ms,
+        "requests_per_s": throughput.requests_per_s,
+        "output_tokens_per_s": throughput.output_tokens_per_s,
+        "digest": format!("{:016x}", row.answer.outcome.digest),
+    })
+}
+
+/// Everything as JSON.
+pub(super) fn json(
+    context: &Asked,
+    results: &[Result<Found, NotFound>],
+) -> serde_json::Result<String> {
+    let answers: Vec<Value> = results
+        .iter()
+        .map(|result| match result {
+            Ok(found) => json!({
+                "load": found.load,
+                "found": true,
+                "requests": found.requests,
+                "answer": row_json(context, &found.best),
+                "interval": {
+                    "mean": found.sure.mean,
+                    "half": found.sure.half.is_finite().then_some(found.sure.half),
+                    "seeds": (found.seeds > 0).then_some(found.seeds),
+                    "parts": (found.seeds == 0).then_some(found.sure.count),
+                },
+                "headroom": found.headroom.map(|(attains, fails)| json!({"attains": attains, "fails": fails})),
+                "step_times": found.step_error.as_ref().map(|error| json!({
+                    "low": error.low, "high": error.high, "extrapolated": error.distance,
+                })),
+                "others": found.others.iter().map(|row| row_json(context, row)).collect::<Vec<_>>(),
+                "sensitivity": found.sensitivity.iter().map(|knob| json!({
+                    "changed": knob.knob,
+                    "answer_workers": knob.sizes[0].map(|size| size.workers),
+                    "other_workers": knob.sizes.get(1).map(|size| size.map(|size| size.workers)),
+                    "choice": choice(&knob.sizes).map(|at| if at == 0 { "same" } else { "other" }),
+                })).collect::<Vec<_>>(),
+                "simulated_requests": found.search_requests,
+                "simulated_requests_in_all": found.all_requests,
+                "grid_requests": found.grid_requests,
+            }),
+            Err(missed) => json!({
+                "load": missed.load,
+                "found": false,
+                "requests": missed.requests,
+                "nearest": missed.nearest.as_ref().map(|(_, row)| row_json(context, row)),
+                "ideal": missed.ideal.iter().map(|(name, most)| json!({
+                    "name": name,
+                    "attained_at_most": most.share,
+                    "too_long": most.too_long,
+                    "ttft_s": (most.ttft_s < 1e9).then_some(most.ttft_s),
+                })).collect::<Vec<_>>(),
+            }),
+        })
+        .collect();
+    let value = json!({
+        "schema": 1,
+        "model": context.model,
+        "workload": context.workload,
+        "seed": context.seed,
+        "slo": context.objectives.to_string(),
+        "attain": context.target,
+        "headroom": context.headroom,
+        "cost": if context.priced { "price" } else { "gpus" },
+        "answers": answers,
+        "not_searched": context.excluded.iter().map(|shape| json!({
+            "name": shape.name, "reason": shape.reason,
+        })).collect::<Vec<_>>(),
+    });
+    Ok(serde_json::to_string_pretty(&value)? + "\n")
+}
+
+/// Everything as a page.
+pub(super) fn page(context: &Asked, results: &[Result<Found, NotFound>], workload: &str) -> String {
+    let answers = results
+        .iter()
+        .flatten()
+        .map(|found| {
+            let best = &found.best;
+            let rows = || std::iter::once(best).chain(&found.others);
+            let sure = if found.sure.half.is_finite() {
+                format!("± {} % (95 % interval)", number(100.0 * found.sure.half))
+            } else {
+                String::new()
+            };
+            let cost = best.per_hour(context);
+            PlanAnswer {
+                heading: if results.len() > 1 {
+                    format!("Load {}", number(found.load))
+                } else {
+                    "The cheapest configuration".into()
+                },
+                claim: claim(found),
+                tiles: vec![
+                    Tile::new("GPUs", best.gpus.to_string(), best.shape.name()),
+                    Tile::new(
+                        "Cost per hour",
+                        cost.map_or_else(|| "–".into(), |cost| format!("{cost:.2}")),
+                        cost.map_or_else(|| "no prices given".into(), |_| String::new()),
+                    ),
+                    Tile::new(
+                        "Per million output tokens",
+                        best.per_million(context).map_or_else(|| "–".into(), number),
+                        format!("{} tokens/s", number(best.output_tokens_per_s())),
+                    ),
+                    Tile::new("Attained", percent(best.share()), sure),
+                    Tile::new(
+                        "Headroom",
+                        match found.headroom {
+                            None => "–".into(),
+                            Some((_, None)) => format!("> {} %", number(100.0 * (LOAD_MAX - 1.0))),
+                            Some((attains, _)) => format!("{:.0} %", 100.0 * (attains - 1.0)),
+                        },
+                        "load until it stops attaining".into(),
+                    ),
+                    Tile::new(
+                        "Step times",
+                        found.step_error.as_ref().map_or_else(
+                            || "–".into(),
+                            |error| {
+                                format!(
+                                    "{:+.0} to {:+.0} %",
+                                    100.0 * (error.low - 1.0),
+                                    100.0 * (error.high - 1.0)
+                                )
+                            },
+                        ),
+                        "80 % of measured deployments".into(),
+                    ),
+                    Tile::new(
+                        "Energy per output token",
+                        best.joules_per_token(context)
+                            .map_or_else(|| "–".into(), |joules| format!("≤ {} J", number(joules))),
+                        "at the power limits".into(),
+                    ),
+                ],
+                header: HEADER.to_vec(),
+                rows: rows().map(|row| cells(context, row)).collect(),
+                costs: rows()
+                    .map(|row| {
+                        let ttft = row.answer.outcome.totals.latencies().ttft_ms;
+                        (row.name(), row.sized.cost, ttft.map(|ttft| ttft.p99))
+                    })
+                    .collect(),
+                knob_header: knob_header(found),
+                knobs: knob_rows(context, found),
+                by_workers: found.by_workers.clone(),
+                by_load: found.by_load.clone(),
+                target: context.target,
+                notes: [effort(found)]
+                    .into_iter()
+                    .chain(step_note(found))
+                    .chain(classes(context, best))
+                    .chain([context.parts.clone()])
+                    .collect(),
+            }
+        })
+        .collect();
+    PlanPage {
+        subtitle: format!(
+            "{} · {} · {}",
+            context.model,
+            context.workload,
+            objective(context)
+        ),
+        cost_unit: if context.priced { "per hour" } else { "GPUs" }.into(),
+        warnings: results
+            .iter()
+            .filter_map(|result| Some(failure(context, result.as_ref().err()?)))
+            .collect(),
+        answers,
+        texts: vec![
+            ("Command".into(), out::command_line()),
+            ("Workload".into(), workload.to_owned()),
+            ("Not searched".into(), excluded(&context.excluded)),
+        ],
+    }
+    .render()
+}

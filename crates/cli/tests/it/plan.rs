@@ -1,0 +1,395 @@
+//! `slipstream plan`: its answer holds in `slipstream simulate`, and is that of every combination.
+
+use serde_json::Value;
+
+use crate::server::run;
+
+/// A model that fits one GPU, and a load that takes a few of them.
+const LOAD: &[&str] = &[
+    "--model=llama-3.1-8b",
+    "--rate=30",
+    "--isl=1200",
+    "--osl=40",
+    "--requests=240",
+    "--seeds=1",
+    "--quiet",
+];
+
+/// A space that can be searched in whole: two sizes, two settings.
+const SMALL: &[&str] = &[
+    "--gpus=l40s",
+    "--precision=bf16",
+    "--tensor-parallel=1,2",
+    "--serving=aggregated",
+    "--max-num-seqs=256,8",
+    "--max-num-batched-tokens=8192",
+    "--policies=kv",
+    "--slo=ttft=600ms,itl=60ms",
+    "--attain=95%",
+];
+
+fn plan(args: &[&[&str]]) -> (Option<i32>, Value, String) {
+    let mut all = vec!["plan", "--json"];
+    all.extend(args.concat());
+    let (code, out, err) = run(&all);
+    let json = serde_json::from_str(&out).unwrap_or(Value::Null);
+    (code, json, err)
+}
+
+fn gpus(json: &Value) -> u64 {
+    json["answers"][0]["answer"]["gpus"]
+        .as_u64()
+        .expect("an answer")
+}
+
+#[test]
+fn the_written_cluster_attains_as_claimed() {
+    let dir = tempfile::tempdir().unwrap();
+    let cluster = dir.path().join("cluster.toml");
+    let write = format!("--write={}", cluster.display());
+    let (code, json, err) = plan(&[LOAD, SMALL, &["--quick", &write]]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = &json["answers"][0]["answer"];
+    assert!(answer["attained"].as_f64().unwrap() >= 0.95, "{answer}");
+
+    let (code, out, err) = run(&[
+        "simulate",
+        cluster.to_str().unwrap(),
+        "--rate=30",
+        "--isl=1200",
+        "--osl=40",
+        "--requests=240",
+        "--slo=ttft=600ms,itl=60ms",
+        "--json",
+        "--quiet",
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let run: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(run["goodput"]["share"], answer["attained"]);
+    assert_eq!(run["simulation"]["digest"], answer["digest"]);
+    assert_eq!(run["gpu"]["gpus"], answer["gpus"]);
+}
+
+#[test]
+fn the_answer_is_that_of_every_combination() {
+    let (code, json, err) = plan(&[LOAD, SMALL, &["--quick"]]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = gpus(&json);
+    // The same space by `sweep`, every size up to the answer's cost.
+    let (mut least, mut runs) = (u64::MAX, 0);
+    for tp in [1, 2] {
+        let (code, out, err) = run(&[
+            "sweep",
+            "--set=model.preset=llama-3.1-8b",
+            "--set=engine.timing.gpu=l40s",
+            "--set=engine.timing.dtype=bf16",
+            &format!("--set=engine.tensor_parallel_size={tp}"),
+            &format!("--vary=pool.main.workers=1..{}", answer / tp),
+            "--vary=engine.max_num_seqs=256,8",
+            "--rate=30",
+            "--isl=1200",
+            "--osl=40",
+            "--requests=240",
+            "--slo=ttft=600ms,itl=60ms",
+            "--attain=95%",
+            "--quiet",
+        ]);
+        assert_eq!(code, Some(0), "{err}");
+        for line in out.lines() {
+            let cells: Vec<&str> = line.split_whitespace().collect();
+            let Some(workers) = cells.first().and_then(|cell| cell.parse::<u64>().ok()) else {
+                continue;
+            };
+            runs += 1;
+            if cells.contains(&"yes") {
+                least = least.min(workers * tp);
+            }
+        }
+    }
+    assert!(runs > 6, "{runs}");
+    assert_eq!(answer, least);
+}
+
+#[test]
+fn the_answer_does_not_depend_on_threads() {
+    let (_, one, err) = plan(&[LOAD, SMALL, &["--jobs=1"]]);
+    let (_, four, _) = plan(&[LOAD, SMALL, &["--jobs=4"]]);
+    assert!(one["answers"][0]["found"] == true, "{err}");
+    assert_eq!(one, four);
+}
+
+#[test]
+fn harder_questions_are_not_cheaper() {
+    let (code, json, err) = plan(&[LOAD, SMALL, &["--quick", "--load=0.5,1,2"]]);
+    assert_eq!(code, Some(0), "{err}");
+    let costs: Vec<u64> = (0..3)
+        .map(|at| json["answers"][at]["answer"]["gpus"].as_u64().unwrap())
+        .collect();
+    assert!(costs.is_sorted() && costs[0] < costs[2], "{costs:?}");
+    let base = costs[1];
+    for (tighter, looser) in [
+        (&["--attain=99%"][..], &["--attain=80%"][..]),
+        (&["--headroom=50%"], &["--headroom=0%"]),
+    ] {
+        // The last of two equal flags would be an error, so these replace those of SMALL.
+        let space: Vec<&str> = SMALL
+            .iter()
+            .copied()
+            .filter(|flag| !tighter[0].starts_with(flag.split('=').next().unwrap()))
+            .collect();
+        let cost = |more: &[&str]| {
+            let (code, json, err) = plan(&[LOAD, &space, &["--quick"], more]);
+            assert_eq!(code, Some(0), "{err}");
+            gpus(&json)
+        };
+        assert!(cost(tighter) >= base && base >= cost(looser), "{tighter:?}");
+    }
+}
+
+#[test]
+fn prices_decide_among_kinds() {
+    let space = [
+        "--precision=bf16",
+        "--tensor-parallel=1",
+        "--serving=aggregated",
+        "--max-num-seqs=256",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--slo=ttft=2s,itl=100ms",
+        "--gpus=h100-sxm,l40s",
+        "--quick",
+    ];
+    let with = |prices: &[&str]| {
+        let (code, json, err) = plan(&[LOAD, &space, prices]);
+        assert_eq!(code, Some(0), "{err}");
+        json["answers"][0]["answer"].clone()
+    };
+    let cheap_l40s = with(&["--price=h100-sxm=100", "--price=l40s=0.1"]);
+    assert_eq!(cheap_l40s["gpu"], "l40s");
+    let cheap_h100 = with(&["--price=h100-sxm=0.1", "--price=l40s=100"]);
+    assert_eq!(cheap_h100["gpu"], "h100-sxm");
+    let cost = cheap_h100["cost_per_hour"].as_f64().unwrap();
+    let gpus = cheap_h100["gpus"].as_f64().unwrap();
+    assert!((cost - 0.1 * gpus).abs() < 1e-9);
+    // Per million tokens: cost per hour over tokens per hour.
+    let rate = cheap_h100["output_tokens_per_s"].as_f64().unwrap();
+    let per_million = cheap_h100["cost_per_million_output_tokens"]
+        .as_f64()
+        .unwrap();
+    assert!((per_million - cost / (rate * 3600.0) * 1e6).abs() < 1e-9 * per_million);
+    assert_eq!(cheap_h100["power_w_max"].as_f64(), Some(700.0 * gpus));
+    // Without prices, fewer GPUs are better, and no price is invented.
+    let fewest = with(&[]);
+    assert_eq!(fewest["gpu"], "h100-sxm");
+    assert_eq!(fewest["cost_per_hour"], Value::Null);
+
+    let (code, _, err) = plan(&[LOAD, &space, &["--price=l40s=1"]]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("h100-sxm has no price"), "{err}");
+    let (code, _, err) = plan(&[LOAD, &space, &["--price=l40x=1"]]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("l40x"), "{err}");
+}
+
+#[test]
+fn an_impossible_objective_is_explained() {
+    let mut args = vec!["plan"];
+    args.extend(LOAD);
+    args.extend(SMALL.iter().filter(|flag| !flag.starts_with("--slo")));
+    args.push("--slo=ttft=1us,itl=60ms");
+    let (code, out, err) = run(&args);
+    assert_eq!(code, Some(1), "{err}");
+    for part in ["nothing attains", "ttft 0.0 %", "itl 100.0 %", "TTFT of"] {
+        assert!(out.contains(part), "{part}: {out}");
+    }
+    // Possible on an idle cluster, and not with so few GPUs.
+    let (code, json, err) = plan(&[LOAD, SMALL, &["--max-gpus=1"]]);
+    assert_eq!(code, Some(1), "{err}");
+    let missed = &json["answers"][0];
+    assert_eq!(missed["found"], false);
+    assert!(
+        missed["nearest"]["attained"].as_f64().unwrap() < 0.95,
+        "{missed}"
+    );
+    let objectives = missed["nearest"]["objectives"].as_array().unwrap();
+    assert_eq!(objectives.len(), 2, "{missed}");
+}
+
+#[test]
+fn a_model_that_needs_several_gpus_gets_them() {
+    let common = [
+        "--gpus=h100-sxm",
+        "--rate=1",
+        "--isl=500",
+        "--osl=20",
+        "--requests=40",
+        "--serving=aggregated",
+        "--max-num-seqs=64",
+        "--max-num-batched-tokens=8192",
+        "--policies=kv",
+        "--slo=ttft=5s",
+        "--precision=bf16",
+        "--quick",
+        "--quiet",
+        "--seeds=1",
+        "--model=llama-3.1-70b",
+    ];
+    let (code, json, err) = plan(&[&common]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(gpus(&json) >= 2, "140 GB of weights");
+    let not_searched = json["not_searched"].as_array().unwrap();
+    assert!(
+        not_searched
+            .iter()
+            .any(|shape| shape["name"] == "h100-sxm TP1 bf16"
+                && shape["reason"].as_str().unwrap().contains("141")),
+        "{not_searched:?}"
+    );
+    let (code, _, err) = plan(&[&common, &["--tensor-parallel=1"]]);
+    assert_eq!(code, Some(2));
+    assert!(
+        err.contains("cannot run on any") && err.contains("weights"),
+        "{err}"
+    );
+}
+
+#[test]
+fn traces_of_one_request_and_of_none_are_handled() {
+    let dir = tempfile::tempdir().unwrap();
+    let trace = dir.path().join("one.jsonl");
+    let line =
+        "{\"timestamp\": 0, \"input_length\": 600, \"output_length\": 5, \"hash_ids\": [1, 2]}\n";
+    std::fs::write(&trace, line).unwrap();
+    let rest = [
+        "--model=llama-3.1-8b",
+        "--gpus=l40s",
+        "--slo=ttft=5s",
+        "--quick",
+        "--quiet",
+    ];
+    let (code, json, err) = plan(&[&[trace.to_str().unwrap()], &rest]);
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(gpus(&json), 1);
+    assert_eq!(json["answers"][0]["interval"]["half"], Value::Null);
+    std::fs::write(&trace, "").unwrap();
+    let (code, _, err) = plan(&[&[trace.to_str().unwrap()], &rest]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("no request"), "{err}");
+    let (code, _, err) = plan(&[&["/no/such/trace.jsonl"], &rest]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("/no/such/trace.jsonl"), "{err}");
+}
+
+#[test]
+fn a_workers_for_prompts_and_workers_for_answers_are_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let cluster = dir.path().join("cluster.toml");
+    let page = dir.path().join("plan.html");
+    let (write, html) = (
+        format!("--write={}", cluster.display()),
+        format!("--html={}", page.display()),
+    );
+    let space: Vec<&str> = SMALL
+        .iter()
+        .copied()
+        .filter(|flag| !flag.starts_with("--serving"))
+        .collect();
+    let (code, json, err) = plan(&[
+        LOAD,
+        &space,
+        &["--serving=disaggregated", "--quick", &write, &html],
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = &json["answers"][0]["answer"];
+    let text = std::fs::read_to_string(&cluster).unwrap();
+    for part in ["[pool.prefill]", "[pool.decode]", "mode = \"flows\""] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let (code, out, err) = run(&[
+        "simulate",
+        cluster.to_str().unwrap(),
+        "--rate=30",
+        "--isl=1200",
+        "--osl=40",
+        "--requests=240",
+        "--slo=ttft=600ms,itl=60ms",
+        "--json",
+        "--quiet",
+    ]);
+    assert_eq!(code, Some(0), "{err}");
+    let run: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(run["simulation"]["digest"], answer["digest"]);
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("<svg") || page.contains("<table"), "a page");
+    assert!(page.contains("prefill + "), "{page}");
+}
+
+#[test]
+fn each_class_attains() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("w.toml");
+    std::fs::write(
+        &file,
+        "seed = 3\nrequests = 240\n[arrival]\nkind = \"poisson\"\nrate_per_s = 20\n\
+         [[class]]\nname = \"chat\"\nweight = 9\nisl = 300\nosl = 30\nslo = \"ttft=10s\"\n\
+         [[class]]\nname = \"long\"\nisl = 6000\nosl = 10\nslo = \"ttft=1500ms\"\n",
+    )
+    .unwrap();
+    let space: Vec<&str> = SMALL
+        .iter()
+        .copied()
+        .filter(|flag| !flag.starts_with("--slo"))
+        .collect();
+    let rest = ["--model=llama-3.1-8b", "--quick", "--quiet", "--seeds=2"];
+    let (code, json, err) = plan(&[&[file.to_str().unwrap()], &space, &rest]);
+    assert_eq!(code, Some(0), "{err}");
+    let answer = &json["answers"][0];
+    let classes = answer["answer"]["classes"].as_array().unwrap();
+    assert_eq!(classes.len(), 2);
+    assert_eq!(
+        (&classes[0]["name"], &classes[1]["name"]),
+        (&"chat".into(), &"long".into())
+    );
+    assert_eq!(answer["interval"]["seeds"], 2);
+    assert!(
+        answer["interval"]["mean"].as_f64().unwrap() >= 0.95,
+        "{answer}"
+    );
+}
+
+#[test]
+fn wrong_questions_say_what_is_missing() {
+    for (args, part) in [
+        (&["--rate=3"][..], "no objective"),
+        (&["--slo=ttft=1s"], "no workload"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--gpus=h101"],
+            "not a preset",
+        ),
+        (&["--rate=3", "--slo=ttft=1s", "--attain=99"], "write 99%"),
+        (&["--rate=3", "--slo=ttft=1s", "--load=0"], "--load has 0"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--set=engine.max_num_seqs=4"],
+            "--max-num-seqs",
+        ),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--load=1,2", "--write=/tmp/x"],
+            "one by one",
+        ),
+        (&["w.toml", "--slo=ttft=1s", "--rate=3"], "--workload-set"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--policies=direct"],
+            "one of round_robin",
+        ),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--model=gpt-9"],
+            "not a preset",
+        ),
+    ] {
+        let mut all = vec!["plan"];
+        all.extend(args);
+        let (code, _, err) = run(&all);
+        assert_eq!(code, Some(2), "{args:?}: {err}");
+        assert!(err.contains(part), "{args:?}: {err}");
+    }
+}

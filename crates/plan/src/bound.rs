@@ -1,0 +1,293 @@
+//! Limits that follow from step times alone: how many requests can meet their objectives on an idle
+//! cluster, and how much work there is.
+//!
+//! Both are optimistic: they assume that every prefix is cached, that no request waits, and that
+//! batches are as large as they may be. A shape that fails them fails in a simulation too.
+
+use slipstream_base::slo::Shown;
+use slipstream_config::cluster::EngineConfig;
+use slipstream_engine::timing::{StepLoad, StepTime};
+use slipstream_report::Objectives;
+
+use crate::demand::{Demand, Need};
+
+/// The most that an idle cluster of a shape can reach.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ideal {
+    /// Share of requests that can meet their objectives, of the class with the lowest one.
+    pub share: f64,
+    /// Each objective's name, with the share of requests that can meet it.
+    pub by_objective: Vec<(&'static str, f64)>,
+    /// Share of requests that are longer than the KV cache, or than the model's context.
+    pub too_long: f64,
+    /// The TTFT that the target share of requests can reach, s; longer ones are refused or late.
+    pub ttft_s: f64,
+}
+
+/// Latencies of a request that is alone on an idle worker, with every prefix that any request had
+/// before in its cache.
+pub fn alone(need: &Need, timing: &mut dyn StepTime) -> Shown {
+    let mut prefill = StepLoad::default();
+    prefill.add_prefill(need.cached, need.input - need.cached);
+    let ttft = timing.step_ns(&prefill);
+    let mut decode = StepLoad::default();
+    decode.add_decode(need.input + need.output / 2);
+    let gap = if need.output > 1 {
+        timing.step_ns(&decode)
+    } else {
+        0
+    };
+    Shown {
+        ttft,
+        itl: gap,
+        itl_max: gap,
+        tpot: gap,
+        e2e: ttft + gap * u64::from(need.output.saturating_sub(1)),
+    }
+}
+
+/// What an idle cluster can reach for `demand`, and the TTFT that `target` of the requests reach.
+pub fn ideal(
+    demand: &Demand,
+    objectives: &Objectives,
+    engine: &EngineConfig,
+    timing: &mut dyn StepTime,
+    target: f64,
+) -> Ideal {
+    let classes = demand.by_class().len();
+    let mut met = vec![(0u64, 0u64); classes];
+    let mut each: Vec<(&'static str, u64, u64)> = Vec::new();
+    let mut too_long = 0u64;
+    let mut ttfts = Vec::with_capacity(demand.needs.len());
+    for need in &demand.needs {
+        let class = &mut met[need.class as usize];
+        class.0 += 1;
+        let whole = u64::from(need.input) + u64::from(need.output);
+        if whole > u64::from(engine.max_model_len) {
+            too_long += 1;
+            ttfts.push(u64::MAX);
+            continue;
+        }
+        let shown = alone(need, timing);
+        ttfts.push(shown.ttft);
+        class.1 += u64::from(objectives.are_met(need.class, &shown));
+        for (name, held) in objectives
+            .of_class(need.class)
+            .into_iter()
+            .flat_map(|slo| slo.each_met(&shown))
+        {
+            let at = each.iter().position(|(known, ..)| *known == name);
+            let at = at.unwrap_or_else(|| {
+                each.push((name, 0, 0));
+                each.len() - 1
+            });
+            each[at].1 += 1;
+            each[at].2 += u64::from(held);
+        }
+    }
+    ttfts.sort_unstable();
+    let rank = (target * ttfts.len() as f64).ceil() as usize;
+    let share = |part: u64, all: u64| part as f64 / all.max(1) as f64;
+    let judged = met.iter().filter(|class| class.0 > 0);
+    Ideal {
+        share: judged
+            .map(|&(all, met)| share(met, all))
+            .fold(1.0, f64::min),
+        by_objective: each
+            .into_iter()
+            .map(|(name, all, met)| (name, share(met, all)))
+            .collect(),
+        too_long: share(too_long, demand.needs.len() as u64),
+        ttft_s: ttfts
+            .get(rank.saturating_sub(1))
+            .map_or(0.0, |&ns| ns as f64 / 1e9),
+    }
+}
+
+/// GPU time of a workload, in seconds of one worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Work {
+    /// If each worker computes prompts and answers, in the same steps.
+    pub mixed_s: f64,
+    /// Of prompts alone.
+    pub prefill_s: f64,
+    /// Of answers alone.
+    pub decode_s: f64,
+}
+
+/// The least work of `demand`: with batches of up to `seqs_max` sequences and `tokens_max` tokens per
+/// step, of which no step takes longer than `gap_s` (a limit on the mean gap between tokens).
+pub fn work(
+    demand: &Demand,
+    timing: &mut dyn StepTime,
+    seqs_max: u32,
+    tokens_max: u32,
+    gap_s: Option<f64>,
+) -> Work {
+    let (mut computed, mut read, mut scored) = (0.0, 0.0, 0.0);
+    let (mut prompts, mut answers, mut context) = (0.0, 0.0, 0.0);
+    for need in &demand.needs {
+        let chunk = f64::from(need.input - need.cached);
+        let cached = f64::from(need.cached);
+        computed += chunk;
+        read += cached + chunk;
+        scored += chunk * cached + chunk * (chunk + 1.0) / 2.0;
+        prompts += 1.0;
+        let output = f64::from(need.output.saturating_sub(1));
+        answers += output;
+        context += output * (f64::from(need.input) + output / 2.0);
+    }
+    if prompts == 0.0 {
+        return Work::default();
+    }
+    let prefill = |tokens: f64| StepLoad {
+        prefill_tokens: tokens.round() as u64,
+        prefill_sequences: (prompts / computed * tokens).ceil() as u32,
+        prefill_context: (read / computed * tokens).round() as u64,
+        prefill_attention: (scored / computed * tokens).round() as u64,
+        ..StepLoad::default()
+    };
+    let budget = f64::from(tokens_max);
+    let prefill_s =
+        timing.step_ns(&prefill(budget.min(computed))) as f64 / 1e9 * (computed / budget).max(1.0);
+    if answers == 0.0 {
+        return Work {
+            mixed_s: prefill_s,
+            prefill_s,
+            decode_s: 0.0,
+        };
+    }
+    let decode = |sequences: f64| StepLoad {
+        decode_sequences: sequences as u32,
+        decode_context: (context / answers * sequences).round() as u64,
+        ..StepLoad::default()
+    };
+    // Prompt tokens that come with each token of an answer.
+    let ratio = computed / answers;
+    let (mut mixed, mut apart) = (f64::INFINITY, f64::INFINITY);
+    let mut sequences = 1.0;
+    while sequences <= f64::from(seqs_max) {
+        let step = decode(sequences);
+        let step_s = timing.step_ns(&step) as f64 / 1e9;
+        if sequences > 1.0 && gap_s.is_some_and(|limit| step_s > limit) {
+            break;
+        }
+        apart = apart.min(step_s / sequences);
+        let tokens = ratio * sequences;
+        if sequences == 1.0 || tokens + sequences <= budget {
+            let both = StepLoad {
+                decode_sequences: step.decode_sequences,
+                decode_context: step.decode_context,
+                ..prefill(tokens)
+            };
+            mixed = mixed.min(timing.step_ns(&both) as f64 / 1e9 / sequences);
+        }
+        sequences *= 2.0;
+    }
+    let decode_s = apart * answers;
+    Work {
+        // Steps of one kind are possible in a worker of both kinds, too.
+        mixed_s: (mixed * answers).min(prefill_s + decode_s),
+        prefill_s,
+        decode_s,
+    }
+}
+
+/// Share of the work that is taken as certain: batches of a simulation may be larger than powers of
+/// two, and of better mixes than the mean.
+const CERTAIN: f64 = 0.8;
+
+/// Workers that `work_s` seconds of work need at least, if `target` of it must be done within
+/// `time_s` (Little's law: the mean number of busy workers is the rate of work).
+pub fn workers_min(work_s: f64, time_s: f64, target: f64) -> u32 {
+    if time_s <= 0.0 {
+        return 1;
+    }
+    let least = (CERTAIN * target * work_s / time_s).ceil();
+    (least as u32).max(1)
+}
+
+/// The time in which a workload's work is done at the least favorable: from its first due time to its
+/// last, plus the longest time of a request alone. Infinite for closed loops, which wait.
+pub fn time_s(demand: &Demand, timing: &mut dyn StepTime) -> f64 {
+    if demand.closed {
+        return f64::INFINITY;
+    }
+    let longest = demand
+        .needs
+        .iter()
+        .map(|need| alone(need, timing).e2e)
+        .max()
+        .unwrap_or(0);
+    demand.duration_s() + longest as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use slipstream_base::SimTime;
+    use slipstream_engine::timing::Constant;
+
+    fn demand(count: u64, input: u32, output: u32) -> Demand {
+        Demand {
+            needs: (0..count)
+                .map(|n| Need {
+                    due: SimTime(n * 1_000_000_000),
+                    input,
+                    cached: 0,
+                    output,
+                    class: 0,
+                })
+                .collect(),
+            closed: false,
+        }
+    }
+
+    #[test]
+    fn constant_steps_have_known_bounds() {
+        let mut timing = Constant {
+            step_ns: 10_000_000,
+        };
+        let objectives =
+            |text: &str| Objectives::from(text.parse::<slipstream_base::Slo>().unwrap());
+        let engine = EngineConfig::default();
+        let all = demand(101, 1000, 11);
+        let check =
+            |slo: &str, timing: &mut Constant| ideal(&all, &objectives(slo), &engine, timing, 0.99);
+        let met = check("ttft=10ms,tpot=10ms,e2e=110ms", &mut timing);
+        assert_eq!((met.share, met.too_long, met.ttft_s), (1.0, 0.0, 0.01));
+        let late = check("ttft=9ms,tpot=10ms", &mut timing);
+        assert_eq!(late.share, 0.0);
+        assert_eq!(late.by_objective, [("ttft", 0.0), ("tpot", 1.0)]);
+        assert_eq!(check("e2e=109ms", &mut timing).share, 0.0);
+        let short = EngineConfig {
+            max_model_len: 1010,
+            ..EngineConfig::default()
+        };
+        let refused = ideal(&all, &objectives("e2e=1h"), &short, &mut timing, 0.99);
+        assert_eq!((refused.share, refused.too_long), (0.0, 1.0));
+
+        // 101 answers of 10 further tokens, 64 sequences per step of 10 ms, and 1000 prompt tokens
+        // with each answer: 100 tokens of prompt per token, so that 64 do not fit 2,000 tokens.
+        let w = work(&all, &mut timing, 64, 2000, None);
+        assert!((w.decode_s - 1010.0 / 64.0 * 0.01).abs() < 1e-9, "{w:?}");
+        assert!(
+            (w.prefill_s - 101_000.0 / 2000.0 * 0.01).abs() < 1e-9,
+            "{w:?}"
+        );
+        // 16 sequences with 1,600 prompt tokens fit.
+        assert!((w.mixed_s - 1010.0 / 16.0 * 0.01).abs() < 1e-9, "{w:?}");
+        // Nothing but single sequences is within 5 ms.
+        let slow = work(&all, &mut timing, 64, 2000, Some(0.005));
+        assert!((slow.decode_s - 10.1).abs() < 1e-9, "{slow:?}");
+        assert_eq!(time_s(&all, &mut timing), 100.0 + 0.11);
+    }
+
+    #[test]
+    fn workers_follow_from_work_and_time() {
+        assert_eq!(workers_min(1000.0, 100.0, 1.0), 8);
+        assert_eq!(workers_min(1000.0, f64::INFINITY, 1.0), 1);
+        assert_eq!(workers_min(0.0, 100.0, 1.0), 1);
+        assert_eq!(workers_min(10.0, 0.0, 1.0), 1);
+    }
+}

@@ -1,0 +1,1074 @@
+//! Which trials to run, and the answer that follows from them.
+//!
+//! A *candidate* is a shape with a setting; its size is a number of workers. The search assumes that
+//! more workers attain whenever fewer do, and finds the smallest size by bisection. It sizes every
+//! shape on a small part of the workload, tries all settings of the promising ones there, keeps the
+//! better quarter, and repeats with them on larger parts (successive halving). On the whole workload
+//! it sizes those that are left, and then challenges the answer: every shape, and every setting of
+//! shapes that nearly attain, is tried at the largest size that would be cheaper.
+//!
+//! Trials are asked for in batches that depend on results alone.
+
+use std::collections::BTreeMap;
+
+/// Conditions of a trial that differ from those of the question.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Conditions {
+    /// Factor on the load.
+    pub load: f64,
+    /// Factor on the limits of the objectives.
+    pub slo: f64,
+    /// Factor on the duration of steps.
+    pub slower: f64,
+    /// Number of the seed, from 0.
+    pub seed: u64,
+}
+
+impl Conditions {
+    /// Those of the question.
+    pub const PLAIN: Conditions = Conditions {
+        load: 1.0,
+        slo: 1.0,
+        slower: 1.0,
+        seed: 0,
+    };
+
+    fn key(&self) -> [u64; 4] {
+        [
+            self.load.to_bits(),
+            self.slo.to_bits(),
+            self.slower.to_bits(),
+            self.seed,
+        ]
+    }
+}
+
+/// A simulation to run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Trial {
+    /// Index of the shape.
+    pub shape: usize,
+    /// Index of the shape's setting.
+    pub setting: usize,
+    /// Size.
+    pub workers: u32,
+    /// Index of the part of the workload; the last one is all of it.
+    pub part: usize,
+    /// Its conditions.
+    pub conditions: Conditions,
+}
+
+/// What a trial shows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// Whether it attains.
+    pub attains: bool,
+    /// Share of requests that met their objectives, of the class with the lowest one. If the trial
+    /// was stopped because it can no longer attain: among those that had ended, which rises with
+    /// the time until then.
+    pub share: f64,
+    /// Requests that were simulated.
+    pub requests: u64,
+}
+
+/// Runs trials.
+pub trait Evaluate {
+    /// Why a trial cannot run. Ends the search.
+    type Error;
+
+    /// Runs trials in any order; results in the order of `trials`.
+    ///
+    /// # Errors
+    /// If one cannot run.
+    fn run(&mut self, trials: &[Trial], progress: &Progress) -> Result<Vec<Measured>, Self::Error>;
+}
+
+/// How far the search is, for people.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Progress {
+    /// What is being done.
+    pub phase: &'static str,
+    /// Work done, in runs of the whole workload.
+    pub done: f64,
+    /// Work expected in all, in the same unit; an estimate.
+    pub expected: f64,
+}
+
+/// A shape, as far as the search needs it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// Cost of one worker per hour, above 0.
+    pub cost: f64,
+    /// Sizes below this cannot attain.
+    pub workers_min: u32,
+    /// Sizes above this are not tried.
+    pub workers_max: u32,
+    /// The number of its settings, at least 1; 0 is the base.
+    pub settings: usize,
+    /// Shapes of one kind compete for a place of their own in the table, such as GPUs of one preset.
+    pub kind: usize,
+}
+
+impl Candidate {
+    /// Cost of `workers` workers.
+    pub fn cost_of(&self, workers: u32) -> f64 {
+        self.cost * f64::from(workers)
+    }
+
+    /// The largest size that costs less than `cost`; `None` if even the smallest does not.
+    fn cheaper_than(&self, cost: f64) -> Option<u32> {
+        let mut workers = (cost / self.cost).ceil().min(f64::from(u32::MAX)) as u32;
+        // Sums of prices are not exact: equal cost is not less.
+        while workers > 0 && self.cost_of(workers) >= cost * (1.0 - 1e-9) {
+            workers -= 1;
+        }
+        let workers = workers.min(self.workers_max);
+        (workers >= self.workers_min.max(1)).then_some(workers)
+    }
+}
+
+/// A candidate with its size.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// Index of the shape.
+    pub shape: usize,
+    /// Index of its setting.
+    pub setting: usize,
+    /// The smallest size that attains.
+    pub workers: u32,
+    /// Cost per hour.
+    pub cost: f64,
+    /// Share of requests that met their objectives.
+    pub share: f64,
+}
+
+/// A trial that does not attain.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Nearest {
+    /// The trial.
+    pub trial: Trial,
+    /// Its share.
+    pub share: f64,
+}
+
+/// The search for one question.
+pub struct Search<'a, E: Evaluate> {
+    shapes: &'a [Candidate],
+    target: f64,
+    /// Share of the workload in each part; the last one is 1.
+    parts: &'a [f64],
+    /// The part that answers are found on.
+    main: usize,
+    /// Conditions of the question itself.
+    plain: Conditions,
+    evaluate: &'a mut E,
+    seen: BTreeMap<Key, Measured>,
+    /// Best setting known of each shape, and its size on the largest part so far.
+    known: Vec<Option<(usize, u32)>>,
+    progress: Progress,
+    /// Requests simulated.
+    pub requests: u64,
+    /// Trials run.
+    pub trials: u64,
+}
+
+type Key = (usize, usize, u32, usize, [u64; 4]);
+
+/// A share that is this close to the target nearly attains.
+const NEAR: f64 = 0.02;
+/// A shape whose cost on a part is above the lowest one by more than this factor is not promising.
+const PROMISING: f64 = 1.5;
+/// One of this many candidates is kept on the next part.
+const KEEP: usize = 4;
+/// Candidates that are always kept.
+const KEEP_MIN: usize = 6;
+/// Times that half as many workers again must not help before larger sizes are given up.
+const FLAT: usize = 4;
+/// Limit of rounds of challenges.
+const ROUNDS_MAX: usize = 8;
+
+/// Finds the smallest size that attains.
+#[derive(Clone, Debug)]
+struct Sizing {
+    /// The largest size that does not attain; sizes up to it are not tried.
+    fails: u32,
+    /// Whether `fails` was tried.
+    tried: bool,
+    /// The smallest size that attains.
+    attains: Option<u32>,
+    next: Option<u32>,
+    step: u32,
+    max: u32,
+    /// Sizes and shares of failed trials, while sizes grow.
+    grown: Vec<(u32, f64)>,
+    target: f64,
+    /// Share of the last failed trial.
+    failed_share: f64,
+    attained_share: f64,
+}
+
+impl Sizing {
+    /// Sizes from `min` to `max`; begins at `start`. `near`: `start` is a good guess.
+    fn new(min: u32, max: u32, start: u32, near: bool, target: f64) -> Sizing {
+        let start = start.clamp(min, max.max(min));
+        Sizing {
+            fails: min.saturating_sub(1),
+            tried: false,
+            attains: None,
+            next: (min <= max).then_some(start),
+            step: if near { 1 } else { (start / 2).max(1) },
+            max,
+            grown: Vec::new(),
+            target,
+            failed_share: 0.0,
+            attained_share: 0.0,
+        }
+    }
+
+    fn take(&mut self, workers: u32, measured: &Measured) {
+        if measured.attains {
+            self.attains = Some(workers);
+            self.attained_share = measured.share;
+        } else {
+            self.fails = workers;
+            self.tried = true;
+            self.failed_share = measured.share;
+        }
+        self.next = match self.attains {
+            Some(attains) if attains <= self.fails + 1 => None,
+            Some(attains) if self.tried => Some(u32::midpoint(self.fails, attains)),
+            Some(attains) => {
+                // Downwards, in growing steps, to a size that fails.
+                let next = attains.saturating_sub(self.step).max(self.fails + 1);
+                self.step = self.step.saturating_mul(2);
+                Some(next)
+            }
+            None if workers >= self.max => None,
+            None => {
+                self.grown.push((workers, measured.share));
+                if self.is_hopeless() {
+                    None
+                } else {
+                    let next = workers.saturating_add(self.step).min(self.max);
+                    self.step = self.step.saturating_mul(2);
+                    Some(next)
+                }
+            }
+        };
+    }
+
+    /// Whether more workers no longer help: [`FLAT`] times in a row, half as many again raised the share
+    /// by less than a tenth, and closed less than a tenth of the gap to the target.
+    fn is_hopeless(&self) -> bool {
+        let mut at = self.grown.len() - 1;
+        for _ in 0..FLAT {
+            let (workers, share) = self.grown[at];
+            let fewer = self.grown[..at]
+                .iter()
+                .rposition(|(w, _)| u64::from(*w) * 3 <= u64::from(workers) * 2);
+            let Some(fewer) = fewer else { return false };
+            let before = self.grown[fewer].1;
+            if share > 1.1 * before || share - before > 0.1 * (self.target - before) {
+                return false;
+            }
+            at = fewer;
+        }
+        true
+    }
+}
+
+impl<'a, E: Evaluate> Search<'a, E> {
+    /// A search among `shapes` for the cheapest that attains `target`. `parts`: the share of the whole
+    /// workload in each of its parts, rising to 1; answers are found on part `main`, and [`confirm`]ed on
+    /// the last one. `plain`: the conditions of the question.
+    ///
+    /// [`confirm`]: Self::confirm
+    pub fn new(
+        shapes: &'a [Candidate],
+        target: f64,
+        parts: &'a [f64],
+        main: usize,
+        plain: Conditions,
+        evaluate: &'a mut E,
+    ) -> Search<'a, E> {
+        assert!(parts.last() == Some(&1.0), "the last part is the whole");
+        Search {
+            known: vec![None; shapes.len()],
+            shapes,
+            target,
+            parts,
+            main,
+            plain,
+            evaluate,
+            seen: BTreeMap::new(),
+            progress: Progress::default(),
+            requests: 0,
+            trials: 0,
+        }
+    }
+
+    fn whole(&self) -> usize {
+        self.main
+    }
+
+    /// Announces a phase that is expected to take `work` runs of the whole workload, with `later` after
+    /// it.
+    fn phase(&mut self, name: &'static str, work: f64, later: f64) {
+        self.progress.phase = name;
+        self.progress.expected = self.progress.done + work + later;
+    }
+
+    /// Runs trials that have not run before.
+    fn run(&mut self, trials: &[Trial]) -> Result<Vec<Measured>, E::Error> {
+        let key = |t: &Trial| (t.shape, t.setting, t.workers, t.part, t.conditions.key());
+        let mut new: Vec<Trial> = Vec::new();
+        for trial in trials {
+            let again = new.iter().any(|other| key(other) == key(trial));
+            if !again && !self.seen.contains_key(&key(trial)) {
+                new.push(*trial);
+            }
+        }
+        if !new.is_empty() {
+            let measured = self.evaluate.run(&new, &self.progress)?;
+            for (trial, measured) in new.iter().zip(measured) {
+                self.requests += measured.requests;
+                self.trials += 1;
+                self.progress.done += self.parts[trial.part];
+                self.seen.insert(key(trial), measured);
+            }
+            self.progress.expected = self.progress.expected.max(self.progress.done);
+        }
+        Ok(trials.iter().map(|trial| self.seen[&key(trial)]).collect())
+    }
+
+    /// Sizes candidates on a part; all of them advance together.
+    fn size(
+        &mut self,
+        jobs: &mut [(usize, usize, Sizing)],
+        part: usize,
+        conditions: Conditions,
+    ) -> Result<(), E::Error> {
+        loop {
+            let (at, trials): (Vec<usize>, Vec<Trial>) = jobs
+                .iter()
+                .enumerate()
+                .filter_map(|(at, (shape, setting, sizing))| {
+                    let trial = Trial {
+                        shape: *shape,
+                        setting: *setting,
+                        workers: sizing.next?,
+                        part,
+                        conditions,
+                    };
+                    Some((at, trial))
+                })
+                .unzip();
+            if at.is_empty() {
+                return Ok(());
+            }
+            let measured = self.run(&trials)?;
+            for ((at, trial), measured) in at.iter().zip(&trials).zip(&measured) {
+                jobs[*at].2.take(trial.workers, measured);
+            }
+        }
+    }
+
+    fn sizing(&self, shape: usize, start: u32, near: bool) -> Sizing {
+        let of = &self.shapes[shape];
+        Sizing::new(
+            of.workers_min.max(1),
+            of.workers_max,
+            start,
+            near,
+            self.target,
+        )
+    }
+
+    fn sized(&self, job: &(usize, usize, Sizing)) -> Option<Choice> {
+        let workers = job.2.attains?;
+        Some(Choice {
+            shape: job.0,
+            setting: job.1,
+            workers,
+            cost: self.shapes[job.0].cost_of(workers),
+            share: job.2.attained_share,
+        })
+    }
+
+    /// The cheapest candidate that attains on the whole workload; `None` if none does. `others`:
+    /// configurations that attain a harder question, such as a higher load: the answer does not cost
+    /// more than those of them that attain here.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn find(&mut self, others: &[Choice]) -> Result<Option<Choice>, E::Error> {
+        let shapes = self.shapes.len();
+        let settings: usize = self.shapes.iter().map(|shape| shape.settings).sum();
+        let later = 8.0 + 2.0 * shapes as f64;
+        let mut sizes = self.size_shapes(later)?;
+        let left = self.halve(&mut sizes, settings, later)?;
+        // The whole workload, the most promising candidate first.
+        self.phase("whole workload", later * 0.6, later * 0.4);
+        let whole = self.whole();
+        let mut best: Option<Choice> = None;
+        for other in others {
+            let same: Vec<Trial> = vec![self.trial(other.shape, other.setting, other.workers)];
+            let measured = self.run(&same)?[0];
+            if measured.attains && best.is_none_or(|best| other.cost < best.cost) {
+                best = Some(Choice {
+                    share: measured.share,
+                    ..*other
+                });
+            }
+        }
+        let mut left = left.into_iter();
+        for (shape, setting, workers) in left.by_ref() {
+            let mut job = [(shape, setting, self.sizing(shape, workers, true))];
+            if let Some(best) = best {
+                job[0].2 = match self.shapes[shape].cheaper_than(best.cost) {
+                    Some(max) => {
+                        let min = self.shapes[shape].workers_min.max(1);
+                        Sizing::new(min, max, workers.min(max), true, self.target)
+                    }
+                    None => continue,
+                };
+            }
+            self.size(&mut job, whole, self.plain)?;
+            if let Some(sized) = self.sized(&job[0]) {
+                self.known[shape] = Some((setting, sized.workers));
+                best = Some(sized);
+                break;
+            }
+        }
+        let rest: Vec<(usize, usize)> = left.map(|(shape, setting, _)| (shape, setting)).collect();
+        best = self.challenge(best, &rest)?;
+        // Every shape once more, with its best known setting, and every setting where it is near.
+        self.phase("challenges", later * 0.4, 0.0);
+        for _ in 0..ROUNDS_MAX {
+            let before = best;
+            let each: Vec<(usize, usize)> = (0..shapes)
+                .map(|shape| (shape, self.known[shape].map_or(0, |known| known.0)))
+                .collect();
+            best = self.challenge(best, &each)?;
+            let near = self.near(best);
+            best = self.challenge(best, &near)?;
+            if best == before {
+                break;
+            }
+        }
+        if let Some(best) = best {
+            self.known[best.shape] = Some((best.setting, best.workers));
+        }
+        Ok(best)
+    }
+
+    fn trial(&self, shape: usize, setting: usize, workers: u32) -> Trial {
+        Trial {
+            shape,
+            setting,
+            workers,
+            part: self.whole(),
+            conditions: self.plain,
+        }
+    }
+
+    /// Sizes every shape with its base setting, on the smallest part on which it can be. Result: part
+    /// and size. Shape `[shapes]`.
+    fn size_shapes(&mut self, later: f64) -> Result<Vec<Option<(usize, u32)>>, E::Error> {
+        let mut sizes: Vec<Option<(usize, u32)>> = vec![None; self.shapes.len()];
+        for part in 0..=self.whole() {
+            let open = sizes.iter().filter(|size| size.is_none()).count();
+            self.phase("sizes", self.parts[part] * 6.0 * open as f64, later);
+            let mut jobs: Vec<(usize, usize, Sizing)> = (0..self.shapes.len())
+                .filter(|&shape| sizes[shape].is_none())
+                .map(|shape| {
+                    let start = self.shapes[shape].workers_min.max(1);
+                    (shape, 0, self.sizing(shape, start, false))
+                })
+                .collect();
+            self.size(&mut jobs, part, self.plain)?;
+            for (shape, _, sizing) in &jobs {
+                if let Some(workers) = sizing.attains {
+                    sizes[*shape] = Some((part, workers));
+                    self.known[*shape] = Some((0, workers));
+                }
+            }
+        }
+        Ok(sizes)
+    }
+
+    /// Tries all settings of promising shapes on growing parts, and keeps the better ones. Result:
+    /// shape, setting and size, the most promising first.
+    fn halve(
+        &mut self,
+        sizes: &mut [Option<(usize, u32)>],
+        settings: usize,
+        later: f64,
+    ) -> Result<Vec<(usize, usize, u32)>, E::Error> {
+        let cost = |at: usize, workers: u32| self.shapes[at].cost_of(workers);
+        let costs: Vec<Option<f64>> = sizes
+            .iter()
+            .enumerate()
+            .map(|(shape, size)| size.map(|(_, workers)| cost(shape, workers)))
+            .collect();
+        let lowest = costs
+            .iter()
+            .flatten()
+            .copied()
+            .fold(f64::INFINITY, f64::min);
+        let of_kind = |kind: usize| {
+            let same = (0..costs.len()).filter(|&shape| self.shapes[shape].kind == kind);
+            same.filter_map(|shape| costs[shape])
+                .fold(f64::INFINITY, f64::min)
+        };
+        let promising: Vec<usize> = (0..costs.len())
+            .filter(|&shape| {
+                costs[shape].is_some_and(|cost| {
+                    cost <= lowest * PROMISING || cost <= of_kind(self.shapes[shape].kind)
+                })
+            })
+            .collect();
+        let mut pairs: Vec<(usize, usize, u32)> = promising
+            .iter()
+            .flat_map(|&shape| {
+                let workers = sizes[shape].map_or(1, |size| size.1);
+                (0..self.shapes[shape].settings).map(move |setting| (shape, setting, workers))
+            })
+            .collect();
+        for part in 0..self.whole() {
+            let share = self.parts[part];
+            let work = share * 1.5 * pairs.len().min(settings) as f64;
+            self.phase("settings", work, later);
+            let mut jobs: Vec<(usize, usize, Sizing)> = pairs
+                .iter()
+                .map(|&(shape, setting, workers)| {
+                    let mut sizing = self.sizing(shape, workers, true);
+                    // One size below that of the base setting tells settings apart.
+                    let below = workers.saturating_sub(1).max(sizing.fails + 1);
+                    sizing.next = (below <= sizing.max).then_some(below);
+                    sizing.attains = (below < workers).then_some(workers);
+                    (shape, setting, sizing)
+                })
+                .collect();
+            self.size(&mut jobs, part, self.plain)?;
+            let mut ranked: Vec<(f64, f64, usize, usize, u32)> = jobs
+                .iter()
+                .zip(&pairs)
+                .map(|((shape, setting, sizing), pair)| {
+                    let workers = sizing.attains.unwrap_or(pair.2);
+                    // Of two settings with one size, the better is the one that nearly does with less.
+                    let share = if sizing.tried {
+                        sizing.failed_share
+                    } else {
+                        sizing.attained_share
+                    };
+                    let cost = self.shapes[*shape].cost_of(workers);
+                    (cost, -share, *shape, *setting, workers)
+                })
+                .collect();
+            ranked.sort_by(|a, b| a.partial_cmp(b).expect("costs and shares are numbers"));
+            let keep = ranked.len().div_ceil(KEEP).max(KEEP_MIN);
+            let mut kinds: Vec<usize> = Vec::new();
+            pairs = Vec::new();
+            for (place, &(_, _, shape, setting, workers)) in ranked.iter().enumerate() {
+                if pairs.iter().all(|pair| pair.0 != shape) {
+                    // The first of each shape is its best.
+                    self.known[shape] = Some((setting, workers));
+                }
+                let kind = self.shapes[shape].kind;
+                if place < keep || !kinds.contains(&kind) {
+                    pairs.push((shape, setting, workers));
+                    kinds.push(kind);
+                }
+            }
+        }
+        pairs.sort_by(|a, b| {
+            let cost = |pair: &(usize, usize, u32)| self.shapes[pair.0].cost_of(pair.2);
+            cost(a).total_cmp(&cost(b))
+        });
+        Ok(pairs)
+    }
+
+    /// Tries candidates at the largest size that is cheaper than `best`, and sizes those that attain.
+    /// Without `best`, sizes all of them.
+    fn challenge(
+        &mut self,
+        best: Option<Choice>,
+        candidates: &[(usize, usize)],
+    ) -> Result<Option<Choice>, E::Error> {
+        let mut jobs: Vec<(usize, usize, Sizing)> = candidates
+            .iter()
+            .filter_map(|&(shape, setting)| {
+                let of = &self.shapes[shape];
+                let start = self.known[shape].map_or(of.workers_min, |known| known.1);
+                let sizing = match best {
+                    None => self.sizing(shape, start, false),
+                    Some(best) => {
+                        let max = of.cheaper_than(best.cost)?;
+                        Sizing::new(of.workers_min.max(1), max, max, true, self.target)
+                    }
+                };
+                Some((shape, setting, sizing))
+            })
+            .collect();
+        self.size(&mut jobs, self.whole(), self.plain)?;
+        let mut least = best;
+        for job in &jobs {
+            let Some(sized) = self.sized(job) else {
+                continue;
+            };
+            self.known[sized.shape] = Some((sized.setting, sized.workers));
+            let better = least.is_none_or(|least| {
+                sized.cost < least.cost * (1.0 - 1e-9)
+                    || sized.cost <= least.cost && sized.share > least.share && Some(least) != best
+            });
+            if better {
+                least = Some(sized);
+            }
+        }
+        Ok(least)
+    }
+
+    /// Every setting of the shapes that nearly attain at the largest size that is cheaper than `best`.
+    fn near(&self, best: Option<Choice>) -> Vec<(usize, usize)> {
+        let Some(best) = best else { return Vec::new() };
+        let mut near = Vec::new();
+        for (shape, of) in self.shapes.iter().enumerate() {
+            let Some(workers) = of.cheaper_than(best.cost) else {
+                continue;
+            };
+            let is_near = (0..of.settings).any(|setting| {
+                let t = self.trial(shape, setting, workers);
+                let key = (t.shape, t.setting, t.workers, t.part, t.conditions.key());
+                let share = self.seen.get(&key).map(|measured| measured.share);
+                share.is_some_and(|share| share >= self.target - NEAR)
+            });
+            if is_near {
+                near.extend((0..of.settings).map(|setting| (shape, setting)));
+            }
+        }
+        near
+    }
+
+    /// The size of an answer on the last part: itself, if it was found there. `None` if no size attains.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn confirm(&mut self, best: &Choice) -> Result<Option<Choice>, E::Error> {
+        let last = self.parts.len() - 1;
+        if self.main == last {
+            return Ok(Some(*best));
+        }
+        self.phase("confirmation", 2.0, 0.0);
+        let mut job = [(
+            best.shape,
+            best.setting,
+            self.sizing(best.shape, best.workers, true),
+        )];
+        self.size(&mut job, last, self.plain)?;
+        Ok(self.sized(&job[0]))
+    }
+
+    /// The sizes of other shapes on the whole workload, with their best known settings: the best of
+    /// each kind, and others up to `limit`, the cheapest first. `best`: the answer.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn runners_up(&mut self, best: &Choice, limit: usize) -> Result<Vec<Choice>, E::Error> {
+        let mut others: Vec<(f64, usize, usize, u32)> = self
+            .known
+            .iter()
+            .enumerate()
+            .filter(|(shape, _)| *shape != best.shape)
+            .filter_map(|(shape, known)| {
+                let (setting, workers) = (*known)?;
+                Some((self.shapes[shape].cost_of(workers), shape, setting, workers))
+            })
+            .collect();
+        others.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let mut kinds = vec![self.shapes[best.shape].kind];
+        let mut chosen = Vec::new();
+        for (place, other) in others.iter().enumerate() {
+            let kind = self.shapes[other.1].kind;
+            if place < limit || !kinds.contains(&kind) {
+                kinds.push(kind);
+                chosen.push(*other);
+            }
+        }
+        self.phase("runners-up", 3.0 * chosen.len() as f64, 20.0);
+        let mut jobs: Vec<(usize, usize, Sizing)> = chosen
+            .iter()
+            .map(|&(_, shape, setting, workers)| {
+                (shape, setting, self.sizing(shape, workers, true))
+            })
+            .collect();
+        self.size(&mut jobs, self.whole(), self.plain)?;
+        let mut sized: Vec<Choice> = jobs.iter().filter_map(|job| self.sized(job)).collect();
+        sized.sort_by(|a, b| a.cost.total_cmp(&b.cost).then(a.shape.cmp(&b.shape)));
+        Ok(sized)
+    }
+
+    /// The size of a candidate under other conditions, on the whole workload; `None` if no size
+    /// attains.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn resize(
+        &mut self,
+        of: &Choice,
+        conditions: Conditions,
+    ) -> Result<Option<Choice>, E::Error> {
+        self.phase("sensitivity", 3.0, 10.0);
+        let mut sizing = self.sizing(of.shape, of.workers, true);
+        // A lower load needs fewer workers than the bound, which is that of the question.
+        sizing.fails = 0;
+        let mut job = [(of.shape, of.setting, sizing)];
+        self.size(&mut job, self.whole(), conditions)?;
+        Ok(self.sized(&job[0]))
+    }
+
+    /// Whether a configuration attains under each of `conditions`, on the whole workload.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn check(
+        &mut self,
+        of: &Choice,
+        conditions: &[Conditions],
+    ) -> Result<Vec<Measured>, E::Error> {
+        let trials: Vec<Trial> = conditions
+            .iter()
+            .map(|&conditions| Trial {
+                conditions,
+                ..self.trial(of.shape, of.setting, of.workers)
+            })
+            .collect();
+        self.run(&trials)
+    }
+
+    /// The share of a configuration under each of `conditions`, on the whole workload.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn check_to_end(
+        &mut self,
+        of: &Choice,
+        conditions: &[Conditions],
+    ) -> Result<Vec<Measured>, E::Error> {
+        self.phase("seeds", conditions.len() as f64, 0.0);
+        self.check(of, conditions)
+    }
+
+    /// Sizes near that of an answer, with their shares; the rest of it is the same.
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn around(&mut self, best: &Choice) -> Result<Vec<(u32, f64)>, E::Error> {
+        self.phase("size", 5.0, 10.0);
+        let of = &self.shapes[best.shape];
+        let step = (best.workers / 10).max(1);
+        let sizes: Vec<u32> = (-3i64..=3)
+            .map(|n| i64::from(best.workers) + n * i64::from(step))
+            .filter(|n| (1..=i64::from(of.workers_max)).contains(n))
+            .map(|n| n as u32)
+            .collect();
+        let trials: Vec<Trial> = sizes
+            .iter()
+            .map(|&workers| self.trial(best.shape, best.setting, workers))
+            .collect();
+        // Trials of the search may have been stopped, so that their shares are those of a part.
+        let progress = self.progress.clone();
+        let measured = self.evaluate.run(&trials, &progress)?;
+        self.requests += measured.iter().map(|m| m.requests).sum::<u64>();
+        Ok(sizes
+            .into_iter()
+            .zip(measured.iter().map(|m| m.share))
+            .collect())
+    }
+
+    /// The load, relative to the question's, up to which a configuration attains: the highest found
+    /// to attain, and the lowest found not to (`None`: above [`LOAD_MAX`]).
+    ///
+    /// # Errors
+    /// As the evaluation's.
+    pub fn headroom(&mut self, of: &Choice) -> Result<(f64, Option<f64>), E::Error> {
+        self.phase("headroom", 7.0, 12.0);
+        let (mut attains, mut fails) = (1.0, None);
+        let mut next = 1.1;
+        while fails.is_none_or(|fails| fails - attains > LOAD_STEP * 1.01) {
+            let conditions = Conditions {
+                load: self.plain.load * next,
+                ..self.plain
+            };
+            if self.check(of, &[conditions])?[0].attains {
+                attains = next;
+            } else {
+                fails = Some(next);
+            }
+            next = match fails {
+                Some(fails) => ((attains + fails) / 2.0 / LOAD_STEP).round() * LOAD_STEP,
+                None if attains >= LOAD_MAX => break,
+                None => (1.0 + (attains - 1.0) * 2.0).min(LOAD_MAX),
+            };
+            if fails.is_some_and(|fails| next >= fails) || next <= attains {
+                break;
+            }
+        }
+        Ok((attains, fails))
+    }
+
+    /// The trial on the whole workload that came nearest without attaining.
+    pub fn nearest(&self) -> Option<Nearest> {
+        let whole = self.whole();
+        let plain = self.plain;
+        self.seen
+            .iter()
+            .filter(|((_, _, _, part, key), measured)| {
+                *part == whole && *key == plain.key() && !measured.attains
+            })
+            .map(|(&(shape, setting, workers, ..), measured)| Nearest {
+                trial: self.trial(shape, setting, workers),
+                share: measured.share,
+            })
+            .max_by(|a, b| {
+                let cost = |n: &Nearest| self.shapes[n.trial.shape].cost_of(n.trial.workers);
+                // The cheaper of equal ones.
+                a.share
+                    .total_cmp(&b.share)
+                    .then(cost(b).total_cmp(&cost(a)))
+            })
+    }
+}
+
+/// Resolution of the headroom, relative to the load.
+pub const LOAD_STEP: f64 = 0.02;
+/// Highest load tried for the headroom, relative to the question's.
+pub const LOAD_MAX: f64 = 4.0;
+
+/// Configurations that a search without bounds and bisection simulates to prove an answer that costs
+/// `cost`: every shape, setting and size that costs no more, each on the whole workload. With workers
+/// of two kinds (`apart`), every split. Shape of `apart`: `[shapes]`.
+pub fn grid(shapes: &[Candidate], apart: &[bool], cost: f64) -> u64 {
+    shapes
+        .iter()
+        .zip(apart)
+        .map(|(shape, &apart)| {
+            let most = (cost * (1.0 + 1e-9) / shape.cost).floor();
+            let most = (most as u64).min(u64::from(shape.workers_max));
+            let sizes = if apart {
+                // 1 + 2 + … splits; factors on the share are not counted again.
+                most * most.saturating_sub(1) / 2
+            } else {
+                most
+            };
+            let settings = shape.settings as u64;
+            sizes
+                * if apart {
+                    settings.div_ceil(3)
+                } else {
+                    settings
+                }
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Candidates of known capacity: `workers` attain if their capacities add up to the load.
+    struct Known {
+        /// Requests per second of one worker. Shape `[shapes][settings]`.
+        capacity: Vec<Vec<f64>>,
+        load: f64,
+        /// Requests of the whole workload.
+        requests: u64,
+        parts: Vec<f64>,
+        runs: Vec<Trial>,
+    }
+
+    const TARGET: f64 = 0.99;
+
+    impl Evaluate for Known {
+        type Error = std::convert::Infallible;
+
+        fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
+            self.runs.extend(trials);
+            let measure = |t: &Trial| {
+                let capacity = self.capacity[t.shape][t.setting] * f64::from(t.workers);
+                let enough = capacity / (self.load * t.conditions.load * t.conditions.slower);
+                Measured {
+                    attains: enough >= 1.0,
+                    share: TARGET * enough.min(1.0),
+                    requests: (self.parts[t.part] * self.requests as f64) as u64,
+                }
+            };
+            Ok(trials.iter().map(measure).collect())
+        }
+    }
+
+    fn candidates(costs: &[f64], settings: usize) -> Vec<Candidate> {
+        let of = |(at, &cost): (usize, &f64)| Candidate {
+            cost,
+            workers_min: 1,
+            workers_max: 2000,
+            settings,
+            kind: at % 2,
+        };
+        costs.iter().enumerate().map(of).collect()
+    }
+
+    /// The lowest cost over every candidate and size.
+    fn exhaustive(known: &Known, shapes: &[Candidate], load: f64) -> f64 {
+        let mut least = f64::INFINITY;
+        for (shape, of) in shapes.iter().enumerate() {
+            for capacity in &known.capacity[shape] {
+                let workers = (1..=of.workers_max)
+                    .find(|&n| capacity * f64::from(n) / (known.load * load) >= 1.0);
+                least = workers.map_or(least, |n| least.min(of.cost_of(n)));
+            }
+        }
+        least
+    }
+
+    proptest! {
+        #[test]
+        fn the_answer_is_that_of_every_combination(
+            shapes in prop::collection::vec((1u32..40, 0.5f64..8.0), 1..8),
+            factors in prop::collection::vec(0.8f64..1.2, 1..9),
+            load in 1.0f64..300.0,
+        ) {
+            let costs: Vec<f64> = shapes.iter().map(|shape| f64::from(shape.0)).collect();
+            let space = candidates(&costs, factors.len());
+            let capacity = shapes
+                .iter()
+                .enumerate()
+                // Settings differ in what they are worth to each shape.
+                .map(|(at, shape)| {
+                    let n = factors.len();
+                    (0..n).map(|s| shape.1 * factors[(s + at) % n]).collect()
+                })
+                .collect();
+            let parts = vec![1.0 / 16.0, 0.25, 1.0];
+            let mut known = Known { capacity, load, requests: 16_000, parts: parts.clone(), runs: Vec::new() };
+            let find = |known: &mut Known, load: f64, others: &[Choice]| {
+                let plain = Conditions { load, ..Conditions::PLAIN };
+                let mut search = Search::new(&space, TARGET, &parts, 2, plain, known);
+                search.find(others).unwrap()
+            };
+            let best = find(&mut known, 1.0, &[]).unwrap();
+            let least = exhaustive(&known, &space, 1.0);
+            prop_assert!((best.cost - least).abs() < 1e-9, "{:?}, but {}", best, least);
+            // The same trials again, in the same order.
+            let runs = std::mem::take(&mut known.runs);
+            let again = find(&mut known, 1.0, &[]).unwrap();
+            prop_assert_eq!(again, best);
+            prop_assert_eq!(&known.runs, &runs);
+            // A higher load is never cheaper.
+            let more = find(&mut known, 2.0, &[]).unwrap();
+            prop_assert!(more.cost >= best.cost);
+            let less = find(&mut known, 1.0, &[more]).unwrap();
+            prop_assert!(less.cost <= more.cost);
+        }
+
+        #[test]
+        fn sizes_are_the_smallest_that_attain(need in 1u32..500, min in 1u32..20, start in 1u32..600, near: bool) {
+            let mut sizing = Sizing::new(min, 500, start, near, TARGET);
+            let mut trials = 0;
+            while let Some(workers) = sizing.next {
+                prop_assert!((min..=500).contains(&workers));
+                let share = TARGET * f64::from(workers) / f64::from(need);
+                sizing.take(workers, &Measured { attains: workers >= need, share: share.min(1.0), requests: 1 });
+                trials += 1;
+                prop_assert!(trials <= 30);
+            }
+            prop_assert_eq!(sizing.attains, Some(need.max(min)));
+        }
+    }
+
+    #[test]
+    fn what_no_size_attains_ends_soon() {
+        let mut sizing = Sizing::new(1, 100_000, 1, false, TARGET);
+        let mut trials = 0;
+        while let Some(workers) = sizing.next {
+            let share = 0.9 - 0.5 / f64::from(workers);
+            sizing.take(
+                workers,
+                &Measured {
+                    attains: false,
+                    share,
+                    requests: 1,
+                },
+            );
+            trials += 1;
+        }
+        assert_eq!(sizing.attains, None);
+        assert!(trials < 16, "{trials}");
+        assert_eq!(Sizing::new(5, 4, 5, false, TARGET).next, None);
+    }
+
+    #[test]
+    fn a_large_space_takes_a_twentieth_of_its_grid() {
+        let costs = [8.0, 4.0, 16.0, 2.0, 3.0, 6.0];
+        let space = candidates(&costs, 27);
+        let capacity = (0..6u32)
+            .map(|shape| {
+                (0..27u32)
+                    .map(|s| {
+                        costs[shape as usize] * (0.9 + f64::from((s * 7 + shape) % 27) / 100.0)
+                    })
+                    .collect()
+            })
+            .collect();
+        let parts = vec![1.0 / 16.0, 0.25, 1.0];
+        let mut known = Known {
+            capacity,
+            load: 200.0,
+            requests: 10_000,
+            parts: parts.clone(),
+            runs: Vec::new(),
+        };
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, &mut known);
+        let best = search.find(&[]).unwrap().unwrap();
+        let simulated = search.requests;
+        let grid = grid(&space, &[false; 6], best.cost) * 10_000;
+        assert_eq!(best.cost, exhaustive(&known, &space, 1.0));
+        assert!(simulated * 20 <= grid, "{simulated} of {grid}");
+    }
+
+    #[test]
+    fn the_load_at_which_an_answer_fails_is_found() {
+        let space = candidates(&[1.0], 1);
+        for (capacity, low, high) in [
+            (10.0, 1.0, 1.02),
+            (12.5, 1.24, 1.26),
+            (1000.0, 4.0, f64::NAN),
+        ] {
+            let mut known = Known {
+                capacity: vec![vec![capacity]],
+                load: 10.0,
+                requests: 100,
+                parts: vec![1.0],
+                runs: Vec::new(),
+            };
+            let mut search = Search::new(&space, TARGET, &[1.0], 0, Conditions::PLAIN, &mut known);
+            let best = search.find(&[]).unwrap().unwrap();
+            let (attains, fails) = search.headroom(&best).unwrap();
+            assert!((attains - low).abs() < 1e-6, "{capacity}: {attains}");
+            assert!(
+                fails.is_none_or(|fails| (fails - high).abs() < 1e-6),
+                "{capacity}: {fails:?}"
+            );
+            assert_eq!(fails.is_none(), high.is_nan());
+        }
+    }
+
+    #[test]
+    fn grids_count_sizes_and_splits() {
+        let space = candidates(&[2.0, 2.0], 3);
+        // 5 sizes of 3 settings; 1 + 2 + 3 + 4 splits of 1.
+        assert_eq!(grid(&space, &[false, true], 10.0), 15 + 10);
+    }
+}

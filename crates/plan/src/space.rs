@@ -1,0 +1,164 @@
+//! What is searched: shapes of workers, and settings of engines and router.
+
+use slipstream_config::cluster::Dtype;
+
+/// How the model lies on GPUs, and which workers compute prompts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shape {
+    /// Preset of the GPU.
+    pub gpu: String,
+    /// GPUs of one worker.
+    pub tensor_parallel: u32,
+    /// Format of the weights.
+    pub dtype: Dtype,
+    /// If prefill and decode have workers of their own: the share of prefill workers that balances
+    /// the work of both. `None`: each worker does both.
+    pub prefill_share: Option<f64>,
+}
+
+impl Shape {
+    /// `h100-sxm TP4 fp8`, with ` prefill:decode` if they are apart.
+    pub fn name(&self) -> String {
+        let apart = match self.prefill_share {
+            Some(_) => " prefill:decode",
+            None => "",
+        };
+        format!(
+            "{} TP{} {}{apart}",
+            self.gpu,
+            self.tensor_parallel,
+            self.dtype.name()
+        )
+    }
+
+    /// Fewest workers of a cluster of this shape.
+    pub fn workers_least(&self) -> u32 {
+        if self.prefill_share.is_some() { 2 } else { 1 }
+    }
+}
+
+/// Settings that do not change the cost of a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    /// `engine.max_num_seqs`
+    pub max_num_seqs: u32,
+    /// `engine.max_num_batched_tokens`
+    pub max_num_batched_tokens: u32,
+    /// `router.policy`
+    pub policy: String,
+    /// Factor on [`Shape::prefill_share`]; 1 in shapes without.
+    pub prefill_factor: f64,
+}
+
+impl Setting {
+    /// `256 seqs, 8192 tokens, kv`
+    pub fn name(&self) -> String {
+        format!(
+            "{} seqs, {} tokens, {}",
+            self.max_num_seqs, self.max_num_batched_tokens, self.policy
+        )
+    }
+}
+
+/// Prefill workers among `workers` (at least 2) of a shape with workers of both kinds.
+pub fn prefill_workers(share: f64, factor: f64, workers: u32) -> u32 {
+    let wanted = (share * factor * f64::from(workers)).round() as u32;
+    wanted.clamp(1, workers.saturating_sub(1).max(1))
+}
+
+/// The assignments `KEY=VALUE` of a cluster of `workers` workers, for a cluster file without pools.
+pub fn sets(shape: &Shape, setting: &Setting, workers: u32) -> Vec<String> {
+    let mut sets = vec![
+        format!("engine.timing.gpu={}", shape.gpu),
+        format!("engine.timing.dtype={}", shape.dtype.name()),
+        format!("engine.tensor_parallel_size={}", shape.tensor_parallel),
+        format!("engine.max_num_seqs={}", setting.max_num_seqs),
+        format!(
+            "engine.max_num_batched_tokens={}",
+            setting.max_num_batched_tokens
+        ),
+        format!("router.policy={}", setting.policy),
+    ];
+    match shape.prefill_share {
+        None => sets.push(format!("pool.main.workers={workers}")),
+        Some(share) => {
+            let prefill = prefill_workers(share, setting.prefill_factor, workers);
+            sets.extend([
+                "pool.prefill.role=prefill".to_owned(),
+                format!("pool.prefill.workers={prefill}"),
+                "pool.decode.role=decode".to_owned(),
+                format!("pool.decode.workers={}", workers - prefill),
+            ]);
+        }
+    }
+    sets
+}
+
+/// `8 x (h100-sxm TP4 fp8)`, or `2 prefill + 6 decode x (…)`.
+pub fn describe(shape: &Shape, setting: &Setting, workers: u32) -> String {
+    let plain = Shape {
+        prefill_share: None,
+        ..shape.clone()
+    };
+    match shape.prefill_share {
+        None => format!("{workers} x ({})", plain.name()),
+        Some(share) => {
+            let prefill = prefill_workers(share, setting.prefill_factor, workers);
+            format!(
+                "{prefill} prefill + {} decode x ({})",
+                workers - prefill,
+                plain.name()
+            )
+        }
+    }
+}
+
+/// Every combination of settings; the first value of each comes first in all. With `apart`, each also
+/// with more and fewer prefill workers than balance the work.
+pub fn settings(seqs: &[u32], tokens: &[u32], policies: &[String], apart: bool) -> Vec<Setting> {
+    let factors: &[f64] = if apart { &[1.0, 0.75, 1.33] } else { &[1.0] };
+    let mut all = Vec::new();
+    for &prefill_factor in factors {
+        for policy in policies {
+            for &max_num_batched_tokens in tokens {
+                for &max_num_seqs in seqs {
+                    if max_num_seqs <= max_num_batched_tokens {
+                        all.push(Setting {
+                            max_num_seqs,
+                            max_num_batched_tokens,
+                            policy: policy.clone(),
+                            prefill_factor,
+                        });
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_kinds_have_a_worker() {
+        for workers in 2..40 {
+            for share in [0.0, 0.01, 0.5, 0.99, 1.0] {
+                for factor in [0.75, 1.0, 1.33] {
+                    let prefill = prefill_workers(share, factor, workers);
+                    assert!((1..workers).contains(&prefill), "{workers} {share}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_values_are_the_base() {
+        let policies = ["kv".to_owned(), "round_robin".to_owned()];
+        let all = settings(&[256, 1024], &[8192, 512], &policies, true);
+        assert_eq!(all[0].name(), "256 seqs, 8192 tokens, kv");
+        assert_eq!(all[0].prefill_factor, 1.0);
+        assert_eq!(all.len(), 3 * 2 * 3, "1,024 sequences need as many tokens");
+    }
+}

@@ -1,0 +1,225 @@
+//! One simulation, ended as soon as it can no longer attain.
+
+use std::io;
+use std::path::Path;
+
+use slipstream_base::slo::Shown;
+use slipstream_config::cluster::Cluster;
+use slipstream_config::workload_file::Workload;
+use slipstream_report::Objectives;
+use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, TwinError};
+
+use crate::search::Measured;
+
+/// Parts of a run for the confidence interval.
+pub const PARTS: usize = 20;
+
+/// What is asked of a run.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    /// Objectives of the requests.
+    pub objectives: &'a Objectives,
+    /// Share of the requests of each class that must meet them.
+    pub target: f64,
+    /// Requests per class; `None`: those that the run sends. Shape `[classes]`.
+    pub expected: Option<&'a [u64]>,
+    /// Factor on the duration of steps, above 0.
+    pub slower: f64,
+    /// Length of the workload, s, for the parts of the interval.
+    pub length_s: f64,
+    /// End the run when too many requests have missed their objectives. Otherwise it runs to its end.
+    pub stop_early: bool,
+}
+
+/// A run's answer.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// Whether it attains, and how far.
+    pub measured: Measured,
+    /// Requests of each class, and those that met their objectives. Shape `[classes]`.
+    pub by_class: Vec<(u64, u64)>,
+    /// Each objective's name, requests that have it, and those that met it.
+    pub by_objective: Vec<(&'static str, u64, u64)>,
+    /// Requests and those that met their objectives, in consecutive parts of equal length. Shape
+    /// [`PARTS`].
+    pub parts: Vec<(u64, u64)>,
+    /// The simulation's own outcome. Incomplete if the run was stopped.
+    pub outcome: Outcome,
+}
+
+/// Counts requests as they end.
+struct Judge<'a> {
+    question: &'a Question<'a>,
+    ended: Vec<(u64, u64)>,
+    by_objective: Vec<(&'static str, u64, u64)>,
+    parts: Vec<(u64, u64)>,
+    /// Misses that each class may have. Shape `[classes]`, or empty if not known.
+    allowed: Vec<u64>,
+    stopped: bool,
+}
+
+/// Requests of `expected` that may miss their objectives.
+fn allowed(expected: u64, target: f64) -> u64 {
+    let needed = (target * expected as f64 - 1e-9).ceil().max(0.0) as u64;
+    expected.saturating_sub(needed)
+}
+
+impl Sink for Judge<'_> {
+    fn on_request(&mut self, record: &RequestRecord<'_>) {
+        let objectives = self.question.objectives;
+        let class = record.request.class;
+        let due = record.request.due;
+        let after_first = record.last.since(record.first);
+        let gap = after_first
+            .checked_div(u64::from(record.output_tokens.saturating_sub(1)))
+            .unwrap_or(0);
+        let shown = Shown {
+            ttft: record.first.since(due),
+            itl: gap,
+            // Not recorded: the run's own totals decide about it, at its end.
+            itl_max: 0,
+            tpot: gap,
+            e2e: record.last.since(due),
+        };
+        let failed = record.error.is_some();
+        let met = !failed && objectives.are_met(class, &shown);
+        let at = class as usize;
+        if at >= self.ended.len() {
+            self.ended.resize(at + 1, (0, 0));
+        }
+        self.ended[at].0 += 1;
+        self.ended[at].1 += u64::from(met);
+        for (name, held) in objectives
+            .of_class(class)
+            .into_iter()
+            .flat_map(|slo| slo.each_met(&shown))
+        {
+            let known = self.by_objective.iter().position(|each| each.0 == name);
+            let each = known.unwrap_or_else(|| {
+                self.by_objective.push((name, 0, 0));
+                self.by_objective.len() - 1
+            });
+            self.by_objective[each].1 += 1;
+            self.by_objective[each].2 += u64::from(held && !failed);
+        }
+        let place = due.as_secs_f64() / self.question.length_s.max(1e-9);
+        let part = ((place * PARTS as f64) as usize).min(PARTS - 1);
+        self.parts[part].0 += 1;
+        self.parts[part].1 += u64::from(met);
+    }
+
+    fn on_progress(&mut self, _: Progress) -> bool {
+        let missed = |&(all, met): &(u64, u64)| all - met;
+        let over = self
+            .ended
+            .iter()
+            .zip(&self.allowed)
+            .any(|(class, allowed)| missed(class) > *allowed);
+        self.stopped |= self.question.stop_early && over;
+        !self.stopped
+    }
+}
+
+/// Simulates `workload` on `cluster`, on one thread, and judges it.
+///
+/// # Errors
+/// [`TwinError`] if the run cannot start, or its trace fails.
+pub fn run(
+    cluster: &Cluster,
+    workload: &Workload,
+    question: &Question<'_>,
+    read: impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Answer, TwinError> {
+    let objectives = question.objectives;
+    let options = Options {
+        slo: objectives.clone(),
+        each_token: objectives.read_longest_gap(),
+        speedup: 1.0 / question.slower,
+        ..Options::default()
+    };
+    let mut judge = Judge {
+        question,
+        ended: vec![(0, 0)],
+        by_objective: Vec::new(),
+        parts: vec![(0, 0); PARTS],
+        allowed: question.expected.map_or_else(Vec::new, |classes| {
+            classes
+                .iter()
+                .map(|&n| allowed(n, question.target))
+                .collect()
+        }),
+        stopped: false,
+    };
+    let outcome = slipstream_twin::simulate(cluster, workload, &options, read, &mut judge)?;
+    let requests: u64 = judge.ended.iter().map(|class| class.0).sum();
+    // The longest gap is not in the records: only the totals have it. They cover all classes.
+    if objectives.read_longest_gap() && !judge.stopped {
+        let reports = outcome.totals.class_reports(objectives);
+        if let Some(goodput) = outcome.totals.goodput(objectives)
+            && reports.is_empty()
+        {
+            judge.ended[0].1 = goodput.met;
+        }
+        for (class, report) in judge.ended.iter_mut().zip(&reports) {
+            class.1 = report
+                .goodput
+                .as_ref()
+                .map_or(class.1, |goodput| goodput.met);
+        }
+    }
+    let sent = |at: usize| judge.ended.get(at).map_or(0, |class| class.0);
+    let met = |at: usize| judge.ended.get(at).map_or(0, |class| class.1);
+    let classes = question
+        .expected
+        .map_or(judge.ended.len(), <[u64]>::len)
+        .max(judge.ended.len());
+    // Requests that never ended, or were never sent because an earlier turn failed, count as missed.
+    let by_class: Vec<(u64, u64)> = (0..classes)
+        .map(|at| {
+            let all = question.expected.and_then(|e| e.get(at)).copied();
+            let all = if judge.stopped {
+                sent(at)
+            } else {
+                all.unwrap_or(0).max(sent(at))
+            };
+            (all, met(at))
+        })
+        .collect();
+    let judged: Vec<&(u64, u64)> = by_class.iter().filter(|class| class.0 > 0).collect();
+    let share = judged
+        .iter()
+        .map(|(all, met)| *met as f64 / *all as f64)
+        .fold(1.0, f64::min);
+    let attains = !judge.stopped
+        && outcome.cut.is_none()
+        && judged
+            .iter()
+            .all(|(all, met)| all - met <= allowed(*all, question.target));
+    Ok(Answer {
+        measured: Measured {
+            attains,
+            share: if judged.is_empty() { 0.0 } else { share },
+            requests,
+        },
+        by_class,
+        by_objective: judge.by_objective,
+        parts: judge.parts,
+        outcome,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_share_of_misses_is_rounded_down() {
+        assert_eq!(allowed(100, 0.99), 1);
+        assert_eq!(allowed(99, 0.99), 0);
+        assert_eq!(allowed(199, 0.99), 1);
+        assert_eq!(allowed(1, 0.99), 0);
+        assert_eq!(allowed(1000, 1.0), 0);
+        assert_eq!(allowed(0, 0.99), 0);
+        assert_eq!(allowed(10, 0.0), 10);
+    }
+}

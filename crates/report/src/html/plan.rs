@@ -1,0 +1,165 @@
+//! The page of a plan: the answer, the configurations that come after it, and what it depends on.
+
+use crate::html::chart::{Axis, Chart, Line, Shape};
+use crate::html::{Page, Tile};
+
+/// The answer to one load.
+#[derive(Clone, Debug, Default)]
+pub struct PlanAnswer {
+    /// Its heading, such as the factor on the load.
+    pub heading: String,
+    /// The answer in one sentence.
+    pub claim: String,
+    /// Figures.
+    pub tiles: Vec<Tile>,
+    /// Names of the table's columns.
+    pub header: Vec<&'static str>,
+    /// The answer's row first, then the others'.
+    pub rows: Vec<Vec<String>>,
+    /// Cost and p99 of TTFT, ms, of each row, with its name.
+    pub costs: Vec<(String, f64, Option<f64>)>,
+    /// Names of the columns of the sensitivity.
+    pub knob_header: Vec<String>,
+    /// Rows of the sensitivity; a marked one changes the choice.
+    pub knobs: Vec<(Vec<String>, bool)>,
+    /// Workers and share of requests within their objectives, of the answer's configuration at other
+    /// sizes.
+    pub by_workers: Vec<(u32, f64)>,
+    /// Factor on the load and that share.
+    pub by_load: Vec<(f64, f64)>,
+    /// Share of requests that must meet their objectives.
+    pub target: f64,
+    /// Notes under the tables.
+    pub notes: Vec<String>,
+}
+
+/// Content of a plan's page.
+#[derive(Clone, Debug, Default)]
+pub struct PlanPage {
+    /// Model, workload and objectives.
+    pub subtitle: String,
+    /// Unit of costs.
+    pub cost_unit: String,
+    /// Loads without an answer, and other warnings.
+    pub warnings: Vec<String>,
+    /// The answers.
+    pub answers: Vec<PlanAnswer>,
+    /// Texts to include: name and text.
+    pub texts: Vec<(String, String)>,
+}
+
+/// Columns of text in the table of configurations.
+const TEXTS: usize = 2;
+
+impl PlanPage {
+    /// The page as HTML.
+    pub fn render(&self) -> String {
+        let mut page = Page::new("Plan", &self.subtitle);
+        for warning in &self.warnings {
+            page.warning(warning);
+        }
+        for answer in &self.answers {
+            answer.render(&mut page, &self.cost_unit);
+        }
+        for (name, text) in &self.texts {
+            page.details(name, text);
+        }
+        page.finish()
+    }
+}
+
+impl PlanAnswer {
+    fn render(&self, page: &mut Page, cost_unit: &str) {
+        page.section(&self.heading, &self.claim);
+        page.tiles(&self.tiles);
+        let rows: Vec<_> = self
+            .rows
+            .iter()
+            .enumerate()
+            .map(|(at, cells)| (cells.clone(), at == 0))
+            .collect();
+        page.table(&self.header, TEXTS, &rows);
+        for note in &self.notes {
+            page.raw(&format!("<p class=\"says\">{}</p>", super::escape(note)));
+        }
+        let mut charts = Vec::new();
+        if self.costs.len() > 1 {
+            let points = |rows: &[(String, f64, Option<f64>)], name: &str, color| Line {
+                name: name.into(),
+                points: rows.iter().map(|row| (row.1, row.2)).collect(),
+                labels: rows.iter().map(|row| format!("{}:", row.0)).collect(),
+                tags: rows.iter().map(|row| row.0.clone()).collect(),
+                shape: Shape::Points,
+                color: Some(color),
+            };
+            charts.push(
+                Chart {
+                    title: "Each shape at its smallest size that attains".into(),
+                    x: Axis::new("cost", cost_unit),
+                    y: Axis::new("TTFT p99", "ms"),
+                    lines: vec![
+                        points(&self.costs[1..], "others", 5),
+                        points(&self.costs[..1], "the answer", 0),
+                    ],
+                    ..Chart::default()
+                }
+                .render(),
+            );
+        }
+        let share = |title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)| {
+            let (first, last) = (points[0].0, points[points.len() - 1].0);
+            let percent = |share: f64| Some(100.0 * share);
+            Chart {
+                title: title.into(),
+                x,
+                y: Axis::new("requests within objectives", "%").log(),
+                lines: vec![
+                    Line::new("attained", points.iter().map(|p| (p.0, percent(p.1)))),
+                    Line {
+                        color: Some(1),
+                        ..Line::new(
+                            "target",
+                            [(first, percent(self.target)), (last, percent(self.target))],
+                        )
+                    },
+                ],
+                marks: vec![mark],
+            }
+            .render()
+        };
+        if self.by_workers.len() > 1 {
+            let points: Vec<_> = self
+                .by_workers
+                .iter()
+                .map(|&(workers, share)| (f64::from(workers), share))
+                .collect();
+            let at = self.by_workers[self.by_workers.len() / 2].0;
+            charts.push(share(
+                "Another number of workers",
+                Axis::new("workers", ""),
+                points,
+                (f64::from(at), String::new()),
+            ));
+        }
+        if self.by_load.len() > 1 {
+            let mut points = self.by_load.clone();
+            points.sort_by(|a, b| a.0.total_cmp(&b.0));
+            charts.push(share(
+                "Another load",
+                Axis::new("load, relative to the stated one", ""),
+                points,
+                (1.0, "stated".into()),
+            ));
+        }
+        page.charts(charts);
+        if !self.knobs.is_empty() {
+            page.section(
+                "What the choice depends on",
+                "One condition is changed at a time. Sizes are workers; the cheaper configuration is the choice. \
+                 Highlighted: the choice changes.",
+            );
+            let header: Vec<&str> = self.knob_header.iter().map(String::as_str).collect();
+            page.table(&header, 1, &self.knobs);
+        }
+    }
+}

@@ -687,43 +687,75 @@ impl ZmqSubscriber {
     }
 }
 
-/// Requests past KV events from sequence `start` on. Available ones arrive in order, up to the end
-/// marker.
-///
-/// # Errors
-/// [`ZmqError`].
-pub async fn replay(endpoint: &str, start: u64) -> Result<Vec<Event>, ZmqError> {
-    let mut connection = connect(endpoint, "REQ", "ROUTER, REP").await?;
-    let mut request = Vec::new();
-    zmtp::put_frame(&mut request, &[], true);
-    zmtp::put_frame(&mut request, &start.to_be_bytes(), false);
-    let asked = connection.stream.write_all(&request).await;
-    asked.map_err(|source| peer_error(endpoint, source.into()))?;
-    let mut events = Vec::new();
-    loop {
-        let message = connection.message(8, EVENT_BYTES_MAX).await;
-        let frames = message.map_err(|source| peer_error(endpoint, source))?;
+/// Past KV events of a publisher, one by one: for readers that must not keep all of them in memory.
+#[derive(Debug)]
+pub struct ZmqReplay {
+    endpoint: String,
+    connection: Connection,
+}
+
+impl ZmqReplay {
+    /// Connects to `endpoint` (`tcp://HOST:PORT`) and requests past KV events from sequence `start`
+    /// on.
+    ///
+    /// # Errors
+    /// [`ZmqError::Peer`].
+    pub async fn request(endpoint: &str, start: u64) -> Result<ZmqReplay, ZmqError> {
+        let mut connection = connect(endpoint, "REQ", "ROUTER, REP").await?;
+        let mut request = Vec::new();
+        zmtp::put_frame(&mut request, &[], true);
+        zmtp::put_frame(&mut request, &start.to_be_bytes(), false);
+        let asked = connection.stream.write_all(&request).await;
+        asked.map_err(|source| peer_error(endpoint, source.into()))?;
+        let endpoint = endpoint.to_owned();
+        Ok(ZmqReplay {
+            endpoint,
+            connection,
+        })
+    }
+
+    /// The next event; `None` at the end marker. Not cancellation-safe.
+    ///
+    /// # Errors
+    /// [`ZmqError`].
+    pub async fn next(&mut self) -> Result<Option<Event>, ZmqError> {
+        let message = self.connection.message(8, EVENT_BYTES_MAX).await;
+        let frames = message.map_err(|source| peer_error(&self.endpoint, source))?;
         // Publishers before vLLM 0.32 send no topic.
         let (topic, sequence, payload) = match &frames[..] {
             [empty, topic, sequence, payload] if empty.is_empty() => {
                 (topic.clone(), sequence, payload)
             }
             [empty, sequence, payload] if empty.is_empty() => (Bytes::new(), sequence, payload),
-            _ => return Err(shape_error(endpoint, &frames)),
+            _ => return Err(shape_error(&self.endpoint, &frames)),
         };
         if sequence.len() != 8 {
-            return Err(shape_error(endpoint, &frames));
+            return Err(shape_error(&self.endpoint, &frames));
         }
         let sequence = sequence.clone().get_u64();
         if sequence == END_SEQUENCE {
-            return Ok(events);
+            return Ok(None);
         }
-        events.push(Event {
+        Ok(Some(Event {
             topic,
             sequence: Some(sequence),
             payload: payload.clone(),
-        });
+        }))
     }
+}
+
+/// Requests past KV events from sequence `start` on. Available ones arrive in order, up to the end
+/// marker.
+///
+/// # Errors
+/// [`ZmqError`].
+pub async fn replay(endpoint: &str, start: u64) -> Result<Vec<Event>, ZmqError> {
+    let mut replay = ZmqReplay::request(endpoint, start).await?;
+    let mut events = Vec::new();
+    while let Some(event) = replay.next().await? {
+        events.push(event);
+    }
+    Ok(events)
 }
 
 async fn connect(endpoint: &str, ours: &str, theirs: &'static str) -> Result<Connection, ZmqError> {

@@ -1,0 +1,5 @@
+//! Tests of the crate against engines that are played by the test.
+
+mod facts;
+mod follow;
+mod mirror;

@@ -221,7 +221,12 @@ impl Schedule {
                 Some(Ok(request)) if self.slots.is_none() && request.due < self.window.start => {
                     self.source.forget(request.session);
                 }
-                Some(Ok(request)) if self.slots.is_none() && request.due >= self.window.end => {
+                // Times saturate at the end of a schedule without a window, where they are an error.
+                Some(Ok(request))
+                    if self.slots.is_none()
+                        && request.due >= self.window.end
+                        && self.window.end < SimTime::MAX =>
+                {
                     self.exhausted = true;
                 }
                 Some(Ok(mut request)) => {

@@ -22,6 +22,8 @@ pub struct PlanAnswer {
     pub knob_header: Vec<String>,
     /// Rows of the sensitivity; a marked one changes the choice.
     pub knobs: Vec<(Vec<String>, bool)>,
+    /// Workers of the answer.
+    pub workers: u32,
     /// Workers and share of requests within their objectives, of the answer's configuration at other
     /// sizes.
     pub by_workers: Vec<(u32, f64)>,
@@ -106,20 +108,21 @@ impl PlanAnswer {
                 .render(),
             );
         }
+        // Shares near 100 % differ in what is missing from it.
+        let missed = |share: f64| Some(100.0 * (1.0 - share)).filter(|missed| *missed > 0.0);
         let share = |title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)| {
             let (first, last) = (points[0].0, points[points.len() - 1].0);
-            let percent = |share: f64| Some(100.0 * share);
             Chart {
                 title: title.into(),
                 x,
-                y: Axis::new("requests within objectives", "%").log(),
+                y: Axis::new("requests that miss an objective", "%").log(),
                 lines: vec![
-                    Line::new("attained", points.iter().map(|p| (p.0, percent(p.1)))),
+                    Line::new("missed", points.iter().map(|p| (p.0, missed(p.1)))),
                     Line {
                         color: Some(1),
                         ..Line::new(
-                            "target",
-                            [(first, percent(self.target)), (last, percent(self.target))],
+                            "allowed",
+                            [(first, missed(self.target)), (last, missed(self.target))],
                         )
                     },
                 ],
@@ -133,22 +136,25 @@ impl PlanAnswer {
                 .iter()
                 .map(|&(workers, share)| (f64::from(workers), share))
                 .collect();
-            let at = self.by_workers[self.by_workers.len() / 2].0;
             charts.push(share(
                 "Another number of workers",
                 Axis::new("workers", ""),
                 points,
-                (f64::from(at), String::new()),
+                (f64::from(self.workers), "the answer".into()),
             ));
         }
         if self.by_load.len() > 1 {
-            let mut points = self.by_load.clone();
+            let mut points: Vec<(f64, f64)> = self
+                .by_load
+                .iter()
+                .map(|&(load, share)| (100.0 * (load - 1.0), share))
+                .collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
             charts.push(share(
-                "Another load",
-                Axis::new("load, relative to the stated one", ""),
+                "More load",
+                Axis::new("load above the stated one", "%"),
                 points,
-                (1.0, "stated".into()),
+                (0.0, String::new()),
             ));
         }
         page.charts(charts);

@@ -225,6 +225,8 @@ struct Found {
     headroom: Option<(f64, Option<f64>)>,
     step_error: Option<StepError>,
     others: Vec<Row>,
+    /// Shapes that the bounds exclude, with the most that they can reach.
+    ideal: Vec<(String, Ideal)>,
     sensitivity: Vec<Sensitivity>,
     /// Workers and share near the answer, and load and share.
     by_workers: Vec<(u32, f64)>,
@@ -543,6 +545,7 @@ impl Question<'_> {
         let mut bounded = Vec::new();
         for shape in self.shapes {
             match self.bound(shape, demand, context)? {
+                Ok(found) if found.candidate.workers_max < shape.workers_least() => {}
                 Ok(found) => bounded.push(found),
                 Err(most) => ideal.push((shape.name(), most)),
             }
@@ -707,6 +710,7 @@ impl Question<'_> {
             headroom,
             step_error,
             others,
+            ideal,
             sensitivity,
             by_workers,
             by_load,
@@ -767,11 +771,14 @@ impl Question<'_> {
             Some(1.0)
         };
         let kind = args.gpus.iter().position(|gpu| *gpu == shape.gpu);
+        // Too many for --max-gpus: its largest size is tried, to say how far it gets.
+        let workers_max = args.max_gpus / gpus;
+        let workers_min = workers_min.min(workers_max).max(shape.workers_least());
         Ok(Ok(Bounded {
             candidate: Candidate {
                 cost: per_gpu.context("every GPU has a price, as was checked")? * f64::from(gpus),
                 workers_min,
-                workers_max: args.max_gpus / gpus,
+                workers_max,
                 settings: each.len(),
                 kind: kind.unwrap_or(0),
             },

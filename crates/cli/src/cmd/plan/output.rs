@@ -254,6 +254,22 @@ fn classes(context: &Asked, row: &Row) -> Option<String> {
     Some(format!("attained by class: {}", each.join(", ")))
 }
 
+/// Shapes that the bounds rule out, the nearest first.
+fn ruled_out(ideal: &[(String, Ideal)]) -> Option<String> {
+    let mut sorted: Vec<&(String, Ideal)> = ideal.iter().collect();
+    sorted.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
+    let each: Vec<String> = sorted
+        .iter()
+        .map(|(name, most)| format!("{name} ({})", percent(most.share)))
+        .collect();
+    (!each.is_empty()).then(|| {
+        format!(
+            "too slow on any number of workers, by step times alone (share that can meet the objectives): {}",
+            each.join(", ")
+        )
+    })
+}
+
 /// Each objective's share, the lowest first.
 fn objectives(row: &Row) -> String {
     let mut each: Vec<(f64, &str)> = row
@@ -384,10 +400,12 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
             objective(context),
             effort(found)
         ));
-        for note in step_note(found)
-            .into_iter()
-            .chain(classes(context, &found.best))
-        {
+        let notes = [
+            step_note(found),
+            classes(context, &found.best),
+            ruled_out(&found.ideal),
+        ];
+        for note in notes.into_iter().flatten() {
             text.push_str(&format!("{note}\n"));
         }
         text.push_str(&repeat(args, context, found).unwrap_or_default());
@@ -464,6 +482,18 @@ fn row_json(context: &Asked, row: &Row) -> Value {
     })
 }
 
+fn ideal_json(ideal: &[(String, Ideal)]) -> Vec<Value> {
+    let each = |(name, most): &(String, Ideal)| {
+        json!({
+            "name": name,
+            "attained_at_most": most.share,
+            "too_long": most.too_long,
+            "ttft_s": (most.ttft_s < 1e9).then_some(most.ttft_s),
+        })
+    };
+    ideal.iter().map(each).collect()
+}
+
 /// Everything as JSON.
 pub(super) fn json(
     context: &Asked,
@@ -494,6 +524,7 @@ pub(super) fn json(
                     "other_workers": knob.sizes.get(1).map(|size| size.map(|size| size.workers)),
                     "choice": choice(&knob.sizes).map(|at| if at == 0 { "same" } else { "other" }),
                 })).collect::<Vec<_>>(),
+                "ideal": ideal_json(&found.ideal),
                 "simulated_requests": found.search_requests,
                 "simulated_requests_in_all": found.all_requests,
                 "grid_requests": found.grid_requests,
@@ -503,12 +534,7 @@ pub(super) fn json(
                 "found": false,
                 "requests": missed.requests,
                 "nearest": missed.nearest.as_ref().map(|(_, row)| row_json(context, row)),
-                "ideal": missed.ideal.iter().map(|(name, most)| json!({
-                    "name": name,
-                    "attained_at_most": most.share,
-                    "too_long": most.too_long,
-                    "ttft_s": (most.ttft_s < 1e9).then_some(most.ttft_s),
-                })).collect::<Vec<_>>(),
+                "ideal": ideal_json(&missed.ideal),
             }),
         })
         .collect();
@@ -603,6 +629,7 @@ pub(super) fn page(context: &Asked, results: &[Result<Found, NotFound>], workloa
                     .collect(),
                 knob_header: knob_header(found),
                 knobs: knob_rows(context, found),
+                workers: best.sized.workers,
                 by_workers: found.by_workers.clone(),
                 by_load: found.by_load.clone(),
                 target: context.target,
@@ -610,6 +637,7 @@ pub(super) fn page(context: &Asked, results: &[Result<Found, NotFound>], workloa
                     .into_iter()
                     .chain(step_note(found))
                     .chain(classes(context, best))
+                    .chain(ruled_out(&found.ideal))
                     .chain([context.parts.clone()])
                     .collect(),
             }

@@ -11,6 +11,7 @@ use slipstream_base::{
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{Part, Registration, StartRequest, StreamAddr};
+use slipstream_recorder::RecordedRequest;
 use slipstream_router::Score;
 
 use crate::dispatching::Submission;
@@ -198,7 +199,7 @@ pub(crate) fn dispatch(
         block_size: service.block_size.max(1),
         scores: String::new(),
     });
-    let (specs, requests) = sequences(shard, params, prompts);
+    let (specs, requests) = sequences(shard, params, prompts, head.session);
     let unread_max = service.limits.stream_buffer_bytes_max as usize;
     let reply = Rc::new(Reply {
         state: RefCell::new(ReplyState::new(shape, specs, times, trace, unread_max)),
@@ -257,6 +258,7 @@ fn sequences(
     shard: &Shard,
     params: &RequestParams,
     prompts: Vec<Tokenized>,
+    session: Option<u64>,
 ) -> (Vec<SequenceSpec>, Vec<EngineRequest>) {
     let count = prompts.len() * params.n as usize;
     let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
@@ -302,6 +304,15 @@ fn sequences(
                     echo.clone()
                 },
                 stop_token_ids: stop_token_ids.clone(),
+                recorded: shard.service.recorder.is_some().then(|| {
+                    Box::new(RecordedRequest {
+                        input_tokens: tokenized.prompt.len(),
+                        blocks: tokenized.prompt.shared_blocks(),
+                        session,
+                        priority: params.priority,
+                        ..RecordedRequest::default()
+                    })
+                }),
             });
         }
     }

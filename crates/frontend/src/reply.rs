@@ -23,6 +23,7 @@ use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
 use slipstream_planes::{End, FirstPass, Prologue, Registration, StreamAddr, ToWorker};
+use slipstream_recorder::{RecordedRequest, RecorderHandle};
 use tokio::time::Sleep;
 
 use crate::metrics::ShardMetrics;
@@ -180,6 +181,8 @@ pub(crate) struct SequenceSpec {
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<String>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
+    /// What is known at the start of its line in the record, if there is one.
+    pub(crate) recorded: Option<Box<RecordedRequest>>,
 }
 
 /// Tokens of a sequence that reached the shard together: those of one step of its engine. They share an
@@ -548,6 +551,20 @@ impl ReplyState {
         self.settle(text);
         if self.shape.stream || self.open == 0 {
             self.wake();
+        }
+    }
+
+    /// Records the sequences that an engine took.
+    fn record(&self, recorder: &RecorderHandle) {
+        let arrival_ns = self.times.at(Stage::Accept).unwrap_or_default();
+        for sequence in self.sequences.iter().filter(|s| !s.refused) {
+            if let Some(known) = &sequence.spec.recorded {
+                recorder.record(RecordedRequest {
+                    arrival_ns,
+                    output_tokens: sequence.generated,
+                    ..RecordedRequest::clone(known)
+                });
+            }
         }
     }
 
@@ -1184,6 +1201,9 @@ impl Drop for ReplyHandle {
             let metrics = &self.shard.metrics;
             metrics.on_finished(reason, prompt, sequence.generated);
         }
+        if let Some(recorder) = &self.shard.service.recorder {
+            state.record(recorder);
+        }
         drop(state);
         self.end_streams();
         let mut state = self.reply.state.borrow_mut();
@@ -1291,6 +1311,7 @@ mod tests {
             plain: stops.is_empty() && echo.is_none(),
             echo: echo.map(str::to_owned),
             stop_token_ids: [].into(),
+            recorded: None,
         });
         ReplyState::new(shape, specs.collect(), StageTimes::default(), None, 1 << 20)
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use slipstream_base::BlockHash;
+use slipstream_recorder::RecorderHandle;
 use slipstream_router::Fleets;
 use subtle::ConstantTimeEq;
 
@@ -31,6 +32,8 @@ pub struct Service {
     pub api_keys: ApiKeys,
     /// Bounds on what clients may do.
     pub limits: Limits,
+    /// Records requests at their end; `None`: nothing is recorded.
+    pub recorder: Option<RecorderHandle>,
     /// When the server started, Unix time, s.
     pub created: u64,
     /// Locks all shards' stream tables by one mutex, to measure what it costs to share them.

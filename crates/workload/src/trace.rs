@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | Mooncake's | the file begins with `{` | a JSON object: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; `session_id`, `delay` (ms), `priority` |
 //! | our own ([`own`](crate::own)) | the first object has `turns` | a JSON object: a session |
+//! | a record of `serve --record` | the first object has `slipstream_record` | as Mooncake's, in any order, in one file or a folder of them |
 //! | Azure's | header with `ContextTokens`, `GeneratedTokens` | `TIMESTAMP` as `2023-11-16 18:15:46.680590`, tokens |
 //! | BurstGPT's | header with `Request tokens`, `Response tokens` | `Timestamp` in s, tokens |
 //!
@@ -19,7 +20,8 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use slipstream_base::SimTime;
@@ -37,9 +39,12 @@ const LINE_BYTES_MAX: u64 = 4 << 20;
 /// Longest bad line that is skipped: a device may have no end.
 const SKIPPED_BYTES_MAX: u64 = 1 << 30;
 
+/// Version of the records that are read.
+const RECORD_FORMAT: u64 = 1;
+
 /// A trace, read as a stream.
 #[derive(Debug)]
-pub struct Trace<R = BufReader<File>> {
+pub struct Trace<R = BufReader<Files>> {
     reader: R,
     file: TraceFile,
     /// Known after the first line.
@@ -55,6 +60,8 @@ pub struct Trace<R = BufReader<File>> {
     left: u64,
     skipped: u64,
     failed: bool,
+    /// The first line of a record was read.
+    recorded: bool,
     /// First turns that were read ahead, if lines name sessions.
     ready: VecDeque<(Option<f64>, Turn)>,
     /// Later turns of sessions that have begun (or were read ahead), by session.
@@ -91,7 +98,84 @@ enum Form {
     Json,
     /// Slipstream's own: one session per line.
     Sessions,
+    /// A record of a live server.
+    Record,
     Csv(Csv),
+}
+
+/// The first line of each file of a record.
+#[derive(Deserialize)]
+struct RecordHead {
+    slipstream_record: u64,
+    tokens_per_id: u32,
+}
+
+/// A file, or the JSON lines files of a folder one after the other, by name.
+#[derive(Debug)]
+pub struct Files {
+    left: VecDeque<PathBuf>,
+    current: File,
+    last: u8,
+}
+
+impl Files {
+    /// Opens `path`, a file or a folder.
+    ///
+    /// # Errors
+    /// If it, or the first file in it, cannot be opened.
+    pub fn open(path: &Path) -> io::Result<Files> {
+        let mut left = VecDeque::from([path.to_owned()]);
+        if path.is_dir() {
+            let mut files = Vec::new();
+            for entry in std::fs::read_dir(path)? {
+                let file = entry?.path();
+                if file
+                    .extension()
+                    .is_some_and(|extension| extension == "jsonl")
+                {
+                    files.push(file);
+                }
+            }
+            files.sort();
+            left = files.into();
+        }
+        let Some(first) = left.pop_front() else {
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                "the folder has no file with the ending .jsonl",
+            ));
+        };
+        Ok(Files {
+            left,
+            current: File::open(first)?,
+            last: b'\n',
+        })
+    }
+}
+
+impl Read for Files {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            let read = self.current.read(buffer)?;
+            if read > 0 {
+                self.last = buffer[read - 1];
+                return Ok(read);
+            }
+            // A file that was cut off must not run into the next one.
+            if self.last != b'\n' && !self.left.is_empty() {
+                self.last = b'\n';
+                buffer[0] = b'\n';
+                return Ok(1);
+            }
+            let Some(next) = self.left.pop_front() else {
+                return Ok(0);
+            };
+            self.current = File::open(next)?;
+        }
+    }
 }
 
 /// Positions of the columns in a CSV file.
@@ -204,6 +288,9 @@ impl Csv {
     }
 }
 
+/// The key that a record's files begin with.
+const RECORD_KEY: &[u8] = b"\"slipstream_record\"";
+
 /// Longest time in a trace, ms: a century. A longer time is an error in the unit. Sums of times
 /// stay within the 584 years of 64 bits of ns.
 const TIME_MS_MAX: f64 = 100.0 * 365.25 * 86_400e3;
@@ -257,7 +344,7 @@ impl Trace {
         file: &TraceFile,
         salt: u64,
     ) -> Result<Self, SourceError> {
-        let reader = File::open(&file.path).map_err(|source| SourceError::Io {
+        let reader = Files::open(&file.path).map_err(|source| SourceError::Io {
             path: file.path.clone(),
             source,
         })?;
@@ -282,6 +369,7 @@ impl<R: BufRead> Trace<R> {
             left: workload.requests.unwrap_or(u64::MAX),
             skipped: 0,
             failed: false,
+            recorded: false,
             ready: VecDeque::new(),
             later: RefCell::default(),
             time_scale: workload.time_scale,
@@ -338,12 +426,25 @@ impl<R: BufRead> Trace<R> {
             return Err(format!("longer than {LINE_BYTES_MAX} bytes"));
         }
         if self.form.is_none() && self.buffer.trim_ascii_start().starts_with(b"{") {
-            let own = memchr::memmem::find(&self.buffer, b"\"turns\"").is_some();
-            self.form = Some(if own { Form::Sessions } else { Form::Json });
+            let has = |name: &[u8]| memchr::memmem::find(&self.buffer, name).is_some();
+            self.form = Some(if has(b"\"turns\"") {
+                Form::Sessions
+            } else if has(RECORD_KEY) {
+                Form::Record
+            } else {
+                Form::Json
+            });
+        }
+        if matches!(self.form, Some(Form::Record))
+            && memchr::memmem::find(&self.buffer, RECORD_KEY).is_some()
+        {
+            let head = parse_json(&self.buffer)?;
+            self.on_record_head(&head)?;
+            return Ok(Parsed::Header);
         }
         let line = match &mut self.form {
             Some(Form::Sessions) => return Ok(Parsed::Session(parse_json(&self.buffer)?)),
-            Some(Form::Json) => parse_json(&self.buffer)?,
+            Some(Form::Json | Form::Record) => parse_json(&self.buffer)?,
             Some(Form::Csv(csv)) => {
                 let text = std::str::from_utf8(&self.buffer).map_err(|e| e.to_string())?;
                 csv.parse(text.trim_end())?
@@ -385,6 +486,28 @@ impl<R: BufRead> Trace<R> {
             check_ms("delay", delay)?;
         }
         Ok(Parsed::Line(line))
+    }
+
+    /// Takes the block size of a record. All of its files have the same.
+    fn on_record_head(&mut self, head: &RecordHead) -> Result<(), String> {
+        if head.slipstream_record != RECORD_FORMAT {
+            return Err(format!(
+                "a record of version {}, but {RECORD_FORMAT} is the only one known",
+                head.slipstream_record
+            ));
+        }
+        if head.tokens_per_id == 0 {
+            return Err("`tokens_per_id` is 0".into());
+        }
+        if self.recorded && head.tokens_per_id != self.file.tokens_per_id {
+            return Err(format!(
+                "`tokens_per_id` is {}, but {} in the files before; replay them apart",
+                head.tokens_per_id, self.file.tokens_per_id
+            ));
+        }
+        self.recorded = true;
+        self.file.tokens_per_id = head.tokens_per_id;
+        Ok(())
     }
 
     /// Checks that a session does not begin before the previous one.
@@ -561,48 +684,67 @@ impl<R: BufRead> Trace<R> {
 
     /// Reads the rest of a file whose lines name sessions, and joins their turns.
     fn read_sessions(&mut self, first: Line) -> Result<(), SourceError> {
-        /// A session's first line and the turns after it.
-        type Session = (Option<f64>, Turn, VecDeque<Turn>);
-        let mut sessions: Vec<Session> = Vec::new();
-        let mut known: HashMap<SessionId, usize> = HashMap::new();
+        let mut sessions = Sessions::default();
         let mut next = Some(Parsed::Line(first));
         while let Some(parsed) = next {
             if let Parsed::Line(line) = parsed {
-                let at = line
-                    .session_id
-                    .as_ref()
-                    .and_then(|id| known.get(id))
-                    .copied();
-                let turn = self.turn(&line, at.unwrap_or(sessions.len()) as u64);
-                let checked = match at {
-                    Some(at) if sessions[at].2.len() + 1 >= TURNS_MAX as usize => {
+                let turn = self.turn(&line, sessions.text(&line));
+                let checked = match sessions.open(&line) {
+                    Some(at) if sessions.is_full(at) => {
                         Err(format!("a session has at most {TURNS_MAX} turns"))
                     }
-                    Some(at) => {
-                        sessions[at].2.push_back(turn);
-                        Ok(())
-                    }
-                    None => self.check_time(line.timestamp).map(|()| {
-                        if let Some(id) = line.session_id {
-                            known.insert(id, sessions.len());
-                        }
-                        sessions.push((line.timestamp, turn, VecDeque::new()));
-                    }),
+                    Some(_) => Ok(()),
+                    None => self.check_time(line.timestamp),
                 };
-                if let Err(what) = checked {
-                    self.on_bad_line(what)?;
+                match checked {
+                    Ok(()) => sessions.add(line, turn),
+                    Err(what) => self.on_bad_line(what)?,
                 }
             }
             next = self.next_line()?;
         }
+        self.make_ready(sessions);
+        Ok(())
+    }
+
+    /// Reads the rest of a record, whose lines are in order of the requests' ends, and joins the
+    /// turns of sessions.
+    fn read_record(&mut self, first: Line) -> Result<(), SourceError> {
+        let mut lines = Vec::new();
+        let mut next = Some(Parsed::Line(first));
+        while let Some(parsed) = next {
+            if let Parsed::Line(line) = parsed {
+                match line.timestamp {
+                    Some(timestamp) => lines.push((timestamp, line)),
+                    None => self.on_bad_line("`timestamp` is missing".into())?,
+                }
+            }
+            next = self.next_line()?;
+        }
+        lines.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // It begins at its first request, whatever its time.
+        let start = lines.first().map_or(0.0, |(timestamp, _)| *timestamp);
+        let mut sessions = Sessions::default();
+        for (timestamp, mut line) in lines {
+            line.timestamp = Some(timestamp - start);
+            if sessions.open(&line).is_some_and(|at| sessions.is_full(at)) {
+                sessions.close(&line);
+            }
+            let turn = self.turn(&line, sessions.text(&line));
+            sessions.add(line, turn);
+        }
+        self.make_ready(sessions);
+        Ok(())
+    }
+
+    fn make_ready(&mut self, sessions: Sessions) {
         let mut later = self.later.borrow_mut();
-        for (index, (timestamp, first, turns)) in sessions.into_iter().enumerate() {
+        for (index, (timestamp, first, turns)) in sessions.all.into_iter().enumerate() {
             self.ready.push_back((timestamp, first));
             if !turns.is_empty() {
                 later.insert(index as u64, turns);
             }
         }
-        Ok(())
     }
 
     /// The next session, from those read ahead or from the file.
@@ -623,6 +765,10 @@ impl<R: BufRead> Trace<R> {
             };
             let checked = match parsed {
                 Parsed::Header => Ok(None),
+                Parsed::Line(line) if self.recorded => {
+                    self.read_record(line)?;
+                    continue;
+                }
                 Parsed::Line(line) if line.session_id.is_some() && self.session == 0 => {
                     self.read_sessions(line)?;
                     continue;
@@ -650,6 +796,48 @@ impl<R: BufRead> Trace<R> {
                 Err(what) => self.on_bad_line(what)?,
             }
         }
+    }
+}
+
+/// Lines, joined to sessions.
+#[derive(Default)]
+struct Sessions {
+    /// First lines in order, each with the turns after it.
+    all: Vec<(Option<f64>, Turn, VecDeque<Turn>)>,
+    known: HashMap<SessionId, usize>,
+}
+
+impl Sessions {
+    /// The session that `line` continues.
+    fn open(&self, line: &Line) -> Option<usize> {
+        self.known.get(line.session_id.as_ref()?).copied()
+    }
+
+    /// Name of the text of `line`, if it has no ids.
+    fn text(&self, line: &Line) -> u64 {
+        self.open(line).unwrap_or(self.all.len()) as u64
+    }
+
+    fn is_full(&self, at: usize) -> bool {
+        self.all[at].2.len() + 1 >= TURNS_MAX as usize
+    }
+
+    /// A later line of the session of `line` begins a new one.
+    fn close(&mut self, line: &Line) {
+        if let Some(id) = &line.session_id {
+            self.known.remove(id);
+        }
+    }
+
+    fn add(&mut self, line: Line, turn: Turn) {
+        if let Some(at) = self.open(&line) {
+            self.all[at].2.push_back(turn);
+            return;
+        }
+        if let Some(id) = line.session_id {
+            self.known.insert(id, self.all.len());
+        }
+        self.all.push((line.timestamp, turn, VecDeque::new()));
     }
 }
 
@@ -747,6 +935,73 @@ mod tests {
         assert_eq!((lengths, request.output_len), (vec![512, 88], 5));
     }
     use slipstream_base::SimTime;
+
+    /// Two requests of a session, of which the first ended last, and one of none.
+    #[test]
+    fn a_record_is_sorted_and_has_its_own_block_size() {
+        let text = r#"{"slipstream_record": 1, "tokens_per_id": 16}
+            {"timestamp": 5030.5, "input_length": 20, "output_length": 3, "hash_ids": [7, 1], "session_id": 9}
+            {"timestamp": 5000.0, "input_length": 40, "output_length": 5, "hash_ids": [7, 8, 2], "class": "x"}
+
+            {"slipstream_record": 1, "tokens_per_id": 16}
+            {"timestamp": 5010.0, "input_length": 16, "output_length": 4, "hash_ids": [7], "session_id": 9}"#;
+        let (requests, skipped) = check(text, OnBadLine::Stop);
+        let requests: Vec<Request> = requests.into_iter().map(Result::unwrap).collect();
+        assert_eq!((requests.len(), skipped), (2, 0));
+        let due: Vec<u64> = requests.iter().map(|r| r.due.0).collect();
+        assert_eq!(due, [0, 1_000_000]); // time scale 10
+        assert_eq!((requests[0].output_len, requests[1].output_len), (5, 4));
+        assert_eq!((requests[1].turn, requests[1].turns), (0, 2));
+        let tokens: Vec<u32> = requests[0]
+            .prompt
+            .segments()
+            .iter()
+            .map(|s| s.tokens)
+            .collect();
+        assert_eq!(tokens, [16, 16, 8]);
+        // Equal ids are equal texts here too.
+        assert_eq!(
+            requests[0].prompt.segments()[0],
+            requests[1].prompt.segments()[0]
+        );
+    }
+
+    #[test]
+    fn records_that_do_not_fit_are_refused() {
+        let line = r#"{"timestamp": 1, "input_length": 5, "output_length": 3, "hash_ids": [7]}"#;
+        let head = |version: u32, tokens: u32| {
+            format!("{{\"slipstream_record\": {version}, \"tokens_per_id\": {tokens}}}\n{line}\n")
+        };
+        for (text, says) in [
+            (head(2, 16), "version 2"),
+            (head(1, 0), "`tokens_per_id` is 0"),
+            (head(1, 16) + &head(1, 32), "but 16 in the files before"),
+            (head(1, 16) + "{\"timestamp\": 1, \"inp\n", "line 3"),
+        ] {
+            let (requests, _) = check(&text, OnBadLine::Stop);
+            let error = requests.last().unwrap().as_ref().unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_files_of_a_folder_are_read_one_after_the_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let write =
+            |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        assert!(Files::open(folder.path()).is_err());
+        write("b.jsonl", "2\n3");
+        write("a.jsonl", "1");
+        write("c.jsonl", "");
+        write("d.jsonl", "4\n");
+        write("e.txt", "no");
+        let mut text = String::new();
+        Files::open(folder.path())
+            .unwrap()
+            .read_to_string(&mut text)
+            .unwrap();
+        assert_eq!(text, "1\n2\n3\n4\n");
+    }
 
     #[test]
     fn equal_ids_are_equal_texts() {

@@ -6,9 +6,57 @@ use std::sync::Arc;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
+use slipstream_config::cluster::Cluster;
 use slipstream_frontend::Roster;
 use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Counters, Fleets, Load};
+
+/// Encodes the engines' cache configuration under vLLM's name, which dashboards and `slipstream describe`
+/// read.
+#[derive(Debug)]
+pub(crate) struct CacheConfigCollector(Vec<Vec<(&'static str, String)>>);
+
+impl CacheConfigCollector {
+    pub(crate) fn new(cluster: &Cluster) -> CacheConfigCollector {
+        let mut ranks = Vec::new();
+        for (worker, pool) in cluster.workers() {
+            let engine = &pool.engine;
+            // As Python prints it.
+            let caching = if engine.enable_prefix_caching {
+                "True"
+            } else {
+                "False"
+            };
+            for rank in 0..engine.data_parallel_size {
+                ranks.push(vec![
+                    ("worker", worker.to_string()),
+                    ("engine", rank.to_string()),
+                    ("block_size", engine.block_size.to_string()),
+                    ("num_gpu_blocks", engine.num_gpu_blocks.to_string()),
+                    ("cache_dtype", engine.kv_cache_dtype.name().to_owned()),
+                    ("enable_prefix_caching", caching.to_owned()),
+                    (
+                        "gpu_memory_utilization",
+                        engine.gpu_memory_utilization.to_string(),
+                    ),
+                ]);
+            }
+        }
+        CacheConfigCollector(ranks)
+    }
+}
+
+impl Collector for CacheConfigCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Configuration of the engines' KV caches";
+        let name = "vllm:cache_config_info";
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for labels in &self.0 {
+            family.encode_family(labels)?.encode_gauge(&1_u32)?;
+        }
+        Ok(())
+    }
+}
 
 /// Encodes a frontend's state of worker processes.
 pub(crate) struct RosterCollector {

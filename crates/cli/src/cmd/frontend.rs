@@ -10,6 +10,7 @@ use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
 use slipstream_planes::discovery::{self, Event, Record, Role, Session};
+use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -32,6 +33,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     plane_host: String,
     #[command(flatten)]
+    record: serve::RecordArgs,
+    #[command(flatten)]
     switches: Switches,
 }
 
@@ -45,7 +48,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let (frontend, announced) = start(args, &cluster)?;
+    let (frontend, announced, recorder) = start(args, &cluster)?;
     eprintln!(
         "serving {} from worker processes: slipstream worker with the same cluster file",
         cluster.model.name
@@ -57,10 +60,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     serve::say_draining(&cluster);
     drop(announced);
     frontend.shutdown();
+    if let Some(recorder) = recorder {
+        recorder.close();
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> {
+fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, Option<Recorder>)> {
     let live = &cluster.live;
     let bound = Bound::bind(&live.listen)?;
     // Every client needs a file descriptor, and the usual soft limit is 1,024.
@@ -111,6 +117,9 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> 
     };
     let tls = args.plane.tls()?;
     let mut registry = Registry::default();
+    registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
+        cluster,
+    )));
     registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
         fleets.clone(),
     )));
@@ -119,6 +128,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> 
         model: cluster.model.name.clone(),
     }));
     let mut service = serve::service(cluster, text, fleets.clone())?;
+    let recorder = args.record.attach(&mut service, &mut registry)?;
     let dispatching = serve::Dispatching::new(cluster, fleets.clone(), shards);
     args.switches.apply(&mut service);
     let planes = sockets
@@ -139,5 +149,5 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session)> 
         }
     };
     let announced = Session::start("discovery", folder, Some((record, lease)), on_event)?;
-    Ok((frontend, announced))
+    Ok((frontend, announced, recorder))
 }

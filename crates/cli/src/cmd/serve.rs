@@ -19,7 +19,9 @@ use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
     ApiKeys, Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, Transport,
 };
+use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
+use slipstream_recorder::{Recorder, RecorderOptions};
 use slipstream_router::{Fleet, Fleets, Router};
 use slipstream_worker::{Backend, LiveTiming, Resyncs, WorkerSet, WorkerSpec, engine_threads};
 
@@ -43,7 +45,45 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
     #[command(flatten)]
+    record: RecordArgs,
+    #[command(flatten)]
     switches: Switches,
+}
+
+/// Where requests are recorded.
+#[derive(clap::Args)]
+pub(super) struct RecordArgs {
+    /// Record requests to files in this folder, for `slipstream simulate --trace DIR`: times, lengths and
+    /// keyed block hashes, no text and no tokens
+    #[arg(long, value_name = "DIR")]
+    record: Option<PathBuf>,
+    /// Limit of the folder's files, bytes; the oldest are deleted
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, requires = "record", value_parser = clap::value_parser!(u64).range(1 << 20..))]
+    record_bytes_max: u64,
+}
+
+impl RecordArgs {
+    /// Starts the recorder of `service`, with its metrics, if one is asked for.
+    pub(super) fn attach(
+        &self,
+        service: &mut Service,
+        registry: &mut Registry,
+    ) -> anyhow::Result<Option<Recorder>> {
+        let Some(folder) = &self.record else {
+            return Ok(None);
+        };
+        let defaults = RecorderOptions::new(folder, service.block_size);
+        let options = RecorderOptions {
+            total_bytes_max: self.record_bytes_max,
+            // Some files, so that the oldest requests go a few at a time.
+            file_bytes_max: defaults.file_bytes_max.min(self.record_bytes_max / 8),
+            ..defaults
+        };
+        let recorder = Recorder::start(options, monotonic_ns())?;
+        registry.register_collector(Box::new(recorder.collector()));
+        service.recorder = Some(recorder.handle());
+        Ok(Some(recorder))
+    }
 }
 
 /// Serves until interrupted.
@@ -58,7 +98,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
-    let live = Live::start(&cluster, args.switches)?;
+    let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     eprintln!(
         "serving {} with {workers} modelled worker{}",
@@ -85,10 +125,11 @@ struct Live {
     frontend: Frontend,
     workers: WorkerSet,
     events: Option<EventPlane>,
+    recorder: Option<Recorder>,
 }
 
 impl Live {
-    fn start(cluster: &Cluster, switches: Switches) -> anyhow::Result<Live> {
+    fn start(cluster: &Cluster, switches: Switches, record: &RecordArgs) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First, because it is the most frequent failure: another server on the port.
         let bound = Bound::bind(&live.listen)?;
@@ -152,6 +193,9 @@ impl Live {
             &set,
             &cluster.model.name,
         )));
+        registry.register_collector(Box::new(super::fleet_metrics::CacheConfigCollector::new(
+            cluster,
+        )));
         registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(
             fleets.clone(),
         )));
@@ -159,6 +203,7 @@ impl Live {
             registry.register_collector(Box::new(events.collector()));
         }
         let mut service = service(cluster, text, fleets.clone())?;
+        let recorder = record.attach(&mut service, &mut registry)?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
         switches.apply(&mut service);
         let planes = plane
@@ -176,12 +221,16 @@ impl Live {
             frontend,
             workers: set,
             events,
+            recorder,
         })
     }
 
     /// Frontend first, so that open requests can finish; then the engines, then their events.
     fn shutdown(self) -> anyhow::Result<()> {
         self.frontend.shutdown();
+        if let Some(recorder) = self.recorder {
+            recorder.close();
+        }
         self.workers.shutdown()?;
         drop(self.events);
         Ok(())
@@ -328,6 +377,7 @@ pub(super) fn service(
             stream_buffer_bytes_max: live.stream_buffer_bytes_max,
             drain: seconds(live.drain_timeout_s),
         },
+        recorder: None,
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),

@@ -36,7 +36,7 @@ pub(crate) struct WorkloadArgs {
     /// Workload file (docs/workload.md)
     #[arg(short, long, value_name = "FILE", help_heading = "Workload")]
     pub(crate) workload: Option<PathBuf>,
-    /// Replay a trace: Mooncake's JSONL, Azure's or BurstGPT's CSV
+    /// Replay a trace: Mooncake's JSONL, Azure's or BurstGPT's CSV, or the folder of `serve --record`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["workload", "isl", "osl"], help_heading = "Workload")]
     pub(crate) trace: Option<PathBuf>,
     /// Closed loop: concurrent requests [default without a file: 1]

@@ -544,6 +544,7 @@ fn text() -> Arc<TextModel> {
 fn service(cluster: &Cluster, fleets: Fleets) -> Service {
     let second = Duration::from_secs(1);
     Service {
+        recorder: None,
         model: cluster.model.name.clone(),
         text: text(),
         root: BlockHash::root(&cluster.model.name, "", ""),

@@ -12,6 +12,7 @@ mod net;
 mod plan;
 mod planes;
 mod predict;
+mod record;
 mod results;
 mod serve;
 mod server;

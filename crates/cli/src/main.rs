@@ -49,10 +49,12 @@ enum Command {
     Bench(Box<cmd::bench::Args>),
     /// Summarize or convert traces
     Trace(cmd::trace::Args),
-    /// Export the built-in tokenizer for other tools
+    /// Export the built-in tokenizer, or compare one with a running engine's
     Tokenizer(cmd::tokenizer::Args),
     /// List the models and GPUs available in a cluster file
     Presets(cmd::presets::Args),
+    /// Write a cluster file from what running engines report
+    Describe(cmd::describe::Args),
     /// Print events of engines: forward-pass metrics and KV events
     Events(cmd::events::Args),
     /// Benchmark KV block storage and transfer
@@ -81,6 +83,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => cmd::trace::run(&args),
         Command::Tokenizer(args) => cmd::tokenizer::run(&args),
         Command::Presets(args) => cmd::presets::run(&args),
+        Command::Describe(args) => cmd::describe::run(&args),
         Command::Events(args) => cmd::events::run(&args),
         Command::Kv(args) => cmd::kv::run(&args),
         Command::Net(args) => cmd::net::run(&args),

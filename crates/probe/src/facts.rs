@@ -5,7 +5,7 @@
 //! | vLLM | `vllm` as owner of a model, `vllm:` metrics | labels of `vllm:cache_config_info` | `/server_info`, if the server runs with `VLLM_SERVER_DEV_MODE=1` |
 //! | SGLang | `sglang` as owner, `sglang:` metrics, fields of `/server_info` | `page_size`, `max_total_num_tokens` | `/server_info` or, in older versions, `/get_server_info` |
 //! | llama.cpp | `/props` | none: it caches per slot, not per block | `total_slots`, `n_ctx` |
-//! | Slipstream | `slipstream` as owner | `slipstream_worker_total_blocks` | |
+//! | Slipstream | `slipstream` as owner | labels of `vllm:cache_config_info` | |
 //!
 //! Sources: vLLM 0.32 and 0.33 (`vllm/entrypoints`, `vllm/v1/metrics/loggers.py`), SGLang 0.5
 //! (`srt/entrypoints/http_server.py`), llama.cpp's `tools/server/README.md`. Nothing is guessed: a
@@ -368,13 +368,6 @@ fn metrics(text: &str, facts: &mut EngineFacts, signs: &mut Signs) -> Result<(),
     .into_iter()
     .find_map(|(prefix, kind)| any(prefix).then_some(kind));
     cache_config(&found, facts);
-    let blocks = found.of("slipstream_worker_total_blocks").map(|s| s.value);
-    let blocks = blocks
-        .filter(|&b| b >= 1.0 && b.is_finite())
-        .reduce(f64::min);
-    if let Some(blocks) = blocks {
-        facts.kv_blocks.get_or_insert(blocks as u64);
-    }
     Ok(())
 }
 

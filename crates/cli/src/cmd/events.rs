@@ -94,6 +94,8 @@ pub(crate) struct Args {
 enum Command {
     /// Print the events of a bus as they arrive
     Tail(TailArgs),
+    /// Print how much of a prompt an engine has cached, according to its KV events
+    Cached(super::cached::Args),
 }
 
 #[derive(clap::Args)]
@@ -139,12 +141,14 @@ enum TailBus {
 
 /// Runs `slipstream events`.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let Command::Tail(args) = &args.command;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     // A pending name resolution in the background must not delay the exit.
-    let code = runtime.block_on(tail(args));
+    let code = match &args.command {
+        Command::Tail(args) => runtime.block_on(tail(args)),
+        Command::Cached(args) => runtime.block_on(super::cached::run(args)),
+    };
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
 }

@@ -1,5 +1,6 @@
 //! The subcommands, one module each: `Args` and `run`.
 
+mod cached;
 mod cluster_args;
 mod files;
 mod fleet_metrics;
@@ -14,6 +15,7 @@ mod workload_args;
 
 pub(crate) mod bench;
 pub(crate) mod calibrate;
+pub(crate) mod describe;
 pub(crate) mod doctor;
 pub(crate) mod drag;
 pub(crate) mod events;

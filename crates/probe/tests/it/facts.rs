@@ -235,15 +235,17 @@ fn llama_cpp_is_read_from_its_properties() {
 /// Slipstream's metrics include some under vLLM's names.
 #[test]
 fn an_owner_counts_more_than_metrics() {
-    let metrics =
-        "vllm:num_requests_running 1\nslipstream_worker_total_blocks{worker=\"w0\"} 512\n";
+    let metrics = "vllm:num_requests_running 1\n\
+        vllm:cache_config_info{worker=\"w0\",engine=\"0\",num_gpu_blocks=\"512\"} 1\n\
+        vllm:cache_config_info{worker=\"w1\",engine=\"0\",num_gpu_blocks=\"512\"} 1\n\
+        slipstream_frames_total 7\n";
     let facts = learn(&[
         (Endpoint::Metrics, metrics.into()),
         (Endpoint::Models, model("slipstream")),
     ]);
     assert_eq!(
-        (facts.kind, facts.kv_blocks),
-        (EngineKind::Slipstream, Some(512))
+        (facts.kind, facts.kv_blocks, facts.parallel.data),
+        (EngineKind::Slipstream, Some(512), Some(1))
     );
     // A router before vLLM that passes its metrics on.
     let facts = learn(&[

@@ -1,0 +1,202 @@
+//! `slipstream events cached`: how much of a prompt an engine has cached, by its KV events.
+
+use std::collections::BTreeMap;
+use std::io::BufRead;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde_json::{Value, json};
+use slipstream_base::{BlockHash, RankId, TokenId, WorkerId};
+use slipstream_kvindex::BlockIndex;
+use slipstream_probe::{Client, EngineFacts, KvCounters, KvFollower, MirrorOptions, ask_client};
+use tokio::sync::mpsc;
+
+use crate::cmd::workload_args::time;
+use crate::out;
+
+/// Blocks of an engine that does not report their number.
+const BLOCKS_DEFAULT: u64 = 1 << 20;
+
+/// Flags of `slipstream events cached`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The engine, such as http://gpu1:8000. Prompts are read from stdin, one JSON object per line:
+    /// {"tokens": [1, 2, 3], "lora": "name", "salt": "text"}, the last two optional
+    #[arg(value_name = "URL")]
+    url: String,
+    /// API key of the engine
+    #[arg(
+        long,
+        value_name = "KEY",
+        env = "SLIPSTREAM_API_KEY",
+        hide_env_values = true
+    )]
+    api_key: Option<String>,
+    /// Tokens per block of the index [default: the engine's]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    block_size: Option<u32>,
+    /// Time limit of each request for the engine's facts
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "10s")]
+    timeout: Duration,
+}
+
+/// A line of the input.
+struct Prompt {
+    tokens: Vec<TokenId>,
+    lora: String,
+    salt: String,
+}
+
+/// Follows the engine, and answers each line of the input by a line.
+pub(crate) async fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let client = Client::new(&args.url, args.api_key.as_deref(), None)?;
+    let facts = ask_client(&client, args.timeout).await?;
+    anyhow::ensure!(
+        !facts.kv_events.is_empty(),
+        "{} reports no publisher of KV events; start vLLM with --kv-events-config \
+         '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}}'",
+        facts.url
+    );
+    let size = args.block_size.or(facts.block_size);
+    let size = size.context("the engine does not report its block size; use --block-size")?;
+    let model = facts.base_model().map(|model| model.id.clone());
+    let model = model.context("the engine lists no model")?;
+    let (index, counters) = follow(&facts, &model, size);
+    eprintln!(
+        "following {} of {}; one prompt per line",
+        slipstream_base::text::counted(counters.len() as u64, "rank"),
+        facts.url
+    );
+    // Reading a terminal blocks, and cannot be interrupted.
+    let (send, mut lines) = mpsc::channel(1);
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            if send.blocking_send(line).is_err() {
+                return;
+            }
+        }
+    });
+    let mut failed = false;
+    while let Some(line) = lines.recv().await {
+        let line = line.context("reading stdin")?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let answer = match prompt(&line) {
+            Ok(prompt) => answer(&prompt, &model, size, &index, &counters),
+            Err(what) => {
+                failed = true;
+                json!({"error": what})
+            }
+        };
+        out::print(&format!("{answer}\n"))?;
+    }
+    Ok(ExitCode::from(u8::from(failed)))
+}
+
+/// Followers of every rank, and the index that they feed: one target per rank.
+fn follow(
+    facts: &EngineFacts,
+    model: &str,
+    size: u32,
+) -> (Arc<BlockIndex>, BTreeMap<u32, Arc<KvCounters>>) {
+    let blocks = facts.kv_blocks.unwrap_or(BLOCKS_DEFAULT) as usize;
+    let ours_each = facts.block_size.unwrap_or(size).div_ceil(size) as usize;
+    let ranks = facts.kv_events.len();
+    let index = Arc::new(BlockIndex::new(ranks, ranks * blocks * ours_each));
+    let mut counters = BTreeMap::new();
+    for (target, source) in facts.kv_events.iter().enumerate() {
+        let rank = RankId {
+            worker: WorkerId(0),
+            dp_rank: source.rank as u16,
+        };
+        let options = MirrorOptions {
+            model: model.to_owned(),
+            block_size: size,
+            blocks_max: blocks,
+        };
+        let follower = KvFollower::new(source.clone(), rank, options);
+        counters.insert(source.rank, follower.counters());
+        let index = Arc::clone(&index);
+        tokio::spawn(follower.run(move |delta| {
+            index.apply(target, delta);
+        }));
+    }
+    (index, counters)
+}
+
+fn prompt(line: &str) -> Result<Prompt, String> {
+    let value: Value = serde_json::from_str(line).map_err(|error| format!("not JSON: {error}"))?;
+    let tokens = value.get("tokens").and_then(Value::as_array);
+    let tokens = tokens.ok_or("no array `tokens`")?.iter();
+    let tokens = tokens.map(|token| TokenId::try_from(token.as_u64()?).ok());
+    let text = |name: &str| match value.get(name) {
+        None | Some(Value::Null) => Ok(String::new()),
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(_) => Err(format!("`{name}` is not a text")),
+    };
+    Ok(Prompt {
+        tokens: tokens
+            .collect::<Option<_>>()
+            .ok_or("`tokens` has an entry that is no token")?,
+        lora: text("lora")?,
+        salt: text("salt")?,
+    })
+}
+
+fn answer(
+    prompt: &Prompt,
+    model: &str,
+    size: u32,
+    index: &BlockIndex,
+    counters: &BTreeMap<u32, Arc<KvCounters>>,
+) -> Value {
+    let root = BlockHash::root(model, &prompt.lora, &prompt.salt);
+    let blocks = root.chain(&prompt.tokens, size);
+    let mut hits = vec![0; counters.len()];
+    index.overlap(&blocks, &mut hits);
+    let ranks = counters.iter().zip(hits).map(|((rank, counters), hit)| {
+        let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        json!({
+            "rank": rank,
+            "cached_tokens": hit * size,
+            "blocks": count(&counters.our_blocks),
+            "batches": count(&counters.batches),
+            "connected": counters.connected.load(Ordering::Relaxed),
+            "gaps": count(&counters.gaps),
+            "lost_batches": count(&counters.lost_batches),
+            "skipped_blocks": count(&counters.skipped_blocks),
+        })
+    });
+    json!({"prompt_tokens": prompt.tokens.len(), "ranks": ranks.collect::<Vec<_>>()})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_prompts_or_errors() {
+        let prompt = prompt(r#"{"tokens": [1, 4294967295], "salt": "s"}"#)
+            .ok()
+            .unwrap();
+        assert_eq!(
+            (prompt.tokens, prompt.lora.as_str()),
+            (vec![1, u32::MAX], "")
+        );
+        assert_eq!(prompt.salt, "s");
+        for (line, part) in [
+            ("x", "not JSON"),
+            ("{}", "`tokens`"),
+            (r#"{"tokens": [-1]}"#, "no token"),
+            (r#"{"tokens": [4294967296]}"#, "no token"),
+            (r#"{"tokens": [], "salt": 1}"#, "`salt`"),
+        ] {
+            let error = super::prompt(line).err().unwrap();
+            assert!(error.contains(part), "{line}: {error}");
+        }
+    }
+}

@@ -1,12 +1,15 @@
-//! `slipstream tokenizer`: exports the built-in tokenizer for other tools.
+//! `slipstream tokenizer`: exports the built-in tokenizer for other tools, and compares tokenizers.
 
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
-use slipstream_frontend::text::builtin_files;
+use slipstream_frontend::text::{TextModel, agreement, builtin_files};
+use slipstream_probe::{Client, ask_client};
 
+use crate::cmd::workload_args::time;
 use crate::out;
 
 /// Flags of `slipstream tokenizer`.
@@ -26,13 +29,61 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Compare a tokenizer and its chat template with a running engine's
+    Check(CheckArgs),
+}
+
+/// Flags of `slipstream tokenizer check`.
+#[derive(clap::Args)]
+struct CheckArgs {
+    /// The engine, such as http://gpu1:8000
+    url: String,
+    /// Folder with `tokenizer.json` and, for chat, a template [default: the built-in tokenizer]
+    #[arg(long, value_name = "DIR")]
+    tokenizer: Option<PathBuf>,
+    /// API key of the engine
+    #[arg(
+        long,
+        value_name = "KEY",
+        env = "SLIPSTREAM_API_KEY",
+        hide_env_values = true
+    )]
+    api_key: Option<String>,
+    /// Time limit of each request to the engine
+    #[arg(long, value_name = "TIME", value_parser = time, default_value = "10s")]
+    timeout: Duration,
 }
 
 /// Runs `slipstream tokenizer`.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.command {
         Command::Export { dir, force } => export(dir, *force),
+        Command::Check(args) => tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?
+            .block_on(check(args)),
     }
+}
+
+/// Compares sample by sample. Exits with 1 if any differs.
+async fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
+    let text = match &args.tokenizer {
+        Some(dir) => TextModel::load(dir).with_context(|| format!("loading {}", dir.display()))?,
+        None => TextModel::builtin(),
+    };
+    let client = Client::new(&args.url, args.api_key.as_deref(), None)?;
+    let facts = ask_client(&client, args.timeout).await?;
+    let model = facts.base_model().context("the engine lists no model")?;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
+    let mut all_agree = true;
+    for sample in agreement::samples(&text, &model.id, now.as_secs()) {
+        let body = sample.body.clone();
+        let answer = client.post_json("/tokenize", body, args.timeout).await?;
+        let found = sample.compare(answer.status, &answer.body);
+        all_agree &= found.agrees();
+        out::print(&format!("{}: {found}\n", sample.name))?;
+    }
+    Ok(ExitCode::from(u8::from(!all_agree)))
 }
 
 fn export(dir: &std::path::Path, force: bool) -> anyhow::Result<ExitCode> {

@@ -5,6 +5,7 @@
 //! - [`Detokenizer`]: the text of a growing answer, whole characters only.
 //! - [`StopMatcher`]: stop strings in a growing text.
 
+pub mod agreement;
 mod builtin;
 mod detok;
 mod export;

@@ -72,6 +72,11 @@ fn crates_depend_as_drawn() {
                 "bench", "des", "engine", "netsim", "report", "twin", "worker", "workload",
             ],
         ),
+        (
+            "probe",
+            &["dispatch", "engine", "frontend", "kvindex", "router"],
+        ),
+        ("recorder", &["config", "planes", "report", "workload"]),
         ("bench", &["engine", "frontend", "planes", "worker"]),
         ("twin", &["bench", "frontend", "netsim", "planes", "worker"]),
         ("plan", &["bench", "frontend", "netsim", "planes", "worker"]),

@@ -1,4 +1,4 @@
-"""Warnings that are many when something is broken: the first few, then how many. Without vLLM."""
+"""Rate-limited warnings: logs the first few, then the number of the rest. Without vLLM."""
 
 import logging
 import threading
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SAME_MAX = 3
-"""Warnings of one kind that are logged in each window."""
+"""Maximum warnings of one kind logged in each window."""
 
 WINDOW_S = 60.0
-"""How long a window is, seconds."""
+"""Length of a window, seconds."""
 
 
 @dataclass(slots=True)
 class Kind:
-    """Warnings of one kind since their window began."""
+    """Warnings of one kind since the start of their window."""
 
     began: float
     count: int = 0
@@ -23,7 +23,7 @@ class Kind:
 
 
 class LimitedLog:
-    """Logs the first few warnings of each kind in a minute, and the number of the rest after it.
+    """Logs the first few warnings of each kind per minute, and the number of the rest afterwards.
 
     Any thread may call it.
     """
@@ -35,7 +35,7 @@ class LimitedLog:
         self._kinds: dict[str, Kind] = {}
 
     def warning(self, kind: str, text: str, *args: object) -> None:
-        """Log a warning, as `logging.Logger.warning` does, unless there were enough of its kind."""
+        """Log a warning, as `logging.Logger.warning` does, within the limit of its kind."""
         self.flush()
         with self._lock:
             noted = self._kinds.setdefault(kind, Kind(self._clock()))
@@ -47,7 +47,7 @@ class LimitedLog:
             self._logger.warning(text, *args)
 
     def flush(self, now: float | None = None) -> None:
-        """Log how many were left out in the windows that are over."""
+        """Log the number of omitted warnings of each expired window."""
         if not self._kinds:
             return
         now = self._clock() if now is None else now

@@ -1,7 +1,7 @@
-"""Where NIXL's library is, for peers at `nixl://` addresses. This module does not import it.
+"""Finds NIXL's library, for peers at `nixl://` addresses. This module does not import it.
 
-The `nixl` packages on PyPI bring the library beside their Python module. It is opened by the
-extension itself, so the module, which takes seconds to import and PyTorch, is not needed.
+The `nixl` packages on PyPI contain the library and a Python module. The extension opens the
+library itself. The module is not needed: it requires PyTorch and takes seconds to import.
 """
 
 import importlib.util
@@ -14,16 +14,16 @@ from pathlib import Path
 from slipstream.options import OptionError
 
 VARIABLE = "SLIPSTREAM_NIXL_LIBRARY"
-"""Names another library than the installed package's."""
+"""Selects another library than the installed package's."""
 
 RELEASE = (1, 5)
-"""The release whose C interface is known; it is not promised to stay."""
+"""The supported release. NIXL does not guarantee a stable C interface."""
 
 INSTALL = "pip install 'slipstream[nixl]'"
 
 
 def is_wanted(addresses: list[str]) -> bool:
-    """Whether any of the addresses takes NIXL."""
+    """Whether any of the addresses uses NIXL."""
     return any(address.startswith("nixl://") for address in addresses)
 
 
@@ -33,7 +33,7 @@ def find_library() -> str:
     Raises
     ------
     OptionError
-        If there is none, or one of a release that is not known; the text says what to install.
+        If there is none, or its release is unsupported; the text names the package to install.
     """
     if named := os.environ.get(VARIABLE):
         return named
@@ -46,24 +46,24 @@ def find_library() -> str:
         if not match or (int(match[1]), int(match[2])) != RELEASE:
             known = ".".join(map(str, RELEASE))
             raise OptionError(
-                f"nixl:// addresses take NIXL {known}, and {package} is {version}: {INSTALL}"
+                f"nixl:// addresses need NIXL {known}, but {package} is {version}: {INSTALL}"
             )
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            # Where meson-python puts the libraries of a wheel.
+            # meson-python puts the libraries of a wheel here.
             beside = Path(spec.origin).parent.parent / f".{package}.mesonpy.libs"
             if (library := beside / "libnixl_capi.so").is_file():
                 return str(library)
         raise OptionError(
-            f"{package} {version} has no libnixl_capi.so: {INSTALL}, or name one by {VARIABLE}"
+            f"{package} {version} has no libnixl_capi.so: {INSTALL}, or set its path in {VARIABLE}"
         )
-    raise OptionError(f"nixl:// addresses take NIXL, which is not installed: {INSTALL}")
+    raise OptionError(f"nixl:// addresses need NIXL, which is not installed: {INSTALL}")
 
 
 def packages() -> list[str]:
-    """Return the packages that may bring the library, the best one first."""
+    """Return the packages that may contain the library, the preferred one first."""
     known = ["nixl_cu13", "nixl_cu12", "nixl_rocm"]
-    # One process, one CUDA: that of PyTorch, where it is there.
+    # A process has one CUDA version: PyTorch's, if it is loaded.
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     if cuda is not None and (own := f"nixl_cu{str(cuda).split('.')[0]}") in known:
         known.remove(own)

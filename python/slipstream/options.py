@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say. This module does not import vLLM."""
+"""The options of `kv_connector_extra_config`. This module does not import vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """Options that cannot be used; the text names all of them."""
+    """Invalid options; the text names all of them."""
 
 
 @dataclass(frozen=True)
@@ -15,55 +15,55 @@ class Options:
     """The connector's options, with their defaults."""
 
     host_bytes: int = 4 << 30
-    """Host memory for blocks, per rank, bytes. 0: nothing is saved on this host."""
+    """Host memory for blocks, per rank, bytes. 0: no block is saved on this host."""
     disk_dir: str = ""
-    """Folder where blocks are kept as well, and outlive the engine. Empty: none."""
+    """Folder for blocks on disk, which outlive the engine. Empty: none."""
     disk_bytes: int = 64 << 30
-    """Disk for blocks, per rank, bytes: of this model, and of those that were served before and
-    whose folders no process uses, which make room first, the least recently used before others."""
+    """Disk for blocks, per rank, bytes. Includes blocks of models served before whose folders no
+    process uses; those are evicted first, the least recently used before others."""
     disk_dirty_bytes: int = 1 << 30
-    """Bytes that may be written and not on the disk yet, per rank."""
+    """Maximum bytes written but not yet flushed to disk, per rank."""
     close_s: float = 30.0
-    """How long a shutdown writes what waits for the disk, seconds; what is left is counted."""
+    """Maximum time for which a shutdown writes pending blocks, seconds; the rest is counted."""
     ttl_s: float = 0.0
-    """Blocks older than this are not served, seconds. 0: any age."""
+    """Maximum age of a served block, seconds. 0: any age."""
     save: bool = True
     """Saves blocks that the engine fills."""
     saving_bytes_max: int = 1 << 30
-    """Bytes that may wait to be stored; blocks beyond are not saved, and counted."""
+    """Maximum bytes waiting to be stored; further blocks are not saved, and counted."""
     loading_bytes_max: int = 1 << 30
-    """Host memory that loads come into on their way to the device, per rank, bytes."""
+    """Host memory for staging loads on their way to the device, per rank, bytes."""
     load_blocks_min: int = 1
-    """Hits of fewer blocks are not worth a load."""
+    """Minimum blocks of a hit that is loaded."""
     load_deadline_s: float = 10.0
     """A load that takes longer fails, and its blocks are recomputed. Seconds."""
     lookup_wait_s: float = 0.05
-    """How long after its arrival a request may wait for a peer whose keys are not known yet."""
+    """Maximum time after its arrival that a request waits for a peer whose keys are unknown."""
     weights: str = "full"
     """How the model's weights are identified. `full`: every byte of their files, once for each
-    version of a file; `sampled`: some of each tensor; `model_id`: that says it."""
+    version of a file; `sampled`: some of each tensor; `model_id`: by that option."""
     model_id: str = ""
-    """A name that changes whenever weights, adapters or configuration do: with it, what cannot be
-    identified is shared and kept on disk all the same. Peers must have the same."""
+    """A name that changes whenever weights, adapters or configuration do. It allows sharing and
+    storing on disk if these cannot be identified. Peers must have the same."""
     listen: list[str] = field(default_factory=list)
-    """Where this engine serves its blocks: `tcp://IP:PORT`; `unix:///PATH` to peers on the host,
-    which read its memory in place; `nixl://IP:PORT` to peers that read it by NIXL. Rank `r` adds
-    `r` to the port or `.r` to the path."""
+    """Addresses at which this engine serves its blocks. `tcp://IP:PORT`; `unix:///PATH` for peers
+    on the host, which read its memory in place; `nixl://IP:PORT` for peers that read it by NIXL.
+    Rank `r` adds `r` to the port or `.r` to the path."""
     peers: list[str] = field(default_factory=list)
-    """The engines whose blocks may be taken, as they are told to listen; likewise by rank."""
+    """The `listen` addresses of engines whose blocks may be loaded; by rank in the same way."""
     peers_dir: str = ""
-    """Folder that all engines can read and write, where those that listen tell of themselves, and
-    all find each other. Empty: none."""
+    """Folder for discovery, writable by all engines: engines that listen publish their addresses
+    there, and all engines read them. Empty: none."""
     peer_keys_max: int = 1 << 20
-    """Keys of all peers together that look-ups know, for each rank; 62 bytes each."""
+    """Maximum keys of all peers together in the index for look-ups, per rank; 62 bytes each."""
     follow: bool = False
-    """Tells the workers which keys the device caches (`SlipstreamConnector.mirror`)."""
+    """Publishes the keys cached on the device to the workers (`SlipstreamConnector.mirror`)."""
     hooks: bool = True
-    """False: reads KV events, or compares all cached keys now and then."""
+    """False: reads KV events, or compares all cached keys periodically."""
     keys_max: int = 2048
-    """Keys told in one message; bounds what a snapshot costs in one step."""
+    """Maximum keys per message; bounds the cost of a snapshot per step."""
     stats_interval_s: float = 0.5
-    """How often counts are given to vLLM's metrics, seconds."""
+    """Interval at which counts are passed to vLLM's metrics, seconds."""
 
 
 WEIGHTS = ("full", "sampled", "model_id")
@@ -76,7 +76,7 @@ POSITIVE = (
     "load_deadline_s",
     "keys_max",
 )
-"""Options that make no sense at 0."""
+"""Options that must be above 0."""
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -85,7 +85,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
     Raises
     ------
     OptionError
-        If any is unknown, or of a wrong type or size.
+        If any is unknown, or has a wrong type or size.
     """
     defaults = Options()
     known: dict[str, Any] = {
@@ -98,7 +98,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
             wrong.append(f"`{name}` is unknown")
             continue
         kind = type(known[name])
-        # `True` is an int to Python, but not to whoever wrote the configuration.
+        # In Python `True` is an int, but in a configuration it is a mistake.
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
@@ -124,10 +124,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 def of_engine(options: Options, index: int, ranks: int) -> Options:
-    """Return the options of one of several engines of `ranks` ranks that were given the same ones.
+    """Return the options of one of several engines of `ranks` ranks with a common configuration.
 
-    Engines of one data-parallel group may be on one host, where each needs addresses and a folder
-    of its own. The first has what was given.
+    Engines of one data-parallel group may be on one host, where each needs its own addresses and
+    folder. The first engine has the given ones.
     """
     if index == 0:
         return options
@@ -136,12 +136,12 @@ def of_engine(options: Options, index: int, ranks: int) -> Options:
 
 
 def of_rank(addresses: list[str], rank: int) -> list[str]:
-    """Return where rank `rank` of an engine at these addresses is.
+    """Return the addresses of rank `rank` of an engine at these addresses.
 
     Raises
     ------
     OptionError
-        If an address is neither `tcp://IP:PORT`, `nixl://IP:PORT` nor `unix:///PATH`.
+        If an address is not `tcp://IP:PORT`, `nixl://IP:PORT` or `unix:///PATH`.
     """
     found = []
     for address in addresses:
@@ -149,10 +149,11 @@ def of_rank(addresses: list[str], rank: int) -> list[str]:
         if address.startswith("unix:///"):
             found.append(f"{address}.{rank}" if rank else address)
         elif address.startswith(("tcp://", "nixl://")) and port.isdecimal():
-            # Port 0 is whichever is free.
+            # With port 0 the system chooses a free port.
             found.append(f"{host}:{int(port) + rank if int(port) else 0}")
         else:
             raise OptionError(
-                f"`{address}` is no address; write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH"
+                f"`{address}` is not a valid address; "
+                "write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH"
             )
     return found

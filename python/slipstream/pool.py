@@ -1,11 +1,11 @@
-"""What a block pool caches, followed change by change.
+"""Follows the keys of a block pool change by change.
 
 vLLM offers no listener for its `BlockPool`. Blocks that a request has filled get their keys in
-`cache_full_blocks`, one call per request: `FilledFeed` wraps it, which is all that saving takes.
-`PoolFeed` keeps an index of all keys: every key is added by `_insert_block_hash` and dropped by
-`_remove_cached_block_hashes`, and all are dropped by `reset_prefix_cache` (vLLM 0.33,
-`vllm/v1/core/block_pool.py`). This module does not import vLLM: any object with these methods will
-do.
+`cache_full_blocks`, one call per request: `FilledFeed` wraps it, which suffices for saving.
+`PoolFeed` keeps an index of all keys: every key is added by `_insert_block_hash` and removed by
+`_remove_cached_block_hashes`, and `reset_prefix_cache` removes all of them (vLLM 0.33,
+`vllm/v1/core/block_pool.py`). This module does not import vLLM: any object with these methods is
+accepted.
 """
 
 import inspect
@@ -26,25 +26,25 @@ RESYNC = "resync"
 NOTHING = "nothing"
 
 CHECK_STEPS = 256
-"""How often the number of keys is compared with the pool's: one look at two numbers."""
+"""Steps between comparisons of the number of keys with the pool's, which reads two numbers."""
 
 RESYNC_STEPS = 256
-"""Without hooks, all keys are compared once in so many steps: at 0.1 ms per 1,000 keys and 7 ms a
-step that stays near 0.1 % of the time for 16,000 keys, and readers are at most 2 s behind."""
+"""Without hooks, all keys are compared once per this many steps. At 0.1 ms per 1,000 keys and 7 ms
+per step this takes about 0.1 % of the time for 16,000 keys, and readers are at most 2 s behind."""
 
 LATE_MAX = 64
-"""Keys that a comparison found and that one step tells as new; 16,384 from one comparison to the
-next. So many blocks are copied in one step that they do not show beside its forward pass."""
+"""Maximum keys found by a comparison that one step reports as new; 16,384 between comparisons. The
+copies of this many blocks in one step are negligible compared with its forward pass."""
 
 Log = list[bytes | int | None]
-"""Changes in their order: a key and the id of the block that holds it now, or that id's complement
-(`~id`) where it no longer does; `None` where all keys were dropped."""
+"""Changes in order: a key and the id of the block that now holds it, or that id's complement
+(`~id`) if the block no longer holds it; `None` if all keys were dropped."""
 
 NO_KEYS: tuple[list[bytes], list[int]] = ([], [])
-"""Never changed."""
+"""Immutable."""
 
 Step = tuple[bytes | None, list[bytes], list[int]]
-"""The message for who follows the keys, if any; new keys, and the blocks that hold them."""
+"""The message for followers, if any; new keys, and the blocks that hold them."""
 
 
 FILL_PARAMETERS = (
@@ -56,26 +56,26 @@ FILL_PARAMETERS = (
     "kv_cache_group_id",
     "block_mask",
 )
-"""What `cache_full_blocks` takes, in this order."""
+"""The parameters of `cache_full_blocks`, in order."""
 
 PARAMETERS = {
     "_insert_block_hash": ("block_hash_with_group_id", "block", "num_tokens"),
     "_remove_cached_block_hashes": ("block",),
 }
-"""What the hooked methods take, by name: callers may use the names."""
+"""The parameters of the hooked methods: callers may use their names."""
 
 
 class HookError(Exception):
-    """The pool cannot be followed change by change; the text says why."""
+    """The pool cannot be followed change by change; the text gives the reason."""
 
 
 def install_hooks(pool: Any, log: Log) -> None:
-    """Record the pool's changes in `log`, as `KeySet.apply` takes them.
+    """Record the pool's changes in `log`, in the format of `KeySet.apply`.
 
     Raises
     ------
     HookError
-        If the pool lacks one of the methods, or does not let them be replaced.
+        If the pool lacks one of the methods, or does not allow replacing them.
     """
     try:
         insert = pool._insert_block_hash
@@ -85,11 +85,11 @@ def install_hooks(pool: Any, log: Log) -> None:
         raise HookError(str(error)) from error
     for name, method in (("_insert_block_hash", insert), ("_remove_cached_block_hashes", remove)):
         if tuple(inspect.signature(method).parameters) != PARAMETERS[name]:
-            raise HookError(f"`{name}{inspect.signature(method)}` takes other arguments than known")
+            raise HookError(f"`{name}{inspect.signature(method)}` has unknown arguments")
     append = log.append
 
     # Called once per block on the engine's critical path: two appends, and no object that the
-    # garbage collector follows.
+    # garbage collector tracks.
     def insert_and_log(
         block_hash_with_group_id: bytes, block: Any, num_tokens: int | None = None
     ) -> None:
@@ -100,7 +100,7 @@ def install_hooks(pool: Any, log: Log) -> None:
     def remove_and_log(block: Any) -> list[bytes]:
         removed: list[bytes] = remove(block)
         if removed:
-            # The list itself is not kept: so many more objects would make the garbage collector
+            # The list itself is not kept: that many more objects would make the garbage collector
             # run more often.
             for key in removed:
                 append(key)
@@ -110,7 +110,7 @@ def install_hooks(pool: Any, log: Log) -> None:
     def reset_and_log(*args: Any, **kwargs: Any) -> bool:
         done: bool = reset(*args, **kwargs)
         if done:
-            # What was logged before is void, and may be long.
+            # Earlier entries are void, and may be many.
             log.clear()
             append(None)
         return done
@@ -132,7 +132,7 @@ def fill_method(pool: Any) -> Fill:
     Raises
     ------
     HookError
-        If it has none that takes what is known.
+        If it has none with the known parameters.
     """
     try:
         method: Fill = pool.cache_full_blocks
@@ -140,12 +140,12 @@ def fill_method(pool: Any) -> Fill:
         raise HookError(str(error)) from error
     parameters = inspect.signature(method).parameters
     if tuple(parameters) != FILL_PARAMETERS:
-        raise HookError(f"`cache_full_blocks` takes other arguments than known: {[*parameters]}")
+        raise HookError(f"`cache_full_blocks` has unknown arguments: {[*parameters]}")
     return method
 
 
 def set_fill_method(pool: Any, method: Fill) -> None:
-    """Have the pool call this one instead."""
+    """Replace a method of the pool."""
     try:
         pool.cache_full_blocks = method
     except (AttributeError, TypeError) as error:
@@ -158,7 +158,7 @@ def install_fill_hook(pool: Any, log: list[Any]) -> None:
     Raises
     ------
     HookError
-        If the pool lacks the method, or does not let it be replaced.
+        If the pool lacks the method, or does not allow replacing it.
     """
     cache = fill_method(pool)
     append, extend = log.append, log.extend
@@ -191,12 +191,12 @@ def install_fill_hook(pool: Any, log: list[Any]) -> None:
 
 
 def install_run_hook(pool: Any, runs: "deque[Run]") -> None:
-    """Append to `runs` which tokens of which request are in blocks that get a key.
+    """Append to `runs` the tokens, with their request, of blocks that get a key.
 
     Raises
     ------
     HookError
-        If the pool lacks the method, or does not let it be replaced.
+        If the pool lacks the method, or does not allow replacing it.
     """
     cache = fill_method(pool)
 
@@ -227,26 +227,27 @@ def install_run_hook(pool: Any, runs: "deque[Run]") -> None:
 
 
 Run = tuple[Any, int, int, int, int]
-"""A request, its first block of a run and the one after the last, their tokens, and their group."""
+"""A request, the first block of a run and the one after its last, their tokens, and their group."""
 
 
 class FilledFeed:
-    """Follows which blocks of a pool are filled, as saving them takes, and keeps no index.
+    """Follows the filled blocks of a pool, which suffices for saving them, and keeps no index.
 
-    `stored` has what each rank's store holds: what all have is not saved again. `tokens` is the
-    size of each group's blocks where vLLM caches some that are not full, else empty. `slow` builds
-    the steps that have more than blocks to save, and those that preempt requests `by_priority`.
+    `stored` has the keys that each rank's store holds: blocks that all of them hold are not saved
+    again. `tokens` is the size of each group's blocks if vLLM caches some partial ones, else empty.
+    `slow` builds the steps that have other work than saving blocks, and those that preempt requests
+    `by_priority`.
 
-    What a step saves has its content once the forward pass of that step has run: a key enters the
-    pool in the step whose pass computes its block, when the output of that pass is taken (where
-    steps are scheduled ahead of outputs), or when a load has ended; and a block that is given to
-    another request loses its key before. A block is saved if it has a key when the step has been
+    The blocks that a step saves have their content once the forward pass of that step has run. A
+    key enters the pool in the step whose pass computes its block, when the output of that pass is
+    taken (if steps are scheduled ahead of outputs), or when a load has ended. A block that is given
+    to another request loses its key before. A block is saved if it has a key when the step has been
     planned.
 
     Raises
     ------
     HookError
-        If the pool does not have what this takes.
+        If the pool lacks a required method.
     """
 
     mode = FILLS
@@ -268,7 +269,7 @@ class FilledFeed:
         self._blocks = FilledBlocks(self._log, pool, stored, list(tokens), slow, by_priority)
         self.wants_new = saves
         self.uncomputed_total = 0
-        """Blocks whose keys were dropped, as a request was planned and preempted in one step."""
+        """Blocks whose keys were dropped: one step planned and preempted their request."""
         self.build = self._blocks.build
         self.build_with = self._blocks.build_with
         if saves:
@@ -276,20 +277,20 @@ class FilledFeed:
         logger.info("slipstream: follows the blocks that are filled by a hook")
 
     def call_slow(self, pending: bool) -> None:
-        """Have `slow` build the next step, and those after it until this is set back."""
+        """Let `slow` build all steps until this is set to false."""
         self._blocks.pending = pending
 
     @property
     def log_errors_total(self) -> int:
-        """Steps whose blocks could not be read."""
+        """Number of steps whose blocks could not be read."""
         return self._blocks.errors_total
 
     def drop_uncomputed(self, computed: Set[int]) -> None:
-        """Take the keys of the step's blocks out of the pool that nothing computes.
+        """Remove the keys of the step's blocks that no pass computes from the pool.
 
-        `computed` are the blocks that are whole once the step's forward pass is done. Where vLLM
+        `computed` are the blocks that are whole once the step's forward pass is done. If vLLM
         schedules by priority, it may plan a request and preempt it in one step, and leaves the keys
-        of its blocks in the pool: another request that hit them would read other tokens' KV.
+        of its blocks in the pool. Another request that hits them would read other tokens' KV.
         """
         uncomputed = {block.block_id for block in self._log} - computed
         blocks = self._pool.blocks
@@ -304,28 +305,30 @@ def cached(pool: Any) -> dict[bytes, Any]:
 
 
 def block_ids(value: Any) -> Iterable[int]:
-    """Return the ids of the blocks that a value of the pool's map stands for."""
+    """Return the ids of the blocks in a value of the pool's map."""
     return value if isinstance(value, dict) else (value.block_id,)
 
 
 class PoolFeed:
     """Keeps a `KeySet` equal to the keys of a pool.
 
-    `mode` tells how: `hooks` (each change is seen), `events` (the pool's KV events are read, at 20
-    times the cost), `resync` (all keys are compared now and then) or `nothing` (the pool's keys
-    cannot be read); `reason` says why not a better one. `keys_max` bounds what one message tells.
-    `wants_new` has `step` tell which keys are new and where.
+    `mode` is one of: `hooks` (each change is seen), `events` (the pool's KV events are read, at 20
+    times the cost), `resync` (all keys are compared periodically) or `nothing` (the pool's keys
+    cannot be read). `reason` explains why no better mode is possible. `keys_max` bounds the keys of
+    one message. With `wants_new`, `step` returns the new keys and their blocks.
 
-    What `step` tells as new has its content once the forward pass of that step has run, by this:
+    The blocks that `step` reports as new have their content once the forward pass of that step has
+    run, for these reasons:
 
     - A key enters the pool in the step whose pass computes its block, or when a load has ended.
-    - A block that is given to another request loses its key before, so a key that is in the pool's
-      map when a step has been planned names a block that no earlier step has overwritten. Keys
-      from events and comparisons are looked up in that map in the step that tells them.
-    - A request may be planned and then preempted in one step, where vLLM schedules by priority
-      (`by_priority`). Its keys of that step are in the map, and nothing computes their blocks.
-      `step` is told then which blocks are computed, drops the others' keys from the pool, and does
-      not tell them. Comparisons see them too late, so in that mode nothing is told as new.
+    - A block that is given to another request loses its key before. A key that is in the pool's
+      map when a step has been planned therefore names a block that no earlier step has overwritten.
+      Keys from events and comparisons are looked up in that map in the step that reports them.
+    - A request may be planned and then preempted in one step if vLLM schedules by priority
+      (`by_priority`). Its keys of that step are in the map, and no pass computes their blocks.
+      The caller then passes the computed blocks to `step`, which drops the other blocks' keys from
+      the pool, and does not report them. Comparisons see them too late, so in that mode no key is
+      reported as new.
 
     Source: vLLM 0.33, `Scheduler.schedule` and `BlockPool`.
     """
@@ -342,7 +345,7 @@ class PoolFeed:
         self.keys = KeySet(len(pool.blocks))
         self.wants_new = wants_new
         self.uncomputed_total = 0
-        """Blocks whose keys were dropped, as a request was planned and preempted in one step."""
+        """Blocks whose keys were dropped: one step planned and preempted their request."""
         self._by_priority = by_priority
         self.mode = HOOKS
         self.reason = ""
@@ -361,7 +364,7 @@ class PoolFeed:
             self.mode, self.reason = EVENTS, str(error)
         self._queue: list[Any] = []
         self._queue_read = 0
-        # Of comparisons: what the last one saw, and what is to be told as new by and by.
+        # State of comparisons: the keys of the last one, and keys to report as new in later steps.
         self._known: set[bytes] = set()
         self._late: deque[bytes] = deque()
         try:
@@ -372,7 +375,7 @@ class PoolFeed:
             return
         if self.mode == EVENTS:
             if getattr(pool, "enable_kv_cache_events", False):
-                # What came before is in the pool's map.
+                # Earlier keys are in the pool's map.
                 self._queue = pool.kv_event_queue
                 self._queue_read = len(self._queue)
                 logger.warning(
@@ -394,7 +397,7 @@ class PoolFeed:
             "slipstream: DEGRADED: compares all cached keys every %d steps and %s, because the "
             "block pool cannot be followed (%s); use a vLLM version that docs/connector.md lists",
             RESYNC_STEPS,
-            "saves no blocks, as with priority scheduling it cannot tell which were computed"
+            "saves no blocks, as with priority scheduling it cannot know which were computed"
             if self._by_priority
             else "saves blocks that late",
             reason,
@@ -409,9 +412,9 @@ class PoolFeed:
         )
 
     def step(self, computed: Set[int] | None = None) -> Step | None:
-        """Take what changed since the last step. `None` if there is nothing to tell.
+        """Return the changes since the last step. `None` if there are none.
 
-        `computed` is given where the step has preempted requests that it may have planned before:
+        `computed` is given if the step has preempted requests that it may have planned before:
         the blocks that are whole once its forward pass is done.
         """
         self._steps += 1
@@ -448,13 +451,13 @@ class PoolFeed:
             new = self._drop(uncomputed, new)
         if self._steps % CHECK_STEPS == 0 and self.mode != RESYNC:
             held, there = len(self.keys), len(cached(self._pool))
-            # What was dropped just now is told in the next step.
+            # Keys that were just dropped are reported in the next step.
             if held != there and not uncomputed:
                 self._start_over(f"{held} keys are known of the {there} in the block pool")
         return None if message is None and not new[0] else (message, new[0], new[1])
 
     def _stored_blocks(self, keys: list[bytes]) -> set[int]:
-        """Return the blocks that this step's changes gave a key, or all that hold these keys."""
+        """Return the blocks that got a key in this step, or all that hold these keys."""
         if self.mode is HOOKS:
             return {entry for entry in self._log if isinstance(entry, int) and entry >= 0}
         held = cached(self._pool)
@@ -463,7 +466,7 @@ class PoolFeed:
     def _drop(
         self, uncomputed: Set[int], new: tuple[list[bytes], list[int]]
     ) -> tuple[list[bytes], list[int]]:
-        """Take the keys of blocks that nothing computes out of the pool and of what is new."""
+        """Remove the keys of blocks that no pass computes from the pool and from the new ones."""
         blocks = self._pool.blocks
         self.uncomputed_total += sum(blocks[n].block_hash is not None for n in uncomputed)
         self._pool.evict_blocks(uncomputed)
@@ -471,7 +474,7 @@ class PoolFeed:
         return [key for key, _ in good], [block for _, block in good]
 
     def flush(self) -> None:
-        """Bring `keys` up to date without building a message."""
+        """Update `keys` without building a message."""
         if self.mode == EVENTS:
             self._read_events()
         if self.mode == RESYNC:
@@ -484,11 +487,10 @@ class PoolFeed:
         self._resync()
 
     def _read_events(self) -> tuple[list[bytes], list[int]]:
-        """Read the pool's KV events from where the last step ended; return new keys and blocks.
+        """Read the pool's KV events since the last step; return new keys and blocks.
 
-        vLLM takes the queue between steps by putting a new list in its place, so the rest of the
-        old one is read first. Whether a key that was removed is still held by another block, the
-        pool's map tells.
+        vLLM takes the queue between steps by replacing it with a new list, so the rest of the
+        old one is read first. The pool's map shows whether another block still holds a removed key.
         """
         events = self._queue[self._queue_read :]
         if self._pool.kv_event_queue is not self._queue:
@@ -504,7 +506,7 @@ class PoolFeed:
                 self._log.append(None)
                 keys, blocks = [], []
                 continue
-            # Connectors add events of their own, of other media, when the queue is taken.
+            # Connectors add their own events, of other media, when the queue is taken.
             if kind not in ("BlockStored", "BlockRemoved") or event.medium != self._pool.medium:
                 continue
             group = (event.group_idx or 0).to_bytes(4, "big")
@@ -518,7 +520,7 @@ class PoolFeed:
                     return [], []
                 key = block_hash + group
                 block = one_block(key)
-                # One holder stands for all: the event does not say which block it is of.
+                # One holder stands for all: the event does not name the block.
                 self._log += (key, 0 if block is not None else ~0)
                 if kind == "BlockStored" and block is not None and self.wants_new:
                     keys.append(key)
@@ -526,7 +528,7 @@ class PoolFeed:
         return keys, blocks
 
     def _resync(self) -> None:
-        """Take all keys of the pool anew. Costs O(keys); a consumer gets a new snapshot."""
+        """Read all keys of the pool again. Costs O(keys); a consumer gets a new snapshot."""
         self.resyncs_total += 1
         self._log.clear()
         fresh: Log = [None]
@@ -542,12 +544,12 @@ class PoolFeed:
         self.keys.apply(fresh)
 
     def _compare(self) -> None:
-        """Log what came and went since the last comparison. Costs O(keys)."""
+        """Log the changes since the last comparison. Costs O(keys)."""
         self.resyncs_total += 1
         there = cached(self._pool)
         for key in self._known - there.keys():
             self._log += (key, ~0)
-        # In the pool's order, which is that of prompts: a prefix is saved before what follows it.
+        # In the pool's order, which is that of prompts: a prefix is saved before its continuation.
         new = [key for key in there if key not in self._known]
         for key in new:
             self._log += (key, 0)
@@ -556,12 +558,12 @@ class PoolFeed:
             self._late = deque(dict.fromkeys((*(k for k in self._late if k in there), *new)))
 
     def _tell_late(self) -> tuple[list[bytes], list[int]]:
-        """Return keys that a comparison found and that are in the pool still, and their blocks."""
+        """Return keys found by a comparison that are still in the pool, and their blocks."""
         one_block = self._pool.cached_block_hash_to_block.get_one_block
         keys, blocks = [], []
         for _ in range(min(LATE_MAX, len(self._late))):
             key = self._late.popleft()
-            # It may be gone, or be held by another block than when it was found.
+            # The key may have been removed, or be held by another block than when it was found.
             block = one_block(key)
             if block is not None:
                 keys.append(key)
@@ -570,12 +572,12 @@ class PoolFeed:
 
 
 def self_test_fills(pool: Any) -> None:
-    """Check on a small pool of the same class that its blocks are read as its map shows them.
+    """Check on a small pool of the same class that its filled blocks match its map.
 
     Raises
     ------
     HookError
-        If they are not.
+        If they do not.
     """
     try:
         probe = type(pool)(num_gpu_blocks=6, enable_caching=True, hash_block_size=16)
@@ -602,7 +604,7 @@ def self_test_fills(pool: Any) -> None:
             keys = [hashes[at] + bytes(4) for at, _ in expected]
             ids = [block.block_id for _, block in expected]
             if feed.errors_total or (meta.save_keys, meta.save_blocks) != (keys, ids):
-                raise HookError(f"the self-test saw other blocks after {what}")
+                raise HookError(f"the self-test saw wrong blocks after {what}")
             if not set(keys) <= set(cached(probe)):
                 raise HookError("the self-test's keys did not reach the pool's map")
 
@@ -619,13 +621,13 @@ def self_test_fills(pool: Any) -> None:
         check([], "a flush")
     except HookError:
         raise
-    # As above: another version's pool is not the one known, whatever it raises.
+    # As above: any exception here means that the pool of another vLLM version is unsupported.
     except Exception as error:
         raise HookError(f"the self-test failed: {type(error).__name__}: {error}") from error
 
 
 def self_test(pool: Any) -> None:
-    """Check on a small pool of the same class that the hooks see what its map shows.
+    """Check on a small pool of the same class that the hooks see the changes of its map.
 
     Raises
     ------
@@ -643,7 +645,7 @@ def self_test(pool: Any) -> None:
         def check(what: str) -> None:
             keys.apply(log)
             if set(keys.keys()) != set(cached(probe)):
-                raise HookError(f"the self-test saw another set of keys after {what}")
+                raise HookError(f"the self-test saw a wrong set of keys after {what}")
 
         probe._insert_block_hash(first, blocks[0], num_tokens=16)
         probe._insert_block_hash(first, blocks[1], num_tokens=16)
@@ -663,6 +665,6 @@ def self_test(pool: Any) -> None:
             raise HookError("the self-test's flush was not seen")
     except HookError:
         raise
-    # Whatever another vLLM version raises here means that its pool is not the one known.
+    # Any exception here means that the pool of another vLLM version is unsupported.
     except Exception as error:
         raise HookError(f"the self-test failed: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""What the worker half needs of a store of blocks; any object with these methods will do.
+"""The store interface of the worker half; any object with these methods is accepted.
 
 This module does not import vLLM.
 """
@@ -6,21 +6,21 @@ This module does not import vLLM.
 from typing import Protocol
 
 Loaded = tuple[int, list[int], str]
-"""How a load ended: its number; the places in its keys of the blocks that did not come, or not as
-they were stored; and why, as a label of the metrics. Each load ends exactly once, at its deadline
-at the latest."""
+"""The end of a load: its number; the indexes of keys whose blocks did not arrive, or not as
+they were stored; and the reason, as a label of the metrics. Each load ends exactly once, at its
+deadline at the latest."""
 
 
 class Store(Protocol):
     """Blocks of one rank by key, in host memory, on disk and at peers.
 
-    All methods but `wait` return at once.
+    All methods except `wait` return at once.
     """
 
     def put(self, keys: list[bytes], data: memoryview) -> int:
-        """Take the blocks that it has not, from `data`, one block after the other.
+        """Store the blocks that it does not have, from `data`, one block after the other.
 
-        `data` may be written again when this returns. Returns how many blocks it has now.
+        `data` may be overwritten after the return. Returns the number of these blocks now held.
         """
 
     def load(
@@ -31,38 +31,38 @@ class Store(Protocol):
         into: memoryview,
         deadline_s: float,
     ) -> None:
-        """Begin to write the blocks into `into`, one after the other.
+        """Start to write the blocks into `into`, one after the other.
 
-        `sources` names for each key who is said to hold it; the empty name is this store.
+        `sources` names the holder of each key; the empty name is this store.
         Nothing is written after the load's end was reported.
         """
 
     def wait(self, timeout_s: float) -> list[Loaded]:
-        """Wait for loads to end, without the interpreter's lock; none at the timeout."""
+        """Wait for loads to end, without the interpreter's lock; returns none at the timeout."""
 
     def take_message(self) -> bytes | None:
-        """Return what changed in the set of keys held here, as `KeyMirror.apply` takes it."""
+        """Return changes in the set of keys held here, in the format of `KeyMirror.apply`."""
 
     def take_tier_message(self) -> tuple[str, bytes] | None:
-        """Return what changed in one tier, and its name, if it was asked for; for KV events."""
+        """Return changes in one tier, and its name, if enabled; for KV events."""
 
     def request_snapshot(self) -> None:
-        """Tell all keys anew in the messages to come."""
+        """Publish all keys again in later messages."""
 
     def counters(self) -> dict[str, int]:
         """Return totals since the start, by metric name."""
 
     def reset(self) -> None:
-        """Forget all blocks. Loads under way fail."""
+        """Drop all blocks. Loads in progress fail."""
 
     def detach(self) -> None:
-        """Forget the blocks in memory, and use neither disk nor peers from now on."""
+        """Drop the blocks in memory, and use neither disk nor peers from now on."""
 
     def address(self) -> str:
-        """`host:port` where peers reach this store; empty if they cannot."""
+        """`host:port` at which peers connect to this store; empty if they cannot."""
 
     def close(self) -> None:
-        """End all threads and connections; loads under way fail.
+        """Stop all threads and connections; loads in progress fail.
 
-        Blocks that wait for the disk are written first, as far as a limit of time allows.
+        Blocks that wait for the disk are written first, within a time limit.
         """

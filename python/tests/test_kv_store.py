@@ -19,7 +19,7 @@ from slipstream._native import Store, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.nixl import find_library, is_wanted
 from slipstream.options import OptionError, Options, of_engine, of_rank, read_options
-from slipstream.told import TIERS, TierEvents
+from slipstream.published import TIERS, TierEvents
 
 BLOCK = 4096
 

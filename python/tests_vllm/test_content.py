@@ -132,7 +132,7 @@ def test_one_row_of_an_embedding_is_seen_by_the_full_digest(tmp_path: Path) -> N
     ("changes", "text"),
     [
         ({"model": "nobody/no-such-model"}, "nobody/no-such-model were not found"),
-        ({"load_format": "dummy"}, "load format dummy are in no files"),
+        ({"load_format": "dummy"}, "load format dummy are not stored in files"),
         ({"load_format": "pt"}, "has no weights of load format pt"),
         ({"lora_config": SimpleNamespace()}, "LoRA adapter"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "scales of the KV cache"),

@@ -52,8 +52,8 @@ def behind_a_bad_network(**extra: Any) -> Iterator[tuple[Rig, Rig, Proxy]]:
     ("fault", "reason", "lost", "computed", "text"),
     [
         # One block is damaged; those before it are kept.
-        (flip(5 * BLOCK_BYTES + 100), "checksum", 1, BLOCKS - 5, "look at memory and network"),
-        (flip(0), "checksum", BLOCKS, BLOCKS, "look at memory and network"),
+        (flip(5 * BLOCK_BYTES + 100), "checksum", 1, BLOCKS - 5, "check memory and network"),
+        (flip(0), "checksum", BLOCKS, BLOCKS, "check memory and network"),
         # The peer stops, or goes, in the middle of the sixth block.
         (
             short(5 * BLOCK_BYTES + 9, "stall"),
@@ -250,16 +250,16 @@ def test_messages_about_keys_that_make_no_sense_are_counted_and_asked_for_again(
     wait_saved(rig)
     step_until_stored(rig, BLOCKS)
     half = rig.connector.scheduler
-    # A minute passes from one look at the clock to the next: every warning is logged.
+    # Each read of the clock is a minute later: every warning is logged.
     minutes = itertools.count(0.0, 60.0)
     half._limited = LimitedLog(logging.getLogger("slipstream.vllm"), lambda: next(minutes))
 
     def tell(*messages: bytes) -> None:
-        half.heard(SlipstreamWorkerMetadata({0: list(messages)}), set())
+        half.apply(SlipstreamWorkerMetadata({0: list(messages)}), set())
 
     def check_mended(errors: int, text: str) -> None:
         assert half.counts["message_errors"] == errors and text in caplog.text
-        # Nothing is believed until the store has told everything again.
+        # Nothing is trusted until the store has published all keys again.
         for _ in range(1_000_000):
             if half.stored[0].is_trusted and len(half.stored[0]) == BLOCKS:
                 break
@@ -268,14 +268,14 @@ def test_messages_about_keys_that_make_no_sense_are_counted_and_asked_for_again(
         assert run(rig, prompt) == 0
         caplog.clear()
 
-    # A snapshot of an earlier life changes nothing, and is no error.
+    # A snapshot of an earlier life is ignored, and is no error.
     tell(*stale)
     check_mended(0, "")
     _, second, third = stream(36, 1, 2, 3)
     tell(third)
-    check_mended(1, "rank 0 has to tell its keys anew: out-of-order key message")
+    check_mended(1, "snapshot of the keys of rank 0: out-of-order key message")
     tell(second[:-1])
-    check_mended(2, "ask for a snapshot")
+    check_mended(2, "request a snapshot")
     tell(second[:20] + b"?" + second[21:])
-    check_mended(3, "damaged on its way")
+    check_mended(3, "damaged in transit")
     rig.close()

@@ -722,7 +722,7 @@ def test_comparisons_under_priorities_save_nothing_and_say_so(
     monkeypatch.setattr(pool_module, "RESYNC_STEPS", 2)
     with caplog.at_level("WARNING", "slipstream.vllm"):
         rig = Rig(num_blocks=64, extra={"hooks": False}, scheduling="priority", **OURS)
-    assert "saves no blocks, as with priority scheduling it cannot tell" in caplog.text
+    assert "saves no blocks, as with priority scheduling it cannot know" in caplog.text
     prompt = rig.tokens(BLOCK * 12 + 5)
     rig.add(prompt, max_tokens=7)
     rig.drain()

@@ -1,6 +1,6 @@
 """The connector for vLLM: `--kv-transfer-config` with `kv_connector_module_path: slipstream.vllm`.
 
-Raises `ImportError` where vLLM is missing or of a version that was not tested.
+Raises `ImportError` if vLLM is missing or has an untested version.
 """
 
 from slipstream.vllm.version import check_version

@@ -1,7 +1,7 @@
 """A rank's KV cache as bytes by block: gathered for a save, scattered after a load.
 
-A block's bytes are those of all layers of its group one after the other, each as it lies in its
-cache, so two ranks can exchange them if their caches are laid out alike (`Blocks.layout` says how).
+A block's bytes are those of all layers of its group one after the other, each in its cache's
+memory order. Two ranks can exchange them if their caches have the same layout (`Blocks.layout`).
 Groups may share memory: a block id belongs to one group at a time.
 """
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 COPY_BYTES = 64 << 20
-"""Copied between device and host in one go: what a copy takes of the device's memory, beside the
+"""Maximum bytes per copy between device and host: device memory that copies use in addition to the
 cache's."""
 
 
 class ReleasedError(RuntimeError):
-    """The KV cache has no memory, as the engine sleeps."""
+    """The KV cache has no memory, because the engine sleeps."""
 
 
 class LayoutError(ValueError):
-    """The KV cache does not lie in memory block by block; the text says which layer."""
+    """The KV cache is not stored in memory block by block; the text names the layer."""
 
 
 class GroupBlocks:
@@ -49,8 +49,8 @@ class GroupBlocks:
             seen.add(place)
             self.views += [as_bytes(part, num_blocks, name) for part in by_block(cache, num_blocks)]
             shapes.append(f"{tuple(cache.shape[1:])}/{tuple(cache.stride()[1:])}")
-        # Where ranks share the layers, one may have none of a group. It keeps a byte, so that it
-        # tells of the group's keys as the others do.
+        # If ranks share the layers, one may have none of a group. It keeps a byte, so that it
+        # publishes the group's keys like the others.
         self.block_bytes = sum(view.shape[1] for view in self.views) or 1
         repeats = len(shapes) if len(set(shapes)) == 1 else 0
         self.layout = f"{repeats}x{shapes[0]}" if repeats else " ".join(shapes) or "none"
@@ -77,7 +77,7 @@ class GroupBlocks:
 class Blocks:
     """The KV caches of one rank, all layers. Without `groups` they are one group.
 
-    What is gathered and scattered is one run of bytes: block after block, group after group.
+    Gathered and scattered data is one run of bytes: block after block, group after group.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Blocks:
         self.layout = ", ".join(group.layout for group in self.groups)
         self._cuda = self.device.type == "cuda"
         self.pins = self._cuda
-        """Host memory is pinned, which takes its time."""
+        """Whether host memory is pinned, which takes time."""
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         # Held while a thread writes to the caches.
         self._writing = threading.Lock()
         self.is_released = False
 
     def release(self) -> None:
-        """Let go of the caches for good: their memory is about to be taken away.
+        """Release the caches permanently: their memory is about to be freed.
 
-        Waits for a `scatter` under way; later ones, and `gather`, raise `ReleasedError`.
+        Waits for a `scatter` in progress; later ones, and `gather`, raise `ReleasedError`.
         """
         with self._writing:
             self.is_released = True
@@ -120,19 +120,19 @@ class Blocks:
             raise ReleasedError("the KV cache's memory was let go of, as the engine sleeps")
 
     def size(self, counts: Sequence[int]) -> int:
-        """Bytes of so many blocks of each group."""
+        """Total bytes of `counts` blocks of each group."""
         return sum(n * size for n, size in zip(counts, self.group_bytes, strict=True))
 
     def empty(self, counts: Sequence[int]) -> torch.Tensor:
-        """Host memory for so many blocks of each group."""
+        """Host memory for `counts` blocks of each group."""
         return self.staging(self.size(counts))
 
     def staging(self, size: int) -> torch.Tensor:
-        """Host memory of so many bytes, as copies to and from the device want it."""
+        """Host memory of `size` bytes, in the form that copies to and from the device require."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pins)
 
     def _parts(self, blocks: Sequence[list[int]], data: torch.Tensor) -> Any:
-        """For each group with blocks: it, their ids, and their place in `data`."""
+        """For each group with blocks: the group, their ids, and their place in `data`."""
         start = 0
         for group, ids in zip(self.groups, blocks, strict=True):
             end = start + len(ids) * group.block_bytes
@@ -144,8 +144,8 @@ class Blocks:
     def gather(self, blocks: Sequence[list[int]]) -> tuple[torch.Tensor, Any]:
         """Copy blocks of each group out of the cache, as of now on the device's current stream.
 
-        What is overwritten later does not matter, so the blocks need not be kept. On a device the
-        copy stays there; `fetch` brings it over.
+        Later writes to the blocks do not affect the copy, so they need not be kept. The copy of a
+        device's blocks stays there; `fetch` moves it to the host.
         """
         self._check_held()
         counts = [len(ids) for ids in blocks]
@@ -160,7 +160,7 @@ class Blocks:
         return out, self.now()
 
     def fetch(self, gathered: torch.Tensor, ready: Any) -> torch.Tensor:
-        """Bring what `gather` copied into host memory; waits for the device."""
+        """Copy the result of `gather` into host memory; waits for the device."""
         if self._stream is None:
             return gathered
         host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
@@ -172,7 +172,7 @@ class Blocks:
         return host
 
     def now(self) -> Any:
-        """Mark the point in the device's current stream that `scatter` has to come after."""
+        """Mark the point in the device's current stream after which `scatter` may run."""
         return torch.cuda.current_stream(self.device).record_event() if self._cuda else None
 
     def scatter(self, blocks: Sequence[list[int]], host: torch.Tensor, after: Any) -> None:
@@ -186,7 +186,7 @@ class Blocks:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(after)
                 for group, ids, part in self._parts(blocks, host):
-                    # Bit by bit: a whole load may be larger than what the device has left.
+                    # In steps: a whole load may be larger than the device's free memory.
                     step = max(1, COPY_BYTES // group.block_bytes)
                     for some, data in zip(ids.split(step), part.split(step), strict=True):
                         group.write(
@@ -197,7 +197,7 @@ class Blocks:
 
 
 def place_of(cache: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Tell two layers apart that do not share one cache."""
+    """Return a value that is equal for layers that share one cache."""
     return cache.data_ptr(), tuple(cache.shape), tuple(cache.stride())
 
 
@@ -234,7 +234,7 @@ def by_block(cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
 
 
 def as_bytes(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
-    """View the cache as `[blocks, bytes]`, whatever the order of dimensions inside a block."""
+    """View the cache as `[blocks, bytes]`, for any order of dimensions inside a block."""
     sizes, strides = cache.shape[1:], cache.stride()[1:]
     count = math.prod(sizes)
     reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1

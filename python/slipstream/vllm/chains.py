@@ -1,8 +1,8 @@
-"""KV events of blocks outside of the device, with their tokens and parents where those are known.
+"""KV events of blocks outside of the device, with their tokens and parents if known.
 
-An indexer that rebuilds chains from tokens (a router in front of several engines) needs of each
-block its tokens and the block before it. A store knows keys alone; what they stand for is noted
-when the pool gives a filled block its key, and read when the store has told that it has the block.
+An indexer that rebuilds chains from tokens (a router in front of several engines) needs the tokens
+of each block and the block before it. A store has only keys. Their tokens are recorded when the
+pool gives a filled block its key, and read when the store has published the key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from slipstream.pool import Run
 
 RUNS_MAX = 4096
-"""Runs of blocks that wait to be stored. A run keeps its request's tokens in memory."""
+"""Maximum runs of blocks that wait to be stored. A run keeps its request's tokens in memory."""
 
 LINKS_MAX = 1 << 16
-"""Blocks whose tokens are known, the latest ones: about 0.5 kB each."""
+"""Maximum blocks whose tokens are kept, the latest ones: about 0.5 kB each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,16 +35,16 @@ class Link:
     """One block of a chain."""
 
     parent: bytes | None
-    """The hash of the block before it; `None`: it opens the prompt."""
+    """The hash of the block before it; `None`: it is the first of the prompt."""
     tokens: array[int]
     extra_keys: tuple[Any, ...] | None
-    """What its hash is of besides tokens: adapter, images, salt."""
+    """Inputs of its hash in addition to tokens: adapter, images, salt."""
     lora_id: int | None
     lora_name: str | None
 
 
 class Chains:
-    """What the latest blocks stand for, by key."""
+    """The tokens and parents of the latest blocks, by key."""
 
     def __init__(self, runs: deque[Run], hash_tokens: int) -> None:
         self._runs = runs
@@ -54,7 +54,7 @@ class Chains:
     def _read_runs(self) -> None:
         while self._runs:
             request, first, end, size, group = self._runs.popleft()
-            # As `slipstream._native.Groups` finds a block's hash.
+            # Same rule as in `slipstream._native.Groups`.
             hashes, step = request.block_hashes, size // self._hash_tokens
             suffix = group.to_bytes(4, "big")
             lora = request.lora_request
@@ -76,7 +76,7 @@ class Chains:
     ) -> list[BlockStored]:
         """Return the events for blocks of one group, one for each run of a chain.
 
-        Blocks whose tokens are not known come last, in an event without tokens and parent.
+        Blocks whose tokens are unknown come last, in an event without tokens and parent.
         """
         self._read_runs()
         events: list[BlockStored] = []
@@ -99,7 +99,7 @@ class Chains:
 
 
 def in_chains(keys: list[bytes], links: OrderedDict[bytes, Link]) -> list[bytes]:
-    """Return the keys with each block before those that follow it, where both are there."""
+    """Return the keys with each block before its successors, if both are present."""
     there, placed, ordered = set(keys), set[bytes](), list[bytes]()
     for key in keys:
         chain: list[bytes] = []
@@ -115,14 +115,14 @@ def in_chains(keys: list[bytes], links: OrderedDict[bytes, Link]) -> list[bytes]
 
 
 def external(block_hash: bytes) -> Any:
-    """Return a block hash as vLLM's KV events name it."""
+    """Return a block hash in the format of vLLM's KV events."""
     return maybe_convert_block_hash(BlockHash(block_hash))
 
 
 def run_event(
     run: list[tuple[bytes, Link]], size: int, medium: str, group: int | None
 ) -> BlockStored:
-    """Return the event for blocks that follow each other."""
+    """Return the event for consecutive blocks."""
     first = run[0][1]
     return stored_event(
         [key for key, _ in run],
@@ -164,7 +164,7 @@ def stored_event(
 
 
 def removed_event(keys: list[bytes], medium: str, group: int | None) -> BlockRemoved:
-    """Return the event for blocks that are stored no longer."""
+    """Return the event for blocks that are no longer stored."""
     return BlockRemoved(
         block_hashes=[external(key[:-4]) for key in keys], medium=medium, group_idx=group
     )

@@ -1,8 +1,8 @@
 """`SlipstreamConnector`: both halves of a vLLM KV connector, as vLLM calls them.
 
-The scheduler half (`slipstream.vllm.scheduler`) follows the block pool change by change, so that
-a step costs what changed in it, however many blocks are cached. The worker half
-(`slipstream.vllm.worker`) saves and loads blocks beside the forward passes.
+The scheduler half (`slipstream.vllm.scheduler`) follows the block pool change by change, so
+the cost of a step depends on its changes, not on the number of cached blocks. The worker half
+(`slipstream.vllm.worker`) saves and loads blocks concurrently with the forward passes.
 
 Source of the interface: vLLM 0.33, `vllm/distributed/kv_transfer/kv_connector/v1/base.py`.
 """
@@ -55,7 +55,7 @@ logger = logging.getLogger("slipstream.vllm")
 class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves blocks to host memory and disk, and loads them from there or from other engines.
 
-    What it can be told by `kv_connector_extra_config`: `slipstream.options.Options`.
+    Its options in `kv_connector_extra_config`: `slipstream.options.Options`.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             parallel.data_parallel_index,
             parallel.world_size,
         )
-        # vLLM draws it once and gives it to all processes of an engine.
+        # vLLM draws it once and passes it to all processes of an engine.
         self._engine = f"{transfer.engine_id}, {parallel.data_parallel_index}"
         self._layout = read_groups(vllm_config, kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._scheduler: SchedulerHalf | None = None
-        # The weights have changed in this life; the workers have yet to be told.
+        # Whether the weights have changed in this life; the workers are notified in the next step.
         self._is_detached = False
         self._worker: WorkerHalf | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -107,72 +107,73 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerHalf:
-        """The scheduler half's state."""
+        """The scheduler half, in the process that has it."""
         if self._scheduler is None:
             raise RuntimeError("slipstream: this is the worker half")
         return self._scheduler
 
     @property
     def feed(self) -> FilledFeed | PoolFeed:
-        """The pool's keys, as the scheduler half knows them."""
+        """The pool's keys in the scheduler half."""
         feed = self.scheduler.feed
         if feed is None:
             raise RuntimeError("slipstream: no block pool was bound yet")
         return feed
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Begin to follow the pool."""
+        """Start to follow the pool."""
         self.scheduler.bind(gpu_block_pool)
-        # Called in every step: by this, what has to be done in Rust is called there at once.
+        # Called in every step: with this assignment vLLM calls the Rust method directly.
         setattr(self, "build_connector_meta", self.scheduler.build)  # noqa: B010  it is a method
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Follow the peers, now that the workers have said what blocks are like."""
-        told = sorted(
+        """Follow the peers, once the workers have reported their blocks' layout."""
+        reported = sorted(
             (each.identity for each in metadata.values() if isinstance(each, SlipstreamHandshake)),
             key=lambda identity: int(identity["rank"]),
         )
-        if [int(identity["rank"]) for identity in told] != list(range(self._parallel.world_size)):
+        ranks = [int(identity["rank"]) for identity in reported]
+        if ranks != list(range(self._parallel.world_size)):
             if self.options.peers or self.options.peers_dir:
                 logger.warning(
-                    "slipstream: takes no blocks of peers, because of %d ranks only %s have said "
-                    "what their blocks are like",
+                    "slipstream: peer sharing disabled: only ranks %s of %d reported their KV "
+                    "layout",
+                    ranks,
                     self._parallel.world_size,
-                    [identity["rank"] for identity in told],
                 )
             return
         if not self._is_detached:
-            self.scheduler.follow(open_peers(self.options, told, self._engine))
+            self.scheduler.follow(open_peers(self.options, reported, self._engine))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """As `set_xfer_handshake_metadata`, where ranks share the layers, too."""
+        """Call `set_xfer_handshake_metadata`, also if ranks share the layers."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how much can be loaded beyond what the device caches; loads are beside steps."""
+        """Return the tokens that can be loaded beyond the device's cache, asynchronously."""
         tokens = self.scheduler.lookup(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the load, if there is one."""
+        """Record the load, if there is one."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
-        """Return where the tokens of a load come from."""
+        """Return the sources of the tokens of a load."""
         sources = self.scheduler.hit_sources(request)
         if sources is None:
             return super().get_external_cache_hit_sources(request, num_external_tokens)
         return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what changed since the last step: O(changes)."""
+        """Return the changes since the last step: O(changes)."""
         return self._scheduler.build(scheduler_output)  # type: ignore[union-attr]  # its own half
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers told."""
-        self.scheduler.heard(
+        """Apply the workers' messages."""
+        self.scheduler.apply(
             connector_output.kv_connector_worker_meta,
             connector_output.failed_recving,
             connector_output.finished_recving or frozenset(),
@@ -181,14 +182,14 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the blocks go at once: what is saved of them was copied when it was computed."""
+        """Free the blocks at once: saved data was copied when it was computed."""
         self.scheduler.finished(request)
         return False, None
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`."""
+        """Call `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @property
@@ -201,12 +202,12 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Forget all stored blocks; loads under way are recomputed."""
+        """Drop all stored blocks; loads in progress are recomputed."""
         self.scheduler.reset()
         return True
 
     def weights_changed(self, cause: str) -> None:
-        """Forget all stored blocks, and let go of disk and peers: they are of other weights."""
+        """Drop all stored blocks, and detach disk and peers: their blocks are of other weights."""
         if not self._is_detached:
             self._is_detached = True
             logger.warning(
@@ -221,13 +222,13 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> WorkerHalf:
-        """The worker half's state."""
+        """The worker half, in the process that has it."""
         if self._worker is None:
             raise RuntimeError("slipstream: no KV caches were registered yet")
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the store for blocks laid out as in these caches."""
+        """Open the store for blocks with the layout of these caches."""
         self._caches = kv_caches
         blocks = self._blocks()
         rank = self._parallel.rank
@@ -254,17 +255,17 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> SlipstreamHandshake:
-        """Return where this rank serves its blocks, and what a peer must have in common."""
+        """Return the address at which this rank serves its blocks, and its identity."""
         address = self._worker.store.address() if self._worker is not None else ""
         return SlipstreamHandshake(address, self.identity)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the caches before the engine sleeps."""
+        """Release the caches before the engine sleeps."""
         if self._worker is not None:
             self._worker.release()
 
     def restore_kv_caches(self) -> None:
-        """Take the caches up again after the engine slept."""
+        """Use the caches again after the engine slept."""
         if self._worker is not None:
             self._worker.blocks = self._blocks()
 
@@ -272,7 +273,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         return Blocks(self._caches, self._kv_cache_config.num_blocks, self._layout.groups)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Follow the scheduler's keys; do first what has to come first."""
+        """Apply the scheduler's keys and the urgent parts of the metadata."""
         super().bind_connector_metadata(connector_metadata)
         if not isinstance(connector_metadata, SlipstreamMetadata) or connector_metadata.only_saves:
             return
@@ -284,16 +285,16 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             except ValueError as error:
                 self.mirror_errors_total += 1
                 self._limited.warning(
-                    "mirror", "slipstream: a worker no longer knows what is cached: %s", error
+                    "mirror", "slipstream: a worker lost track of the cached keys: %s", error
                 )
 
     @property
     def mirror(self) -> KeyMirror:
-        """The scheduler's keys, as the worker half knows them."""
+        """The scheduler's keys in the worker half."""
         return self._mirror
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin this step's loads."""
+        """Start this step's loads."""
         meta = self._connector_metadata
         if isinstance(meta, SlipstreamMetadata) and not meta.only_saves:
             if meta.loads:
@@ -302,15 +303,15 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self.worker.cancel(meta.cancels)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no forward pass uses blocks that are being loaded."""
+        """Do nothing: no forward pass uses blocks that are being loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: whole blocks are saved, after the forward pass."""
+        """Do nothing: whole blocks are saved, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step has filled; it is stored by another thread."""
+        """Copy the blocks that this step has filled; another thread stores them."""
         meta = self._connector_metadata
         if self._worker is None or not isinstance(meta, SlipstreamMetadata):
             return
@@ -318,28 +319,28 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(meta.save_keys, meta.save_blocks)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Tell which loads ended; a poll."""
+        """Report finished loads; a poll."""
         if self._worker is None:
             return KVConnectorTransferResults()
         return self._worker.results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Tell which loads ended, to a vLLM that knows no failed requests."""
+        """Report finished loads, for a vLLM version without failed requests."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Tell which blocks did not come, of requests that got others."""
+        """Report missing blocks of requests that got others."""
         return self._worker.failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> SlipstreamWorkerMetadata | None:
-        """Tell what the store holds now and did not before."""
+        """Report new keys of the store."""
         return self._worker.worker_meta() if self._worker is not None else None
 
     # Both.
 
     def get_kv_connector_stats(self) -> SlipstreamStats | None:
-        """Tell what was counted."""
+        """Report the counters."""
         if self._worker is not None:
             counts = self._worker.counts()
         elif self._scheduler is not None:
@@ -350,7 +351,7 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlipstreamStats | None:
-        """Make counts anew in the process that logs them."""
+        """Create the counters in the process that logs them."""
         return SlipstreamStats(data if data is not None else {})
 
     @classmethod
@@ -361,11 +362,11 @@ class SlipstreamConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> SlipstreamPromMetrics:
-        """Make the counters for Prometheus."""
+        """Create the counters for Prometheus."""
         return SlipstreamPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End all threads."""
+        """Stop all threads."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

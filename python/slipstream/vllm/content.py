@@ -1,7 +1,7 @@
-"""What a model is, by content: whose blocks mean the same, on this host and on others.
+"""Identifies a model by its content, on this host and on others: equal content, equal blocks.
 
-A name or a path says nothing of the weights behind it. What they contain decides: the files that
-vLLM has loaded, by their digest.
+A name or a path does not identify the weights behind it. Their content does: the digest of the
+files that vLLM has loaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 UNKNOWN = "unknown ("
-"""How `Content.weights` begins where nothing says what they contain."""
+"""Prefix of `Content.weights` if the weights are unidentified."""
 
 VOUCHED = "as model_id says"
-"""What `Content.weights` is where the user vouches for them."""
+"""Value of `Content.weights` if only the user's `model_id` identifies them."""
 
 SAFETENSORS = ("*.safetensors",)
 MISTRAL = ("consolidated*.safetensors",)
@@ -50,7 +50,7 @@ PATTERNS = {
     "npcache": ("*.bin",),
     "pt": ("*.pt",),
 }
-"""Files that hold the weights, by `--load-format`: those of the first pattern that has any.
+"""Files of weights by `--load-format`: those of the first pattern with a match.
 
 Source: vLLM 0.33, `DefaultModelLoader._prepare_weights`.
 """
@@ -59,7 +59,7 @@ NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.
 """Source: vLLM 0.33, `filter_files_not_needed_for_inference`."""
 
 INDICES = ("consolidated.safetensors.index.json", "model.safetensors.index.json")
-"""Which files of a folder are parts of the model, where there is an index of this name."""
+"""Indexes that list the files of a folder that are parts of the model."""
 
 CONFIGS = (
     "config.json",
@@ -71,7 +71,7 @@ CONFIGS = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that say how the weights compute, and what images and sounds become."""
+"""Files that determine how the weights compute, and how images and sounds are preprocessed."""
 
 TOKENIZER = (
     "tokenizer.json",
@@ -83,7 +83,7 @@ TOKENIZER = (
 )
 
 OF_THE_TOOL = {"_name_or_path", "transformers_version"}
-"""Entries of a configuration that say who has written it."""
+"""Entries of a configuration that name the software that wrote it."""
 
 
 SHARING = ("disk_dir", "listen", "peers", "peers_dir")
@@ -93,23 +93,23 @@ REMEDY = "set `model_id` to a name that changes whenever they do"
 
 
 class UnidentifiedError(Exception):
-    """Nothing says what the weights contain; the text says why."""
+    """The weights cannot be identified; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What decides the bytes of blocks besides their tokens and layout."""
+    """Inputs of the bytes of blocks besides their tokens and layout."""
 
     model: str
     """`model_id`."""
     weights: str
     config: str
     reasons: list[str] = field(default_factory=list)
-    """Why the weights, or what is added to them, are not known."""
+    """Why the weights, or parts added to them, are unknown."""
 
 
 def is_private(identity: dict[str, str]) -> bool:
-    """Whether nobody else can know that its blocks mean the same: not even a later start."""
+    """Whether no other engine can verify that its blocks are equal: not even a later start."""
     return identity.get("weights", "").startswith(UNKNOWN)
 
 
@@ -124,7 +124,7 @@ def content_of(vllm_config: VllmConfig, options: Options) -> Content:
     models = [vllm_config.model_config]
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
-    # Its layers are in the blocks, too. Without a model of its own it is part of the target's.
+    # Its layers are in the blocks, too. Without its own model it is part of the target's.
     if draft is not None and draft.model != vllm_config.model_config.model:
         models.append(draft)
     if options.weights != "model_id":
@@ -152,29 +152,29 @@ def content_of(vllm_config: VllmConfig, options: Options) -> Content:
 
 
 def unidentified(reason: str, options: Options) -> Content:
-    """Return the content of a model of which nothing is known but its `model_id`."""
+    """Return the content of a model of which only the `model_id` is known."""
     weights = VOUCHED if options.model_id else f"{UNKNOWN}{uuid.uuid4()})"
     return Content(options.model_id, weights, "", [reason])
 
 
 def content_if_shared(vllm_config: VllmConfig, options: Options) -> Content:
-    """As `content_of`, where blocks leave this life of the engine; else no file is read."""
+    """Identify the model if blocks leave this life of the engine; otherwise read no file."""
     if any(getattr(options, name) for name in SHARING):
         return content_of(vllm_config, options)
     return unidentified("blocks stay in host memory", options)
 
 
 def doubts(vllm_config: VllmConfig) -> list[str]:
-    """Return what makes blocks of the same weights and tokens differ."""
+    """Return the reasons for which blocks of the same weights and tokens may differ."""
     found = []
     if vllm_config.lora_config is not None:
-        found.append("what a LoRA adapter's name and path mean may change")
+        found.append("a LoRA adapter's name and path may come to mean another adapter")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         found.append("the scales of the KV cache depend on the first requests")
     config = vllm_config.model_config.hf_config
     for name in ("text_model_id", "audio_model_id", "timm_model_ids"):
         if getattr(config, name, None):
-            found.append(f"the model takes weights of others ({name})")
+            found.append(f"the model loads weights of other models ({name})")
     return found
 
 
@@ -184,7 +184,7 @@ def digest_of(model: Any, load_config: Any, depth: str) -> str:
     Raises
     ------
     UnidentifiedError
-        If its weights are in no files here, or it is not known in which.
+        If its weights are in no local files, or these files are unknown.
     OSError
         If they cannot be read.
     """
@@ -206,7 +206,7 @@ def digest_of(model: Any, load_config: Any, depth: str) -> str:
 
 
 def files_of(model: Any, load_config: Any) -> tuple[list[Path], list[Path]]:
-    """Return the files that hold a model's weights, and those that say how they compute."""
+    """Return the files with a model's weights, and those that determine how they compute."""
     if stored := getattr(model, "model_weights", ""):
         raise UnidentifiedError(f"the weights are not on a local disk ({stored})")
     if os.path.isfile(model.model):
@@ -214,7 +214,7 @@ def files_of(model: Any, load_config: Any) -> tuple[list[Path], list[Path]]:
         return [file], existing(file.parent, CONFIGS)
     load_format = str(load_config.load_format)
     if load_format not in PATTERNS:
-        raise UnidentifiedError(f"weights of load format {load_format} are in no files")
+        raise UnidentifiedError(f"weights of load format {load_format} are not stored in files")
     folder = folder_of(model.model, model.revision, load_config)
     for pattern in PATTERNS[load_format]:
         if weights := weight_files(folder, pattern):
@@ -228,7 +228,7 @@ def files_of(model: Any, load_config: Any) -> tuple[list[Path], list[Path]]:
 
 
 def folder_of(model: str, revision: str | None, load_config: Any) -> Path:
-    """Return the folder that vLLM has loaded a model from: its own, or a snapshot of a hub's."""
+    """Return the folder from which vLLM has loaded a model: a local one, or a hub's snapshot."""
     if os.path.isdir(model):
         return Path(model)
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -239,7 +239,7 @@ def folder_of(model: str, revision: str | None, load_config: Any) -> Path:
         folder = snapshot_download(
             model, revision=revision, cache_dir=load_config.download_dir, local_files_only=True
         )
-    # Whatever the hub's library says: without a folder there is nothing to read.
+    # Any error of the hub's library: without a folder there is nothing to read.
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise UnidentifiedError(f"the files of {model} were not found ({text})") from error
@@ -250,7 +250,7 @@ def weight_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files of weights that match."""
     files = [path for path in sorted(folder.glob(pattern)) if path.name not in NOT_WEIGHTS]
     if pattern.endswith(".safetensors"):
-        # A folder may have the same weights in two forms; the index names one.
+        # A folder may have the same weights in two formats; the index names one.
         index = folder / INDICES[0 if pattern in MISTRAL else 1]
         if index.is_file():
             named = set(json.loads(index.read_text())["weight_map"].values())
@@ -259,21 +259,21 @@ def weight_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def existing(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files of these names that are there."""
+    """Return the existing files of these names."""
     return [folder / name for name in names if (folder / name).is_file()]
 
 
 def digest_config(path: Path) -> str:
-    """Return the digest of a file; of JSON, what it says and not how it is written."""
+    """Return the digest of a file; of JSON, the digest of its value and not of its formatting."""
     data = path.read_bytes()
     if path.suffix == ".json":
         try:
-            said = json.loads(data)
+            value = json.loads(data)
         except ValueError:
             return hashlib.sha256(data).hexdigest()
-        if isinstance(said, dict):
-            said = {name: value for name, value in said.items() if name not in OF_THE_TOOL}
-        return digest_json(said)
+        if isinstance(value, dict):
+            value = {name: entry for name, entry in value.items() if name not in OF_THE_TOOL}
+        return digest_json(value)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -283,10 +283,10 @@ def digest_json(value: Any) -> str:
 
 
 def overrides_of(model: Any) -> Any:
-    """Return what the command line changes of a model's configuration."""
+    """Return the changes of a model's configuration by the command line."""
     overrides = model.hf_overrides
     if callable(overrides):
-        # What it does shows in its result only.
+        # The effect of a callable shows in its result only.
         config = model.hf_config.to_dict()
         overrides = {name: value for name, value in config.items() if name not in OF_THE_TOOL}
     multimodal = getattr(model, "multimodal_config", None)
@@ -294,7 +294,7 @@ def overrides_of(model: Any) -> Any:
 
 
 def tokenizer_of(model: Any, load_config: Any) -> str:
-    """Return the digest of a model's tokenizer; its name, where its files are not found."""
+    """Return the digest of a model's tokenizer; its name, if its files are not found."""
     if model.skip_tokenizer_init or not model.tokenizer:
         return "none"
     try:
@@ -306,7 +306,7 @@ def tokenizer_of(model: Any, load_config: Any) -> str:
 
 
 def warn_if_private(content: Content, options: Options, identity: dict[str, str]) -> None:
-    """Say which options are without effect, as nothing says what the model is."""
+    """Log the options that are without effect because the model is not identified."""
     if not is_private(identity):
         return
     given = [name for name in SHARING if getattr(options, name)]

@@ -1,8 +1,8 @@
-"""Groups of layers: vLLM caches each group's blocks under keys of its own.
+"""Groups of layers: vLLM caches each group's blocks under separate keys.
 
 A hit of *n* tokens needs of each group the blocks that its attention reads afterwards: all, those
-of the window that ends there, or those of the chunk that is not full. Which that are, and how the
-longest such hit is found, is said in Rust (`slipstream_kvindex::Groups`).
+of the window that ends there, or those of the chunk that is not full. The rules, and the search
+for the longest such hit, are in Rust (`slipstream_kvindex::Groups`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupError(ValueError):
-    """The engine's cache is of a kind that cannot be shared; the text says what to do."""
+    """The engine's cache is of a kind that cannot be shared; the text names the remedy."""
 
 
 INSTEAD = "use vLLM's OffloadingConnector with a slipstream tier for this model (docs/connector.md)"
@@ -37,11 +37,11 @@ class Group:
     kind: str
     """`full`, `window` or `chunk`."""
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     reach: int = 0
     """Tokens of the window or of a chunk; 0 for full attention."""
     layers: tuple[str, ...] = ()
-    """Those of this rank; may be none, where ranks share the layers."""
+    """Layers of this rank; may be empty if ranks share the layers."""
 
     def __str__(self) -> str:
         if self.kind == "full":
@@ -49,9 +49,9 @@ class Group:
         return f"{self.kind} {self.reach} of {self.block_size}"
 
     def first_read(self, tokens: int) -> int:
-        """Return the first block that a token after so many others reads.
+        """Return the first block that a token at position `tokens` reads.
 
-        As `slipstream_kvindex::Group` has it.
+        Same rule as `slipstream_kvindex::Group`.
         """
         match self.kind:
             case "window":
@@ -61,7 +61,7 @@ class Group:
         return 0
 
     def shape(self) -> tuple[str, int, int]:
-        """Return what look-ups have to know."""
+        """Return the parameters for look-ups."""
         return self.kind, self.block_size, self.reach
 
 
@@ -71,19 +71,19 @@ class Layout:
 
     groups: tuple[Group, ...]
     hash_tokens: int
-    """Tokens between two hashes of a request."""
+    """Tokens per hash of a request."""
 
     def __str__(self) -> str:
         return ", ".join(str(group) for group in self.groups)
 
 
 def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layout:
-    """Read the engine's groups, and check that their blocks stand for tokens alone.
+    """Read the engine's groups, and check that their blocks depend on tokens alone.
 
     Raises
     ------
     GroupError
-        If they do not; the text says what to do.
+        If they do not; the text names the remedy.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if not cache.enable_prefix_caching:
@@ -107,7 +107,7 @@ def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layo
     sizes = [group.kv_cache_spec.block_size for group in specs]
     if len(sizes) == 1:
         sizes = [cache.block_size]
-    # vLLM 0.33, `resolve_kv_cache_block_sizes`: the greatest common divisor unless it is told.
+    # vLLM 0.33, `resolve_kv_cache_block_sizes`: the greatest common divisor unless configured.
     hash_tokens = kv_cache_config.hash_block_size or math.gcd(*sizes)
     if any(size % hash_tokens for size in sizes):
         raise GroupError(
@@ -125,7 +125,7 @@ def read_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layo
 
 
 def kind_of(spec: KVCacheSpec) -> tuple[str, int] | str:
-    """Return the kind of a group's layers and how far their attention reaches, or why not."""
+    """Return the kind of a group's layers and their attention's reach, or a text if unsupported."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         kinds = {kind_of(each) for each in spec.kv_cache_specs.values()}
         return kinds.pop() if len(kinds) == 1 else "layers of several kinds"
@@ -148,7 +148,7 @@ def group_of(key: bytes) -> int:
 
 
 def by_group(keys: list[bytes], places: list[Any], groups: int) -> tuple[list[bytes], list[Any]]:
-    """Return keys and their places group by group, the places as one list for each group."""
+    """Return keys and their indexes group by group, the indexes as one list per group."""
     if groups == 1:
         return keys, [places]
     split: list[list[Any]] = [[] for _ in range(groups)]

@@ -1,4 +1,4 @@
-"""What an engine tells a peer of itself; which has to be the same on both sides."""
+"""The description of an engine for its peers; most fields must be the same on both sides."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = "1"
-"""Of the bytes of a block in a store: layers one after the other, each as it lies in its cache."""
+"""Format of a block's bytes in a store: layers one after the other, each in its cache's order."""
 
 RANDOM = "random ("
-"""How a seed begins that vLLM draws; `PYTHONHASHSEED=random` is the seed `random`."""
+"""Prefix of a seed that vLLM draws; `PYTHONHASHSEED=random` is the seed `random`."""
 
 
 def hash_seed(algorithm: str) -> str:
-    """Return what the engine's first block is hashed with.
+    """Return the seed of the engine's first block hash.
 
     Source: vLLM 0.33, `resolve_none_hash_seed` in `vllm/v1/core/kv_cache_utils.py`: the
-    environment's seed, else a fixed one for SHA-256 and a random one, which no other process can
-    know, for the rest.
+    environment's seed, else a fixed one for SHA-256. Other algorithms get a random one, which is
+    known to this process alone.
     """
     given = os.environ.get("PYTHONHASHSEED")
     if given is not None:
@@ -37,15 +37,15 @@ def hash_seed(algorithm: str) -> str:
 
 
 def is_random(seed: str) -> bool:
-    """Whether a `hash_seed` of this module is of one process alone."""
+    """Whether a `hash_seed` of this module is known to one process alone."""
     return seed.startswith(RANDOM)
 
 
 def positions_of(model: ModelConfig) -> str:
-    """Return a name for how positions are turned into what is in the keys of a block.
+    """Return a name for the position encoding of the keys in a block.
 
-    `--hf-overrides` may change it, and `--max-model-len` does so for models that turn otherwise if
-    they may reach far (vLLM 0.33, `phi3_long_rope_scaled_rope.py`).
+    `--hf-overrides` may change it. `--max-model-len` changes it for models whose encoding depends
+    on the maximum length (vLLM 0.33, `phi3_long_rope_scaled_rope.py`).
     """
     config = model.hf_text_config
     names = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -59,7 +59,7 @@ def positions_of(model: ModelConfig) -> str:
 def identity_of(
     vllm_config: VllmConfig, layout: Layout, blocks: Blocks, content: Content
 ) -> dict[str, str]:
-    """Return everything that decides what the bytes under a key are."""
+    """Return all inputs of the bytes under a key."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What the two halves tell each other in a step."""
+"""Messages between the two halves in a step."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from slipstream._native import StepMetadata
 
 @dataclass(slots=True)
 class Load:
-    """Blocks of one request that are to be loaded."""
+    """Blocks of one request to load."""
 
     request_id: str
     keys: list[bytes]
-    """One key a block, group by group in prompt order."""
+    """One key per block, group by group in prompt order."""
     blocks: list[int]
-    """Where they go, as vLLM's block ids."""
+    """Their destinations, as vLLM's block ids."""
     sources: list[str]
-    """Who is said to hold each key; the empty name is this engine."""
+    """The holder of each key; the empty name is this engine."""
     parts: list[tuple[int, int]]
-    """For each group, the place of its first block in the prompt, and how many there are."""
+    """For each group, the index of its first block in the prompt, and the number of blocks."""
 
 
 SlipstreamMetadata = StepMetadata
-"""What the scheduler half tells the workers in one step: keys and ids of the blocks to save in flat
-buffers, and the `Load`s and cancels of the few steps that have some."""
+"""The message of the scheduler half to the workers in one step: keys and ids of the blocks to save
+in flat buffers, and the `Load`s and cancels of the few steps that have some."""
 
 KVConnectorMetadata.register(SlipstreamMetadata)
 
 NOTHING = SlipstreamMetadata()
-"""Shared by all steps that have nothing to tell; it cannot be changed."""
+"""Shared by all empty steps; immutable."""
 
 
 @dataclass
 class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers tell the scheduler half in one step."""
+    """The message of the workers to the scheduler half in one step."""
 
     stored: dict[int, list[bytes]] = field(default_factory=dict)
-    """By rank, in order: what changed in the set of keys that its store holds."""
+    """By rank, in order: changes in the set of keys that its store holds."""
     tiers: list[tuple[str, bytes]] = field(default_factory=list)
-    """Of rank 0, in order: what changed in one of its tiers, where KV events are on."""
+    """Of rank 0, in order: changes in one of its tiers, if KV events are on."""
     kept: dict[str, int] = field(default_factory=dict)
-    """By request whose load failed, where layers are of several groups: the tokens before the
-    first block that did not come."""
+    """By request whose load failed, if there are several groups: the tokens before the first
+    missing block."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the messages of several ranks."""
@@ -65,9 +65,9 @@ class SlipstreamWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class SlipstreamHandshake(KVConnectorHandshakeMetadata):
-    """What a worker's start tells the scheduler half."""
+    """The message of a worker's start to the scheduler half."""
 
     address: str
-    """Where the rank's store listens for peers; empty if it does not."""
+    """The address at which the rank's store listens for peers; empty if it does not."""
     identity: dict[str, str]
-    """What a peer must have in common; see `slipstream.vllm.identity`."""
+    """Properties that peers must share; see `slipstream.vllm.identity`."""

@@ -1,4 +1,4 @@
-"""Opens what the connector runs on, as its options say."""
+"""Opens the connector's stores and peer indexes, according to its options."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def open_store(
     tell_tiers: bool = False,
     engine: str = "",
 ) -> Store | None:
-    """Open the store of one rank; `None` if the options ask for none.
+    """Open the store of one rank; `None` if the options need none.
 
-    `block_bytes` are those of a block, or of one of each group.
-    `engine` is the same for all ranks of this engine, and for no other one.
+    `block_bytes` is the size of a block, or of a block of each group.
+    `engine` is the same for all ranks of this engine, and different for every other engine.
     """
     if options.host_bytes == 0:
         return None
@@ -57,7 +57,7 @@ def open_store(
         name=own_name(rank),
         listen=of_rank(options.listen, rank),
         peers=of_rank(options.peers, rank),
-        # The scheduler half knows its peers by their first rank.
+        # The scheduler half identifies its peers by their first rank.
         peer_names=of_rank(options.peers, 0),
         tell_tiers=tell_tiers,
         nixl=find_library() if is_wanted(options.listen + options.peers) else None,
@@ -67,31 +67,32 @@ def open_store(
 
 
 def shareable(options: Options, identity: dict[str, str]) -> Options:
-    """Return the options without disk and peers, where nothing says what the model is."""
+    """Return the options without disk and peers if the model is not identified."""
     if not is_private(identity):
         return options
     return replace(options, disk_dir="", listen=[], peers=[], peers_dir="")
 
 
 def ranks_of(identity: dict[str, str]) -> int:
-    """Return how many ranks an engine has."""
+    """Return the number of ranks of an engine."""
     return int(identity["tensor_parallel"]) * int(identity["pipeline_parallel"])
 
 
 def meeting_place(options: Options) -> str | None:
-    """Return the folder where engines meet, if there is one."""
+    """Return the folder for peer discovery, if there is one."""
     return str(Path(options.peers_dir).expanduser()) if options.peers_dir else None
 
 
 def own_name(rank: int) -> str:
-    """Return what peers call this rank in their logs."""
+    """Return the name of this rank in the logs of peers."""
     return f"{socket.gethostname()}, process {os.getpid()}, rank {rank}"
 
 
 def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
-    """Return the folder for blocks that mean the same: another model's are not found by its keys.
+    """Return the folder for blocks of one identity, which blocks of another model never share.
 
-    What made the folder's name is written beside it, for people. `None` if there is to be none.
+    The inputs of the folder's name are written to a file next to it. `None` if `disk_dir` is unset
+    or of no use.
     """
     if not disk_dir:
         return None
@@ -104,7 +105,7 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
         return None
     text = json.dumps(identity, indent=2, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    # The rank is in the name for who tidies up.
+    # The rank is in the name for the cleanup by other engines.
     folder = Path(disk_dir).expanduser() / f"{name}-{identity['rank']}"
     folder.mkdir(parents=True, exist_ok=True)
     folder.with_suffix(".json").write_text(text + "\n")
@@ -112,13 +113,13 @@ def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
 
 
 FOLDER = re.compile(r"[0-9a-f]{16}(?:-(\d+))?")
-"""Names of folders for blocks, with their rank; earlier releases left that out."""
+"""Names of block folders, with their rank; earlier releases omitted the rank."""
 
 
 def other_folders(own: str, rank: int, ranks: int) -> list[str]:
-    """Return the folders of other identities that this rank has to tidy up, the last used last.
+    """Return the folders of other identities that this rank cleans up, the most recently used last.
 
-    Of ranks that this engine does not have, each rank takes its part.
+    Folders of ranks that this engine does not have are divided among its ranks.
     """
     found = []
     for path in Path(own).parent.iterdir():
@@ -136,10 +137,10 @@ def other_folders(own: str, rank: int, ranks: int) -> list[str]:
 def open_peers(
     options: Options, identities: list[dict[str, str]], engine: str = ""
 ) -> NativePeers | None:
-    """Begin to follow the peers that the options name, or let find; `None` if there are none.
+    """Start to follow the peers that the options name or discover; `None` if there are none.
 
-    `identities` are those of all ranks of this engine. Each rank of a peer is followed, as a block
-    can be loaded from it only if all its ranks have it.
+    `identities` are those of all ranks of this engine. Each rank of a peer is followed, because a
+    block can be loaded from it only if all its ranks have it.
     """
     if identities:
         options = shareable(options, identities[0])

@@ -1,6 +1,6 @@
-"""The scheduler half: what is cached, what can be loaded, and what is to be saved.
+"""The scheduler half: cached, loadable and unsaved blocks.
 
-Nothing here waits, or does I/O; a step costs what changed in it.
+Nothing here waits, or does I/O; the cost of a step depends on its changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from slipstream._native import Groups, KeyMirror, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.pool import FilledFeed, HookError, PoolFeed, Run, install_run_hook
-from slipstream.told import TierEvents
+from slipstream.published import TierEvents
 from slipstream.vllm.chains import RUNS_MAX, Chains, removed_event
 from slipstream.vllm.groups import by_group, group_of
 from slipstream.vllm.metadata import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 MEDIUMS = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
-"""What KV events call the tiers of a store."""
+"""Names of a store's tiers in KV events."""
 
 HERE = ""
 """The source that is this engine's own store."""
@@ -48,15 +48,15 @@ class Loading:
 
     request: Any
     start: int
-    """Tokens that were cached before."""
+    """Tokens that were already cached."""
     end: int
     """Tokens of the hit."""
     kept: int | None = None
-    """Of a load that failed on some rank: the tokens that are known to have come on all."""
+    """Of a load that failed on some rank: the tokens known to have arrived on all ranks."""
 
 
 class Peers(Protocol):
-    """What other engines hold, as far as is known now. No call waits."""
+    """The known blocks of other engines. No call waits."""
 
     def longest(
         self,
@@ -67,9 +67,9 @@ class Peers(Protocol):
         end: int,
         found: int,
     ) -> tuple[str, int]:
-        """Return who adds most to what `stored` holds, and tokens of the hit up to `end` with it.
+        """Return the peer that adds most to `stored`, and tokens of the hit up to `end` with it.
 
-        Nobody and `found`, which is the hit without peers, where no peer adds to that.
+        An empty name and `found`, which is the hit without peers, if no peer adds to it.
         """
 
     def is_settled(self) -> bool:
@@ -96,52 +96,52 @@ class SchedulerHalf:
     ) -> None:
         self.feed: FilledFeed | PoolFeed | None = None
         self.build: Callable[[Any], SlipstreamMetadata] = self._build
-        """Returns what the workers have to know of a step: O(changes)."""
+        """Returns the metadata of a step for the workers: O(changes)."""
         self.peers: Peers | None = None
         self.stored = [KeyMirror() for _ in range(ranks)]
-        """What each rank's store holds; a block can be loaded if all of them have it. The list is
-        shared with Rust, and stays the same."""
+        """The keys of each rank's store; a block can be loaded if all of them have it. The list is
+        shared with Rust, and is never replaced."""
         self.counts: Counter[str] = Counter()
-        self._counts_told: dict[str, int] = {}
+        self._counts_reported: dict[str, int] = {}
         self._counts_due = 0.0
         self._limited = LimitedLog(logger)
         self._options = options
         self._layout = layout
         self._by_priority = by_priority
         self._groups = Groups([group.shape() for group in layout.groups], layout.hash_tokens)
-        # Where blocks are longer than hashes, vLLM caches some that are not full.
+        # If blocks are longer than hashes, vLLM caches some partial blocks.
         self._has_tails = any(group.block_size > layout.hash_tokens for group in layout.groups)
         self._pool: Any = None
-        # The block that stands where none is needed any more.
+        # vLLM's null block, which replaces blocks that are no longer needed.
         self._null_block = 0
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
         self._reset = self._detach = False
         self._loading: dict[str, Loading] = {}
-        # How many tokens a request may load whose load has failed: once what came of it, as far as
-        # vLLM did not keep that; then none, so that it computes rather than wait again.
+        # Maximum tokens to load for a request whose load has failed. First the tokens that arrived,
+        # if vLLM did not keep them. Then 0, so that it computes instead of waiting again.
         self._limits: dict[str, int] = {}
-        # Requests whose load has failed and that are to step aside once, and those that have in
+        # Requests whose load has failed and that are to be deferred once, and those deferred in
         # this step.
         self._aside: set[str] = set()
         self._stepped_aside: set[str] = set()
-        # Requests that wait for peers whose keys are not known: how many of its tokens were cached
-        # at the look-up, and until when, by `time.monotonic`.
+        # Requests that wait for peers whose keys are unknown: the number of cached tokens at the
+        # look-up, and the end of the wait, by `time.monotonic`.
         self._deferred: dict[str, tuple[int, float]] = {}
-        # Tokens that were cached when a hit was found, by request.
+        # Number of cached tokens when a hit was found, by request.
         self._hit_starts: dict[str, int] = {}
-        # Ranks whose keys are not known: what they tell counts from their next snapshot on.
+        # Ranks whose keys are unknown: their messages count from the next snapshot on.
         self._unknown = set(range(ranks))
         self._resend = False
-        self._unbound_said = False
+        self._unbound_logged = False
         self._events: list[KVCacheEvent] | None = [] if events else None
         self._tiers = TierEvents()
         self._runs: deque[Run] = deque(maxlen=RUNS_MAX)
         self._chains = Chains(self._runs, layout.hash_tokens)
 
     def bind(self, pool: Any) -> None:
-        """Begin to follow the pool."""
+        """Start to follow the pool."""
         self._pool = pool
         null_block = getattr(pool, "null_block", None)
         self._null_block = getattr(null_block, "block_id", self._null_block)
@@ -183,26 +183,26 @@ class SchedulerHalf:
                 )
 
     def _call_build(self) -> None:
-        """Have the next step built here: it has more than blocks to save."""
+        """Let this half build the next step: it has other work than saving blocks."""
         if isinstance(self.feed, FilledFeed):
             self.feed.call_slow(True)
 
     def follow(self, peers: Peers | None) -> None:
-        """Look blocks up at these peers, and no longer at others."""
+        """Look blocks up at these peers, and no longer at earlier ones."""
         self.close()
         self.peers = peers
 
     # Look-ups.
 
     def lookup(self, request: Any, computed_tokens: int) -> int | None:
-        """Return how many tokens beyond `computed_tokens` can be loaded; `None`: ask again.
+        """Return the tokens beyond `computed_tokens` that can be loaded; `None`: ask again.
 
-        Changes nothing that another look-up in the same step would see, so it may be asked any
+        Changes nothing that another look-up in the same step would see, so it may be called any
         number of times.
 
-        A request whose load has failed is put off by a step. vLLM 0.33 has given its blocks away,
-        but keeps it before the requests that hold some (`Scheduler.kv_holding_waiting`): if there
-        was no room for it now, those would never hear that their own loads have ended.
+        A request whose load has failed is deferred by a step. vLLM 0.33 has given its blocks away,
+        but keeps it before the requests that hold some (`Scheduler.kv_holding_waiting`). If there
+        were no room for it now, those would never receive the end of their own loads.
         """
         if request.request_id in self._aside:
             self._stepped_aside.add(request.request_id)
@@ -219,12 +219,12 @@ class SchedulerHalf:
         ):
             return None
         groups = self._groups
-        # The last token is computed in any case, for its output.
+        # The last token is always computed, for its output.
         end = min(request.num_tokens - 1, self._limits.get(request.request_id, request.num_tokens))
         _, _, found = self._find(request.block_hashes, computed_tokens, end)
         if found + groups.hit_tokens <= end and peers is not None and not peers.is_settled():
             waited_s = time.time() - request.arrival_time
-            # Of another host's clock, or before one was set back, it may be from the future.
+            # On another host's clock, or after a clock was set back, it may be in the future.
             if 0 <= waited_s < self._options.lookup_wait_s:
                 until = time.monotonic() + self._options.lookup_wait_s - waited_s
                 self.counts["lookup_deferred"] += deferred is None
@@ -239,14 +239,14 @@ class SchedulerHalf:
         return tokens
 
     def _find(self, hashes: list[bytes], start: int, end: int) -> tuple[int, str, int]:
-        """Return the hit of what is here, who adds most to it, and the hit with that; in tokens."""
+        """Return the local hit, the peer that adds the most, and the hit with it; in tokens."""
         here = self._groups.longest(self.stored, hashes, start, end)
         if self.peers is None or here + self._groups.hit_tokens > end:
             return here, HERE, here
         return here, *self.peers.longest(self._groups, self.stored, hashes, start, end, here)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Note a load into the blocks that were allocated for it."""
+        """Record a load into the blocks that were allocated for it."""
         start = self._hit_starts.pop(request.request_id, None)
         if external_tokens == 0:
             return
@@ -270,7 +270,7 @@ class SchedulerHalf:
         self._call_build()
 
     def _places(self, blocks: Any, parts: list[tuple[int, int]]) -> list[int] | None:
-        """Return the blocks that a load goes into; `None` if they are not what its hit needs."""
+        """Return the destination blocks of a load; `None` if they do not match its hit."""
         if len(blocks) != len(parts):
             return None
         into: list[int] = []
@@ -279,7 +279,7 @@ class SchedulerHalf:
         return None if self._null_block in into else into
 
     def _fail_load(self, request: Any, tokens: int, why: str) -> None:
-        """Let vLLM compute a hit after all: it waits for a load, which the workers fail at once."""
+        """Let vLLM compute a hit: it waits for a load, which the workers fail at once."""
         self._limited.warning(
             "blocks",
             "slipstream: %d tokens of request %s are computed, as vLLM %s (%s); use a vLLM version "
@@ -297,11 +297,11 @@ class SchedulerHalf:
         self._call_build()
 
     def hit_sources(self, request: Any) -> dict[CacheHitSource, int] | None:
-        """Return where the tokens of the request's load come from."""
+        """Return the sources of the tokens of the request's load."""
         return self._sources.pop(request.request_id, None)
 
     def finished(self, request: Any) -> None:
-        """Forget the request; what is loaded for it is wanted no longer."""
+        """Remove the request; its load is no longer wanted."""
         name = request.request_id
         if self._loading.pop(name, None) is not None:
             self._cancels.append(name)
@@ -315,13 +315,13 @@ class SchedulerHalf:
     # Once a step.
 
     def _build(self, plan: Any = None) -> SlipstreamMetadata:
-        """Build any step; `build` calls this for those that have more than blocks to save."""
+        """Build any step; `build` calls this for steps with other work than saving blocks."""
         feed = self.feed
         if self._stepped_aside:
             self._aside -= self._stepped_aside
             self._stepped_aside.clear()
         computed = None
-        # By priority, a request that this step has planned already may give way to another: the
+        # By priority, a request that this step has planned may be preempted: the
         # pool has its blocks' keys, and no forward pass fills them.
         if (
             feed is not None
@@ -356,15 +356,15 @@ class SchedulerHalf:
         return SlipstreamMetadata(message, keys, blocks, loads, cancels, reset, resend, detach)
 
     def _say_unbound(self) -> None:
-        if not self._unbound_said:
-            self._unbound_said = True
+        if not self._unbound_logged:
+            self._unbound_logged = True
             logger.warning(
                 "slipstream: DEGRADED: saves no blocks and only loads them, because vLLM has not "
-                "handed over its block pool; use a vLLM version that docs/connector.md lists"
+                "provided its block pool; use a vLLM version that docs/connector.md lists"
             )
 
     def _whole(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
-        """Leave out blocks that a prompt's end fills in part: no look-up here asks for them.
+        """Omit partial blocks at the end of a prompt: no look-up here asks for them.
 
         Source: vLLM 0.33, `FullAttentionManager._cache_partial_tail_block`.
         """
@@ -377,7 +377,7 @@ class SchedulerHalf:
         return [keys[at] for at in good], [blocks[at] for at in good]
 
     def _not_stored(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
-        """Leave out what every rank's store has."""
+        """Omit blocks that every rank's store has."""
         missing: set[int] = set()
         for mirror in self.stored:
             places = mirror.missing(keys)
@@ -386,27 +386,27 @@ class SchedulerHalf:
             missing.update(places)
         return [keys[i] for i in sorted(missing)], [blocks[i] for i in sorted(missing)]
 
-    def heard(self, meta: Any, failed: Set[str], finished: Set[str] = frozenset()) -> None:
-        """Take what the workers told: of their stores, and which loads ended, and which failed."""
+    def apply(self, meta: Any, failed: Set[str], finished: Set[str] = frozenset()) -> None:
+        """Apply the workers' messages: their stores' keys, and the finished and failed loads."""
         if isinstance(meta, SlipstreamWorkerMetadata):
-            self._heard_of_stores(meta)
+            self._apply_store_keys(meta)
             for name, tokens in meta.kept.items():
                 loading = self._loading.get(name)
                 if loading is not None:
                     loading.kept = tokens if loading.kept is None else min(loading.kept, tokens)
         for name in failed:
-            # Of a request that is gone nothing is noted.
+            # Messages about a finished request are ignored.
             if (loading := self._loading.get(name)) is not None:
                 self._failed(name, loading)
         for name in (*failed, *finished):
             self._loading.pop(name, None)
 
     def _failed(self, name: str, loading: Loading) -> None:
-        """Go on with what came of a load that failed, if that is of use."""
+        """Continue with the arrived part of a failed load, if it is usable."""
         kept = loading.kept or 0
         whole = kept - kept % self._groups.hit_tokens
-        # A group with a window has no other blocks than the hit reads, as vLLM frees those before:
-        # it is of use where what is kept reads none of these.
+        # A group with a window has only the blocks that the hit reads, as vLLM frees those before.
+        # The arrived part is usable if it reads none of the freed ones.
         if (
             whole
             and whole >= loading.start
@@ -416,14 +416,14 @@ class SchedulerHalf:
             )
         ):
             # vLLM 0.33 has set this to 0 for a request that was reported as failed
-            # (`Scheduler._handle_failed_recving`); it keeps the blocks of so many tokens and
+            # (`Scheduler._handle_failed_recving`); it keeps the blocks of this many tokens and
             # computes the rest (`_update_waiting_for_remote_kv`).
             loading.request.num_computed_tokens = whole
             return
         self._limits[name] = 0 if name in self._limits else kept
         self._aside.add(name)
 
-    def _heard_of_stores(self, meta: SlipstreamWorkerMetadata) -> None:
+    def _apply_store_keys(self, meta: SlipstreamWorkerMetadata) -> None:
         for rank, messages in meta.stored.items():
             for message in messages:
                 try:
@@ -438,7 +438,7 @@ class SchedulerHalf:
                     self._call_build()
                     self._limited.warning(
                         f"keys of {rank}",
-                        "slipstream: rank %d has to tell its keys anew: %s",
+                        "slipstream: requesting a snapshot of the keys of rank %d: %s",
                         rank,
                         error,
                     )
@@ -452,7 +452,7 @@ class SchedulerHalf:
             for group, some in enumerate(by_group(keys, keys, len(groups))[1]):
                 if not some:
                     continue
-                # Where there is one group, events need not name it.
+                # With one group, events need not name it.
                 number = group if len(groups) > 1 else None
                 if gone:
                     self._events.append(removed_event(some, MEDIUMS[tier], number))
@@ -465,7 +465,7 @@ class SchedulerHalf:
             self._call_build()
             self._limited.warning(
                 "tiers",
-                "slipstream: the tiers have to tell their keys anew: %s",
+                "slipstream: requesting a snapshot of the tiers' keys: %s",
                 self._tiers.error,
             )
 
@@ -477,19 +477,19 @@ class SchedulerHalf:
         return events
 
     def reset(self, *, detach: bool = False) -> None:
-        """Forget all stored blocks, here at once and in the workers with the next step.
+        """Drop all stored blocks, here at once and in the workers with the next step.
 
         With `detach` the workers use neither disk nor peers from then on.
         """
         self._detach |= detach
         self.stored[:] = [KeyMirror() for _ in self.stored]
         self._unknown = set(range(len(self.stored)))
-        # Without being asked, a store tells what it drops, which is no snapshot.
+        # Without a request, a store publishes the drops as changes, which are no snapshot.
         self._reset = self._resend = True
         self._call_build()
 
     def new_counts(self) -> dict[str, int] | None:
-        """Tell now and then what was counted since it was last told, if anything was."""
+        """Return the counts since the last report at intervals, if there are any."""
         now = time.monotonic()
         if now < self._counts_due:
             return None
@@ -504,27 +504,27 @@ class SchedulerHalf:
             totals["log_errors"] = self.feed.log_errors_total
             totals["save_skipped_blocks"] = self.feed.uncomputed_total
         news = {
-            name: total - self._counts_told.get(name, 0)
+            name: total - self._counts_reported.get(name, 0)
             for name, total in totals.items()
-            if total != self._counts_told.get(name, 0)
+            if total != self._counts_reported.get(name, 0)
         }
-        self._counts_told = totals
+        self._counts_reported = totals
         return news or None
 
     def close(self) -> None:
-        """End what the look-ups of peers run on."""
+        """Close the index of peers."""
         if self.peers is not None:
             self.peers.close()
             self.peers = None
 
 
 BEHIND_BLOCKS = 4
-"""How far before a step's first token the blocks may lie that vLLM gives their keys in that step:
-those of tokens that were speculative before. Others are taken as not computed, which is safe."""
+"""Maximum distance from a step's first token to the blocks that vLLM gives their keys in that step:
+those of tokens that were speculative before. Others count as not computed, which is safe."""
 
 
 def computed_blocks(plan: Any, layout: Layout) -> set[int]:
-    """Return the blocks that are whole when the plan's forward pass is done, of what it adds to."""
+    """Return the blocks changed by the plan that are whole when its forward pass is done."""
     resolve = plan.kv_connector_block_state.resolve_block_ids
     cached = plan.scheduled_cached_reqs
     begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -1,4 +1,4 @@
-"""Host memory that loads come into on their way to the KV cache: bounded, and used again."""
+"""Host memory for staging loads on their way to the KV cache: bounded, and reused."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from slipstream.vllm.blocks import Blocks
 
 SLAB_BYTES = 32 << 20
-"""Host memory made in one go, and the most that one part of a load takes: a disk reads it in some
-ten milliseconds, which is how long others wait for their turn."""
+"""Size of one allocation, and the maximum of one part of a load. A disk reads it in some ten
+milliseconds, which is the wait of other loads for their turn."""
 
 SLABS_MIN = 4
-"""Into so many slabs less memory is divided, so that several loads find room."""
+"""Minimum number of slabs that smaller memory is divided into, for several concurrent loads."""
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory for parts of loads, side by side; it is used again when all have ended."""
+    """Memory for parts of loads, side by side; it is reused when all of them have ended."""
 
     memory: torch.Tensor
     used: int = 0
@@ -29,14 +29,14 @@ class Slab:
 
 @dataclass(slots=True)
 class Place:
-    """Where a part of a load comes to."""
+    """The destination of a part of a load."""
 
     slab: Slab
     bytes: torch.Tensor
 
 
 class Staging:
-    """At most `bytes_max` of memory, but one block's at least. Its user's lock guards it."""
+    """At most `bytes_max` of memory, but at least one block's. Its user's lock guards it."""
 
     def __init__(self, blocks: Blocks, bytes_max: int) -> None:
         self.slab_bytes = max(blocks.block_bytes, min(SLAB_BYTES, bytes_max // SLABS_MIN))
@@ -45,10 +45,10 @@ class Staging:
         self._slabs_max = self._limit = max(1, bytes_max // self.slab_bytes)
 
     def take(self, size: int) -> Place | None:
-        """Return memory for a part; `None` if there is none just now.
+        """Return memory for a part; `None` if there is none at present.
 
-        Makes some where that costs next to nothing. Memory for a device is pinned, which takes
-        milliseconds: it is made by `make_slab`.
+        Allocates if that is cheap. Memory for a device is pinned, which takes milliseconds:
+        `make_slab` allocates it.
         """
         slab = self._with_room(size)
         if slab is None and self.can_grow() and not self._blocks.pins:
@@ -65,23 +65,23 @@ class Staging:
         return next((slab for slab in self.slabs if slab.used + size <= len(slab.memory)), None)
 
     def give_back(self, place: Place) -> None:
-        """Take memory back that nobody writes to any more."""
+        """Return memory to which nothing writes any more."""
         place.slab.parts -= 1
         if place.slab.parts == 0:
             place.slab.used = 0
 
     def can_grow(self) -> bool:
-        """Whether there may be more memory."""
+        """Whether more memory may be allocated."""
         return len(self.slabs) < self._limit
 
     def make_slab(self) -> Slab:
-        """Make memory, for `slabs`; needs no lock."""
+        """Allocate memory, for `slabs`; needs no lock."""
         return Slab(self._blocks.staging(self.slab_bytes))
 
     def grow_no_more(self) -> None:
-        """Make do with the memory that is there."""
+        """Stop allocating: use the present memory."""
         self._limit = len(self.slabs)
 
     def grow_again(self) -> None:
-        """Try to make memory again."""
+        """Allow allocations again."""
         self._limit = self._slabs_max

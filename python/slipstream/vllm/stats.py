@@ -1,4 +1,4 @@
-"""What the connector counts, for vLLM's log and for Prometheus.
+"""The connector's counters, for vLLM's log and for Prometheus.
 
 Counts travel as increments, `name` or `name.label`, from the ranks to the process that logs.
 """
@@ -15,35 +15,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 METRICS = {
-    "saved_blocks": ("Blocks taken into the store.", None),
-    "saved_bytes": ("Bytes taken into the store.", None),
+    "saved_blocks": ("Blocks saved to the store.", None),
+    "saved_bytes": ("Bytes saved to the store.", None),
     "save_dropped_blocks": ("Blocks not saved because the store was slower than the engine.", None),
     "save_skipped_blocks": ("Blocks not saved because their request was preempted.", None),
-    "save_failed_blocks": ("Blocks that the store could not take.", None),
+    "save_failed_blocks": ("Blocks that the store could not store.", None),
     "loaded_blocks": ("Blocks loaded into the KV cache.", None),
     "loaded_bytes": ("Bytes loaded into the KV cache.", None),
     "hit_blocks": ("Blocks found by tier.", "tier"),
-    "evicted_blocks": ("Blocks that a tier gave up for others.", "tier"),
-    "expired_blocks": ("Blocks that a tier gave up because of their age.", "tier"),
+    "evicted_blocks": ("Blocks evicted from a tier.", "tier"),
+    "expired_blocks": ("Blocks removed from a tier because of their age.", "tier"),
     "corrupt_blocks": ("Blocks whose checksum or size was wrong, by tier; never served.", "tier"),
-    "store_failed_blocks": ("Blocks that a tier could not take.", "tier"),
+    "store_failed_blocks": ("Blocks that a tier could not store.", "tier"),
     "disk_dropped_blocks": ("Blocks not written to disk because it was too slow.", None),
     "load_failed_blocks": ("Blocks that were to be loaded and are recomputed.", "reason"),
     "load_canceled_blocks": ("Blocks not loaded because their request was aborted.", None),
     "load_unexpected_ends": ("Loads that a store ended twice, or too late.", None),
     "fetched_bytes": ("Bytes fetched from peers.", None),
-    "served_blocks": ("Blocks given to peers.", None),
-    "served_bytes": ("Bytes given to peers.", None),
-    "peer_malformed": ("Connections ended because what came was no frame.", None),
-    "peer_message_errors": ("Messages of peers about keys that could not be used.", None),
+    "served_blocks": ("Blocks sent to peers.", None),
+    "served_bytes": ("Bytes sent to peers.", None),
+    "peer_malformed": ("Connections ended because of a malformed frame.", None),
+    "peer_message_errors": ("Invalid key messages of peers.", None),
     "peer_refused": ("Peers refused because they do not match.", None),
-    "peers_found": ("Engines that came to the folder of peers.", None),
-    "peers_left": ("Engines of the folder of peers that were let go.", None),
-    "message_errors": ("Messages about keys that could not be used.", None),
-    "lookup_deferred": ("Look-ups answered later, as a peer's state was unknown.", None),
-    "log_errors": ("Times that the block pool had to be looked at as a whole.", None),
+    "peers_found": ("Engines discovered in the folder of peers.", None),
+    "peers_left": ("Engines of the folder of peers that were dropped.", None),
+    "message_errors": ("Invalid key messages.", None),
+    "lookup_deferred": ("Look-ups deferred because a peer's keys were unknown.", None),
+    "log_errors": ("Reads of the whole block pool.", None),
 }
-"""Name, without `vllm:slipstream_` and `_total`; what it is; the name of its label."""
+"""Name, without `vllm:slipstream_` and `_total`; help text; name of its label."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class SlipstreamStats(KVConnectorStats):
     data: dict[str, int] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another rank or step has counted."""
+        """Add the counts of another rank or step."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from slipstream._native import KeyMirror, take_warnings
 from slipstream.limited import LimitedLog
 from slipstream.options import Options, of_engine, read_options
-from slipstream.told import TierEvents
+from slipstream.published import TierEvents
 from slipstream.vllm.content import Content, content_if_shared, unidentified, warn_if_private
 from slipstream.vllm.identity import FORMAT_VERSION, hash_seed, positions_of
 from slipstream.vllm.open import open_peers, open_store
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 MEDIUMS = {"host": Medium.CPU, "disk": Medium.STORAGE}
-"""What KV events call the tiers of a store."""
+"""Names of a store's tiers in KV events."""
 
 OWNER = "slipstream"
-"""Whose tiers they are, in KV events."""
+"""The owner of the tiers, in KV events."""
 
 WAIT_S = 0.2
-"""How long the waiting thread waits before it looks whether it has to end."""
+"""Interval at which the waiting thread checks whether it must stop."""
 
 
 @dataclass(slots=True)
@@ -66,15 +66,15 @@ class Job:
     begun: float
     unended: int
     updates: int
-    """Changes of the weights before it began: what comes after another one is not to be used."""
+    """Number of weight changes before it began: after another change its result is not used."""
     failed: set[int] = field(default_factory=set)
 
 
 class SlipstreamTier(SecondaryTierManager):
     """Host memory, disk and other engines behind vLLM's pool in host memory.
 
-    Takes the options of `slipstream.options.Options` that a store has. vLLM's methods are called on
-    the engine's thread; none waits but `drain_jobs`.
+    Takes the options of `slipstream.options.Options` that apply to a store. vLLM's methods are
+    called on the engine's thread; none waits except `drain_jobs`.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -106,10 +106,10 @@ class SlipstreamTier(SecondaryTierManager):
         self.store: Store = store
         self._peers = open_peers(self._options, [identity], engine)
         self.held = KeyMirror()
-        """What the store holds, as of the last step."""
+        """The keys of the store, as of the last step."""
         self._events: list[OffloadingEvent] | None = [] if events else None
         self._tiers = TierEvents()
-        # Transfers of single chunks by the store's numbers: the job, and the key's place in it.
+        # Transfers of single chunks by the store's numbers: the job, and the key's index in it.
         self._parts: dict[int, tuple[Job, int]] = {}
         self._parts_made = 0
         self._jobs: set[int] = set()
@@ -129,7 +129,7 @@ class SlipstreamTier(SecondaryTierManager):
         watch_weights(self.weights_changed)
 
     def weights_changed(self, cause: str) -> None:
-        """Forget all chunks, and let go of disk and peers: they are of other weights."""
+        """Drop all chunks, and detach disk and peers: their blocks are of other weights."""
         if self._updates == 0:
             logger.warning(
                 "slipstream: %s may have changed the weights: the tier's chunks are dropped, and "
@@ -147,7 +147,7 @@ class SlipstreamTier(SecondaryTierManager):
         self.store.request_snapshot()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether the store or a peer has the chunk, as far as is known now."""
+        """Return whether the store or a peer is known to have the chunk."""
         return LookupResult.MISS if self._source(key) is None else LookupResult.HIT
 
     def _source(self, key: OffloadKey) -> str | None:
@@ -159,12 +159,12 @@ class SlipstreamTier(SecondaryTierManager):
         return peer if count else None
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Store chunks of the pool, by and by."""
+        """Store chunks of the pool, asynchronously."""
         job, chunks = self._begin(job_metadata)
         self._stores.put((job, chunks))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Load chunks into the pool, by and by."""
+        """Load chunks into the pool, asynchronously."""
         job, chunks = self._begin(job_metadata)
         size = self.block_size_bytes
         for place, (key, chunk) in enumerate(zip(job.keys, chunks, strict=True)):
@@ -212,16 +212,16 @@ class SlipstreamTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether transfers are under way."""
+        """Whether transfers are in progress."""
         return bool(self._jobs or self._results)
 
     def _learn(self) -> None:
-        """Take what the store has told of its keys."""
+        """Apply the store's messages about its keys."""
         while (message := self.store.take_message()) is not None:
             try:
                 self.held.apply(message)
             except ValueError as error:
-                logger.warning("slipstream: the store has to tell its keys anew: %s", error)
+                logger.warning("slipstream: requesting a snapshot of the store's keys: %s", error)
                 self.store.request_snapshot()
         if self._events is not None:
             self._note_events()
@@ -241,27 +241,28 @@ class SlipstreamTier(SecondaryTierManager):
                     )
                 )
         if self._tiers.error:
-            logger.warning("slipstream: the tiers tell their keys anew: %s", self._tiers.error)
+            error = self._tiers.error
+            logger.warning("slipstream: requesting a snapshot of the tiers' keys: %s", error)
             self.store.request_snapshot()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return which chunks came and went."""
+        """Return the stored and removed chunks."""
         if not self._events:
             return ()
         events, self._events = self._events, []
         return events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Ask for nothing special."""
+        """Return an empty context."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches vLLM's pool; loads end at their deadline."""
+        """Wait until nothing accesses vLLM's pool; loads end at their deadline."""
         with self._ended:
             self._ended.wait_for(lambda: not self._jobs)
 
     def shutdown(self) -> None:
-        """End all threads."""
+        """Stop all threads."""
         if self._closing:
             return
         self._closing = True
@@ -314,10 +315,10 @@ class SlipstreamTier(SecondaryTierManager):
 
 
 def content_of_caller(options: Options) -> tuple[Content, str]:
-    """Identify the model of the engine that makes a tier, and how it turns positions.
+    """Identify the model of the engine that creates a tier, and its position encoding.
 
-    vLLM gives a tier the model's name alone, which may be a path, and no revision. The engine's
-    configuration is an argument of the connector that is being made.
+    vLLM passes a tier only the model's name, which may be a path, and no revision. The engine's
+    configuration is an argument of the connector that is being created.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -331,7 +332,7 @@ def content_of_caller(options: Options) -> tuple[Content, str]:
 def identity_of_spec(
     spec: Any, chunk_bytes: int, content: Content, positions: str
 ) -> dict[str, str]:
-    """Return everything that decides what the bytes under a key are."""
+    """Return all inputs of the bytes under a key."""
     config = spec.config
     groups = [f"{group.tokens_per_block}x{len(group.layer_names)}" for group in config.groups]
     return {
@@ -343,7 +344,7 @@ def identity_of_spec(
         "kv_cache_dtype": str(config.model.dtype),
         "block_size": str(config.cache.tokens_per_hash),
         "block_bytes": str(chunk_bytes),
-        # vLLM does not tell a tier the hash function; keys of another one are never asked for.
+        # vLLM does not pass the hash function to a tier; keys of another one are never requested.
         "hash_algorithm": "vLLM's",
         "hash_seed": hash_seed("sha256"),
         "layout": f"chunks of {spec.blocks_per_chunk} blocks, {' '.join(groups)}, "

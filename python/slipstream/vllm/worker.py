@@ -1,12 +1,12 @@
-"""The worker half: saves and loads beside the forward passes, seen by polls.
+"""The worker half: saves and loads concurrently with the forward passes, polled by the engine.
 
 ```text
   wait_for_save ── gather ──► queue ──► saver thread ── fetch, Store.put
   start_load_kv ── Store.load ··· Store.wait ──► loader thread ── scatter ──► deque ──► poll
 ```
 
-Loads go in parts, as staging memory comes free; of several loads each has its turn. The engine's
-thread never waits for any thread, for a transfer or for a peer.
+Loads are split into parts, as staging memory is freed; several loads take turns. The engine's
+thread never waits for another thread, a transfer or a peer.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.vllm")
 
 GRACE_S = 1.0
-"""A store that has not ended a load so long after its deadline is not waited for."""
+"""Maximum time to wait for a store after the deadline of a load that it has not ended."""
 
 WAIT_S = 0.2
-"""How long the loader waits for a store before it looks whether it has to end."""
+"""Interval at which the loader checks whether it must stop."""
 
 PARTS_AT_ONCE = 2
-"""Parts of one load that the store has at a time: one is read while the other is copied, and a
+"""Maximum parts of one load in the store at a time: one is read while the other is copied, and a
 large load leaves room for others."""
 
 TIER_MESSAGES_MAX = 4
-"""Messages about single tiers that go to the scheduler in one step: two for each."""
+"""Maximum messages about single tiers to the scheduler per step: two for each."""
 
 REMEDIES = {
-    "absent": "whoever held them has given them up; more host_bytes or disk_bytes keep them longer",
+    "absent": "their holder has evicted them; raise host_bytes or disk_bytes to keep them longer",
     "length": "their holder has another block layout; run one release and one configuration on all",
-    "checksum": "look at memory and network if it happens again",
+    "checksum": "check memory and network if it happens again",
     "deadline": "disk, peer or network are slow; raise load_deadline_s, or load_blocks_min",
-    "lost": "the connection to the peer ended, and is made again; see what became of the peer",
+    "lost": "the connection to the peer ended, and is retried; check the state of the peer",
     "copy": "see the error before this",
     "internal": "see the error before this, and please report it",
     "refused": "see the error before this, and please report it",
 }
-"""What to do, by why blocks did not come."""
+"""Remedies, by the reason for missing blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,58 +69,58 @@ class UnderWay:
 
     load: Load
     cache: Blocks
-    """Where it goes; another one after the engine has slept."""
+    """Its destination; another one after the engine has slept."""
     after: Any
-    """Point of the device's stream that the blocks are free from."""
+    """Point of the device's stream after which the blocks are free."""
     deadline: float
-    """When the store has to end it, by `time.monotonic`."""
+    """Deadline for the store, by `time.monotonic`."""
     resets: int
-    """Resets before it began: what comes after another one is not to be used."""
+    """Number of resets before it began: after another reset its result is not used."""
     groups: list[int]
-    """Where each group's blocks end in `load.blocks`."""
+    """Index in `load.blocks` of the end of each group's blocks."""
     begun: int = 0
-    """Blocks that the store was asked for, or that nobody wants any more."""
+    """Blocks that were requested from the store, or are no longer wanted."""
     parts: int = 0
     """Parts that have not ended."""
     failed: set[int] = field(default_factory=set)
     reason: str = ""
     is_canceled: bool = False
     is_late: bool = False
-    """Nobody waits for the parts that have not ended."""
+    """Whether the parts in progress are no longer waited for."""
     has_ended: bool = False
 
     def counts(self, start: int, end: int) -> list[int]:
-        """How many of these blocks are of each group."""
+        """Return the number of these blocks in each group."""
         edges = pairwise([0, *self.groups])
         return [max(0, min(end, high) - max(start, low)) for low, high in edges]
 
 
 @dataclass(slots=True)
 class Part:
-    """Blocks of a load that the store is asked for together."""
+    """Blocks of a load that are requested from the store together."""
 
     of: UnderWay
     start: int
     end: int
     place: Place
     is_copied: bool = False
-    """The loader has taken it up."""
+    """Whether the loader is processing it."""
 
 
 @dataclass(slots=True)
 class Ended:
-    """A load that the scheduler has not been told of yet."""
+    """A finished load that was not yet reported to the scheduler."""
 
     request_id: str
     failed_blocks: list[int]
     whole: bool
-    """Nothing that came may be used."""
+    """Whether none of its data may be used."""
     kept: int | None = None
-    """Of a load that failed: the tokens before the first block that did not come, where vLLM cannot
-    be told of blocks (`KVConnectorTransferResults.failed_recving`)."""
+    """Of a failed load: the tokens before the first missing block, if vLLM cannot be given
+    the blocks (`KVConnectorTransferResults.failed_recving`)."""
 
     def void(self) -> None:
-        """Nothing that came may be used."""
+        """Mark all of its data as unusable."""
         self.whole, self.kept = True, 0
 
 
@@ -147,11 +147,11 @@ class WorkerHalf:
         self._deadline_s = load_deadline_s
         self._saving_bytes_max = saving_bytes_max
         self._resets = 0
-        # Below, all of loads is under the lock.
+        # The lock guards all state of loads below.
         self._parts_made = 0
         self._parts: dict[int, Part] = {}
         self._under_way: dict[str, UnderWay] = {}
-        # Loads with blocks that the store can be asked for: whose turn it is comes first.
+        # Loads with blocks to request from the store; the next one in turn is first.
         self._turns: deque[UnderWay] = deque()
         self._deadlines: deque[UnderWay] = deque()
         self.staging = Staging(blocks, loading_bytes_max)
@@ -165,12 +165,12 @@ class WorkerHalf:
         self.saving_bytes = 0
         self.loading = 0
         self._lock = threading.Lock()
-        # Tells tests that something was saved or loaded; the engine's thread never waits on it.
+        # Notifies tests of saves and loads; the engine's thread never waits on it.
         self.moved = threading.Condition(self._lock)
-        # Tells the stager that memory is short, or that the end has come.
+        # Notifies the stager that memory is short, or that it must stop.
         self._short = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._stats_interval_s = stats_interval_s
         self._stats_due = 0.0
         self._closing = False
@@ -185,13 +185,13 @@ class WorkerHalf:
     # The engine's thread, in the order of a step.
 
     def begin(self, meta: SlipstreamMetadata) -> None:
-        """Do what has to come before everything else of the step."""
+        """Do the work that precedes everything else in the step."""
         if meta.reset:
             with self._lock:
                 self._resets += 1
                 for ended in self._ended:
                     ended.void()
-            # Waits for the blocks that are being stored just now; resets are rare.
+            # Waits for the put in progress; resets are rare.
             with self._putting:
                 if meta.detach:
                     self.store.detach()
@@ -201,7 +201,7 @@ class WorkerHalf:
             self.store.request_snapshot()
 
     def load(self, loads: list[Load]) -> None:
-        """Begin to load."""
+        """Start to load."""
         now = time.monotonic()
         for load in loads:
             groups = list(accumulate(count for _, count in load.parts))
@@ -212,7 +212,7 @@ class WorkerHalf:
                 self.loading += 1
                 self._under_way[load.request_id] = begun
                 if not load.blocks:
-                    # The scheduler's half has no use for the blocks that vLLM has allocated.
+                    # The scheduler half has no use for the blocks that vLLM has allocated.
                     begun.is_late = True
                     self._end_if_done(begun)
                     continue
@@ -221,18 +221,18 @@ class WorkerHalf:
         self._stage()
 
     def cancel(self, names: list[str]) -> None:
-        """Ask for nothing more of these requests' loads, which nobody wants any more."""
+        """Request nothing more for these requests' loads, which are no longer wanted."""
         with self._lock:
             for name in names:
                 under_way = self._under_way.get(name)
                 if under_way is not None:
-                    # What the store still writes goes into staging memory, not into the cache.
+                    # Later writes of the store go into staging memory, not into the cache.
                     under_way.is_canceled = under_way.is_late = True
                     self._skip_rest(under_way)
                     self._end_if_done(under_way)
 
     def _skip_rest(self, under_way: UnderWay) -> None:
-        """Ask for no more of a load."""
+        """Request nothing more for a load."""
         count = len(under_way.load.blocks)
         under_way.failed.update(range(under_way.begun, count))
         under_way.begun = count
@@ -240,7 +240,7 @@ class WorkerHalf:
             self._turns.remove(under_way)
 
     def _stage(self) -> None:
-        """Ask the store for as many parts as there is memory for. Waits for nothing."""
+        """Request as many parts from the store as there is memory for. Never waits."""
         while True:
             with self._lock:
                 part = self._next_part()
@@ -258,13 +258,13 @@ class WorkerHalf:
                     memoryview(part.place.bytes.numpy()),
                     max(0.0, deadline - time.monotonic()),
                 )
-            # Whatever a store says to one load, others go on.
+            # An error for one load must not affect the others.
             except Exception:
                 logger.exception("slipstream: the store refused a load")
                 self._end(number, set(range(part.end - part.start)), "refused")
 
     def _next_part(self) -> Part | None:
-        """Take the next part of the load whose turn it is; `None`: none, or no memory for it."""
+        """Take the next part of the load in turn; `None`: there is none, or no memory for it."""
         while self._turns:
             under_way = self._turns[0]
             start, end = under_way.begun, len(under_way.load.blocks)
@@ -308,8 +308,8 @@ class WorkerHalf:
         self._end_if_done(under_way)
 
     def save(self, keys: list[bytes], blocks: list[int]) -> None:
-        """Copy blocks out of the cache, to be stored by and by."""
-        # Bit by bit, so that as many are saved as there is room for.
+        """Copy blocks out of the cache, to be stored later."""
+        # In steps, so that as many blocks are saved as there is room for.
         step = max(1, COPY_BYTES // self.blocks.block_bytes)
         for at in range(0, len(blocks), step):
             if not self._save_some(keys[at : at + step], blocks[at : at + step]):
@@ -320,11 +320,11 @@ class WorkerHalf:
         keys, parts = by_group(keys, blocks, len(self.blocks.groups))
         size = self.blocks.size([len(part) for part in parts])
         if self.saving_bytes + size > self._saving_bytes_max:
-            # The store is slower than the engine: a save that is dropped is a later miss.
+            # The store is slower than the engine: a dropped save is a later miss.
             return False
         try:
             gathered, ready = self.blocks.gather(parts)
-        # A device that has no memory left is no reason to end the engine.
+        # A device without free memory does not justify ending the engine.
         except RuntimeError as error:
             self._limited.warning(
                 "not saved",
@@ -339,7 +339,7 @@ class WorkerHalf:
         return True
 
     def results(self) -> KVConnectorTransferResults:
-        """Tell which loads have ended since the last call. A poll: waits for nobody."""
+        """Report the loads that have ended since the last call. A poll: never waits."""
         deadlines = self._deadlines
         if deadlines and deadlines[0].deadline <= time.monotonic() - GRACE_S:
             self._give_up_late_ones()
@@ -356,12 +356,12 @@ class WorkerHalf:
         return results
 
     def failed_blocks(self) -> set[int]:
-        """Tell which blocks of the loads that `results` told of did not come."""
+        """Report the missing blocks of the loads in `results`."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def worker_meta(self) -> SlipstreamWorkerMetadata | None:
-        """Tell what the store holds now and did not before, and what came of failed loads."""
+        """Report new keys of the store, and the results of failed loads."""
         message = self.store.take_message()
         tiers = self._take_tier_messages() if self._tell_tiers else []
         if message is None and not tiers and not self._kept:
@@ -379,7 +379,7 @@ class WorkerHalf:
         return messages
 
     def counts(self) -> dict[str, int] | None:
-        """Tell now and then what was counted since it was last told, if anything was."""
+        """Report the counts since the last report at intervals, if there are any."""
         now = time.monotonic()
         if now < self._stats_due:
             return None
@@ -388,22 +388,22 @@ class WorkerHalf:
         with self._lock:
             totals.update(self._counts)
         news = {
-            name: total - self._told.get(name, 0)
+            name: total - self._reported.get(name, 0)
             for name, total in totals.items()
-            if total != self._told.get(name, 0)
+            if total != self._reported.get(name, 0)
         }
-        self._told = totals
+        self._reported = totals
         return news or None
 
     def release(self) -> None:
-        """Let go of the caches: what was loaded goes with their memory, what is loaded fails."""
+        """Release the caches: loaded blocks are lost with their memory, loads in progress fail."""
         self.blocks.release()
         with self._lock:
             for ended in self._ended:
                 ended.void()
 
     def close(self) -> None:
-        """End the threads; what is being saved is finished, what is being loaded fails."""
+        """Stop the threads; saves in progress are finished, loads in progress fail."""
         with self._lock:
             self._closing = True
             for under_way in list(self._under_way.values()):
@@ -425,7 +425,7 @@ class WorkerHalf:
             with self._lock:
                 if under_way.has_ended:
                     continue
-                # What it waits for is the store, or memory of loads that the store does not end.
+                # It waits for the store, or for memory of loads that the store does not end.
                 self._limited.warning(
                     "abandoned",
                     "slipstream: the store did not end the load of request %s; it is recomputed; "
@@ -446,7 +446,7 @@ class WorkerHalf:
     def _save_all(self) -> None:
         while (item := self._saves.get()) is not None:
             self._store(*item)
-            # The device's memory is not kept while there is nothing to do.
+            # Free the device's memory while the thread is idle.
             del item
 
     def _store(self, keys: list[bytes], gathered: torch.Tensor, ready: Any, resets: int) -> None:
@@ -455,15 +455,15 @@ class WorkerHalf:
             host = self.blocks.fetch(gathered, ready)
             stored = 0
             with self._putting:
-                # Blocks from before a reset are of another model, for all one knows.
+                # Blocks from before a reset may be of another model.
                 if resets == self._resets:
                     stored = self.store.put(keys, memoryview(host.numpy()))
                 else:
                     self._count("save_dropped_blocks", len(keys))
             self._count("saved_blocks", stored)
-            # Where some could not be stored, as if all blocks were of one size.
+            # If some could not be stored: an approximation for blocks of different sizes.
             self._count("saved_bytes", size * stored // len(keys))
-        # A save that fails, for whatever reason, must not end all others.
+        # One failed save must not end all others.
         except Exception:
             logger.exception("slipstream: %d blocks could not be stored", len(keys))
             self._count("save_failed_blocks", len(keys))
@@ -475,7 +475,7 @@ class WorkerHalf:
     # The stager's thread.
 
     def _stage_all(self) -> None:
-        """Make memory for loads, which may take long, beside the engine's thread."""
+        """Allocate memory for loads, which may take long, outside of the engine's thread."""
         while True:
             with self._lock:
                 self._short.wait_for(
@@ -487,7 +487,7 @@ class WorkerHalf:
                 slab = self.staging.make_slab()
             except (RuntimeError, MemoryError) as error:
                 with self._lock:
-                    # Another part's memory may do; without any there is nothing to wait for.
+                    # Memory of another part may suffice; without any there is nothing to wait for.
                     self.staging.grow_no_more()
                     if not self.staging.slabs:
                         for under_way in list(self._turns):
@@ -505,7 +505,7 @@ class WorkerHalf:
             for number, failed, reason in self.store.wait(WAIT_S):
                 try:
                     self._end(number, set(failed), reason or "unnamed")
-                # One load that goes wrong must not end all others.
+                # One failed load must not end all others.
                 except Exception:
                     logger.exception("slipstream: a load could not be ended; it is recomputed")
                     self._end_anyhow(number)
@@ -513,12 +513,12 @@ class WorkerHalf:
                 logger.warning("slipstream: %s", text)
             self._limited.flush()
             if self._closing:
-                # The store was closed, and has failed what was under way.
+                # The store was closed, and has failed all loads in progress.
                 with self._lock:
                     self._parts.clear()
 
     def _end(self, number: int, failed: set[int], reason: str) -> None:
-        """Copy what came of a part into the cache, and end its load if that was the last one."""
+        """Copy the arrived blocks of a part into the cache, and end its load with the last one."""
         with self._lock:
             part = self._parts.get(number)
             if part is None or part.is_copied:
@@ -539,7 +539,7 @@ class WorkerHalf:
                     self._scatter(part, good)
                 if stores:
                     self._store_what_came(part, failed)
-            # Whatever goes wrong with a device's copy, the request is recomputed.
+            # After any error of a device's copy, the request is recomputed.
             except Exception as error:
                 reason = "sleep" if isinstance(error, ReleasedError) else "copy"
                 if reason == "copy":
@@ -552,7 +552,7 @@ class WorkerHalf:
             if failed:
                 under_way.failed |= failed
                 under_way.reason = under_way.reason or reason
-                # What follows a block that did not come is of no use.
+                # Blocks after a missing one are of no use.
                 if self._takes_parts():
                     self._skip_rest(under_way)
             if under_way.begun < len(under_way.load.blocks) and under_way not in self._turns:
@@ -561,7 +561,7 @@ class WorkerHalf:
         self._stage()
 
     def _end_anyhow(self, number: int) -> None:
-        """Fail the load of a part whose end has gone wrong."""
+        """Fail the load of a part whose completion raised an error."""
         with self._lock:
             part = self._parts.get(number)
             if part is None:
@@ -578,7 +578,7 @@ class WorkerHalf:
         self.staging.give_back(part.place)
 
     def _scatter(self, part: Part, good: list[int]) -> None:
-        """Copy what came of a part into the cache."""
+        """Copy the arrived blocks of a part into the cache."""
         under_way, rows = part.of, part.place.bytes
         counts = under_way.counts(part.start, part.end)
         blocks: list[list[int]] = []
@@ -600,10 +600,10 @@ class WorkerHalf:
         under_way.cache.scatter(blocks, rows, under_way.after)
 
     def _store_what_came(self, part: Part, failed: set[int]) -> None:
-        """Store the blocks that peers sent of a load that failed: the next one asks for the rest.
+        """Store the blocks that peers sent for a failed load: the next load requests the rest.
 
         Called for the load's last part, while its blocks are the request's: vLLM gives them away
-        when it is told that the load has failed.
+        after the report that the load has failed.
         """
         under_way, load = part.of, part.of.load
         with self._lock:
@@ -626,12 +626,12 @@ class WorkerHalf:
         self._store([load.keys[i] for i in came], gathered, ready, under_way.resets)
 
     def _end_if_done(self, under_way: UnderWay) -> None:
-        """Tell of a load all whose parts have ended, or whose last ones nobody waits for."""
+        """Report a load whose parts have all ended, or whose last parts are not waited for."""
         if under_way.has_ended or under_way.begun < len(under_way.load.blocks):
             return
         if under_way.parts and not under_way.is_late:
             return
-        # A part that is being copied touches the cache: it is waited for.
+        # A part that is being copied accesses the cache, and is waited for.
         if any(part.of is under_way and part.is_copied for part in self._parts.values()):
             return
         under_way.has_ended = True
@@ -646,21 +646,21 @@ class WorkerHalf:
             return
         failed = under_way.failed
         if under_way.is_late:
-            # What a store ends later does not count.
+            # Later ends of the store do not count.
             failed = set(range(len(load.blocks)))
-        # Without its first block nothing of a load is of use, and the request must not ask for
-        # it again: a block that is damaged for good would be asked for without end.
+        # Without its first block a load is of no use, and the request must not ask for it again:
+        # it would ask for a permanently damaged block forever.
         good = 0 if 0 in failed else len(load.blocks) - len(failed)
         kept = 0
         if failed and not self._takes_parts():
             kept, good = self._kept_of(load, failed), 0
-        # A reset may have come while the blocks were copied.
+        # A reset may have happened while the blocks were copied.
         if under_way.resets != self._resets:
             good, kept, reason = 0, 0, "reset"
         elif (good or kept) and under_way.cache.is_released:
             good, kept, reason = 0, 0, "sleep"
         lost = [block for i, block in enumerate(load.blocks) if not good or i in failed]
-        # Every rank that fails tells what it kept, as the least of them counts.
+        # Every failed rank reports its kept tokens, because the minimum counts.
         self._ended.append(
             Ended(load.request_id, lost, whole=not good, kept=None if good else kept)
         )
@@ -683,16 +683,16 @@ class WorkerHalf:
         self.moved.notify_all()
 
     def _takes_parts(self) -> bool:
-        """Whether vLLM can go on from the first block of a load that failed.
+        """Whether vLLM can continue from the first block of a failed load.
 
-        Of several groups it takes no blocks that failed; and what a window reads at an earlier
-        block was not loaded (vLLM 0.33, `Scheduler._handle_invalid_blocks`).
+        With several groups it accepts no failed blocks; and the blocks that a window reads before
+        an earlier block were not loaded (vLLM 0.33, `Scheduler._handle_invalid_blocks`).
         """
         only, *others = self.blocks.groups
         return not others and (only.group is None or only.group.kind == "full")
 
     def _kept_of(self, load: Load, failed: set[int]) -> int:
-        """Return the tokens before the first block that did not come."""
+        """Return the tokens before the first missing block."""
         tokens, at = [], 0
         for (first, count), blocks in zip(load.parts, self.blocks.groups, strict=True):
             assert blocks.group is not None, "layers without groups take parts of loads"

@@ -1,10 +1,10 @@
-"""What followers of KV events are told of a store's tiers."""
+"""The published keys of a store's tiers, for KV events."""
 
 import random
 
 import pytest
 from slipstream import KeySet
-from slipstream.told import TIERS, TierEvents, Told
+from slipstream.published import TIERS, PublishedKeys, TierEvents
 
 
 def key(n: int) -> bytes:
@@ -38,36 +38,36 @@ class Tier:
             self.set.apply([key(n), ~0])
 
 
-def test_a_snapshot_in_parts_tells_what_is_gone_at_its_end() -> None:
-    tier, told = Tier(), Told()
+def test_a_snapshot_in_parts_publishes_removals_at_its_end() -> None:
+    tier, published = Tier(), PublishedKeys()
     tier.add(*range(10))
     tier.set.request_snapshot()
     for message in tier.take():
-        told.take(message)
+        published.take(message)
     tier.remove(3)
-    tier.take()  # lost on its way
+    tier.take()  # lost in transit
     tier.add(10)
     (late,) = tier.take()
     with pytest.raises(ValueError, match="key message 4 of a tier came after 2"):
-        told.take(late)
+        published.take(late)
     with pytest.raises(ValueError, match="checksum"):
-        told.take(late[:-1] + b"x")
+        published.take(late[:-1] + b"x")
     tier.set.request_snapshot()
     messages = tier.take(4)
     assert len(messages) > 2
-    taken = [told.take(message) for message in messages]
+    taken = [published.take(message) for message in messages]
     assert [key for added, _ in taken for key in added] == keys(10)
     assert [removed for _, removed in taken] == [[]] * (len(taken) - 1) + [keys(3)]
 
 
-def test_what_comes_is_told_before_what_goes() -> None:
+def test_additions_are_published_before_removals() -> None:
     host, disk, events = Tier(), Tier(), TierEvents()
 
     def news() -> list[tuple[str, list[bytes], bool]]:
         messages = [("host", m) for m in host.take()] + [("disk", m) for m in disk.take()]
-        told = events.take(messages)
+        published = events.take(messages)
         assert not events.error
-        return told
+        return published
 
     for tier in (host, disk):
         tier.set.request_snapshot()
@@ -80,7 +80,7 @@ def test_what_comes_is_told_before_what_goes() -> None:
     host.add(1)
     disk.remove(1)
     assert news() == [("host", keys(1), False), ("disk", keys(1), True)]
-    # What came and went in between is not told.
+    # A key that was added and removed in between is not published.
     messages = []
     for change in (host.add, host.remove):
         change(7)
@@ -88,7 +88,7 @@ def test_what_comes_is_told_before_what_goes() -> None:
     assert events.take([("host", m) for m in messages]) == []
 
 
-def test_a_message_out_of_order_is_left_out_and_said() -> None:
+def test_a_message_out_of_order_is_skipped_and_reported() -> None:
     host, events = Tier(), TierEvents()
     host.set.request_snapshot()
     host.add(1)
@@ -104,7 +104,7 @@ def test_a_message_out_of_order_is_left_out_and_said() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_follows_the_events_knows_each_tier(seed: int) -> None:
+def test_followers_of_the_events_know_each_tier(seed: int) -> None:
     rng = random.Random(seed)
     tiers = {name: Tier() for name in TIERS}
     events = TierEvents()
@@ -123,13 +123,13 @@ def test_who_follows_the_events_knows_each_tier(seed: int) -> None:
             messages = messages[1:]
         for tier, changed, gone in events.take(messages):
             for one in changed:
-                assert (one in believed[tier]) == gone, "nothing is told twice"
+                assert (one in believed[tier]) == gone, "nothing is published twice"
             (believed[tier].difference_update if gone else believed[tier].update)(changed)
         if events.error:
             for tier in tiers.values():
                 tier.set.request_snapshot()
     for name, tier in tiers.items():
         tier.set.request_snapshot()
-        for told, changed, gone in events.take([(name, m) for m in tier.take()]):
-            (believed[told].difference_update if gone else believed[told].update)(changed)
+        for place, changed, gone in events.take([(name, m) for m in tier.take()]):
+            (believed[place].difference_update if gone else believed[place].update)(changed)
         assert believed[name] == set(tier.set.keys())

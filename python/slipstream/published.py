@@ -1,4 +1,4 @@
-"""What followers of KV events were told of a store's tiers. This module does not import vLLM."""
+"""The published keys of a store's tiers, for KV events. This module does not import vLLM."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,22 +9,22 @@ TIERS = ("host", "disk")
 """The tiers of a store, by the names that `Store.take_tier_message` has for them."""
 
 
-class Told:
-    """Keys of one tier, as they were told of."""
+class PublishedKeys:
+    """The published keys of one tier."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
-        # While a snapshot comes: keys that it has not named; gone, if it does not.
+        # During a snapshot: keys that it has not repeated; removed at its end.
         self._unnamed: set[bytes] | None = None
         self._last = (0, 0)
 
     def take(self, message: bytes) -> tuple[list[bytes], list[bytes]]:
-        """Return which keys came and went by this message of the store.
+        """Apply a message of the store; return the keys that it adds and removes.
 
         Raises
         ------
         ValueError
-            If the message is damaged, or one before it is missing: ask for a snapshot.
+            If the message is damaged, or an earlier one is missing: request a snapshot.
         """
         added, removed, begins, ends = KeyMirror.read(message)
         # docs/kv-keys.md: the stream's number, and the message's.
@@ -48,36 +48,36 @@ class Told:
 
 
 class TierEvents:
-    """Turns messages of a store's tiers into what came and went in each."""
+    """Converts messages of a store's tiers into added and removed keys of each."""
 
     def __init__(self) -> None:
-        self._told = {tier: Told() for tier in TIERS}
+        self._published = {tier: PublishedKeys() for tier in TIERS}
         self.error = ""
 
     def take(self, messages: Iterable[tuple[str, bytes]]) -> list[tuple[str, list[bytes], bool]]:
-        """Return the tier, the keys, and whether they are gone from it.
+        """Return the tier, the keys, and whether they were removed from it.
 
-        What came is first, in all tiers: a block that moves from one to the other is told to be
-        there before it is told to be gone here, so nobody takes it for lost in between.
+        Added keys are first, in all tiers: a block that moves between tiers is published in the
+        new one before its removal from the old one, so it never appears to be lost.
 
-        A message that cannot be used is left out, and `error` says why: ask for a snapshot.
+        An invalid message is skipped, and `error` gives the reason: request a snapshot.
         """
-        # By tier and key: whether it is gone. What came and went again is not told.
-        news: defaultdict[str, dict[bytes, bool]] = defaultdict(dict)
+        # By tier and key: whether it was removed. A key added and removed again is not published.
+        changed: defaultdict[str, dict[bytes, bool]] = defaultdict(dict)
         self.error = ""
         for tier, message in messages:
             try:
-                changes = self._told[tier].take(message)
+                changes = self._published[tier].take(message)
             except ValueError as error:
                 self.error = str(error)
                 continue
             for gone, keys in enumerate(changes):
                 for key in keys:
-                    if news[tier].pop(key, None) is None:
-                        news[tier][key] = bool(gone)
+                    if changed[tier].pop(key, None) is None:
+                        changed[tier][key] = bool(gone)
         return [
             (tier, keys, wanted)
             for wanted in (False, True)
-            for tier, told in news.items()
-            if (keys := [key for key, gone in told.items() if gone == wanted])
+            for tier, states in changed.items()
+            if (keys := [key for key, gone in states.items() if gone == wanted])
         ]

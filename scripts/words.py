@@ -70,7 +70,7 @@ PENDING = tuple(
     crates/engine/ crates/netsim/ crates/planes/ crates/worker/ crates/frontend/ crates/kvstore/
     crates/config/src/preset/ crates/cli/src/cmd/net.rs crates/cli/src/cmd/simulate.rs crates/cli/tests/it/net.rs
     docs/netsim.md docs/benchmarks-net.md docs/kvstore.md
-    docs/step-time.md docs/live-path.md
+    docs/step-time.md
     """.split()
 )
 

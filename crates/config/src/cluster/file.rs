@@ -873,6 +873,44 @@ fn read_live(t: &Table<'_>) -> LiveConfig {
             .get("request_timeout_s")
             .within(0.0..=TIMEOUT_S_MAX)
             .or(default.request_timeout_s),
+        idle_timeout_s: t
+            .get("idle_timeout_s")
+            .within(0.01..=TIMEOUT_S_MAX)
+            .or(default.idle_timeout_s),
+        memory_max: t
+            .get("memory_max")
+            .check(
+                |&bytes: &u64| bytes == 0 || (16 << 20..=1 << 50).contains(&bytes),
+                "0, or 16,777,216 to 1,125,899,906,842,624",
+            )
+            .or(default.memory_max),
+        answer_bytes_max: t
+            .get("answer_bytes_max")
+            .within(64 << 10..=1 << 40)
+            .or(default.answer_bytes_max),
+        connections_max: t
+            .get("connections_max")
+            .within(1..=1 << 24)
+            .or(default.connections_max),
+        client_connections_max: t
+            .get("client_connections_max")
+            .within(0..=1 << 24)
+            .or(default.client_connections_max),
+        client_streams_max: t
+            .get("client_streams_max")
+            .within(0..=1 << 24)
+            .or(default.client_streams_max),
+        connection_streams_max: t
+            .get("connection_streams_max")
+            .within(1..=1 << 24)
+            .or(default.connection_streams_max),
+        cors_origins: t
+            .get("cors_origins")
+            .check(
+                |origins: &String| are_origins(origins),
+                "`*`, or origins such as \"https://chat.example.org\" with commas between them",
+            )
+            .or(default.cors_origins),
         drain_timeout_s: t
             .get("drain_timeout_s")
             .within(0.0..=TIMEOUT_S_MAX)
@@ -945,6 +983,19 @@ fn is_subject_prefix(text: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let is_word = |word: &str| !word.is_empty() && word.chars().all(plain);
     text.len() <= 200 && text.split('.').all(is_word)
+}
+
+/// Whether `text` is `*`, or scheme, host and port of pages, without a path, as browsers send them.
+fn are_origins(text: &str) -> bool {
+    let is_origin = |origin: &str| {
+        let host = origin
+            .strip_prefix("https://")
+            .or_else(|| origin.strip_prefix("http://"));
+        host.is_some_and(|host| {
+            !host.is_empty() && host.bytes().all(|b| b.is_ascii_graphic() && b != b'/')
+        })
+    };
+    text.trim().is_empty() || text.trim() == "*" || text.split(',').map(str::trim).all(is_origin)
 }
 
 /// An IP address or a host name, and a port. Names are resolved by the server.

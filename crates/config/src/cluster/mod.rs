@@ -576,6 +576,25 @@ pub struct LiveConfig {
     pub write_timeout_s: f64,
     /// Time limit of a request, s; 0: none. Default 0.
     pub request_timeout_s: f64,
+    /// A connection without a request, and a duplex request without a turn, is closed after this time,
+    /// s. Default 60.
+    pub idle_timeout_s: f64,
+    /// Memory for clients' bodies, answers, buffers and connections, bytes; 0: half of what the host
+    /// or its control group has. Default 0.
+    pub memory_max: u64,
+    /// Limit of an answer that is not streamed, bytes. Default 256 MiB.
+    pub answer_bytes_max: u64,
+    /// Limit of open client connections. Default 65,536.
+    pub connections_max: u32,
+    /// Limit of open connections from one address; 0: seven eighths of `connections_max`. Default 0.
+    pub client_connections_max: u32,
+    /// Limit of open streams of one client: an API key, or an address if there are no keys; 0: seven
+    /// eighths of `streams_max`. Default 0.
+    pub client_streams_max: u32,
+    /// Limit of open streams of one connection. Default 4,096.
+    pub connection_streams_max: u32,
+    /// Origins of browser pages that may use the API, comma separated; `*`: all. Default: none.
+    pub cors_origins: String,
     /// Time for open requests to finish after SIGINT or SIGTERM, s. Default 30.
     pub drain_timeout_s: f64,
     /// `[live.events]`: destination of forward-pass metrics and KV events.
@@ -597,6 +616,14 @@ impl Default for LiveConfig {
             stream_buffer_bytes_max: 4 << 20,
             write_timeout_s: 60.0,
             request_timeout_s: 0.0,
+            idle_timeout_s: 60.0,
+            memory_max: 0,
+            answer_bytes_max: 256 << 20,
+            connections_max: 65_536,
+            client_connections_max: 0,
+            client_streams_max: 0,
+            connection_streams_max: 4_096,
+            cors_origins: String::new(),
             drain_timeout_s: 30.0,
             events: EventsConfig::default(),
         }

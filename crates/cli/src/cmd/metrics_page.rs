@@ -1,73 +1,132 @@
-//! `/metrics` of a process without clients: one thread, one request at a time.
+//! `/metrics` of a process without clients: one thread, many connections.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::{Duration, Instant};
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
 
 /// Longest head of a request, bytes.
 const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// Time limit for a client to send its request and to read the answer, because other clients wait.
+/// Time limit for a client to send its request, and again to read the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Connections that are open at a time. Another one takes the place of the oldest, so that clients that say
+/// nothing keep no scraper out.
+const CONNECTIONS_MAX: usize = 64;
 
 /// Serves `registry` on `listen` for as long as the process runs. Returns the address.
 pub(crate) fn serve(listen: &str, registry: Registry) -> anyhow::Result<SocketAddr> {
-    let listener = TcpListener::bind(listen)
-        .with_context(|| format!("--metrics {listen}: use an address of this host, host:port"))?;
+    let context = || format!("--metrics {listen}: use an address of this host, host:port");
+    let listener = std::net::TcpListener::bind(listen).with_context(context)?;
+    listener.set_nonblocking(true)?;
     let address = listener.local_addr()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     std::thread::Builder::new()
         .name("metrics".into())
-        .spawn(move || {
-            for stream in listener.incoming() {
-                match stream {
-                    // A scraper that disconnects is no error.
-                    Ok(stream) => drop(answer(stream, &registry)),
-                    // Usually out of descriptors.
-                    Err(_) => std::thread::sleep(Duration::from_millis(20)),
-                }
-            }
-        })?;
+        .spawn(move || runtime.block_on(accept(listener, Arc::new(registry))))?;
     Ok(address)
 }
 
-fn answer(mut stream: TcpStream, registry: &Registry) -> std::io::Result<()> {
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let head = read_head(&mut stream)?;
+async fn accept(listener: std::net::TcpListener, registry: Arc<Registry>) {
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "the socket of --metrics cannot be polled");
+            return;
+        }
+    };
+    let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                open.retain(|connection| !connection.is_finished());
+                if open.len() >= CONNECTIONS_MAX
+                    && let Some(oldest) = open.pop_front()
+                {
+                    oldest.abort();
+                }
+                let registry = registry.clone();
+                open.push_back(tokio::spawn(async move {
+                    // A scraper that disconnects is no error.
+                    let _ = answer(stream, &registry).await;
+                }));
+            }
+            // Usually out of descriptors.
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+}
+
+async fn answer(mut stream: TcpStream, registry: &Registry) -> io::Result<()> {
+    let head = tokio::time::timeout(PATIENCE, read_head(&mut stream)).await??;
     let (status, kind, body) = if head.starts_with(b"GET /metrics ") {
         let mut text = String::new();
-        prometheus_client::encoding::text::encode(&mut text, registry)
-            .map_err(std::io::Error::other)?;
+        prometheus_client::encoding::text::encode(&mut text, registry).map_err(io::Error::other)?;
         let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
         ("200 OK", kind, text)
     } else {
         let hint = "this process serves GET /metrics, and nothing else\n";
         ("404 Not Found", "text/plain", hint.to_owned())
     };
-    write!(
-        stream,
+    let answer = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
         body.len()
-    )
+    );
+    tokio::time::timeout(PATIENCE, async {
+        stream.write_all(answer.as_bytes()).await?;
+        stream.shutdown().await
+    })
+    .await?
 }
 
 /// Reads up to the empty line, or the limit.
-fn read_head(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
-    let began = Instant::now();
+async fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut head = Vec::new();
     let mut bytes = [0; 1024];
     while !head.windows(4).any(|four| four == b"\r\n\r\n") && head.len() < HEAD_BYTES_MAX {
-        let left = PATIENCE.saturating_sub(began.elapsed());
-        if left.is_zero() {
-            return Err(std::io::ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(Some(left))?;
-        match stream.read(&mut bytes)? {
+        match stream.read(&mut bytes).await? {
             0 => break,
             read => head.extend_from_slice(&bytes[..read]),
         }
     }
     Ok(head)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn clients_that_say_nothing_keep_no_scraper_out() {
+        let address = serve("127.0.0.1:0", Registry::default()).unwrap();
+        // More than there are places, and none speaks.
+        let silent: Vec<TcpStream> = (0..2 * CONNECTIONS_MAX)
+            .map(|_| TcpStream::connect(address).unwrap())
+            .collect();
+        for path in ["/metrics", "/"] {
+            let mut scraper = TcpStream::connect(address).unwrap();
+            write!(scraper, "GET {path} HTTP/1.1\r\n\r\n").unwrap();
+            let mut answer = String::new();
+            scraper.read_to_string(&mut answer).unwrap();
+            let status = if path == "/" { "404" } else { "200" };
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}")),
+                "{answer}"
+            );
+        }
+        drop(silent);
+    }
 }

@@ -1,8 +1,8 @@
 //! From the body of a request to dispatched sequences.
 
-use std::cell::RefCell;
 use std::rc::Rc;
 
+use bytes::Bytes;
 use hyper::Response;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, Prompt, RankId, RequestId, Stage, StageTimes,
@@ -14,18 +14,22 @@ use slipstream_planes::{Part, Registration, StartRequest, StreamAddr};
 use slipstream_recorder::RecordedRequest;
 use slipstream_router::Score;
 
+use crate::budget::Charge;
+use crate::connection::Client;
 use crate::dispatching::Submission;
 use crate::http::{self, HttpBody, RequestHead};
 use crate::metrics::Rejection;
 use crate::openai::{
-    ApiError, ApiRequest, Input, Kind, PromptInput, RequestParams, parse_chat, parse_completion,
+    ApiError, ApiRequest, Input, Kind, LogprobsWish, PromptInput, RequestParams, parse_chat,
+    parse_completion,
 };
 use crate::reply::{
-    Reply, ReplyBody, ReplyHandle, ReplyState, SequenceSpec, Shape, StreamRole, StreamSlot, Trace,
+    REPLY_BYTES, Reply, ReplyBody, ReplyHandle, ReplyState, SEQUENCE_BYTES, SequenceSpec, Shape,
+    StreamRole, StreamSlot, Trace,
 };
 use crate::service::Service;
 use crate::shard::Shard;
-use crate::text::{ChatOptions, StopMatcher};
+use crate::text::{ChatOptions, StopMatcher, TextError, TextModel};
 
 /// Room made for a chat's tokens before they are counted.
 const CHAT_TOKENS_EXPECTED: usize = 1024;
@@ -35,7 +39,15 @@ pub(crate) struct Tokenized {
     prompt: Prompt,
     max_tokens: u32,
     /// Its text, if it is to be repeated before the answer.
-    echo: Option<String>,
+    echo: Option<Box<str>>,
+}
+
+/// A request, parsed, checked and tokenized.
+pub(crate) struct Prepared {
+    pub(crate) kind: Kind,
+    pub(crate) params: RequestParams,
+    pub(crate) prompts: Vec<Tokenized>,
+    pub(crate) times: StageTimes,
 }
 
 impl Tokenized {
@@ -50,26 +62,112 @@ pub(crate) async fn generate(
     shard: &Rc<Shard>,
     kind: Kind,
     head: RequestHead,
+    body: Bytes,
+    charge: Charge,
+    times: StageTimes,
+) -> Result<Response<HttpBody>, ApiError> {
+    let prepare =
+        move |service: &Service, body: &[u8]| prepare(service, kind, body, times, |_| Ok(()));
+    let (prepared, charge) = shard.run(body, charge, prepare).await?;
+    drop(charge); // with the body
+    let stream = prepared.params.stream;
+    let handle = dispatch(shard, &head, prepared, false)?;
+    if stream {
+        return Ok(http::events(ReplyBody::new(handle)));
+    }
+    let (answer, trace) = handle.whole().await?;
+    Ok(http::whole(answer, trace.as_deref()))
+}
+
+/// Parses, checks and tokenizes the body of a request.
+pub(crate) fn prepare(
+    service: &Service,
+    kind: Kind,
     body: &[u8],
     mut times: StageTimes,
-) -> Result<Response<HttpBody>, ApiError> {
-    let service = &shard.service;
+    check: impl FnOnce(&ApiRequest<'_>) -> Result<(), ApiError>,
+) -> Result<Prepared, ApiError> {
     let request = match kind {
         Kind::Chat => parse_chat(body)?,
         Kind::Completion => parse_completion(body)?,
     };
     check_model(service, request.model.as_deref())?;
+    check(&request)?;
     times.note(Stage::Parsed, monotonic_ns());
-
-    let prompts = tokenize(service, &request)?;
+    let mut prompts = tokenize(service, &request)?;
+    bound_answer(service, kind, &request.params, &mut prompts)?;
     times.note(Stage::Tokenized, monotonic_ns());
+    Ok(Prepared {
+        kind,
+        params: request.params,
+        prompts,
+        times,
+    })
+}
 
-    let handle = dispatch(shard, &head, &request, prompts, times, false)?;
-    if request.params.stream {
-        return Ok(http::events(ReplyBody(handle)));
+/// Bytes of a token of a whole answer at most, as JSON.
+fn token_json_max(text: &TextModel, kind: Kind, logprobs: Option<LogprobsWish>) -> u64 {
+    /// Of a float in its shortest form, and of an offset.
+    const NUMBER: u64 = 24;
+    let shown = text.answer_json_max() as u64;
+    let Some(LogprobsWish { top }) = logprobs else {
+        return shown;
+    };
+    let top = u64::from(top);
+    shown
+        + match kind {
+            // `"token":…,"logprob":…,"bytes":[…]` with up to four characters per byte.
+            Kind::Chat => (1 + top) * (5 * shown + NUMBER + 40) + 24,
+            // `text_offset`, `token_logprobs`, `tokens` and `top_logprobs`.
+            Kind::Completion => 2 * NUMBER + shown + 16 + top * (shown + NUMBER + 8),
+        }
+}
+
+/// Checks that the answer stays within its limits, whatever the engines generate. Without a `max_tokens` the
+/// limit of a whole answer shortens it.
+fn bound_answer(
+    service: &Service,
+    kind: Kind,
+    params: &RequestParams,
+    prompts: &mut [Tokenized],
+) -> Result<(), ApiError> {
+    let n = u64::from(params.n);
+    let echo = |prompt: &Tokenized| prompt.echo.as_ref().map_or(0, |echo| echo.len() as u64);
+    let echoes = n * prompts.iter().map(echo).sum::<u64>();
+    let limits = &service.limits;
+    if params.stream {
+        let most = limits.stream_buffer_bytes_max;
+        if echoes > most {
+            return Err(ApiError::invalid(
+                "echo",
+                format!(
+                    "the prompts that the choices repeat have {echoes} bytes, and at most {most} may \
+                     wait for a client (`live.stream_buffer_bytes_max`); lower `n`, or do without `echo`"
+                ),
+            ));
+        }
+        return Ok(());
     }
-    let (body, trace) = handle.whole().await?;
-    Ok(http::whole(body, trace.as_deref()))
+    let per_token = token_json_max(&service.text, kind, params.logprobs);
+    let tokens: u64 = prompts.iter().map(|p| u64::from(p.max_tokens)).sum();
+    let bytes = n
+        .saturating_mul(tokens)
+        .saturating_mul(per_token)
+        .saturating_add(echoes);
+    let most = limits.answer_bytes_max;
+    if bytes <= most {
+        return Ok(());
+    }
+    let choices = n * prompts.len() as u64;
+    let fitting = most.saturating_sub(echoes) / (per_token * choices).max(1);
+    if params.max_tokens.is_some() || fitting == 0 {
+        return Err(ApiError::answer_too_large(bytes, most));
+    }
+    let fitting = u32::try_from(fitting).unwrap_or(u32::MAX);
+    for prompt in prompts {
+        prompt.max_tokens = prompt.max_tokens.min(fitting);
+    }
+    Ok(())
 }
 
 /// 404 unless `model` is what is served, or is not named at all.
@@ -117,27 +215,43 @@ pub(crate) fn tokenize(
                 now_unix_s: now_unix_s(),
             };
             let mut tokens = Vec::with_capacity(CHAT_TOKENS_EXPECTED);
-            text.encode_chat(messages, &options, &mut tokens)
-                .map_err(|error| ApiError::invalid("messages", error.to_string()))?;
+            let most = service.context_max();
+            text.encode_chat_within(messages, &options, most as usize, &mut tokens)
+                .map_err(|error| match error {
+                    TextError::TooLong { tokens } => {
+                        too_long(service, request.kind, params, tokens)
+                    }
+                    error => ApiError::invalid("messages", error.to_string()),
+                })?;
             Ok(vec![fit(service, request.kind, params, &tokens, None)?])
         }
         Input::Prompts(prompts) => prompts
             .iter()
             .map(|prompt| match prompt {
                 PromptInput::Text(prompt) => {
+                    let least = text.tokens_min(prompt.len());
+                    if least > service.context_max() as usize {
+                        return Err(too_long(service, request.kind, params, least));
+                    }
                     let mut tokens = Vec::with_capacity(prompt.len() / 3);
                     text.encode(prompt, params.add_special_tokens, &mut tokens);
-                    let echo = params.echo.then(|| prompt.to_string());
+                    let echo = params.echo.then(|| prompt.as_ref().into());
                     fit(service, request.kind, params, &tokens, echo)
                 }
                 PromptInput::Tokens(tokens) => {
                     check_tokens(service, "prompt", tokens)?;
-                    let echo = params.echo.then(|| text.decode(tokens));
+                    let echo = params.echo.then(|| text.decode(tokens).into());
                     fit(service, request.kind, params, tokens, echo)
                 }
             })
             .collect(),
     }
+}
+
+/// A prompt that has at least so many `tokens` by its length.
+fn too_long(service: &Service, kind: Kind, params: &RequestParams, tokens: usize) -> ApiError {
+    let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+    ApiError::context_length(kind, tokens, params.max_tokens, service.context_max())
 }
 
 /// Checks that prompt and answer fit into the model, and hashes the prompt.
@@ -146,7 +260,7 @@ fn fit(
     kind: Kind,
     params: &RequestParams,
     tokens: &[TokenId],
-    echo: Option<String>,
+    echo: Option<Box<str>>,
 ) -> Result<Tokenized, ApiError> {
     let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
     let limit = service.context_max();
@@ -183,17 +297,24 @@ fn fit(
 pub(crate) fn dispatch(
     shard: &Rc<Shard>,
     head: &RequestHead,
-    request: &ApiRequest<'_>,
-    prompts: Vec<Tokenized>,
-    times: StageTimes,
+    prepared: Prepared,
     more: bool,
 ) -> Result<ReplyHandle, ApiError> {
     let service = &shard.service;
-    let params = &request.params;
+    let Prepared {
+        kind,
+        params,
+        prompts,
+        times,
+    } = prepared;
+    let params = &params;
     let count = prompts.len() * params.n as usize;
-    check_count(count, prompts.len(), params.n, service.limits.streams_max)?;
-    let quota = StreamQuota::take(shard, count)?;
-    let shape = shape_of(shard, head, request, &prompts);
+    let most = shard.budget.request_streams_max();
+    check_count(count, prompts.len(), params.n, most)?;
+    let quota = StreamQuota::take(shard, &head.client, count)?;
+    let bytes = REPLY_BYTES + SEQUENCE_BYTES * count as u64;
+    let charge = shard.budget.memory.charge(head.client.counts(), bytes)?;
+    let shape = shape_of(shard, head, kind, params, &prompts);
     shard.metrics.prompt_tokens.add(shape.prompt_tokens);
     let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
@@ -201,9 +322,13 @@ pub(crate) fn dispatch(
     });
     let (specs, requests) = sequences(shard, params, prompts, head.session);
     let unread_max = service.limits.stream_buffer_bytes_max as usize;
-    let reply = Rc::new(Reply {
-        state: RefCell::new(ReplyState::new(shape, specs, times, trace, unread_max)),
+    let timeout = service.limits.request_timeout;
+    let deadline_ns = timeout.map(|t| {
+        let timeout_ns = u64::try_from(t.as_nanos()).unwrap_or(u64::MAX);
+        monotonic_ns().saturating_add(timeout_ns)
     });
+    let state = ReplyState::new(shape, specs, times, trace, unread_max, Some(charge));
+    let reply = Rc::new(Reply::new(state, head.client.clone(), deadline_ns));
     let registrations = register(shard, &reply, count)?;
     let addresses: Vec<StreamAddr> = registrations.iter().map(Registration::addr).collect();
     quota.hand_on();
@@ -213,8 +338,8 @@ pub(crate) fn dispatch(
 }
 
 /// Refuses a request for more streams than the server ever opens.
-fn check_count(count: usize, prompts: usize, choices: u32, most: u32) -> Result<(), ApiError> {
-    if count <= most as usize {
+fn check_count(count: usize, prompts: usize, choices: u32, most: u64) -> Result<(), ApiError> {
+    if count as u64 <= most {
         return Ok(());
     }
     let (field, asked) = match prompts {
@@ -227,7 +352,8 @@ fn check_count(count: usize, prompts: usize, choices: u32, most: u32) -> Result<
     Err(ApiError::invalid(
         field,
         format!(
-            "asks for {count} streams{asked}, and the server opens at most {most} (`live.streams_max`)"
+            "asks for {count} streams{asked}, and the server opens at most {most} for a request \
+             (`live.streams_max`, `live.client_streams_max`, `live.connection_streams_max`)"
         ),
     ))
 }
@@ -235,14 +361,14 @@ fn check_count(count: usize, prompts: usize, choices: u32, most: u32) -> Result<
 fn shape_of(
     shard: &Shard,
     head: &RequestHead,
-    request: &ApiRequest<'_>,
+    kind: Kind,
+    params: &RequestParams,
     prompts: &[Tokenized],
 ) -> Shape {
-    let params = &request.params;
     let id = params.request_id.as_deref().unwrap_or(&head.id);
     Shape {
-        kind: request.kind,
-        id: answer_id(request.kind, id),
+        kind,
+        id: answer_id(kind, id),
         created: now_unix_s(),
         model: shard.model.clone(),
         stream: params.stream,
@@ -267,8 +393,8 @@ fn sequences(
     let mut specs = Vec::with_capacity(count);
     let mut requests = Vec::with_capacity(count);
     for tokenized in prompts {
-        let mut echo = tokenized.echo;
-        for choice in 0..params.n {
+        let echo: Option<Rc<str>> = tokenized.echo.map(Into::into);
+        for _ in 0..params.n {
             // Choices differ, also those of different prompts: else the sequences of a batch would
             // all be of one length. The first is the one a request of its own would get.
             let seed = match specs.len() as u64 {
@@ -298,11 +424,7 @@ fn sequences(
                 stops: stops.clone(),
                 min_tokens: params.min_tokens,
                 plain: stops.is_empty() && params.logprobs.is_none() && echo.is_none(),
-                echo: if choice + 1 == params.n {
-                    echo.take()
-                } else {
-                    echo.clone()
-                },
+                echo: echo.clone(),
                 stop_token_ids: stop_token_ids.clone(),
                 recorded: shard.service.recorder.is_some().then(|| {
                     Box::new(RecordedRequest {
@@ -391,22 +513,27 @@ fn submit(
 /// Room for streams, given back unless a [`ReplyHandle`] takes it over.
 struct StreamQuota<'a> {
     shard: &'a Shard,
+    client: &'a Client,
     count: usize,
 }
 
 impl<'a> StreamQuota<'a> {
-    fn take(shard: &'a Shard, count: usize) -> Result<StreamQuota<'a>, ApiError> {
-        if shard.open_streams(count) {
-            return Ok(StreamQuota { shard, count });
+    fn take(
+        shard: &'a Shard,
+        client: &'a Client,
+        count: usize,
+    ) -> Result<StreamQuota<'a>, ApiError> {
+        match shard.open_streams(client, count) {
+            Ok(()) => Ok(StreamQuota {
+                shard,
+                client,
+                count,
+            }),
+            Err(error) => {
+                shard.metrics.on_rejected(Rejection::StreamsMax);
+                Err(error)
+            }
         }
-        shard.metrics.on_rejected(Rejection::StreamsMax);
-        Err(ApiError::overloaded(
-            format!(
-                "{} streams are open, which is the limit (`live.streams_max`); try again later",
-                shard.service.limits.streams_max
-            ),
-            1,
-        ))
     }
 
     /// Someone else gives it back.
@@ -417,7 +544,7 @@ impl<'a> StreamQuota<'a> {
 
 impl Drop for StreamQuota<'_> {
     fn drop(&mut self) {
-        self.shard.on_streams_closed(self.count);
+        self.shard.on_streams_closed(self.client, self.count);
     }
 }
 

@@ -3,31 +3,37 @@
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::header::{
+    ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD,
     AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName,
-    HeaderValue, RETRY_AFTER,
+    HeaderValue, ORIGIN, RETRY_AFTER, VARY,
 };
 use hyper::{Method, Request, Response, StatusCode};
 use slipstream_base::{Stage, StageTimes, WorkerId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_router::Fleet;
 
+use crate::budget::{Charge, ClientUse};
+use crate::connection::{Client, Connection, Owner};
 use crate::generate;
+use crate::helpers::NoResult;
 use crate::metrics::Rejection;
 use crate::openai::{
     ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, model_json, models_json,
     openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
 };
-use crate::reply::ReplyBody;
-use crate::service::Service;
+use crate::reply::{Cut, ReplyBody, Whole, WholeBody};
+use crate::service::{Admission, Service};
 use crate::shard::Shard;
 use crate::talk;
-use crate::text::ChatOptions;
+use crate::text::{ChatOptions, EncodeCost};
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const X_SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
@@ -38,38 +44,68 @@ const X_TRACE: HeaderName = HeaderName::from_static("x-slipstream-trace");
 /// A client's request id is repeated in every event of its stream, so it may not be long.
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
+/// Bodies up to these sizes, bytes, are parsed and tokenized on the shard's thread, in a millisecond at most;
+/// longer ones by helper threads. A hand-over costs about 20 µs.
+const INLINE_BYTES_LOW: usize = 16 << 10;
+const INLINE_BYTES_HIGH: usize = 1 << 10;
+
+/// Memory that a byte of a body takes while it is parsed and tokenized, at most, by the cost of tokenizing.
+const BODY_FACTOR_LOW: u64 = 32;
+const BODY_FACTOR_HIGH: u64 = 512;
+
 /// Body of any answer.
-pub(crate) enum HttpBody {
+pub(crate) struct HttpBody {
+    content: Content,
+    /// The request that it answers, which ends with it.
+    owner: Option<Rc<Owner>>,
+    /// What a large one takes.
+    _memory: Option<Charge>,
+}
+
+enum Content {
     /// All of it; `None` once it was taken.
     Whole(Option<Bytes>),
+    /// A large answer, as it is rendered.
+    Slices(Box<WholeBody>),
     /// Events as they come.
-    Stream(ReplyBody),
+    Stream(Box<ReplyBody>),
+}
+
+impl HttpBody {
+    fn new(content: Content) -> HttpBody {
+        HttpBody {
+            content,
+            owner: None,
+            _memory: None,
+        }
+    }
 }
 
 impl Body for HttpBody {
     type Data = Bytes;
-    type Error = Infallible;
+    type Error = Cut;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        match self.get_mut() {
-            HttpBody::Whole(bytes) => Poll::Ready(bytes.take().map(|b| Ok(Frame::data(b)))),
-            HttpBody::Stream(body) => Pin::new(body).poll_frame(cx),
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        match &mut self.get_mut().content {
+            Content::Whole(bytes) => Poll::Ready(bytes.take().map(|b| Ok(Frame::data(b)))),
+            Content::Slices(body) => body.poll_frame(cx),
+            Content::Stream(body) => body.poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        matches!(self, HttpBody::Whole(None))
+        matches!(self.content, Content::Whole(None))
     }
 
     fn size_hint(&self) -> SizeHint {
-        match self {
-            HttpBody::Whole(bytes) => {
+        match &self.content {
+            Content::Whole(bytes) => {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |b| b.len() as u64))
             }
-            HttpBody::Stream(_) => SizeHint::default(),
+            Content::Slices(_) | Content::Stream(_) => SizeHint::default(),
         }
     }
 }
@@ -84,23 +120,43 @@ pub(crate) struct RequestHead {
     pub(crate) worker: Option<WorkerId>,
     /// `x-slipstream-trace: 1`.
     pub(crate) traced: bool,
+    /// Whose it is.
+    pub(crate) client: Client,
+}
+
+/// A request that is here as a whole.
+struct Received {
+    head: RequestHead,
+    body: Bytes,
+    /// The body's memory.
+    charge: Charge,
 }
 
 /// Answers one request. Every failure becomes an answer.
 pub(crate) async fn handle(
     shard: Rc<Shard>,
+    connection: Rc<Connection>,
     request: Request<Incoming>,
 ) -> Result<Response<HttpBody>, Infallible> {
     let mut times = StageTimes::default();
-    times.note(Stage::Accept, monotonic_ns());
+    let now = monotonic_ns();
+    times.note(Stage::Accept, now);
     shard.metrics.requests.add(1);
+    let owner = connection.begin(now);
     let id = request_id(&shard, request.headers());
-    let mut response = match route(&shard, request, &id, times).await {
+    let origin = allowed_origin(&shard.service, request.headers());
+    let routed = if origin.is_some() && is_preflight(&request) {
+        Ok(preflight())
+    } else {
+        route(&shard, &owner, request, &id, times).await
+    };
+    let mut response = match routed {
         Ok(response) => response,
         Err(error) => {
             let why = match error.status {
                 401 => Some(Rejection::Unauthorized),
-                400..=499 => Some(Rejection::Invalid),
+                429 | 503 if error.code == Some("memory_max") => Some(Rejection::Memory),
+                400..=499 if error.status != 429 => Some(Rejection::Invalid),
                 _ => None, // counted where it arose
             };
             if let Some(why) = why {
@@ -122,7 +178,62 @@ pub(crate) async fn handle(
     if let Ok(id) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(X_REQUEST_ID, id);
     }
+    if !shard.service.origins.is_empty() {
+        // Caches must not give one page's answer to another.
+        let headers = response.headers_mut();
+        headers.insert(VARY, HeaderValue::from_static("origin"));
+        if let Some(origin) = origin {
+            headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+            headers.insert(
+                ACCESS_CONTROL_EXPOSE_HEADERS,
+                HeaderValue::from_static("x-request-id, x-slipstream-trace, retry-after"),
+            );
+        }
+    }
+    let body = response.body_mut();
+    if matches!(body.content, Content::Whole(_)) {
+        owner.answered();
+    }
+    body.owner = Some(owner);
     Ok(response)
+}
+
+/// The origin of the page that sent the request, if `live.cors_origins` names it.
+fn allowed_origin(service: &Service, headers: &HeaderMap) -> Option<HeaderValue> {
+    if service.origins.is_empty() {
+        return None;
+    }
+    let origin = headers.get(ORIGIN)?;
+    service
+        .origins
+        .admit(origin.as_bytes())
+        .then(|| origin.clone())
+}
+
+/// Whether a browser asks what a page may send. It sends no API key with that.
+fn is_preflight(request: &Request<Incoming>) -> bool {
+    request.method() == Method::OPTIONS
+        && request
+            .headers()
+            .contains_key(ACCESS_CONTROL_REQUEST_METHOD)
+}
+
+fn preflight() -> Response<HttpBody> {
+    let mut response = Response::new(HttpBody::new(Content::Whole(None)));
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    let headers = response.headers_mut();
+    for (name, value) in [
+        (ACCESS_CONTROL_ALLOW_METHODS, "GET, HEAD, POST"),
+        (
+            ACCESS_CONTROL_ALLOW_HEADERS,
+            "authorization, content-type, x-request-id, x-session-id, x-slipstream-worker, \
+             x-slipstream-trace",
+        ),
+        (ACCESS_CONTROL_MAX_AGE, "7200"), // the most that Chromium keeps
+    ] {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    response
 }
 
 /// What a path answers.
@@ -198,6 +309,7 @@ fn find_route(path: &str) -> Option<&'static Route> {
 
 async fn route(
     shard: &Rc<Shard>,
+    owner: &Rc<Owner>,
     request: Request<Incoming>,
     id: &str,
     times: StageTimes,
@@ -214,9 +326,15 @@ async fn route(
         .get(AUTHORIZATION)
         .map(HeaderValue::as_bytes);
     // Also unknown paths: without a key nothing is learned of them.
-    if !found.is_some_and(|route| route.open) && !service.api_keys.admit(authorization) {
-        return Err(ApiError::unauthorized());
-    }
+    let key: Option<Arc<ClientUse>> = match found {
+        Some(route) if route.open => None,
+        _ => match service.api_keys.admit(authorization) {
+            Admission::Open => None,
+            Admission::Key(client) => Some(client),
+            Admission::Refused => return Err(ApiError::unauthorized()),
+        },
+    };
+    let client = || Client::new(owner.clone(), key);
     let Some(route) = found else {
         let method = request.method().as_str();
         return Err(ApiError::route_not_found(method, path));
@@ -224,24 +342,26 @@ async fn route(
     allow(&request, route.methods)?;
     match route.endpoint {
         Endpoint::Chat => {
-            let (head, body) = receive(shard, request, id).await?;
-            generate::generate(shard, Kind::Chat, head, &body, times).await
+            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            generate::generate(shard, Kind::Chat, head, body, charge, times).await
         }
         Endpoint::Completion => {
             if media_type(request.headers()) == Some("application/x-ndjson") {
+                check_memory(shard)?;
                 let (parts, body) = request.into_parts();
-                return talk::talk(shard, head_of(&parts.headers, id)?, body, times).await;
+                let head = head_of(&parts.headers, id, client())?;
+                return talk::talk(shard, head, body, times).await;
             }
-            let (head, body) = receive(shard, request, id).await?;
-            generate::generate(shard, Kind::Completion, head, &body, times).await
+            let Received { head, body, charge } = receive(shard, client(), request, id).await?;
+            generate::generate(shard, Kind::Completion, head, body, charge, times).await
         }
         Endpoint::Tokenize => {
-            let (_, body) = receive(shard, request, id).await?;
-            tokenize(shard, &body)
+            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            large_json(shard.run(body, charge, tokenize).await?)
         }
         Endpoint::Detokenize => {
-            let (_, body) = receive(shard, request, id).await?;
-            detokenize(shard, &body)
+            let Received { body, charge, .. } = receive(shard, client(), request, id).await?;
+            large_json(shard.run(body, charge, detokenize).await?)
         }
         Endpoint::Models => Ok(json(200, models_json(&[card(service)]))),
         Endpoint::Model => {
@@ -250,7 +370,7 @@ async fn route(
             Ok(json(200, model_json(&card(service))))
         }
         Endpoint::Health => Ok(health(shard)),
-        Endpoint::Ready => Ok(ready(service)),
+        Endpoint::Ready => Ok(ready(shard)),
         Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
         Endpoint::Version => Ok(json(200, version_json().to_vec())),
         Endpoint::OpenApi => Ok(json(200, openapi_json().to_vec())),
@@ -266,19 +386,75 @@ fn card(service: &Service) -> ModelCard<'_> {
     }
 }
 
-fn ready(service: &Service) -> Response<HttpBody> {
-    let ready = any_ready(&service.fleets.serve);
-    let status = if ready { 200 } else { 503 };
-    json(status, format!("{{\"ready\":{ready}}}").into_bytes())
+fn ready(shard: &Shard) -> Response<HttpBody> {
+    let reason = match shard.budget.exhausted() {
+        _ if !any_ready(&shard.service.fleets.serve) => Some("no_worker"),
+        limit => limit,
+    };
+    match reason {
+        None => json(200, b"{\"ready\":true}".to_vec()),
+        Some(reason) => {
+            let body = format!("{{\"ready\":false,\"reason\":\"{reason}\"}}");
+            json(503, body.into_bytes())
+        }
+    }
 }
 
-fn detokenize(shard: &Rc<Shard>, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let service = &shard.service;
+/// 503 while the memory for clients is nearly used up.
+pub(crate) fn check_memory(shard: &Shard) -> Result<(), ApiError> {
+    if shard.budget.memory.is_tight() {
+        return Err(ApiError::out_of_memory());
+    }
+    Ok(())
+}
+
+impl Shard {
+    /// Runs `job` on a body: here if that is short work, else on a helper thread, while the shard serves
+    /// others. The charge covers what the job takes, and returns with its result.
+    ///
+    /// # Errors
+    /// The job's; 503 without memory or with too many waiting jobs.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        body: Bytes,
+        mut charge: Charge,
+        job: impl FnOnce(&Service, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, Charge), ApiError> {
+        let service = &self.service;
+        let is_short = body.len() <= INLINE_BYTES_HIGH
+            || body.len() <= INLINE_BYTES_LOW && service.text.cost(&body) == EncodeCost::Low;
+        if is_short {
+            return Ok((job(service, &body)?, charge));
+        }
+        let (service, bytes) = (service.clone(), body.len());
+        let on_helper = move || {
+            let factor = match service.text.cost(&body) {
+                EncodeCost::Low => BODY_FACTOR_LOW,
+                EncodeCost::High => BODY_FACTOR_HIGH,
+            };
+            let kept = charge.bytes();
+            charge.grow_to(kept + factor * body.len() as u64)?;
+            let done = job(&service, &body)?;
+            charge.shrink_to(kept);
+            Ok((done, charge))
+        };
+        match self.helpers.run(bytes, on_helper).await {
+            Ok(done) => done,
+            Err(NoResult::Busy) => Err(ApiError::overloaded(
+                "too many long prompts wait to be tokenized; try again later",
+                1,
+            )),
+            Err(NoResult::Failed) => Err(ApiError::internal("with a long prompt")),
+        }
+    }
+}
+
+fn detokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
     let parsed = parse_detokenize(body)?;
     generate::check_model(service, parsed.model.as_deref())?;
     generate::check_tokens(service, "tokens", &parsed.tokens)?;
     let text = service.text.decode(&parsed.tokens);
-    Ok(json(200, detokenize_json(&text)))
+    Ok(detokenize_json(&text))
 }
 
 /// Length of a request's head as HTTP/1.1 writes it, as far as can be told: of its target and of
@@ -311,9 +487,12 @@ fn allow(request: &Request<Incoming>, methods: &[Method]) -> Result<(), ApiError
 /// Reads the rest of a request: what its head says, and its body within the limits.
 async fn receive(
     shard: &Rc<Shard>,
+    client: Client,
     request: Request<Incoming>,
     id: &str,
-) -> Result<(RequestHead, Bytes), ApiError> {
+) -> Result<Received, ApiError> {
+    check_memory(shard)?;
+    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
     let (parts, body) = request.into_parts();
     if let Some(kind) = parts.headers.get(CONTENT_TYPE) {
         let kind = kind.to_str().unwrap_or("(not text)");
@@ -328,11 +507,15 @@ async fn receive(
         let coding = coding.to_str().unwrap_or("(not text)");
         return Err(ApiError::content_coding(coding));
     }
-    let head = head_of(&parts.headers, id)?;
+    let head = head_of(&parts.headers, id, client)?;
     let limits = &shard.service.limits;
-    let read = read_body(body, limits.body_bytes_max);
+    let read = read_body(body, limits.body_bytes_max, &mut charge);
     match tokio::time::timeout(limits.read_timeout, read).await {
-        Ok(body) => Ok((head, body?)),
+        Ok(body) => Ok(Received {
+            head,
+            body: body?,
+            charge,
+        }),
         Err(_) => Err(ApiError::request_timeout(
             "body",
             limits.read_timeout.as_secs_f64(),
@@ -340,7 +523,7 @@ async fn receive(
     }
 }
 
-fn head_of(headers: &HeaderMap, id: &str) -> Result<RequestHead, ApiError> {
+fn head_of(headers: &HeaderMap, id: &str, client: Client) -> Result<RequestHead, ApiError> {
     Ok(RequestHead {
         id: id.to_owned(),
         session: headers
@@ -348,6 +531,7 @@ fn head_of(headers: &HeaderMap, id: &str) -> Result<RequestHead, ApiError> {
             .map(|v| hash_session(v.as_bytes())),
         worker: worker_header(headers)?,
         traced: headers.get(X_TRACE).is_some_and(|v| v == "1"),
+        client,
     })
 }
 
@@ -357,7 +541,12 @@ fn media_type(headers: &HeaderMap) -> Option<&str> {
     Some(kind.split(';').next().unwrap_or_default().trim())
 }
 
-async fn read_body(mut body: Incoming, bytes_max: u64) -> Result<Bytes, ApiError> {
+/// Reads a body, and charges its bytes as they come.
+async fn read_body(
+    mut body: Incoming,
+    bytes_max: u64,
+    charge: &mut Charge,
+) -> Result<Bytes, ApiError> {
     if body.size_hint().lower() > bytes_max {
         return Err(ApiError::body_too_large(bytes_max));
     }
@@ -371,27 +560,22 @@ async fn read_body(mut body: Incoming, bytes_max: u64) -> Result<Bytes, ApiError
             continue;
         };
         let so_far = first.as_ref().map_or(0, Bytes::len) + rest.len();
-        if (so_far + data.len()) as u64 > bytes_max {
+        let len = (so_far + data.len()) as u64;
+        if len > bytes_max {
             return Err(ApiError::body_too_large(bytes_max));
         }
-        match &first {
-            None => first = Some(data), // most bodies are one piece, and are not copied
-            Some(head) => {
-                if rest.is_empty() {
-                    rest.reserve(body.size_hint().lower() as usize + data.len() + head.len());
-                }
-                rest.extend_from_slice(&data);
-            }
+        charge.grow_to(len)?;
+        if so_far == 0 {
+            first = Some(data); // most bodies are one piece, and are not copied
+            continue;
         }
+        if let Some(first) = first.take() {
+            rest.reserve(body.size_hint().lower() as usize + data.len() + first.len());
+            rest.extend_from_slice(&first);
+        }
+        rest.extend_from_slice(&data);
     }
-    let first = first.unwrap_or_default();
-    if rest.is_empty() {
-        return Ok(first);
-    }
-    let mut whole = BytesMut::with_capacity(first.len() + rest.len());
-    whole.extend_from_slice(&first);
-    whole.extend_from_slice(&rest);
-    Ok(whole.freeze())
+    Ok(first.unwrap_or_else(|| rest.freeze()))
 }
 
 fn request_id(shard: &Shard, headers: &HeaderMap) -> String {
@@ -453,8 +637,7 @@ fn worker_header(headers: &HeaderMap) -> Result<Option<WorkerId>, ApiError> {
     }
 }
 
-fn tokenize(shard: &Rc<Shard>, body: &[u8]) -> Result<Response<HttpBody>, ApiError> {
-    let service = &shard.service;
+fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
     let parsed = parse_tokenize(body)?;
     generate::check_model(service, parsed.model.as_deref())?;
     let mut tokens = Vec::new();
@@ -485,9 +668,10 @@ fn tokenize(shard: &Rc<Shard>, body: &[u8]) -> Result<Response<HttpBody>, ApiErr
             .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
             .collect()
     });
-    Ok(json(
-        200,
-        tokenize_json(&tokens, service.max_model_len, strings.as_deref()),
+    Ok(tokenize_json(
+        &tokens,
+        service.max_model_len,
+        strings.as_deref(),
     ))
 }
 
@@ -537,7 +721,7 @@ fn metrics(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
 
 /// A JSON answer.
 pub(crate) fn json(status: u16, body: Vec<u8>) -> Response<HttpBody> {
-    let mut response = Response::new(HttpBody::Whole(Some(body.into())));
+    let mut response = Response::new(HttpBody::new(Content::Whole(Some(body.into()))));
     *response.status_mut() = StatusCode::from_u16(status).expect("our statuses are valid");
     response
         .headers_mut()
@@ -545,9 +729,25 @@ pub(crate) fn json(status: u16, body: Vec<u8>) -> Response<HttpBody> {
     response
 }
 
-/// A whole answer, with its trace.
-pub(crate) fn whole(body: Vec<u8>, trace: Option<&str>) -> Response<HttpBody> {
+/// A JSON answer that may be large.
+fn large_json((body, mut charge): (Vec<u8>, Charge)) -> Result<Response<HttpBody>, ApiError> {
+    charge.grow_to(body.len() as u64)?;
+    charge.shrink_to(body.len() as u64);
     let mut response = json(200, body);
+    response.body_mut()._memory = Some(charge);
+    Ok(response)
+}
+
+/// A whole answer, with its trace.
+pub(crate) fn whole(answer: Whole, trace: Option<&str>) -> Response<HttpBody> {
+    let mut response = match answer {
+        Whole::Bytes(bytes) => json(200, bytes),
+        Whole::Slices(body) => {
+            let mut response = json(200, Vec::new());
+            response.body_mut().content = Content::Slices(Box::new(body));
+            response
+        }
+    };
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(trace).ok()) {
         response.headers_mut().insert(X_TRACE, trace);
     }
@@ -556,7 +756,7 @@ pub(crate) fn whole(body: Vec<u8>, trace: Option<&str>) -> Response<HttpBody> {
 
 /// A stream of events.
 pub(crate) fn events(body: ReplyBody) -> Response<HttpBody> {
-    let mut response = Response::new(HttpBody::Stream(body));
+    let mut response = Response::new(HttpBody::new(Content::Stream(Box::new(body))));
     let headers = response.headers_mut();
     headers.insert(
         CONTENT_TYPE,

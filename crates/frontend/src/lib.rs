@@ -12,7 +12,9 @@
 //! * `http`: paths, limits, keys; `generate`: from a checked request to a dispatched one.
 //! * `dispatching`: the shard as a driver of `slipstream-dispatch`, which decides where a request runs;
 //!   `kv_network`: what the keys and values of disaggregated prompts cross.
-//! * `reply`: an answer in the making, and its body.
+//! * `reply`: an answer in the making, and its body; `replies`: all of a shard's.
+//! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
+//!   prompts. `meter`: how long a shard works on one thing.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
 //!
@@ -23,13 +25,18 @@ pub mod openai;
 pub mod text;
 
 mod alarm;
+mod budget;
+mod connection;
 mod dispatching;
 mod generate;
+mod helpers;
 mod http;
 mod io;
 mod kv_network;
+mod meter;
 mod metrics;
 pub mod remote;
+mod replies;
 mod reply;
 pub mod roster;
 pub mod server;
@@ -42,5 +49,5 @@ pub use kv_network::KvNetwork;
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};
 pub use roster::Roster;
 pub use server::{Bound, Frontend, StartError};
-pub use service::{ApiKeys, Limits, Service};
+pub use service::{ApiKeys, Limits, Origins, Service};
 pub use shard::{ShardPlane, Transport};

@@ -13,6 +13,8 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 use slipstream_base::{FinishReason, Stage, StageTimes};
 
+use crate::budget::Budget;
+
 /// A number that one thread writes and others read.
 #[derive(Debug, Default)]
 pub(crate) struct Count(AtomicU64);
@@ -127,17 +129,20 @@ pub(crate) enum Rejection {
     Unauthorized,
     /// 503: every worker over its busy threshold.
     Busy,
-    /// 503: `live.streams_max` reached.
+    /// 503 or 429: a limit of open streams reached.
     StreamsMax,
+    /// 503 or 429: `live.memory_max` reached.
+    Memory,
     /// 503: no worker is ready, or a worker's inbox is full.
     NoWorker,
 }
 
-const REJECTIONS: [&str; 5] = [
+const REJECTIONS: [&str; 6] = [
     "invalid",
     "unauthorized",
     "busy",
     "streams_max",
+    "memory_max",
     "no_worker",
 ];
 const FINISH: [&str; 3] = ["stop", "length", "abort"];
@@ -175,6 +180,15 @@ pub(crate) struct ShardMetrics {
     pub(crate) streams_cut_full: Count,
     pub(crate) streams_cut_deadline: Count,
     pub(crate) streams_cut_stop: Count,
+    pub(crate) streams_cut_memory: Count,
+    pub(crate) streams_cut_idle: Count,
+    /// Connections ended as their client had no request, or read no answer.
+    pub(crate) connections_idle: Count,
+    pub(crate) connections_unread: Count,
+    /// CPU time of the longest poll of a task, ns.
+    pub(crate) poll_max_ns: Count,
+    /// CPU time of polls that took some time.
+    pub(crate) long_polls: Histogram,
     pub(crate) disconnects: Count,
     pub(crate) engine_refusals: Count,
     pub(crate) stale_entries: Count,
@@ -236,6 +250,12 @@ impl ShardMetrics {
             streams_cut_full: Count::default(),
             streams_cut_deadline: Count::default(),
             streams_cut_stop: Count::default(),
+            streams_cut_memory: Count::default(),
+            streams_cut_idle: Count::default(),
+            connections_idle: Count::default(),
+            connections_unread: Count::default(),
+            poll_max_ns: Count::default(),
+            long_polls: time(),
             disconnects: Count::default(),
             engine_refusals: Count::default(),
             stale_entries: Count::default(),
@@ -298,6 +318,7 @@ impl ShardMetrics {
 /// Encodes the sum over all shards at each scrape.
 pub(crate) struct FrontendCollector {
     pub(crate) shards: Vec<Arc<ShardMetrics>>,
+    pub(crate) budget: Arc<Budget>,
 }
 
 impl fmt::Debug for FrontendCollector {
@@ -312,6 +333,67 @@ impl FrontendCollector {
         self.shards
             .iter()
             .fold(0u64, |sum, shard| sum.wrapping_add(of(shard).get()))
+    }
+
+    /// What clients hold, what was refused for it, and how long a shard worked on one thing.
+    fn limits(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let budget = &self.budget;
+        let (memory, load) = (&budget.memory, |count: &AtomicU64| count.load(Relaxed));
+        for (name, help, value) in [
+            (
+                "slipstream_memory_used_bytes",
+                "Memory charged to clients: bodies, answers, buffers, connections",
+                memory.used(),
+            ),
+            (
+                "slipstream_memory_max_bytes",
+                "Limit of that memory (`live.memory_max`)",
+                memory.max(),
+            ),
+        ] {
+            e.encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&(value as f64))?;
+        }
+        e.encode_descriptor(
+            "slipstream_memory_refused",
+            "Times that memory was refused to a client",
+            None,
+            MetricType::Counter,
+        )?
+        .encode_counter::<NoLabelSet, u64, f64>(&memory.refused(), None)?;
+        let mut family = e.encode_descriptor(
+            "slipstream_connections_closed",
+            "Connections closed by a limit, by reason",
+            None,
+            MetricType::Counter,
+        )?;
+        for (reason, value) in [
+            ("connections_max", load(&budget.refused_connections)),
+            (
+                "client_connections_max",
+                load(&budget.refused_client_connections),
+            ),
+            ("idle", self.sum(|s| &s.connections_idle)),
+            ("unread", self.sum(|s| &s.connections_unread)),
+        ] {
+            family
+                .encode_family(&[("reason", reason)])?
+                .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+        }
+        self.seconds(
+            e,
+            "slipstream_shard_long_poll",
+            "CPU time for which a shard worked on one thing, if over 0.2 ms",
+            |s| &s.long_polls,
+        )?;
+        let max_ns = self.shards.iter().map(|s| s.poll_max_ns.get()).max();
+        e.encode_descriptor(
+            "slipstream_shard_poll_max",
+            "Longest CPU time for which a shard worked on one thing",
+            Some(&Unit::Seconds),
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&(max_ns.unwrap_or(0) as f64 / 1e9))
     }
 
     fn counter(
@@ -484,6 +566,7 @@ impl Collector for FrontendCollector {
         self.gauge(e, "slipstream_connections_open", "Connections open", |s| {
             &s.connections_open
         })?;
+        self.limits(e)?;
         self.gauge(e, "slipstream_streams_open", "Sequences under way", |s| {
             &s.streams_open
         })?;
@@ -531,6 +614,8 @@ impl Collector for FrontendCollector {
                 ("buffer_full", self.sum(|s| &s.streams_cut_full)),
                 ("deadline", self.sum(|s| &s.streams_cut_deadline)),
                 ("stopping", self.sum(|s| &s.streams_cut_stop)),
+                ("memory_max", self.sum(|s| &s.streams_cut_memory)),
+                ("idle", self.sum(|s| &s.streams_cut_idle)),
             ];
             for (reason, value) in cuts {
                 family
@@ -650,7 +735,8 @@ mod tests {
         shards[0].on_rejected(Rejection::Busy);
         shards[1].on_rejected(Rejection::Busy);
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(FrontendCollector { shards }));
+        let budget = Budget::new(crate::Limits::default());
+        registry.register_collector(Box::new(FrontendCollector { shards, budget }));
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         let ttft = |le: &str| {

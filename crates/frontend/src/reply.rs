@@ -11,25 +11,30 @@
 //! stream table (which feeds it) and by the HTTP side (which owns it: dropping [`ReplyHandle`] kills
 //! what is still under way).
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::fmt;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::{Bytes, BytesMut};
-use hyper::body::{Body, Frame};
+use hyper::body::Frame;
 use slipstream_base::{FinishReason, RankId, Stage, StageTimes, TokenId};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::frame::NO_LIMIT;
+use slipstream_planes::link::yield_turn;
 use slipstream_planes::{End, FirstPass, Prologue, Registration, StreamAddr, ToWorker};
 use slipstream_recorder::{RecordedRequest, RecorderHandle};
 use tokio::time::Sleep;
 
+use crate::budget::Charge;
+use crate::connection::Client;
 use crate::metrics::ShardMetrics;
 use crate::openai::{
-    ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryChoice, Usage,
-    render_unary,
+    ApiError, Finish, Head, Kind, LogprobsPiece, Out, SseRender, TokenLogprob, UnaryRender, Usage,
+    WholeAnswer,
 };
 use crate::shard::Shard;
 use crate::text::{Detokenizer, StopMatcher, TextModel};
@@ -40,6 +45,23 @@ use crate::text::{Detokenizer, StopMatcher, TextModel};
 /// cost no less, and 1,024 streams 10 MiB more (`docs/benchmarks.md`). Less by an event, so that
 /// the last one does not double the buffer.
 const RENDERED_BYTES_MAX: usize = (8 << 10) - EVENT_BYTES;
+
+/// Pieces in which a whole answer is rendered, bytes: some 60 µs with log probabilities.
+const SLICE_BYTES: usize = 32 << 10;
+
+/// A whole answer up to this size is sent in one piece, with its length.
+const WHOLE_BYTES_MAX: usize = 64 << 10;
+
+/// Times that rendered events are refilled from tokens before other clients have a turn. The socket of a
+/// fast reader takes megabytes in one go.
+const REFILLS_PER_TURN: u32 = 8;
+
+/// Memory of a reply and of each of its sequences, bytes.
+pub(crate) const REPLY_BYTES: u64 = 4 << 10;
+pub(crate) const SEQUENCE_BYTES: u64 = 1 << 10;
+
+/// Memory of a token of a whole answer: its text, and its number if log probabilities follow.
+const WHOLE_TOKEN_BYTES: u64 = 16;
 
 /// Room for nearly any event.
 const EVENT_BYTES: usize = 512;
@@ -85,6 +107,54 @@ pub(crate) struct Taken {
 /// See the module's text.
 pub(crate) struct Reply {
     pub(crate) state: RefCell<ReplyState>,
+    /// Its streams, until they are closed.
+    streams: RefCell<Vec<Registration<StreamSlot>>>,
+    /// Whose it is.
+    pub(crate) client: Client,
+    /// When it has to be complete, `CLOCK_MONOTONIC` ns.
+    deadline_ns: Option<u64>,
+}
+
+/// Why a reply is ended from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Overdue {
+    /// It was not complete in time.
+    Deadline,
+    /// Its client has read nothing for too long.
+    Unread,
+}
+
+impl Reply {
+    pub(crate) fn new(state: ReplyState, client: Client, deadline_ns: Option<u64>) -> Reply {
+        Reply {
+            state: RefCell::new(state),
+            streams: RefCell::default(),
+            client,
+            deadline_ns,
+        }
+    }
+
+    /// Its streams, which are closed by now. The caller takes them off their workers.
+    pub(crate) fn take_streams(&self) -> Vec<Registration<StreamSlot>> {
+        self.streams.take()
+    }
+
+    /// Whether it has to end, at tick `tick` of the shard and time `now_ns`. A client may leave what waits
+    /// for it unread for `ticks_max` ticks.
+    pub(crate) fn overdue(&self, tick: u64, ticks_max: u64, now_ns: u64) -> Option<Overdue> {
+        let mut state = self.state.borrow_mut();
+        if state.delivered || state.cut {
+            return None;
+        }
+        if self.deadline_ns.is_some_and(|deadline| now_ns >= deadline) {
+            return Some(Overdue::Deadline);
+        }
+        if !state.waits_for_client() {
+            state.polled_tick = tick;
+            return None;
+        }
+        (tick - state.polled_tick > ticks_max).then_some(Overdue::Unread)
+    }
 }
 
 pub(crate) struct ReplyState {
@@ -106,6 +176,17 @@ pub(crate) struct ReplyState {
     rejected: bool,
     /// A pause has been counted since the client last caught up.
     paused: bool,
+    /// A whole answer is being rendered, and does not change.
+    rendering: bool,
+    /// It was ended from outside; nothing more is rendered.
+    cut: bool,
+    /// Tick of the shard at which the client's side last asked for more.
+    polled_tick: u64,
+    /// Sequences whose event with the reason is rendered.
+    closed: usize,
+    /// Memory that it takes, bytes, and what is charged for it.
+    kept_bytes: u64,
+    charge: Option<Charge>,
     unread_bytes_max: usize,
     waker: Option<Waker>,
     /// What the client may yet send, if its input goes on.
@@ -123,6 +204,9 @@ struct InputState {
     waker: Option<Waker>,
     /// Nobody wants the answer any more.
     over: bool,
+    /// Turns that the client has asked for, and those that are answered.
+    turns_asked: u64,
+    turns_answered: u64,
 }
 
 /// What does not change over the life of a reply.
@@ -179,7 +263,7 @@ pub(crate) struct SequenceSpec {
     /// No stop strings and no log probabilities: a token's event needs nothing but its text.
     pub(crate) plain: bool,
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
-    pub(crate) echo: Option<String>,
+    pub(crate) echo: Option<Rc<str>>,
     pub(crate) stop_token_ids: Rc<[TokenId]>,
     /// What is known at the start of its line in the record, if there is one.
     pub(crate) recorded: Option<Box<RecordedRequest>>,
@@ -218,7 +302,9 @@ struct Sequence {
     stopped: Option<Piece>,
     /// The answer so far (whole answers).
     text: String,
-    logprobs: LogprobsPiece,
+    /// Positions and numbers of the tokens that have log probabilities (whole answers). They follow from
+    /// these, so they are made when they are rendered: they take a hundred times the memory.
+    logprob_tokens: Vec<(u32, TokenId)>,
     /// Characters of text rendered, for `text_offset`.
     text_chars: u64,
     /// Tokens rendered, or consumed by a stop matcher: the position of the next one.
@@ -258,6 +344,7 @@ impl ReplyState {
         times: StageTimes,
         trace: Option<Trace>,
         unread_bytes_max: usize,
+        charge: Option<Charge>,
     ) -> ReplyState {
         let head = shape.head();
         let sequences: Vec<Sequence> = specs
@@ -280,7 +367,7 @@ impl ReplyState {
                 held_runs: VecDeque::new(),
                 stopped: None,
                 text: String::new(),
-                logprobs: LogprobsPiece::default(),
+                logprob_tokens: Vec::new(),
                 text_chars: 0,
                 position: 0,
                 generated: 0,
@@ -307,17 +394,29 @@ impl ReplyState {
             delivered: false,
             rejected: false,
             paused: false,
+            rendering: false,
+            cut: false,
+            polled_tick: 0,
+            closed: 0,
+            kept_bytes: charge.as_ref().map_or(0, Charge::bytes),
+            charge,
             unread_bytes_max,
             waker: None,
-            input: InputState::default(),
+            input: InputState {
+                turns_asked: 1,
+                ..InputState::default()
+            },
             times,
             trace,
         };
         if !state.shape.stream {
-            for sequence in &mut state.sequences {
-                if let Some(echo) = sequence.spec.echo.take() {
-                    sequence.text_chars += echo.chars().count() as u64;
-                    sequence.text = echo;
+            let per_prompt = state.shape.choices_per_prompt.max(1) as usize;
+            for choices in state.sequences.chunks_mut(per_prompt) {
+                // Counted once: the choices of a prompt share it.
+                let echo = choices[0].spec.echo.as_ref();
+                let chars = echo.map_or(0, |echo| echo.chars().count() as u64);
+                for sequence in choices {
+                    sequence.text_chars += chars;
                 }
             }
         }
@@ -350,6 +449,7 @@ impl ReplyState {
 
     /// The client asks for one more turn of at most `max_tokens`, with `tokens` of input.
     pub(crate) fn on_turn_asked(&mut self, max_tokens: u32, tokens: u64) {
+        self.input.turns_asked += 1;
         self.shape.prompt_tokens += tokens;
         let spec = &mut self.sequences[0].spec;
         spec.max_tokens = spec.max_tokens.saturating_add(max_tokens);
@@ -371,6 +471,11 @@ impl ReplyState {
             return Poll::Pending;
         }
         Poll::Ready(Some(tokens))
+    }
+
+    /// Whether the client has an answer to every turn.
+    pub(crate) fn awaits_turn(&self) -> bool {
+        self.input.turns_answered >= self.input.turns_asked
     }
 
     /// Waits until the answer is over.
@@ -395,7 +500,8 @@ impl ReplyState {
             return;
         }
         sequence.turns.push_back((sequence.generated, end.reason));
-        self.settle(text);
+        self.input.turns_answered += 1;
+        self.settle(index, text);
         self.wake();
     }
 
@@ -477,10 +583,11 @@ impl ReplyState {
             if stopped {
                 self.close_sequence(index);
             }
+            let bytes = WHOLE_TOKEN_BYTES * tokens.len() as u64;
+            taken.kill = stopped || !self.keep(index, bytes, metrics);
             if self.open == 0 {
                 self.wake();
             }
-            taken.kill = stopped;
             return taken;
         }
         if !self.opened {
@@ -513,11 +620,15 @@ impl ReplyState {
                 taken.kill = true;
                 return taken;
             }
+            if !self.keep(index, size_of_val(tokens) as u64, metrics) {
+                taken.kill = true;
+                return taken;
+            }
         }
         if stopped {
             self.close_sequence(index);
         }
-        self.settle(text);
+        self.settle(index, text);
         if first.is_some() {
             self.times.note(Stage::Rendered, monotonic_ns());
         }
@@ -548,7 +659,7 @@ impl ReplyState {
         if self.shape.stream && !self.opened {
             self.open_choices();
         }
-        self.settle(text);
+        self.settle(index, text);
         if self.shape.stream || self.open == 0 {
             self.wake();
         }
@@ -566,6 +677,22 @@ impl ReplyState {
                 });
             }
         }
+    }
+
+    /// Charges `bytes` more. False if there is no memory for them: the reply has failed.
+    #[inline]
+    fn keep(&mut self, index: u32, bytes: u64, metrics: &ShardMetrics) -> bool {
+        self.kept_bytes += bytes;
+        let Some(charge) = &mut self.charge else {
+            return true;
+        };
+        let Err(error) = charge.grow_to(self.kept_bytes) else {
+            return true;
+        };
+        metrics.streams_cut_memory.add(1);
+        self.sequences[index as usize].ended = Some(Ending::Engine(FinishReason::Abort));
+        self.fail(&error);
+        false
     }
 
     /// Notes the credit with which the sequence begins, wherever that will be.
@@ -677,18 +804,41 @@ impl ReplyState {
         }
     }
 
-    /// Renders what is due now that tokens or ends have come, or the client has read.
-    fn settle(&mut self, text: &TextModel) {
+    /// Renders what is due now that tokens or the end of sequence `index` have come.
+    #[inline]
+    fn settle(&mut self, index: u32, text: &TextModel) {
         if !self.shape.stream || self.complete {
             return;
         }
-        for sequence in &mut self.sequences {
-            sequence.render_turns(&mut self.out);
-            if sequence.ended.is_some() && !sequence.closed && sequence.holds_last_step() {
-                sequence.render_end(text, &mut self.out);
-            }
+        self.settle_sequence(index as usize, text);
+        self.close();
+    }
+
+    /// Renders what is due now that the client has read.
+    fn settle_all(&mut self, text: &TextModel) {
+        if !self.shape.stream || self.complete {
+            return;
         }
-        if self.open > 0 || self.sequences.iter().any(|s| !s.closed) {
+        for index in 0..self.sequences.len() {
+            self.settle_sequence(index, text);
+        }
+        self.close();
+    }
+
+    #[inline]
+    fn settle_sequence(&mut self, index: usize, text: &TextModel) {
+        let sequence = &mut self.sequences[index];
+        sequence.render_turns(&mut self.out);
+        if sequence.ended.is_some() && !sequence.closed && sequence.holds_last_step() {
+            sequence.render_end(text, &mut self.out);
+            self.closed += 1;
+        }
+    }
+
+    /// Renders the end of the stream, once all sequences have theirs.
+    #[inline]
+    fn close(&mut self) {
+        if self.open > 0 || self.closed < self.sequences.len() {
             return;
         }
         if self.shape.include_usage {
@@ -731,8 +881,37 @@ impl ReplyState {
         for &index in &stopped {
             self.close_sequence(index);
         }
-        self.settle(text);
+        self.settle_all(text);
+        let base = REPLY_BYTES + SEQUENCE_BYTES * self.sequences.len() as u64;
+        if self.kept_bytes > base && self.sequences.iter().all(|s| s.held.is_empty()) {
+            self.kept_bytes = base;
+            if let Some(charge) = &mut self.charge {
+                charge.shrink_to(base);
+            }
+        }
         stopped
+    }
+
+    /// Whether something is there that the client has not taken.
+    fn waits_for_client(&self) -> bool {
+        self.rendering
+            || self.shape.stream && (self.paused || self.complete || !self.out.is_empty())
+    }
+
+    /// Ends it: what is not rendered yet never will be.
+    pub(crate) fn cut(&mut self, error: &ApiError) {
+        self.fail(error);
+        self.cut = true;
+        if !self.shape.stream {
+            self.error = Some(error.clone());
+            for sequence in &mut self.sequences {
+                sequence.text = String::new();
+                sequence.logprob_tokens = Vec::new();
+            }
+        }
+        if let Some(charge) = &mut self.charge {
+            charge.shrink_to(REPLY_BYTES);
+        }
     }
 
     fn usage(&self) -> Usage {
@@ -793,23 +972,58 @@ impl ReplyState {
     fn is_traced(&self) -> bool {
         self.trace.is_some()
     }
+}
 
-    /// The whole answer, or the error in its place.
-    fn render_whole(&self, out: &mut Vec<u8>) -> Result<(), ApiError> {
-        if let Some(error) = &self.error {
-            return Err(error.clone());
-        }
-        let choices: Vec<UnaryChoice<'_>> = self
-            .sequences
-            .iter()
-            .map(|s| UnaryChoice {
-                text: &s.text,
-                finish: s.finish(),
-                logprobs: s.spec.top_logprobs.map(|_| &s.logprobs),
-            })
-            .collect();
-        render_unary(&self.shape.head(), &choices, &self.usage(), out);
-        Ok(())
+/// A whole answer that is complete.
+struct Complete<'a> {
+    state: &'a ReplyState,
+    text: &'a TextModel,
+}
+
+impl WholeAnswer for Complete<'_> {
+    fn head(&self) -> Head<'_> {
+        self.state.shape.head()
+    }
+
+    fn choices(&self) -> usize {
+        self.state.sequences.len()
+    }
+
+    fn text(&self, choice: usize) -> [&str; 2] {
+        let sequence = &self.state.sequences[choice];
+        [
+            sequence.spec.echo.as_deref().unwrap_or_default(),
+            &sequence.text,
+        ]
+    }
+
+    fn finish(&self, choice: usize) -> Finish<'_> {
+        self.state.sequences[choice].finish()
+    }
+
+    fn logprobs(&self, choice: usize) -> Option<usize> {
+        let sequence = &self.state.sequences[choice];
+        sequence.spec.top_logprobs?;
+        Some(sequence.logprob_tokens.len())
+    }
+
+    fn logprob(&self, choice: usize, token: usize, with_top: bool) -> Cow<'_, TokenLogprob> {
+        let sequence = &self.state.sequences[choice];
+        let (position, token) = sequence.logprob_tokens[token];
+        let top = sequence.spec.top_logprobs.filter(|_| with_top);
+        let (seed, position) = (sequence.spec.seed, u64::from(position));
+        let top = top.unwrap_or_default();
+        Cow::Owned(TokenLogprob::modelled(
+            self.text, seed, position, token, top,
+        ))
+    }
+
+    fn text_offset(&self, choice: usize) -> u64 {
+        self.state.sequences[choice].text_chars
+    }
+
+    fn usage(&self) -> Usage {
+        self.state.usage()
     }
 }
 
@@ -924,7 +1138,7 @@ impl Sequence {
         let mut shown = String::new();
         if let Some(echo) = self.spec.echo.take() {
             self.text_chars += echo.chars().count() as u64;
-            shown = echo;
+            shown = echo.as_ref().to_owned();
             self.spec.plain = self.spec.stop.is_none() && self.spec.top_logprobs.is_none();
         }
         let echoed = shown.len();
@@ -940,11 +1154,8 @@ impl Sequence {
 
     /// Adds one generated token to a whole answer. Returns whether it completed a stop string.
     fn take_whole(&mut self, token: TokenId, text: &TextModel) -> bool {
-        if let Some(logprob) = self.logprob(token, text) {
-            if self.logprobs.tokens.is_empty() {
-                self.logprobs.text_offset = self.text_chars;
-            }
-            self.logprobs.tokens.push(logprob);
+        if self.spec.top_logprobs.is_some() && !text.is_special(token) {
+            self.logprob_tokens.push((self.position as u32, token));
         }
         let mut shown = std::mem::take(&mut self.text);
         let stopped = self.take_text(token, text, &mut shown);
@@ -1078,7 +1289,8 @@ impl Sequence {
 pub(crate) struct ReplyHandle {
     shard: Rc<Shard>,
     reply: Rc<Reply>,
-    registrations: Vec<Registration<StreamSlot>>,
+    /// Place among the replies that the shard looks after.
+    place: u32,
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
@@ -1093,10 +1305,12 @@ impl ReplyHandle {
             .limits
             .request_timeout
             .map(|t| Box::pin(tokio::time::sleep(t)));
+        reply.streams.replace(registrations);
+        reply.state.borrow_mut().polled_tick = shard.replies.tick();
         ReplyHandle {
+            place: shard.replies.add(&reply),
             shard,
             reply,
-            registrations,
             deadline,
         }
     }
@@ -1108,7 +1322,7 @@ impl ReplyHandle {
 
     /// Address of its first stream.
     pub(crate) fn addr(&self) -> StreamAddr {
-        self.registrations[0].addr()
+        self.reply.streams.borrow()[0].addr()
     }
 
     /// Fails the reply if its time is over. Registers the task with the timer.
@@ -1118,24 +1332,15 @@ impl ReplyHandle {
         };
         if deadline.as_mut().poll(cx).is_ready() {
             self.deadline = None;
-            self.shard.metrics.streams_cut_deadline.add(1);
-            let limit = self
-                .shard
-                .service
-                .limits
-                .request_timeout
-                .unwrap_or_default();
-            self.reply
-                .state
-                .borrow_mut()
-                .fail(&ApiError::deadline(limit.as_secs_f64()));
-            self.end_streams();
+            if !self.reply.state.borrow().cut {
+                self.shard.end_overdue(&self.reply, Overdue::Deadline);
+            }
         }
     }
 
-    /// Waits until every sequence has ended, and renders the whole answer. With it, for a traced
-    /// request, the trace.
-    pub(crate) async fn whole(mut self) -> Result<(Vec<u8>, Option<String>), ApiError> {
+    /// Waits until every sequence has ended, and renders the answer: a small one whole, a large one as its
+    /// client reads it. With it, for a traced request, the trace.
+    pub(crate) async fn whole(mut self) -> Result<(Whole, Option<String>), ApiError> {
         std::future::poll_fn(|cx| {
             self.poll_deadline(cx);
             let mut state = self.reply.state.borrow_mut();
@@ -1146,44 +1351,138 @@ impl ReplyHandle {
             Poll::Pending
         })
         .await;
+        // What follows needs no worker and no stream.
+        self.shard.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();
-        let mut out = Vec::new();
+        if let Some(error) = &state.error {
+            return Err(error.clone());
+        }
         for sequence in &mut state.sequences {
             let mut text = std::mem::take(&mut sequence.text);
             sequence.take_rest(&mut text);
             sequence.text = text;
         }
-        state.render_whole(&mut out)?;
+        state.rendering = true;
+        state.polled_tick = self.shard.replies.tick();
+        let trace = state.is_traced().then(|| {
+            let now = monotonic_ns();
+            state.times.note(Stage::Rendered, now);
+            state.times.note(Stage::Written, now);
+            state.trace_json()
+        });
+        drop(state);
+        let mut body = WholeBody {
+            handle: self,
+            render: UnaryRender::default(),
+            first: None,
+            done: false,
+            yielded: true,
+        };
+        let (first, done) = body.slice(WHOLE_BYTES_MAX);
+        if done {
+            body.delivered();
+            return Ok((Whole::Bytes(first), trace));
+        }
+        body.first = Some(first);
+        Ok((Whole::Slices(body), trace))
+    }
+}
+
+/// An answer that is not streamed.
+pub(crate) enum Whole {
+    /// All of it.
+    Bytes(Vec<u8>),
+    /// Too large for one piece.
+    Slices(WholeBody),
+}
+
+/// A large whole answer, rendered as its client reads it.
+pub(crate) struct WholeBody {
+    handle: ReplyHandle,
+    render: UnaryRender,
+    first: Option<Vec<u8>>,
+    done: bool,
+    /// Other clients have had their turn since the last piece.
+    yielded: bool,
+}
+
+/// The rest of an answer will not come.
+#[derive(Debug)]
+pub(crate) struct Cut(ApiError);
+
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl std::error::Error for Cut {}
+
+impl WholeBody {
+    /// The next piece, of about `bytes` bytes, and whether it is the last.
+    fn slice(&mut self, bytes: usize) -> (Vec<u8>, bool) {
+        let state = self.handle.reply.state.borrow();
+        let answer = Complete {
+            state: &state,
+            text: &self.handle.shard.service.text,
+        };
+        let mut out = Vec::new();
+        self.done = self.render.advance(&answer, &mut out, bytes);
+        (out, self.done)
+    }
+
+    fn delivered(&self) {
+        let mut state = self.handle.reply.state.borrow_mut();
         state.delivered = true;
         let now = monotonic_ns();
         state.times.note(Stage::Rendered, now);
         state.times.note(Stage::Written, now);
-        let trace = state.is_traced().then(|| state.trace_json());
-        drop(state);
-        Ok((out, trace))
     }
 
-    /// Kills, at the workers, what has not ended, and closes all streams.
-    fn end_streams(&mut self) {
-        for registration in &self.registrations {
-            self.shard.cancel(registration.addr().stream.slot);
+    pub(crate) fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        {
+            let mut state = self.handle.reply.state.borrow_mut();
+            if state.cut {
+                let error = state.error.clone().unwrap_or_else(ApiError::stopping);
+                return Poll::Ready(Some(Err(Cut(error))));
+            }
+            state.polled_tick = self.handle.shard.replies.tick();
         }
-        self.shard.on_streams_closed(self.registrations.len());
-        self.shard.admit_queued();
-        let _lock = self.shard.table_lock.hold();
-        self.registrations.clear();
+        let piece = match self.first.take() {
+            Some(first) => first,
+            None if self.done => {
+                self.delivered();
+                return Poll::Ready(None);
+            }
+            None if !self.yielded => {
+                self.yielded = true;
+                yield_turn(cx);
+                return Poll::Pending;
+            }
+            None => self.slice(SLICE_BYTES).0,
+        };
+        self.yielded = false;
+        self.handle.shard.metrics.flushes.add(1);
+        Poll::Ready(Some(Ok(Frame::data(piece.into()))))
     }
 }
 
 impl Drop for ReplyHandle {
     fn drop(&mut self) {
+        self.shard.replies.remove(self.place);
         let state = self.reply.state.borrow();
         if state.rejected {
             drop(state);
-            return self.end_streams();
+            return self.shard.end_streams(&self.reply);
         }
         let now = monotonic_ns();
-        if state.open > 0 || (state.shape.stream && !state.complete) {
+        if state.open > 0
+            || (state.shape.stream && !state.complete)
+            || state.rendering && !state.delivered
+        {
             self.shard.metrics.disconnects.add(1);
         }
         if let Some(accept) = state.times.at(Stage::Accept) {
@@ -1205,7 +1504,7 @@ impl Drop for ReplyHandle {
             state.record(recorder);
         }
         drop(state);
-        self.end_streams();
+        self.shard.end_streams(&self.reply);
         let mut state = self.reply.state.borrow_mut();
         state.input.over = true;
         state.wake_input();
@@ -1213,17 +1512,22 @@ impl Drop for ReplyHandle {
 }
 
 /// A streamed answer as hyper takes it.
-pub(crate) struct ReplyBody(pub(crate) ReplyHandle);
+pub(crate) struct ReplyBody {
+    handle: ReplyHandle,
+    /// Refills since other clients had a turn.
+    refills: u32,
+}
 
-impl Body for ReplyBody {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
+impl ReplyBody {
+    pub(crate) fn new(handle: ReplyHandle) -> ReplyBody {
+        ReplyBody { handle, refills: 0 }
+    }
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
+    pub(crate) fn poll_frame(
+        &mut self,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let handle = &mut self.0;
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        let handle = &mut self.handle;
         handle.poll_deadline(cx);
         let shard = handle.shard.clone();
         let mut stopped = Vec::new();
@@ -1231,7 +1535,14 @@ impl Body for ReplyBody {
         let outcome = {
             let mut state = handle.reply.state.borrow_mut();
             let state = &mut *state;
+            state.polled_tick = shard.replies.tick();
             if state.out.is_empty() && !state.complete {
+                if self.refills >= REFILLS_PER_TURN {
+                    self.refills = 0;
+                    yield_turn(cx);
+                    return Poll::Pending;
+                }
+                self.refills += 1;
                 stopped = state.refill(&shard.service.text);
                 refilled = true;
             }
@@ -1247,6 +1558,7 @@ impl Body for ReplyBody {
             } else {
                 // The client has everything there is.
                 state.paused = false;
+                self.refills = 0;
                 state.waker = Some(cx.waker().clone());
                 Poll::Pending
             }
@@ -1265,7 +1577,7 @@ impl ReplyHandle {
     /// The client has read: workers that wait for credit get some.
     fn give_credit(&self) {
         let mut state = self.reply.state.borrow_mut();
-        for (index, registration) in (0u32..).zip(&self.registrations) {
+        for (index, registration) in (0u32..).zip(&*self.reply.streams.borrow()) {
             let bytes = state.credit_due(index);
             if bytes > 0 {
                 let (rank, addr) = (state.target(index), registration.addr());
@@ -1276,8 +1588,15 @@ impl ReplyHandle {
     }
 
     fn kill(&self, index: u32) {
-        let addr = self.registrations[index as usize].addr();
-        self.shard.cancel(addr.stream.slot);
+        let addr = self
+            .reply
+            .streams
+            .borrow()
+            .get(index as usize)
+            .map(Registration::addr);
+        if let Some(addr) = addr {
+            self.shard.cancel(addr.stream.slot);
+        }
     }
 }
 
@@ -1309,11 +1628,12 @@ mod tests {
             stops: stops.clone(),
             min_tokens: 0,
             plain: stops.is_empty() && echo.is_none(),
-            echo: echo.map(str::to_owned),
+            echo: echo.map(Rc::from),
             stop_token_ids: [].into(),
             recorded: None,
         });
-        ReplyState::new(shape, specs.collect(), StageTimes::default(), None, 1 << 20)
+        let times = StageTimes::default();
+        ReplyState::new(shape, specs.collect(), times, None, 1 << 20, None)
     }
 
     fn end(reason: FinishReason) -> End {

@@ -12,15 +12,20 @@ use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioTimer;
 use prometheus_client::registry::Registry;
+use slipstream_planes::clock::monotonic_ns;
 use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
 
+use crate::budget::{Addresses, Budget, ConnectionPermit};
+use crate::connection::{Connection, Expired};
+use crate::helpers::Helpers;
 use crate::http;
 use crate::io::ClientIo;
+use crate::meter::Meter;
 use crate::metrics::{FrontendCollector, ShardMetrics};
-use crate::shard::{Shard, ShardPlane};
+use crate::shard::{LogPace, Shard, ShardPlane, Shared};
 use crate::table_lock::TableLock;
 use crate::{Limits, Service};
 
@@ -113,9 +118,15 @@ fn bind_one(address: SocketAddr) -> io::Result<StdListener> {
     Ok(socket.into())
 }
 
+/// A client's socket on its way to a shard.
+struct Handed {
+    socket: StdStream,
+    permit: ConnectionPermit,
+}
+
 /// One shard's way in: sockets, and how many it holds.
 struct ShardDoor {
-    sockets: mpsc::Sender<StdStream>,
+    sockets: mpsc::Sender<Handed>,
     open: Arc<AtomicU64>,
 }
 
@@ -135,16 +146,21 @@ impl Frontend {
             .iter()
             .map(|_| Arc::new(ShardMetrics::new()))
             .collect();
+        let budget = Budget::new(service.limits);
         registry.register_collector(Box::new(FrontendCollector {
             shards: metrics.clone(),
+            budget: budget.clone(),
         }));
-        let service = Arc::new(service);
-        let registry = Arc::new(registry);
-        let streams_open = Arc::new(AtomicU64::new(0));
-        #[cfg(feature = "bench")]
-        let table_lock = TableLock::new(service.locked_table);
-        #[cfg(not(feature = "bench"))]
-        let table_lock = TableLock;
+        let shared = Shared {
+            #[cfg(feature = "bench")]
+            table_lock: TableLock::new(service.locked_table),
+            #[cfg(not(feature = "bench"))]
+            table_lock: TableLock,
+            service: Arc::new(service),
+            registry: Arc::new(registry),
+            budget: budget.clone(),
+            helpers: Helpers::start(planes.len())?,
+        };
         let (stop, stopped) = watch::channel(false);
 
         let mut threads = Vec::new();
@@ -156,10 +172,7 @@ impl Frontend {
                 sockets,
                 open: open.clone(),
             });
-            let (service, registry) = (service.clone(), registry.clone());
-            let (streams_open, stopped) = (streams_open.clone(), stopped.clone());
-            #[cfg(feature = "bench")]
-            let table_lock = table_lock.clone();
+            let (shared, stopped) = (shared.clone(), stopped.clone());
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()?;
@@ -167,15 +180,7 @@ impl Frontend {
                 .name(format!("shard-{index}"))
                 .spawn(move || {
                     // Built here: a shard holds `Rc`s and never leaves its thread.
-                    let shard = Rc::new(Shard::new(
-                        index as u8,
-                        service,
-                        plane,
-                        registry,
-                        metrics,
-                        streams_open,
-                        table_lock,
-                    ));
+                    let shard = Rc::new(Shard::new(index as u8, shared, plane, metrics));
                     let run = run_shard(shard, handed, open, stopped);
                     LocalSet::new().block_on(&runtime, run);
                 })?;
@@ -189,7 +194,7 @@ impl Frontend {
         let listener = bound.listener;
         let acceptor = std::thread::Builder::new()
             .name("acceptor".into())
-            .spawn(move || runtime.block_on(accept(listener, &doors, stopped)))?;
+            .spawn(move || runtime.block_on(accept(listener, &doors, &budget, stopped)))?;
         threads.push(acceptor);
         Ok(Frontend {
             address,
@@ -217,7 +222,12 @@ impl Frontend {
 }
 
 /// Accepts, and hands each socket to the shard that holds the fewest.
-async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::Receiver<bool>) {
+async fn accept(
+    listener: StdListener,
+    doors: &[ShardDoor],
+    budget: &Arc<Budget>,
+    mut stopped: watch::Receiver<bool>,
+) {
     let listener = match TcpListener::from_std(listener) {
         Ok(listener) => listener,
         Err(error) => {
@@ -226,13 +236,25 @@ async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::
         }
     };
     let mut complain_after = Instant::now();
+    let mut addresses = Addresses::default();
+    let log = LogPace::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             _ = stopped.changed() => return,
         };
         match accepted {
-            Ok((stream, _)) => hand_over(stream, doors),
+            Ok((stream, from)) => match budget.connect(addresses.of(from.ip())) {
+                Ok(permit) => hand_over(stream, permit, doors),
+                Err(limit) => {
+                    if let Some(more) = log.allows(monotonic_ns()) {
+                        tracing::warn!(
+                            "closed a connection from {from}: {limit} is reached ({more} more since \
+                             the last such line)"
+                        );
+                    }
+                }
+            },
             Err(error) => {
                 // Out of descriptors, most often: give those in use time to be closed. A closed
                 // handshake (ECONNABORTED) costs one such pause, which no one notices.
@@ -250,17 +272,17 @@ async fn accept(listener: StdListener, doors: &[ShardDoor], mut stopped: watch::
     }
 }
 
-fn hand_over(stream: TcpStream, doors: &[ShardDoor]) {
+fn hand_over(stream: TcpStream, permit: ConnectionPermit, doors: &[ShardDoor]) {
     let door = doors
         .iter()
         .min_by_key(|door| door.open.load(Relaxed))
         .expect("a frontend has at least one shard");
     // `into_std` moves the socket out of this thread's poller, into the shard's.
-    let Ok(stream) = stream.into_std() else {
+    let Ok(socket) = stream.into_std() else {
         return;
     };
     door.open.fetch_add(1, Relaxed);
-    if door.sockets.try_send(stream).is_err() {
+    if door.sockets.try_send(Handed { socket, permit }).is_err() {
         door.open.fetch_sub(1, Relaxed);
         tracing::warn!("a shard is {HANDED_SOCKETS_MAX} sockets behind; connection closed");
     }
@@ -271,25 +293,33 @@ const FAREWELL: Duration = Duration::from_secs(1);
 
 async fn run_shard(
     shard: Rc<Shard>,
-    mut handed: mpsc::Receiver<StdStream>,
+    mut handed: mpsc::Receiver<Handed>,
     open: Arc<AtomicU64>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let drain = tokio::task::spawn_local(Shard::drain(shard.clone()));
-    let carry = tokio::task::spawn_local(Shard::carry(shard.clone()));
+    let meter = shard.meter.clone();
+    let tasks = [
+        meter.spawn(Shard::drain(shard.clone())),
+        meter.spawn(Shard::carry(shard.clone())),
+        meter.spawn(Shard::look_after_replies(shard.clone())),
+    ];
     loop {
         let stream = tokio::select! {
             stream = handed.recv() => stream,
             _ = stopped.changed() => None,
         };
-        let Some(stream) = stream else { break };
+        let Some(Handed { socket, permit }) = stream else {
+            break;
+        };
         let (shard, open, stopped) = (shard.clone(), open.clone(), stopped.clone());
-        tokio::task::spawn_local(async move {
+        meter.spawn(async move {
             shard.metrics.connections.add(1);
             shard.metrics.connections_open.add(1);
-            if let Ok(stream) = TcpStream::from_std(stream) {
-                serve_connection(&shard, stream, stopped).await;
+            if let Ok(stream) = TcpStream::from_std(socket) {
+                let connection = Connection::new(permit.client.clone());
+                serve_connection(&shard, &connection, stream, stopped).await;
             }
+            drop(permit);
             shard.metrics.connections_open.sub(1);
             open.fetch_sub(1, Relaxed);
         });
@@ -307,8 +337,9 @@ async fn run_shard(
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
-    drain.abort();
-    carry.abort();
+    for task in tasks {
+        task.abort();
+    }
 }
 
 /// Requests that one HTTP/2 connection may have open; its client waits with more.
@@ -345,13 +376,19 @@ async fn speaks_http2(stream: &TcpStream, patience: Duration) -> Option<bool> {
     tokio::time::timeout(patience, look).await.ok().flatten()
 }
 
+/// Answer that waits for one HTTP/2 stream's window to open, bytes.
+const HTTP2_SEND_BYTES: usize = 64 << 10;
+
+/// Time that the client of an idle connection has to close it.
+const CLOSE_GRACE: Duration = Duration::from_secs(1);
+
 /// Runs what an HTTP/2 connection spawns on its shard's thread.
-#[derive(Clone, Copy)]
-struct OnThisThread;
+#[derive(Clone)]
+struct OnThisThread(Meter);
 
 impl<F: Future + 'static> hyper::rt::Executor<F> for OnThisThread {
     fn execute(&self, future: F) {
-        tokio::task::spawn_local(async move {
+        self.0.spawn(async move {
             future.await;
         });
     }
@@ -359,6 +396,7 @@ impl<F: Future + 'static> hyper::rt::Executor<F> for OnThisThread {
 
 async fn serve_connection(
     shard: &Rc<Shard>,
+    client: &Rc<Connection>,
     stream: TcpStream,
     mut stopped: watch::Receiver<bool>,
 ) {
@@ -385,18 +423,31 @@ async fn serve_connection(
     };
     let io = ClientIo::new(stream, write_timeout, cut);
     let service = {
-        let shard = shard.clone();
-        service_fn(move |request| http::handle(shard.clone(), request))
+        let (shard, client) = (shard.clone(), client.clone());
+        service_fn(move |request| http::handle(shard.clone(), client.clone(), request))
     };
     if http2 {
-        let connection = http2::Builder::new(OnThisThread)
+        let connection = http2::Builder::new(OnThisThread(shard.meter.clone()))
             .timer(TokioTimer::new())
             .max_header_list_size(header_bytes_max.max(8192))
             .max_concurrent_streams(HTTP2_STREAMS_MAX)
+            .max_send_buf_size(HTTP2_SEND_BYTES)
             .serve_connection(io, service);
         tokio::pin!(connection);
         let outcome = tokio::select! {
             outcome = connection.as_mut() => outcome,
+            why = client.expired(&shard.service.limits) => {
+                let count = match why {
+                    Expired::Idle => &shard.metrics.connections_idle,
+                    Expired::Unread => &shard.metrics.connections_unread,
+                };
+                count.add(1);
+                if why == Expired::Idle {
+                    connection.as_mut().graceful_shutdown();
+                    let _ = tokio::time::timeout(CLOSE_GRACE, connection).await;
+                }
+                return;
+            }
             _ = stopped.changed() => {
                 connection.as_mut().graceful_shutdown();
                 connection.await

@@ -3,7 +3,6 @@
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use prometheus_client::registry::Registry;
 use slipstream_base::{FinishReason, RankId, Stage, WorkerId, mix};
@@ -15,11 +14,16 @@ use slipstream_planes::{
     Entry, PassFrame, RefusalReason, StreamAddr, StreamId, StreamTable, ToWorker,
 };
 
+use crate::budget::Budget;
+use crate::connection::Client;
 use crate::dispatching::Dispatching;
+use crate::helpers::Helpers;
 use crate::kv_network::KvNetwork;
+use crate::meter::Meter;
 use crate::metrics::ShardMetrics;
 use crate::openai::ApiError;
 use crate::remote::{Peer, Remote, RemotePlane};
+use crate::replies::Replies;
 use crate::reply::{NewTokens, StreamRole, StreamSlot};
 use crate::service::Service;
 use crate::table_lock::TableLock;
@@ -63,23 +67,61 @@ pub(crate) struct Shard {
     pub(crate) model: Rc<str>,
     pub(crate) plane: Plane,
     pub(crate) table_lock: TableLock,
-    /// Sequences under way over all shards.
-    streams_open: Arc<AtomicU64>,
+    /// What clients of all shards hold.
+    pub(crate) budget: Arc<Budget>,
+    pub(crate) helpers: Arc<Helpers>,
+    pub(crate) replies: Replies,
+    pub(crate) meter: Meter,
     requests: Cell<u64>,
-    /// When an answer of 5xx was last logged, ns, and how many were not since.
-    last_logged: Cell<(u64, u64)>,
+    /// Answers of 5xx.
+    log: LogPace,
+}
+
+/// What shards share.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) service: Arc<Service>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) budget: Arc<Budget>,
+    pub(crate) helpers: Arc<Helpers>,
+    pub(crate) table_lock: TableLock,
+}
+
+/// Lets one line of a kind into the log per second, so that clients cannot fill a disk.
+#[derive(Default)]
+pub(crate) struct LogPace {
+    /// When a line was last written, ns, and how many were not since.
+    last: Cell<(u64, u64)>,
+}
+
+impl LogPace {
+    /// Whether a line may be written at `now_ns`. Then: how many were not since the last.
+    pub(crate) fn allows(&self, now_ns: u64) -> Option<u64> {
+        const PAUSE_NS: u64 = 1_000_000_000;
+        let (last, suppressed) = self.last.get();
+        if last != 0 && now_ns < last + PAUSE_NS {
+            self.last.set((last, suppressed + 1));
+            return None;
+        }
+        self.last.set((now_ns, 0));
+        Some(suppressed)
+    }
 }
 
 impl Shard {
     pub(crate) fn new(
         index: u8,
-        service: Arc<Service>,
+        shared: Shared,
         plane: ShardPlane,
-        registry: Arc<Registry>,
         metrics: Arc<ShardMetrics>,
-        streams_open: Arc<AtomicU64>,
-        table_lock: TableLock,
     ) -> Shard {
+        let Shared {
+            service,
+            registry,
+            budget,
+            helpers,
+            table_lock,
+        } = shared;
         let streams_max = match &plane.kv_network {
             None => service.limits.streams_max,
             // A prompt that is computed elsewhere has a stream of its own.
@@ -87,6 +129,7 @@ impl Shard {
         };
         Shard {
             index,
+            meter: Meter::new(metrics.clone()),
             metrics,
             registry,
             dispatching: Dispatching::new(index, plane.dispatcher, plane.kv_network),
@@ -97,9 +140,11 @@ impl Shard {
                 Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
             },
             table_lock,
-            streams_open,
+            budget,
+            helpers,
+            replies: Replies::default(),
             requests: Cell::new(0),
-            last_logged: Cell::new((0, 0)),
+            log: LogPace::default(),
             service,
         }
     }
@@ -113,32 +158,35 @@ impl Shard {
 
     /// Whether an answer of 5xx may be logged: one a second. Then: how many were not since the last.
     pub(crate) fn log_allowed(&self) -> Option<u64> {
-        const PAUSE_NS: u64 = 1_000_000_000;
-        let now = monotonic_ns();
-        let (last, suppressed) = self.last_logged.get();
-        if last != 0 && now < last + PAUSE_NS {
-            self.last_logged.set((last, suppressed + 1));
-            return None;
-        }
-        self.last_logged.set((now, 0));
-        Some(suppressed)
+        self.log.allows(monotonic_ns())
     }
 
-    /// Claims room for `count` sequences. False if that would exceed `live.streams_max`.
-    pub(crate) fn open_streams(&self, count: usize) -> bool {
-        let before = self.streams_open.fetch_add(count as u64, Relaxed);
-        if before + count as u64 > u64::from(self.service.limits.streams_max) {
-            self.streams_open.fetch_sub(count as u64, Relaxed);
-            return false;
+    /// Claims room for `count` sequences of `client`.
+    ///
+    /// # Errors
+    /// 503 or 429 with the limit that it would exceed.
+    pub(crate) fn open_streams(&self, client: &Client, count: usize) -> Result<(), ApiError> {
+        let count = count as u64;
+        let most = u64::from(self.service.limits.connection_streams_max);
+        if client.streams_of_connection() + count > most {
+            return Err(ApiError::too_many(format!(
+                "this connection has {} open streams, and the limit is {most} \
+                 (`live.connection_streams_max`); wait until some have ended, or use another connection",
+                client.streams_of_connection()
+            )));
         }
-        self.metrics.streams_open.add(count as u64);
-        true
+        self.budget.open_streams(client.counts(), count)?;
+        client.add_streams(count);
+        self.metrics.streams_open.add(count);
+        Ok(())
     }
 
     /// Gives back the room of `count` sequences.
-    pub(crate) fn on_streams_closed(&self, count: usize) {
-        self.streams_open.fetch_sub(count as u64, Relaxed);
-        self.metrics.streams_open.sub(count as u64);
+    pub(crate) fn on_streams_closed(&self, client: &Client, count: usize) {
+        let count = count as u64;
+        self.budget.close_streams(client.counts(), count);
+        client.remove_streams(count);
+        self.metrics.streams_open.sub(count);
     }
 
     /// Credit that a new stream gets.

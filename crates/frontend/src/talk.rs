@@ -13,19 +13,21 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use hyper::Response;
 use hyper::body::Incoming;
-use slipstream_base::{Stage, StageTimes, TokenId};
-use slipstream_planes::clock::monotonic_ns;
+use slipstream_base::{StageTimes, TokenId};
 use slipstream_planes::{Input, StreamAddr, ToWorker};
 
-use crate::generate::{self, check_model, check_tokens};
+use crate::budget::Charge;
+use crate::generate::{self, check_tokens};
 use crate::http::{self, HttpBody, RequestHead};
-use crate::openai::{self, ApiError, ApiRequest, PromptInput, parse_completion, parse_turn};
+use crate::openai::{self, ApiError, ApiRequest, Kind, PromptInput, parse_turn};
 use crate::reply::{Reply, ReplyBody};
+use crate::service::Service;
 use crate::shard::Shard;
 
 /// Tokens of input in one message; longer turns take several.
@@ -36,7 +38,7 @@ pub(crate) async fn talk(
     shard: &Rc<Shard>,
     head: RequestHead,
     body: Incoming,
-    mut times: StageTimes,
+    times: StageTimes,
 ) -> Result<Response<HttpBody>, ApiError> {
     let service = &shard.service;
     let limits = &service.limits;
@@ -45,32 +47,32 @@ pub(crate) async fn talk(
         read: BytesMut::new(),
         ended: false,
         bytes_max: limits.body_bytes_max,
+        charge: shard.budget.memory.charge(head.client.counts(), 0)?,
     };
     let first = tokio::time::timeout(limits.read_timeout, lines.next()).await;
     let first = first
         .map_err(|_| ApiError::request_timeout("first line", limits.read_timeout.as_secs_f64()))??
         .ok_or_else(|| ApiError::bad_body("the body is empty; its first line is the request"))?;
-    let request = parse_completion(&first)?;
-    check_model(service, request.model.as_deref())?;
-    check_talk(&request)?;
-    times.note(Stage::Parsed, monotonic_ns());
-    let prompts = generate::tokenize(service, &request)?;
-    times.note(Stage::Tokenized, monotonic_ns());
-    let used = prompts.first().map_or(0, generate::Tokenized::len);
-    let handle = generate::dispatch(shard, &head, &request, prompts, times, true)?;
-    let turn_tokens = request
-        .params
-        .max_tokens
-        .expect("completions have a default");
+    let charge = shard.budget.memory.charge(head.client.counts(), 0)?;
+    let prepare = move |service: &Service, line: &[u8]| {
+        generate::prepare(service, Kind::Completion, line, times, check_talk)
+    };
+    let (prepared, charge) = shard.run(first.freeze(), charge, prepare).await?;
+    let used = prepared.prompts.first().map_or(0, generate::Tokenized::len);
+    let turn_tokens = prepared.params.max_tokens;
+    let turn_tokens = turn_tokens.expect("completions have a default");
+    let handle = generate::dispatch(shard, &head, prepared, true)?;
     let feeder = Feeder {
         shard: shard.clone(),
         reply: handle.reply().clone(),
         addr: handle.addr(),
         turn_tokens,
         context_left: service.context_max().saturating_sub(used),
+        charge: Some(charge),
+        idle_timeout: limits.idle_timeout,
     };
-    tokio::task::spawn_local(feeder.run(lines));
-    Ok(http::events(ReplyBody(handle)))
+    shard.meter.spawn(feeder.run(lines));
+    Ok(http::events(ReplyBody::new(handle)))
 }
 
 /// What a request must be whose body goes on.
@@ -113,17 +115,40 @@ struct Feeder {
     /// Tokens that turns and their answers may yet take. The first prompt is not counted, its
     /// answer is.
     context_left: u32,
+    /// What a turn takes while it is tokenized.
+    charge: Option<Charge>,
+    /// How long the client may be silent when all its turns are answered.
+    idle_timeout: Duration,
 }
 
 impl Feeder {
     async fn run(mut self, mut lines: Lines) {
         self.context_left = self.context_left.saturating_sub(self.turn_tokens);
+        // When the client last had nothing to wait for. Blank lines do not count as input.
+        let mut idle_since: Option<Instant> = None;
         loop {
-            let line = self.unless_over(lines.next()).await;
+            let looked = Instant::now();
+            let line = self.unless_over(lines.next());
+            let line = tokio::time::timeout(self.idle_timeout / 4, line).await;
+            let is_blank = |line: &BytesMut| line.iter().all(u8::is_ascii_whitespace);
+            let line = match line {
+                Ok(Some(Ok(Some(line)))) if is_blank(&line) => None,
+                Ok(line) => Some(line),
+                Err(_) => None,
+            };
+            let Some(line) = line else {
+                if !self.reply.state.borrow().awaits_turn() {
+                    idle_since = None;
+                } else if idle_since.get_or_insert(looked).elapsed() >= self.idle_timeout {
+                    self.shard.metrics.streams_cut_idle.add(1);
+                    self.fail(&ApiError::idle(self.idle_timeout.as_secs_f64()));
+                    return;
+                }
+                continue;
+            };
             let sent = match line {
                 None => return, // the answer is over, or its client has gone
-                Some(Ok(Some(line))) if line.iter().all(u8::is_ascii_whitespace) => continue,
-                Some(Ok(Some(line))) => self.turn(&line).await,
+                Some(Ok(Some(line))) => self.turn(line.freeze()).await,
                 Some(Ok(None)) => {
                     // The first input credit shows that the worker has the stream; it drops earlier input.
                     if self.room().await.is_some() {
@@ -133,6 +158,7 @@ impl Feeder {
                 }
                 Some(Err(error)) => Err(error),
             };
+            idle_since = None;
             if let Err(error) = sent {
                 self.fail(&error);
                 return;
@@ -140,16 +166,13 @@ impl Feeder {
         }
     }
 
-    async fn turn(&mut self, line: &[u8]) -> Result<(), ApiError> {
-        let service = self.shard.service.clone();
-        let mut tokens: Vec<TokenId> = Vec::new();
-        match parse_turn(line)? {
-            PromptInput::Text(text) => service.text.encode(&text, false, &mut tokens),
-            PromptInput::Tokens(ids) => {
-                check_tokens(&service, "prompt", &ids)?;
-                tokens = ids;
-            }
-        }
+    async fn turn(&mut self, line: Bytes) -> Result<(), ApiError> {
+        let charge = self.charge.take();
+        let charge = charge.ok_or_else(|| ApiError::internal("after a failed turn"))?;
+        let most = self.context_left as usize;
+        let encode = move |service: &Service, line: &[u8]| turn_tokens(service, line, most);
+        let (tokens, charge) = self.shard.run(line, charge, encode).await?;
+        self.charge = Some(charge);
         let takes = u32::try_from(tokens.len())
             .unwrap_or(u32::MAX)
             .saturating_add(self.turn_tokens);
@@ -229,6 +252,35 @@ impl Feeder {
     }
 }
 
+/// The tokens of a turn, of which there may be at most `tokens_max`.
+fn turn_tokens(
+    service: &Service,
+    line: &[u8],
+    tokens_max: usize,
+) -> Result<Vec<TokenId>, ApiError> {
+    match parse_turn(line)? {
+        PromptInput::Text(text) => {
+            let least = service.text.tokens_min(text.len());
+            if least > tokens_max {
+                return Err(ApiError::invalid(
+                    "prompt",
+                    format!(
+                        "this turn of {least} tokens or more does not fit into what is left of the \
+                         model's length, {tokens_max} tokens; begin a new request"
+                    ),
+                ));
+            }
+            let mut tokens = Vec::new();
+            service.text.encode(&text, false, &mut tokens);
+            Ok(tokens)
+        }
+        PromptInput::Tokens(tokens) => {
+            check_tokens(service, "prompt", &tokens)?;
+            Ok(tokens)
+        }
+    }
+}
+
 /// The lines of a body.
 struct Lines {
     body: Incoming,
@@ -236,6 +288,8 @@ struct Lines {
     ended: bool,
     /// Longest line, bytes.
     bytes_max: u64,
+    /// What was read and is not taken.
+    charge: Charge,
 }
 
 impl Lines {
@@ -260,6 +314,7 @@ impl Lines {
                 None => self.ended = true,
                 Some(Ok(frame)) => {
                     if let Ok(data) = frame.into_data() {
+                        self.charge.grow_to((self.read.len() + data.len()) as u64)?;
                         self.read.extend_from_slice(&data);
                     }
                 }

@@ -170,7 +170,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
     let read = |path: &PathBuf| -> anyhow::Result<RunReport> {
         let named = || path.display().to_string();
-        let text = std::fs::read_to_string(path).with_context(named)?;
+        let text = super::files::read_text(path).with_context(named)?;
         RunReport::from_json(&text).with_context(named)
     };
     let runs = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;

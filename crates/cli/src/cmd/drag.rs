@@ -213,7 +213,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 fn report(dir: &Path, name: &str) -> anyhow::Result<RunReport> {
     let path = dir.join(name);
-    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let text = super::files::read_text(&path).with_context(|| path.display().to_string())?;
     RunReport::from_json(&text).with_context(|| path.display().to_string())
 }
 

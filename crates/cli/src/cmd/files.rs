@@ -16,6 +16,19 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     read_at_most(File::open(path)?, BYTES_MAX)
 }
 
+/// The content of `path` as text, without a byte order mark.
+///
+/// # Errors
+/// As [`read`], and if it is not UTF-8.
+pub(crate) fn read_text(path: &Path) -> io::Result<String> {
+    let text = String::from_utf8(read(path)?)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))?;
+    Ok(match text.strip_prefix('\u{feff}') {
+        Some(rest) => rest.to_owned(),
+        None => text,
+    })
+}
+
 fn read_at_most(source: impl Read, bytes_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     source.take(bytes_max + 1).read_to_end(&mut bytes)?;
@@ -39,6 +52,11 @@ mod tests {
         assert_eq!(whole.len() as u64, max);
         let folder = tempfile::tempdir().unwrap();
         assert!(read(folder.path()).is_err());
+        let marked = folder.path().join("marked");
+        std::fs::write(&marked, "\u{feff}a").unwrap();
+        assert_eq!(read_text(&marked).unwrap(), "a");
+        std::fs::write(&marked, b"\xff").unwrap();
+        assert!(read_text(&marked).is_err());
         assert!(read(&folder.path().join("none")).is_err());
     }
 }

@@ -65,6 +65,17 @@ pub(crate) fn check_concurrency(workload: &Workload) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Half of the memory that this process may have, bytes: the host's, or its control group's. 1 GiB if neither
+/// is known.
+pub(crate) fn half_of_host() -> u64 {
+    let host = proc_bytes("/proc/meminfo", "MemTotal:");
+    // As a container sees its own group; `max` is no limit and no number.
+    let group = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    let group = group.and_then(|text| text.trim().parse::<u64>().ok());
+    let least = host.into_iter().chain(group).min();
+    (least.unwrap_or(2 << 30) / 2).max(16 << 20)
+}
+
 /// A field of a file in `/proc` that counts in kilobytes, such as `MemAvailable:`, in bytes.
 pub(crate) fn proc_bytes(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;

@@ -17,7 +17,7 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::EventPlane;
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
 };
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
@@ -335,7 +335,7 @@ fn engine(
     config: &EngineConfig,
     text: &TextModel,
 ) -> anyhow::Result<Engine> {
-    let read = |path: &std::path::Path| std::fs::read(path);
+    let read = super::files::read;
     let timing = slipstream_engine::timing::build(config, &cluster.model.shape, read)?;
     let output = OutputModel {
         vocab: text.output_vocab(),
@@ -354,7 +354,6 @@ pub(super) fn service(
     let live = &cluster.live;
     // One router, one block size (checked by `Fleet::of_roles`); the minimum of the other settings.
     let engines = || cluster.pools.iter().map(|pool| &pool.engine);
-    let seconds = |s: f64| Duration::try_from_secs_f64(s).unwrap_or(Duration::MAX);
     let seed = cluster.router.seed ^ slipstream_base::mix::mix64(std::process::id().into());
     Ok(Service {
         model: cluster.model.name.clone(),
@@ -366,16 +365,13 @@ pub(super) fn service(
         kv_blocks: engines().map(|e| e.num_gpu_blocks).min().unwrap_or(0),
         fleets,
         api_keys: api_keys(live.api_keys_file.as_ref())?,
+        origins: Origins::new(&live.cors_origins),
         limits: Limits {
-            body_bytes_max: live.body_bytes_max,
-            header_bytes_max: live.header_bytes_max,
-            read_timeout: seconds(live.read_timeout_s),
-            write_timeout: seconds(live.write_timeout_s),
-            request_timeout: (live.request_timeout_s > 0.0)
-                .then(|| seconds(live.request_timeout_s)),
-            streams_max: live.streams_max,
-            stream_buffer_bytes_max: live.stream_buffer_bytes_max,
-            drain: seconds(live.drain_timeout_s),
+            memory_max: match live.memory_max {
+                0 => super::memory::half_of_host(),
+                bytes => bytes,
+            },
+            ..Limits::of(live)
         },
         recorder: None,
         created: std::time::SystemTime::now()
@@ -387,24 +383,35 @@ pub(super) fn service(
     })
 }
 
+/// The keys of `file` and of the environment variable. A source that is named and has none is an error:
+/// without any key the server is open to all.
 fn api_keys(file: Option<&PathBuf>) -> anyhow::Result<ApiKeys> {
-    let mut keys = Vec::new();
+    let mut keys: Vec<String> = Vec::new();
     if let Some(file) = file {
-        let text = std::fs::read_to_string(file).with_context(|| {
+        let text = super::files::read_text(file).with_context(|| {
             format!(
                 "reading API keys (live.api_keys_file) from {}",
                 file.display()
             )
         })?;
-        keys.extend(text.lines().map(str::to_owned));
         anyhow::ensure!(
-            keys.iter().any(|key| !key.trim().is_empty()),
-            "{} has no API key; write one per line, or remove `live.api_keys_file`",
+            !ApiKeys::new(text.lines().map(str::to_owned)).is_empty(),
+            "{} has no API key, and without one the server would be open to all; write one per line \
+             (lines with # are comments), or remove `live.api_keys_file`",
             file.display()
         );
+        keys.extend(text.lines().map(str::to_owned));
     }
-    if let Ok(listed) = std::env::var(API_KEYS_VARIABLE) {
-        keys.extend(listed.split(',').map(str::to_owned));
+    if let Some(listed) = std::env::var_os(API_KEYS_VARIABLE) {
+        let listed = listed.into_string();
+        let listed = listed.map_err(|_| anyhow::anyhow!("{API_KEYS_VARIABLE} is not UTF-8"))?;
+        let listed: Vec<String> = listed.split(',').map(str::to_owned).collect();
+        anyhow::ensure!(
+            !ApiKeys::new(listed.clone()).is_empty(),
+            "{API_KEYS_VARIABLE} is set and has no API key, and without one the server would be open \
+             to all; set keys with commas between them, or unset it"
+        );
+        keys.extend(listed);
     }
     Ok(ApiKeys::new(keys))
 }

@@ -18,7 +18,7 @@ use slipstream_dispatch::journal::{Input, Journal, Line};
 use slipstream_dispatch::{Action, Dispatcher, Role, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{
-    ApiKeys, Bound, Frontend, KvNetwork, Limits, Service, ShardPlane, Transport,
+    ApiKeys, Bound, Frontend, KvNetwork, Limits, Origins, Service, ShardPlane, Transport,
 };
 use slipstream_planes::{
     End, FirstPass, Flushed, Part, PassFrame, Plane, PlaneLimits, Prologue, Reserved, StreamAddr,
@@ -554,15 +554,13 @@ fn service(cluster: &Cluster, fleets: Fleets) -> Service {
         kv_blocks: 128,
         fleets,
         api_keys: ApiKeys::new([]),
+        origins: Origins::default(),
         limits: Limits {
-            body_bytes_max: 1 << 20,
-            header_bytes_max: 16 << 10,
             read_timeout: 60 * second,
-            write_timeout: 60 * second,
-            request_timeout: None,
             streams_max: 1024,
-            stream_buffer_bytes_max: 1 << 20,
+            client_streams_max: 1024,
             drain: second / 100,
+            ..Limits::default()
         },
         created: 0,
         #[cfg(feature = "bench")]

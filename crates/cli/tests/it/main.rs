@@ -1,6 +1,7 @@
 //! The real binary, as a user runs it.
 
 mod arrows;
+mod attacks;
 mod describe;
 mod disaggregated;
 mod doctor;

@@ -235,6 +235,54 @@ impl ApiError {
         }
     }
 
+    /// 429: this client has as much under way as it may.
+    pub fn too_many(message: String) -> Self {
+        ApiError {
+            retry_after_s: Some(1),
+            ..ApiError::new(429, "rate_limit_error", Some("too_many_requests"), message)
+        }
+    }
+
+    /// 503: bodies, answers and buffers of clients take all memory that they may.
+    pub fn out_of_memory() -> Self {
+        ApiError {
+            code: Some("memory_max"),
+            ..ApiError::overloaded(
+                "bodies and answers of all clients take as much memory as they may \
+                 (`live.memory_max`); try again later",
+                1,
+            )
+        }
+    }
+
+    /// 408: a duplex request has no further turn, and its body does not end.
+    pub fn idle(limit_s: f64) -> Self {
+        ApiError::new(
+            408,
+            "timeout_error",
+            Some("idle_timeout"),
+            format!(
+                "no turn came within {limit_s} s (`live.idle_timeout_s`) of the last answer; end the \
+                 body after the last turn"
+            ),
+        )
+    }
+
+    /// 400: an answer that is not streamed could be larger than the server makes.
+    pub fn answer_too_large(bytes: u64, limit_bytes: u64) -> Self {
+        ApiError {
+            code: Some("answer_too_large"),
+            ..ApiError::invalid(
+                "max_tokens",
+                format!(
+                    "the answer could have {bytes} bytes, and the limit is {limit_bytes} \
+                     (`live.answer_bytes_max`); lower `max_tokens`, `n` or the number of log \
+                     probabilities, or send `\"stream\": true`"
+                ),
+            )
+        }
+    }
+
     /// 503: the server stops before the answer is complete.
     pub fn stopping() -> Self {
         ApiError {

@@ -75,6 +75,35 @@ impl TokenLogprob {
         }
     }
 
+    /// Characters of its text.
+    pub(super) fn chars(&self) -> u64 {
+        self.text.chars().count() as u64
+    }
+
+    /// Appends an entry of a chat's `content`.
+    pub(super) fn render_in_chat(&self, out: &mut impl Out) {
+        out.put(b"{");
+        self.render_fields(out);
+        out.put(b",\"top_logprobs\":[");
+        separated(out, &self.top, |out, other| {
+            out.put(b"{");
+            other.render_fields(out);
+            out.put(b"}");
+        });
+        out.put(b"]}");
+    }
+
+    /// Appends an entry of a completion's `top_logprobs`.
+    pub(super) fn render_tops(&self, out: &mut impl Out) {
+        out.put(b"{");
+        separated(out, &self.top, |out, other| {
+            json::string(out, &other.text);
+            out.put(b":");
+            json::float(out, other.logprob);
+        });
+        out.put(b"}");
+    }
+
     /// Appends `"token":…,"logprob":…,"bytes":[…]`.
     fn render_fields(&self, out: &mut impl Out) {
         out.put(b"\"token\":");
@@ -112,17 +141,7 @@ impl LogprobsPiece {
 
     fn render_chat(&self, out: &mut impl Out) {
         out.put(b"{\"content\":[");
-        separated(out, &self.tokens, |out, token| {
-            out.put(b"{");
-            token.render_fields(out);
-            out.put(b",\"top_logprobs\":[");
-            separated(out, &token.top, |out, other| {
-                out.put(b"{");
-                other.render_fields(out);
-                out.put(b"}");
-            });
-            out.put(b"]}");
-        });
+        separated(out, &self.tokens, |out, token| token.render_in_chat(out));
         out.put(b"]}");
     }
 
@@ -131,22 +150,14 @@ impl LogprobsPiece {
         let mut offset = self.text_offset;
         separated(out, &self.tokens, |out, token| {
             json::integer(out, offset);
-            offset += token.text.chars().count() as u64;
+            offset += token.chars();
         });
         out.put(b"],\"token_logprobs\":[");
         separated(out, &self.tokens, |out, t| json::float(out, t.logprob));
         out.put(b"],\"tokens\":[");
         separated(out, &self.tokens, |out, t| json::string(out, &t.text));
         out.put(b"],\"top_logprobs\":[");
-        separated(out, &self.tokens, |out, token| {
-            out.put(b"{");
-            separated(out, &token.top, |out, other| {
-                json::string(out, &other.text);
-                out.put(b":");
-                json::float(out, other.logprob);
-            });
-            out.put(b"}");
-        });
+        separated(out, &self.tokens, |out, token| token.render_tops(out));
         out.put(b"]}");
     }
 }

@@ -29,7 +29,7 @@ pub use tokenize::{
     DetokenizeRequest, TokenizeInput, TokenizeRequest, detokenize_json, parse_detokenize,
     parse_tokenize, tokenize_json,
 };
-pub use unary::{UnaryChoice, render_unary};
+pub use unary::{UnaryChoice, UnaryRender, WholeAnswer, render_unary};
 
 /// Which of the two generating endpoints a request came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,196 @@
 //! Answers that are sent whole.
+//!
+//! An answer may have hundreds of megabytes, so it is rendered piece by piece: a caller takes as much as
+//! its client reads, and other clients have their turn between two pieces.
+
+use std::borrow::Cow;
 
 use super::json::{self, Out};
-use super::{Finish, Head, Kind, LogprobsPiece, Usage};
+use super::{Finish, Head, Kind, LogprobsPiece, TokenLogprob, Usage};
+
+/// Bytes of a choice's text that are escaped in one go.
+const TEXT_BYTES: usize = 16 << 10;
+
+/// The arrays of a completion's `logprobs`, as each begins.
+const COMPLETION_ARRAYS: [&[u8]; 4] = [
+    b"{\"text_offset\":[",
+    b"],\"token_logprobs\":[",
+    b"],\"tokens\":[",
+    b"],\"top_logprobs\":[",
+];
+/// The array of a chat's.
+const CHAT_ARRAYS: [&[u8]; 1] = [b"{\"content\":["];
+
+/// A whole answer, as [`UnaryRender`] reads it. It does not change while it is rendered.
+pub trait WholeAnswer {
+    /// What does not depend on a choice.
+    fn head(&self) -> Head<'_>;
+    /// Number of choices.
+    fn choices(&self) -> usize;
+    /// Text of a choice: the prompt's if it is repeated, and the answer's.
+    fn text(&self, choice: usize) -> [&str; 2];
+    /// Why a choice ended.
+    fn finish(&self, choice: usize) -> Finish<'_>;
+    /// Number of tokens with log probabilities; `None` if the client did not ask for any.
+    fn logprobs(&self, choice: usize) -> Option<usize>;
+    /// Log probability of a token, with its alternatives if `with_top`.
+    fn logprob(&self, choice: usize, token: usize, with_top: bool) -> Cow<'_, TokenLogprob>;
+    /// Where the first of these tokens starts in the choice's text, characters.
+    fn text_offset(&self, choice: usize) -> u64;
+    /// Token counts.
+    fn usage(&self) -> Usage;
+}
+
+/// Renders a `chat.completion` or `text_completion` with its choices in order of their index.
+#[derive(Clone, Debug, Default)]
+pub struct UnaryRender {
+    next: Place,
+    choice: usize,
+    /// Where the next token starts in the choice's text, characters.
+    offset: u64,
+}
+
+/// The piece that is rendered next.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Place {
+    #[default]
+    Head,
+    Open,
+    /// This part of the choice's text from this byte on.
+    Text(usize, usize),
+    /// The beginning of an array of log probabilities.
+    Array(usize),
+    /// A token in such an array.
+    Entry(usize, usize),
+    Close,
+    Tail,
+    Done,
+}
+
+impl UnaryRender {
+    /// Appends pieces until `out` has `bytes_max` bytes or more: at most one piece more. Returns whether
+    /// the answer is complete.
+    pub fn advance(
+        &mut self,
+        answer: &impl WholeAnswer,
+        out: &mut Vec<u8>,
+        bytes_max: usize,
+    ) -> bool {
+        while self.next != Place::Done && out.len() < bytes_max {
+            self.next = self.piece(answer, out);
+        }
+        self.next == Place::Done
+    }
+
+    fn piece(&mut self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
+        let head = answer.head();
+        let arrays: &[&[u8]] = match head.kind {
+            Kind::Chat => &CHAT_ARRAYS,
+            Kind::Completion => &COMPLETION_ARRAYS,
+        };
+        match self.next {
+            Place::Head => {
+                head.render(out, false);
+                out.put(b"\"choices\":[");
+                Place::Open
+            }
+            Place::Open if self.choice == answer.choices() => Place::Tail,
+            Place::Open => {
+                if self.choice > 0 {
+                    out.put(b",");
+                }
+                out.put(b"{\"index\":");
+                json::integer(out, self.choice as u64);
+                out.put(match head.kind {
+                    Kind::Chat => b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice(),
+                    Kind::Completion => b",\"text\":\"",
+                });
+                Place::Text(0, 0)
+            }
+            Place::Text(part, from) => self.text(answer, part, from, out),
+            Place::Array(array) => {
+                self.offset = answer.text_offset(self.choice);
+                out.put(arrays[array]);
+                Place::Entry(array, 0)
+            }
+            Place::Entry(array, at) => {
+                if at < answer.logprobs(self.choice).unwrap_or_default() {
+                    self.entry(answer, array, at, out);
+                    Place::Entry(array, at + 1)
+                } else if array + 1 < arrays.len() {
+                    Place::Array(array + 1)
+                } else {
+                    out.put(b"]}");
+                    Place::Close
+                }
+            }
+            Place::Close => {
+                out.put(b",");
+                answer.finish(self.choice).render(out);
+                out.put(b"}");
+                self.choice += 1;
+                Place::Open
+            }
+            Place::Tail => {
+                out.put(b"],\"usage\":");
+                answer.usage().render(out);
+                out.put(b"}");
+                Place::Done
+            }
+            Place::Done => Place::Done,
+        }
+    }
+
+    fn text(
+        &self,
+        answer: &impl WholeAnswer,
+        part: usize,
+        from: usize,
+        out: &mut Vec<u8>,
+    ) -> Place {
+        let text = answer.text(self.choice)[part];
+        let mut to = text.len().min(from + TEXT_BYTES);
+        while !text.is_char_boundary(to) {
+            to += 1;
+        }
+        json::escape(out, &text[from..to]);
+        if to < text.len() {
+            return Place::Text(part, to);
+        }
+        if part == 0 {
+            return Place::Text(1, 0);
+        }
+        out.put(match answer.head().kind {
+            Kind::Chat => b"\",\"refusal\":null},\"logprobs\":".as_slice(),
+            Kind::Completion => b"\",\"logprobs\":",
+        });
+        if answer.logprobs(self.choice).is_some() {
+            Place::Array(0)
+        } else {
+            out.put(b"null");
+            Place::Close
+        }
+    }
+
+    fn entry(&mut self, answer: &impl WholeAnswer, array: usize, at: usize, out: &mut Vec<u8>) {
+        if at > 0 {
+            out.put(b",");
+        }
+        let kind = answer.head().kind;
+        let with_top = kind == Kind::Chat || array == 3;
+        let token = answer.logprob(self.choice, at, with_top);
+        match (kind, array) {
+            (Kind::Chat, _) => token.render_in_chat(out),
+            (Kind::Completion, 0) => {
+                json::integer(out, self.offset);
+                self.offset += token.chars();
+            }
+            (Kind::Completion, 1) => json::float(out, token.logprob),
+            (Kind::Completion, 2) => json::string(out, &token.text),
+            (Kind::Completion, _) => token.render_tops(out),
+        }
+    }
+}
 
 /// One choice of a whole answer.
 #[derive(Clone, Debug)]
@@ -14,40 +203,126 @@ pub struct UnaryChoice<'a> {
     pub logprobs: Option<&'a LogprobsPiece>,
 }
 
-/// Renders a `chat.completion` or `text_completion` with `choices` in order of their index.
+struct Choices<'a> {
+    head: &'a Head<'a>,
+    choices: &'a [UnaryChoice<'a>],
+    usage: &'a Usage,
+}
+
+impl WholeAnswer for Choices<'_> {
+    fn head(&self) -> Head<'_> {
+        *self.head
+    }
+
+    fn choices(&self) -> usize {
+        self.choices.len()
+    }
+
+    fn text(&self, choice: usize) -> [&str; 2] {
+        ["", self.choices[choice].text]
+    }
+
+    fn finish(&self, choice: usize) -> Finish<'_> {
+        self.choices[choice].finish
+    }
+
+    fn logprobs(&self, choice: usize) -> Option<usize> {
+        self.choices[choice]
+            .logprobs
+            .map(|piece| piece.tokens.len())
+    }
+
+    fn logprob(&self, choice: usize, token: usize, _with_top: bool) -> Cow<'_, TokenLogprob> {
+        let piece = self.choices[choice].logprobs;
+        Cow::Borrowed(&piece.expect("it has some").tokens[token])
+    }
+
+    fn text_offset(&self, choice: usize) -> u64 {
+        self.choices[choice]
+            .logprobs
+            .map_or(0, |piece| piece.text_offset)
+    }
+
+    fn usage(&self) -> Usage {
+        *self.usage
+    }
+}
+
+/// Renders a `chat.completion` or `text_completion` with `choices` in one go.
 pub fn render_unary(
     head: &Head<'_>,
     choices: &[UnaryChoice<'_>],
     usage: &Usage,
     out: &mut impl Out,
 ) {
-    out.reserve(512 + choices.iter().map(|c| c.text.len() + 128).sum::<usize>());
-    head.render(out, false);
-    out.put(b"\"choices\":[");
-    for (index, choice) in choices.iter().enumerate() {
-        if index > 0 {
-            out.put(b",");
+    let answer = Choices {
+        head,
+        choices,
+        usage,
+    };
+    let mut bytes = Vec::new();
+    UnaryRender::default().advance(&answer, &mut bytes, usize::MAX);
+    out.put(&bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::tests::builtin;
+
+    /// Pieces of any size make the same answer, and none is much longer than was asked for.
+    #[test]
+    fn an_answer_in_pieces_is_the_answer_in_one() {
+        let long = "\u{1f600}\"\\\n".repeat(20_000);
+        for (kind, top) in [
+            (Kind::Chat, 3),
+            (Kind::Completion, 3),
+            (Kind::Completion, 0),
+        ] {
+            let tokens = (0..40).map(|at| TokenLogprob::modelled(builtin(), 7, at, 300, top));
+            let piece = LogprobsPiece {
+                tokens: tokens.collect(),
+                text_offset: 5,
+            };
+            let choice = |text, logprobs| UnaryChoice {
+                text,
+                finish: Finish::Length,
+                logprobs,
+            };
+            let choices = [
+                choice("", None),
+                choice(&long, Some(&piece)),
+                choice("end", Some(&piece)),
+            ];
+            let answer = Choices {
+                head: &Head {
+                    kind,
+                    id: "1",
+                    created: 2,
+                    model: "m",
+                    include_usage: false,
+                },
+                choices: &choices,
+                usage: &Usage::default(),
+            };
+            let mut whole = Vec::new();
+            assert!(UnaryRender::default().advance(&answer, &mut whole, usize::MAX));
+            let json: serde_json::Value = serde_json::from_slice(&whole).unwrap();
+            assert_eq!(json["choices"].as_array().map(Vec::len), Some(3));
+            for bytes_max in [1, 100, 10_000] {
+                let mut render = UnaryRender::default();
+                let mut all = Vec::new();
+                loop {
+                    let mut piece = Vec::new();
+                    let done = render.advance(&answer, &mut piece, bytes_max);
+                    assert!(piece.len() < bytes_max + 6 * TEXT_BYTES, "{}", piece.len());
+                    all.extend(piece);
+                    if done {
+                        break;
+                    }
+                }
+                assert_eq!(all, whole, "{kind:?} {bytes_max}");
+            }
         }
-        out.put(b"{\"index\":");
-        json::integer(out, index as u64);
-        out.put(match head.kind {
-            Kind::Chat => b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice(),
-            Kind::Completion => b",\"text\":\"",
-        });
-        json::escape(out, choice.text);
-        out.put(match head.kind {
-            Kind::Chat => b"\",\"refusal\":null},\"logprobs\":".as_slice(),
-            Kind::Completion => b"\",\"logprobs\":",
-        });
-        match choice.logprobs {
-            Some(logprobs) => logprobs.render(head.kind, out),
-            None => out.put(b"null"),
-        }
-        out.put(b",");
-        choice.finish.render(out);
-        out.put(b"}");
     }
-    out.put(b"],\"usage\":");
-    usage.render(out);
-    out.put(b"}");
 }

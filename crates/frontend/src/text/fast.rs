@@ -67,6 +67,13 @@ pub(super) fn takes(text: &str) -> bool {
     memchr::memmem::find(text.as_bytes(), "ſ".as_bytes()).is_none()
 }
 
+/// [`takes`] for the text in `json`, which may write the character as an escape.
+pub(super) fn takes_json(json: &[u8]) -> bool {
+    let has = |needle: &[u8]| memchr::memmem::find(json, needle).is_some();
+    // With either case of `f`.
+    !has("ſ".as_bytes()) && !has(b"\\u017")
+}
+
 fn agree(fast: &fastokens::Tokenizer, library: &Tokenizer, text: &str, special: bool) -> bool {
     match (
         fast.encode_with_special_tokens(text, special),

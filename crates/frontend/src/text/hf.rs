@@ -2,6 +2,7 @@
 //! `tokenizer_config.json` or `chat_template.jinja`.
 
 use std::collections::HashSet;
+use std::io::Read;
 use std::path::Path;
 
 use slipstream_base::TokenId;
@@ -17,6 +18,8 @@ pub(super) struct Hf {
     tokenizer: Tokenizer,
     fast: Result<fastokens::Tokenizer, String>,
     template: Option<ChatTemplate>,
+    /// Times that a text may be longer than the text of its tokens.
+    shrinks_to: usize,
 }
 
 /// What is worked out from it once.
@@ -56,10 +59,15 @@ pub(super) fn load(dir: &Path) -> Result<Loaded, TextError> {
         .map(|source| ChatTemplate::new(source, config.bos, config.eos))
         .transpose()?;
     let tokens = token_bytes(&tokenizer)?;
+    // Without a normalizer, and with a token for each byte, the tokens' text is the text.
+    let keeps =
+        tokenizer.get_normalizer().is_none() && spelling(&tokenizer)? == Spelling::ByteLevel;
+    let shrinks_to = if keeps { 1 } else { 4 };
     let mut hf = Hf {
         tokenizer,
         fast: Err("not loaded".to_owned()),
         template,
+        shrinks_to,
     };
     // The library decides which tokens are safe; the fast encoder must agree with it about them.
     let (output, first) = safe_vocab(&hf, &tokens)?;
@@ -89,6 +97,11 @@ impl Hf {
         }
     }
 
+    /// Times that a text may be longer than the text of its tokens.
+    pub(super) fn shrinks_to(&self) -> usize {
+        self.shrinks_to
+    }
+
     /// Why the fast encoder is not used, if it is not.
     pub(super) fn slow(&self) -> Option<&str> {
         self.fast.as_ref().err().map(String::as_str)
@@ -106,11 +119,30 @@ impl Hf {
     }
 }
 
+/// Largest file of a tokenizer, bytes. Those of vocabularies of 256,000 tokens have some 35 MB.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+
 fn read(path: &Path) -> Result<Vec<u8>, TextError> {
-    std::fs::read(path).map_err(|source| TextError::Read {
+    let unreadable = |source| TextError::Read {
         path: path.into(),
         source,
-    })
+    };
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(unreadable)?;
+    // A path may be that of a device.
+    file.take(FILE_BYTES_MAX + 1)
+        .read_to_end(&mut bytes)
+        .map_err(unreadable)?;
+    if bytes.len() as u64 > FILE_BYTES_MAX {
+        return Err(TextError::Parse {
+            path: path.into(),
+            message: format!("it is larger than {} MiB", FILE_BYTES_MAX >> 20),
+        });
+    }
+    if bytes.starts_with("\u{feff}".as_bytes()) {
+        bytes.drain(..3);
+    }
+    Ok(bytes)
 }
 
 /// The parts of `tokenizer_config.json` and its companions that matter here.

@@ -59,13 +59,19 @@ pub struct ChatOptions<'a> {
 
 /// Why a tokenizer could not be loaded, or could not render a chat.
 ///
-/// Only [`Template`](TextError::Template) and [`NoTemplate`](TextError::NoTemplate) come from a
-/// model that was loaded; it goes on.
+/// Only [`Template`](TextError::Template), [`TooLong`](TextError::TooLong) and
+/// [`NoTemplate`](TextError::NoTemplate) come from a model that was loaded; it goes on.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// The template refused the chat, or failed on it. The request's fault.
     #[error("the chat template refused the messages: {0}")]
     Template(String),
+    /// The chat is longer than the caller takes. The request's fault.
+    #[error("the chat has at least {tokens} tokens")]
+    TooLong {
+        /// Lower bound of its tokens.
+        tokens: usize,
+    },
     /// The tokenizer has no template.
     #[error(
         "the model's tokenizer has no chat template; send a prompt to /v1/completions, or add \
@@ -132,6 +138,18 @@ pub struct TextModel {
     eos: TokenId,
     output_vocab: Arc<[TokenId]>,
     first_vocab: Arc<[TokenId]>,
+    /// Bytes of the longest token, and of the longest one of answers as JSON.
+    token_bytes_max: usize,
+    answer_json_max: usize,
+}
+
+/// What a tokenizer takes for a byte of text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EncodeCost {
+    /// Some ns, and some bytes of memory.
+    Low,
+    /// About 1 µs, and hundreds of bytes.
+    High,
 }
 
 enum Codec {
@@ -148,12 +166,37 @@ impl TextModel {
             special: token.special,
         }));
         let output_vocab: Arc<[TokenId]> = codec.output_vocab().into();
-        TextModel {
-            eos: codec.eos(),
+        let eos = codec.eos();
+        TextModel::new(
+            Codec::Builtin(codec),
             table,
-            first_vocab: output_vocab.clone(),
+            eos,
+            output_vocab.clone(),
             output_vocab,
-            codec: Codec::Builtin(codec),
+        )
+    }
+
+    fn new(
+        codec: Codec,
+        table: Table,
+        eos: TokenId,
+        output_vocab: Arc<[TokenId]>,
+        first_vocab: Arc<[TokenId]>,
+    ) -> TextModel {
+        let answers = output_vocab.iter().chain(&*first_vocab);
+        let json = |&token: &TokenId| table.json(token).map_or(0, <[u8]>::len);
+        TextModel {
+            token_bytes_max: (0..table.len())
+                .map(|token| table.bytes(token).len())
+                .max()
+                .unwrap_or(0)
+                .max(1),
+            answer_json_max: answers.map(json).max().unwrap_or(0).max(1),
+            codec,
+            table,
+            eos,
+            output_vocab,
+            first_vocab,
         }
     }
 
@@ -167,16 +210,41 @@ impl TextModel {
     /// that become the same tokens again.
     pub fn load(dir: &Path) -> Result<TextModel, TextError> {
         let loaded = hf::load(dir)?;
-        Ok(TextModel {
-            codec: Codec::HuggingFace(Box::new(loaded.hf)),
-            table: Table::new(loaded.tokens.iter().map(|(bytes, special)| Entry {
-                bytes,
-                special: *special,
-            })),
-            eos: loaded.eos,
-            output_vocab: loaded.output.into(),
-            first_vocab: loaded.first.into(),
-        })
+        let table = Table::new(loaded.tokens.iter().map(|(bytes, special)| Entry {
+            bytes,
+            special: *special,
+        }));
+        let codec = Codec::HuggingFace(Box::new(loaded.hf));
+        let (output, first) = (loaded.output.into(), loaded.first.into());
+        Ok(TextModel::new(codec, table, loaded.eos, output, first))
+    }
+
+    /// A lower bound of the tokens of a text of `bytes` bytes, without a look at it.
+    ///
+    /// Exact for tokenizers that keep every byte. Others may normalize a text to a shorter one: the bound
+    /// allows for a quarter.
+    pub fn tokens_min(&self, bytes: usize) -> usize {
+        let shrinks = match &self.codec {
+            Codec::Builtin(_) => 1,
+            Codec::HuggingFace(hf) => hf.shrinks_to(),
+        };
+        bytes / (self.token_bytes_max * shrinks)
+    }
+
+    /// Bytes of the longest token of answers as the inside of a JSON string.
+    pub(crate) fn answer_json_max(&self) -> usize {
+        self.answer_json_max
+    }
+
+    /// What it costs to encode the text in `json`, a request's body.
+    pub(crate) fn cost(&self, json: &[u8]) -> EncodeCost {
+        match &self.codec {
+            Codec::Builtin(_) => EncodeCost::Low,
+            Codec::HuggingFace(hf) if hf.slow().is_none() && fast::takes_json(json) => {
+                EncodeCost::Low
+            }
+            Codec::HuggingFace(_) => EncodeCost::High,
+        }
     }
 
     /// Appends the tokens of `text`; with `add_special_tokens` those that the model wants around a
@@ -225,12 +293,34 @@ impl TextModel {
         options: &ChatOptions<'_>,
         out: &mut Vec<TokenId>,
     ) -> Result<(), TextError> {
+        self.encode_chat_within(messages, options, usize::MAX, out)
+    }
+
+    /// As [`encode_chat`](Self::encode_chat), if the chat's length does not show already that it has more
+    /// than `tokens_max` tokens.
+    ///
+    /// # Errors
+    /// [`TextError::TooLong`] otherwise.
+    pub fn encode_chat_within(
+        &self,
+        messages: &[Message<'_>],
+        options: &ChatOptions<'_>,
+        tokens_max: usize,
+        out: &mut Vec<TokenId>,
+    ) -> Result<(), TextError> {
+        let check = |bytes: usize| match self.tokens_min(bytes) {
+            tokens if tokens > tokens_max => Err(TextError::TooLong { tokens }),
+            _ => Ok(()),
+        };
         match &self.codec {
             Codec::Builtin(builtin) => {
+                check(messages.iter().map(|m| m.content.len()).sum())?;
                 builtin.encode_chat(messages, options.add_generation_prompt, out);
             }
             Codec::HuggingFace(hf) => {
-                hf.encode(&hf.render_chat(messages, options)?, false, out);
+                let text = hf.render_chat(messages, options)?;
+                check(text.len())?;
+                hf.encode(&text, false, out);
             }
         }
         Ok(())

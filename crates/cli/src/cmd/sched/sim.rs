@@ -36,11 +36,12 @@ pub(crate) struct Args {
 /// Runs the experiment and prints its table.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let shown = args.file.display();
-    let text = std::fs::read_to_string(&args.file).with_context(|| format!("reading {shown}"))?;
+    let text =
+        crate::cmd::files::read_text(&args.file).with_context(|| format!("reading {shown}"))?;
     let beside = args.file.parent().unwrap_or(Path::new(".")).to_owned();
     let load_rtapp = |name: &str| {
         let path = beside.join(name);
-        std::fs::read_to_string(&path)
+        crate::cmd::files::read_text(&path)
             .map_err(|e| format!("`workload.file`: reading {}: {e}", path.display()))
     };
     let experiment = Experiment::parse(&text, load_rtapp).with_context(|| format!("{shown}"))?;

@@ -1,0 +1,416 @@
+//! What clients may take of the server: memory, connections, streams.
+//!
+//! One [`Budget`] belongs to all shards of a frontend. A client is an API key, or an address if there are
+//! no keys. No client gets all of anything: one may hold half of the memory and, by default, seven eighths
+//! of the connections and streams.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::openai::ApiError;
+use crate::service::Limits;
+
+/// Memory that a connection takes at rest, bytes: 15,000 idle ones added 16.2 KiB each to the RSS.
+const CONNECTION_BYTES: u64 = 16 << 10;
+
+/// Least growth of a charge, bytes: shards share the counter, so they touch it rarely.
+const GROWTH_BYTES: u64 = 64 << 10;
+
+/// Addresses whose counts are kept before those without a connection are dropped.
+const ADDRESSES_KEPT: usize = 1024;
+
+/// What all shards count together.
+pub(crate) struct Budget {
+    pub(crate) memory: Arc<Memory>,
+    limits: Limits,
+    pub(crate) connections: AtomicU64,
+    pub(crate) streams: AtomicU64,
+    /// Connections closed because there were too many in all.
+    pub(crate) refused_connections: AtomicU64,
+    /// Connections closed because their address had too many.
+    pub(crate) refused_client_connections: AtomicU64,
+}
+
+/// What one client holds.
+#[derive(Debug, Default)]
+pub(crate) struct ClientUse {
+    connections: AtomicU64,
+    streams: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// Bytes that are charged, and how many may be.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    used: AtomicU64,
+    max: u64,
+    /// Charges that were refused.
+    refused: AtomicU64,
+}
+
+/// Some of the memory, given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    memory: Arc<Memory>,
+    client: Arc<ClientUse>,
+    bytes: u64,
+}
+
+/// A connection among those that may be open.
+pub(crate) struct ConnectionPermit {
+    budget: Arc<Budget>,
+    pub(crate) client: Arc<ClientUse>,
+    _memory: Charge,
+}
+
+/// A limit that a connection exceeds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TooMany {
+    Connections,
+    ClientConnections,
+    Memory,
+}
+
+impl fmt::Display for TooMany {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TooMany::Connections => "`live.connections_max`",
+            TooMany::ClientConnections => "`live.client_connections_max`",
+            TooMany::Memory => "`live.memory_max`",
+        })
+    }
+}
+
+/// The share of one client, unless the configuration says another.
+fn share(configured: u32, all: u32) -> u64 {
+    match configured {
+        0 => u64::from(all - all / 8).max(1),
+        most => u64::from(most),
+    }
+}
+
+impl Budget {
+    pub(crate) fn new(limits: Limits) -> Arc<Budget> {
+        Arc::new(Budget {
+            memory: Memory::new(limits.memory_max),
+            limits,
+            connections: AtomicU64::new(0),
+            streams: AtomicU64::new(0),
+            refused_connections: AtomicU64::new(0),
+            refused_client_connections: AtomicU64::new(0),
+        })
+    }
+
+    /// Takes a place for a connection of `client`.
+    pub(crate) fn connect(
+        self: &Arc<Self>,
+        client: Arc<ClientUse>,
+    ) -> Result<ConnectionPermit, TooMany> {
+        let most = u64::from(self.limits.connections_max);
+        let most_of_client = share(
+            self.limits.client_connections_max,
+            self.limits.connections_max,
+        );
+        if self.connections.load(Relaxed) >= most {
+            self.refused_connections.fetch_add(1, Relaxed);
+            return Err(TooMany::Connections);
+        }
+        if client.connections.load(Relaxed) >= most_of_client {
+            self.refused_client_connections.fetch_add(1, Relaxed);
+            return Err(TooMany::ClientConnections);
+        }
+        let Ok(memory) = self.memory.charge(&client, CONNECTION_BYTES) else {
+            self.refused_connections.fetch_add(1, Relaxed);
+            return Err(TooMany::Memory);
+        };
+        self.connections.fetch_add(1, Relaxed);
+        client.connections.fetch_add(1, Relaxed);
+        Ok(ConnectionPermit {
+            budget: self.clone(),
+            client,
+            _memory: memory,
+        })
+    }
+
+    /// Streams that one connection of one client may have open.
+    pub(crate) fn request_streams_max(&self) -> u64 {
+        share(self.limits.client_streams_max, self.limits.streams_max)
+            .min(u64::from(self.limits.connection_streams_max))
+    }
+
+    /// Claims room for `count` streams of `client`.
+    ///
+    /// # Errors
+    /// 503 if the server has too many, 429 if the client has.
+    pub(crate) fn open_streams(&self, client: &ClientUse, count: u64) -> Result<(), ApiError> {
+        let most = self.limits.streams_max;
+        if self.streams.fetch_add(count, Relaxed) + count > u64::from(most) {
+            self.streams.fetch_sub(count, Relaxed);
+            return Err(ApiError::overloaded(
+                format!(
+                    "{most} streams are open, which is the limit (`live.streams_max`); try again later"
+                ),
+                1,
+            ));
+        }
+        let most = share(self.limits.client_streams_max, most);
+        if client.streams.fetch_add(count, Relaxed) + count > most {
+            self.close_streams(client, count);
+            return Err(ApiError::too_many(format!(
+                "this client may have {most} open streams (`live.client_streams_max`); wait until some \
+                 have ended"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Gives the room of `count` streams back.
+    pub(crate) fn close_streams(&self, client: &ClientUse, count: u64) {
+        self.streams.fetch_sub(count, Relaxed);
+        client.streams.fetch_sub(count, Relaxed);
+    }
+
+    /// The limit that refuses new requests now, if one does.
+    pub(crate) fn exhausted(&self) -> Option<&'static str> {
+        if self.memory.is_tight() {
+            Some("memory_max")
+        } else if self.streams.load(Relaxed) >= u64::from(self.limits.streams_max) {
+            Some("streams_max")
+        } else if self.connections.load(Relaxed) >= u64::from(self.limits.connections_max) {
+            Some("connections_max")
+        } else {
+            None
+        }
+    }
+}
+
+impl Drop for ConnectionPermit {
+    fn drop(&mut self) {
+        self.budget.connections.fetch_sub(1, Relaxed);
+        self.client.connections.fetch_sub(1, Relaxed);
+    }
+}
+
+impl Memory {
+    pub(crate) fn new(max: u64) -> Arc<Memory> {
+        Arc::new(Memory {
+            used: AtomicU64::new(0),
+            max,
+            refused: AtomicU64::new(0),
+        })
+    }
+
+    /// Bytes charged.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Relaxed)
+    }
+
+    /// Bytes that may be charged.
+    pub(crate) fn max(&self) -> u64 {
+        self.max
+    }
+
+    /// Charges that were refused.
+    pub(crate) fn refused(&self) -> u64 {
+        self.refused.load(Relaxed)
+    }
+
+    /// Whether so much is charged that new requests are refused: what is under way may yet grow.
+    pub(crate) fn is_tight(&self) -> bool {
+        self.used() > self.max - self.max / 8
+    }
+
+    /// Charges `bytes` to `client`.
+    ///
+    /// # Errors
+    /// As [`Charge::grow_to`].
+    pub(crate) fn charge(
+        self: &Arc<Self>,
+        client: &Arc<ClientUse>,
+        bytes: u64,
+    ) -> Result<Charge, ApiError> {
+        let mut charge = Charge {
+            memory: self.clone(),
+            client: client.clone(),
+            bytes: 0,
+        };
+        charge.take(bytes)?;
+        Ok(charge)
+    }
+}
+
+impl Charge {
+    /// Charges at least `bytes` in all.
+    ///
+    /// # Errors
+    /// 503 if the server has no memory for it, 429 if the client holds its share. Nothing is changed then.
+    #[inline]
+    pub(crate) fn grow_to(&mut self, bytes: u64) -> Result<(), ApiError> {
+        if bytes <= self.bytes {
+            return Ok(());
+        }
+        self.take((bytes - self.bytes).next_multiple_of(GROWTH_BYTES))
+    }
+
+    /// Bytes charged.
+    #[inline]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Gives back all but `bytes`.
+    pub(crate) fn shrink_to(&mut self, bytes: u64) {
+        let less = self.bytes.saturating_sub(bytes);
+        self.bytes -= less;
+        self.memory.used.fetch_sub(less, Relaxed);
+        self.client.bytes.fetch_sub(less, Relaxed);
+    }
+
+    #[cold]
+    fn take(&mut self, bytes: u64) -> Result<(), ApiError> {
+        let memory = &self.memory;
+        let used = memory.used.fetch_add(bytes, Relaxed).saturating_add(bytes);
+        let of_client = self.client.bytes.fetch_add(bytes, Relaxed);
+        let of_client = of_client.saturating_add(bytes);
+        if used <= memory.max && of_client <= memory.max / 2 {
+            self.bytes += bytes;
+            return Ok(());
+        }
+        memory.used.fetch_sub(bytes, Relaxed);
+        self.client.bytes.fetch_sub(bytes, Relaxed);
+        memory.refused.fetch_add(1, Relaxed);
+        Err(if used > memory.max {
+            ApiError::out_of_memory()
+        } else {
+            ApiError {
+                code: Some("memory_max"),
+                ..ApiError::too_many(
+                    "the bodies and unread answers of this client take half of the server's memory \
+                     for clients (`live.memory_max`); read answers, or send less at a time"
+                        .into(),
+                )
+            }
+        })
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.shrink_to(0);
+    }
+}
+
+/// Counts by address.
+#[derive(Default)]
+pub(crate) struct Addresses {
+    known: HashMap<u64, Arc<ClientUse>>,
+    purge_above: usize,
+}
+
+impl Addresses {
+    /// The counts of `address`.
+    pub(crate) fn of(&mut self, address: IpAddr) -> Arc<ClientUse> {
+        if self.known.len() > self.purge_above.max(ADDRESSES_KEPT) {
+            self.known.retain(|_, client| Arc::strong_count(client) > 1);
+            // Doubling, so that a purge costs each address a constant.
+            self.purge_above = 2 * self.known.len();
+        }
+        self.known.entry(address_key(address)).or_default().clone()
+    }
+}
+
+/// An IPv4 address, or the /64 of an IPv6 address, which is what one customer gets (RFC 6177).
+fn address_key(address: IpAddr) -> u64 {
+    match address.to_canonical() {
+        // 0::/64 has no hosts.
+        IpAddr::V4(address) => u64::from(address.to_bits()),
+        IpAddr::V6(address) => (address.to_bits() >> 64) as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn memory_is_shed_before_it_is_full_and_no_client_takes_more_than_half() {
+        let memory = Memory::new(16 * MIB);
+        let clients: [Arc<ClientUse>; 3] = std::array::from_fn(|_| Arc::default());
+        let first = memory.charge(&clients[0], 8 * MIB).unwrap();
+        let error = memory.charge(&clients[0], 1).unwrap_err();
+        assert_eq!(error.status, 429, "{}", error.message);
+        let mut second = memory.charge(&clients[1], 6 * MIB).unwrap();
+        assert!(!memory.is_tight());
+        second.grow_to(6 * MIB + 1).unwrap();
+        assert_eq!(second.bytes(), 6 * MIB + GROWTH_BYTES);
+        assert!(memory.is_tight());
+        let error = memory.charge(&clients[2], 2 * MIB).unwrap_err();
+        assert_eq!((error.status, error.retry_after_s), (503, Some(1)));
+        assert_eq!(memory.refused(), 2);
+        second.shrink_to(MIB);
+        drop(first);
+        assert_eq!(memory.used(), MIB);
+        drop(second);
+        assert_eq!(memory.used(), 0);
+        assert!(clients.iter().all(|c| c.bytes.load(Relaxed) == 0));
+    }
+
+    #[test]
+    fn one_address_leaves_connections_and_streams_for_others() {
+        let budget = Budget::new(Limits {
+            connections_max: 16,
+            streams_max: 80,
+            ..Limits::default()
+        });
+        let mut addresses = Addresses::default();
+        let greedy = addresses.of("10.0.0.1".parse().unwrap());
+        let mut held = Vec::new();
+        let refused = loop {
+            match budget.connect(greedy.clone()) {
+                Ok(permit) => held.push(permit),
+                Err(why) => break why,
+            }
+        };
+        assert_eq!((held.len(), refused), (14, TooMany::ClientConnections));
+        let other = addresses.of("10.0.0.2".parse().unwrap());
+        let theirs: Vec<_> = (0..2)
+            .map(|_| budget.connect(other.clone()).ok().unwrap())
+            .collect();
+        let full = budget.connect(other.clone()).err();
+        assert_eq!(full, Some(TooMany::Connections));
+        assert_eq!(budget.exhausted(), Some("connections_max"));
+        drop((held, theirs));
+        assert_eq!(budget.exhausted(), None);
+
+        budget.open_streams(&greedy, 70).unwrap();
+        let error = budget.open_streams(&greedy, 1).unwrap_err();
+        assert_eq!(error.status, 429, "{}", error.message);
+        budget.open_streams(&other, 10).unwrap();
+        assert_eq!(budget.exhausted(), Some("streams_max"));
+        assert_eq!(budget.open_streams(&other, 1).unwrap_err().status, 503);
+        budget.close_streams(&greedy, 70);
+        budget.close_streams(&other, 10);
+        assert_eq!(budget.streams.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn addresses_of_one_customer_are_one_client_and_idle_ones_are_forgotten() {
+        let mut addresses = Addresses::default();
+        let mut of = |text: &str| addresses.of(text.parse().unwrap());
+        let one = of("2001:db8:1:2::1");
+        assert!(Arc::ptr_eq(&one, &of("2001:db8:1:2:ffff::9")));
+        assert!(!Arc::ptr_eq(&one, &of("2001:db8:1:3::1")));
+        assert!(Arc::ptr_eq(&of("10.0.0.1"), &of("::ffff:10.0.0.1")));
+        for n in 0..100_000u32 {
+            addresses.of(IpAddr::V4(n.into()));
+        }
+        assert!(addresses.known.len() <= 2 * ADDRESSES_KEPT);
+        let again = addresses.of("2001:db8:1:2::1".parse().unwrap());
+        assert!(Arc::ptr_eq(&one, &again), "one that is held is kept");
+    }
+}

@@ -68,6 +68,8 @@ pub struct FolderOptions {
     pub poll: Duration,
     /// Advice that errors give, such as which option names another folder.
     pub hint: &'static str,
+    /// Whether files are for this user alone. Default: others may read them.
+    pub is_private: bool,
 }
 
 impl FolderOptions {
@@ -77,6 +79,7 @@ impl FolderOptions {
             path: path.to_owned(),
             poll: Duration::from_millis(500),
             hint: "check that every process can read and write it",
+            is_private: false,
         }
     }
 }
@@ -179,7 +182,12 @@ impl Folder {
             remove(&fresh)?;
             let flags =
                 OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let file = rustix::fs::open(&fresh, flags, Mode::from_raw_mode(0o644))?;
+            let mode = if self.options.is_private {
+                0o600
+            } else {
+                0o644
+            };
+            let file = rustix::fs::open(&fresh, flags, Mode::from_raw_mode(mode))?;
             // Not synced: after a crash of the host its processes are gone, too.
             File::from(file).write_all(text.as_bytes())?;
             fs::rename(&fresh, &path)

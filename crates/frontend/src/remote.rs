@@ -25,7 +25,7 @@ use tokio::time::timeout;
 use crate::metrics::ShardMetrics;
 use crate::roster::{Roster, feeds_index};
 use crate::server::StartError;
-use crate::shard::Shard;
+use crate::shard::{LogPace, Shard};
 
 /// Connections of one shard that are greeted at one time; more are closed.
 const GREETINGS_MAX: usize = 256;
@@ -116,8 +116,8 @@ pub(crate) struct Remote {
     /// Who runs a worker, by worker.
     peers: RefCell<Vec<Option<Rc<Peer>>>>,
     greetings: Cell<usize>,
-    /// Why a process was turned away last.
-    said: RefCell<String>,
+    /// Peers that were turned away.
+    log: LogPace,
 }
 
 /// A connected worker process.
@@ -158,7 +158,7 @@ impl Remote {
             listener: Cell::new(Some(plane.listener)),
             peers: RefCell::new(vec![None; workers]),
             greetings: Cell::new(0),
-            said: RefCell::default(),
+            log: LogPace::default(),
         }
     }
 
@@ -222,7 +222,9 @@ impl Remote {
                 }
                 Ok((_, address)) => {
                     self.roster.on_rejected();
-                    tracing::warn!("{GREETINGS_MAX} peers are being greeted; {address} was closed");
+                    self.warn(format_args!(
+                        "{GREETINGS_MAX} peers are being greeted; {address} was closed"
+                    ));
                 }
                 Err(error) => {
                     // Out of descriptors, most often: give those in use time to be closed.
@@ -239,21 +241,18 @@ impl Remote {
         let (link, peer) = match greeted {
             Ok(Ok(greeted)) => greeted,
             Ok(Err(GreetError::Rejected(reject))) => {
-                // It dials again and again; what for is said once.
-                let said = reject.to_string();
-                if *self.said.borrow() != said {
-                    tracing::warn!("a worker process at {address} was turned away: {said}");
-                    self.said.replace(said);
-                }
+                self.warn(format_args!(
+                    "a worker process at {address} was turned away: {reject}"
+                ));
                 return;
             }
             Ok(Err(error)) => {
-                tracing::warn!("{address} is no worker process: {error}");
+                self.warn(format_args!("{address} is no worker process: {error}"));
                 return;
             }
             Err(_) => {
                 self.roster.on_rejected();
-                tracing::warn!("{address} connected and did not say hello");
+                self.warn(format_args!("{address} connected and did not say hello"));
                 return;
             }
         };
@@ -286,6 +285,16 @@ impl Remote {
         tracing::warn!("{}: {error}", connection.peer.name);
     }
 
+    /// Logs that a peer was turned away: once a second, as anyone can connect.
+    fn warn(&self, message: std::fmt::Arguments<'_>) {
+        if let Some(more) = self.log.allows(monotonic_ns()) {
+            match more {
+                0 => tracing::warn!("{message}"),
+                n => tracing::warn!("{message} ({n} more peers since the last such line)"),
+            }
+        }
+    }
+
     /// Reads the hello and answers it.
     async fn greet(
         &self,
@@ -302,6 +311,7 @@ impl Remote {
             })?,
         };
         let mut link = Link::new(socket, limits.deadline, limits.unsent_bytes_max);
+        link.limit_frames(Hello::bytes_max(self.roster.worker_count()));
         let hello = link
             .receive(|kind, body| match kind {
                 Kind::Hello => Hello::decode(body),
@@ -331,6 +341,7 @@ impl Remote {
                 return Err(reject.into());
             }
         };
+        link.limit_frames(wire::BODY_BYTES_MAX);
         let mut workers: Vec<WorkerId> = hello.workers.iter().map(|w| w.worker).collect();
         workers.sort_unstable();
         let peer = Rc::new(Peer {

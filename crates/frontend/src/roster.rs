@@ -9,6 +9,7 @@ use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tombstone::{STANDS_NS, Tombstones};
 use slipstream_planes::wire::{Hello, RankLoad, Reject, RejectReason};
 use slipstream_router::Fleets;
+use subtle::ConstantTimeEq;
 
 /// What the shards of a frontend know together of worker processes. A worker takes requests once
 /// the process that runs it is connected to every shard: a router's choice is then good on each.
@@ -19,6 +20,8 @@ pub struct Roster {
     pub(crate) fingerprint: u64,
     /// For people.
     pub(crate) name: String,
+    /// What workers have to send.
+    key: [u8; 16],
     shards: usize,
     fleets: Fleets,
     /// By worker. Locked when connections come and go, never for a request.
@@ -65,7 +68,8 @@ struct Seat {
 }
 
 impl Roster {
-    /// A roster of the cluster of `fleets`, which has `workers` workers in all, for `shards` shards.
+    /// A roster of the cluster of `fleets`, which has `workers` workers in all, for `shards` shards. Workers
+    /// have to send `key`.
     pub fn new(
         instance: u64,
         fingerprint: u64,
@@ -73,11 +77,13 @@ impl Roster {
         fleets: Fleets,
         workers: usize,
         shards: usize,
+        key: [u8; 16],
     ) -> Roster {
         Roster {
             instance,
             fingerprint,
             name,
+            key,
             shards,
             fleets,
             workers: Mutex::new((0..workers).map(|_| Seat::default()).collect()),
@@ -132,6 +138,15 @@ impl Roster {
 
     fn seat(&self, shard: u8, hello: &Hello) -> Result<(), Reject> {
         let reject = |reason, message| Err(Reject { reason, message });
+        // First: who does not know it learns nothing else.
+        if !bool::from(hello.key.ct_eq(&self.key)) {
+            return reject(
+                RejectReason::Key,
+                "the process does not know the key in this frontend's record; give it the frontend's \
+                 --discovery directory"
+                    .into(),
+            );
+        }
         if hello.fingerprint != self.fingerprint {
             return reject(
                 RejectReason::Cluster,
@@ -287,7 +302,8 @@ mod tests {
             prefix_caching: true,
         });
         let fleet = Fleet::new(RouterConfig::default(), 16, targets.collect()).unwrap();
-        Roster::new(1, 7, "here".into(), fleet.into(), workers as usize, shards)
+        let workers = workers as usize;
+        Roster::new(1, 7, "here".into(), fleet.into(), workers, shards, KEY)
     }
 
     fn hello(instance: u64, shard: u8, workers: &[u32], ready: bool) -> Hello {
@@ -306,7 +322,28 @@ mod tests {
                     ready,
                 })
                 .collect(),
+            key: KEY,
         }
+    }
+
+    const KEY: [u8; 16] = [7; 16];
+
+    #[test]
+    fn who_does_not_know_the_key_gets_no_seat_and_learns_nothing() {
+        let roster = roster(2, 1);
+        for key in [[0; 16], [8; 16]] {
+            let wrong = Hello {
+                key,
+                fingerprint: 99,
+                ..hello(1, 0, &[0, 1], true)
+            };
+            let rejected = roster.admit(0, &wrong).unwrap_err();
+            assert_eq!(rejected.reason, RejectReason::Key);
+            assert!(rejected.message.contains("--discovery"), "{rejected}");
+        }
+        assert_eq!(ready(&roster), [false, false]);
+        roster.admit(0, &hello(2, 0, &[0, 1], true)).unwrap();
+        assert_eq!(ready(&roster), [true, true]);
     }
 
     fn ready(roster: &Roster) -> Vec<bool> {

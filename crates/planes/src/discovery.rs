@@ -1,6 +1,9 @@
 //! What frontend and worker processes publish so that they find each other: `slipstream_discovery`
 //! has the protocol.
 
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 use std::time::Duration;
 
@@ -45,6 +48,57 @@ pub struct Record {
     /// Workers: which ones it runs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub workers: Vec<u32>,
+    /// Frontends: what a worker has to send to run workers of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SeatKey>,
+}
+
+/// Shows a frontend that a process can read the discovery directory. Drawn by each run of a frontend.
+///
+/// Without TLS it crosses the network in the clear: who can read the traffic can read the prompts, too.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct SeatKey([u8; 16]);
+
+impl SeatKey {
+    /// Draws one from the system's generator.
+    ///
+    /// # Errors
+    ///
+    /// If the system has none.
+    pub fn draw() -> io::Result<SeatKey> {
+        let mut key = [0; 16];
+        File::open("/dev/urandom")?.read_exact(&mut key)?;
+        Ok(SeatKey(key))
+    }
+
+    /// Its bytes, as [`crate::wire::Hello`] has them.
+    pub fn bytes(&self) -> [u8; 16] {
+        self.0
+    }
+}
+
+impl fmt::Debug for SeatKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SeatKey(..)") // not into logs
+    }
+}
+
+impl From<SeatKey> for String {
+    fn from(key: SeatKey) -> String {
+        format!("{:032x}", u128::from_be_bytes(key.0))
+    }
+}
+
+impl TryFrom<String> for SeatKey {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<SeatKey, &'static str> {
+        let digits = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let number = u128::from_str_radix(&text, 16).ok().filter(|_| digits);
+        let number = number.ok_or("a key has 32 hexadecimal digits")?;
+        Ok(SeatKey(number.to_be_bytes()))
+    }
 }
 
 impl slipstream_discovery::Record for Record {
@@ -63,6 +117,8 @@ pub fn folder(directory: &Path) -> Result<Folder, SessionError> {
     let options = FolderOptions {
         poll: Duration::from_millis(200),
         hint: "check that every process can read and write it, or name another with --discovery",
+        // Records of frontends have keys.
+        is_private: true,
         ..FolderOptions::new(directory)
     };
     Folder::new(options).map_err(|error: BackendError| error.into())
@@ -83,11 +139,17 @@ mod tests {
             fingerprint: 7,
             shards: vec!["127.0.0.1:1".into()],
             workers: vec![],
+            key: Some(SeatKey::draw().unwrap()),
         };
+        assert_ne!(record.key, Some(SeatKey::draw().unwrap()));
+        assert!(!format!("{record:?}").contains(&String::from(record.key.clone().unwrap())));
         assert_eq!(record.key(), "frontend-000000000000000a");
         let text = serde_json::to_string(&record).unwrap();
         assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
         let more = text.replace("\"fingerprint\":7", "\"fingerprint\":7,\"x\":2");
         assert!(serde_json::from_str::<Record>(&more).is_err());
+        for bad in ["", "0", "+123456789012345678901234567890ab", "xyz"] {
+            assert!(SeatKey::try_from(bad.to_owned()).is_err(), "{bad}");
+        }
     }
 }

@@ -75,9 +75,11 @@ pub struct Link {
 }
 
 /// Received bytes that were not yet taken apart.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inbox {
     bytes: Vec<u8>,
+    /// Longest body of a frame.
+    body_bytes_max: usize,
     /// Where unread bytes begin and end; what lies behind is room.
     start: usize,
     end: usize,
@@ -102,7 +104,12 @@ impl Link {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Link {
             socket,
-            inbox: Inbox::default(),
+            inbox: Inbox {
+                bytes: Vec::new(),
+                body_bytes_max: wire::BODY_BYTES_MAX,
+                start: 0,
+                end: 0,
+            },
             outbox: Vec::new(),
             sent: 0,
             unsent_bytes_max,
@@ -115,6 +122,11 @@ impl Link {
                 spoke: false,
             },
         }
+    }
+
+    /// Refuses frames with a longer body from now on: a peer that has not greeted gets little memory.
+    pub fn limit_frames(&mut self, body_bytes_max: usize) {
+        self.inbox.body_bytes_max = body_bytes_max;
     }
 
     /// Takes the deadline that both sides agreed on.
@@ -282,7 +294,7 @@ impl Inbox {
 
     fn next_frame(&mut self) -> Result<Option<(Kind, &[u8])>, WireError> {
         let unread = &self.bytes[self.start..self.end];
-        let Some(frame) = wire::split(unread)? else {
+        let Some(frame) = wire::split_within(unread, self.body_bytes_max)? else {
             return Ok(None);
         };
         self.start += frame.len;
@@ -334,6 +346,7 @@ mod tests {
                 ranks: 1,
                 ready: true,
             }],
+            key: [0; 16],
         };
         hello.encode(&mut bytes);
         ends.push(bytes.len());
@@ -378,6 +391,32 @@ mod tests {
                 assert!(matches!(error, LinkError::Closed), "cut at {cut}: {error}");
             });
         }
+    }
+
+    #[test]
+    fn a_frame_that_is_longer_than_a_greeting_is_refused_by_its_header() {
+        run(async {
+            let (mut peer, socket) = duplex(1 << 16);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            link.limit_frames(wire::Hello::bytes_max(2));
+            let mut header = (1u32 << 20).to_le_bytes().to_vec();
+            header.extend([wire::VERSION, Kind::Hello as u8, 0, 0]);
+            peer.write_all(&header).await.unwrap();
+            let error = link.receive(|_, _| Ok(())).await.unwrap_err();
+            assert!(
+                matches!(error, LinkError::Wire(WireError::Length { .. })),
+                "{error}"
+            );
+            // What is within the limit passes, and after the greeting everything does.
+            let (bytes, _) = session();
+            let (mut peer, socket) = duplex(1 << 16);
+            let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);
+            link.limit_frames(wire::Hello::bytes_max(2));
+            peer.write_all(&bytes).await.unwrap();
+            link.receive(|_, _| Ok(())).await.unwrap();
+            link.limit_frames(wire::BODY_BYTES_MAX);
+            link.receive(|_, _| Ok(())).await.unwrap();
+        });
     }
 
     #[test]

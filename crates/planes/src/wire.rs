@@ -127,12 +127,14 @@ pub enum WireError {
     #[error("a header ends in {0:#06x} where zeros belong; the stream is out of step")]
     Reserved(u16),
     /// A body longer than any.
-    #[error("a {kind:?} frame of {len} bytes is longer than the {BODY_BYTES_MAX} that are allowed")]
+    #[error("a {kind:?} frame of {len} bytes is longer than the {max} that are allowed")]
     Length {
         /// What it claims to be.
         kind: Kind,
         /// What it claims to hold, bytes.
         len: u32,
+        /// What it may hold, bytes.
+        max: usize,
     },
     /// The body ends within a field.
     #[error("a {0:?} frame ends within a field")]
@@ -196,6 +198,17 @@ pub struct RawFrame<'a> {
 /// [`WireError`] as soon as the header is there, so that nobody waits for, or makes room for, a
 /// body that will not be read.
 pub fn split(bytes: &[u8]) -> Result<Option<RawFrame<'_>>, WireError> {
+    split_within(bytes, BODY_BYTES_MAX)
+}
+
+/// As [`split`], for a body of at most `body_bytes_max` bytes.
+///
+/// # Errors
+/// As [`split`].
+pub fn split_within(
+    bytes: &[u8],
+    body_bytes_max: usize,
+) -> Result<Option<RawFrame<'_>>, WireError> {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };
@@ -209,8 +222,12 @@ pub fn split(bytes: &[u8]) -> Result<Option<RawFrame<'_>>, WireError> {
         return Err(WireError::Reserved(zero));
     }
     let len = u32::from_le_bytes([l0, l1, l2, l3]);
-    if len as usize > BODY_BYTES_MAX {
-        return Err(WireError::Length { kind, len });
+    if len as usize > body_bytes_max {
+        return Err(WireError::Length {
+            kind,
+            len,
+            max: body_bytes_max,
+        });
     }
     let body = rest.get(..len as usize);
     Ok(body.map(|body| RawFrame {
@@ -384,9 +401,20 @@ pub struct Hello {
     pub name: String,
     /// What it runs.
     pub workers: Vec<Announced>,
+    /// From the frontend's record ([`crate::discovery::SeatKey`]): only processes that can read the discovery
+    /// directory know it.
+    pub key: [u8; 16],
 }
 
 impl Hello {
+    /// Longest body for a cluster of `workers` workers, bytes. A shard reads no more of a peer that it does not
+    /// know yet.
+    pub fn bytes_max(workers: usize) -> usize {
+        /// All but the workers, with a name of up to 4 KiB.
+        const FIXED: usize = 4160;
+        FIXED + 7 * workers
+    }
+
     /// Appends the frame.
     pub fn encode(&self, out: &mut Vec<u8>) {
         frame(out, Kind::Hello, |out| {
@@ -403,6 +431,7 @@ impl Hello {
                 out.extend_from_slice(&announced.ranks.to_le_bytes());
                 out.push(announced.ready.into());
             }
+            out.extend_from_slice(&self.key);
         });
     }
 
@@ -438,6 +467,7 @@ impl Hello {
                 ready,
             });
         }
+        let key = fields.array()?;
         fields.end()?;
         Ok(Hello {
             instance,
@@ -447,6 +477,7 @@ impl Hello {
             clock,
             name,
             workers,
+            key,
         })
     }
 }
@@ -515,16 +546,19 @@ pub enum RejectReason {
     WrongShard = 4,
     /// The frontend is shutting down, or full.
     Unavailable = 5,
+    /// It does not know the key in the frontend's record.
+    Key = 6,
 }
 
 impl RejectReason {
     /// All reasons.
-    pub const ALL: [RejectReason; 5] = [
+    pub const ALL: [RejectReason; 6] = [
         RejectReason::Protocol,
         RejectReason::Cluster,
         RejectReason::WorkerTaken,
         RejectReason::WrongShard,
         RejectReason::Unavailable,
+        RejectReason::Key,
     ];
 }
 
@@ -1086,6 +1120,7 @@ mod tests {
                     ready: false,
                 },
             ],
+            key: *b"a key of a seat.",
         }
     }
 
@@ -1481,7 +1516,9 @@ mod tests {
         assert_eq!(header(0, VERSION, 99, 0), WireError::Kind(99));
         assert_eq!(header(0, VERSION, 1, 7), WireError::Reserved(7));
         let (kind, len) = (Kind::Hello, BODY_BYTES_MAX as u32 + 1);
-        assert_eq!(header(len, VERSION, 1, 0), WireError::Length { kind, len });
+        let max = BODY_BYTES_MAX;
+        let long = WireError::Length { kind, len, max };
+        assert_eq!(header(len, VERSION, 1, 0), long);
     }
 
     #[test]

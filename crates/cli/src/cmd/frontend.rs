@@ -9,7 +9,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_frontend::{
     Bound, Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, Transport,
 };
-use slipstream_planes::discovery::{self, Event, Record, Role, Session};
+use slipstream_planes::discovery::{self, Event, Record, Role, SeatKey, Session};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
 
@@ -86,6 +86,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         "--plane-host {} is not an address that workers can connect to; use one of this host's",
         args.plane_host
     );
+    let key = SeatKey::draw().context("drawing a key for workers")?;
     let record = Record {
         role: Role::Frontend,
         instance: instance(),
@@ -93,6 +94,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         fingerprint: fingerprint(cluster),
         shards: sockets.iter().map(|s| s.address().to_string()).collect(),
         workers: Vec::new(),
+        key: Some(key.clone()),
     };
     let lease = args.plane.lease()?;
 
@@ -106,6 +108,7 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         fleets.clone(),
         workers as usize,
         shards,
+        key.bytes(),
     ));
     let limits = RemoteLimits {
         deadline: args.plane.peer_deadline()?,

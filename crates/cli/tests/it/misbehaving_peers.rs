@@ -80,6 +80,7 @@ fn hello(frontend: &Record, workers: &[u32]) -> Vec<u8> {
                 ready: true,
             })
             .collect(),
+        key: frontend.key.as_ref().expect("a frontend has one").bytes(),
     }
     .encode(&mut bytes);
     bytes

@@ -24,6 +24,8 @@ pub(super) struct Target {
     pub(super) instance: u64,
     pub(super) shard: u8,
     pub(super) address: String,
+    /// From the frontend's record.
+    pub(super) key: [u8; 16],
 }
 
 /// Why there is no connection.
@@ -160,6 +162,7 @@ async fn greet(home: &Home, target: &Target) -> Result<(Link, Welcome), DialErro
                 ready: worker.is_ready(),
             })
             .collect(),
+        key: target.key,
     };
     hello.encode(link.outbox());
     link.flush().await?;

@@ -28,7 +28,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use slipstream_base::WorkerId;
-use slipstream_planes::discovery::{self, Event, Record, Role, Session, SessionError};
+use slipstream_planes::discovery::{self, Event, Record, Role, SeatKey, Session, SessionError};
 use slipstream_planes::tls::Tls;
 use slipstream_planes::{EventSink, ShardPort};
 use tokio::sync::{mpsc, watch};
@@ -206,6 +206,7 @@ impl CallHome {
             fingerprint: config.fingerprint,
             shards: Vec::new(),
             workers: workers.keys().map(|worker| worker.0).collect(),
+            key: None,
         };
         let folder = discovery::folder(&config.directory)?;
         let (sender, events_of_peers) = mpsc::channel(EVENTS_MAX);
@@ -378,6 +379,7 @@ impl Frontends {
                 instance: record.instance,
                 shard,
                 address: address.clone(),
+                key: record.key.as_ref().map_or([0; 16], SeatKey::bytes),
             };
             let staged = self.staged.clone();
             let dialer = dial::dial(self.home.clone(), target, is_gone.clone(), staged);

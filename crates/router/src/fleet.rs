@@ -593,6 +593,7 @@ pub(crate) mod tests {
             name: name.into(),
             role,
             workers,
+            engines: None,
             engine: EngineConfig {
                 block_size,
                 data_parallel_size: ranks,

@@ -18,6 +18,7 @@
 use std::io;
 use std::path::Path;
 
+use super::upstream::{read_engines, read_upstream};
 use super::{
     Cluster, Dtype, EngineConfig, Event, EventBus, EventsConfig, HandOver, Happening, HostConfig,
     HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
@@ -116,6 +117,7 @@ pub fn read(
             root.error("pool", message, "lower `workers`");
         }
         check_roles(root, &pools);
+        check_engines(root, &pools);
         let block_size = pools[0].engine.block_size;
         if let Some(other) = pools.iter().find(|pool| pool.engine.block_size != block_size) {
             let message = format!(
@@ -136,6 +138,7 @@ pub fn read(
             }),
             events: read_happenings(root, workers),
             live: root.table("live", read_live),
+            upstream: root.table("upstream", read_upstream),
         }
     })
 }
@@ -155,6 +158,37 @@ fn check_roles(root: &Table<'_>, pools: &[PoolConfig]) {
             "a pool's `role` is \"decode\", but no pool's is \"prefill\" to compute its prompts",
             "add a pool with `role = \"prefill\"`, or use \"both\"",
         );
+    }
+}
+
+/// Real engines answer in bytes and modelled ones in tokens: one server has one of the two.
+fn check_engines(root: &Table<'_>, pools: &[PoolConfig]) {
+    let real = pools.iter().find(|pool| pool.engines.is_some());
+    let modelled = pools.iter().find(|pool| pool.engines.is_none());
+    if let (Some(real), Some(modelled)) = (real, modelled) {
+        root.error(
+            "pool",
+            format!(
+                "pool `{}` has real engines and pool `{}` modelled ones, and one server cannot have both",
+                real.name, modelled.name
+            ),
+            "run `slipstream serve` with the modelled pool on another port, and list its address among \
+             `engines`",
+        );
+    }
+    let mut seen = std::collections::BTreeMap::new();
+    for pool in pools {
+        for url in pool.engines.iter().flat_map(|engines| &engines.urls) {
+            if let Some(other) = seen.insert(url.to_string(), &pool.name)
+                && *other != pool.name
+            {
+                root.error(
+                    "pool",
+                    format!("`{url}` is in pool `{other}` and in pool `{}`", pool.name),
+                    "list each engine once",
+                );
+            }
+        }
     }
 }
 
@@ -355,10 +389,25 @@ fn read_pool(
             "use up to 64 letters, digits, `-` and `_`: it becomes a label of metrics",
         );
     }
+    let engines = read_engines(t);
+    let role = t.choice("role", ROLES).or(PoolRole::Both);
+    if engines.is_some() && role != PoolRole::Both {
+        t.error(
+            "role",
+            "a pool of real engines has the role \"both\" in this version",
+            "remove `role`: disaggregated prefill of real engines is not supported yet",
+        );
+    }
+    let workers = match &engines {
+        // Reported if the list is bad.
+        Some(engines) => (engines.urls.len() as u32).max(1),
+        None => t.get("workers").within(1..=WORKERS_MAX).or(1),
+    };
     PoolConfig {
         name: name.to_owned(),
-        role: t.choice("role", ROLES).or(PoolRole::Both),
-        workers: t.get("workers").within(1..=WORKERS_MAX).or(1),
+        role,
+        workers,
+        engines,
         engine: t.table_over("engine", base, |engine| {
             read_engine(engine, &model.shape, load)
         }),
@@ -1329,6 +1378,44 @@ mod tests {
             "KV cache holds 28576, qwen3-32b allows 40960"
         );
         assert_eq!(cluster.pools[0].engine.max_model_len, 28_576);
+    }
+
+    #[test]
+    fn each_real_engine_is_a_worker() {
+        let text = "[pool.a]\nengines = [\"http://x:1\", \"http://[::1]:2/v\"]\nkind = \"vllm\"\n\
+                    [pool.b]\nengines = [\"http://y\"]\n[upstream]\nresume = \"tokens\"\n";
+        let (cluster, settings) = parse(text).unwrap();
+        let workers: Vec<u32> = cluster.pools.iter().map(|pool| pool.workers).collect();
+        assert_eq!(workers, [2, 1]);
+        assert!(cluster.has_engines());
+        assert_eq!(cluster.upstream.resume, crate::cluster::Resume::Tokens);
+        // What is printed reads back.
+        let (again, _) = parse(&settings.to_toml()).unwrap();
+        assert_eq!(again, cluster);
+    }
+
+    #[test]
+    fn mistakes_about_real_engines_are_named() {
+        check_refused(
+            "[pool.a]\nengines = [\"http://a:1\", \"http://a:1\", \"ftp://b\"]\nworkers = 3\nrole = \"prefill\"\n",
+            &[
+                "listed twice",
+                "does not begin with http://",
+                "each of `engines` is one worker",
+                "the role \"both\"",
+                "no pool generates answers",
+            ],
+        );
+        check_refused("[pool.a]\nengines = []\n", &["1 to 4,096"]);
+        check_refused("[pool.a]\nkind = \"vllm\"\n", &["has no `engines`"]);
+        check_refused(
+            "[pool.a]\nengines = [\"http://a:1\"]\n[pool.b]\nengines = [\"http://a:1/\"]\n[pool.c]\n",
+            &["in pool `a` and in pool `b`", "cannot have both"],
+        );
+        check_refused(
+            "[upstream]\nforward = [\"x\"]\nfailures_max = 0\n",
+            &["begin with `/`", "failures_max"],
+        );
     }
 
     #[test]

@@ -6,12 +6,15 @@
 
 pub mod file;
 pub mod reference;
+mod upstream;
 
 use std::path::{Path, PathBuf};
 
 use crate::doc::Doc;
 use crate::preset::{self, ModelShape};
 use slipstream_base::ids::WorkerId;
+
+pub use upstream::{EngineKind, EngineUrl, HttpEngines, Resume, UpstreamConfig};
 
 /// A whole cluster. The default is that of an empty file.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +35,8 @@ pub struct Cluster {
     pub events: Vec<Event>,
     /// `[live]`: for `serve` only.
     pub live: LiveConfig,
+    /// `[upstream]`: for `serve` with real engines only.
+    pub upstream: UpstreamConfig,
 }
 
 impl Cluster {
@@ -60,6 +65,11 @@ impl Cluster {
                 self.model.shape.kv_bytes_per_token_per_gpu(1, dtype)
             })
             .collect()
+    }
+
+    /// Whether some pool has real engines.
+    pub fn has_engines(&self) -> bool {
+        self.pools.iter().any(|pool| pool.engines.is_some())
     }
 
     /// GPUs: workers × tensor-parallel × data-parallel size, over all pools.
@@ -132,8 +142,10 @@ pub struct PoolConfig {
     pub name: String,
     /// The role of its engines.
     pub role: PoolRole,
-    /// Number of workers. Default 1.
+    /// Number of workers. Default 1; with `engines`, their number.
     pub workers: u32,
+    /// Real engines, reached by HTTP; `None`: the workers are modelled.
+    pub engines: Option<HttpEngines>,
     /// `[engine]` with this pool's overrides applied.
     pub engine: EngineConfig,
 }

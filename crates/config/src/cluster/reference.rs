@@ -288,6 +288,30 @@ pub const KEYS: &[Key] = &[
         "A pool's own key overrides `[engine]`, and also `--set engine.…`.",
     ),
     key(
+        "pool.NAME.engines",
+        "list of addresses, 1 to 4,096",
+        "(none: modelled workers)",
+        "Real engines, such as `[\"http://gpu1:8000\"]`; each is one worker. `[pool.NAME.engine]` then says what the \
+         router assumes of them: `block_size` and `num_gpu_blocks` bound what it remembers of routed prompts.",
+        "An engine that does not answer gets no requests until it does; the server starts without it.",
+    ),
+    key(
+        "pool.NAME.kind",
+        "\"auto\", \"vllm\", \"sglang\", \"llamacpp\" or \"openai\"",
+        "\"auto\"",
+        "The server that `engines` run. \"auto\": found by `owned_by` of `GET /v1/models`. \"openai\": health is asked by \
+         `GET /v1/models`, for servers without `/health`.",
+        "Wrong: health checks of a path that does not exist, so the engine stays down.",
+    ),
+    key(
+        "pool.NAME.api_key_file",
+        "path",
+        "(none)",
+        "File with the API key of `engines`, sent as `Authorization: Bearer KEY`. Without it, engines get the client's \
+         `Authorization`, unless the router checks keys of its own.",
+        "Missing: engines with `--api-key` answer 401.",
+    ),
+    key(
         "router.policy",
         "\"round_robin\", \"random\", \"power_of_two\", \"least_requests\", \"least_tokens\", \"kv\" or \"direct\"",
         "\"kv\"",
@@ -779,6 +803,118 @@ pub const KEYS: &[Key] = &[
         "Minimum interval between sends; the first event after a pause is sent at once.",
         "High: events arrive late. 0: one wake-up per pass, thousands per second at high speed-ups.",
     ),
+    key(
+        "upstream.connect_timeout_s",
+        "s, 0.001 to 86,400",
+        "3.0",
+        "Time limit of a connection attempt to an engine.",
+        "Low: busy engines count as failed. High: clients wait for a dead host.",
+    ),
+    key(
+        "upstream.first_byte_timeout_s",
+        "s, 0.001 to 86,400",
+        "600.0",
+        "Time limit from a request to the first byte of its answer; then 504. An answer that is not streamed has its first byte at its end.",
+        "Low: long answers that are not streamed are cut. High: a stalled engine holds its requests.",
+    ),
+    key(
+        "upstream.idle_timeout_s",
+        "s, 0.001 to 86,400",
+        "300.0",
+        "Time limit between two pieces of an answer; then the engine counts as lost for this request.",
+        "Low: streams are cut while an engine computes long prompts.",
+    ),
+    key(
+        "upstream.keep_alive_s",
+        "s, 0.001 to 86,400",
+        "4.0",
+        "Idle connections to engines are closed after this. uvicorn, which vLLM and SGLang use, closes its side after 5 s.",
+        "Above the engine's own limit: requests meet a connection that is closing, and are sent again.",
+    ),
+    key(
+        "upstream.connections_idle_max",
+        "connections, 0 to 65,536",
+        "256",
+        "Limit of idle connections per engine and shard.",
+        "Low: a connection per request.",
+    ),
+    key(
+        "upstream.health_interval_s",
+        "s, 0.001 to 86,400",
+        "2.0",
+        "Interval of health checks per engine.",
+        "High: a stopped engine is found by failing requests first.",
+    ),
+    key(
+        "upstream.health_timeout_s",
+        "s, 0.001 to 86,400",
+        "5.0",
+        "Time limit of a health check.",
+        "Low: an engine that is busy counts as failed.",
+    ),
+    key(
+        "upstream.models_interval_s",
+        "s, 0.001 to 86,400",
+        "30.0",
+        "Interval at which an engine's models are listed again.",
+        "High: adapters that were loaded later get 404 for longer.",
+    ),
+    key(
+        "upstream.failures_max",
+        "failures, 1 to 1,000,000",
+        "3",
+        "Failures in a row (refused or lost connections, answers of 500 and above, health checks) after which an engine gets no requests. A refused connection counts at once.",
+        "Low: one bad request ejects an engine.",
+    ),
+    key(
+        "upstream.ejection_s",
+        "s, 0.001 to 86,400",
+        "5.0",
+        "Time without requests after that. Then one request probes the engine: if it fails, the time doubles.",
+        "Low: clients of a failing engine wait for retries.",
+    ),
+    key(
+        "upstream.ejection_s_max",
+        "s, 0.001 to 86,400",
+        "120.0",
+        "Limit of that time.",
+        "High: an engine that recovered stays idle.",
+    ),
+    key(
+        "upstream.retries_max",
+        "engines, 0 to 64",
+        "3",
+        "Further engines that are tried per request before the first byte of its answer.",
+        "High: a request that ends engines meets many of them.",
+    ),
+    key(
+        "upstream.retry_budget",
+        "retries per request, 0 to 10",
+        "0.2",
+        "Retries and continued streams per request, on average over a shard; ten more at a time.",
+        "High: retries add to an overload. 0: only those ten.",
+    ),
+    key(
+        "upstream.resume",
+        "\"off\", \"text\" or \"tokens\"",
+        "\"text\"",
+        "A stream whose engine is lost continues on another one: from the text so far, or from its tokens, for which `return_token_ids` is added to streaming requests to vLLM. `docs/engines.md` has the limits.",
+        "\"text\": the tokens at the seam may differ from those of an undisturbed answer. \"off\": the stream ends with an error event.",
+    ),
+    key(
+        "upstream.resume_bytes_max",
+        "bytes, 1,024 to 1,073,741,824",
+        "1048576",
+        "Limit of an answer's bytes kept for its continuation.",
+        "Low: long answers cannot continue.",
+    ),
+    key(
+        "upstream.forward",
+        "list of paths",
+        "[]",
+        "Further paths that are forwarded to engines: exact, or a prefix if it ends with `/`. `/v1/`, `/v2/` and the usual inference paths always are.",
+        "Paths that change an engine reach one of several.",
+    ),
 ];
 
 /// `docs/cluster-file.md`.
@@ -895,11 +1031,12 @@ mod tests {
         let mut keys = BTreeMap::new();
         let event = "[[event]]\nkind = \"slow\"\nat_s = 1\nworker = 0\nfactor = 2\n\
                      [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
-        for text in ["", table, linear, constant, event] {
+        let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
+        for text in ["", table, linear, constant, event, engines] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
             for setting in &settings {
-                let path = setting.path.replace("pool.main.engine", "engine");
+                let path = setting.path.replace("pool.main.engine.", "engine.");
                 let path = path
                     .replace("event[0]", "event")
                     .replace("event[1]", "event");

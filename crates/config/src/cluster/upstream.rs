@@ -1,0 +1,336 @@
+//! Real engines behind HTTP: `engines` of a pool, and `[upstream]`.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::doc::Table;
+
+/// The server that an engine runs. It decides how its health is asked, and whether streams can continue
+/// on another engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// Found by asking: `owned_by` of its models.
+    #[default]
+    Auto,
+    /// `vllm serve`.
+    Vllm,
+    /// `sglang.launch_server`.
+    Sglang,
+    /// `llama-server`, or `llama_cpp.server`.
+    LlamaCpp,
+    /// Any other server with OpenAI's API.
+    OpenAi,
+}
+
+pub(super) const KINDS: &[(&str, EngineKind)] = &[
+    ("auto", EngineKind::Auto),
+    ("vllm", EngineKind::Vllm),
+    ("sglang", EngineKind::Sglang),
+    ("llamacpp", EngineKind::LlamaCpp),
+    ("openai", EngineKind::OpenAi),
+];
+
+impl EngineKind {
+    /// Word in files and metrics.
+    pub fn name(self) -> &'static str {
+        let of = |&&(_, kind): &&(&str, EngineKind)| kind == self;
+        KINDS.iter().find(of).map_or("", |(word, _)| word)
+    }
+}
+
+/// Address of an engine: `http://HOST:PORT`, with an optional path prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineUrl {
+    /// Host name or IP address; IPv6 without brackets.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+    /// Precedes the path of every request; empty, or begins with `/` and does not end with it.
+    pub prefix: String,
+}
+
+impl EngineUrl {
+    /// Parses `http://HOST[:PORT][/PREFIX]`.
+    ///
+    /// # Errors
+    /// What is wrong with it, as the end of a sentence.
+    pub fn parse(text: &str) -> Result<EngineUrl, String> {
+        if text.starts_with("https://") {
+            return Err(
+                "begins with https://, which is not supported by this version: let a TLS proxy next to \
+                 the router connect to it, and name the proxy"
+                    .into(),
+            );
+        }
+        let Some(rest) = text.strip_prefix("http://") else {
+            return Err("does not begin with http://".into());
+        };
+        let (authority, path) = match rest.find('/') {
+            Some(at) => rest.split_at(at),
+            None => (rest, ""),
+        };
+        if path.contains(['?', '#']) || authority.contains(['?', '#', '@']) {
+            return Err("has a query, a fragment or a user; write http://HOST:PORT".into());
+        }
+        let (host, port) = match authority.strip_prefix('[') {
+            Some(v6) => {
+                let (host, rest) = v6.split_once(']').ok_or("has a [ without a ]")?;
+                if host.parse::<std::net::Ipv6Addr>().is_err() {
+                    return Err("has no IPv6 address between [ and ]".into());
+                }
+                (host, rest.strip_prefix(':'))
+            }
+            None => match authority.split_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (authority, None),
+            },
+        };
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let is_v6 = authority.starts_with('[');
+        if host.is_empty() || !is_v6 && !host.chars().all(plain) {
+            return Err("has no host name".into());
+        }
+        let port = match port {
+            None => 80,
+            Some(port) => match port.parse::<u16>() {
+                Ok(port) if port > 0 => port,
+                _ => return Err(format!("has the port `{port}`; write 1 to 65535")),
+            },
+        };
+        if !path.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err("has a path with spaces or other than ASCII".into());
+        }
+        Ok(EngineUrl {
+            host: host.to_owned(),
+            port,
+            prefix: path.trim_end_matches('/').to_owned(),
+        })
+    }
+
+    /// Value of the `Host` header.
+    pub fn authority(&self) -> String {
+        if self.host.contains(':') {
+            format!("[{}]:{}", self.host, self.port)
+        } else {
+            format!("{}:{}", self.host, self.port)
+        }
+    }
+}
+
+impl fmt::Display for EngineUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}{}", self.authority(), self.prefix)
+    }
+}
+
+/// Real engines of a pool. Each is one worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HttpEngines {
+    /// Addresses, at least one, each once.
+    pub urls: Vec<EngineUrl>,
+    /// The server they run.
+    pub kind: EngineKind,
+    /// File with the API key that they want; `None`: they get the client's `Authorization`, if the
+    /// router itself needs no key.
+    pub api_key_file: Option<PathBuf>,
+}
+
+/// Limit of engines in one pool.
+const ENGINES_MAX: usize = 4096;
+
+pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
+    let written: Option<Vec<String>> = t
+        .get("engines")
+        .check(
+            |urls: &Vec<String>| !urls.is_empty() && urls.len() <= ENGINES_MAX,
+            "a list of 1 to 4,096 addresses",
+        )
+        .optional();
+    let Some(written) = written else {
+        for key in ["kind", "api_key_file"] {
+            t.unused(key, "engines", "the pool has no `engines`");
+        }
+        return None;
+    };
+    let kind = t.choice("kind", KINDS).or(EngineKind::Auto);
+    let api_key_file = t.path("api_key_file").optional();
+    let mut urls = Vec::with_capacity(written.len());
+    for text in &written {
+        match EngineUrl::parse(text) {
+            Ok(url) if urls.contains(&url) => t.error(
+                "engines",
+                format!("`{text}` is listed twice"),
+                "list each engine once",
+            ),
+            Ok(url) => urls.push(url),
+            Err(why) => t.error(
+                "engines",
+                format!("`{text}` {why}"),
+                "write the engine's address, such as \"http://127.0.0.1:8001\"",
+            ),
+        }
+    }
+    t.unused("workers", "engines", "each of `engines` is one worker");
+    Some(HttpEngines {
+        urls,
+        kind,
+        api_key_file,
+    })
+}
+
+/// What happens to a stream whose engine is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Resume {
+    /// It ends with an error event.
+    Off,
+    /// It continues on another engine from the text so far.
+    #[default]
+    Text,
+    /// It continues from the tokens so far, which vLLM is asked to send (`return_token_ids`).
+    Tokens,
+}
+
+pub(super) const RESUMES: &[(&str, Resume)] = &[
+    ("off", Resume::Off),
+    ("text", Resume::Text),
+    ("tokens", Resume::Tokens),
+];
+
+/// `[upstream]`: connections to real engines, their health, and what a lost one means.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UpstreamConfig {
+    /// Time limit of a connection attempt, s. Default 3.
+    pub connect_timeout_s: f64,
+    /// Time limit from a request to the first byte of its answer, s. Default 600.
+    pub first_byte_timeout_s: f64,
+    /// Time limit between two pieces of an answer, s. Default 300.
+    pub idle_timeout_s: f64,
+    /// Idle connections are closed after this, s. Default 4: uvicorn, which vLLM and SGLang use, closes
+    /// them after 5.
+    pub keep_alive_s: f64,
+    /// Limit of idle connections per engine and shard. Default 256.
+    pub connections_idle_max: u32,
+    /// Interval of health checks, s. Default 2.
+    pub health_interval_s: f64,
+    /// Time limit of a health check, s. Default 5.
+    pub health_timeout_s: f64,
+    /// Interval at which an engine's models are listed again, s. Default 30.
+    pub models_interval_s: f64,
+    /// Failures in a row after which an engine gets no requests. Default 3.
+    pub failures_max: u32,
+    /// Time without requests after that, s; doubled each time until a request succeeds. Default 5.
+    pub ejection_s: f64,
+    /// Limit of that time, s. Default 120.
+    pub ejection_s_max: f64,
+    /// Further engines that are tried per request before its first byte. Default 3.
+    pub retries_max: u32,
+    /// Retries and continued streams per request, on average over a shard. Default 0.2.
+    pub retry_budget: f64,
+    /// Continuation of streams. Default `text`.
+    pub resume: Resume,
+    /// Limit of an answer kept for its continuation, bytes. Default 1 MiB.
+    pub resume_bytes_max: u64,
+    /// Further paths that are forwarded: exact, or a prefix if it ends with `/`.
+    pub forward: Vec<String>,
+}
+
+impl Default for UpstreamConfig {
+    fn default() -> Self {
+        UpstreamConfig {
+            connect_timeout_s: 3.0,
+            first_byte_timeout_s: 600.0,
+            idle_timeout_s: 300.0,
+            keep_alive_s: 4.0,
+            connections_idle_max: 256,
+            health_interval_s: 2.0,
+            health_timeout_s: 5.0,
+            models_interval_s: 30.0,
+            failures_max: 3,
+            ejection_s: 5.0,
+            ejection_s_max: 120.0,
+            retries_max: 3,
+            retry_budget: 0.2,
+            resume: Resume::Text,
+            resume_bytes_max: 1 << 20,
+            forward: Vec::new(),
+        }
+    }
+}
+
+pub(super) fn read_upstream(t: &Table<'_>) -> UpstreamConfig {
+    let default = UpstreamConfig::default();
+    let seconds = |key, default| t.get(key).within(0.001..=86_400.0).or(default);
+    UpstreamConfig {
+        connect_timeout_s: seconds("connect_timeout_s", default.connect_timeout_s),
+        first_byte_timeout_s: seconds("first_byte_timeout_s", default.first_byte_timeout_s),
+        idle_timeout_s: seconds("idle_timeout_s", default.idle_timeout_s),
+        keep_alive_s: seconds("keep_alive_s", default.keep_alive_s),
+        connections_idle_max: t
+            .get("connections_idle_max")
+            .within(0..=65_536)
+            .or(default.connections_idle_max),
+        health_interval_s: seconds("health_interval_s", default.health_interval_s),
+        health_timeout_s: seconds("health_timeout_s", default.health_timeout_s),
+        models_interval_s: seconds("models_interval_s", default.models_interval_s),
+        failures_max: t
+            .get("failures_max")
+            .within(1..=1_000_000)
+            .or(default.failures_max),
+        ejection_s: seconds("ejection_s", default.ejection_s),
+        ejection_s_max: seconds("ejection_s_max", default.ejection_s_max),
+        retries_max: t.get("retries_max").within(0..=64).or(default.retries_max),
+        retry_budget: t
+            .get("retry_budget")
+            .within(0.0..=10.0)
+            .or(default.retry_budget),
+        resume: t.choice("resume", RESUMES).or(default.resume),
+        resume_bytes_max: t
+            .get("resume_bytes_max")
+            .within(1 << 10..=1 << 30)
+            .or(default.resume_bytes_max),
+        forward: t
+            .get("forward")
+            .check(
+                |paths: &Vec<String>| {
+                    paths.iter().all(|path| {
+                        path.len() > 1 && path.starts_with('/') && !path.contains(['?', '#'])
+                    })
+                },
+                "a list of paths that begin with `/`",
+            )
+            .or(default.forward),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_engines() {
+        let good = [
+            ("http://gpu1:8000", "http://gpu1:8000"),
+            ("http://10.0.0.1", "http://10.0.0.1:80"),
+            ("http://[::1]:8001/", "http://[::1]:8001"),
+            ("http://proxy:80/vllm/", "http://proxy:80/vllm"),
+        ];
+        for (text, shown) in good {
+            assert_eq!(EngineUrl::parse(text).unwrap().to_string(), shown);
+        }
+        for text in [
+            "gpu1:8000",
+            "https://gpu1",
+            "http://",
+            "http://:80",
+            "http://a:0",
+            "http://a:99999",
+            "http://a b:1",
+            "http://key@a:1",
+            "http://a:1/x?y",
+            "http://[::1:80",
+            "http://[zz]:80",
+        ] {
+            assert!(EngineUrl::parse(text).is_err(), "{text}");
+        }
+    }
+}

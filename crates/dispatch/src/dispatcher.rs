@@ -15,8 +15,8 @@ use crate::env::{Env, Request, Via};
 use crate::journal::{Input, Journal, Line};
 use crate::life::{Apart, Life, Placed, Stage, State};
 
-/// Maximum retries on another worker, for a request without a token, after a worker failed. One: a request
-/// during which two workers failed is likelier to be the cause than to be unlucky twice.
+/// [`Rules::retries_max`] of workers. One: a request during which two workers failed is likelier to be the
+/// cause than to be unlucky twice.
 const RETRIES_MAX: usize = 1;
 
 /// Settings of a cluster file for dispatching.
@@ -29,6 +29,8 @@ pub struct Rules {
     pub queue_max: usize,
     /// Interval at which the router refreshes its view of loads, ns; 0: at each decision.
     pub view_interval_ns: u64,
+    /// Times that a request without a token is sent to another worker after one failed it.
+    pub retries_max: usize,
 }
 
 impl Rules {
@@ -38,6 +40,11 @@ impl Rules {
             transfer: cluster.kv.hand_over,
             queue_max: cluster.router.queue_max as usize,
             view_interval_ns: (cluster.router.view_interval_ms * 1e6).round() as u64,
+            retries_max: if cluster.has_engines() {
+                cluster.upstream.retries_max as usize
+            } else {
+                RETRIES_MAX
+            },
         }
     }
 }
@@ -236,7 +243,7 @@ impl Dispatcher {
                 max_tokens: request.max_tokens,
             },
         );
-        self.lives[at].named = request.direct.is_some();
+        self.lives[at].named = request.direct.is_some() || request.only.is_some();
         self.begin_attempt(id);
         self.place(now, id, request, env, scores);
     }
@@ -512,7 +519,7 @@ impl Dispatcher {
     fn may_retry(&self, id: u32) -> bool {
         let life = &self.lives[id as usize];
         let begun = matches!(life.state, State::Streaming(_));
-        !begun && !life.pinned && life.failed_on.len() < RETRIES_MAX
+        !begun && !life.pinned && life.failed_on.len() < self.rules.retries_max
     }
 
     /// Chooses a rank for a request, and starts it there.

@@ -1,5 +1,7 @@
 //! The driver's answers while the dispatcher decides.
 
+use std::sync::Arc;
+
 use slipstream_base::{Prompt, SimTime, WorkerId};
 use slipstream_router::{CachedBlocks, RouteRequest, ViewTurn};
 
@@ -16,6 +18,8 @@ pub struct Request {
     pub session: Option<u64>,
     /// The worker that the client named.
     pub direct: Option<WorkerId>,
+    /// The workers that may take it, in rising order; `None`: all.
+    pub only: Option<Arc<[WorkerId]>>,
     /// Its input continues after the start. One worker computes and answers it.
     pub streams_input: bool,
 }
@@ -27,6 +31,7 @@ impl Request {
             max_tokens: self.max_tokens,
             session: self.session,
             direct: self.direct,
+            only: self.only.as_deref(),
             exclude,
         }
     }

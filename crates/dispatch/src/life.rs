@@ -13,7 +13,7 @@ pub(crate) struct Life {
     pub(crate) failed_on: Vec<WorkerId>,
     /// Input was sent that cannot be sent again.
     pub(crate) pinned: bool,
-    /// The client named its worker.
+    /// The client named its worker, or not every worker serves its model.
     pub(crate) named: bool,
 }
 

@@ -136,6 +136,7 @@ impl Dispatching {
             open: RefCell::default(),
             network,
             planned: RefCell::default(),
+        only: None,
             sequence: Cell::new(0),
             changed,
             refusal: RefCell::default(),

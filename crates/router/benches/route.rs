@@ -71,6 +71,7 @@ fn request(prompt: &Prompt) -> RouteRequest<'_> {
         max_tokens: 100,
         session: None,
         direct: None,
+        only: None,
         exclude: &[],
     }
 }

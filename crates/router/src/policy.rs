@@ -415,6 +415,7 @@ mod tests {
             max_tokens: 16,
             session: None,
             direct: None,
+            only: None,
             exclude: &[],
         };
         let targets: Vec<u32> = (0..workers.len() as u32).collect();
@@ -584,6 +585,7 @@ mod tests {
             max_tokens: 1,
             session: None,
             direct: None,
+            only: None,
             exclude: &[],
         };
         for temperature in [0.0, 1.0] {

@@ -24,6 +24,8 @@ pub struct RouteRequest<'a> {
     pub session: Option<u64>,
     /// The worker that the client named. The policy chooses among its ranks.
     pub direct: Option<WorkerId>,
+    /// Workers to choose among, in rising order; `None`: all.
+    pub only: Option<&'a [WorkerId]>,
     /// Workers to exclude: those that this request has already failed on.
     pub exclude: &'a [WorkerId],
 }
@@ -408,9 +410,12 @@ impl Router {
         let excluded = |target: u32| {
             let worker = fleet.targets()[target as usize].rank.worker;
             request.exclude.contains(&worker)
+                || request
+                    .only
+                    .is_some_and(|only| only.binary_search(&worker).is_err())
         };
         self.open.clear();
-        if request.direct.is_none() && request.exclude.is_empty() {
+        if request.direct.is_none() && request.exclude.is_empty() && request.only.is_none() {
             self.open.extend_from_slice(&self.ready);
         } else {
             let usable = self

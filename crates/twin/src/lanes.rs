@@ -458,6 +458,7 @@ impl Arrivals {
             max_tokens: request.output_len,
             session: Some(request.session),
             direct: None,
+            only: None,
             exclude: &[],
         };
         match ahead::choose(&mut self.router, self.now, &route) {

@@ -407,6 +407,7 @@ fn dispatched(request: &Request, prompt: Prompt) -> dispatch::Request {
         max_tokens: request.output_len,
         session: Some(request.session),
         direct: None,
+        only: None,
         streams_input: false,
     }
 }

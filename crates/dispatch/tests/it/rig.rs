@@ -122,6 +122,7 @@ impl Rig {
             transfer,
             queue_max: config.queue_max as usize,
             view_interval_ns: (config.view_interval_ms * 1e6) as u64,
+            retries_max: 1,
         };
         Rig {
             now: SimTime(0),
@@ -156,6 +157,7 @@ impl Rig {
             max_tokens: 10,
             session: None,
             direct,
+            only: None,
             streams_input: false,
         });
         let request = self.prompts[id as usize].clone();

@@ -227,6 +227,32 @@ fn the_client_may_name_a_worker_and_its_ranks_are_chosen_among() {
 }
 
 #[test]
+fn a_request_goes_only_to_workers_that_may_take_it() {
+    for policy in [RouterPolicy::Kv, RouterPolicy::RoundRobin] {
+        let (fleet, mut router) = ready(4, config(policy));
+        let prompt = prompt(1, 100);
+        let only = [WorkerId(1), WorkerId(3)];
+        let of_two = RouteRequest {
+            only: Some(&only),
+            ..request(&prompt)
+        };
+        for _ in 0..8 {
+            let routed = router.route(SimTime(0), &of_two, None).unwrap();
+            assert!(only.contains(&routed.target.worker), "{policy:?}");
+        }
+        fleet.set_ready(WorkerId(1), false);
+        let retried = RouteRequest {
+            exclude: &[WorkerId(3)],
+            ..of_two
+        };
+        assert!(matches!(
+            error(&mut router, &retried),
+            RouteError::NoWorker { ready: 3, .. }
+        ));
+    }
+}
+
+#[test]
 fn errors_charge_nothing() {
     let (fleet, mut router) = ready(2, RouterConfig::default());
     let prompt = prompt(1, 100);

@@ -65,6 +65,7 @@ fn request(prompt: &Prompt) -> RouteRequest<'_> {
         max_tokens: 16,
         session: None,
         direct: None,
+        only: None,
         exclude: &[],
     }
 }

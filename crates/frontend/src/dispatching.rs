@@ -28,6 +28,7 @@ use crate::openai::ApiError;
 use crate::remote::NotSent;
 use crate::reply::{Reply, StreamRole, StreamSlot};
 use crate::shard::{Plane, Shard};
+use crate::upstream::{Decision, Ticket};
 
 /// While requests are queued, room that other shards' requests gave back is looked for this often, ns.
 const QUEUE_LOOK_NS: u64 = 5_000_000;
@@ -36,7 +37,7 @@ const QUEUE_LOOK_NS: u64 = 5_000_000;
 pub(crate) struct Dispatching {
     dispatcher: RefCell<Dispatcher>,
     /// By number in the dispatcher.
-    open: RefCell<Vec<Option<OpenRequest>>>,
+    open: RefCell<Vec<Option<Open>>>,
     /// Where some workers compute prompts for others.
     network: Option<Arc<KvNetwork>>,
     /// Steps whose time has not come. Those of one time in the order in which they were planned.
@@ -48,6 +49,26 @@ pub(crate) struct Dispatching {
     refusal: RefCell<Option<ApiError>>,
     /// Requests in the queue when it was last looked at.
     queued_seen: Cell<usize>,
+}
+
+/// What the dispatcher owns.
+enum Open {
+    /// A sequence, which a worker answers in tokens.
+    Sequence(OpenRequest),
+    /// A request that an engine answers in bytes. Its client's task carries decisions out.
+    Bytes {
+        request: Box<Request>,
+        ticket: Rc<Ticket>,
+    },
+}
+
+impl Open {
+    fn sequence(&mut self) -> Option<&mut OpenRequest> {
+        match self {
+            Open::Sequence(job) => Some(job),
+            Open::Bytes { .. } => None,
+        }
+    }
 }
 
 /// A sequence that the dispatcher owns.
@@ -86,7 +107,7 @@ enum Step {
 
 /// What the dispatcher asks.
 struct Surroundings<'a> {
-    open: &'a RefCell<Vec<Option<OpenRequest>>>,
+    open: &'a RefCell<Vec<Option<Open>>>,
     network: Option<&'a KvNetwork>,
 }
 
@@ -94,7 +115,10 @@ impl Env for Surroundings<'_> {
     fn request(&self, id: u32) -> Request {
         let open = self.open.borrow();
         let job = open[id as usize].as_ref();
-        let job = job.expect("a request is kept until it is over");
+        let job = match job.expect("a request is kept until it is over") {
+            Open::Sequence(job) => job,
+            Open::Bytes { request, .. } => return (**request).clone(),
+        };
         let start = job.start.as_ref();
         let start = start.expect("what it takes to send it is kept until its first token");
         request(start, job.session, job.direct)
@@ -112,6 +136,7 @@ fn request(start: &StartRequest, session: Option<u64>, direct: Option<WorkerId>)
         max_tokens: start.request.params.max_tokens,
         session,
         direct,
+        only: None,
         streams_input: start.more,
     }
 }
@@ -136,7 +161,6 @@ impl Dispatching {
             open: RefCell::default(),
             network,
             planned: RefCell::default(),
-        only: None,
             sequence: Cell::new(0),
             changed,
             refusal: RefCell::default(),
@@ -154,11 +178,30 @@ impl Dispatching {
     /// Calls `look` with request `id`, if it is not over.
     fn with_request<R>(&self, id: u32, look: impl FnOnce(&mut OpenRequest) -> R) -> Option<R> {
         let mut open = self.open.borrow_mut();
-        open.get_mut(id as usize)?.as_mut().map(look)
+        open.get_mut(id as usize)?.as_mut()?.sequence().map(look)
     }
 
     fn take_request(&self, id: u32) -> Option<OpenRequest> {
-        self.open.borrow_mut().get_mut(id as usize)?.take()
+        match self.open.borrow_mut().get_mut(id as usize)?.take()? {
+            Open::Sequence(job) => Some(job),
+            Open::Bytes { .. } => None,
+        }
+    }
+
+    fn keep(&self, id: u32, request: Open) {
+        let mut open = self.open.borrow_mut();
+        if open.len() <= id as usize {
+            open.resize_with(id as usize + 1, || None);
+        }
+        open[id as usize] = Some(request);
+    }
+
+    /// Where decisions about request `id` go, if an engine answers it in bytes.
+    fn ticket(&self, id: u32) -> Option<Rc<Ticket>> {
+        match self.open.borrow().get(id as usize)?.as_ref()? {
+            Open::Bytes { ticket, .. } => Some(ticket.clone()),
+            Open::Sequence(_) => None,
+        }
     }
 
     fn plan(&self, at_ns: u64, step: Step) {
@@ -246,13 +289,7 @@ impl Shard {
             answer_sent: false,
             transfer: None,
         };
-        {
-            let mut open = of.open.borrow_mut();
-            if open.len() <= id as usize {
-                open.resize_with(id as usize + 1, || None);
-            }
-            open[id as usize] = Some(job);
-        }
+        of.keep(id, Open::Sequence(job));
         of.dispatcher.borrow_mut().submit(
             SimTime(monotonic_ns()),
             id,
@@ -264,6 +301,60 @@ impl Shard {
             return Err(error);
         }
         Ok(())
+    }
+
+    /// Submits a request that an engine answers in bytes. Decisions go to `ticket`, the first one perhaps
+    /// before this returns.
+    pub(crate) fn submit_bytes(&self, id: u32, request: &Request, ticket: Rc<Ticket>) {
+        let of = &self.dispatching;
+        let open = Open::Bytes {
+            request: Box::new(request.clone()),
+            ticket,
+        };
+        of.keep(id, open);
+        of.dispatcher.borrow_mut().submit(
+            SimTime(monotonic_ns()),
+            id,
+            request,
+            &mut of.surroundings(),
+            None,
+        );
+        self.carry_out(None);
+    }
+
+    /// Request `id` did not reach `worker`, or got no byte of an answer there.
+    pub(crate) fn on_not_taken(&self, id: u32, worker: WorkerId) {
+        let of = &self.dispatching;
+        let now = SimTime(monotonic_ns());
+        of.dispatcher
+            .borrow_mut()
+            .on_not_taken(now, id, worker, &mut of.surroundings());
+        self.carry_out(None);
+    }
+
+    /// Passes a decision about a request in bytes to its client's task.
+    fn deliver(&self, id: u32, ticket: &Ticket, action: Action) {
+        let decision = match action {
+            Action::Start { rank, .. } => Decision::Start(rank.worker),
+            Action::Rejected { error, failed, .. } => {
+                Decision::Over(self.rejection(&error, failed))
+            }
+            Action::Lost { worker, failed, .. } => Decision::Over(self.loss(worker, failed, false)),
+            Action::Refused { .. } => Decision::Over(ApiError::overloaded(
+                "no engine takes the request; try again",
+                1,
+            )),
+            // Its task drops the connection; there is one engine per request.
+            Action::Kill { .. }
+            | Action::Transfer { .. }
+            | Action::CancelTransfer { .. }
+            | Action::Receive { .. }
+            | Action::Release { .. } => return,
+        };
+        if matches!(decision, Decision::Over(_)) {
+            self.dispatching.take_request(id);
+        }
+        ticket.set(decision);
     }
 
     /// The last token of request `id` came.
@@ -427,6 +518,10 @@ impl Shard {
                 return answer;
             };
             let id = action.id();
+            if let Some(ticket) = self.dispatching.ticket(id) {
+                self.deliver(id, &ticket, action);
+                continue;
+            }
             match action {
                 Action::Start {
                     attempt,
@@ -743,6 +838,7 @@ impl Shard {
                 ) => Err(start),
                 Err(_) => unreachable!("what comes back is what was sent"),
             },
+            Plane::Engines(_) => Err(start), // they take no tokens
             Plane::Sockets(remote) => remote.start(&start, &self.metrics).map_err(|why| {
                 if why == NotSent::Tombstone {
                     self.metrics.late_starts.add(1);

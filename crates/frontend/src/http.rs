@@ -1,6 +1,7 @@
 //! Paths, keys and limits: from an HTTP request to a handler and back.
 
 use std::convert::Infallible;
+use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,11 +30,12 @@ use crate::openai::{
     ApiError, Kind, ModelCard, TokenizeInput, detokenize_json, model_json, models_json,
     openapi_json, parse_detokenize, parse_tokenize, tokenize_json, version_json,
 };
-use crate::reply::{Cut, ReplyBody, Whole, WholeBody};
+use crate::reply::{ReplyBody, Whole, WholeBody};
 use crate::service::{Admission, Service};
-use crate::shard::Shard;
+use crate::shard::{Plane, Shard};
 use crate::talk;
 use crate::text::{ChatOptions, EncodeCost};
+use crate::upstream::{self, Relay};
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const X_SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
@@ -69,6 +71,8 @@ enum Content {
     Slices(Box<WholeBody>),
     /// Events as they come.
     Stream(Box<ReplyBody>),
+    /// As an engine sends it.
+    Relay(Box<Relay>),
 }
 
 impl HttpBody {
@@ -79,25 +83,41 @@ impl HttpBody {
             _memory: None,
         }
     }
+
+    /// All of it; empty if `None`.
+    pub(crate) fn whole(bytes: Option<Bytes>) -> HttpBody {
+        HttpBody::new(Content::Whole(bytes))
+    }
+
+    /// An engine's.
+    pub(crate) fn relay(relay: Relay) -> HttpBody {
+        HttpBody::new(Content::Relay(Box::new(relay)))
+    }
 }
 
 impl Body for HttpBody {
     type Data = Bytes;
-    type Error = Cut;
+    /// The rest of an answer will not come.
+    type Error = io::Error;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         match &mut self.get_mut().content {
             Content::Whole(bytes) => Poll::Ready(bytes.take().map(|b| Ok(Frame::data(b)))),
-            Content::Slices(body) => body.poll_frame(cx),
-            Content::Stream(body) => body.poll_frame(cx),
+            Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
+            Content::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        matches!(self.content, Content::Whole(None))
+        match &self.content {
+            Content::Whole(bytes) => bytes.is_none(),
+            Content::Slices(_) | Content::Stream(_) => false,
+            Content::Relay(relay) => relay.is_end_stream(),
+        }
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -106,6 +126,7 @@ impl Body for HttpBody {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |b| b.len() as u64))
             }
             Content::Slices(_) | Content::Stream(_) => SizeHint::default(),
+            Content::Relay(relay) => relay.size_hint(),
         }
     }
 }
@@ -147,6 +168,8 @@ pub(crate) async fn handle(
     let origin = allowed_origin(&shard.service, request.headers());
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
+    } else if let Plane::Engines(_) = &shard.plane {
+        upstream::handle(&shard, &owner, request, &id).await
     } else {
         route(&shard, &owner, request, &id, times).await
     };
@@ -175,7 +198,10 @@ pub(crate) async fn handle(
             error_response(&error)
         }
     };
-    if let Ok(id) = HeaderValue::from_str(&id) {
+    // An engine's own id stays.
+    if !response.headers().contains_key(X_REQUEST_ID)
+        && let Ok(id) = HeaderValue::from_str(&id)
+    {
         response.headers_mut().insert(X_REQUEST_ID, id);
     }
     if !shard.service.origins.is_empty() {
@@ -459,7 +485,7 @@ fn detokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiError> {
 
 /// Length of a request's head as HTTP/1.1 writes it, as far as can be told: of its target and of
 /// each header's name and value.
-fn head_bytes(request: &Request<Incoming>) -> usize {
+pub(crate) fn head_bytes(request: &Request<Incoming>) -> usize {
     let target = request
         .uri()
         .path_and_query()
@@ -523,7 +549,11 @@ async fn receive(
     }
 }
 
-fn head_of(headers: &HeaderMap, id: &str, client: Client) -> Result<RequestHead, ApiError> {
+pub(crate) fn head_of(
+    headers: &HeaderMap,
+    id: &str,
+    client: Client,
+) -> Result<RequestHead, ApiError> {
     Ok(RequestHead {
         id: id.to_owned(),
         session: headers
@@ -542,7 +572,7 @@ fn media_type(headers: &HeaderMap) -> Option<&str> {
 }
 
 /// Reads a body, and charges its bytes as they come.
-async fn read_body(
+pub(crate) async fn read_body(
     mut body: Incoming,
     bytes_max: u64,
     charge: &mut Charge,
@@ -597,7 +627,7 @@ fn request_id(shard: &Shard, headers: &HeaderMap) -> String {
 }
 
 /// A path's text: clients write `meta/llama` as `meta%2Fllama`. What is no escape stays as it is.
-fn percent_decode(text: &str) -> String {
+pub(crate) fn percent_decode(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((&first, tail)) = rest.split_first() {
@@ -705,7 +735,7 @@ fn health(shard: &Shard) -> Response<HttpBody> {
     json(if ready { 200 } else { 503 }, body.into_bytes())
 }
 
-fn metrics(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
+pub(crate) fn metrics(shard: &Shard, id: &str) -> Result<Response<HttpBody>, ApiError> {
     let mut text = String::with_capacity(32 << 10);
     prometheus_client::encoding::text::encode(&mut text, &shard.registry).map_err(|error| {
         tracing::error!(%error, "metrics could not be encoded");

@@ -16,6 +16,7 @@
 //! * `budget`, `connection`: what clients may take, and whether they read. `helpers`: threads for long
 //!   prompts. `meter`: how long a shard works on one thing.
 //! * [`openai`]: JSON and SSE as bytes; [`text`]: tokenizer and templates. Neither knows sockets.
+//! * [`upstream`]: real engines, which answer in bytes over HTTP.
 //! * `metrics`: counts and histograms. `io`: a socket that does not wait for ever.
 //!
 //! The frontend knows frames, not engines: nothing here depends on what computes the tokens.
@@ -44,6 +45,7 @@ mod service;
 mod shard;
 mod table_lock;
 mod talk;
+pub mod upstream;
 
 pub use kv_network::KvNetwork;
 pub use remote::{PlaneSocket, RemoteLimits, RemotePlane};

@@ -27,6 +27,7 @@ use crate::replies::Replies;
 use crate::reply::{NewTokens, StreamRole, StreamSlot};
 use crate::service::Service;
 use crate::table_lock::TableLock;
+use crate::upstream::{Engines, Upstream};
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
 /// without a bound a shard whose engines are endlessly fast would never write.
@@ -38,6 +39,8 @@ pub enum Transport {
     Rings(ShardPort),
     /// Connections from worker processes.
     Sockets(RemotePlane),
+    /// HTTP to real engines.
+    Engines(Arc<Engines>),
 }
 
 /// A shard's ends of what it shares with others.
@@ -54,6 +57,7 @@ pub struct ShardPlane {
 pub(crate) enum Plane {
     Rings(ShardPort),
     Sockets(Rc<Remote>),
+    Engines(Rc<Upstream>),
 }
 
 /// State of one frontend thread.
@@ -138,6 +142,7 @@ impl Shard {
             plane: match plane.transport {
                 Transport::Rings(port) => Plane::Rings(port),
                 Transport::Sockets(plane) => Plane::Sockets(Rc::new(Remote::new(plane))),
+                Transport::Engines(engines) => Plane::Engines(Rc::new(Upstream::new(engines))),
             },
             table_lock,
             budget,
@@ -192,7 +197,7 @@ impl Shard {
     /// Credit that a new stream gets.
     pub(crate) fn credit_bytes(&self) -> u32 {
         match &self.plane {
-            Plane::Rings(_) => NO_LIMIT,
+            Plane::Rings(_) | Plane::Engines(_) => NO_LIMIT,
             Plane::Sockets(remote) => remote.credit_bytes(),
         }
     }
@@ -205,6 +210,7 @@ impl Shard {
                 let _ = port.send(message);
             }
             Plane::Sockets(remote) => remote.control(&message),
+            Plane::Engines(_) => {} // no request of theirs is a worker's
         }
     }
 
@@ -213,6 +219,7 @@ impl Shard {
         let port = match &self.plane {
             Plane::Rings(port) => port,
             Plane::Sockets(remote) => return remote.clone().listen(self.clone()).await,
+            Plane::Engines(upstream) => return upstream.clone().sweep().await,
         };
         loop {
             match port
@@ -239,7 +246,7 @@ impl Shard {
 
     /// The server stops: what is under way ends with an error. Returns the number of streams.
     pub(crate) fn end_all(&self) -> u64 {
-        let mut cut = 0;
+        let mut cut = self.upstream().map_or(0, |upstream| upstream.stop());
         self.table.for_each(|_, feed| {
             let mut state = feed.reply.state.borrow_mut();
             if feed.leg == StreamRole::Answer && !state.has_ended(feed.sequence) {

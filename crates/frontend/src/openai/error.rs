@@ -227,6 +227,37 @@ impl ApiError {
         )
     }
 
+    /// 404: the path is not one that is sent to engines.
+    pub(crate) fn not_forwarded(method: &str, path: &str) -> Self {
+        let text = format!(
+            "{} {} is not forwarded to engines; `upstream.forward` adds paths",
+            clip(method),
+            clip(path)
+        );
+        ApiError::new(404, "invalid_request_error", Some("unknown_url"), text)
+    }
+
+    /// 502: an engine failed the request, which may be sent again.
+    pub(crate) fn engine_failed(engine: &str, why: &str) -> Self {
+        let text = format!("engine {engine}: {why}; try again");
+        ApiError::new(502, "server_error", Some("engine_failed"), text)
+    }
+
+    /// 502: a stream's engine was lost, and no other one continues it.
+    pub(crate) fn stream_lost(why: &str) -> Self {
+        let text = format!("the stream broke off and cannot continue: {why}");
+        ApiError::new(502, "server_error", Some("stream_lost"), text)
+    }
+
+    /// 504: an engine did not begin its answer in time.
+    pub(crate) fn engine_timeout(engine: &str, limit_s: f64) -> Self {
+        let text = format!(
+            "engine {engine} sent no byte of an answer within {limit_s} s \
+             (`upstream.first_byte_timeout_s`)"
+        );
+        ApiError::new(504, "timeout_error", Some("engine_timeout"), text)
+    }
+
     /// 503: too much load; try again in `retry_after_s`.
     pub fn overloaded(what: impl Into<String>, retry_after_s: u32) -> Self {
         ApiError {

@@ -1,0 +1,633 @@
+//! What all shards know of the engines.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use hyper::StatusCode;
+use serde_json::json;
+use slipstream_base::WorkerId;
+use slipstream_config::cluster::{Cluster, EngineKind, EngineUrl, Resume, UpstreamConfig};
+use slipstream_planes::clock::monotonic_ns;
+use slipstream_router::Fleet;
+use tokio::sync::Notify;
+
+use super::catalog::{Catalog, Model};
+use super::connection::Failure;
+use super::metrics::Counters;
+
+/// An engine as it is configured.
+#[derive(Clone, Debug)]
+pub struct EngineSpec {
+    /// Its number in the fleet.
+    pub worker: WorkerId,
+    /// NAME of its `[pool.NAME]`.
+    pub pool: String,
+    /// Its address.
+    pub url: EngineUrl,
+    /// The server that it runs.
+    pub kind: EngineKind,
+    /// Key that it wants.
+    pub api_key: Option<String>,
+}
+
+impl EngineSpec {
+    /// The engines of `cluster`, in the order of their numbers. `read_key` reads a pool's API key.
+    ///
+    /// # Errors
+    /// Those of `read_key`.
+    pub fn of_cluster<E>(
+        cluster: &Cluster,
+        mut read_key: impl FnMut(&std::path::Path) -> Result<String, E>,
+    ) -> Result<Vec<EngineSpec>, E> {
+        let mut specs = Vec::new();
+        for pool in &cluster.pools {
+            let Some(engines) = &pool.engines else {
+                continue;
+            };
+            let api_key = engines
+                .api_key_file
+                .as_deref()
+                .map(&mut read_key)
+                .transpose()?;
+            for url in &engines.urls {
+                specs.push(EngineSpec {
+                    worker: WorkerId(specs.len() as u32),
+                    pool: pool.name.clone(),
+                    url: url.clone(),
+                    kind: engines.kind,
+                    api_key: api_key.clone(),
+                });
+            }
+        }
+        Ok(specs)
+    }
+}
+
+/// `[upstream]` in the units that it is used in.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(super) connect_timeout: Duration,
+    pub(super) first_byte_timeout: Duration,
+    pub(super) idle_timeout: Duration,
+    pub(super) keep_alive: Duration,
+    pub(super) connections_idle_max: usize,
+    pub(super) health_interval: Duration,
+    pub(super) health_timeout: Duration,
+    pub(super) models_interval: Duration,
+    failures_max: u32,
+    ejection: Duration,
+    ejection_max: Duration,
+    pub(super) retry_budget: f64,
+    pub(super) resume: Resume,
+    pub(super) resume_bytes_max: usize,
+    pub(super) forward: Vec<String>,
+}
+
+impl Settings {
+    fn new(config: &UpstreamConfig) -> Settings {
+        let seconds = Duration::from_secs_f64;
+        Settings {
+            connect_timeout: seconds(config.connect_timeout_s),
+            first_byte_timeout: seconds(config.first_byte_timeout_s),
+            idle_timeout: seconds(config.idle_timeout_s),
+            keep_alive: seconds(config.keep_alive_s),
+            connections_idle_max: config.connections_idle_max as usize,
+            health_interval: seconds(config.health_interval_s),
+            health_timeout: seconds(config.health_timeout_s),
+            models_interval: seconds(config.models_interval_s),
+            failures_max: config.failures_max,
+            ejection: seconds(config.ejection_s),
+            ejection_max: seconds(config.ejection_s_max),
+            retry_budget: config.retry_budget,
+            resume: config.resume,
+            resume_bytes_max: config.resume_bytes_max as usize,
+            forward: config.forward.clone(),
+        }
+    }
+}
+
+/// All engines of a server. Shared by its shards and the thread that checks their health.
+pub struct Engines {
+    pub(super) list: Box<[Engine]>,
+    pub(super) settings: Settings,
+    fleet: Arc<Fleet>,
+    catalog: RwLock<Arc<Catalog>>,
+}
+
+/// Whether an engine takes requests, and why not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// It has not answered a health check since it was last lost.
+    Down,
+    /// It takes requests.
+    Up,
+    /// It failed too often, and takes none until this time (`CLOCK_MONOTONIC`, ns).
+    Ejected { until_ns: u64 },
+    /// Its time is over: it takes one request.
+    HalfOpen,
+    /// That request is under way.
+    Probing,
+}
+
+impl State {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            State::Down => "down",
+            State::Up => "up",
+            State::Ejected { .. } => "ejected",
+            State::HalfOpen => "half_open",
+            State::Probing => "probing",
+        }
+    }
+}
+
+struct Health {
+    state: State,
+    /// In a row.
+    failures: u32,
+    /// Next time without requests.
+    ejection: Duration,
+    /// What failed last, for messages.
+    last_failure: Option<String>,
+}
+
+/// An engine.
+pub(crate) struct Engine {
+    pub(super) spec: EngineSpec,
+    /// Value of `Host`.
+    pub(super) authority: String,
+    /// Value of `Authorization`.
+    pub(super) authorization: Option<Vec<u8>>,
+    /// As found by asking, if it is not configured.
+    kind: AtomicU8,
+    health: Mutex<Health>,
+    /// `health` is other than up without failures: successes are of interest.
+    suspect: AtomicBool,
+    /// Asks for a health check at once.
+    pub(super) check_now: Notify,
+    models: Mutex<Arc<[Model]>>,
+    pub(super) counters: Counters,
+}
+
+impl Engine {
+    fn new(spec: EngineSpec, settings: &Settings) -> Engine {
+        Engine {
+            authority: spec.url.authority(),
+            authorization: spec
+                .api_key
+                .as_ref()
+                .map(|key| format!("Bearer {key}").into_bytes()),
+            kind: AtomicU8::new(code_of(spec.kind)),
+            spec,
+            health: Mutex::new(Health {
+                state: State::Down,
+                failures: 0,
+                ejection: settings.ejection,
+                last_failure: None,
+            }),
+            suspect: AtomicBool::new(true),
+            check_now: Notify::new(),
+            models: Mutex::new(Arc::new([])),
+            counters: Counters::default(),
+        }
+    }
+
+    pub(super) fn kind(&self) -> EngineKind {
+        kind_of(self.kind.load(Relaxed))
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn state(&self) -> State {
+        self.health().state
+    }
+
+    pub(super) fn last_failure(&self) -> Option<String> {
+        self.health().last_failure.clone()
+    }
+
+    pub(super) fn models(&self) -> Arc<[Model]> {
+        let models = self.models.lock();
+        models.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+const CODES: [EngineKind; 5] = [
+    EngineKind::Auto,
+    EngineKind::Vllm,
+    EngineKind::Sglang,
+    EngineKind::LlamaCpp,
+    EngineKind::OpenAi,
+];
+
+fn code_of(kind: EngineKind) -> u8 {
+    CODES.iter().position(|&of| of == kind).unwrap_or_default() as u8
+}
+
+fn kind_of(code: u8) -> EngineKind {
+    CODES.get(code as usize).copied().unwrap_or_default()
+}
+
+impl Engines {
+    /// The engines `specs`, numbered as the workers of `fleet`. None takes requests yet.
+    pub fn new(specs: Vec<EngineSpec>, config: &UpstreamConfig, fleet: Arc<Fleet>) -> Engines {
+        let settings = Settings::new(config);
+        Engines {
+            list: specs
+                .into_iter()
+                .map(|spec| Engine::new(spec, &settings))
+                .collect(),
+            settings,
+            fleet,
+            catalog: RwLock::default(),
+        }
+    }
+
+    /// The engine that is `worker`.
+    pub(super) fn of(&self, worker: WorkerId) -> (usize, &Engine) {
+        (worker.index(), &self.list[worker.index()])
+    }
+
+    pub(super) fn catalog(&self) -> Arc<Catalog> {
+        let catalog = self.catalog.read();
+        catalog.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Engines that take requests.
+    pub fn ready(&self) -> usize {
+        let takes = |engine: &&Engine| matches!(engine.state(), State::Up | State::HalfOpen);
+        self.list.iter().filter(takes).count()
+    }
+
+    /// Number of engines.
+    pub fn count(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Whether each engine has answered its first health check, or failed it.
+    pub fn all_asked(&self) -> bool {
+        let asked =
+            |engine: &Engine| engine.state() != State::Down || engine.last_failure().is_some();
+        self.list.iter().all(asked)
+    }
+
+    /// The last failure of engines that are down, for messages at start.
+    pub fn unreachable(&self) -> Vec<String> {
+        let down = self
+            .list
+            .iter()
+            .filter(|engine| engine.state() == State::Down);
+        down.map(|engine| match engine.last_failure() {
+            Some(why) => format!("{}: {why}", engine.spec.url),
+            None => format!("{}: no answer yet", engine.spec.url),
+        })
+        .collect()
+    }
+
+    fn set(&self, engine: &Engine, health: &mut Health, state: State) {
+        if health.state != state {
+            let (from, to) = (health.state.name(), state.name());
+            let why = health.last_failure.as_deref().unwrap_or_default();
+            match state {
+                State::Down | State::Ejected { .. } => {
+                    tracing::warn!(engine = %engine.spec.url, "engine {from} -> {to}: {why}");
+                }
+                _ => tracing::info!(engine = %engine.spec.url, "engine {from} -> {to}"),
+            }
+        }
+        health.state = state;
+        let takes = matches!(state, State::Up | State::HalfOpen);
+        self.fleet.set_ready(engine.spec.worker, takes);
+        engine
+            .suspect
+            .store(state != State::Up || health.failures > 0, Relaxed);
+    }
+
+    /// A request is about to be sent to `engine`. True if it decides whether the engine takes more.
+    pub(super) fn on_start(&self, engine: &Engine) -> bool {
+        if !engine.suspect.load(Relaxed) {
+            return false;
+        }
+        let mut health = engine.health();
+        if health.state != State::HalfOpen {
+            return false;
+        }
+        self.set(engine, &mut health, State::Probing);
+        true
+    }
+
+    /// An answer that does not speak against `engine` has begun.
+    pub(super) fn on_success(&self, engine: &Engine, is_probe: bool) {
+        if !engine.suspect.load(Relaxed) {
+            return;
+        }
+        let mut health = engine.health();
+        match health.state {
+            State::Up => {
+                health.failures = 0;
+                self.set(engine, &mut health, State::Up);
+            }
+            State::Probing if is_probe => {
+                health.failures = 0;
+                health.ejection = self.settings.ejection;
+                self.set(engine, &mut health, State::Up);
+            }
+            // A request from before it failed says nothing of it now.
+            _ => {}
+        }
+    }
+
+    /// The request that probed `engine` ended without a verdict.
+    pub(super) fn on_probe_dropped(&self, engine: &Engine) {
+        let mut health = engine.health();
+        if health.state == State::Probing {
+            self.set(engine, &mut health, State::HalfOpen);
+        }
+    }
+
+    /// A request or a health check failed at `engine`.
+    pub(super) fn on_failure(&self, engine: &Engine, failure: &Failure, is_probe: bool) {
+        engine.counters.on_failure(failure);
+        let mut health = engine.health();
+        health.failures = health.failures.saturating_add(1);
+        health.last_failure = Some(failure.to_string());
+        engine.suspect.store(true, Relaxed);
+        match health.state {
+            State::Down => {}
+            _ if failure.is_refused() => {
+                // No process listens: its cache is gone as well.
+                self.set(engine, &mut health, State::Down);
+                self.fleet.on_worker_lost(engine.spec.worker);
+            }
+            State::Probing if is_probe => self.eject(engine, &mut health),
+            State::Up if health.failures >= self.settings.failures_max => {
+                if failure.is_health() {
+                    self.set(engine, &mut health, State::Down);
+                } else if self.ready_besides(engine) {
+                    self.eject(engine, &mut health);
+                } else {
+                    engine.counters.ejections_suppressed.fetch_add(1, Relaxed);
+                }
+            }
+            _ => {}
+        }
+        drop(health);
+        if !failure.is_health() {
+            engine.check_now.notify_one();
+        }
+    }
+
+    fn eject(&self, engine: &Engine, health: &mut Health) {
+        engine.counters.ejections.fetch_add(1, Relaxed);
+        let until_ns = monotonic_ns() + health.ejection.as_nanos() as u64;
+        health.ejection = (health.ejection * 2).min(self.settings.ejection_max);
+        self.set(engine, health, State::Ejected { until_ns });
+    }
+
+    /// Whether another engine takes requests: the last one is not ejected for its answers, since a request
+    /// that makes every engine fail would then end the service.
+    fn ready_besides(&self, engine: &Engine) -> bool {
+        self.fleet
+            .targets()
+            .iter()
+            .enumerate()
+            .any(|(at, target)| target.rank.worker != engine.spec.worker && self.fleet.is_ready(at))
+    }
+
+    /// A health check of `engine` succeeded; `models` were listed with it, if it was time to.
+    pub(super) fn on_healthy(&self, engine: &Engine, models: Option<Vec<Model>>) {
+        if let Some(models) = models {
+            self.set_models(engine, models);
+        }
+        let mut health = engine.health();
+        match health.state {
+            State::Down => {
+                health.failures = 0;
+                health.ejection = self.settings.ejection;
+                health.last_failure = None;
+                self.set(engine, &mut health, State::Up);
+            }
+            State::Ejected { until_ns } if until_ns <= monotonic_ns() => {
+                self.set(engine, &mut health, State::HalfOpen);
+            }
+            _ => {}
+        }
+    }
+
+    fn set_models(&self, engine: &Engine, models: Vec<Model>) {
+        if engine.spec.kind == EngineKind::Auto {
+            let owner = models.iter().find_map(|model| match model.owner.as_str() {
+                "vllm" => Some(EngineKind::Vllm),
+                "sglang" => Some(EngineKind::Sglang),
+                "llamacpp" => Some(EngineKind::LlamaCpp),
+                _ => None,
+            });
+            let kind = owner.unwrap_or(EngineKind::OpenAi);
+            engine.kind.store(code_of(kind), Relaxed);
+        }
+        {
+            let mut known = engine.models.lock().unwrap_or_else(PoisonError::into_inner);
+            if **known == *models {
+                return;
+            }
+            *known = models.into();
+        }
+        let all = self.list.iter().map(|of| (of.spec.worker, of.models()));
+        let catalog = Arc::new(Catalog::new(all));
+        let slot = self.catalog.write();
+        *slot.unwrap_or_else(PoisonError::into_inner) = catalog;
+    }
+
+    /// Whether an answer of `status` speaks against its engine.
+    pub(super) fn is_failure(status: StatusCode) -> bool {
+        status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED
+    }
+
+    /// For `GET /health`.
+    pub(super) fn describe(&self) -> String {
+        use std::fmt::Write;
+        let mut out = String::from("[");
+        for (at, engine) in self.list.iter().enumerate() {
+            let comma = if at == 0 { "" } else { "," };
+            let models = engine.models();
+            let models: Vec<&str> = models.iter().map(|model| &*model.id).collect();
+            let _ = write!(
+                out,
+                "{comma}{{\"worker\":{},\"url\":{},\"pool\":\"{}\",\"kind\":\"{}\",\"state\":\"{}\",\
+                 \"in_flight\":{},\"models\":{},\"last_failure\":{}}}",
+                engine.spec.worker.0,
+                json!(engine.spec.url.to_string()),
+                engine.spec.pool,
+                engine.kind().name(),
+                engine.state().name(),
+                engine.counters.in_flight.load(Relaxed),
+                json!(models),
+                json!(engine.last_failure()),
+            );
+        }
+        out.push(']');
+        out
+    }
+}
+
+/// A request at an engine. Its end is counted when it is dropped.
+pub(super) struct Visit {
+    engines: Arc<Engines>,
+    index: usize,
+    /// It decides whether the engine takes more.
+    is_probe: bool,
+    judged: bool,
+    begun_ns: u64,
+}
+
+impl Visit {
+    /// A request is about to be sent to engine `index`.
+    pub(super) fn begin(engines: &Arc<Engines>, index: usize) -> Visit {
+        let engine = &engines.list[index];
+        engine.counters.requests.fetch_add(1, Relaxed);
+        engine.counters.in_flight.fetch_add(1, Relaxed);
+        Visit {
+            is_probe: engines.on_start(engine),
+            engines: engines.clone(),
+            index,
+            judged: false,
+            begun_ns: monotonic_ns(),
+        }
+    }
+
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engines.list[self.index]
+    }
+
+    /// The first byte of the answer came.
+    pub(super) fn on_first_byte(&mut self, status: StatusCode) {
+        let engine = &self.engines.list[self.index];
+        let took = monotonic_ns().saturating_sub(self.begun_ns);
+        engine.counters.on_answer(status, took);
+        if Engines::is_failure(status) {
+            let failure = Failure::Status(status.as_u16());
+            self.engines.on_failure(engine, &failure, self.is_probe);
+        } else {
+            self.engines.on_success(engine, self.is_probe);
+        }
+        self.judged = true;
+    }
+
+    /// The engine failed it.
+    pub(super) fn on_failure(&mut self, failure: &Failure) {
+        let engine = &self.engines.list[self.index];
+        self.engines.on_failure(engine, failure, self.is_probe);
+        self.judged = true;
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let engine = &self.engines.list[self.index];
+        engine.counters.in_flight.fetch_sub(1, Relaxed);
+        if self.is_probe && !self.judged {
+            self.engines.on_probe_dropped(engine);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slipstream_base::RankId;
+    use slipstream_config::cluster::RouterConfig;
+    use slipstream_router::TargetConfig;
+
+    use super::*;
+
+    fn engines(count: u32, config: &UpstreamConfig) -> Arc<Engines> {
+        let targets = (0..count).map(|worker| TargetConfig {
+            rank: RankId {
+                worker: WorkerId(worker),
+                dp_rank: 0,
+            },
+            kv_blocks: 100,
+            prefix_caching: true,
+        });
+        let fleet = Fleet::new(RouterConfig::default(), 16, targets.collect()).unwrap();
+        let specs = (0..count).map(|worker| EngineSpec {
+            worker: WorkerId(worker),
+            pool: "main".into(),
+            url: EngineUrl::parse(&format!("http://127.0.0.1:{}", 1000 + worker)).unwrap(),
+            kind: EngineKind::Auto,
+            api_key: None,
+        });
+        let engines = Engines::new(specs.collect(), config, Arc::new(fleet));
+        for engine in &engines.list {
+            engines.on_healthy(engine, None);
+        }
+        Arc::new(engines)
+    }
+
+    fn lost() -> Failure {
+        Failure::Lost("reset".into())
+    }
+
+    #[test]
+    fn failures_in_a_row_eject_and_one_request_probes() {
+        let config = UpstreamConfig {
+            failures_max: 2,
+            ejection_s: 0.001,
+            ..UpstreamConfig::default()
+        };
+        let engines = engines(2, &config);
+        let engine = &engines.list[0];
+        let fail = || Visit::begin(&engines, 0).on_failure(&lost());
+        fail();
+        // A success in between: not in a row.
+        Visit::begin(&engines, 0).on_first_byte(StatusCode::OK);
+        fail();
+        assert_eq!(engine.state(), State::Up);
+        fail();
+        let State::Ejected { until_ns } = engine.state() else {
+            panic!("{:?}", engine.state());
+        };
+        assert!(!engines.fleet.is_ready(0) && engines.fleet.is_ready(1));
+        while monotonic_ns() < until_ns {
+            std::hint::spin_loop();
+        }
+        engines.on_healthy(engine, None);
+        assert_eq!(engine.state(), State::HalfOpen);
+        assert!(engines.fleet.is_ready(0));
+        // The probe takes the place; its client leaves without a verdict, so the next one probes.
+        drop(Visit::begin(&engines, 0));
+        assert_eq!(engine.state(), State::HalfOpen);
+        let mut probe = Visit::begin(&engines, 0);
+        assert!(!engines.fleet.is_ready(0), "one request at a time");
+        probe.on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
+        assert!(matches!(engine.state(), State::Ejected { .. }));
+        assert_eq!(engine.counters.ejections.load(Relaxed), 2);
+        drop(probe);
+        engine.health().state = State::HalfOpen;
+        Visit::begin(&engines, 0).on_first_byte(StatusCode::BAD_REQUEST);
+        assert_eq!(engine.state(), State::Up, "a client's mistake is an answer");
+        assert_eq!(engine.counters.in_flight.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn a_refused_connection_counts_at_once_and_a_last_engine_is_not_ejected() {
+        let engines = engines(2, &UpstreamConfig::default());
+        Visit::begin(&engines, 1).on_failure(&Failure::Refused("refused".into()));
+        assert_eq!(engines.list[1].state(), State::Down);
+        for _ in 0..10 {
+            Visit::begin(&engines, 0).on_first_byte(StatusCode::INTERNAL_SERVER_ERROR);
+        }
+        assert_eq!(engines.list[0].state(), State::Up);
+        assert!(engines.list[0].counters.ejections_suppressed.load(Relaxed) > 0);
+        engines.on_healthy(&engines.list[1], None);
+        assert_eq!(engines.ready(), 2);
+        Visit::begin(&engines, 0).on_failure(&lost());
+        assert!(matches!(engines.list[0].state(), State::Ejected { .. }));
+    }
+}

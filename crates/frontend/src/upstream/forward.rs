@@ -1,0 +1,624 @@
+//! From a client's request to the first bytes of an engine's answer.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use bytes::Bytes;
+use hyper::body::{Body, Incoming};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
+use hyper::{Method, Request, Response, StatusCode};
+use slipstream_base::Prompt;
+use slipstream_base::{BlockHash, WorkerId};
+use slipstream_config::cluster::{EngineKind, Resume};
+use slipstream_dispatch as dispatch;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::connection::{Connection, Failure};
+use super::engines::Visit;
+use super::peek::{Peek, peek};
+use super::relay::Relay;
+use super::resume::StreamKind;
+use super::seat::Seat;
+use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
+use super::{Upstream, engines::Engine};
+use crate::budget::Charge;
+use crate::connection::{Client, Owner};
+use crate::http::{self, HttpBody};
+use crate::metrics::Rejection;
+use crate::openai::ApiError;
+use crate::service::Admission;
+use crate::shard::Shard;
+
+/// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
+const WHOLE_BYTES_MAX: u64 = 256 << 10;
+
+/// What is sent to an engine, also again.
+pub(super) struct Exchange {
+    pub(super) method: Method,
+    /// Path and query.
+    target: String,
+    /// Header lines.
+    headers: Bytes,
+    /// As the client sent it.
+    pub(super) body: Bytes,
+    /// Routing's view of it.
+    pub(super) request: dispatch::Request,
+    /// Set if it streams an answer that another engine could continue.
+    pub(super) stream: Option<StreamKind>,
+    /// vLLM is asked for the tokens of the answer.
+    wants_tokens: bool,
+    /// Its place among the open streams.
+    room: Room,
+}
+
+/// Precedes the fields of a body that asks vLLM for the tokens of its answer.
+const WITH_TOKENS: &[u8] = b"{\"return_token_ids\":true,";
+
+impl Exchange {
+    /// The request for the rest of an answer whose engine is lost, also if the client named that engine.
+    pub(super) fn with_body(&self, body: Vec<u8>, room: Room) -> Exchange {
+        let request = dispatch::Request {
+            direct: None,
+            ..self.request.clone()
+        };
+        Exchange {
+            request,
+            method: self.method.clone(),
+            target: self.target.clone(),
+            headers: self.headers.clone(),
+            body: body.into(),
+            stream: self.stream,
+            wants_tokens: self.wants_tokens,
+            room,
+        }
+    }
+
+    /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
+    pub(super) fn keeps(&self, sent: usize) -> bool {
+        self.room.grow_to(self.body.len() + sent)
+    }
+
+    fn body_for(&self, engine: &Engine) -> [Bytes; 2] {
+        let object = self.wants_tokens && engine.kind() == EngineKind::Vllm;
+        let start = self.body.iter().position(|&b| b == b'{');
+        match start {
+            Some(start) if object => [
+                Bytes::from_static(WITH_TOKENS),
+                self.body.slice(start + 1..),
+            ],
+            _ => [self.body.clone(), Bytes::new()],
+        }
+    }
+}
+
+/// A place among the open streams of the server.
+pub(super) struct Room(Option<Held>);
+
+struct Held {
+    shard: Rc<Shard>,
+    client: Client,
+    /// Memory of its body, and of what was sent of its answer.
+    charge: RefCell<Charge>,
+}
+
+impl Room {
+    fn take(shard: &Rc<Shard>, client: Client, charge: Charge) -> Result<Room, ApiError> {
+        shard
+            .open_streams(&client, 1)
+            .inspect_err(|_| shard.metrics.on_rejected(Rejection::StreamsMax))?;
+        Ok(Room(Some(Held {
+            shard: shard.clone(),
+            client,
+            charge: RefCell::new(charge),
+        })))
+    }
+
+    /// Charges `bytes` in all. False if there is no memory for them.
+    fn grow_to(&self, bytes: usize) -> bool {
+        let held = self.0.as_ref();
+        held.is_none_or(|held| held.charge.borrow_mut().grow_to(bytes as u64).is_ok())
+    }
+
+    /// For a request that continues one with a place.
+    pub(super) fn shared() -> Room {
+        Room(None)
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(held) = &self.0 {
+            held.shard.on_streams_closed(&held.client, 1);
+        }
+    }
+}
+
+/// Paths that are forwarded, besides `/v1/` and `/v2/`: those that ask a model something. Sources: the API
+/// servers of vLLM (`vllm/entrypoints`), SGLang (`http_server.py`) and llama.cpp (`server.cpp`).
+static FORWARDED: &[&str] = &[
+    "/tokenize",
+    "/detokenize",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/embeddings",
+    "/embedding",
+    "/invocations",
+    "/inference/v1/generate",
+    "/generate",
+    "/generative_scoring",
+    "/encode",
+    "/completion",
+    "/completions",
+    "/chat/completions",
+    "/infill",
+    "/reranking",
+    "/apply-template",
+    "/props",
+    "/get_model_info",
+    "/model_info",
+    "/server_info",
+    "/get_server_info",
+    "/openapi.json",
+];
+
+/// Paths under `/v1/` that change an engine: they would reach one of several.
+static CHANGES: &[&str] = &["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
+
+fn is_forwarded(path: &str, more: &[String]) -> bool {
+    // As the engine's server reads it: `/v1/%6coad_lora_adapter` names that path as well.
+    let path = &*http::percent_decode(path);
+    let listed = more
+        .iter()
+        .any(|of| path == of || of.ends_with('/') && path.starts_with(of.as_str()));
+    let known = path.starts_with("/v1/") || path.starts_with("/v2/") || FORWARDED.contains(&path);
+    // A proxy on the way may resolve dots and joins.
+    let plain = !path
+        .split(['/', '\\'])
+        .any(|part| part == ".." || part == ".")
+        && !path.contains("//");
+    plain && (listed || known && !CHANGES.contains(&path.trim_end_matches('/')))
+}
+
+/// Answers one request.
+pub(crate) async fn handle(
+    shard: &Rc<Shard>,
+    owner: &Rc<Owner>,
+    request: Request<Incoming>,
+    id: &str,
+) -> Result<Response<HttpBody>, ApiError> {
+    let upstream = shard
+        .upstream()
+        .expect("it is called for engines only")
+        .clone();
+    let service = &shard.service;
+    let limits = &service.limits;
+    if http::head_bytes(&request) > limits.header_bytes_max as usize {
+        return Err(ApiError::head_too_large(limits.header_bytes_max));
+    }
+    if let Some(response) = open_path(shard, &upstream, &request, id) {
+        return response;
+    }
+    let authorization = request.headers().get(AUTHORIZATION);
+    let admission = service
+        .api_keys
+        .admit(authorization.map(HeaderValue::as_bytes));
+    let key = match admission {
+        Admission::Open => None,
+        Admission::Key(client) => Some(client),
+        Admission::Refused => return Err(ApiError::unauthorized()),
+    };
+    let client = Client::new(owner.clone(), key);
+    let path = request.uri().path();
+    if let Some(response) = models_path(&upstream, request.method(), path) {
+        return response;
+    }
+    if !is_forwarded(path, &upstream.engines.settings.forward) {
+        let method = request.method().as_str();
+        return Err(ApiError::not_forwarded(method, path));
+    }
+    forward(shard, &upstream, client, request, id).await
+}
+
+/// Paths that need no key.
+fn open_path(
+    shard: &Rc<Shard>,
+    upstream: &Upstream,
+    request: &Request<Incoming>,
+    id: &str,
+) -> Option<Result<Response<HttpBody>, ApiError>> {
+    if *request.method() != Method::GET && *request.method() != Method::HEAD {
+        return None;
+    }
+    let ready = upstream.engines.ready() > 0;
+    let status = if ready { 200 } else { 503 };
+    Some(Ok(match request.uri().path() {
+        "/health" => {
+            let word = if ready { "ok" } else { "unavailable" };
+            let engines = upstream.engines.describe();
+            http::json(
+                status,
+                format!("{{\"status\":\"{word}\",\"engines\":{engines}}}").into_bytes(),
+            )
+        }
+        "/ready" => http::json(status, format!("{{\"ready\":{ready}}}").into_bytes()),
+        "/live" | "/ping" => http::json(200, b"{\"live\":true}".to_vec()),
+        "/version" => http::json(200, crate::openai::version_json().to_vec()),
+        "/metrics" => return Some(http::metrics(shard, id)),
+        _ => return None,
+    }))
+}
+
+/// Paths that all engines answer together.
+fn models_path(
+    upstream: &Upstream,
+    method: &Method,
+    path: &str,
+) -> Option<Result<Response<HttpBody>, ApiError>> {
+    if *method != Method::GET && *method != Method::HEAD {
+        return None;
+    }
+    let catalog = upstream.engines.catalog();
+    if path == "/v1/models" {
+        return Some(Ok(http::json(200, catalog.list())));
+    }
+    let model = http::percent_decode(path.strip_prefix("/v1/models/")?);
+    Some(match catalog.card(&model) {
+        Some(card) => Ok(http::json(200, card)),
+        None => Err(ApiError::model_not_found(&model, &catalog.names())),
+    })
+}
+
+async fn forward(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    client: Client,
+    request: Request<Incoming>,
+    id: &str,
+) -> Result<Response<HttpBody>, ApiError> {
+    http::check_memory(shard)?;
+    let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
+    let limits = &shard.service.limits;
+    let (parts, body) = request.into_parts();
+    let target = parts.uri.path_and_query();
+    let target = target.map_or_else(|| "/".to_owned(), |target| target.as_str().to_owned());
+    let head = http::head_of(&parts.headers, id, client.clone())?;
+    let body = if body.is_end_stream() {
+        Bytes::new()
+    } else {
+        let read = http::read_body(body, limits.body_bytes_max, &mut charge);
+        let read = tokio::time::timeout(limits.read_timeout, read).await;
+        let late = |_| ApiError::request_timeout("body", limits.read_timeout.as_secs_f64());
+        read.map_err(late)??
+    };
+    let room = Room::take(shard, client, charge)?;
+    upstream.earn();
+
+    let is_json = is_json(&parts.headers);
+    let seen = if is_json { peek(&body) } else { None };
+    let seen = seen.unwrap_or_default();
+    let (only, root) = served(upstream, seen.model.as_deref())?;
+    let block_size = shard.service.block_size;
+    let blocks = seen.text_blocks(block_size, root);
+    let request = dispatch::Request {
+        prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
+        max_tokens: seen.max_tokens.unwrap_or(0),
+        session: head.session,
+        direct: head.worker,
+        only,
+        streams_input: false,
+    };
+    let settings = &upstream.engines.settings;
+    let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
+    // The router's own keys stay here.
+    let keeps_authorization = shard.service.api_keys.is_empty();
+    let exchange = Exchange {
+        method: parts.method,
+        target,
+        headers: wire::write_headers(&parts.headers, keeps_authorization).freeze(),
+        wants_tokens: stream.is_some()
+            && settings.resume == Resume::Tokens
+            && !seen.return_token_ids,
+        body: body.clone(),
+        request,
+        stream,
+        room,
+    };
+    let begun = obtain(shard, upstream, &exchange).await?;
+    Ok(Relay::respond(shard, upstream, exchange, begun))
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let Some(kind) = headers.get(CONTENT_TYPE) else {
+        return true;
+    };
+    let essence = kind.as_bytes().split(|&b| b == b';').next();
+    essence.is_some_and(|essence| {
+        let essence = essence.trim_ascii();
+        essence.eq_ignore_ascii_case(b"application/json") || essence.ends_with(b"+json")
+    })
+}
+
+fn stream_kind(path: &str, seen: &Peek<'_>, resume: Resume) -> Option<StreamKind> {
+    if !seen.stream || resume == Resume::Off {
+        return None;
+    }
+    match path {
+        "/v1/completions" => Some(StreamKind::Completion),
+        "/v1/chat/completions" => Some(StreamKind::Chat),
+        _ => None,
+    }
+}
+
+/// The engines that serve `model`, and the root of its blocks' hashes.
+#[allow(clippy::type_complexity)]
+fn served(
+    upstream: &Upstream,
+    model: Option<&str>,
+) -> Result<(Option<Arc<[WorkerId]>>, BlockHash), ApiError> {
+    let catalog = upstream.engines.catalog();
+    match model {
+        // Before the first engine answered, no model is unknown.
+        Some(model) if !catalog.is_empty() => match catalog.get(model) {
+            Some(served) => Ok((served.only.clone(), served.root)),
+            None => Err(ApiError::model_not_found(model, &catalog.names())),
+        },
+        _ => Ok((None, BlockHash::default())),
+    }
+}
+
+/// Stands for a prompt that is not in the body, or has no text: a token, which fills no block.
+fn no_prompt(block_size: u32) -> Prompt {
+    Prompt::from_tokens(&[0], block_size, BlockHash::default())
+        .expect("one token, in blocks of one or more")
+}
+
+/// An answer that has begun.
+pub(super) struct Begun {
+    pub(super) seat: Seat,
+    pub(super) visit: Visit,
+    pub(super) answer: Answer,
+}
+
+/// An answer as far as it was read.
+pub(super) struct Answer {
+    pub(super) connection: Connection,
+    pub(super) head: ResponseHead,
+    pub(super) decoder: BodyDecoder,
+    pub(super) first: Bytes,
+    /// `first` is all of it.
+    pub(super) complete: bool,
+}
+
+/// Sends a request to engines, one after the other, until one answers.
+///
+/// # Errors
+/// What the client gets if none does.
+pub(super) async fn obtain(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+) -> Result<Begun, ApiError> {
+    let mut seat = Seat::submit(shard, upstream, &exchange.request);
+    let mut refusal: Option<Refusal> = None;
+    loop {
+        let worker = match seat.placed().await {
+            Ok(worker) => worker,
+            Err(error) => return Err(refusal.map_or(error, |refusal| refusal.error)),
+        };
+        let (index, engine) = upstream.engines.of(worker);
+        let mut visit = Visit::begin(&upstream.engines, index);
+        let limit = upstream.engines.settings.first_byte_timeout;
+        let attempt = converse(upstream, exchange, &visit);
+        let outcome = match tokio::time::timeout(limit, attempt).await {
+            Ok(outcome) => outcome,
+            Err(_) => Err(Failure::FirstByteTimeout(limit)),
+        };
+        match outcome {
+            Ok(answer) => {
+                let status = answer.head.status;
+                visit.on_first_byte(status);
+                if status == StatusCode::SERVICE_UNAVAILABLE && answer.complete && upstream.spend()
+                {
+                    // It is busy or stops; its words reach the client if no other engine takes it.
+                    refusal = Some(Refusal::of_answer(engine, &answer));
+                    engine.counters.retried.fetch_add(1, Relaxed);
+                    shard.metrics.retries.add(1);
+                    put_back(upstream, index, answer);
+                    drop(visit);
+                    seat.failed_by(worker);
+                    continue;
+                }
+                seat.begun();
+                return Ok(Begun {
+                    seat,
+                    visit,
+                    answer,
+                });
+            }
+            Err(failure) => {
+                visit.on_failure(&failure);
+                let error = failed(engine, &failure);
+                // It may be computing the request still, or again.
+                let final_failure = matches!(failure, Failure::FirstByteTimeout(_));
+                if final_failure || !upstream.spend() {
+                    shard.metrics.streams_lost.add(1);
+                    return Err(error);
+                }
+                tracing::debug!(engine = %engine.spec.url, %failure, "asking another engine");
+                engine.counters.retried.fetch_add(1, Relaxed);
+                shard.metrics.retries.add(1);
+                refusal = Some(Refusal { error });
+                drop(visit);
+                seat.failed_by(worker);
+            }
+        }
+    }
+}
+
+/// The last reason why a request has no answer.
+struct Refusal {
+    error: ApiError,
+}
+
+impl Refusal {
+    fn of_answer(engine: &Engine, answer: &Answer) -> Refusal {
+        let seconds = answer.head.headers.get(RETRY_AFTER);
+        let seconds = seconds.and_then(|value| value.to_str().ok()?.parse().ok());
+        let text = String::from_utf8_lossy(&answer.first);
+        let text: String = text.chars().take(500).collect();
+        let text = format!("engine {} answered 503: {text}", engine.spec.url);
+        Refusal {
+            error: ApiError::overloaded(text, seconds.unwrap_or(1)),
+        }
+    }
+}
+
+/// The error for a client whose request `engine` failed.
+fn failed(engine: &Engine, failure: &Failure) -> ApiError {
+    let url = &engine.spec.url;
+    match failure {
+        Failure::FirstByteTimeout(limit) => {
+            ApiError::engine_timeout(&url.to_string(), limit.as_secs_f64())
+        }
+        Failure::Refused(_) | Failure::ConnectTimeout(_) => {
+            ApiError::overloaded(format!("engine {url}: {failure}; try again"), 1)
+        }
+        _ => ApiError::engine_failed(&url.to_string(), &failure.to_string()),
+    }
+}
+
+fn put_back(upstream: &Upstream, index: usize, answer: Answer) {
+    if answer.complete && answer.head.keep_alive {
+        upstream.keep(index, answer.connection);
+    }
+}
+
+/// Sends a request to an engine, and reads the first bytes of its answer.
+async fn converse(
+    upstream: &Upstream,
+    exchange: &Exchange,
+    visit: &Visit,
+) -> Result<Answer, Failure> {
+    let engine = visit.engine();
+    if let Some(connection) = upstream.take_idle(visit.index()) {
+        match converse_on(connection, engine, exchange).await {
+            // The engine closed an idle connection as the request was sent. A new connection shows whether
+            // it is there.
+            Err(Failure::Lost(_)) => {}
+            outcome => return outcome,
+        }
+    }
+    let limit = upstream.engines.settings.connect_timeout;
+    let connection = Connection::open(engine, limit).await?;
+    converse_on(connection, engine, exchange).await
+}
+
+async fn converse_on(
+    mut connection: Connection,
+    engine: &Engine,
+    exchange: &Exchange,
+) -> Result<Answer, Failure> {
+    let body = exchange.body_for(engine);
+    let head = wire::write_head(
+        &exchange.method,
+        [&engine.spec.url.prefix, &exchange.target],
+        &engine.authority,
+        engine.authorization.as_deref(),
+        &exchange.headers,
+        body[0].len() + body[1].len(),
+    );
+    let sent = connection.send(head, &body).await;
+    // An engine may answer before it has read the body, and close: `413`.
+    let head = match (connection.read_head(&exchange.method).await, sent) {
+        (Ok(head), _) => head,
+        (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
+    };
+    let mut decoder = BodyDecoder::new(head.framing);
+    let wants_all = matches!(head.framing, Framing::Sized(bytes) if bytes <= WHOLE_BYTES_MAX);
+    let mut first = Bytes::new();
+    loop {
+        match decoder.decode(&mut connection.buf) {
+            Ok(Decoded::Data(data)) => {
+                if first.is_empty() {
+                    first = data;
+                } else {
+                    first = [first, data].concat().into();
+                }
+                if wants_all {
+                    continue;
+                }
+                // A short answer in one piece often has its end in the same read.
+                return Ok(Answer {
+                    connection,
+                    head,
+                    decoder,
+                    first,
+                    complete: false,
+                });
+            }
+            Ok(Decoded::End) => {
+                return Ok(Answer {
+                    connection,
+                    head,
+                    decoder,
+                    first,
+                    complete: true,
+                });
+            }
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(Failure::Protocol(error)),
+        }
+        match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
+            Ok(0) if decoder.ends_at_close() => {
+                return Ok(Answer {
+                    connection,
+                    head,
+                    decoder,
+                    first,
+                    complete: true,
+                });
+            }
+            Ok(0) => return Err(Failure::Lost("closed within its answer".into())),
+            Ok(_) => {}
+            Err(error) => return Err(Failure::Lost(error.to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_that_change_engines_are_not_forwarded() {
+        let more = vec!["/custom".to_owned(), "/tools/".to_owned()];
+        for path in [
+            "/v1/completions",
+            "/v1/audio/transcriptions",
+            "/v2/rerank",
+            "/tokenize",
+            "/custom",
+            "/tools/a/b",
+        ] {
+            assert!(is_forwarded(path, &more), "{path}");
+        }
+        for path in [
+            "/v1/load_lora_adapter",
+            "/sleep",
+            "/reset_prefix_cache",
+            "/shutdown",
+            "/custom/x",
+            "/v1/../sleep",
+            "/v1/%2e%2E/sleep",
+            "/v1/%6coad_lora_adapter",
+            "/v1/load_lora_adapter/",
+            "/v1//x",
+            "/",
+        ] {
+            assert!(!is_forwarded(path, &more), "{path}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The thread that asks engines whether they are well, and which models they serve.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use hyper::{Method, StatusCode};
+use slipstream_config::cluster::EngineKind;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::catalog::{Model, parse_models};
+use super::connection::{Connection, Failure};
+use super::engines::{Engine, Engines, State};
+use super::wire::{self, BodyDecoder, Decoded};
+
+/// Limit of an answer to a question of this thread.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+
+/// Health checks under way. They end when it is dropped.
+pub struct HealthChecks {
+    stop: watch::Sender<bool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Starts the health checks of `engines`.
+///
+/// # Errors
+/// The thread or its runtime cannot be made.
+pub fn start(engines: Arc<Engines>) -> io::Result<HealthChecks> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let (stop, stopped) = watch::channel(false);
+    let run = move || {
+        runtime.block_on(async move {
+            let mut checks = tokio::task::JoinSet::new();
+            for index in 0..engines.list.len() {
+                checks.spawn(watch_engine(engines.clone(), index));
+            }
+            let mut stopped = stopped;
+            // An error: its other half was dropped.
+            let _ = stopped.changed().await;
+        });
+    };
+    let thread = std::thread::Builder::new()
+        .name("engine-health".into())
+        .spawn(run)?;
+    Ok(HealthChecks {
+        stop,
+        thread: Some(thread),
+    })
+}
+
+impl Drop for HealthChecks {
+    fn drop(&mut self) {
+        let _ = self.stop.send(true);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of health checks ended by panic");
+        }
+    }
+}
+
+/// A lost engine is asked again after this at the earliest, however many requests fail there.
+const CHECK_PAUSE: Duration = Duration::from_millis(100);
+
+async fn watch_engine(engines: Arc<Engines>, index: usize) {
+    let engine = &engines.list[index];
+    let settings = &engines.settings;
+    let mut models_due = Instant::now();
+    loop {
+        let wants_models = engine.state() == State::Down || models_due <= Instant::now();
+        let check = check(engine, wants_models, settings.connect_timeout);
+        let limit = settings.health_timeout;
+        let outcome = tokio::time::timeout(limit, check).await;
+        match outcome.unwrap_or(Err(Failure::Health(format!("no answer within {limit:?}")))) {
+            Ok(models) => {
+                if models.is_some() {
+                    models_due = Instant::now() + settings.models_interval;
+                }
+                engines.on_healthy(engine, models);
+            }
+            Err(failure) => engines.on_failure(engine, &failure, false),
+        }
+        tokio::time::sleep(CHECK_PAUSE.min(settings.health_interval)).await;
+        let pause = settings.health_interval.saturating_sub(CHECK_PAUSE);
+        // Whether a request failed or the time has come.
+        let _ = tokio::time::timeout(pause, engine.check_now.notified()).await;
+    }
+}
+
+/// Asks whether `engine` is well, and with `wants_models` for its models.
+async fn check(
+    engine: &Engine,
+    wants_models: bool,
+    connect_timeout: Duration,
+) -> Result<Option<Vec<Model>>, Failure> {
+    let kind = engine.kind();
+    let mut by_models = kind == EngineKind::OpenAi;
+    if !by_models {
+        let (status, _) = ask(engine, "/health", connect_timeout).await?;
+        match status {
+            StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED
+                if engine.spec.kind == EngineKind::Auto =>
+            {
+                by_models = true;
+            }
+            status if !status.is_success() => {
+                return Err(Failure::Health(format!("/health answers {status}")));
+            }
+            _ => {}
+        }
+    }
+    if !by_models && !wants_models {
+        return Ok(None);
+    }
+    let (status, body) = ask(engine, "/v1/models", connect_timeout).await?;
+    if !status.is_success() {
+        return Err(Failure::Health(format!("/v1/models answers {status}")));
+    }
+    match parse_models(&body) {
+        Some(models) if !models.is_empty() => Ok(Some(models)),
+        Some(_) => Err(Failure::Health("/v1/models lists no model".into())),
+        None => Err(Failure::Health("/v1/models is not OpenAI's list".into())),
+    }
+}
+
+/// `GET path`, on a connection of its own: a health check shows that the engine still accepts.
+async fn ask(
+    engine: &Engine,
+    path: &str,
+    connect_timeout: Duration,
+) -> Result<(StatusCode, Bytes), Failure> {
+    engine.counters.checks.fetch_add(1, Relaxed);
+    let health = |failure: Failure| match failure {
+        refused @ Failure::Refused(_) => refused,
+        other => Failure::Health(other.to_string()),
+    };
+    let mut connection = Connection::open(engine, connect_timeout)
+        .await
+        .map_err(health)?;
+    let head = wire::write_head(
+        &Method::GET,
+        [&engine.spec.url.prefix, path],
+        &engine.authority,
+        engine.authorization.as_deref(),
+        b"connection: close\r\n",
+        0,
+    );
+    let none = [Bytes::new(), Bytes::new()];
+    connection.send(head, &none).await.map_err(health)?;
+    let head = connection.read_head(&Method::GET).await.map_err(health)?;
+    let mut decoder = BodyDecoder::new(head.framing);
+    let mut body = BytesMut::new();
+    loop {
+        match decoder.decode(&mut connection.buf) {
+            Ok(Decoded::Data(data)) if body.len() + data.len() <= ANSWER_BYTES_MAX => {
+                body.extend_from_slice(&data);
+                continue;
+            }
+            Ok(Decoded::Data(_)) => {
+                return Err(Failure::Health(format!("{path} answers too much")));
+            }
+            Ok(Decoded::End) => return Ok((head.status, body.freeze())),
+            Ok(Decoded::NeedMore) => {}
+            Err(error) => return Err(health(Failure::Protocol(error))),
+        }
+        match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
+            Ok(0) if decoder.ends_at_close() => return Ok((head.status, body.freeze())),
+            Ok(0) => return Err(Failure::Health(format!("{path} broke off"))),
+            Ok(_) => {}
+            Err(error) => return Err(Failure::Health(error.to_string())),
+        }
+    }
+}

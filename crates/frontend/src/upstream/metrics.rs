@@ -1,0 +1,234 @@
+//! Counters per engine.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use hyper::StatusCode;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+
+use super::connection::Failure;
+use super::engines::{Engine, Engines, State};
+
+/// Upper bounds of the time to the first byte, s.
+const BOUNDS_S: [f64; 16] = [
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0, 300.0,
+];
+
+/// What is counted of an engine, by all shards.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    /// Attempts: a retry counts at each engine.
+    pub(super) requests: AtomicU64,
+    pub(super) in_flight: AtomicU64,
+    /// Answers by hundreds of the status.
+    answers: [AtomicU64; 6],
+    connect: AtomicU64,
+    lost: AtomicU64,
+    timeout: AtomicU64,
+    protocol: AtomicU64,
+    health: AtomicU64,
+    /// Requests that another engine was asked after this one failed them.
+    pub(super) retried: AtomicU64,
+    /// Streams that another engine continued.
+    pub(super) resumed: AtomicU64,
+    /// Answers that broke off.
+    pub(super) broken: AtomicU64,
+    /// Questions of the health thread.
+    pub(super) checks: AtomicU64,
+    pub(super) ejections: AtomicU64,
+    pub(super) ejections_suppressed: AtomicU64,
+    /// Of bodies of answers.
+    pub(super) bytes: AtomicU64,
+    first_byte: [AtomicU64; BOUNDS_S.len() + 1],
+    first_byte_ns: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn on_failure(&self, failure: &Failure) {
+        let counter = match failure {
+            Failure::Refused(_) | Failure::ConnectTimeout(_) => &self.connect,
+            Failure::Lost(_) => &self.lost,
+            Failure::FirstByteTimeout(_) | Failure::Stalled(_) => &self.timeout,
+            Failure::Protocol(_) => &self.protocol,
+            Failure::Health(_) => &self.health,
+            Failure::Status(_) => return, // counted as an answer
+        };
+        counter.fetch_add(1, Relaxed);
+    }
+
+    /// The first byte of an answer came `took_ns` after the request was sent.
+    pub(super) fn on_answer(&self, status: StatusCode, took_ns: u64) {
+        let class = (status.as_u16() / 100).min(5);
+        self.answers[class as usize].fetch_add(1, Relaxed);
+        let took_s = took_ns as f64 / 1e9;
+        let bucket = BOUNDS_S.partition_point(|&bound| bound < took_s);
+        self.first_byte[bucket].fetch_add(1, Relaxed);
+        self.first_byte_ns.fetch_add(took_ns, Relaxed);
+    }
+}
+
+/// Encodes the counters of all engines.
+pub struct EngineCollector(
+    /// The engines.
+    pub Arc<Engines>,
+);
+
+impl fmt::Debug for EngineCollector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "EngineCollector({} engines)", self.0.list.len())
+    }
+}
+
+type Labels<'a> = [(&'static str, &'a str); 1];
+
+impl EngineCollector {
+    fn each<'a>(&'a self, urls: &'a [String]) -> impl Iterator<Item = (Labels<'a>, &'a Engine)> {
+        let engines = urls.iter().zip(self.0.list.iter());
+        engines.map(|(url, engine)| ([("engine", url.as_str())], engine))
+    }
+}
+
+impl Collector for EngineCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        type Of = fn(&Counters) -> &AtomicU64;
+        let urls: Vec<String> = self
+            .0
+            .list
+            .iter()
+            .map(|of| of.spec.url.to_string())
+            .collect();
+        let counters: [(&str, &str, Of); 8] = [
+            (
+                "slipstream_engine_requests",
+                "Requests sent to the engine; a retry counts at each engine",
+                |c| &c.requests,
+            ),
+            (
+                "slipstream_engine_retries",
+                "Requests that were sent to another engine after this one failed them",
+                |c| &c.retried,
+            ),
+            (
+                "slipstream_engine_streams_resumed",
+                "Streams that continued on another engine after this one was lost",
+                |c| &c.resumed,
+            ),
+            (
+                "slipstream_engine_answers_broken",
+                "Answers that broke off, and that no other engine continued",
+                |c| &c.broken,
+            ),
+            (
+                "slipstream_engine_health_checks",
+                "Questions of health checks",
+                |c| &c.checks,
+            ),
+            (
+                "slipstream_engine_ejections",
+                "Times that the engine got no requests because it failed too many",
+                |c| &c.ejections,
+            ),
+            (
+                "slipstream_engine_ejections_suppressed",
+                "Failures that did not eject the engine because no other one was left",
+                |c| &c.ejections_suppressed,
+            ),
+            (
+                "slipstream_engine_answer_bytes",
+                "Bytes of answers' bodies",
+                |c| &c.bytes,
+            ),
+        ];
+        for (name, help, of) in counters {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for (labels, engine) in self.each(&urls) {
+                family
+                    .encode_family(&labels)?
+                    .encode_counter::<NoLabelSet, u64, f64>(
+                        &of(&engine.counters).load(Relaxed),
+                        None,
+                    )?;
+            }
+        }
+        let mut answers = encoder.encode_descriptor(
+            "slipstream_engine_answers",
+            "Answers by status",
+            None,
+            MetricType::Counter,
+        )?;
+        for (labels, engine) in self.each(&urls) {
+            for (class, name) in ["1xx", "2xx", "3xx", "4xx", "5xx"].iter().enumerate() {
+                let labels = [labels[0], ("status", *name)];
+                let value = engine.counters.answers[class + 1].load(Relaxed);
+                answers
+                    .encode_family(&labels)?
+                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            }
+        }
+        let mut failures = encoder.encode_descriptor(
+            "slipstream_engine_failures",
+            "Failures by cause",
+            None,
+            MetricType::Counter,
+        )?;
+        for (labels, engine) in self.each(&urls) {
+            let c = &engine.counters;
+            for (cause, count) in [
+                ("connect", &c.connect),
+                ("lost", &c.lost),
+                ("timeout", &c.timeout),
+                ("protocol", &c.protocol),
+                ("health", &c.health),
+            ] {
+                let labels = [labels[0], ("cause", cause)];
+                failures
+                    .encode_family(&labels)?
+                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+            }
+        }
+        let mut in_flight = encoder.encode_descriptor(
+            "slipstream_engine_in_flight",
+            "Requests at the engine",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, engine) in self.each(&urls) {
+            let value = engine.counters.in_flight.load(Relaxed) as f64;
+            in_flight.encode_family(&labels)?.encode_gauge(&value)?;
+        }
+        let mut up = encoder.encode_descriptor(
+            "slipstream_engine_up",
+            "Whether the engine takes requests",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, engine) in self.each(&urls) {
+            let takes = matches!(engine.state(), State::Up | State::HalfOpen);
+            let value = f64::from(u8::from(takes));
+            up.encode_family(&labels)?.encode_gauge(&value)?;
+        }
+        let mut first_byte = encoder.encode_descriptor(
+            "slipstream_engine_first_byte_seconds",
+            "From sending a request to the first byte of its answer",
+            None,
+            MetricType::Histogram,
+        )?;
+        for (labels, engine) in self.each(&urls) {
+            let counts = engine
+                .counters
+                .first_byte
+                .each_ref()
+                .map(|n| n.load(Relaxed));
+            let bounds = BOUNDS_S.iter().copied().chain([f64::INFINITY]);
+            let buckets: Vec<(f64, u64)> = bounds.zip(counts).collect();
+            let sum = engine.counters.first_byte_ns.load(Relaxed) as f64 / 1e9;
+            first_byte
+                .encode_family(&labels)?
+                .encode_histogram::<NoLabelSet>(sum, counts.iter().sum(), &buckets, None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! Real engines: they answer in bytes, over HTTP.
+//!
+//! ```text
+//!   client ─► hyper ─► forward ─ peek ─ dispatcher ─► connection ─► engine
+//!          ◄───────────── relay ◄──── decoder ◄───────┘
+//! ```
+//!
+//! * `engines`: what all shards know of the engines: health, models, counters.
+//! * [`health`]: the thread that asks them. `catalog`: their models, merged.
+//! * `forward`: from a client's request to the first bytes of an answer, with retries.
+//! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
+//! * `peek`: what routing reads of a body. `wire`: HTTP/1.1 without I/O; `connection`: with it.
+//! * `metrics`: counters per engine.
+//!
+//! An answer is read by the task that writes it to the client: a client that does not read stops the
+//! engine's socket, and one that disconnects drops the connection to the engine in the same poll.
+
+mod catalog;
+mod connection;
+mod engines;
+mod forward;
+pub mod health;
+mod metrics;
+mod peek;
+mod relay;
+mod resume;
+mod seat;
+mod wire;
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use slipstream_planes::clock::monotonic_ns;
+
+pub use engines::{EngineSpec, Engines};
+pub use metrics::EngineCollector;
+
+pub(crate) use forward::handle;
+pub(crate) use relay::Relay;
+pub(crate) use seat::{Decision, Ticket};
+
+use connection::Connection;
+
+use crate::shard::Shard;
+
+/// A shard's side of the engines.
+pub(crate) struct Upstream {
+    pub(crate) engines: Arc<Engines>,
+    /// Idle connections by engine, oldest first.
+    idle: Box<[RefCell<VecDeque<Connection>>]>,
+    /// Numbers of requests in the dispatcher that are free.
+    free: RefCell<Vec<u32>>,
+    numbers: Cell<u32>,
+    /// Retries that may be made.
+    budget: Cell<f64>,
+    /// The server stops: streams end now.
+    stopping: Cell<bool>,
+    /// Tasks that relay answers, by number of the request.
+    relays: RefCell<Vec<Option<Waker>>>,
+}
+
+/// Retries that may be made at a time without earlier requests.
+const RETRIES_AT_ONCE: f64 = 10.0;
+
+/// Interval at which idle connections are looked at.
+const SWEEP: Duration = Duration::from_millis(500);
+
+impl Upstream {
+    pub(crate) fn new(engines: Arc<Engines>) -> Upstream {
+        Upstream {
+            idle: engines.list.iter().map(|_| RefCell::default()).collect(),
+            engines,
+            free: RefCell::default(),
+            numbers: Cell::new(0),
+            budget: Cell::new(RETRIES_AT_ONCE),
+            stopping: Cell::new(false),
+            relays: RefCell::default(),
+        }
+    }
+
+    /// Closes connections that were idle for too long, for as long as the shard runs.
+    pub(crate) async fn sweep(&self) {
+        loop {
+            tokio::time::sleep(SWEEP).await;
+            let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
+            let now = monotonic_ns();
+            for idle in &self.idle {
+                let mut idle = idle.borrow_mut();
+                while idle
+                    .front()
+                    .is_some_and(|connection| connection.idle_since_ns + keep_ns <= now)
+                {
+                    idle.pop_front();
+                }
+            }
+        }
+    }
+
+    /// An idle connection to `engine` that is still open.
+    fn take_idle(&self, engine: usize) -> Option<Connection> {
+        let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
+        let now = monotonic_ns();
+        let mut idle = self.idle[engine].borrow_mut();
+        // The youngest first: the others may then be closed.
+        while let Some(connection) = idle.pop_back() {
+            if connection.idle_since_ns + keep_ns > now && connection.is_open() {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    /// Keeps a connection whose answer was complete.
+    fn keep(&self, engine: usize, mut connection: Connection) {
+        if !connection.rest(monotonic_ns()) {
+            return; // bytes that no one asked for
+        }
+        let mut idle = self.idle[engine].borrow_mut();
+        if idle.len() < self.engines.settings.connections_idle_max {
+            idle.push_back(connection);
+        }
+    }
+
+    fn next_number(&self) -> u32 {
+        self.free.borrow_mut().pop().unwrap_or_else(|| {
+            let number = self.numbers.get();
+            self.numbers.set(number + 1);
+            number
+        })
+    }
+
+    fn free_number(&self, number: u32) {
+        if let Some(waker) = self.relays.borrow_mut().get_mut(number as usize) {
+            *waker = None;
+        }
+        self.free.borrow_mut().push(number);
+    }
+
+    /// A request was accepted: it earns a share of a retry.
+    fn earn(&self) {
+        let earned = self.budget.get() + self.engines.settings.retry_budget;
+        self.budget.set(earned.min(RETRIES_AT_ONCE));
+    }
+
+    /// Takes a retry from the budget.
+    fn spend(&self) -> bool {
+        let left = self.budget.get() - 1.0;
+        if left >= 0.0 {
+            self.budget.set(left);
+        }
+        left >= 0.0
+    }
+
+    /// The server stops: every stream ends now. Returns how many there are.
+    pub(crate) fn stop(&self) -> u64 {
+        self.stopping.set(true);
+        let wakers: Vec<Waker> = self.relays.borrow().iter().flatten().cloned().collect();
+        let cut = wakers.len() as u64;
+        wakers.into_iter().for_each(Waker::wake);
+        cut
+    }
+
+    /// The task of request `number` is woken by `waker` when the server stops.
+    fn watch_stop(&self, number: u32, waker: &Waker) {
+        let mut relays = self.relays.borrow_mut();
+        let at = number as usize;
+        if relays.len() <= at {
+            relays.resize(at + 1, None);
+        }
+        match &mut relays[at] {
+            Some(known) if known.will_wake(waker) => {}
+            other => *other = Some(waker.clone()),
+        }
+    }
+}
+
+impl Shard {
+    /// The engines of this shard.
+    pub(crate) fn upstream(&self) -> Option<&Rc<Upstream>> {
+        match &self.plane {
+            crate::shard::Plane::Engines(upstream) => Some(upstream),
+            _ => None,
+        }
+    }
+}

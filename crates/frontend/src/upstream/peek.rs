@@ -1,0 +1,147 @@
+//! What routing reads of a client's body. The body itself is passed on as it came.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+use slipstream_base::{BlockHash, Prompt};
+
+/// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
+/// the engine says what is wrong with them.
+#[derive(Debug, Default)]
+pub(super) struct Peek<'a> {
+    pub(super) model: Option<String>,
+    pub(super) stream: bool,
+    pub(super) return_token_ids: bool,
+    /// Limit of the answer's tokens.
+    pub(super) max_tokens: Option<u32>,
+    /// Fields that precede the prompt's text in the engine's template: `tools`, `system`, `instructions`.
+    before: Vec<&'a str>,
+    /// `messages`, `prompt` or `input`, as it is written.
+    prompt: Option<&'a str>,
+}
+
+/// Reads `body`; `None` if it is not a JSON object.
+pub(super) fn peek(body: &[u8]) -> Option<Peek<'_>> {
+    serde_json::from_slice(body).ok()
+}
+
+impl<'de> Deserialize<'de> for Peek<'de> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = Peek<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Peek<'de>, A::Error> {
+                let mut peek = Peek::default();
+                // The last one of a name wins, as in Python's parser.
+                while let Some(name) = map.next_key::<std::borrow::Cow<'de, str>>()? {
+                    match &*name {
+                        "model" => peek.model = read(map.next_value()?),
+                        "stream" => peek.stream = read(map.next_value()?).unwrap_or(false),
+                        "return_token_ids" => {
+                            peek.return_token_ids = read(map.next_value()?).unwrap_or(false);
+                        }
+                        "max_tokens" | "max_completion_tokens" => {
+                            peek.max_tokens = read(map.next_value()?).or(peek.max_tokens);
+                        }
+                        "messages" | "prompt" | "input" => {
+                            peek.prompt = Some(map.next_value::<&RawValue>()?.get());
+                        }
+                        "tools" | "system" | "instructions" => {
+                            peek.before.push(map.next_value::<&RawValue>()?.get());
+                        }
+                        _ => {
+                            map.next_value::<IgnoredAny>()?;
+                        }
+                    }
+                }
+                Ok(peek)
+            }
+        }
+        from.deserialize_map(Fields)
+    }
+}
+
+fn read<'a, T: Deserialize<'a>>(raw: &'a RawValue) -> Option<T> {
+    serde_json::from_str(raw.get()).ok()
+}
+
+/// Bytes of text that count as one token. Byte-pair encodings of English and code have 3.5 to 4.5 bytes
+/// per token, so loads in these units compare with the engines' own.
+const BYTES_PER_TOKEN: usize = 4;
+
+impl Peek<'_> {
+    /// The prompt in blocks of text, for an index of what was routed: `block_size` tokens of
+    /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
+    /// start, for one model and one set of tools.
+    pub(super) fn text_blocks(&self, block_size: u32, root: BlockHash) -> Option<Prompt> {
+        let text = self.prompt?.as_bytes();
+        let mut tokens = Vec::with_capacity(text.len() / BYTES_PER_TOKEN + 8);
+        for before in &self.before {
+            push_tokens(&mut tokens, before.as_bytes());
+        }
+        push_tokens(&mut tokens, text);
+        Prompt::from_tokens(&tokens, block_size, root).ok()
+    }
+}
+
+fn push_tokens(tokens: &mut Vec<u32>, text: &[u8]) {
+    tokens.extend(text.chunks(BYTES_PER_TOKEN).map(|piece| {
+        let mut bytes = [0; BYTES_PER_TOKEN];
+        bytes[..piece.len()].copy_from_slice(piece);
+        u32::from_le_bytes(bytes)
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_routing_needs_is_read() {
+        let body = br#"{"x":{"model":"no"},"model":"m\u0031","stream":true,"tools":[1],
+            "messages":[{"role":"user"}],"max_tokens":7,"top_k":{"odd":[null]}}"#;
+        let peek = peek(body).unwrap();
+        assert_eq!(peek.model.as_deref(), Some("m1"));
+        assert!(peek.stream);
+        assert_eq!(peek.max_tokens, Some(7));
+        assert_eq!(peek.prompt, Some(r#"[{"role":"user"}]"#));
+        assert_eq!(peek.before, ["[1]"]);
+    }
+
+    #[test]
+    fn values_of_a_wrong_type_are_left_to_the_engine() {
+        let peek = peek(br#"{"model":7,"stream":"yes","max_tokens":-1,"prompt":[1,2]}"#).unwrap();
+        assert_eq!(
+            (peek.model, peek.stream, peek.max_tokens),
+            (None, false, None)
+        );
+        assert_eq!(peek.prompt, Some("[1,2]"));
+        for text in ["", "[]", "7", "{", "{\"a\":1} x"] {
+            assert!(super::peek(text.as_bytes()).is_none(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_next_turn_shares_the_blocks_of_the_one_before() {
+        let turn = |text: &str| {
+            let body = format!(
+                r#"{{"messages":[{{"role":"user","content":"{}"}}{text}]}}"#,
+                "word ".repeat(60)
+            );
+            let blocks = peek(body.as_bytes()).unwrap();
+            let prompt = blocks.text_blocks(16, BlockHash::default()).unwrap();
+            prompt.blocks().to_vec()
+        };
+        let first = turn("");
+        let second =
+            turn(r#",{"role":"assistant","content":"and so on and so on and so on and so on"}"#);
+        assert!(first.len() >= 5 && second.len() > first.len());
+        assert_eq!(first[..4], second[..4]);
+    }
+}

@@ -1,0 +1,528 @@
+//! An answer on its way from an engine to a client.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use hyper::body::{Body, Frame, SizeHint};
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use hyper::{Response, StatusCode};
+use slipstream_planes::clock::monotonic_ns;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::Upstream;
+use super::connection::{Connection, Failure};
+use super::engines::Visit;
+use super::forward::{Answer, Begun, Exchange, Room, obtain};
+use super::resume::{self, Plan, Rewriter};
+use super::seat::Seat;
+use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
+use crate::http::HttpBody;
+use crate::openai::ApiError;
+use crate::shard::Shard;
+
+/// Times that one stream continues on another engine.
+const RESUMES_MAX: u32 = 3;
+
+/// An event longer than this is sent on in pieces, and its stream cannot continue elsewhere.
+const EVENT_BYTES_MAX: usize = 1 << 20;
+
+/// Body of an answer that an engine sends.
+pub(crate) struct Relay {
+    shard: Rc<Shard>,
+    upstream: Rc<Upstream>,
+    exchange: Rc<Exchange>,
+    /// Where it comes from; `None`: it is over, or continues elsewhere.
+    flow: Option<Flow>,
+    /// Read with the head.
+    first: Option<Bytes>,
+    /// Set for a stream of events: they are sent on whole.
+    events: Option<Events>,
+    resuming: Option<Resuming>,
+    resumes: u32,
+    /// Bytes that follow, if that is known.
+    left: Option<u64>,
+    idle: Option<Pin<Box<Sleep>>>,
+    last_ns: u64,
+    /// `live.request_timeout_s` ends it at this time, ns.
+    deadline_ns: Option<u64>,
+}
+
+type Resuming = Pin<Box<dyn Future<Output = Result<(Begun, Rewriter), String>>>>;
+
+/// An answer at an engine.
+struct Flow {
+    seat: Seat,
+    visit: Visit,
+    connection: Connection,
+    decoder: BodyDecoder,
+    keep_alive: bool,
+}
+
+/// A stream of server-sent events.
+#[derive(Default)]
+struct Events {
+    /// The beginning of an event whose end has not come.
+    held: BytesMut,
+    /// What was sent on, as long as another engine could continue it.
+    sent: Option<Vec<u8>>,
+    /// Why `sent` is not kept.
+    not_kept: &'static str,
+    /// Set once another engine continues it.
+    rewriter: Option<Rewriter>,
+}
+
+impl Relay {
+    /// The response whose answer has `begun`.
+    pub(super) fn respond(
+        shard: &Rc<Shard>,
+        upstream: &Rc<Upstream>,
+        exchange: Exchange,
+        begun: Begun,
+    ) -> Response<HttpBody> {
+        let Begun {
+            seat,
+            visit,
+            answer,
+        } = begun;
+        let Answer {
+            connection,
+            head,
+            decoder,
+            first,
+            complete,
+        } = answer;
+        let is_events = is_event_stream(&head);
+        let mut response = Response::new(HttpBody::whole(None));
+        *response.status_mut() = head.status;
+        let left = match head.framing {
+            Framing::Sized(bytes) => Some(bytes),
+            _ => None,
+        };
+        if complete {
+            visit
+                .engine()
+                .counters
+                .bytes
+                .fetch_add(first.len() as u64, Relaxed);
+            if head.keep_alive {
+                upstream.keep(visit.index(), connection);
+            }
+            seat.ended();
+            if !first.is_empty() {
+                *response.body_mut() = HttpBody::whole(Some(first));
+            }
+        } else {
+            let events = is_events.then(|| Events {
+                sent: exchange.stream.map(|_| Vec::new()),
+                not_kept: "requests of this kind do not continue",
+                ..Events::default()
+            });
+            let limit = shard.service.limits.request_timeout;
+            let now = monotonic_ns();
+            let relay = Relay {
+                shard: shard.clone(),
+                upstream: upstream.clone(),
+                exchange: Rc::new(exchange),
+                flow: Some(Flow {
+                    seat,
+                    visit,
+                    connection,
+                    decoder,
+                    keep_alive: head.keep_alive,
+                }),
+                first: Some(first),
+                events,
+                resuming: None,
+                resumes: 0,
+                left,
+                idle: None,
+                last_ns: now,
+                deadline_ns: limit.map(|limit| now.saturating_add(limit.as_nanos() as u64)),
+            };
+            *response.body_mut() = HttpBody::relay(relay);
+        }
+        *response.headers_mut() = head.headers;
+        response
+    }
+
+    /// The next piece of the body, as the engine sent it. `None`: it is complete.
+    fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Ok(Some(first)));
+        }
+        let flow = self.flow.as_mut().expect("the answer is not over");
+        loop {
+            match flow.decoder.decode(&mut flow.connection.buf) {
+                Ok(Decoded::Data(data)) => {
+                    self.last_ns = monotonic_ns();
+                    return Poll::Ready(Ok(Some(data)));
+                }
+                Ok(Decoded::End) => return Poll::Ready(Ok(None)),
+                Ok(Decoded::NeedMore) => {}
+                Err(error) => return Poll::Ready(Err(Failure::Protocol(error))),
+            }
+            match flow.connection.poll_fill(cx) {
+                Poll::Ready(Ok(0)) if flow.decoder.ends_at_close() => return Poll::Ready(Ok(None)),
+                Poll::Ready(Ok(0)) => {
+                    return Poll::Ready(Err(Failure::Lost("closed within its answer".into())));
+                }
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => {
+                    return Poll::Ready(Err(Failure::Lost(error.to_string())));
+                }
+                Poll::Pending => break,
+            }
+        }
+        let number = flow.seat.number();
+        self.upstream.watch_stop(number, cx.waker());
+        self.poll_idle(cx).map(Err)
+    }
+
+    /// Ready if the engine has sent nothing for too long.
+    fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
+        let limit = self.upstream.engines.settings.idle_timeout;
+        let left =
+            |deadline_ns: u64| Duration::from_nanos(deadline_ns.saturating_sub(monotonic_ns()));
+        let wait = self.deadline_ns.map_or(limit, |at| left(at).min(limit));
+        let timer = self
+            .idle
+            .get_or_insert_with(|| Box::pin(sleep_until(Instant::now() + wait)));
+        loop {
+            ready!(timer.as_mut().poll(cx));
+            if self.deadline_ns.is_some_and(|at| left(at).is_zero()) {
+                cx.waker().wake_by_ref(); // `poll_frame` ends it
+                return Poll::Pending;
+            }
+            // The timer is not moved at each piece: it is looked at when it is due.
+            let quiet = Duration::from_nanos(monotonic_ns().saturating_sub(self.last_ns));
+            if quiet >= limit {
+                return Poll::Ready(Failure::Stalled(limit));
+            }
+            let rest = limit.saturating_sub(quiet);
+            let wait = self.deadline_ns.map_or(rest, |at| left(at).min(rest));
+            let next = Instant::now() + wait;
+            timer.as_mut().reset(next);
+        }
+    }
+
+    /// What of `data` goes to the client now. Empty: nothing yet.
+    fn pass(&mut self, data: Bytes) -> Bytes {
+        if let Some(flow) = &self.flow {
+            let bytes = &flow.visit.engine().counters.bytes;
+            bytes.fetch_add(data.len() as u64, Relaxed);
+        }
+        let max = self.upstream.engines.settings.resume_bytes_max;
+        let Some(events) = &mut self.events else {
+            return data;
+        };
+        let passed = events.pass(data, max);
+        let sent = events.sent.as_ref().map_or(0, Vec::len);
+        if !self.exchange.keeps(sent) {
+            events.forget("the memory for clients is used up (`live.memory_max`)");
+        }
+        passed
+    }
+
+    /// The answer is complete: its connection may carry another. What was held back.
+    fn finish(&mut self) -> Option<Bytes> {
+        if let Some(flow) = self.flow.take() {
+            if flow.keep_alive {
+                self.upstream.keep(flow.visit.index(), flow.connection);
+            }
+            flow.seat.ended();
+        }
+        let held = self.events.as_mut().map(|events| events.held.split());
+        held.filter(|held| !held.is_empty()).map(BytesMut::freeze)
+    }
+
+    /// The engine is lost in mid-answer. The answer continues elsewhere if it can.
+    ///
+    /// # Errors
+    /// Why not.
+    fn lose(&mut self, failure: &Failure) -> Result<(), String> {
+        let flow = self.flow.take().expect("the answer is not over");
+        let Flow {
+            seat,
+            mut visit,
+            connection,
+            ..
+        } = flow;
+        visit.on_failure(failure);
+        drop((connection, seat));
+        let engine = visit.engine();
+        let url = engine.spec.url.to_string();
+        tracing::info!(engine = %url, %failure, "an answer broke off");
+        let outcome = self.begin_resume();
+        match &outcome {
+            Ok(()) => engine.counters.resumed.fetch_add(1, Relaxed),
+            Err(_) => engine.counters.broken.fetch_add(1, Relaxed),
+        };
+        outcome.map_err(|why| format!("{url}: {failure}; {why}"))
+    }
+
+    fn begin_resume(&mut self) -> Result<(), String> {
+        let kind = self.exchange.stream;
+        let (Some(events), Some(kind)) = (&mut self.events, kind) else {
+            return Err("only streams of completions and chats continue on another engine".into());
+        };
+        events.held.clear(); // the client has not seen it
+        let Some(sent) = &events.sent else {
+            return Err(events.not_kept.into());
+        };
+        if self.resumes >= RESUMES_MAX {
+            return Err(format!("it continued {RESUMES_MAX} times already"));
+        }
+        if self.upstream.stopping.get() {
+            return Err("the server is stopping".into());
+        }
+        let plan = resume::plan(kind, &self.exchange.body, sent)?;
+        if !self.upstream.spend() {
+            return Err("the budget of retries is spent (`upstream.retry_budget`)".into());
+        }
+        self.resumes += 1;
+        self.shard.metrics.retries.add(1);
+        let Plan { body, rewriter } = plan;
+        let (shard, upstream) = (self.shard.clone(), self.upstream.clone());
+        let exchange = self.exchange.with_body(body, Room::shared());
+        self.resuming = Some(Box::pin(async move {
+            let begun = obtain(&shard, &upstream, &exchange).await;
+            let begun = begun.map_err(|error| error.message)?;
+            let status = begun.answer.head.status;
+            if status != StatusCode::OK || !is_event_stream(&begun.answer.head) {
+                let url = &begun.visit.engine().spec.url;
+                return Err(format!("{url} answered {status} to its continuation"));
+            }
+            Ok((begun, rewriter))
+        }));
+        Ok(())
+    }
+
+    /// Another engine continues the answer.
+    fn on_resumed(&mut self, begun: Begun, rewriter: Rewriter) {
+        let Begun {
+            seat,
+            visit,
+            answer,
+        } = begun;
+        self.flow = Some(Flow {
+            seat,
+            visit,
+            connection: answer.connection,
+            decoder: answer.decoder,
+            keep_alive: answer.head.keep_alive,
+        });
+        self.first = Some(answer.first);
+        self.last_ns = monotonic_ns();
+        if let Some(events) = &mut self.events {
+            events.rewriter = Some(rewriter);
+        }
+    }
+
+    /// The last piece of a body that breaks off.
+    fn break_off(&mut self, error: &ApiError) -> io::Result<Frame<Bytes>> {
+        self.flow = None;
+        self.resuming = None;
+        self.shard.metrics.streams_lost.add(1);
+        if self.events.is_none() {
+            // The client sees that it is not complete.
+            return Err(io::Error::other(error.message.clone()));
+        }
+        let mut event = b"data: ".to_vec();
+        event.extend_from_slice(&error.body());
+        event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
+        Ok(Frame::data(event.into()))
+    }
+
+    fn is_over(&self) -> bool {
+        self.flow.is_none() && self.resuming.is_none()
+    }
+}
+
+/// Whether the body is events as text.
+fn is_event_stream(head: &ResponseHead) -> bool {
+    !head.headers.contains_key(CONTENT_ENCODING)
+        && head
+            .headers
+            .get(CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+}
+
+impl Events {
+    fn pass(&mut self, data: Bytes, sent_max: usize) -> Bytes {
+        let whole = if self.held.is_empty() && data.ends_with(b"\n\n") {
+            data // nearly always
+        } else {
+            self.held.extend_from_slice(&data);
+            match last_event_end(&self.held) {
+                Some(end) => self.held.split_to(end).freeze(),
+                None if self.held.len() <= EVENT_BYTES_MAX => return Bytes::new(),
+                None => {
+                    self.forget("an event was too long");
+                    self.held.split().freeze()
+                }
+            }
+        };
+        let whole = match &mut self.rewriter {
+            None => whole,
+            Some(rewriter) => rewriter.rewrite(&whole).into(),
+        };
+        if let Some(sent) = &mut self.sent {
+            if sent.len() + whole.len() > sent_max {
+                self.forget("the answer is longer than `upstream.resume_bytes_max`");
+            } else {
+                sent.extend_from_slice(&whole);
+            }
+        }
+        whole
+    }
+
+    fn forget(&mut self, why: &'static str) {
+        self.sent = None;
+        self.not_kept = why;
+    }
+}
+
+/// Where the last whole event of `bytes` ends.
+fn last_event_end(bytes: &[u8]) -> Option<usize> {
+    let line_feeds = memchr::memmem::rfind(bytes, b"\n\n").map(|at| at + 2);
+    let crlf = memchr::memmem::rfind(bytes, b"\r\n\r\n").map(|at| at + 4);
+    line_feeds.max(crlf)
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let this = &mut *self;
+        loop {
+            if this.is_over() {
+                return Poll::Ready(None);
+            }
+            if this.upstream.stopping.get() {
+                return Poll::Ready(Some(this.break_off(&ApiError::stopping())));
+            }
+            if let Some(deadline_ns) = this.deadline_ns
+                && monotonic_ns() >= deadline_ns
+            {
+                this.shard.metrics.streams_cut_deadline.add(1);
+                let limit = this
+                    .shard
+                    .service
+                    .limits
+                    .request_timeout
+                    .unwrap_or_default();
+                return Poll::Ready(Some(
+                    this.break_off(&ApiError::deadline(limit.as_secs_f64())),
+                ));
+            }
+            if let Some(resuming) = &mut this.resuming {
+                match ready!(resuming.as_mut().poll(cx)) {
+                    Ok((begun, rewriter)) => {
+                        this.resuming = None;
+                        this.on_resumed(begun, rewriter);
+                    }
+                    Err(why) => {
+                        return Poll::Ready(Some(this.break_off(&ApiError::stream_lost(&why))));
+                    }
+                }
+            }
+            match ready!(this.poll_piece(cx)) {
+                Ok(Some(data)) => {
+                    let data = this.pass(data);
+                    if !data.is_empty() {
+                        this.left = this.left.map(|left| left.saturating_sub(data.len() as u64));
+                        return Poll::Ready(Some(Ok(Frame::data(data))));
+                    }
+                }
+                Ok(None) => {
+                    let held = this.finish();
+                    return Poll::Ready(held.map(|held| Ok(Frame::data(held))));
+                }
+                Err(failure) => {
+                    if let Err(why) = this.lose(&failure) {
+                        return Poll::Ready(Some(this.break_off(&ApiError::stream_lost(&why))));
+                    }
+                }
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.left {
+            Some(left) if self.events.is_none() => SizeHint::with_exact(left),
+            _ => SizeHint::default(),
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        if !self.is_over() {
+            self.shard.metrics.disconnects.add(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn events_are_passed_on_whole_and_unchanged(
+            events in prop::collection::vec("[a-z :]{0,30}", 1..10),
+            crlf in any::<bool>(),
+            at in 1usize..20,
+        ) {
+            let line = if crlf { "\r\n" } else { "\n" };
+            let written: Vec<String> = events
+                .iter()
+                .map(|event| format!("data: {event}{line}{line}"))
+                .collect();
+            let stream = written.concat();
+            let mut passed = Vec::new();
+            let mut relay = Events { sent: Some(Vec::new()), ..Events::default() };
+            for piece in stream.as_bytes().chunks(at) {
+                let out = relay.pass(Bytes::copy_from_slice(piece), 1 << 20);
+                prop_assert!(out.is_empty() || out.ends_with(line.repeat(2).as_bytes()));
+                passed.extend_from_slice(&out);
+            }
+            prop_assert_eq!(&passed, stream.as_bytes());
+            prop_assert_eq!(relay.sent.unwrap(), passed);
+            prop_assert!(relay.held.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_long_event_is_passed_on_in_pieces() {
+        let mut events = Events {
+            sent: Some(Vec::new()),
+            ..Events::default()
+        };
+        let out = events.pass(Bytes::from(vec![b'a'; EVENT_BYTES_MAX + 1]), usize::MAX);
+        assert_eq!(out.len(), EVENT_BYTES_MAX + 1);
+        assert!(events.sent.is_none() && !events.not_kept.is_empty());
+        let mut events = Events {
+            sent: Some(Vec::new()),
+            ..Events::default()
+        };
+        assert_eq!(events.pass(Bytes::from_static(b"data: 1\n\n"), 8).len(), 9);
+        assert!(events.sent.is_none());
+    }
+}

@@ -1,0 +1,114 @@
+//! A request in bytes at the dispatcher.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+use slipstream_base::WorkerId;
+use slipstream_dispatch::Request;
+
+use super::Upstream;
+use crate::openai::ApiError;
+use crate::shard::Shard;
+
+/// What the dispatcher decided about a request.
+#[derive(Debug)]
+pub(crate) enum Decision {
+    /// This worker gets it.
+    Start(WorkerId),
+    /// No worker takes it. It is over.
+    Over(ApiError),
+}
+
+/// Where decisions about a request arrive.
+#[derive(Debug, Default)]
+pub(crate) struct Ticket {
+    decision: RefCell<Option<Decision>>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Ticket {
+    pub(crate) fn set(&self, decision: Decision) {
+        self.decision.replace(Some(decision));
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+/// A request that the dispatcher owns. Dropped, it is canceled there unless it is over.
+pub(super) struct Seat {
+    shard: Rc<Shard>,
+    upstream: Rc<Upstream>,
+    number: u32,
+    ticket: Rc<Ticket>,
+    over: bool,
+}
+
+impl Seat {
+    /// Submits `request`.
+    pub(super) fn submit(shard: &Rc<Shard>, upstream: &Rc<Upstream>, request: &Request) -> Seat {
+        let number = upstream.next_number();
+        let ticket = Rc::new(Ticket::default());
+        let seat = Seat {
+            shard: shard.clone(),
+            upstream: upstream.clone(),
+            number,
+            ticket: ticket.clone(),
+            over: false,
+        };
+        shard.submit_bytes(number, request, ticket);
+        seat
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// The worker that gets it, once that is decided.
+    ///
+    /// # Errors
+    /// What the client gets: no worker takes it.
+    pub(super) async fn placed(&mut self) -> Result<WorkerId, ApiError> {
+        let decision = poll_fn(|cx| {
+            if let Some(decision) = self.ticket.decision.take() {
+                return Poll::Ready(decision);
+            }
+            self.ticket.waker.replace(Some(cx.waker().clone()));
+            Poll::Pending
+        });
+        match decision.await {
+            Decision::Start(worker) => Ok(worker),
+            Decision::Over(error) => {
+                self.over = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// `worker` failed it: another one may get it.
+    pub(super) fn failed_by(&self, worker: WorkerId) {
+        self.shard.on_not_taken(self.number, worker);
+    }
+
+    /// The first byte of its answer came.
+    pub(super) fn begun(&self) {
+        self.shard.dispatching.on_first_token(self.number);
+    }
+
+    /// Its answer is complete.
+    pub(super) fn ended(mut self) {
+        self.over = true;
+        self.shard.on_ended(self.number);
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if !self.over {
+            self.shard.cancel(self.number);
+        }
+        self.upstream.free_number(self.number);
+    }
+}

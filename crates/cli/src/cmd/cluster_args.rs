@@ -101,6 +101,23 @@ impl ClusterArgs {
         }
         Ok(cluster)
     }
+
+    /// As [`resolve_live`](Self::resolve_live), for a command that runs modelled engines itself.
+    ///
+    /// # Errors
+    /// Also if a pool has real engines.
+    pub(crate) fn resolve_modelled(&self, sets: &[String]) -> anyhow::Result<Option<Cluster>> {
+        let cluster = self.resolve_live(sets)?;
+        let real = cluster.iter().flat_map(|cluster| &cluster.pools);
+        if let Some(pool) = real.into_iter().find(|pool| pool.engines.is_some()) {
+            anyhow::bail!(
+                "pool `{}` has real engines (`engines`), and this command runs modelled ones; \
+                 `slipstream serve` forwards to real ones",
+                pool.name
+            );
+        }
+        Ok(cluster)
+    }
 }
 
 /// Refuses settings of a router or network that a live cluster cannot follow.

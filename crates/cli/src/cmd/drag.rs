@@ -165,7 +165,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(code([&names[0], &names[1]], [&runs[0], &runs[1]]));
     }
     // Errors in the files are reported before anything is started.
-    if args.cluster.resolve_live(&[])?.is_none() {
+    if args.cluster.resolve_modelled(&[])?.is_none() {
         return Ok(ExitCode::SUCCESS); // --print-config
     }
     args.what.workload(&args.sets.workload_set)?;

@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .map(|listen| format!("live.listen={listen:?}"))
         .into_iter()
         .collect();
-    let Some(cluster) = args.cluster.resolve_live(&sets)? else {
+    let Some(cluster) = args.cluster.resolve_modelled(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let (frontend, announced, recorder) = start(args, &cluster)?;

@@ -18,6 +18,7 @@ pub(crate) mod calibrate;
 pub(crate) mod describe;
 pub(crate) mod doctor;
 pub(crate) mod drag;
+pub(crate) mod engines;
 pub(crate) mod events;
 pub(crate) mod frontend;
 pub(crate) mod kv;

@@ -38,6 +38,9 @@ const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 pub(crate) struct Args {
     #[command(flatten)]
     cluster: ClusterArgs,
+    /// Forward requests to this engine, such as http://127.0.0.1:8001; may be repeated (docs/engines.md)
+    #[arg(long, value_name = "URL")]
+    engine: Vec<String>,
     /// Address to listen on; port 0 selects a free one [default: live.listen]
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
@@ -95,9 +98,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(speedup) = args.speedup {
         sets.push(format!("live.speedup={speedup:?}"));
     }
+    if !args.engine.is_empty() {
+        sets.push(format!("pool.engines.engines={:?}", args.engine));
+    }
     let Some(cluster) = args.cluster.resolve_live(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
+    if cluster.has_engines() {
+        anyhow::ensure!(
+            args.record.record.is_none(),
+            "--record: requests to real engines are not recorded; remove it, or serve modelled engines"
+        );
+        return run_engines(&cluster, args.switches);
+    }
     let live = Live::start(&cluster, args.switches, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     eprintln!(
@@ -117,6 +130,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     signals.wait();
     say_draining(&cluster);
     live.shutdown()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Serves real engines until interrupted.
+fn run_engines(cluster: &Cluster, switches: Switches) -> anyhow::Result<ExitCode> {
+    let live = super::engines::Live::start(cluster, switches)?;
+    eprintln!("{}", live.summary());
+    let signals = Signals::install()?;
+    out::print(&format!(
+        "listening on http://{}\n",
+        live.frontend.address()
+    ))?;
+    signals.wait();
+    say_draining(cluster);
+    live.shutdown();
     Ok(ExitCode::SUCCESS)
 }
 

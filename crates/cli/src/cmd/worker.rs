@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .map(|speedup| format!("live.speedup={speedup:?}"))
         .into_iter()
         .collect();
-    let Some(cluster) = args.cluster.resolve_live(&sets)? else {
+    let Some(cluster) = args.cluster.resolve_modelled(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
     let chosen = choose(&cluster, args.pool.as_deref(), &args.index)?;

@@ -8,6 +8,7 @@ mod doctor;
 mod documents;
 mod drivers;
 mod duplex;
+mod engines;
 mod kv;
 mod misbehaving_peers;
 mod net;

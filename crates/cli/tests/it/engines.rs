@@ -1,0 +1,748 @@
+//! `slipstream serve` in front of engines that answer by a script, on loopback.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use crate::server::{FAST, Server};
+
+/// Time limit, longer than any operation here.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A request as an engine got it.
+#[derive(Clone, Debug)]
+struct Seen {
+    line: String,
+    headers: Vec<(String, String)>,
+    body: Vec<u8>,
+}
+
+impl Seen {
+    fn header(&self, name: &str) -> Option<&str> {
+        let found = self.headers.iter().find(|(n, _)| n == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body).expect("a JSON body")
+    }
+}
+
+/// What an engine does with a request that is neither a health check nor a question for models. It may
+/// leave the connection open; returning closes it.
+type Script = Box<dyn Fn(&Seen, &mut TcpStream) + Send + Sync>;
+
+/// An engine that answers by a script.
+struct Engine {
+    address: SocketAddr,
+    seen: Arc<Mutex<Vec<Seen>>>,
+    over: Arc<AtomicBool>,
+}
+
+impl Engine {
+    fn start(script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static) -> Engine {
+        Engine::serving("m", TcpListener::bind("127.0.0.1:0").unwrap(), script)
+    }
+
+    fn serving(
+        model: &'static str,
+        listener: TcpListener,
+        script: impl Fn(&Seen, &mut TcpStream) + Send + Sync + 'static,
+    ) -> Engine {
+        let address = listener.local_addr().unwrap();
+        let engine = Engine {
+            address,
+            seen: Arc::default(),
+            over: Arc::default(),
+        };
+        let (seen, over) = (engine.seen.clone(), engine.over.clone());
+        let script: Arc<Script> = Arc::new(Box::new(script));
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if over.load(Relaxed) {
+                    return;
+                }
+                let (seen, script) = (seen.clone(), script.clone());
+                let stream = stream.expect("a connection");
+                std::thread::spawn(move || converse(model, stream, &seen, &script));
+            }
+        });
+        engine
+    }
+
+    fn flag(&self) -> String {
+        format!("--engine=http://{}", self.address)
+    }
+
+    fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().unwrap().clone()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.over.store(true, Relaxed);
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+/// Serves one connection until its client closes it or a script leaves it.
+fn converse(model: &str, mut stream: TcpStream, seen: &Mutex<Vec<Seen>>, script: &Script) {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    while let Some(request) = read_request(&mut reader) {
+        if request.line.starts_with("GET /health ") {
+            answer(&mut stream, "200 OK", "", b"");
+        } else if request.line.starts_with("GET /v1/models ") {
+            let list =
+                format!(r#"{{"object":"list","data":[{{"id":"{model}","owned_by":"vllm"}}]}}"#);
+            answer(&mut stream, "200 OK", "", list.as_bytes());
+        } else {
+            seen.lock().unwrap().push(request.clone());
+            script(&request, &mut stream);
+            if !request.header("x-again").is_some_and(|again| again == "1") {
+                return;
+            }
+        }
+    }
+}
+
+fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
+    let mut line = String::new();
+    reader.read_line(&mut line).ok().filter(|&read| read > 0)?;
+    let mut headers = Vec::new();
+    loop {
+        let mut header = String::new();
+        reader.read_line(&mut header).ok()?;
+        let Some((name, value)) = header.trim_end().split_once(": ") else {
+            break;
+        };
+        headers.push((name.to_lowercase(), value.to_owned()));
+    }
+    let length = headers.iter().find(|(name, _)| name == "content-length");
+    let length = length.map_or(0, |(_, value)| value.parse().expect("a length"));
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    Some(Seen {
+        line: line.trim_end().to_owned(),
+        headers,
+        body,
+    })
+}
+
+/// Writes what the router may have hung up on.
+fn say(stream: &mut TcpStream, bytes: &[u8]) {
+    let _ = stream.write_all(bytes);
+}
+
+fn answer(stream: &mut TcpStream, status: &str, headers: &str, body: &[u8]) {
+    let head = format!(
+        "HTTP/1.1 {status}\r\n{headers}content-length: {}\r\n\r\n",
+        body.len()
+    );
+    say(stream, &[head.as_bytes(), body].concat());
+}
+
+const EVENTS: &[u8] =
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+
+fn chunk(stream: &mut TcpStream, data: &str) {
+    say(stream, format!("{:x}\r\n{data}\r\n", data.len()).as_bytes());
+}
+
+fn text_event(id: &str, text: &str) -> String {
+    format!(
+        "data: {{\"id\":\"{id}\",\"created\":1,\"choices\":[{{\"index\":0,\"text\":\"{text}\",\"finish_reason\":null}}]}}\n\n"
+    )
+}
+
+/// A stream with the whole of `texts`, and its end.
+fn stream_texts(stream: &mut TcpStream, id: &str, texts: &[&str]) {
+    say(stream, EVENTS);
+    for text in texts {
+        chunk(stream, &text_event(id, text));
+    }
+    chunk(stream, "data: [DONE]\n\n");
+    say(stream, b"0\r\n\r\n");
+}
+
+fn front(engines: &[&Engine], more: &[&str]) -> Server {
+    let flags: Vec<String> = engines.iter().map(|engine| engine.flag()).collect();
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    Server::start(&[&flags, more, &["--set=live.shards=1"]])
+}
+
+/// Texts of the events of an answer, joined.
+fn text_of(events: &[String]) -> String {
+    let parsed = events.iter().filter(|event| *event != "[DONE]");
+    let texts = parsed.map(|event| {
+        let event: serde_json::Value = serde_json::from_str(event).expect("JSON");
+        let choice = &event["choices"][0];
+        let text = choice["text"]
+            .as_str()
+            .or(choice["delta"]["content"].as_str());
+        text.unwrap_or_default().to_owned()
+    });
+    texts.collect()
+}
+
+const STREAM: &str = r#"{"model":"m","prompt":"Once upon","max_tokens":9,"stream":true}"#;
+
+#[test]
+fn requests_and_answers_pass_byte_for_byte() {
+    let engine = Engine::start(|_, stream| {
+        let headers =
+            "content-type: application/json\r\nx-engine: 7\r\nconnection: x-hop\r\nx-hop: 1\r\n";
+        answer(
+            stream,
+            "418 I'm a teapot",
+            headers,
+            b"{ \"error\" : \"\\u00e9\" }\n",
+        );
+    });
+    let server = front(&[&engine], &[]);
+    let body = r#" { "odd":[1.50,1E2,null,{"a":{}}], "model":"m", "prompt" : "caf\u00e9 日本","prompt":"twice",
+        "tools":[{"x":"\ud83d\ude00"}],"max_tokens":"seven"} "#;
+    let headers = [
+        "X-Custom: a b",
+        "Authorization: Bearer theirs",
+        "Connection: keep-alive, x-mine",
+        "X-Mine: 1",
+    ];
+    let got = server
+        .connect()
+        .send("POST", "/v1/completions?a=b%20c", &headers, body.as_bytes());
+    assert_eq!(got.status, 418);
+    assert_eq!(got.text(), "{ \"error\" : \"\\u00e9\" }\n");
+    assert_eq!(got.header("x-engine"), Some("7"));
+    assert_eq!(got.header("x-hop"), None);
+    let seen = &engine.seen()[0];
+    assert_eq!(seen.line, "POST /v1/completions?a=b%20c HTTP/1.1");
+    assert_eq!(seen.body, body.as_bytes());
+    assert_eq!(seen.header("x-custom"), Some("a b"));
+    assert_eq!(seen.header("x-mine"), None);
+    assert_eq!(
+        seen.header("host"),
+        Some(engine.address.to_string().as_str())
+    );
+    // The router checks no keys, so it is the engine's.
+    assert_eq!(seen.header("authorization"), Some("Bearer theirs"));
+    // A body that is no JSON is the engine's to refuse, and any path under /v1 is passed on.
+    for (path, body) in [
+        ("/v1/audio/speech", "not json"),
+        ("/pooling", "{"),
+        ("/v2/x", ""),
+    ] {
+        assert_eq!(server.post(path, body).status, 418, "{path}");
+        assert_eq!(engine.seen().last().unwrap().body, body.as_bytes());
+    }
+    for path in ["/sleep", "/v1/load_lora_adapter", "/shutdown"] {
+        assert_eq!(server.post(path, "{}").status, 404, "{path}");
+    }
+    assert_eq!(engine.seen().len(), 4);
+}
+
+#[test]
+fn events_arrive_whole_however_the_engine_cuts_them() {
+    let engine = Engine::start(|_, stream| {
+        say(stream, EVENTS);
+        let events = [
+            text_event("a", "one"),
+            ": comment\r\n\r\n".into(),
+            text_event("a", "two"),
+        ]
+        .concat();
+        for piece in events.as_bytes().chunks(7) {
+            chunk(stream, std::str::from_utf8(piece).unwrap());
+        }
+        chunk(stream, "data: [DONE]\n\n");
+        say(stream, b"0\r\n\r\n");
+    });
+    let server = front(&[&engine], &[]);
+    let got = server.post("/v1/completions", STREAM);
+    let expected = [
+        text_event("a", "one"),
+        ": comment\r\n\r\n".into(),
+        text_event("a", "two"),
+        "data: [DONE]\n\n".into(),
+    ];
+    assert_eq!(got.text(), expected.concat());
+    assert_eq!(
+        got.header("content-type"),
+        Some("text/event-stream; charset=utf-8")
+    );
+    server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+}
+
+#[test]
+fn a_client_that_leaves_takes_its_request_off_the_engine() {
+    let (closed, engine_saw) = mpsc::channel();
+    let closed = Mutex::new(closed);
+    let engine = Engine::start(move |request, stream| {
+        if request.json()["stream"] == true {
+            say(stream, EVENTS);
+            chunk(stream, &text_event("a", "one"));
+        }
+        // The end of the connection is the only thing that comes.
+        let end = stream.read(&mut [0]);
+        closed
+            .lock()
+            .unwrap()
+            .send(end.map_err(|e| e.kind()))
+            .unwrap();
+    });
+    let server = front(&[&engine], &[]);
+    for body in [STREAM, r#"{"model":"m","prompt":"x"}"#] {
+        let mut client = server.connect();
+        client.write_head("POST", "/v1/completions", &[], body.len());
+        client.write(body.as_bytes());
+        if body == STREAM {
+            assert_eq!(client.head().status, 200);
+            assert!(client.chunk().is_some());
+        } else {
+            server.await_metric("slipstream_engine_in_flight", |open| open == 1.0);
+        }
+        drop(client);
+        let end = engine_saw
+            .recv_timeout(PATIENCE)
+            .expect("the connection ends");
+        assert_ne!(end, Err(std::io::ErrorKind::WouldBlock));
+        server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+    }
+}
+
+#[test]
+fn a_client_that_does_not_read_stops_the_engine() {
+    const TOTAL: usize = 256 << 20;
+    let (wrote, engine_wrote) = mpsc::channel();
+    let wrote = Mutex::new(wrote);
+    let engine = Engine::start(move |_, stream| {
+        stream
+            .set_write_timeout(Some(Duration::from_millis(500)))
+            .unwrap();
+        say(stream, EVENTS);
+        let event = text_event("a", &"x".repeat(60_000));
+        let framed = format!("{:x}\r\n{event}\r\n", event.len());
+        let mut sum = 0;
+        while sum < TOTAL && stream.write_all(framed.as_bytes()).is_ok() {
+            sum += framed.len();
+        }
+        wrote.lock().unwrap().send(sum).unwrap();
+    });
+    let server = front(&[&engine], &[]);
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], STREAM.len());
+    client.write(STREAM.as_bytes());
+    assert_eq!(client.head().status, 200);
+    let wrote = engine_wrote
+        .recv_timeout(PATIENCE)
+        .expect("the engine stops");
+    assert!(wrote < TOTAL / 2, "{wrote} bytes are buffered somewhere");
+}
+
+/// Two engines: one that does `broken` with each request, and one that answers.
+#[track_caller]
+fn check_retried(name: &str, broken: impl Fn(&mut TcpStream) + Send + Sync + 'static) {
+    let bad = Engine::start(move |_, stream| broken(stream));
+    let good = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{\"ok\":1}"));
+    let server = front(&[&bad, &good], &["--set=router.policy=\"round_robin\""]);
+    for turn in 0..4 {
+        let got = server.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
+        assert_eq!(
+            (got.status, got.text()),
+            (200, "{\"ok\":1}".into()),
+            "{name}, {turn}"
+        );
+    }
+    assert!(!bad.seen().is_empty(), "{name}: it was asked");
+    assert_eq!(
+        good.seen().len(),
+        4,
+        "{name}: each request is answered once"
+    );
+    assert_eq!(
+        server.metric("slipstream_engine_retries_total") as usize,
+        bad.seen().len(),
+        "{name}"
+    );
+}
+
+#[test]
+fn requests_without_a_byte_of_an_answer_go_to_another_engine() {
+    check_retried("closes", |_| {});
+    check_retried("garbage", |stream| {
+        say(stream, b"SSH-2.0-OpenSSH_9\r\n\r\n")
+    });
+    check_retried("huge head", |stream| {
+        say(stream, b"HTTP/1.1 200 OK\r\nx: ");
+        say(stream, &vec![b'a'; 200_000]);
+    });
+    check_retried("half a head", |stream| {
+        say(stream, b"HTTP/1.1 200 OK\r\ncontent-")
+    });
+    check_retried("no event", |stream| say(stream, EVENTS));
+    check_retried("half a body", |stream| {
+        say(stream, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{\"ok");
+    });
+    check_retried("bad chunk", |stream| {
+        say(
+            stream,
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        );
+    });
+    check_retried("busy", |stream| {
+        answer(stream, "503 Service Unavailable", "", b"full")
+    });
+}
+
+#[test]
+fn what_all_engines_say_reaches_the_client() {
+    let busy =
+        || Engine::start(|_, stream| answer(stream, "503 Busy", "retry-after: 9\r\n", b"all full"));
+    let (one, two) = (busy(), busy());
+    let server = front(&[&one, &two], &[]);
+    let got = server.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
+    assert_eq!(got.status, 503);
+    assert!(got.error().contains("all full"), "{}", got.text());
+    assert_eq!(got.header("retry-after"), Some("9"));
+    assert_eq!((one.seen().len(), two.seen().len()), (1, 1));
+}
+
+#[test]
+fn an_engine_that_never_answers_meets_the_time_limit() {
+    let (hold, held) = mpsc::channel::<()>();
+    let held = Mutex::new(held);
+    let engine = Engine::start(move |_, _| {
+        let _ = held.lock().unwrap().recv_timeout(PATIENCE);
+    });
+    let server = front(&[&engine], &["--set=upstream.first_byte_timeout_s=0.05"]);
+    let got = server.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
+    assert_eq!(got.status, 504);
+    assert!(
+        got.error().contains("first_byte_timeout_s"),
+        "{}",
+        got.text()
+    );
+    drop(hold);
+}
+
+#[test]
+fn a_stream_continues_on_another_engine() {
+    let script = |request: &Seen, stream: &mut TcpStream| {
+        let prompt = request.json()["prompt"].as_str().unwrap().to_owned();
+        if prompt == "Once upon" {
+            say(stream, EVENTS);
+            chunk(stream, &text_event("first", " a"));
+            chunk(stream, &text_event("first", " time"));
+            // Half an event, which the client must not see.
+            chunk(stream, "data: {\"id\":\"first\",\"choices\":[{\"te");
+        } else {
+            assert_eq!(prompt, "Once upon a time");
+            assert_eq!(request.json()["max_tokens"], 7);
+            stream_texts(stream, "second", &[" there", " was"]);
+        }
+    };
+    let (one, two) = (Engine::start(script), Engine::start(script));
+    let server = front(&[&one, &two], &[]);
+    // Also if the client named the engine that is lost.
+    let named = ["x-slipstream-worker: w1"];
+    let got = server
+        .connect()
+        .send("POST", "/v1/completions", &named, STREAM.as_bytes());
+    let events = got.events();
+    assert_eq!(two.seen()[0].json()["prompt"], "Once upon");
+    assert_eq!(text_of(&events), " a time there was");
+    assert_eq!(events.last().map(String::as_str), Some("[DONE]"));
+    assert_eq!(events.len(), 5);
+    assert!(
+        events[..4].iter().all(|event| event.contains("\"first\"")),
+        "{events:?}"
+    );
+    assert_eq!(
+        server.metric("slipstream_engine_streams_resumed_total"),
+        1.0
+    );
+    assert_eq!(server.metric("slipstream_engine_answers_broken_total"), 0.0);
+    server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+}
+
+#[test]
+fn a_chat_continues_its_message_on_another_engine() {
+    let delta = |id: &str, delta: &str| {
+        format!(
+            "data: {{\"id\":\"{id}\",\"choices\":[{{\"index\":0,\"delta\":{delta},\"finish_reason\":null}}]}}\n\n"
+        )
+    };
+    let script = move |request: &Seen, stream: &mut TcpStream| {
+        let body = request.json();
+        say(stream, EVENTS);
+        if body["messages"].as_array().unwrap().len() == 1 {
+            chunk(
+                stream,
+                &delta("first", r#"{"role":"assistant","content":""}"#),
+            );
+            chunk(stream, &delta("first", r#"{"content":"Hel"}"#));
+        } else {
+            assert_eq!(body["messages"][1]["content"], "Hel");
+            assert_eq!(body["continue_final_message"], true);
+            assert_eq!(body["add_generation_prompt"], false);
+            assert_eq!(body["odd"], 7);
+            chunk(
+                stream,
+                &delta("second", r#"{"role":"assistant","content":""}"#),
+            );
+            chunk(stream, &delta("second", r#"{"content":"lo"}"#));
+            chunk(stream, "data: [DONE]\n\n");
+            say(stream, b"0\r\n\r\n");
+        }
+    };
+    let (one, two) = (Engine::start(script), Engine::start(script));
+    let server = front(&[&one, &two], &[]);
+    let body = r#"{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true,"odd":7}"#;
+    let events = server.post("/v1/chat/completions", body).events();
+    assert_eq!(text_of(&events), "Hello");
+    let roles = events
+        .iter()
+        .filter(|event| event.contains("\"role\""))
+        .count();
+    assert_eq!(roles, 1, "{events:?}");
+}
+
+#[test]
+fn a_stream_that_cannot_continue_ends_with_an_error_event() {
+    let engine = || {
+        Engine::start(|_, stream| {
+            say(stream, EVENTS);
+            chunk(stream, &text_event("a", "x"));
+        })
+    };
+    let cases: [(&str, &[&str]); 4] = [
+        (
+            r#"{"model":"m","prompt":"p","stream":true,"logprobs":1}"#,
+            &[],
+        ),
+        (r#"{"model":"m","prompt":"p","stream":true,"n":2}"#, &[]),
+        (STREAM, &["--set=upstream.resume=\"off\""]),
+        (
+            STREAM,
+            &[
+                "--set=upstream.retry_budget=0",
+                "--set=upstream.retries_max=0",
+            ],
+        ),
+    ];
+    for (body, flags) in cases {
+        let (one, two) = (engine(), engine());
+        let server = front(&[&one, &two], flags);
+        let events = server.post("/v1/completions", body).events();
+        assert_eq!(
+            events.last().map(String::as_str),
+            Some("[DONE]"),
+            "{events:?}"
+        );
+        let error: serde_json::Value = serde_json::from_str(&events[events.len() - 2]).unwrap();
+        assert_eq!(error["error"]["code"], "stream_lost", "{body}");
+        server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+        assert!(server.metric("slipstream_engine_answers_broken_total") >= 1.0);
+    }
+    // An answer that is no stream of events is cut, so that the client sees that it is not whole.
+    let engine = Engine::start(|_, stream| {
+        say(
+            stream,
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
+        );
+        chunk(stream, "half");
+    });
+    let server = front(&[&engine], &[]);
+    let mut client = server.connect();
+    let body = r#"{"model":"m","input":"x"}"#;
+    client.write_head("POST", "/v1/embeddings", &[], body.len());
+    client.write(body.as_bytes());
+    assert_eq!(client.head().status, 200);
+    assert_eq!(client.chunk().as_deref(), Some(&b"half"[..]));
+    assert!(client.is_closed());
+}
+
+#[test]
+fn models_are_merged_and_decide_who_is_asked() {
+    let bind = || TcpListener::bind("127.0.0.1:0").unwrap();
+    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}");
+    let small = Engine::serving("small", bind(), ok);
+    let large = Engine::serving("large/1", bind(), ok);
+    let server = front(&[&small, &large], &[]);
+    let listed = server.get("/v1/models").json();
+    let ids = listed["data"].as_array().unwrap().iter();
+    let ids: BTreeSet<&str> = ids.map(|model| model["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, BTreeSet::from(["large/1", "small"]));
+    assert_eq!(server.get("/v1/models/large%2F1").json()["id"], "large/1");
+    for _ in 0..5 {
+        let got = server.post("/v1/completions", r#"{"model":"large/1","prompt":"x"}"#);
+        assert_eq!(got.status, 200);
+    }
+    assert_eq!((small.seen().len(), large.seen().len()), (0, 5));
+    let unknown = server.post("/v1/completions", r#"{"model":"other","prompt":"x"}"#);
+    assert_eq!(unknown.status, 404);
+    assert!(unknown.error().contains("`small`"), "{}", unknown.text());
+    let health = server.get("/health").json();
+    assert_eq!(health["engines"][1]["models"][0], "large/1");
+    assert_eq!(health["engines"][1]["kind"], "vllm");
+}
+
+#[test]
+fn an_engine_that_comes_later_is_found_and_one_that_goes_is_left_out() {
+    let reserved = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = reserved.local_addr().unwrap();
+    drop(reserved);
+    let flag = format!("--engine=http://{address}");
+    let server = Server::start(&[&[&flag, "--set=upstream.health_interval_s=0.01"]]);
+    assert_eq!(server.get("/health").status, 503);
+    assert_eq!(server.get("/ready").status, 503);
+    assert_eq!(server.post("/v1/completions", STREAM).status, 503);
+    let listener = TcpListener::bind(address).unwrap();
+    let engine = Engine::serving("m", listener, |_, stream| stream_texts(stream, "a", &["x"]));
+    server.await_metric("slipstream_engine_up", |up| up == 1.0);
+    assert_eq!(server.get("/ready").status, 200);
+    assert_eq!(
+        text_of(&server.post("/v1/completions", STREAM).events()),
+        "x"
+    );
+    drop(engine);
+    server.await_metric("slipstream_engine_up", |up| up == 0.0);
+    assert_eq!(server.post("/v1/completions", STREAM).status, 503);
+}
+
+#[test]
+fn keys_of_the_router_stay_there_and_engines_get_their_own() {
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let key = file("engine.key", "engine-key\n".into());
+    let keys = file("keys", "router-key\n".into());
+    let cluster = format!(
+        "[pool.gpu]\nengines = [\"http://{}\"]\nkind = \"vllm\"\napi_key_file = {key:?}\n[live]\napi_keys_file = {keys:?}\n",
+        engine.address
+    );
+    let cluster = file("fleet.toml", cluster);
+    let server = Server::start(&[&[&cluster]]);
+    let body = br#"{"model":"m","prompt":"x"}"#;
+    let send = |headers: &[&str]| {
+        server
+            .connect()
+            .send("POST", "/v1/completions", headers, body)
+    };
+    assert_eq!(send(&[]).status, 401);
+    assert_eq!(send(&["Authorization: Bearer router-key"]).status, 200);
+    let seen = engine.seen();
+    assert_eq!(seen.len(), 1);
+    assert_eq!(seen[0].header("authorization"), Some("Bearer engine-key"));
+}
+
+#[test]
+fn prompts_with_one_beginning_meet_one_engine() {
+    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}");
+    let engines = [Engine::start(ok), Engine::start(ok), Engine::start(ok)];
+    let server = front(&[&engines[0], &engines[1], &engines[2]], &[]);
+    let ask = |group: usize, turn: usize| {
+        let system = format!("You are assistant {group}. {}", "Be brief. ".repeat(200));
+        let body = serde_json::json!({"model": "m", "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": format!("Question {turn}")},
+        ]});
+        assert_eq!(
+            server
+                .post("/v1/chat/completions", &body.to_string())
+                .status,
+            200
+        );
+    };
+    for turn in 0..4 {
+        for group in 0..6 {
+            ask(group, turn);
+        }
+    }
+    for group in 0..6 {
+        let name = format!("assistant {group}.");
+        let took = engines.iter().map(|engine| {
+            let seen = engine.seen();
+            seen.iter()
+                .filter(|of| String::from_utf8_lossy(&of.body).contains(&name))
+                .count()
+        });
+        let took: Vec<usize> = took.collect();
+        assert!(took.contains(&4), "group {group} is spread: {took:?}");
+    }
+}
+
+#[test]
+fn our_own_server_is_an_engine() {
+    let one = Server::start(&[FAST]);
+    let two = Server::start(&[FAST]);
+    let flags = [&one, &two].map(|engine| format!("--engine=http://{}", engine.address()));
+    let server = Server::start(&[&[&flags[0], &flags[1]]]);
+    server.assert_alive();
+    let body = r#"{"model":"test-model","prompt":"hello","max_tokens":20,"ignore_eos":true,"seed":3,"stream":true}"#;
+    let strip = |events: Vec<String>| text_of(&events);
+    let direct = strip(one.post("/v1/completions", body).events());
+    assert_eq!(strip(server.post("/v1/completions", body).events()), direct);
+    one.kill();
+    for _ in 0..4 {
+        assert_eq!(strip(server.post("/v1/completions", body).events()), direct);
+    }
+    server.await_metric("slipstream_engine_up", |up| up == 1.0);
+    server.assert_alive();
+}
+
+#[test]
+fn open_streams_end_with_an_error_when_the_server_stops() {
+    let (hold, held) = mpsc::channel::<()>();
+    let held = Mutex::new(held);
+    let engine = Engine::start(move |_, stream| {
+        say(stream, EVENTS);
+        chunk(stream, &text_event("a", "x"));
+        let _ = held.lock().unwrap().recv_timeout(PATIENCE);
+    });
+    let server = front(&[&engine], &["--set=live.drain_timeout_s=0.05"]);
+    let mut client = server.connect();
+    client.write_head("POST", "/v1/completions", &[], STREAM.len());
+    client.write(STREAM.as_bytes());
+    assert_eq!(client.head().status, 200);
+    assert!(client.chunk().is_some());
+    server.signal("-TERM");
+    let last = client.chunk().expect("an error event");
+    let last = String::from_utf8(last).unwrap();
+    assert!(
+        last.contains("\"stopping\"") && last.ends_with("data: [DONE]\n\n"),
+        "{last}"
+    );
+    drop(hold);
+}
+
+#[test]
+fn modelled_and_real_pools_in_one_file_are_refused_with_the_way_out() {
+    let (code, _, error) = crate::server::run(&[
+        "serve",
+        "--engine=http://127.0.0.1:1",
+        "--set=pool.modelled.workers=2",
+    ]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(
+        error.contains("pool `modelled`") || error.contains("and pool"),
+        "{error}"
+    );
+    assert!(error.contains("on another port"), "{error}");
+    for (flag, hint) in [
+        ("--engine=https://gpu1", "TLS proxy"),
+        ("--engine=gpu1:8000", "http://127.0.0.1:8001"),
+    ] {
+        let (code, _, error) = crate::server::run(&["serve", flag]);
+        assert_eq!(code, Some(2), "{error}");
+        assert!(error.contains(hint), "{error}");
+    }
+}

@@ -130,5 +130,10 @@ bench-vllm:
 test-vllm-real:
 	./scripts/test-vllm-real.sh
 
+# `serve` in front of two real `vllm serve` that compute on a CPU (docs/engines.md). Environment as above.
+.PHONY: test-engines
+test-engines:
+	./scripts/test-engines.sh
+
 wheel:
 	maturin build --release --locked --out out

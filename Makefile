@@ -71,6 +71,11 @@ bench-peer: build
 test-router: build
 	./scripts/vllm-router.sh
 
+# CPU and memory of routers in front of the same modelled engines: ours, vllm-router and smg from PyPI, in turns.
+.PHONY: bench-router
+bench-router: build
+	./scripts/bench-router.sh
+
 # Microbenches of the hot paths.
 bench:
 	cargo bench --locked

@@ -279,36 +279,31 @@ fn events_arrive_whole_however_the_engine_cuts_them() {
 
 #[test]
 fn a_client_that_leaves_takes_its_request_off_the_engine() {
-    let (closed, engine_saw) = mpsc::channel();
-    let closed = Mutex::new(closed);
+    let (say_begun, begun) = mpsc::channel();
+    let (say_closed, closed) = mpsc::channel();
+    let senders = Mutex::new((say_begun, say_closed));
     let engine = Engine::start(move |request, stream| {
         if request.json()["stream"] == true {
             say(stream, EVENTS);
             chunk(stream, &text_event("a", "one"));
         }
+        senders.lock().unwrap().0.send(()).unwrap();
         // The end of the connection is the only thing that comes.
-        let end = stream.read(&mut [0]);
-        closed
-            .lock()
-            .unwrap()
-            .send(end.map_err(|e| e.kind()))
-            .unwrap();
+        let end = stream.read(&mut [0]).map_err(|error| error.kind());
+        senders.lock().unwrap().1.send(end).unwrap();
     });
     let server = front(&[&engine], &[]);
     for body in [STREAM, r#"{"model":"m","prompt":"x"}"#] {
         let mut client = server.connect();
         client.write_head("POST", "/v1/completions", &[], body.len());
         client.write(body.as_bytes());
+        begun.recv_timeout(PATIENCE).expect("the engine has it");
         if body == STREAM {
             assert_eq!(client.head().status, 200);
             assert!(client.chunk().is_some());
-        } else {
-            server.await_metric("slipstream_engine_in_flight", |open| open == 1.0);
         }
         drop(client);
-        let end = engine_saw
-            .recv_timeout(PATIENCE)
-            .expect("the connection ends");
+        let end = closed.recv_timeout(PATIENCE).expect("the connection ends");
         assert_ne!(end, Err(std::io::ErrorKind::WouldBlock));
         server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
     }

@@ -51,6 +51,8 @@ pub(crate) struct Relay {
     last_ns: u64,
     /// `live.request_timeout_s` ends it at this time, ns.
     deadline_ns: Option<u64>,
+    /// It broke off; the client first gets what came before.
+    broken: Option<io::Error>,
 }
 
 type Resuming = Pin<Box<dyn Future<Output = Result<(Begun, Rewriter), String>>>>;
@@ -144,6 +146,7 @@ impl Relay {
                 idle: None,
                 last_ns: now,
                 deadline_ns: limit.map(|limit| now.saturating_add(limit.as_nanos() as u64)),
+                broken: None,
             };
             *response.body_mut() = HttpBody::relay(relay);
         }
@@ -325,22 +328,29 @@ impl Relay {
     }
 
     /// The last piece of a body that breaks off.
-    fn break_off(&mut self, error: &ApiError) -> io::Result<Frame<Bytes>> {
+    fn break_off(
+        &mut self,
+        cx: &mut Context<'_>,
+        error: &ApiError,
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         self.flow = None;
         self.resuming = None;
         self.shard.metrics.streams_lost.add(1);
         if self.events.is_none() {
-            // The client sees that it is not complete.
-            return Err(io::Error::other(error.message.clone()));
+            // The client sees that it is not complete. An error ends its connection at once, so what came
+            // before is written first: hyper does so when the body has nothing.
+            self.broken = Some(io::Error::other(error.message.clone()));
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
         }
         let mut event = b"data: ".to_vec();
         event.extend_from_slice(&error.body());
         event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
-        Ok(Frame::data(event.into()))
+        Poll::Ready(Some(Ok(Frame::data(event.into()))))
     }
 
     fn is_over(&self) -> bool {
-        self.flow.is_none() && self.resuming.is_none()
+        self.flow.is_none() && self.resuming.is_none() && self.broken.is_none()
     }
 }
 
@@ -405,11 +415,14 @@ impl Body for Relay {
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = &mut *self;
         loop {
+            if let Some(error) = this.broken.take() {
+                return Poll::Ready(Some(Err(error)));
+            }
             if this.is_over() {
                 return Poll::Ready(None);
             }
             if this.upstream.stopping.get() {
-                return Poll::Ready(Some(this.break_off(&ApiError::stopping())));
+                return this.break_off(cx, &ApiError::stopping());
             }
             if let Some(deadline_ns) = this.deadline_ns
                 && monotonic_ns() >= deadline_ns
@@ -421,9 +434,7 @@ impl Body for Relay {
                     .limits
                     .request_timeout
                     .unwrap_or_default();
-                return Poll::Ready(Some(
-                    this.break_off(&ApiError::deadline(limit.as_secs_f64())),
-                ));
+                return this.break_off(cx, &ApiError::deadline(limit.as_secs_f64()));
             }
             if let Some(resuming) = &mut this.resuming {
                 match ready!(resuming.as_mut().poll(cx)) {
@@ -432,7 +443,7 @@ impl Body for Relay {
                         this.on_resumed(begun, rewriter);
                     }
                     Err(why) => {
-                        return Poll::Ready(Some(this.break_off(&ApiError::stream_lost(&why))));
+                        return this.break_off(cx, &ApiError::stream_lost(&why));
                     }
                 }
             }
@@ -450,7 +461,7 @@ impl Body for Relay {
                 }
                 Err(failure) => {
                     if let Err(why) = this.lose(&failure) {
-                        return Poll::Ready(Some(this.break_off(&ApiError::stream_lost(&why))));
+                        return this.break_off(cx, &ApiError::stream_lost(&why));
                     }
                 }
             }
@@ -471,7 +482,7 @@ impl Body for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        if !self.is_over() {
+        if self.flow.is_some() || self.resuming.is_some() {
             self.shard.metrics.disconnects.add(1);
         }
     }

@@ -12,7 +12,7 @@ bin=$(realpath "${SLIPSTREAM_BIN:-${CARGO_TARGET_DIR:-target}/release/slipstream
 rounds=${ROUNDS:-3}
 scale=${SCALE:-1}
 python=${PYTHON:-python3}
-routers=(${ONLY:-direct slipstream vllm-router smg})
+read -ra routers <<<"${ONLY:-direct slipstream vllm-router smg}"
 out=$(mktemp -d)
 pids=()
 router_pid=

@@ -22,4 +22,4 @@ SLIPSTREAM_BIN=$(realpath "$SLIPSTREAM_BIN")
 export SLIPSTREAM_BIN
 # shellcheck disable=SC1091
 . "$folder/bin/activate"
-exec pytest -p no:cacheprovider --quiet python/tests_engines "$@"
+exec pytest -p no:cacheprovider --quiet --tb=short python/tests_engines "$@"

@@ -1,4 +1,4 @@
-"""What a KV connector costs per scheduler step, on vLLM's real scheduler and a CPU.
+"""Measures the cost of a KV connector per scheduler step, on vLLM's real scheduler and a CPU.
 
     make bench-vllm
 
@@ -45,7 +45,7 @@ REPORT_BLOCKS = 13_000
 
 
 class NoOp(KVConnectorBase_V1, SupportsHMA):
-    """Answers no to everything: what the connector interface itself costs."""
+    """Reports no hit and no work: the cost of the connector interface itself."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -88,7 +88,7 @@ class Walk(NoOp):
 
 
 class Defer(NoOp):
-    """Puts every request off: what vLLM itself pays for looking at it again."""
+    """Defers every request: the cost of vLLM's own repeated visits."""
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[None, bool]:
         return None, False
@@ -158,21 +158,21 @@ class Clock:
 
 
 def fill(rig: Rig, blocks: int) -> None:
-    """Cache so many blocks with requests that end at once."""
+    """Cache `blocks` blocks with requests that end at once."""
     while (missing := blocks - len(cached(rig.pool))) > 0:
         rig.add(rig.tokens(BLOCK * min(missing, 2000)), max_tokens=1)
         rig.drain()
 
 
 def make(setup: dict[str, Any], num_blocks: int) -> Rig:
-    """Build the engine, the walk gated as the set-up says."""
+    """Build the engine, with the walk gated by the set-up."""
     arguments = dict(setup)
     os.environ["SLIPSTREAM_BENCH_WALK"] = arguments.pop("env", "0")
     return Rig(num_blocks=num_blocks, **arguments)
 
 
 def measure(rig: Rig, steps: int, lockstep: bool) -> dict[str, Clock]:
-    """Time decode steps of 32 requests, made new for each round."""
+    """Time decode steps of 32 requests, created again for each round."""
     for n in range(REQUESTS):
         phase = 0 if lockstep else n % BLOCK
         rig.add(rig.tokens(BLOCK * 8 + phase), max_tokens=steps + 30)
@@ -208,7 +208,7 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 
 def churn(chosen: dict[str, dict[str, Any]], steps: int, rounds: int, blocks: int) -> None:
-    """Prefill 8,176 unseen tokens a step with a full pool: 511 keys in, 511 out."""
+    """Prefill 8,176 unseen tokens per step with a full pool: 511 keys in, 511 out."""
     rigs = {name: make(setup, blocks) for name, setup in chosen.items()}
     taken: Rounds = {name: [] for name in rigs}
     for rig in rigs.values():
@@ -244,7 +244,7 @@ def churn(chosen: dict[str, dict[str, Any]], steps: int, rounds: int, blocks: in
 
 
 def poll(polls: int) -> None:
-    """Time the worker half's calls with nothing to do, and with loads that end all the time."""
+    """Time the worker half's calls without work, and with loads that end continuously."""
     extra = {"host_bytes": 64 << 20, "stats_interval_s": 1e9}
     rig = Rig(num_blocks=600, worker=True, extra=extra, **OURS)
     worker = rig.worker.connector
@@ -252,7 +252,7 @@ def poll(polls: int) -> None:
     keys = [i.to_bytes(36, "big") for i in range(512)]
     data = half.blocks.empty([len(keys)])
     half.store.put(keys, memoryview(data.numpy()))
-    # Idle, as on a step that has nothing to say.
+    # Idle, as in a step without changes.
     worker.bind_connector_metadata(rig.scheduler.schedule().kv_connector_metadata)
     for name, call in {
         "start_load_kv, idle": lambda: worker.start_load_kv(None),
@@ -264,7 +264,7 @@ def poll(polls: int) -> None:
         for _ in range(polls):
             timed()
         say_poll(name, clock)
-    # Busy: up to four loads of 16 blocks under way, a poll every 250 µs with 50 µs of work between.
+    # Busy: up to four loads of 16 blocks in progress, a poll every 250 µs with 50 µs of work between.
     poll_clock, load_clock = Clock(), Clock()
     results = poll_clock.wrap(lambda: worker.get_transfer_results(set()))
     start = load_clock.wrap(lambda: worker.start_load_kv(None))
@@ -288,7 +288,7 @@ def poll(polls: int) -> None:
 
 
 def deferred(requests: int, steps: int, rounds: int) -> None:
-    """Time steps in which many requests wait for a peer whose keys are not known yet."""
+    """Time steps in which many requests wait for a peer whose keys are unknown."""
     rigs = {
         "puts off, no more": Rig(num_blocks=600, connector="Defer", module="kv_steps"),
         "slipstream": Rig(num_blocks=600, extra={"lookup_wait_s": 3600}, **OURS),
@@ -326,7 +326,7 @@ def say_poll(name: str, clock: Clock) -> None:
 
 
 def resync(keys: int) -> None:
-    """Time the steps of a snapshot of so many keys."""
+    """Time the steps of a snapshot of `keys` keys."""
     from slipstream import KeyMirror, KeySet
 
     held, mirror = KeySet(keys), KeyMirror()
@@ -381,7 +381,7 @@ def draw(
 
 
 def main() -> None:
-    """Run what the arguments ask for and print the tables."""
+    """Run the selected parts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="timed steps per round and size")
     parser.add_argument("--rounds", type=int, default=5)
@@ -446,7 +446,7 @@ def print_table(title: str, counts: list[int], cells: Cells) -> None:
 
 
 Rounds = dict[str, list[dict[str, Clock]]]
-"""By set-up, for each round: what was timed in it."""
+"""By set-up, for each round: the measured times."""
 
 
 def joined(rounds: list[dict[str, Clock]], part: str) -> Clock:
@@ -458,7 +458,7 @@ def joined(rounds: list[dict[str, Clock]], part: str) -> Clock:
 
 
 def ratio(rounds: Rounds, name: str, base: str, *parts: str, cpu: bool = True) -> float:
-    """Return how many times as long as another set-up's these parts took: median over rounds."""
+    """Return the ratio of these parts' times to another set-up's: median over rounds."""
 
     def taken(each: dict[str, Clock]) -> float:
         return sum(each[part].p50_cpu() if cpu else each[part].p50() for part in parts)

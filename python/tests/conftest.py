@@ -1,4 +1,4 @@
-"""A real `slipstream serve` for every test that asks for one."""
+"""A real `slipstream serve` for every test that requests one."""
 
 import os
 import select
@@ -13,10 +13,10 @@ import openai
 import pytest
 
 START_S = 60.0
-"""A server says where it listens within this time, also from a slow debug build."""
+"""Maximum time until a server listens, also with a slow debug build."""
 
 FAST = ("--speedup", "0")
-"""Modelled time is not waited for."""
+"""Speed-up 0: no wait for modelled time."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Server:
         return host, int(port)
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """An official client that does not retry: the first answer is the one to look at."""
+        """An official client that does not retry, so that tests see the first answer."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
@@ -47,7 +47,7 @@ def binary() -> Path:
 
 @contextmanager
 def running(binary: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run `slipstream serve` on a free port, and stop it as a user would."""
+    """Run `slipstream serve` on a free port, and stop it by a signal."""
     process = subprocess.Popen(
         [binary, "serve", "--listen", "127.0.0.1:0", *args],
         stdout=subprocess.PIPE,
@@ -73,7 +73,7 @@ def running(binary: Path, *args: str, env: dict[str, str] | None = None) -> Iter
 
 @pytest.fixture(scope="session")
 def server(binary: Path) -> Iterator[Server]:
-    """A server that waits for nothing, for all tests that change nothing in it."""
+    """A server without modelled waits, for all tests that do not change its state."""
     with running(binary, *FAST) as server:
         yield server
 
@@ -92,5 +92,5 @@ def model(server: Server) -> str:
 
 @pytest.fixture
 def start(binary: Path) -> Callable:
-    """Starts a server of one's own: `with start("--set", ...) as server`."""
+    """Starts a separate server: `with start("--set", ...) as server`."""
     return lambda *args, **kwargs: running(binary, *args, **kwargs)

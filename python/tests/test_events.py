@@ -23,7 +23,7 @@ import pytest
 import zmq
 
 PATIENCE_MS = 60_000
-"""Longest wait for anything that should come."""
+"""Maximum wait for an expected message."""
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
@@ -73,7 +73,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class MapBatch(msgspec.Struct, omit_defaults=True):
-    """A batch as a map, which Slipstream published before."""
+    """A batch as a map, which earlier versions of Slipstream published."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -81,11 +81,11 @@ class MapBatch(msgspec.Struct, omit_defaults=True):
 
 
 class OldEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """As vLLM declared it before: positional."""
+    """vLLM's earlier declaration: positional."""
 
 
 class OldBlockStored(OldEvent, tag="BlockStored"):
-    """As vLLM declared it before."""
+    """vLLM's earlier declaration."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -95,17 +95,17 @@ class OldBlockStored(OldEvent, tag="BlockStored"):
 
 
 class OldBlockRemoved(OldEvent, tag="BlockRemoved"):
-    """As vLLM declared it before."""
+    """vLLM's earlier declaration."""
 
     block_hashes: list[int]
 
 
 class OldAllBlocksCleared(OldEvent, tag="AllBlocksCleared"):
-    """As vLLM declared it before."""
+    """vLLM's earlier declaration."""
 
 
 class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """As vLLM declared it before."""
+    """vLLM's earlier declaration."""
 
     ts: float
     events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
@@ -149,14 +149,14 @@ class ForwardPassMetrics(msgspec.Struct, forbid_unknown_fields=True):
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
-    """ZeroMQ, with nothing left behind."""
+    """A ZeroMQ context that discards unsent messages at its end."""
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
+    """Ports that were free at the time of the call."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -167,7 +167,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def heard(socket: zmq.Socket, do) -> list[bytes]:
-    """Calls `do` until `socket` hears something: a subscription takes a moment to arrive."""
+    """Calls `do` until `socket` receives a message: a subscription takes time to arrive."""
     for _ in range(PATIENCE_MS // 200):
         do()
         if socket.poll(200):
@@ -223,7 +223,7 @@ def test_msgspec_decodes_what_the_server_publishes(start, context):
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
         assert batch.data_parallel_rank == 0
 
-        # Everything from the first batch on, as a consumer that missed it asks for it.
+        # Everything from the first batch on, as a consumer that missed it requests it.
         replay = context.socket(zmq.DEALER)
         replay.connect(f"tcp://127.0.0.1:{replay_port}")
         replay.send_multipart([b"", (0).to_bytes(8, "big")])
@@ -286,7 +286,7 @@ def test_dynamos_own_class_decodes_forward_pass_metrics_to_the_same_bytes(start,
         fpm.connect(endpoint)
         fpm.subscribe("")
         payloads = [heard(fpm, ask)[2]]
-        # A pass, and the heartbeat of a rank that has nothing to do.
+        # A pass, and the heartbeat of an idle rank.
         idle = False
         while not idle:
             assert fpm.poll(PATIENCE_MS)
@@ -403,7 +403,7 @@ def test_a_publisher_that_is_not_there_is_an_error_with_a_hint(binary):
 
 @contextmanager
 def ready(line_begins: str, *command: str | Path) -> Iterator[str]:
-    """A running process that has printed a line which begins so; gives the rest of that line."""
+    """A running process that has printed a line with this prefix; returns the rest of that line."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         readable, _, _ = select.select([process.stdout], [], [], 60)
@@ -476,7 +476,7 @@ def test_the_tail_hears_a_server_over_nats(binary, start):
             model = client.models.list().data[0].id
             subject = "slipstream.*.w0.0"
             args = ("--bus", "nats", "--url", url, "--subject", subject, "--count", "50")
-            # The NATS server takes a moment to listen.
+            # The NATS server takes some time to listen.
             for _ in range(PATIENCE_MS // 50):
                 with socket.socket() as probe:
                     if probe.connect_ex(("127.0.0.1", port)) == 0:

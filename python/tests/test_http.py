@@ -1,4 +1,4 @@
-"""What `curl` and sockets see: shapes, limits and odd clients."""
+"""The server as `curl` and raw sockets see it: formats, limits and unusual clients."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ JSON = "Content-Type: application/json"
 
 
 def curl(*args: str) -> str:
-    """What `curl` prints."""
+    """The output of `curl`."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     command = ["curl", "--silent", "--show-error", "--max-time", "30", *args]
@@ -137,7 +137,7 @@ def test_wrong_methods_and_paths(server):
 
 
 def read_all(stream: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """All bytes until the other side closes."""
     pieces = []
     while piece := stream.recv(65536):
         pieces.append(piece)

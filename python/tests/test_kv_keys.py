@@ -1,4 +1,4 @@
-"""The key set and the pool's feed, without vLLM: a pool of our own stands in for its."""
+"""The key set and the pool's feed, without vLLM: a test double replaces its block pool."""
 
 import os
 import random
@@ -21,14 +21,14 @@ class Block:
 
 
 class Map:
-    """As vLLM 0.33 keeps them: one block, or several by id."""
+    """As in vLLM 0.33: one block, or several by id."""
 
     def __init__(self) -> None:
         self._cache: dict[bytes, Block | dict[int, Block]] = {}
 
 
 class Pool:
-    """The part of a block pool that the feed looks at."""
+    """The part of a block pool that the feed uses."""
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool, hash_block_size: int) -> None:
         self.blocks = [Block(n) for n in range(num_gpu_blocks)]
@@ -83,7 +83,7 @@ class OtherPool(Pool):
 
 
 class DeafPool(Pool):
-    """A pool that evicts on a way of its own, as a later vLLM might."""
+    """A pool with its own eviction path, as a later vLLM might have."""
 
     def _maybe_evict_cached_block(self, block: Block) -> bool:
         return bool(Pool._remove_cached_block_hashes(self, block))
@@ -162,7 +162,7 @@ def test_new_keys_are_told_with_the_block_that_holds_them_in_the_end() -> None:
     assert keys.step_with_new(log, 8) == (None, [key(3), key(4), key(2), key(5)], [4, 3, 9, 5])
     assert log == []
     assert keys.step_with_new([key(6), 1, None, key(7), 2], 8) == (None, [key(7)], [2])
-    # All were dropped, so one that was known before is new again.
+    # All were dropped, so a known key is new again.
     assert keys.step_with_new([None, key(7), 3], 8) == (None, [key(7)], [3])
 
 
@@ -192,7 +192,7 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
 
 
 def import_beside(tmp_path: Path, version: str, **environment: str) -> str:
-    """Import the connector beside a module `vllm` of no distribution; returns what it says."""
+    """Import the connector with a module `vllm` without a distribution; returns its output."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     run = subprocess.run(
@@ -218,7 +218,7 @@ def test_an_untested_vllm_is_refused_by_name(tmp_path: Path, version: str) -> No
 )
 def test_the_module_is_asked_for_its_version(tmp_path: Path, version: str) -> None:
     said = import_beside(tmp_path, version)
-    # It is taken, and what fails is the first import of something that this module does not have.
+    # It is accepted; the first import of a name that this module lacks fails.
     assert "not tested" not in said and "No module named" in said
 
 

@@ -33,7 +33,7 @@ def block(n: int) -> bytes:
 
 
 class Opened:
-    """A store, and what it told of its keys so far."""
+    """A store, and its published keys so far."""
 
     def __init__(self, **options: Any) -> None:
         self.store = Store(block_bytes=BLOCK, **{"host_bytes": 64 * BLOCK, **options})
@@ -55,7 +55,7 @@ class Opened:
         return into, sorted(ended[1]), ended[2]
 
     def load_from(self, peer: str, n: int) -> tuple[int, list[int], str]:
-        """Load one block that a peer is said to hold; returns how it ended."""
+        """Load one block from a named peer; returns the end of the load."""
         self.jobs += 1
         self.store.load(self.jobs, [key(n)], [peer], memoryview(bytearray(BLOCK)), 10.0)
         return self.wait()
@@ -65,7 +65,7 @@ class Opened:
         return ended
 
     def follow_until(self, held: set[int]) -> None:
-        """Follow the store's messages until they say that it holds these."""
+        """Apply the store's messages until they contain these keys."""
         wanted = {key(n) for n in held}
         end = time.monotonic() + 30
         while set(self.mirror.keys()) != wanted or not self.mirror.is_trusted:
@@ -76,7 +76,7 @@ class Opened:
 
 @pytest.fixture(autouse=True)
 def no_warnings_of_before() -> None:
-    """Each test has its own window of warnings of which only the first few are kept."""
+    """Resets the rate limit of warnings for each test."""
     take_warnings(ahead_s=1e6)
 
 
@@ -88,7 +88,7 @@ def opened() -> Iterator[Opened]:
 
 
 def check(loaded: tuple[bytearray, list[int], str], *numbers: int | None) -> None:
-    """What came is right, and what has no number failed."""
+    """Loaded blocks are right, and blocks without a number failed."""
     into, failed, reason = loaded
     assert failed == [i for i, n in enumerate(numbers) if n is None]
     assert bool(reason) == bool(failed)
@@ -199,7 +199,7 @@ def test_each_tier_tells_what_it_holds(tmp_path: Path) -> None:
         host_bytes=4 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 20, tell_tiers=True
     )
     events, held = TierEvents(), {name: set[bytes]() for name in TIERS}
-    # Keys that were on no tier at some moment although they were never lost.
+    # Keys that were temporarily on no tier although they were never lost.
     lost: set[bytes] = set()
 
     def follow_until(host: set[int], disk: set[int]) -> None:
@@ -246,7 +246,7 @@ for line in sys.stdin:
 
 
 class Server:
-    """A store in a process of its own, that peers may ask."""
+    """A store in a separate process, from which peers may load."""
 
     def __init__(self, **options: Any) -> None:
         options = {"host_bytes": 64 * BLOCK, "identity": IDENTITY, "name": "server"} | options
@@ -270,10 +270,10 @@ class Server:
             assert self.answer() == str(n)
 
     def stop(self) -> None:
-        """Stop all its threads, as a machine that hangs does."""
+        """Stop all its threads, as on a machine that hangs."""
         self.process.send_signal(signal.SIGSTOP)
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-            # The state comes after the name, which is in brackets.
+            # The state follows the name, which is in brackets.
             while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
                 pass
 
@@ -289,7 +289,7 @@ class Server:
 
 
 def load_from(opened: Opened, sources: dict[int, str], **options: Any) -> Any:
-    """Begin to load blocks, each from where it is said to be; returns the buffer."""
+    """Start to load blocks, each from its named source; returns the buffer."""
     opened.jobs += 1
     into = bytearray(BLOCK * len(sources))
     keys = [key(n) for n in sources]
@@ -299,7 +299,7 @@ def load_from(opened: Opened, sources: dict[int, str], **options: Any) -> Any:
 
 
 def wait_connected(opened: Opened, server: Server, n: int) -> None:
-    """Load one block until the peer can be asked."""
+    """Load one block, retrying until the peer is reachable."""
     end = time.monotonic() + 30
     while True:
         load_from(opened, {n: server.address})
@@ -345,7 +345,7 @@ def test_a_store_that_is_closed_keeps_what_had_come_of_its_loads(tmp_path: Path)
 
 
 def wait_loaded_from(opened: Opened, source: str, n: int) -> None:
-    """Load a block from who is called so, until it comes."""
+    """Load a block from the peer of this name, retrying until it arrives."""
     end = time.monotonic() + 30
     while True:
         into = load_from(opened, {n: source})
@@ -388,7 +388,7 @@ def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
     with joined("a") as a:
         a.put(1)
         wait_loaded_from(opened, "a", 1)
-        # A later one is found, too, and one that does not fit is not asked.
+        # A later one is found, too, and a mismatched one is not asked.
         with joined("b") as b, joined("c", identity=IDENTITY | {"model": "other"}) as c:
             b.put(2)
             c.put(3)
@@ -398,7 +398,7 @@ def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
             wait_warned("notes.json is ignored, as it is no engine's record: expected")
             load_from(opened, {3: "c"})
             assert opened.wait()[1:] == ([0], "lost")
-    # They were killed; their files stay for a while, and nobody waits for them.
+    # They were killed; their files stay for a while, and no load waits for them.
     load_from(opened, {9: "a"})
     assert opened.wait()[1] == [0]
     with joined("d") as d:
@@ -631,7 +631,7 @@ def test_a_close_without_time_says_how_many_blocks_it_drops(tmp_path: Path) -> N
 
 
 def test_blocks_that_memory_gave_up_before_they_were_written_are_counted(tmp_path: Path) -> None:
-    # Room for the blocks that writers hold and for those of a put; far too little for what waits.
+    # Room for the blocks that writers hold and for those of a put; far too little for the queue.
     opened = Opened(host_bytes=8 * BLOCK, disk_dir=str(tmp_path), disk_bytes=1 << 30)
     for n in range(0, 400, 2):
         opened.put(n, n + 1)

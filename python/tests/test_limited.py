@@ -1,4 +1,4 @@
-"""Warnings that come by the thousand."""
+"""Rate limits of frequent warnings."""
 
 import logging
 import math

@@ -83,7 +83,7 @@ def test_the_next_turn_hits_the_cache(client, model):
     ]
     second = client.chat.completions.create(model=model, messages=said, max_tokens=1)
     cached = second.usage.prompt_tokens_details.cached_tokens
-    # The answer's blocks are hit too, not the first prompt's alone. The last generated token was
+    # The answer's blocks are hit too, not only the first prompt's. The last generated token was
     # never computed, and blocks are whole.
     assert cached > first.usage.prompt_tokens
     assert second.usage.prompt_tokens > cached
@@ -194,7 +194,7 @@ def test_echo_repeats_the_prompt(client, model):
 
 
 def test_a_stream_can_be_left(client, model):
-    """Leaving a stream frees the engine: the server goes on and answers the next."""
+    """Closing a stream frees the engine: the server continues and answers the next request."""
     stream = chat(client, model, stream=True, max_tokens=10_000, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()

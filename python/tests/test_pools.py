@@ -1,4 +1,4 @@
-"""The official `openai` package against pools that hand prompts over."""
+"""The official `openai` package against prefill and decode pools."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def metric(server, name: str) -> float:
 
 
 def await_metric(server, name: str, reached: Callable[[float], bool]) -> None:
-    """Look at a metric until it is as it should be."""
+    """Read a metric until it has the expected value."""
     deadline = time.monotonic() + 30
     while not reached(value := metric(server, name)):
         assert time.monotonic() < deadline, f"{name} is still {value}"

@@ -40,7 +40,7 @@ CHARACTERS = [
 
 
 def export(binary, directory) -> Tokenizer:
-    """The tokenizer that `slipstream tokenizer export` writes."""
+    """The tokenizer written by `slipstream tokenizer export`."""
     subprocess.run([binary, "tokenizer", "export", directory], check=True, capture_output=True)
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
@@ -70,7 +70,7 @@ def test_export_replaces_nothing_unasked(binary, tmp_path):
 
 
 def test_a_server_takes_a_tokenizer_directory(binary, start, tmp_path):
-    """The built-in tokenizer by way of its files: the same answers, the same counts."""
+    """The built-in tokenizer, loaded from its files: the same answers, the same counts."""
     export(binary, tmp_path)
     ask = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 5, "seed": 3}
     with start("--set", f'model.tokenizer="{tmp_path}"') as server:

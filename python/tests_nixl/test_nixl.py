@@ -1,7 +1,7 @@
-"""Stores of two processes that read each other's memory by NIXL, which is installed.
+"""Stores of two processes that read each other's memory by an installed NIXL.
 
-`scripts/test-nixl.sh` runs this twice: with the way that UCX chooses, and with TCP alone, where a
-read takes both processes.
+`scripts/test-nixl.sh` runs this twice: with the transport that UCX chooses, and with TCP only, for
+which a read involves both processes.
 """
 
 import json
@@ -40,7 +40,7 @@ def block(n: int, size: int) -> bytes:
 
 
 def serve() -> None:
-    """Be the other process: hold blocks until the end of the input."""
+    """Run as the other process: hold blocks until the end of the input."""
     given = json.loads(sys.argv[1])
     size, count = given["size"], given["count"]
     store = Store(
@@ -58,7 +58,7 @@ def serve() -> None:
 
 
 class Server:
-    """A store in a process of its own."""
+    """A store in a separate process."""
 
     def __init__(self, size: int, count: int, **identity: str) -> None:
         self.start({"size": size, "count": count, "identity": identity} | ANYWHERE)
@@ -82,7 +82,7 @@ class Server:
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
             for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-                # The state comes after the name, which is in brackets.
+                # The state follows the name, which is in brackets.
                 while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
                     pass
 
@@ -144,7 +144,7 @@ class Client:
         return into, *self.end()
 
     def connect(self) -> None:
-        """Load until the peer is there."""
+        """Load, retrying until the peer is reachable."""
         end = time.monotonic() + LONG_S
         while self.load(0)[1]:
             assert time.monotonic() < end, take_warnings()
@@ -156,7 +156,7 @@ class Client:
 
 
 def wait_for_bytes(into: bytearray, server: Server) -> None:
-    """Wait until the first block has come."""
+    """Wait until the first block has arrived."""
     first = block(0, 16)
     while into[:16] != first:
         assert server.process.poll() is None
@@ -225,7 +225,7 @@ def test_a_peer_that_stops_costs_its_deadline_and_nothing_comes_later() -> None:
         server.send(signal.SIGSTOP)
         failed, reason = client.end()
         client.check(into, range(count), failed)
-        # By memory of the same host all may have come, as that takes nothing of the peer.
+        # By memory of the same host all may have arrived, because that needs no CPU of the peer.
         assert not failed or reason == "deadline"
         before = bytes(into)
         _, next_failed, next_reason = client.load(5, deadline_s=0.2)

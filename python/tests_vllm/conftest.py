@@ -1,4 +1,4 @@
-"""What all tests of the connector have in common."""
+"""Fixtures of all tests of the connector."""
 
 import pytest
 from slipstream._native import take_warnings
@@ -6,5 +6,5 @@ from slipstream._native import take_warnings
 
 @pytest.fixture(autouse=True)
 def no_warnings_of_before() -> None:
-    """Each test has its own window of warnings of which only the first few are logged."""
+    """Resets the rate limit of warnings for each test."""
     take_warnings(ahead_s=1e6)

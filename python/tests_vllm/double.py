@@ -1,4 +1,4 @@
-"""A store of Python objects, whose loads end when and as a test says."""
+"""A store of Python objects; the test controls when and how its loads end."""
 
 import threading
 from collections import deque
@@ -8,7 +8,7 @@ from slipstream.store import Loaded
 
 
 class DoubleStore:
-    """Keeps blocks in a dictionary. `held_back` loads end only when the test lets them."""
+    """Stores blocks in a dictionary. `held_back` loads end only when the test releases them."""
 
     def __init__(self, block_bytes: int | list[int]) -> None:
         self.block_bytes = [block_bytes] if isinstance(block_bytes, int) else block_bytes
@@ -40,7 +40,7 @@ class DoubleStore:
         """Where each block is in `data`."""
         found, end = [], 0
         for key in keys:
-            # Of one group alone nothing is asked of the key.
+            # With one group, the key's group is not checked.
             group = int.from_bytes(key[-4:], "big") if len(self.block_bytes) > 1 else 0
             found.append(slice(end, end + self.block_bytes[group]))
             end = found[-1].stop
@@ -76,7 +76,7 @@ class DoubleStore:
         return jobs
 
     def end(self, job: int, failed: tuple[int, ...] = (), reason: str = "") -> None:
-        """Say that a load has ended."""
+        """Report the end of a load."""
         with self._changed:
             self._ended.append((job, list(failed), reason))
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A network between two stores that damages what it carries, as a test says."""
+"""A proxy between two stores that damages traffic as the test requires."""
 
 import contextlib
 import socket
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 HEADER = 12
 BLOCKS = 4
-"""The kind of the frame that blocks come behind; `docs/kvstore.md` has the frames."""
+"""The kind of the frame that precedes blocks; `docs/kvstore.md` describes the frames."""
 
 Fault = Callable[[bytes, bytes], tuple[bytes, str]]
-"""Takes a frame of blocks and the blocks; returns what goes on, and what happens after it: `on`,
+"""Takes a frame of blocks and the blocks; returns the bytes to forward, and the next state: `on`,
 `stall` or `cut`."""
 
 
@@ -27,7 +27,7 @@ def flip(at: int) -> Fault:
 
 
 def short(count: int, then: str) -> Fault:
-    """Carries so many bytes of the blocks and no more."""
+    """Forwards this many bytes of the blocks and no more."""
     return lambda frame, blocks: (frame + blocks[:count], then)
 
 
@@ -37,12 +37,12 @@ def flip_frame(frame: bytes, blocks: bytes) -> tuple[bytes, str]:
 
 
 def replace_frame(frame: bytes, blocks: bytes) -> tuple[bytes, str]:
-    """Sends something else in its place: a frame of no kind."""
+    """Sends a frame of no kind in its place."""
     return frame[:5] + b"\xff" + frame[6:] + blocks, "on"
 
 
 class Proxy:
-    """Stands between peers and the store at `target`, an address as `tcp://IP:PORT`."""
+    """Proxies connections of peers to the store at `target`, an address as `tcp://IP:PORT`."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
@@ -50,7 +50,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.fault: Fault | None = None
-        """Befalls the next blocks, once."""
+        """Applied to the next blocks, once."""
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -94,7 +94,7 @@ class Proxy:
                 data, then = fault(frame, blocks) if fault else (frame + blocks, "on")
                 sink.sendall(data)
                 if then == "stall":
-                    # What comes after is taken and never given on; the connection stands.
+                    # Later bytes are read and never forwarded; the connection stays open.
                     while reader.read(1):
                         pass
                 if then == "cut":
@@ -106,7 +106,7 @@ class Proxy:
 
 
 def bytes_behind(frame: bytes) -> int:
-    """How many bytes of blocks follow the frame."""
+    """Return the number of bytes of blocks that follow the frame."""
     answers = struct.iter_unpack("<BQQI", frame[HEADER + 12 :])
     return sum(length for status, _, _, length in answers if status == 0)
 

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler on a CPU: the engine's loop with made-up tokens in place of a model."""
+"""vLLM's real scheduler on a CPU: the engine's loop with generated tokens instead of a model."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 BLOCK = 16
 """Tokens per block."""
 
-# A tiny model's shape; nothing of it is ever computed.
+# A tiny model's shape; it is never computed.
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -63,7 +63,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A group of layers: what vLLM's configuration says of it."""
+    """A group of layers in vLLM's configuration."""
 
     kind: str = "full"
     reach: int = 0
@@ -71,7 +71,7 @@ class Shape:
     heads: int = 4
     layers: int = 2
     padded: int | None = None
-    """Bytes of a layer's block in the cache, where they are more than it uses."""
+    """Bytes of a layer's block in the cache, if they are more than it uses."""
 
     def spec(self) -> KVCacheSpec:
         """The group as vLLM's configuration has it."""
@@ -92,7 +92,7 @@ class Shape:
         raise ValueError(self.kind)
 
     def first(self, tokens: int) -> int:
-        """The first block that a token after so many others reads."""
+        """The first block that a token at this position reads."""
         match self.kind:
             case "window":
                 return max(tokens - self.reach + 1, 0) // self.block
@@ -107,16 +107,16 @@ class Shape:
 
 
 class Rig:
-    """One engine's scheduler, stepped by hand; with `worker`, its connector's worker half, too.
+    """One engine's scheduler, stepped by hand; with `worker`, also its connector's worker half.
 
-    With a worker, a model is made up whose KV is a function of the tokens: a block's bytes repeat
+    With a worker, the KV of a simulated model is a function of the tokens: a block's bytes repeat
     its hash. Before each step all blocks that a real model would read are compared with that.
 
-    With `async_scheduling`, vLLM's default, each step is planned before the one before it has run:
-    a step of the rig plans, then runs what was planned before and takes its output.
+    With `async_scheduling`, vLLM's default, each step is planned before the previous one has run:
+    a step of the rig plans, then runs the earlier plan and takes its output.
 
-    `shapes` are the groups of layers. With `tp` and `pp` there are so many ranks, each with a
-    worker half; ranks of one stage of `pp` have the same layers. What the workers say reaches the
+    `shapes` are the groups of layers. With `tp` and `pp` there are several ranks, each with a
+    worker half; ranks of one stage of `pp` have the same layers. The workers' outputs reach the
     scheduler through vLLM's own `KVOutputAggregator`.
     """
 
@@ -199,7 +199,7 @@ class Rig:
                 for g, shape in enumerate(shapes)
             ],
         )
-        # As vLLM's `resolve_kv_cache_block_sizes` has it.
+        # As in vLLM's `resolve_kv_cache_block_sizes`.
         self.hash_block, self.hit_block = math.gcd(*blocks), math.lcm(*blocks)
         self.kv_cache_config.hash_block_size = self.hash_block
         init_none_hash(sha256_cbor)
@@ -215,7 +215,7 @@ class Rig:
         self.workers = [Worker(self, rank) for rank in range(tp * pp)] if worker else []
         self.worker = self.workers[0] if worker else None
         if worker:
-            # As EngineCore and the executor do at their start.
+            # As in the start of EngineCore and the executor.
             told = {
                 (each.rank // tp, each.rank % tp): each.connector.get_handshake_metadata()
                 for each in self.workers
@@ -254,7 +254,7 @@ class Rig:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def look(self, plan: Any) -> "dict[str, Planned]":
-        """Keep what the scheduler knows of a plan's requests just after it was made."""
+        """Record the scheduler's state of a plan's requests just after planning."""
         return {
             name: Planned(
                 request := self.scheduler.requests[name],
@@ -269,7 +269,7 @@ class Rig:
     def output(
         self, plan: Any, connector_output: Any = None, planned: "dict[str, Planned] | None" = None
     ) -> ModelRunnerOutput:
-        """Make up what a model would have said to the plan."""
+        """Generate a model's output for the plan."""
         planned = planned if planned is not None else self.look(plan)
         return ModelRunnerOutput(
             req_ids=list(planned),
@@ -293,7 +293,7 @@ class Rig:
         return plan
 
     def told(self, plan: Any, planned: "dict[str, Planned]") -> ModelRunnerOutput:
-        """Run the workers; return what all of them said as the executor gives it on."""
+        """Run the workers; return their aggregated output, as the executor does."""
         output = self.output(plan, planned=planned)
         if len(self.workers) == 1:
             return replace(output, kv_connector_output=self.workers[0].run(plan, planned))
@@ -303,7 +303,7 @@ class Rig:
             replace(output, kv_connector_output=worker.run(plan, planned))
             for worker in self.workers
         ]
-        # The last stage's first rank speaks for the model (`MultiprocExecutor.output_rank`).
+        # The last stage's first rank returns the model's output (`MultiprocExecutor.output_rank`).
         return self._aggregator.aggregate(outputs, self.tp * (self.pp - 1))
 
     def close(self) -> None:

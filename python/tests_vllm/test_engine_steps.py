@@ -77,7 +77,7 @@ class Engine:
             enable_prefix_caching=config["caching"],
             prefix_caching_hash_algo="sha256_cbor",
         )
-        # Block 0 is vLLM's null block, which nobody can have.
+        # Block 0 is vLLM's null block, which is never allocated.
         cache.num_gpu_blocks = config["num_gpu_blocks"] + 1
         vllm = VllmConfig(
             model_config=model,
@@ -139,7 +139,7 @@ class Engine:
         self.scheduler.finish_requests(str(name), RequestStatus.FINISHED_ABORTED)
 
     def word(self, request: Any) -> int:
-        """Make up the next token of an answer, as a sampler with logits would."""
+        """Choose the next token of an answer, as a sampler with logits would."""
         outputs = request.num_output_tokens + 1
         ends = outputs > request.sampling_params.min_tokens and outputs >= self.natural
         return EOS if ends and not request.sampling_params.ignore_eos else WORD

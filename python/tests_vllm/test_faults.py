@@ -1,4 +1,4 @@
-"""What comes in broken, through the whole connector: it is recomputed, counted, and said.
+"""Damaged input, through the whole connector: it is recomputed, counted, and logged.
 
 The rig compares the bytes of every block that is read with its tokens, in every step.
 """
@@ -36,7 +36,7 @@ def counts(rig: Rig) -> dict[str, int]:
 
 @contextmanager
 def behind_a_bad_network(**extra: Any) -> Iterator[tuple[Rig, Rig, Proxy]]:
-    """Two engines: one that serves, and one that reaches it through a proxy."""
+    """Two engines: one that serves, and one that connects to it through a proxy."""
     first = engine(listen=["tcp://127.0.0.1:0"])
     proxy = Proxy(first.worker.connector.worker.store.address())
     second = engine(peers=[proxy.address], **extra)
@@ -54,7 +54,7 @@ def behind_a_bad_network(**extra: Any) -> Iterator[tuple[Rig, Rig, Proxy]]:
         # One block is damaged; those before it are kept.
         (flip(5 * BLOCK_BYTES + 100), "checksum", 1, BLOCKS - 5, "check memory and network"),
         (flip(0), "checksum", BLOCKS, BLOCKS, "check memory and network"),
-        # The peer stops, or goes, in the middle of the sixth block.
+        # The peer stops, or disconnects, in the middle of the sixth block.
         (
             short(5 * BLOCK_BYTES + 9, "stall"),
             "deadline",
@@ -64,7 +64,7 @@ def behind_a_bad_network(**extra: Any) -> Iterator[tuple[Rig, Rig, Proxy]]:
         ),
         (short(5 * BLOCK_BYTES + 9, "cut"), "lost", BLOCKS - 5, BLOCKS - 5, "the peer ended"),
         (short(0, "cut"), "lost", BLOCKS, BLOCKS, "the peer ended"),
-        # What comes is no frame.
+        # The bytes are no frame.
         (flip_frame, "lost", BLOCKS, BLOCKS, "the peer ended"),
         (replace_frame, "lost", BLOCKS, BLOCKS, "the peer ended"),
     ],
@@ -99,7 +99,7 @@ def test_a_transfer_that_goes_wrong_is_recomputed(
         for _ in range(10_000):
             if run(second, prompt) == 0:
                 break
-            # The workers' own connection is made again a little later.
+            # The workers' own connection is restored a little later.
             assert second.scheduler.reset_prefix_cache(reset_connector=True)
             second.step()
             wait_for_hit(second, prompt, BLOCKS)
@@ -136,7 +136,7 @@ def test_torn_disk_files_are_recomputed(
     first.close()
     second = engine(disk_dir=str(tmp_path))
     step_until_stored(second, BLOCKS)
-    # After the start, which looks at the heads of all files.
+    # After the start, which reads the heads of all files.
     for place in (7, 20):
         (file,) = tmp_path.glob(f"*/blocks/{keys[place].hex()}.kv")
         file.write_bytes(tear(bytearray(file.read_bytes())))
@@ -175,7 +175,7 @@ def request_hashes(rig: Rig, prompt: list[int]) -> list[Any]:
 
 @contextmanager
 def files_up_to(limit: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes, as on a full disk."""
+    """Limits the size of files, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -193,7 +193,7 @@ def test_a_full_disk_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureF
         while counts(rig)["store_failed_blocks.disk"] < BLOCKS:
             rig.step()
         assert not list(tmp_path.glob("*/blocks/*"))
-        # Host memory has them all the same.
+        # Host memory still has them.
         step_until_stored(rig, BLOCKS)
         assert rig.scheduler.reset_prefix_cache()
         assert run(rig, prompts[0]) == 0

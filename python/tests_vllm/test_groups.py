@@ -1,6 +1,6 @@
-"""Models whose layers are of several groups, on vLLM's real scheduler.
+"""Models with several groups of layers, on vLLM's real scheduler.
 
-`rig.Worker` compares every block of every group that a model would read with what its tokens say.
+`rig.Worker` compares every block of every group that a model would read with its tokens.
 """
 
 import copy
@@ -57,13 +57,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> DoubleStore:
 
 
 def settle(rig: Rig) -> None:
-    """Let the saver's thread finish, and the scheduler hear of it."""
+    """Let the saver's thread finish, and the scheduler apply its message."""
     wait_saved(rig)
     rig.step()
 
 
 def check_stored(rig: Rig, store: DoubleStore) -> None:
-    """Every block in the store is what its key says."""
+    """Every block in the store matches its key."""
     for key, data in store.blocks.items():
         assert data == rig.worker.pattern(key[:-4], int.from_bytes(key[-4:], "big"))
 
@@ -71,7 +71,7 @@ def check_stored(rig: Rig, store: DoubleStore) -> None:
 def filled(
     store: DoubleStore, model: str, blocks: int = 12, **options: Any
 ) -> tuple[Rig, list[int]]:
-    """An engine whose store has a prompt's blocks and whose device has forgotten them."""
+    """An engine whose store has a prompt's blocks and whose device has dropped them."""
     rig = Rig(num_blocks=160, shapes=MODELS[model], **OURS, **options)
     prompt = rig.tokens(BLOCK * blocks + 5)
     rig.add(prompt, max_tokens=1)
@@ -100,7 +100,7 @@ def test_what_was_saved_is_loaded_in_every_group(store: DoubleStore, model: str)
 
 
 def add_and_load(rig: Rig, prompt: list[int]) -> Any:
-    """Let the prompt arrive, and return the load that it begins."""
+    """Let the prompt arrive, and return the load that it starts."""
     rig.add(prompt, max_tokens=3)
     (load,) = rig.step().kv_connector_metadata.loads
     return load
@@ -167,13 +167,13 @@ def check_recomputed(
     kept: int,
     again: bool = True,
 ) -> None:
-    """Blocks of a load fail; what came before them is kept or loaded again, the rest computed."""
+    """Blocks of a load fail; earlier ones are kept or loaded again, the rest computed."""
     store.hold_back = True
     load = add_and_load(rig, prompt)
     assert len(load.keys) > max(failed)
     store.let_go(failed)
     wait_loaded(rig)
-    # One step tells of the failure, in the next one it lets others pass, and then it looks again.
+    # The failure is reported in one step, in the next one it is deferred, and then it looks again.
     for _ in range(3):
         rig.step()
     loads = [keys for _, keys, _ in store.held_back]
@@ -222,7 +222,7 @@ def test_a_block_that_the_device_had_is_kept_when_a_load_fails(store: DoubleStor
 
 
 class OnePeer:
-    """A peer that is said to have every block."""
+    """A peer that reports every block as held."""
 
     name = "tcp://peer"
 
@@ -318,7 +318,7 @@ def test_any_run_reads_only_right_blocks(
     counts = rig.worker.connector.worker._counts
 
     def seen() -> bool:
-        """What the run is there to test has happened."""
+        """The events that the run must cover have happened."""
         failed = any(name.startswith("load_failed") for name in counts.copy())
         return finished > 30 and preempted > 0 and counts["loaded_blocks"] > 50 and failed
 

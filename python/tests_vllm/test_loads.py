@@ -1,4 +1,4 @@
-"""Loads in parts: bounded memory, turns, what is no longer wanted, and faults."""
+"""Loads in parts: bounded memory, turns, canceled loads, and faults."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_a_load_goes_in_parts_that_use_memory_again(store: DoubleStore, pins: bo
     half.blocks.pins = pins
     made: list[int] = []
     if pins:
-        # Memory that takes long to make is made beside the engine's thread.
+        # Memory that takes long to allocate is allocated outside of the engine's thread.
         half.blocks.staging = lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8)
     store.hold_back = True
     rig.add(prompt, max_tokens=2)

@@ -1,4 +1,4 @@
-"""Two engines in two processes: what one has computed, the other loads."""
+"""Two engines in two processes: one loads the blocks that the other has computed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PROMPT_BLOCKS = 40
 
 
 class Other:
-    """Another engine, in a process of its own, that does what it is told line by line."""
+    """Another engine, in a separate process, that executes commands line by line."""
 
     def __init__(self, **extra: Any) -> None:
         self.process = subprocess.Popen(
@@ -46,10 +46,10 @@ class Other:
         return self.answer()
 
     def stop(self) -> None:
-        """Stop all its threads, as a machine that hangs does."""
+        """Stop all its threads, as on a machine that hangs."""
         self.process.send_signal(signal.SIGSTOP)
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-            # The state comes after the name, which is in brackets.
+            # The state follows the name, which is in brackets.
             while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
                 pass
 
@@ -106,7 +106,7 @@ def test_blocks_of_another_process_are_loaded_and_right(kind: str, tmp_path: Pat
         counts = second.worker.connector.worker.store.counters()
         assert counts["hit_blocks.peer"] == PROMPT_BLOCKS
         assert counts["fetched_bytes"] == PROMPT_BLOCKS * 8192
-        # What came from the peer is in the own store now, and served from there.
+        # Blocks of the peer are in this engine's store now, and served from there.
         wait_saved(second)
         for _ in range(100_000):
             if len(second.connector.scheduler.stored[0]) == PROMPT_BLOCKS:
@@ -146,7 +146,7 @@ def test_engines_find_each_other_in_a_folder(tmp_path: Path) -> None:
         with other(listen=[f"unix://{tmp_path}/{n}.sock"], peers_dir=meeting) as first:
             assert first.ask(run=prompt) == PROMPT_BLOCKS
             wait_for_hit(second, prompt, PROMPT_BLOCKS)
-            # The workers' own connection stands a little later, perhaps.
+            # The workers' own connection may be established a little later.
             for _ in range(10_000):
                 if run(second, prompt) == 0:
                     break
@@ -260,14 +260,14 @@ def test_a_lookup_waits_a_little_for_a_peer_that_is_not_known_yet(tmp_path: Path
     request = second.scheduler.requests[second.add(second.tokens(100), max_tokens=1)]
     assert second.connector.get_num_new_matched_tokens(request, 0) == (None, False)
     assert not second.step().num_scheduled_tokens
-    # All that could be loaded is cached already: there is nothing to wait for.
+    # All loadable blocks are cached already: there is nothing to wait for.
     assert second.connector.get_num_new_matched_tokens(request, 96) == (0, False)
     peers.settled = True
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     peers.settled = False
     request.arrival_time -= 2e9
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    # A clock that was set back makes nobody wait.
+    # A clock that was set back causes no wait.
     request.arrival_time += 4e9
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     second.drain()
@@ -276,7 +276,7 @@ def test_a_lookup_waits_a_little_for_a_peer_that_is_not_known_yet(tmp_path: Path
 
 
 def serve(extra: dict[str, Any]) -> None:
-    """Be the other engine."""
+    """Run as the other engine."""
     rig = engine(**extra)
     print("answer", json.dumps(rig.worker.connector.worker.store.address()), flush=True)
     for line in sys.stdin:

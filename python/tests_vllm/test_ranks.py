@@ -1,7 +1,7 @@
 """Engines of several ranks: one scheduler half, a worker half for each rank.
 
-What the ranks say is joined by vLLM's own `KVOutputAggregator`; each rank's bytes are its own, and
-`rig.Worker` compares them with what they have to be in every step.
+vLLM's own `KVOutputAggregator` joins the ranks' outputs; each rank has its own bytes, and
+`rig.Worker` compares them with the expected ones in every step.
 """
 
 import re
@@ -39,7 +39,7 @@ def wait_saved(rig: Rig) -> None:
 
 
 def wait_loaded(rig: Rig, *ranks: int) -> None:
-    """Let the loaders' threads finish what the stores have ended."""
+    """Let the loaders' threads finish the loads that the stores have ended."""
     for rank in ranks or range(len(rig.workers)):
         half = rig.workers[rank].connector.worker
         with half.moved:
@@ -47,7 +47,7 @@ def wait_loaded(rig: Rig, *ranks: int) -> None:
 
 
 def filled(**options: Any) -> tuple[Rig, list[int]]:
-    """An engine whose stores have a prompt's 12 blocks and whose devices have forgotten them."""
+    """An engine whose stores have a prompt's 12 blocks and whose devices have dropped them."""
     rig = Rig(num_blocks=160, **OURS, **options)
     prompt = rig.tokens(BLOCK * 12 + 5)
     rig.add(prompt, max_tokens=1)
@@ -60,7 +60,7 @@ def filled(**options: Any) -> tuple[Rig, list[int]]:
 
 
 def told(rig: Rig) -> None:
-    """Let the scheduler hear from all ranks what their stores have, which is the same."""
+    """Let the scheduler apply the keys of all ranks' stores, which are the same."""
     for _ in range(100_000):
         rig.step()
         counts = {len(mirror) for mirror in rig.connector.scheduler.stored}
@@ -105,7 +105,7 @@ def test_all_ranks_load_their_own_part(model: str, ranks: str) -> None:
     wait_loaded(rig)
     rig.drain()
     assert computed(rig) == 0
-    # Where ranks share the layers, one may have none of a group; all the same it tells of its keys.
+    # If ranks share the layers, one may have none of a group; it still publishes the group's keys.
     counts = [len(mirror) for mirror in rig.connector.scheduler.stored]
     assert counts == [counts[0]] * len(rig.workers) and counts[0] >= 12
     rig.close()
@@ -150,7 +150,7 @@ def test_a_request_waits_for_its_last_rank(stores: dict[int, DoubleStore]) -> No
 @pytest.mark.parametrize(
     ("model", "failed", "kept"),
     [
-        # Of one group vLLM keeps what came before the first block that one rank lacks.
+        # With one group vLLM keeps the blocks before the first one that one rank lacks.
         ("one", {1: (7,)}, 7),
         ("one", {0: (9,), 3: (4, 11)}, 4),
         ("one", {2: tuple(range(12))}, 0),
@@ -176,7 +176,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(
         assert not rig.step().num_scheduled_tokens
         store.let_go(failed.get(rank, ()))
         wait_loaded(rig, rank)
-    # One step tells of the failure, in the next one it lets others pass, and then it looks again.
+    # The failure is reported in one step, in the next one it is deferred, and then it looks again.
     for _ in range(3):
         rig.step()
     for store in stores.values():
@@ -200,7 +200,7 @@ def test_what_one_rank_keeps_is_not_kept_where_another_has_nothing(
     stores[0].let_go((9,))
     wait_loaded(rig, 0)
     rig.step()
-    # All of the other rank's blocks come, and its cache is taken away before it says so.
+    # All of the other rank's blocks arrive, and its cache is released before it reports that.
     stores[1].let_go()
     wait_loaded(rig, 1)
     rig.workers[1].connector.worker.release()
@@ -240,7 +240,7 @@ def wait_for_hit(rig: Rig, prompt: list[int], blocks: int) -> None:
 
 
 def peers(tmp_path: Path, **options: Any) -> tuple[Rig, Rig]:
-    """Two engines, of which the second takes blocks from the first."""
+    """Two engines, of which the second loads blocks from the first."""
     extra = {"host_bytes": 1 << 22, "model_id": "m", "lookup_wait_s": 0.0}
     listen = f"unix://{tmp_path}/a.sock"
     first = Rig(num_blocks=160, extra=extra | {"listen": [listen]}, **OURS, **options)
@@ -265,7 +265,7 @@ def test_all_ranks_load_from_the_same_rank_of_a_peer(
     wait_loaded(second)
     second.drain()
     assert computed(second) == 0
-    # One rank of the peer forgets; that the others still have the blocks is of no use.
+    # One rank of the peer drops its blocks; that the others still have them is of no use.
     for rig in (first, second):
         assert rig.scheduler.reset_prefix_cache()
     second.connector.reset_cache()

@@ -32,7 +32,7 @@ def worker_half(rig: Rig) -> SlipstreamConnector:
 
 
 def check_equal(rig: Rig, worker: SlipstreamConnector) -> None:
-    """Scheduler half and worker half know exactly the pool's keys."""
+    """Scheduler half and worker half have exactly the pool's keys."""
     assert rig.step().kv_connector_metadata.keys is None, "nothing runs, so nothing changes"
     pool = set(cached(rig.pool))
     assert set(rig.connector.feed.keys.keys()) == pool

@@ -1,4 +1,4 @@
-"""The connector with the store that it ships with."""
+"""The connector with its own store."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def engine(**extra: Any) -> Rig:
 
 
 def step_until_stored(rig: Rig, count: int) -> None:
-    """Step until the scheduler has heard of so many stored blocks."""
+    """Step until the scheduler knows this many stored blocks."""
     for _ in range(100_000):
         if len(rig.connector.scheduler.stored[0]) >= count:
             return
@@ -29,7 +29,7 @@ def step_until_stored(rig: Rig, count: int) -> None:
 
 
 def run(rig: Rig, prompt: list[int]) -> int:
-    """Answer a prompt; returns how many blocks had to be computed."""
+    """Answer a prompt; returns the number of computed blocks."""
     before = rig.worker.computed_blocks
     rig.add(prompt, max_tokens=3)
     rig.step()
@@ -95,7 +95,7 @@ def test_kv_events_name_the_tier_that_a_block_came_to_or_left(tmp_path: Path) ->
     )
     held: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
     told: list[Any] = []
-    # What vLLM would publish: the pool's events and the connector's, in one batch.
+    # As vLLM would publish: the pool's events and the connector's, in one batch.
     publish = rig.scheduler.kv_event_publisher.publish
 
     def take(batch: Any) -> None:
@@ -127,7 +127,7 @@ def test_kv_events_name_the_tier_that_a_block_came_to_or_left(tmp_path: Path) ->
     while held["CPU"] != set(hashes[-8:]):
         rig.step()
     assert held["GPU"] == set(hashes)
-    # A block that left host memory was told to be on disk before.
+    # A block that left host memory was published on disk before.
     order = [(type(e).__name__, e.medium, h) for e in told for h in e.block_hashes]
     for block_hash in hashes[:12]:
         stored, removed = ("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")

@@ -32,7 +32,7 @@ def key(n: int) -> Any:
 
 
 def spec(events: bool = False, data_parallel_index: int = 0) -> Any:
-    """As much of an offloading spec as a tier looks at."""
+    """The parts of an offloading spec that a tier uses."""
     config = SimpleNamespace(
         groups=(SimpleNamespace(tokens_per_block=16, layer_names=("a", "b")),),
         model=SimpleNamespace(name="m", dtype="float16"),
@@ -153,7 +153,7 @@ def test_a_chunk_that_is_gone_is_a_failed_load_and_not_other_bytes(offloading: O
     for n in range(1, 21):
         offloading.store(n)
     offloading.settle(20)
-    # Forgotten by the store, and not yet by the scheduler.
+    # Dropped by the store, and not yet by the scheduler.
     offloading.tier.store.reset()
     assert offloading.load(1) is None
     offloading.manager.reset_cache()

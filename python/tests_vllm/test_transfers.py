@@ -1,6 +1,6 @@
 """Saves and loads by vLLM's own scheduler and worker code, on CPU tensors.
 
-`rig.Worker` compares every block that a model would read with what its tokens say, in each step.
+`rig.Worker` compares every block that a model would read with its tokens, in each step.
 """
 
 import random
@@ -41,20 +41,20 @@ def wait_saved(rig: Rig) -> None:
 
 
 def settle(rig: Rig) -> None:
-    """Let the saver's thread finish, and the scheduler hear of it."""
+    """Let the saver's thread finish, and the scheduler apply its message."""
     wait_saved(rig)
     rig.step()
 
 
 def wait_loaded(rig: Rig) -> None:
-    """Let the loader's thread finish what the store has ended."""
+    """Let the loader's thread finish the loads that the store has ended."""
     half = rig.worker.connector.worker
     with half.moved:
         assert half.moved.wait_for(lambda: half.loading == 0, 10)
 
 
 def filled(store: DoubleStore, **options: Any) -> tuple[Rig, list[int]]:
-    """An engine whose store has a prompt's 12 blocks and whose device has forgotten them."""
+    """An engine whose store has a prompt's 12 blocks and whose device has dropped them."""
     rig = Rig(num_blocks=64, **OURS, **options)
     prompt = rig.tokens(BLOCK * 12 + 5)
     rig.add(prompt, max_tokens=1)
@@ -203,7 +203,7 @@ def test_a_store_that_never_answers_is_given_up(
     with caplog.at_level("WARNING", "slipstream.vllm"):
         rig.step()
     assert "did not end the load" in caplog.text
-    # The store has it after all: too late, and nothing of it is used.
+    # The store ends it late: nothing of it is used.
     store.hold_back = False
     store.let_go()
     for key in list(store.blocks):
@@ -340,7 +340,7 @@ def test_evictions_are_no_longer_hits(store: DoubleStore) -> None:
 
 def test_hits_and_counts_reach_the_engines_statistics(store: DoubleStore) -> None:
     rig, prompt = filled(store, log_stats=True, extra={"stats_interval_s": 0})
-    rig.step()  # tells what was counted so far
+    rig.step()  # reports the counts so far
     rig.add(prompt, max_tokens=1)
     plan = rig.scheduler.schedule()
     outputs = rig.scheduler.update_from_output(plan, rig.output(plan, rig.worker.run(plan)))
@@ -449,7 +449,7 @@ def test_kv_events_of_the_host_tier_have_tokens_and_parents(store: DoubleStore) 
     while rig.scheduler.has_unfinished_requests():
         rig.step()
         wait_saved(rig)
-    # What the workers tell of their stores comes with the next output.
+    # The workers' messages about their stores come with the next output.
     rig.step()
     chain: dict[Any, Any] = {None: b""}
     told: list[int] = []
@@ -758,7 +758,7 @@ def test_a_pool_that_cannot_be_read_still_lets_blocks_be_loaded(
 
 
 def check_stored(rig: Rig, store: DoubleStore) -> None:
-    """Every block in the store is what its key says."""
+    """Every block in the store matches its key."""
     wait_saved(rig)
     for key, data in store.blocks.items():
         assert data == rig.worker.pattern(key[:-4])

@@ -1,4 +1,4 @@
-"""Several lives of a real vLLM engine on a CPU, one after the other: how it answers prompts.
+"""Several lives of a real vLLM engine on a CPU, one after the other: its answers to prompts.
 
 engine.py PLAN.json OUT.json
 
@@ -58,7 +58,7 @@ def live(life: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]
         num_gpu_blocks_override=512,
         disable_log_stats=True,
     )
-    # What the disk holds is known to the scheduler after the first steps.
+    # The scheduler knows the disk's blocks after the first steps.
     answer(llm, [prompts[0][:5]])
     said = [answer(llm, prompts)]
     if life["reload"]:

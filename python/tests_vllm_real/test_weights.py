@@ -1,4 +1,4 @@
-"""A model that computes: its answers are its own, whatever is stored of other weights."""
+"""A model that computes: its answers do not depend on stored blocks of other weights."""
 
 import json
 import os
@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 BLOCK = 32
-"""Tokens of a block; vLLM's attention on CPUs takes multiples of 32."""
+"""Tokens per block; vLLM's attention on CPUs takes multiples of 32."""
 
 PROMPT_BLOCKS = 6
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 128, 256, 2, 4, 2, 32, 512
 END_S = 1800
-"""All engines of a test have answered and ended within this time, also on a busy machine."""
+"""Maximum time for all engines of a test, also on a busy machine."""
 
 
 def make_model(folder: Path, seed: int) -> Path:
@@ -47,7 +47,7 @@ def make_model(folder: Path, seed: int) -> Path:
     drawn = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        # So large that attention is far from uniform, and what a block holds shows in the answer.
+        # So large that attention is far from uniform, and a block's content affects the answer.
         return torch.randn(rows, columns, generator=drawn) * 2 / columns**0.5
 
     tensors = {
@@ -80,7 +80,7 @@ def prompts() -> list[list[int]]:
 
 @dataclass
 class Life:
-    """One life of an engine: from where its weights come, and to where they are copied first."""
+    """One life of an engine: the source of its weights, and the place they are copied to first."""
 
     weights: Path
     model: Path
@@ -136,7 +136,7 @@ def test_weights_that_change_under_one_path_are_another_model(tmp_path: Path) ->
     blocks = PROMPT_BLOCKS * len(prompts())
     assert first["cached"] == 0
     assert again["tokens"] == copied["tokens"] == first["tokens"]
-    # A clean end has written all that was stored.
+    # A clean end has written all stored blocks.
     assert again["cached"] == copied["cached"] == blocks * BLOCK
     assert own["tokens"] != first["tokens"]
     assert changed["cached"] == 0
@@ -160,7 +160,7 @@ def test_weights_that_change_in_a_running_engine_leave_the_disk_to_the_old_ones(
     )
     assert "may have changed the weights" in log
     assert after["cached"] == 0 and after["tokens"] == own["tokens"] != before["tokens"]
-    # Host memory goes on, with the new weights.
+    # Host memory continues, with the new weights.
     assert last["cached"] > 0 and last["tokens"] == own["tokens"]
-    # What is on disk is of the old weights, and of them alone.
+    # Blocks on disk are of the old weights only.
     assert again["tokens"] == before["tokens"]

@@ -264,7 +264,7 @@ def poll(polls: int) -> None:
         for _ in range(polls):
             timed()
         say_poll(name, clock)
-    # Busy: up to four loads of 16 blocks in progress, a poll every 250 µs with 50 µs of work between.
+    # Busy: up to four loads of 16 blocks, a poll every 250 µs with 50 µs of work between.
     poll_clock, load_clock = Clock(), Clock()
     results = poll_clock.wrap(lambda: worker.get_transfer_results(set()))
     start = load_clock.wrap(lambda: worker.start_load_kv(None))

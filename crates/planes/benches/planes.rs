@@ -1,4 +1,4 @@
-//! Stream table, frame encoding and decoding, hand-over through a ring.
+//! Stream table, frame encoding and decoding, sending through a ring.
 
 use std::hint::black_box;
 use std::sync::mpsc;

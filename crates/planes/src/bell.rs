@@ -1,11 +1,11 @@
-//! How a sleeper hears that something was put in its ring.
+//! Wake-ups of a thread or task that sleeps until its ring has an entry.
 //!
-//! Both bells follow one protocol. The sleeper says that it sleeps, then looks at its rings once
-//! more; the other side puts something in, then looks whether the sleeper sleeps. With a
+//! Both bells follow one protocol. The sleeper announces that it sleeps, then reads its rings once
+//! more; the other side adds an entry, then reads whether the sleeper sleeps. With a
 //! sequentially consistent fence between the two steps on both sides, at least one of them sees
-//! the other, so no wake-up is lost; and a sleeper that is awake costs the other side a fence and
+//! the other, so no wake-up is lost. If the sleeper is awake, the other side pays only a fence and
 //! a load. The sleeper's own steps are swaps, not stores: it does them only around a sleep, and in a
-//! chain of swaps each step is ordered behind the one it replaced, for loom as for the reader.
+//! chain of swaps each step is ordered after the one it replaced, for loom as for the reader.
 
 use std::task::Waker;
 
@@ -16,7 +16,7 @@ use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, fence};
 pub struct TaskBell {
     sleeping: AtomicBool,
     /// Locked when the task goes to sleep and when it is woken, never in between: a task that is
-    /// awake is not rung. Uncontended but for a wake-up that meets the next sleep.
+    /// awake is not rung. Uncontended, except for a wake-up that meets the next sleep.
     waker: Mutex<Option<Waker>>,
 }
 
@@ -30,8 +30,8 @@ impl Default for TaskBell {
 }
 
 impl TaskBell {
-    /// The task says that it is about to sleep. It must then look at its rings once more, and
-    /// call [`TaskBell::stay_awake`] if it finds something.
+    /// Announces that the task is about to sleep. It must then read its rings once more, and
+    /// call [`TaskBell::stay_awake`] if one has an entry.
     pub fn prepare(&self, waker: &Waker) {
         let mut slot = lock(&self.waker);
         match &mut *slot {
@@ -43,13 +43,13 @@ impl TaskBell {
         fence(Ordering::SeqCst);
     }
 
-    /// The task does not sleep after all.
+    /// Cancels the announced sleep.
     pub fn stay_awake(&self) {
         self.sleeping.swap(false, Ordering::AcqRel);
     }
 
-    /// Wakes the task if it sleeps. To be called after something was put in a ring. Returns
-    /// whether it had to be woken.
+    /// Wakes the task if it sleeps. Call it after adding an entry to a ring. Returns
+    /// whether it was asleep.
     #[inline]
     pub fn ring(&self) -> bool {
         fence(Ordering::SeqCst);
@@ -88,30 +88,30 @@ impl Default for ThreadBell {
 }
 
 impl ThreadBell {
-    /// The thread says that it is about to sleep. It must then look at its rings once more, and
+    /// Announces that the thread is about to sleep. It must then read its rings once more, and
     /// call either [`ThreadBell::wait`] or [`ThreadBell::stay_awake`].
     pub fn prepare(&self) {
         self.state.swap(ASLEEP, Ordering::AcqRel);
         fence(Ordering::SeqCst);
     }
 
-    /// The thread does not sleep after all.
+    /// Cancels the announced sleep.
     pub fn stay_awake(&self) {
         self.state.swap(AWAKE, Ordering::AcqRel);
     }
 
-    /// Sleeps until rung, until `deadline_ns` of `CLOCK_MONOTONIC` (`None`: for as long as it
-    /// takes), or for no reason, whichever comes first. One absolute wait: a deadline already
+    /// Sleeps until rung, until `deadline_ns` of `CLOCK_MONOTONIC` (`None`: no deadline), or until a
+    /// spurious wake-up. One absolute wait: a deadline already
     /// past returns at once, and time lost on the way to sleep is not added to it.
     pub fn wait(&self, deadline_ns: Option<u64>) {
         self.park(deadline_ns);
         self.state.swap(AWAKE, Ordering::AcqRel);
-        // What was put in the rings before the bell was rung is seen from here on.
+        // Entries added before the bell was rung are visible from here on.
         fence(Ordering::SeqCst);
     }
 
-    /// Wakes the thread if it sleeps. To be called after something was put in a ring. Returns
-    /// whether it had to be woken.
+    /// Wakes the thread if it sleeps. Call it after adding an entry to a ring. Returns
+    /// whether it was asleep.
     #[inline]
     pub fn ring(&self) -> bool {
         fence(Ordering::SeqCst);
@@ -133,9 +133,9 @@ impl ThreadBell {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as _,
         });
-        // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, where FUTEX_WAIT takes a
-        // duration (futex(2)). Its outcomes (rung, timed out, interrupted, no longer asleep) all
-        // mean the same to the caller, who looks at the clock and the rings.
+        // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, whereas FUTEX_WAIT takes a
+        // duration (futex(2)). Its outcomes (rung, timed out, interrupted, no longer asleep) are
+        // equivalent for the caller, which reads the clock and the rings.
         let _ = futex::wait_bitset(
             &self.state,
             futex::Flags::PRIVATE,
@@ -147,7 +147,7 @@ impl ThreadBell {
 
     #[cfg(all(target_os = "linux", not(loom)))]
     fn unpark(&self) {
-        // An error could only say that the word is no futex, and then nobody sleeps on it.
+        // The only possible error is an invalid futex word, on which no thread sleeps.
         let _ = rustix::thread::futex::wake(&self.state, rustix::thread::futex::Flags::PRIVATE, 1);
     }
 
@@ -163,7 +163,7 @@ impl ThreadBell {
     }
 }
 
-/// A parking place without a futex: for other systems, and for loom, which models no system calls.
+/// A parking primitive without a futex: for other systems, and for loom, which models no system calls.
 #[cfg(any(loom, not(target_os = "linux")))]
 mod parking {
     #[cfg(loom)]
@@ -211,14 +211,14 @@ mod parking {
         }
 
         pub(super) fn unpark(&self) {
-            // Taking the lock puts this after a sleeper's last look at its state.
+            // Taking the lock orders this after a sleeper's last read of its state.
             drop(super::lock(&self.lock));
             self.changed.notify_one();
         }
     }
 }
 
-/// A poisoned lock guards a waker or nothing: both are as good as before.
+/// A poisoned lock guards a waker or nothing: both are still valid.
 #[cfg(not(loom))]
 fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex
@@ -233,8 +233,8 @@ fn lock<T>(mutex: &loom::sync::Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
 }
 
 /// Interleavings of a producer and a sleeper: `RUSTFLAGS="--cfg loom" cargo test --release
-/// --package slipstream-planes --lib loom`. The ring is a counter here; what can go wrong is a
-/// wake-up that gets lost. `LOOM_MAX_PREEMPTIONS=3` ends in seconds and finds most; without it
+/// --package slipstream-planes --lib loom`. The ring is a counter here; the possible error is a
+/// lost wake-up. `LOOM_MAX_PREEMPTIONS=3` ends in seconds and finds most; without it
 /// every interleaving is tried, in some minutes.
 #[cfg(all(test, loom))]
 mod loom_tests {
@@ -334,7 +334,7 @@ mod tests {
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
         let bell = TaskBell::default();
-        assert!(!bell.ring(), "nobody sleeps");
+        assert!(!bell.ring(), "no thread sleeps");
         bell.prepare(&waker);
         assert!(bell.ring());
         assert!(!bell.ring(), "it is awake now");
@@ -369,7 +369,7 @@ mod tests {
         let bell = Arc::new(ThreadBell::default());
         let ringer = {
             let bell = Arc::clone(&bell);
-            // Rings until somebody was asleep: the sleeper below sleeps without a deadline.
+            // Rings until the thread was asleep: the sleeper below sleeps without a deadline.
             std::thread::spawn(move || {
                 while !bell.ring() {
                     std::thread::yield_now();

@@ -15,14 +15,14 @@ pub fn monotonic_ns() -> u64 {
     use std::sync::OnceLock;
     use std::time::Instant;
     static ORIGIN: OnceLock<Instant> = OnceLock::new();
-    // 1 s ahead, as a reading of 0 means "absent" in stage times.
+    // 1 s ahead, because a reading of 0 means "absent" in stage times.
     ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1_000_000_000
 }
 
-/// Names the clock that [`monotonic_ns`] reads: it is one for the processes of a host between two
-/// boots, and their readings compare. 0 if the system does not say.
+/// Identifies the clock that [`monotonic_ns`] reads. Processes of one host share it until the next
+/// boot, and their readings compare. 0 if the system has no id.
 pub fn clock_id() -> u64 {
-    // proc_sys_kernel(5): drawn at each boot. A container's processes read that of its host.
+    // proc_sys_kernel(5): drawn at each boot. Processes in containers read the host's.
     let Ok(boot) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") else {
         return 0;
     };

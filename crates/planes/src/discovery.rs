@@ -1,4 +1,4 @@
-//! What frontend and worker processes publish so that they find each other: `slipstream_discovery`
+//! The records by which frontend and worker processes find each other; `slipstream_discovery`
 //! has the protocol.
 
 use std::fmt;
@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 pub use slipstream_discovery::{Backend, Event, LEASE_MAX, Session, SessionError};
 use slipstream_discovery::{BackendError, Folder, FolderOptions};
 
-/// What a process is.
+/// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// It serves clients, and is dialed by workers.
+    /// It serves clients; workers connect to it.
     Frontend,
     /// It runs engines.
     Worker,
@@ -30,22 +30,22 @@ impl Role {
     }
 }
 
-/// What a process publishes about itself.
+/// The record that a process publishes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// What it is.
+    /// Its role.
     pub role: Role,
     /// Drawn at its start: another run is another instance.
     pub instance: u64,
     /// Host and process, for people.
     pub name: String,
-    /// Of the cluster file that it runs.
+    /// Fingerprint of its cluster file.
     pub fingerprint: u64,
-    /// Frontends: where each shard listens for workers.
+    /// Frontends: the address of each shard for workers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shards: Vec<String>,
-    /// Workers: which ones it runs.
+    /// Workers: the ids that it runs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub workers: Vec<u32>,
     /// Frontends: what a worker has to send to run workers of it.
@@ -107,7 +107,7 @@ impl slipstream_discovery::Record for Record {
     }
 }
 
-/// The discovery directory of `--discovery`. Where its file system does not report changes, it is
+/// The discovery directory of `--discovery`. If its file system does not report changes, it is
 /// polled every 200 ms.
 ///
 /// # Errors

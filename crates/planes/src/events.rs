@@ -1,4 +1,4 @@
-//! The event plane: forward-pass metrics and KV deltas on their way from engine threads.
+//! The event plane: forward-pass metrics and KV deltas from engine threads.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,43 +6,43 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{ForwardPassMetrics, KvDelta};
 
-/// Where an engine thread publishes. One a thread, so that it needs no lock of its own.
+/// The sink of an engine thread. One per thread, so that it needs no lock.
 ///
-/// Order: records of a rank come in the order of its passes, the KV delta of a pass before its
-/// metrics. A sink that cannot keep up drops and counts; it never waits, as the engine thread
-/// would wait with it.
+/// Order: records of a rank arrive in the order of its passes, the KV delta of a pass before its
+/// metrics. A sink that cannot keep up drops records and counts them. It never waits, because the
+/// engine thread would wait with it.
 pub trait EventSink: Send {
     /// A rank's cache changed.
     fn on_kv(&mut self, delta: &KvDelta);
 
-    /// Whether tokens of stored blocks are wanted, which costs memory. Asked once, at the start.
+    /// Whether the tokens of stored blocks are needed, which costs memory. Called once, at the start.
     fn wants_blocks(&self) -> bool {
         false
     }
 
-    /// As [`on_kv`](EventSink::on_kv), in its place where a sink of the thread wants tokens:
+    /// Called instead of [`on_kv`](EventSink::on_kv) if a sink of the thread needs tokens:
     /// `blocks` has an entry for each block that `delta` stores.
     fn on_kv_blocks(&mut self, delta: &KvDelta, blocks: &StoredBlocks) {
         let _ = blocks;
         self.on_kv(delta);
     }
 
-    /// Everything that a rank's cache holds, for whoever missed a delta: `Cleared`, then every
+    /// The whole contents of a rank's cache, for receivers that missed a delta: `Cleared`, then every
     /// block. It takes no number of its own: `sequence` is that of the next delta.
     fn on_kv_snapshot(&mut self, snapshot: &KvDelta);
 
     /// A rank ended a pass, or was idle for a second.
     fn on_fpm(&mut self, metrics: &ForwardPassMetrics);
 
-    /// The thread is about to sleep, or has been busy for a while: what was gathered should leave.
+    /// The thread is about to sleep, or has been busy for a while: buffered records should be sent.
     fn flush(&mut self) {}
 }
 
-/// A queue of forward-pass metrics inside this process: engine threads put in, one reader takes out.
+/// A queue of forward-pass metrics inside this process: engine threads add records, one reader takes them.
 ///
-/// A reader that falls behind loses the oldest records, which are counted, and which it also sees
-/// as a gap in a rank's `counter`. The lock is held for one copy of a record and is uncontended but
-/// when the reader looks; threads that share a queue share it, so give each its own if that shows.
+/// A reader that falls behind loses the oldest records. They are counted, and also visible
+/// as a gap in a rank's `counter`. The lock is held for the copy of one record, and is contended only
+/// with the reader and with threads that share the queue; give each thread its own if that shows.
 #[derive(Clone, Debug)]
 pub struct FpmQueue {
     shared: Arc<Mutex<FpmRecords>>,
@@ -56,7 +56,7 @@ struct FpmRecords {
 }
 
 impl FpmQueue {
-    /// A queue that holds `records_max` records, at least one. One takes some 150 bytes.
+    /// A queue that holds `records_max` records, at least one. A record takes some 150 bytes.
     pub fn new(records_max: usize) -> FpmQueue {
         FpmQueue {
             shared: Arc::default(),
@@ -64,7 +64,7 @@ impl FpmQueue {
         }
     }
 
-    /// Moves what is there to the end of `out`.
+    /// Moves all records to the end of `out`.
     pub fn take(&self, out: &mut Vec<ForwardPassMetrics>) {
         out.extend(self.lock().records.drain(..));
     }
@@ -75,7 +75,7 @@ impl FpmQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, FpmRecords> {
-        // Nothing panics while the lock is held, and records are whole at any moment.
+        // Nothing panics while the lock is held, and records are always whole.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -182,6 +182,6 @@ mod tests {
         assert_eq!(counters, [2, 3, 4]);
         assert_eq!(queue.dropped(), 2);
         queue.take(&mut taken);
-        assert_eq!(taken.len(), 3, "what was taken is gone");
+        assert_eq!(taken.len(), 3, "taken records are gone");
     }
 }

@@ -1,68 +1,68 @@
-//! What travels: requests and controls to a worker, the outputs of passes back to a shard.
+//! Messages: requests and controls to a worker, the outputs of passes back to a shard.
 
 use slipstream_base::{EngineRequest, FinishReason, RankId, TokenId, WorkerId};
 
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
-/// From a shard to the thread that runs an engine.
+/// A message from a shard to an engine thread.
 #[derive(Debug)]
 pub enum ToWorker {
     /// A new stream. Answered by [`Entry::Prologue`] or [`Entry::Refused`], then, if accepted, by
     /// tokens and exactly one [`Entry::End`] (none after a [`ToWorker::Kill`]).
     Start(Box<StartRequest>),
-    /// End the stream at the token it has reached; what was computed still arrives, then
+    /// End the stream at its current token. Computed tokens still arrive, then
     /// [`Entry::End`] with [`FinishReason::Abort`].
     Stop {
-        /// Whose engine it is.
+        /// The rank that runs it.
         rank: RankId,
         /// The stream.
         addr: StreamAddr,
     },
-    /// Nobody listens any more: free the blocks now, also in mid-pass, and send nothing.
+    /// The client is gone: free the blocks now, also during a pass, and send nothing.
     Kill {
-        /// Whose engine it is.
+        /// The rank that runs it.
         rank: RankId,
         /// The stream.
         addr: StreamAddr,
     },
-    /// The keys and values for which a stream that is an answer ([`Part::Decode`]) has reserved blocks
-    /// have come: it may run. Nothing if it is gone.
+    /// The keys and values for a stream that is an answer ([`Part::Decode`]), and has reserved blocks,
+    /// have arrived: it may run. Ignored if the stream is gone.
     Receive {
-        /// Whose engine it is.
+        /// The rank that runs it.
         rank: RankId,
         /// The stream.
         addr: StreamAddr,
     },
     /// The keys and values of a prompt that was computed here ([`Part::Prefill`]) have been fetched:
-    /// its blocks are free, and the stream is over. Nothing if it is gone.
+    /// its blocks are free, and the stream is over. Ignored if the stream is gone.
     Release {
-        /// Whose engine it is.
+        /// The rank that runs it.
         rank: RankId,
         /// The stream.
         addr: StreamAddr,
     },
-    /// Publish every block that the rank holds: someone saw a gap in its KV deltas.
+    /// Publish every block that the rank holds: a receiver saw a gap in its KV deltas.
     Resync {
-        /// Whose engine it is.
+        /// The rank.
         rank: RankId,
     },
-    /// More of the prompt of a stream that began with [`StartRequest::more`]. Within the room that
-    /// the worker has given ([`Entry::Room`]), 4 bytes a token.
+    /// More of the prompt of a stream that began with [`StartRequest::more`]. At most the input credit
+    /// that the worker has granted ([`Entry::Room`]), 4 bytes per token.
     Input(Box<Input>),
-    /// So many bytes more of the stream's tokens (4 each) may come.
+    /// This many more bytes of the stream's tokens (4 each) may be sent.
     Credit {
-        /// Whose engine it is.
+        /// The rank that runs it.
         rank: RankId,
         /// The stream.
         addr: StreamAddr,
-        /// How many.
+        /// Number of bytes.
         bytes: u32,
     },
-    /// Whoever sent all that came before on this way is gone: kill every stream of the address's
-    /// shard, then say [`Entry::End`] for `addr` itself. What comes after that end belongs to
-    /// whoever has the way next.
+    /// The previous sender on this ring disconnected: kill every stream of the address's
+    /// shard, then answer [`Entry::End`] for `addr` itself. Messages after that end belong to
+    /// the ring's next user.
     HangUp {
-        /// Any worker of the thread that is meant.
+        /// Any worker of the thread.
         worker: WorkerId,
         /// The shard, and a stream that was never started.
         addr: StreamAddr,
@@ -70,7 +70,7 @@ pub enum ToWorker {
 }
 
 impl ToWorker {
-    /// The rank that is meant.
+    /// The rank that the message is for.
     pub fn rank(&self) -> RankId {
         match self {
             ToWorker::Start(start) => start.rank,
@@ -92,7 +92,7 @@ impl ToWorker {
 /// Credit without a bound; see [`StartRequest::credit_bytes`].
 pub const NO_LIMIT: u32 = u32::MAX;
 
-/// What a worker does of a request.
+/// The part of a request that a worker computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
     /// All of it.
@@ -106,85 +106,85 @@ pub enum Part {
     /// [`Entry::Reserved`] once there are blocks for the prompt (or by [`Entry::Refused`]); runs after
     /// [`ToWorker::Receive`].
     Decode {
-        /// Which attempt of the stream this is, so that entries of an earlier one are recognized.
+        /// Number of the attempt, so that entries of an earlier one are recognized.
         attempt: u8,
     },
 }
 
-/// A request on its way to an engine.
+/// A request for an engine.
 #[derive(Clone, Debug)]
 pub struct StartRequest {
-    /// Where the answer goes.
+    /// Destination of the answer.
     pub addr: StreamAddr,
-    /// Who computes it.
+    /// The rank that computes it.
     pub rank: RankId,
-    /// What to compute. Its id is replaced by `addr`, which is how the engine knows it.
+    /// The request. Its id is replaced by `addr`, which identifies it to the engine.
     pub request: EngineRequest,
-    /// When the shard handed it over, `CLOCK_MONOTONIC` ns.
+    /// Time at which the shard submitted it, `CLOCK_MONOTONIC` ns.
     pub dispatched_ns: u64,
-    /// Bytes of tokens (4 each) that may come before more credit is given; [`NO_LIMIT`] where the
-    /// shard bounds what it keeps by itself.
+    /// Bytes of tokens (4 each) that may be sent before more credit is granted; [`NO_LIMIT`] if the
+    /// shard itself bounds its memory.
     pub credit_bytes: u32,
     /// Whether the prologue should carry the times of the worker's stages.
     pub traced: bool,
-    /// More input follows, in turns: what came so far is answered, then what came after it behind
+    /// More input follows, in turns: the present input is answered, then the later input after
     /// that answer, until the input ends. The stream's credit is [`NO_LIMIT`] then.
     pub more: bool,
-    /// What of it this worker does; all of it if [`more`](Self::more).
+    /// The part that this worker computes; all of it if [`more`](Self::more).
     pub part: Part,
 }
 
 /// Tokens of a turn that follows the first prompt of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
-    /// Who computes the stream.
+    /// The rank that computes the stream.
     pub rank: RankId,
     /// The stream.
     pub addr: StreamAddr,
-    /// What the turn goes on with.
+    /// The turn's next tokens.
     pub tokens: Box<[TokenId]>,
     /// The turn is complete, and may be answered.
     pub ends_turn: bool,
-    /// No input follows: the stream ends when what came is answered.
+    /// No input follows: the stream ends after the last answer.
     pub last: bool,
 }
 
-/// The stream was accepted and its prompt left the waiting queue. Comes before its first tokens.
+/// The stream was accepted and its prompt left the waiting queue. Sent before its first tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Prologue {
     /// Prompt tokens found in the KV cache.
     pub hit_tokens: u32,
-    /// When the worker took the request, `CLOCK_MONOTONIC` ns; `None` unless traced.
+    /// Time at which the worker received the request, `CLOCK_MONOTONIC` ns; `None` unless traced.
     pub worker_recv_ns: Option<u64>,
-    /// When it left the waiting queue for the first time, ns; `None` unless traced.
+    /// Time at which it first left the waiting queue, ns; `None` unless traced.
     pub admitted_ns: Option<u64>,
 }
 
 /// The pass that computed a stream's first token, `CLOCK_MONOTONIC` ns (modelled, not measured:
-/// when the engine began and ended it, whatever the host did meanwhile).
+/// the engine's start and end of the pass, independent of the host's delays).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FirstPass {
-    /// It began.
+    /// Start of the pass.
     pub start_ns: u64,
-    /// It ended.
+    /// End of the pass.
     pub end_ns: u64,
 }
 
-/// There are blocks for a prompt that another worker computes.
+/// Blocks were reserved for a prompt that another worker computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reserved {
     /// As in [`Part::Decode`].
     pub attempt: u8,
-    /// Leading tokens of the prompt that are cached there and need not come.
+    /// Leading tokens of the prompt that are cached there and need not be transferred.
     pub cached_tokens: u32,
-    /// When the worker took the request, `CLOCK_MONOTONIC` ns; `None` if that is not known.
+    /// Time at which the worker received the request, `CLOCK_MONOTONIC` ns; `None` if unknown.
     pub worker_recv_ns: Option<u64>,
-    /// When the blocks were reserved (modelled), ns; likewise.
+    /// Time at which the blocks were reserved (modelled), ns; likewise.
     pub at_ns: Option<u64>,
 }
 
 impl Reserved {
-    /// The same without its times, if `unknown`: they are of a clock that is not ours.
+    /// The same without its times, if `unknown`: they are of another clock.
     #[must_use]
     pub fn unless(self, unknown: bool) -> Reserved {
         if unknown {
@@ -199,7 +199,7 @@ impl Reserved {
 }
 
 impl Prologue {
-    /// The same without its times, if `unknown`: they are of a clock that is not ours.
+    /// The same without its times, if `unknown`: they are of another clock.
     #[must_use]
     pub fn unless(self, unknown: bool) -> Prologue {
         if unknown {
@@ -214,7 +214,7 @@ impl Prologue {
 }
 
 impl FirstPass {
-    /// The same with times of 0, if `unknown`: they are of a clock that is not ours.
+    /// The same with times of 0, if `unknown`: they are of another clock.
     #[must_use]
     pub fn unless(self, unknown: bool) -> FirstPass {
         if unknown {
@@ -227,34 +227,34 @@ impl FirstPass {
     }
 }
 
-/// What a stream has used, in tokens.
+/// Token counts of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Of the prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Generated.
+    /// Generated tokens.
     pub completion_tokens: u32,
-    /// Of the prompt, found in the KV cache.
+    /// Prompt tokens found in the KV cache.
     pub cached_tokens: u32,
-    /// Times that the sequence was preempted.
+    /// Number of preemptions of the sequence.
     pub preemptions: u32,
 }
 
 /// A stream's last entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct End {
-    /// Why it ended.
+    /// Why the stream ended.
     pub reason: FinishReason,
-    /// What it used.
+    /// Its token counts.
     pub usage: Usage,
 }
 
-/// Why a worker did not take a request.
+/// Why a worker refused a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum RefusalReason {
     /// The request can never be served as it is (prompt too long, more blocks than the cache
-    /// has). The client's mistake: 400, no retry.
+    /// has). The client's error: 400, no retry.
     Invalid = 0,
     /// The worker has started, but is not ready. Retry elsewhere.
     NotReady = 1,
@@ -262,9 +262,9 @@ pub enum RefusalReason {
     Busy = 2,
     /// The worker is shutting down. Retry elsewhere.
     Stopping = 3,
-    /// No such rank here; the caller's map of the fleet is out of date. Retry elsewhere.
+    /// The worker has no such rank; the caller's view of the fleet is out of date. Retry elsewhere.
     NoSuchRank = 4,
-    /// A stream with this address is live: an error of the caller's. No retry.
+    /// A stream with this address is open: a caller's error. No retry.
     Duplicate = 5,
 }
 
@@ -279,80 +279,80 @@ impl RefusalReason {
         RefusalReason::Duplicate,
     ];
 
-    /// Whether another worker may take the request.
+    /// Whether another worker may accept the request.
     pub fn retry_elsewhere(self) -> bool {
         !matches!(self, RefusalReason::Invalid | RefusalReason::Duplicate)
     }
 }
 
-/// One piece of news about one stream.
+/// An entry of a frame: an event of one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry<'a> {
     /// Accepted and admitted.
     Prologue {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// What the worker said.
+        /// Its prologue.
         prologue: Prologue,
     },
     /// Not accepted. Nothing follows.
     Refused {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// Why, for the program.
+        /// The reason, as a code.
         reason: RefusalReason,
-        /// Why, for people: what, with the numbers, and how to mend it.
+        /// The reason, for people: the error with its numbers, and the remedy.
         message: &'a str,
     },
     /// New tokens, at least one.
     Tokens {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
         /// The tokens, in order.
         tokens: &'a [TokenId],
-        /// With a stream's first tokens: the pass that made the first.
+        /// With a stream's first tokens: the pass that computed the first.
         first: Option<FirstPass>,
     },
-    /// What came so far is answered; the stream goes on with its next input.
+    /// The present input is answered; the stream continues with its next input.
     Turn {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// Why the answer ended, and its sums.
+        /// Why the answer ended, and its token counts.
         end: End,
     },
-    /// So many bytes more of input (4 a token) may be sent. The first one says that the stream was
-    /// accepted.
+    /// Input credit: this many more bytes of input (4 per token) may be sent. The first one also means
+    /// that the stream was accepted.
     Room {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// How many.
+        /// Number of bytes.
         bytes: u32,
     },
-    /// The prompt is computed, and its blocks are kept for whoever fetches them.
+    /// The prompt is computed, and its blocks are held for the decode worker.
     Computed {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// The pass that computed the last of it.
+        /// The pass that computed its last token.
         pass: FirstPass,
     },
-    /// There are blocks for the prompt, which may come.
+    /// Blocks are reserved for the prompt, which may be transferred.
     Reserved {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// How much of it, and when.
+        /// The cached part of the prompt, and the times.
         reserved: Reserved,
     },
-    /// Nothing follows.
+    /// The last entry of a stream.
     End {
-        /// Whose.
+        /// The stream.
         stream: StreamId,
-        /// Why, and the sums.
+        /// Why it ended, and its token counts.
         end: End,
     },
 }
 
 impl Entry<'_> {
-    /// Whose news it is.
+    /// The stream of the entry.
     pub fn stream(&self) -> StreamId {
         match *self {
             Entry::Prologue { stream, .. }
@@ -367,10 +367,10 @@ impl Entry<'_> {
     }
 }
 
-/// What one pass, or a few in order, produced for one shard.
+/// The output of one pass, or of a few in order, for one shard.
 ///
 /// A flat run of 32-bit words, so that a reused frame allocates nothing and a frame can cross a
-/// socket as it is. Word 0 of an entry is `kind << 24 | slot`, word 1 the generation:
+/// socket unchanged. Word 0 of an entry is `kind << 24 | slot`, word 1 the generation:
 ///
 /// ```text
 /// TOKEN    kind|slot  generation  token
@@ -385,14 +385,14 @@ impl Entry<'_> {
 /// RESERVED kind|slot  generation  attempt  cached_tokens  recv.lo recv.hi  at.lo at.hi
 /// ```
 ///
-/// A frame that exists is well formed: it was built by the `push_*` functions or checked by
+/// An existing frame is well formed: it was built by the `push_*` functions or checked by
 /// [`PassFrame::from_parts`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PassFrame {
     words: Vec<u32>,
     text: String,
     entries: u32,
-    /// When the frame was handed to the response plane, `CLOCK_MONOTONIC` ns.
+    /// Time at which the frame was sent to the response plane, `CLOCK_MONOTONIC` ns.
     pub sent_ns: u64,
 }
 
@@ -416,7 +416,7 @@ impl PassFrame {
         PassFrame::default()
     }
 
-    /// Adds that `stream` was admitted.
+    /// Adds the admission of `stream`.
     pub fn push_prologue(&mut self, stream: StreamId, prologue: &Prologue) {
         let recv = prologue.worker_recv_ns.unwrap_or(0);
         let admitted = prologue.admitted_ns.unwrap_or(0);
@@ -433,7 +433,7 @@ impl PassFrame {
         );
     }
 
-    /// Adds that `stream` was not accepted.
+    /// Adds the refusal of `stream`.
     pub fn push_refused(&mut self, stream: StreamId, reason: RefusalReason, message: &str) {
         let offset = self.text.len() as u32;
         self.text.push_str(message);
@@ -444,7 +444,7 @@ impl PassFrame {
         );
     }
 
-    /// Adds tokens of `stream`; `first` with its first ones. No tokens add nothing.
+    /// Adds tokens of `stream`; `first` with its first ones. Does nothing without tokens.
     #[inline]
     pub fn push_tokens(&mut self, stream: StreamId, tokens: &[TokenId], first: Option<FirstPass>) {
         match (tokens, first) {
@@ -503,7 +503,7 @@ impl PassFrame {
         );
     }
 
-    /// Adds that `bytes` more of input may come for `stream`.
+    /// Adds `bytes` of input credit for `stream`.
     pub fn push_room(&mut self, stream: StreamId, bytes: u32) {
         self.push(kind::ROOM, stream, &[bytes]);
     }
@@ -515,7 +515,7 @@ impl PassFrame {
         self.push(kind::COMPUTED, stream, &rest);
     }
 
-    /// Adds that there are blocks for the prompt of `stream`.
+    /// Adds that blocks are reserved for the prompt of `stream`.
     pub fn push_reserved(&mut self, stream: StreamId, reserved: &Reserved) {
         let recv = reserved.worker_recv_ns.unwrap_or(0);
         let at = reserved.at_ns.unwrap_or(0);
@@ -556,7 +556,7 @@ impl PassFrame {
         self.entries
     }
 
-    /// Whether the frame says nothing.
+    /// Whether the frame has no entries.
     pub fn is_empty(&self) -> bool {
         self.entries == 0
     }
@@ -574,15 +574,15 @@ impl PassFrame {
         self.sent_ns = 0;
     }
 
-    /// The words and the text of refusals, as they cross a socket.
+    /// The words and the text of refusals, in their wire format.
     pub fn parts(&self) -> (&[u32], &str) {
         (&self.words, &self.text)
     }
 
-    /// Checks words and text that came from elsewhere.
+    /// Checks words and text from another process.
     ///
     /// # Errors
-    /// [`FrameError`]; the connection that brought the frame is not to be trusted further.
+    /// [`FrameError`]; close the connection that the frame came from.
     pub fn from_parts(
         words: Vec<u32>,
         text: String,
@@ -597,8 +597,8 @@ impl PassFrame {
         })
     }
 
-    /// As [`PassFrame::from_parts`], into the memory of this frame, which is emptied first and left
-    /// empty by an error.
+    /// Same as [`PassFrame::from_parts`], into the memory of this frame, which is emptied first, and empty
+    /// after an error.
     ///
     /// # Errors
     /// [`FrameError`].
@@ -663,35 +663,35 @@ fn end_of(body: &[u32]) -> End {
     }
 }
 
-/// Bytes that are no frame. The peer speaks another version, or is broken; nothing to retry.
+/// Malformed bytes. The peer has another version, or is broken; do not retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("word {word} of a pass frame: {problem}; frontend and worker should be of one version")]
 pub struct FrameError {
-    /// Where the entry begins.
+    /// First word of the entry.
     pub word: usize,
-    /// What is wrong with it.
+    /// The error.
     pub problem: FrameProblem,
 }
 
-/// What is wrong with an entry.
+/// An error in an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameProblem {
-    /// The frame ends within it.
+    /// The frame ends within the entry.
     #[error("the frame ends within the entry")]
     Cut,
     /// Its kind is unknown.
     #[error("no entry has kind {0}")]
     Kind(u32),
-    /// A code in it is unknown.
+    /// A reason code is unknown.
     #[error("unknown reason code {0}")]
     Reason(u32),
-    /// No stream is tried so often.
+    /// The number of attempts exceeds its maximum.
     #[error("attempt {0} is above 255")]
     Attempt(u32),
-    /// It announces no tokens.
+    /// It declares no tokens.
     #[error("an entry of tokens holds none")]
     NoTokens,
-    /// Its text lies outside of the frame's, or cuts a character.
+    /// Its text is outside of the frame's, or cuts a character.
     #[error("text {offset}..{offset}+{len} is not in the frame")]
     Text {
         /// First byte.
@@ -713,7 +713,7 @@ fn check(words: &[u32], text: &str) -> Result<u32, FrameError> {
     Ok(entries)
 }
 
-/// Checks the entry that `words` begins with, and returns what follows it.
+/// Checks the entry at the start of `words`, and returns the rest.
 fn check_entry<'a>(words: &'a [u32], text: &str) -> Result<&'a [u32], FrameProblem> {
     let &[head, _generation, ref body @ ..] = words else {
         return Err(FrameProblem::Cut);
@@ -764,8 +764,8 @@ pub struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Whether the next entry says that the engine has generated all of `stream`. After an abort the
-    /// entry before it need not be the last that the engine had computed.
+    /// Whether the next entry means that the engine has generated all of `stream`. After an abort the
+    /// previous entry need not be the last that the engine had computed.
     #[inline]
     pub fn begin_with_end_of(&self, stream: StreamId) -> bool {
         matches!(
@@ -1019,7 +1019,7 @@ mod tests {
             prop_assert_eq!(copy, frame);
         }
 
-        /// Words that were cut and changed either are refused or can be read to their end.
+        /// Cut and changed words either are rejected or can be read to their end.
         #[test]
         fn a_frame_from_elsewhere_never_panics(
             entries in prop::collection::vec(entry(), 1..6),

@@ -7,17 +7,16 @@
 //!      └────────────── PassFrame, one ring a pair ◄───┘        events ──► EventSink
 //! ```
 //!
-//! * [`stream`]: who waits for an answer. A slab a shard; a [`StreamAddr`] finds an entry with two
+//! * [`stream`]: the open streams. A slab per shard; a [`StreamAddr`] finds an entry with two
 //!   array accesses, and a stale one finds nothing.
-//! * [`frame`]: what travels. [`ToWorker`] one way, [`PassFrame`] (everything that one pass, or a
-//!   few, produced for one shard) the other.
-//! * [`ring`]: how it travels inside one process: bounded single-producer rings, recycled frames.
-//! * [`bell`]: how a sleeper hears of it: a wake-up costs a system call only if the other side
-//!   sleeps.
-//! * [`events`]: forward-pass metrics and KV deltas on their way to whoever listens.
+//! * [`frame`]: the messages. [`ToWorker`] one way, [`PassFrame`] (the output of one pass, or a
+//!   few, for one shard) the other.
+//! * [`ring`]: transport inside one process: bounded single-producer rings, recycled frames.
+//! * [`bell`]: wake-ups: one costs a system call only if the other side sleeps.
+//! * [`events`]: forward-pass metrics and KV deltas for their sinks.
 //!
 //! The frames are words without pointers, so that the same ones can cross a socket. Nothing here
-//! knows of OpenAI, of scheduling or of a runtime: a shard may run on any executor.
+//! depends on OpenAI, on scheduling or on a runtime: a shard may run on any executor.
 #![forbid(unsafe_code)]
 
 pub mod bell;

@@ -1,9 +1,9 @@
 //! One connection between a worker process and a shard: bytes in, whole frames out, and the time
-//! since the peer was heard.
+//! since the peer's last frame.
 //!
-//! A [`Link`] belongs to one task of one thread. It reads what is there, writes what is there, and
-//! never waits for more of either. What it keeps is bounded: an inbox by the longest frame, an
-//! outbox by [`Link::is_full`], which its owner heeds.
+//! A [`Link`] belongs to one task of one thread. It reads and writes as much as the socket allows, and
+//! never waits for more of either. Its memory is bounded: an inbox by the longest frame, an
+//! outbox by [`Link::is_full`], which its owner must check.
 
 use std::io;
 use std::pin::Pin;
@@ -15,17 +15,17 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
 use crate::wire::{self, Kind, WireError};
 
-/// Room that a read finds at least, bytes.
+/// Minimum free space for a read, bytes.
 const READ_BYTES: usize = 64 << 10;
 
 /// Memory that an empty box keeps, bytes.
 const KEEP_BYTES: usize = 256 << 10;
 
-/// A peer that was silent for so long counts as gone, unless told otherwise.
+/// A peer that was silent for this long counts as gone, unless configured.
 pub const DEADLINE: Duration = Duration::from_secs(5);
 
-/// Looks at the time in one deadline: a peer is found gone at most a fourth of it too late, and
-/// pings come four times in it.
+/// Clock reads per deadline: a peer is found gone at most a fourth of the deadline too late, and
+/// pings are sent four times per deadline.
 const TICKS_PER_DEADLINE: u32 = 4;
 
 /// Why a connection ended. Another one may be made.
@@ -37,21 +37,21 @@ pub enum LinkError {
     /// The system ended it.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
-    /// The peer sent what is no frame.
+    /// The peer sent a malformed frame.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// Nothing was heard for the deadline, or nothing of what was written was taken.
+    /// Nothing was received for the deadline, or nothing written was taken.
     #[error("the peer {what} for {after:?}; it is stopped, overloaded or cut off")]
     Silent {
-        /// What it did.
+        /// The failure of the peer.
         what: &'static str,
-        /// For how long.
+        /// Duration.
         after: Duration,
     },
-    /// The peer reads more slowly than it is written to, and the outbox is full.
+    /// The peer reads more slowly than this side writes, and the outbox is full.
     #[error("the peer left {bytes} bytes unread, which is the limit")]
     Unread {
-        /// How many.
+        /// Unread bytes.
         bytes: usize,
     },
 }
@@ -61,7 +61,7 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Socket for T {}
 
-/// See the module's text.
+/// See the module's documentation.
 pub struct Link {
     socket: Box<dyn Socket>,
     inbox: Inbox,
@@ -69,29 +69,29 @@ pub struct Link {
     /// Bytes of the outbox that the socket has taken.
     sent: usize,
     unsent_bytes_max: usize,
-    /// The socket has taken bytes that it may not have sent: encrypted ones keep some.
+    /// The socket has taken bytes that it may not have sent: encrypted sockets buffer some.
     unflushed: bool,
     clock: PeerClock,
 }
 
-/// Received bytes that were not yet taken apart.
+/// Received bytes that were not parsed yet.
 #[derive(Debug)]
 struct Inbox {
     bytes: Vec<u8>,
     /// Longest body of a frame.
     body_bytes_max: usize,
-    /// Where unread bytes begin and end; what lies behind is room.
+    /// Start and end of unread bytes; the rest of the buffer is free.
     start: usize,
     end: usize,
 }
 
-/// When the peer was last heard, and when it last took something.
+/// Times of the peer's last frame, and of its last read.
 struct PeerClock {
     deadline: Duration,
     ticks: Interval,
     heard: Instant,
     took: Instant,
-    /// Something was sent since the last tick.
+    /// Whether a frame was sent since the last tick.
     spoke: bool,
 }
 
@@ -129,7 +129,7 @@ impl Link {
         self.inbox.body_bytes_max = body_bytes_max;
     }
 
-    /// Takes the deadline that both sides agreed on.
+    /// Sets the deadline that both sides agreed on.
     pub fn set_deadline(&mut self, deadline: Duration) {
         let period = (deadline / TICKS_PER_DEADLINE).max(Duration::from_millis(1));
         self.clock.deadline = deadline;
@@ -139,7 +139,7 @@ impl Link {
             .set_missed_tick_behavior(MissedTickBehavior::Delay);
     }
 
-    /// Reads once, what is there. Ready once something was read.
+    /// Reads the available bytes, once. Ready after a read.
     ///
     /// # Errors
     /// [`LinkError::Closed`], [`LinkError::Io`].
@@ -156,15 +156,15 @@ impl Link {
         Poll::Ready(Ok(()))
     }
 
-    /// The next whole frame of what was read.
+    /// The next whole frame of the received bytes.
     ///
     /// # Errors
-    /// [`WireError`]; the link is not to be used further.
+    /// [`WireError`]; do not use the link further.
     pub fn next_frame(&mut self) -> Result<Option<(Kind, &[u8])>, WireError> {
         self.inbox.next_frame()
     }
 
-    /// Where frames to send are appended; [`Link::poll_write`] sends them.
+    /// Buffer to which frames are appended; [`Link::poll_write`] sends them.
     pub fn outbox(&mut self) -> &mut Vec<u8> {
         &mut self.outbox
     }
@@ -174,12 +174,12 @@ impl Link {
         self.outbox.len() - self.sent
     }
 
-    /// Whether more waits to be sent than may.
+    /// Whether more bytes wait to be sent than allowed.
     pub fn is_full(&self) -> bool {
         self.unsent() > self.unsent_bytes_max
     }
 
-    /// Writes what waits. Pending while the socket takes no more.
+    /// Writes pending bytes. Pending while the socket takes no more.
     ///
     /// # Errors
     /// [`LinkError::Io`].
@@ -215,17 +215,17 @@ impl Link {
         Poll::Ready(Ok(()))
     }
 
-    /// Looks at the time: appends a ping if nothing was said for a while. Returns whether it is a
-    /// moment to say how things are, which comes four times in a deadline.
+    /// Handles the clock: appends a ping if nothing was sent for a while. Returns whether it is
+    /// time to report loads, four times per deadline.
     ///
     /// # Errors
-    /// [`LinkError::Silent`] if the peer was not heard, or took nothing of what waits, for the
-    /// deadline.
+    /// [`LinkError::Silent`] if nothing was received from the peer, or it took nothing of the pending
+    /// bytes, for the deadline.
     pub fn poll_time(&mut self, cx: &mut Context<'_>) -> Result<bool, LinkError> {
         if self.clock.ticks.poll_tick(cx).is_pending() {
             return Ok(false);
         }
-        // Arms the next tick; a tick that is due already will be seen next time.
+        // Arms the next tick; a tick that is already due is seen next time.
         while self.clock.ticks.poll_tick(cx).is_ready() {}
         let (now, after) = (Instant::now(), self.clock.deadline);
         if now - self.clock.heard >= after {
@@ -244,10 +244,10 @@ impl Link {
         Ok(true)
     }
 
-    /// Reads until a whole frame is there, and returns what `take` makes of it. For greetings.
+    /// Reads until a whole frame is available, and returns the result of `take`. For greetings.
     ///
     /// # Errors
-    /// [`LinkError`]; what `take` finds wrong.
+    /// [`LinkError`]; the errors of `take`.
     pub async fn receive<T>(
         &mut self,
         mut take: impl FnMut(Kind, &[u8]) -> Result<T, WireError>,
@@ -260,7 +260,7 @@ impl Link {
         }
     }
 
-    /// Sends everything that waits. For greetings and farewells.
+    /// Sends all pending bytes. For greetings and farewells.
     ///
     /// # Errors
     /// [`LinkError`].
@@ -270,7 +270,7 @@ impl Link {
 }
 
 impl Inbox {
-    /// Room for more, after what is there.
+    /// Free space after the unread bytes.
     fn room(&mut self) -> &mut [u8] {
         if self.start == self.end {
             self.start = 0;
@@ -280,7 +280,7 @@ impl Inbox {
             }
         }
         if self.bytes.len() - self.end < READ_BYTES / 4 {
-            // Half a frame at the end: it moves to the front, and the room behind it doubles.
+            // Half a frame at the end: it moves to the front, and the free space doubles.
             self.bytes.copy_within(self.start..self.end, 0);
             self.end -= self.start;
             self.start = 0;
@@ -302,8 +302,8 @@ impl Inbox {
     }
 }
 
-/// Lets everybody else have a turn, sockets and timers included, and wakes the task then. A task
-/// that woke itself at once would get dozens of turns before its runtime looks at sockets again.
+/// Yields to all other tasks, sockets and timers included, and wakes the task afterwards. A task
+/// that woke itself at once would get dozens of turns before its runtime polls sockets again.
 pub fn yield_turn(cx: &mut Context<'_>) {
     let turn = std::pin::pin!(tokio::task::yield_now());
     let pending = turn.poll(cx).is_pending();
@@ -330,7 +330,7 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(4);
 
-    /// What a worker sends in a short session, and where its frames end.
+    /// The bytes of a worker's short session, and the ends of its frames.
     fn session() -> (Vec<u8>, Vec<usize>) {
         let mut bytes = Vec::new();
         let mut ends = Vec::new();

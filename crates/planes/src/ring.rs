@@ -1,7 +1,7 @@
 //! The request and response plane inside one process: bounded rings between each shard and each
 //! engine thread.
-//!
 //! A pair of shard and thread has three rings: requests one way, frames the other, and emptied
+//! frames back for reuse. Each has one producer and one consumer.
 //! frames back to be filled again. Each has one producer and one consumer.
 
 use std::cell::{Cell, RefCell};
@@ -20,14 +20,14 @@ use crate::sync::{Arc, AtomicBool, Ordering, fence};
 /// Bounds of the rings of one pair of shard and engine thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaneLimits {
-    /// Requests and controls on their way to the thread. Too low: bursts are refused with 503.
+    /// Requests and controls to the thread. Too low: bursts are refused with 503.
     /// Each costs 24 bytes. Default 4096.
     pub requests: usize,
-    /// Frames on their way to the shard. Too low: the thread waits for the shard more often. Too
-    /// high: tokens queue up in memory that a reader will not take soon. Default 8.
+    /// Frames to the shard. Too low: the thread waits for the shard more often. Too
+    /// high: tokens accumulate in memory that a reader will not take soon. Default 8.
     pub frames: usize,
     /// Words (4 bytes) from which on a frame takes no further pass. One pass is never split, so a
-    /// frame may be larger by what one pass yields. Default 16,384.
+    /// frame may be larger by the output of one pass. Default 16,384.
     pub frame_words: usize,
 }
 
@@ -44,15 +44,15 @@ impl Default for PlaneLimits {
 /// The ends of all rings, ready to be given to shards and engine threads.
 #[derive(Debug)]
 pub struct Plane {
-    /// One a shard, by shard.
+    /// One per shard, by shard.
     pub shards: Vec<ShardPort>,
-    /// One an engine thread.
+    /// One per engine thread.
     pub threads: Vec<ThreadPort>,
 }
 
 impl Plane {
-    /// Rings between `shards` shards and `threads` engine threads. Which worker lives on which
-    /// thread says [`thread_of`].
+    /// Rings between `shards` shards and `threads` engine threads. [`thread_of`] maps workers to
+    /// threads.
     ///
     /// # Panics
     /// If there are no shards, no threads, or more than 256 shards.
@@ -101,7 +101,7 @@ fn link(
 ) -> (ShardLink, ThreadLink) {
     let (request_in, request_out) = RingBuffer::new(limits.requests.max(1));
     let (frame_in, frame_out) = RingBuffer::new(limits.frames.max(1));
-    // Every frame that can be about: those in the ring, one being filled, one being read.
+    // Every frame that may exist: those in the ring, one being filled, one being read.
     let (empty_in, empty_out) = RingBuffer::new(limits.frames.max(1) + 2);
     let flow = Arc::new(Flow::default());
     (
@@ -127,7 +127,7 @@ fn link(
     )
 }
 
-/// Who of a pair waits for room.
+/// Which side of a pair waits for room.
 #[derive(Debug)]
 struct Flow {
     /// The engine thread waits for room among the frames.
@@ -145,15 +145,15 @@ impl Default for Flow {
     }
 }
 
-/// A shard's end of its rings. It belongs to one thread; all of it works on `&self`, so that it
-/// can be shared by the tasks of that thread.
+/// A shard's end of its rings. It belongs to one thread; all methods take `&self`, so that the
+/// tasks of that thread can share it.
 #[derive(Debug)]
 pub struct ShardPort {
     shard: u8,
     /// By engine thread.
     links: Box<[ShardLink]>,
     bell: Arc<TaskBell>,
-    /// The thread whose frames are looked at first next time.
+    /// The thread whose frames are read first next time.
     next: Cell<usize>,
 }
 
@@ -164,22 +164,22 @@ struct ShardLink {
     emptied: RefCell<Producer<PassFrame>>,
     thread_bell: Arc<ThreadBell>,
     flow: Arc<Flow>,
-    /// Whether it was said that the thread is gone.
+    /// Whether the thread's end was reported.
     gone: Cell<bool>,
 }
 
 #[derive(Debug)]
 struct Requests {
     ring: Producer<ToWorker>,
-    /// Stops, kills and the like that found the ring full; they may not be lost. No more than a few
-    /// a stream that was started, so the stream table bounds them.
+    /// Stops, kills and similar messages that found the ring full; they must not be lost. Only a few
+    /// per started stream, so the stream table bounds them.
     controls: VecDeque<ToWorker>,
 }
 
-/// A message that did not leave; it comes back.
+/// A message that could not be sent; it is returned.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// The ring is full. Answer 503, or retry once frames have come.
+    /// The ring is full. Answer 503, or retry once frames have arrived.
     #[error("the request ring of the engine thread is full; retry later")]
     Full(ToWorker),
     /// The engine thread is gone. Retry on another worker.
@@ -202,19 +202,19 @@ impl ShardPort {
         &self.links[self.thread_of(worker)]
     }
 
-    /// Hands `message` to the thread of its worker.
+    /// Sends `message` to the thread of its worker.
     ///
     /// # Errors
-    /// [`SendError::Closed`] if that thread has stopped; for a stop or kill that means that there
-    /// is nothing left to end. [`SendError::Full`] for a start (or a resync) that finds no room; a
-    /// stop or kill is kept until there is.
+    /// [`SendError::Closed`] if that thread has stopped; for a stop or kill, its stream has
+    /// already ended. [`SendError::Full`] for a start (or a resync) that finds no room; a
+    /// stop or kill is kept until there is room.
     pub fn send(&self, message: ToWorker) -> Result<(), SendError> {
         let link = self.link_of(message.rank().worker);
         let mut requests = link.requests.borrow_mut();
         if requests.ring.is_abandoned() {
             return Err(SendError::Closed(message));
         }
-        // Behind what waits already, if anything does: a kill may not overtake its start.
+        // After waiting messages, if any: a kill must not overtake its start.
         let full = if requests.controls.is_empty() {
             match requests.ring.push(message) {
                 Ok(()) => {
@@ -236,9 +236,9 @@ impl ShardPort {
         Ok(())
     }
 
-    /// Takes the frames that are there, calls `read` with each, and sends them back to be filled
-    /// again. A look at every thread, one frame each, until nothing is left or `frames_max` were
-    /// read (so that a shard can look after its sockets in between). Returns how many were read.
+    /// Takes the available frames, calls `read` with each, and returns them for
+    /// reuse. Visits every thread, one frame each, until nothing is left or `frames_max` were
+    /// read (so that a shard can serve its sockets in between). Returns the number of frames read.
     pub fn read_frames(&self, frames_max: usize, mut read: impl FnMut(&PassFrame)) -> usize {
         let mut count = 0;
         let mut empty = 0;
@@ -255,7 +255,7 @@ impl ShardPort {
             count += 1;
             read(&frame);
             frame.clear();
-            // There is room for every frame that exists; one too many would just be freed.
+            // There is room for every existing frame; an extra one would just be freed.
             let _ = link.emptied.borrow_mut().push(frame);
         }
         for link in &self.links {
@@ -264,7 +264,7 @@ impl ShardPort {
         count
     }
 
-    /// As [`ShardPort::read_frames`], but waits until there is something to tell.
+    /// Same as [`ShardPort::read_frames`], but waits until there is a result.
     pub fn poll_frames(
         &self,
         cx: &mut Context<'_>,
@@ -284,7 +284,7 @@ impl ShardPort {
     }
 
     fn look_again(&self, frames_max: usize, read: impl FnMut(&PassFrame)) -> Option<Polled> {
-        // In this order: what a thread sent before it left is read before it is known as gone.
+        // In this order: frames sent before a thread left are read before it is reported as gone.
         let gone = self
             .links
             .iter()
@@ -301,31 +301,31 @@ impl ShardPort {
         all_gone.then_some(Polled::Closed)
     }
 
-    /// Waits for frames and reads them; see [`ShardPort::poll_frames`]. Needs no runtime of any
-    /// kind; dropping the future loses nothing.
+    /// Waits for frames and reads them; see [`ShardPort::poll_frames`]. Needs no specific
+    /// runtime; dropping the future loses nothing.
     pub async fn frames(&self, frames_max: usize, mut read: impl FnMut(&PassFrame)) -> Polled {
         poll_fn(|cx| self.poll_frames(cx, frames_max, &mut read)).await
     }
 
-    /// The engine thread on which `worker` lives.
+    /// The engine thread that runs `worker`.
     pub fn thread_of(&self, worker: WorkerId) -> usize {
         thread_of(worker, self.links.len())
     }
 }
 
-/// What a shard hears when it waits for frames.
+/// Result of a shard's wait for frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polled {
-    /// So many frames were read.
+    /// Number of frames read.
     Frames(usize),
-    /// This engine thread stopped or died, and everything it sent has been read. Streams of its
-    /// workers ([`ShardPort::thread_of`]) that have not ended never will. Said once a thread.
+    /// This engine thread stopped or died, and everything it sent has been read. Open streams of its
+    /// workers ([`ShardPort::thread_of`]) will never end. Reported once per thread.
     ThreadGone(usize),
-    /// Every thread is gone, and that has been said.
+    /// Every thread is gone, and that has been reported.
     Closed,
 }
 
-/// The engine thread on which `worker` lives.
+/// The engine thread that runs `worker`.
 pub fn thread_of(worker: WorkerId, threads: usize) -> usize {
     worker.index() % threads
 }
@@ -342,14 +342,14 @@ impl ShardLink {
         Some(frame)
     }
 
-    /// Sends the controls that wait for room, as far as there is room.
+    /// Sends waiting controls, as far as there is room.
     fn flush_controls(&self) {
         let mut requests = self.requests.borrow_mut();
         let requests = &mut *requests;
         if requests.controls.is_empty() {
             return;
         }
-        // Asks to be rung before looking, so that room made after the look is heard of.
+        // Requests a wake-up before the check, so that room made after the check is noticed.
         self.flow.shard_waits.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let mut sent = false;
@@ -391,7 +391,7 @@ pub struct ThreadPort {
     /// By shard.
     links: Vec<ThreadLink>,
     bell: Arc<ThreadBell>,
-    /// The shard whose requests are looked at first next time.
+    /// The shard whose requests are read first next time.
     next: usize,
     limits: PlaneLimits,
 }
@@ -401,22 +401,22 @@ struct ThreadLink {
     requests: Consumer<ToWorker>,
     frames: Producer<PassFrame>,
     emptied: Consumer<PassFrame>,
-    /// What the shard will get next.
+    /// The frame that the shard gets next.
     open: PassFrame,
     task_bell: Arc<TaskBell>,
     flow: Arc<Flow>,
 }
 
-/// What became of an open frame.
+/// Result of flushing an open frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flushed {
-    /// There was nothing in it, or it may grow.
+    /// It was empty, or may grow.
     Kept,
-    /// It left.
+    /// It was sent.
     Sent,
     /// The ring is full; it stays open. See [`ThreadPort::prepare_wait_for_room`].
     Full,
-    /// The shard is gone, and what the frame held with it.
+    /// The shard is gone, and the frame's contents were dropped.
     Gone,
 }
 
@@ -431,7 +431,7 @@ impl ThreadPort {
         &self.bell
     }
 
-    /// Takes the next request or control, from the shards in turn.
+    /// Takes the next request or control, round robin over the shards.
     pub fn receive(&mut self) -> Option<ToWorker> {
         for _ in 0..self.links.len() {
             let at = self.next;
@@ -451,7 +451,7 @@ impl ThreadPort {
         None
     }
 
-    /// Whether there is something to receive.
+    /// Whether there is a request or control to receive.
     pub fn has_requests(&self) -> bool {
         self.links.iter().any(|link| !link.requests.is_empty())
     }
@@ -503,8 +503,8 @@ impl ThreadPort {
         self.links[usize::from(shard)].open.size_words() < self.limits.frame_words
     }
 
-    /// The thread is about to sleep until `shard` takes a frame. Returns false if it has done so
-    /// meanwhile (or is gone): then the thread stays awake. Otherwise call [`ThreadPort::wait`].
+    /// The thread is about to sleep until `shard` takes a frame. Returns false if the shard has already
+    /// done so (or is gone): then the thread stays awake. Otherwise call [`ThreadPort::wait`].
     pub fn prepare_wait_for_room(&mut self, shard: u8) -> bool {
         let link = &self.links[usize::from(shard)];
         link.flow.thread_waits.store(true, Ordering::Relaxed);
@@ -513,8 +513,8 @@ impl ThreadPort {
         self.sleep_if(full)
     }
 
-    /// The thread is about to sleep until a request comes, or room for an open frame. Returns
-    /// false if something has come meanwhile: then the thread stays awake. Otherwise call
+    /// The thread is about to sleep until a request arrives, or room for an open frame. Returns
+    /// false if one has already arrived: then the thread stays awake. Otherwise call
     /// [`ThreadPort::wait`].
     pub fn prepare_wait(&mut self) -> bool {
         for link in self.links.iter().filter(|link| !link.open.is_empty()) {
@@ -609,7 +609,7 @@ mod tests {
         (plane.shards.pop().unwrap(), plane.threads.pop().unwrap())
     }
 
-    /// Adds a token and sends the frame if it may go.
+    /// Adds a token and sends the frame if possible.
     fn push(thread: &mut ThreadPort, token: u32, may_grow: bool) -> Flushed {
         let stream = StreamId {
             slot: 0,

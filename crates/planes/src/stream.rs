@@ -1,4 +1,4 @@
-//! The stream table of a shard: who waits for which answer.
+//! The stream table of a shard: its open streams.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::fmt;
@@ -6,18 +6,18 @@ use std::rc::Rc;
 
 use slipstream_base::RequestId;
 
-/// A place in one shard's [`StreamTable`]: a slot, and how often it had been freed before.
+/// A place in one shard's [`StreamTable`]: a slot, and the number of times it was freed before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId {
     /// Index in the table; below 2^24.
     pub slot: u32,
     /// Times that the slot was freed before this stream took it. It wraps after 2^32 streams in
-    /// one slot: at 10^5 streams a second through a single slot, after 12 hours, and an address
+    /// one slot: at 10^5 streams per second through a single slot, after 12 hours. An address
     /// would have to stay in flight for all that time to be mistaken.
     pub generation: u32,
 }
 
-/// A stream, with the shard that owns it. Packs into the [`RequestId`] by which engines know it.
+/// A stream, with the shard that owns it. Packs into the [`RequestId`] that identifies it to engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamAddr {
     /// The shard.
@@ -62,17 +62,17 @@ impl fmt::Display for StreamAddr {
     }
 }
 
-/// The table holds as many streams as it may; the caller answers 503 and may retry later.
+/// The table is full; the caller answers 503 and may retry later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{limit} streams are open on this shard, which is its limit; retry later or raise `live.streams_max`"
 )]
 pub struct TableFull {
-    /// Streams that the table may hold.
+    /// Maximum streams of the table.
     pub limit: u32,
 }
 
-/// What a table has seen so far.
+/// Counters of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TableCounts {
     /// Streams registered.
@@ -85,9 +85,9 @@ pub struct TableCounts {
 
 /// Streams of one shard, by [`StreamId`]. Cheap to clone: a clone is another handle on the table.
 ///
-/// The table belongs to one thread, so nothing in it is locked. Registering, looking up and
-/// removing are array accesses; slots come from chunks that stay where they are, so an entry
-/// may register or drop other streams while it is being looked at.
+/// The table belongs to one thread, so it has no locks. Registering, looking up and
+/// removing are array accesses. Slots are in chunks that never move, so an entry
+/// may register or drop other streams during its own look-up.
 pub struct StreamTable<T> {
     inner: Rc<Inner<T>>,
 }
@@ -106,7 +106,7 @@ struct Inner<T> {
     chunks: Box<[OnceCell<Chunk<T>>]>,
     /// Slots freed, last freed first: the next stream finds its slot in the cache.
     free: RefCell<Vec<u32>>,
-    /// Slots ever used; those from here on have never been.
+    /// Slots used so far; later ones have never been used.
     used: Cell<u32>,
     len: Cell<u32>,
     registered: Cell<u64>,
@@ -119,7 +119,7 @@ struct Slot<T> {
     value: RefCell<Option<T>>,
 }
 
-/// Slots are made by the chunk, so that a large limit costs nothing until it is used.
+/// Slots are allocated in chunks, so that a large limit costs nothing until it is used.
 type Chunk<T> = Box<[Slot<T>]>;
 const CHUNK_SLOTS: u32 = 256;
 
@@ -146,7 +146,7 @@ impl<T> StreamTable<T> {
     /// Opens a stream. It lives until the registration is dropped.
     ///
     /// # Errors
-    /// [`TableFull`], which gives `value` back to nobody: it is dropped.
+    /// [`TableFull`]; `value` is dropped.
     pub fn register(&self, value: T) -> Result<Registration<T>, TableFull> {
         let inner = &self.inner;
         let free = inner.free.borrow_mut().pop();
@@ -179,7 +179,7 @@ impl<T> StreamTable<T> {
     /// Calls `look` with the stream's entry. `None` (counted) if the stream is gone.
     ///
     /// # Panics
-    /// If `look` looks at its own entry again.
+    /// If `look` looks up its own entry again.
     #[inline]
     pub fn with<R>(&self, id: StreamId, look: impl FnOnce(&mut T) -> R) -> Option<R> {
         let found = self.inner.with(id, look);
@@ -200,7 +200,7 @@ impl<T> StreamTable<T> {
     }
 
     /// Calls `look` with each open stream, by slot. For shutdown and for a vanished worker: costs
-    /// as much as the most streams ever open.
+    /// as much as the maximum number of streams ever open.
     pub fn for_each(&self, mut look: impl FnMut(StreamId, &mut T)) {
         for slot in 0..self.inner.used.get() {
             let Some(entry) = self.inner.slot_at(slot) else {
@@ -224,7 +224,7 @@ impl<T> StreamTable<T> {
         self.len() == 0
     }
 
-    /// Streams that may be open at once.
+    /// Maximum number of open streams.
     pub fn limit(&self) -> u32 {
         self.inner.limit
     }
@@ -234,7 +234,7 @@ impl<T> StreamTable<T> {
         self.inner.shard
     }
 
-    /// What the table has seen so far.
+    /// The table's counters.
     pub fn counts(&self) -> TableCounts {
         TableCounts {
             registered: self.inner.registered.get(),
@@ -264,8 +264,8 @@ impl<T> Inner<T> {
     }
 
     /// The slot that `id` names, if its generation is the present one: its stream is open, or is
-    /// the next to be (nobody has that address yet). Whoever removes a stream moves the generation
-    /// on first.
+    /// the next to be opened (no address was issued yet). Removing a stream increments the generation
+    /// first.
     #[inline]
     fn slot(&self, id: StreamId) -> Option<&Slot<T>> {
         let entry = self.slot_at(id.slot)?;
@@ -276,7 +276,7 @@ impl<T> Inner<T> {
     fn with<R>(&self, id: StreamId, look: impl FnOnce(&mut T) -> R) -> Option<R> {
         let entry = self.slot(id)?;
         // If `look` drops the stream's own registration (or panics after that), the slot is
-        // freed when the look is over.
+        // freed at the end of the look-up.
         let _finish = FinishRemoval {
             table: self,
             entry,
@@ -293,7 +293,7 @@ impl<T> Inner<T> {
         self.take_value(entry, id.slot);
     }
 
-    /// Frees the slot unless someone looks at its entry; then [`FinishRemoval`] does.
+    /// Frees the slot, unless a look-up uses its entry; then [`FinishRemoval`] does.
     fn take_value(&self, entry: &Slot<T>, slot: u32) {
         let value = match entry.value.try_borrow_mut() {
             Ok(mut value) => value.take(),
@@ -320,7 +320,7 @@ impl<T> Drop for FinishRemoval<'_, T> {
     }
 }
 
-/// An open stream. Dropping it closes the stream at once, wherever that happens: in a handler, in
+/// An open stream. Dropping it closes the stream at once, in any place: in a handler, in
 /// a panic's unwinding, after the runtime is gone. It needs no task and no runtime.
 pub struct Registration<T> {
     table: Rc<Inner<T>>,
@@ -333,7 +333,7 @@ impl<T> Registration<T> {
         self.id
     }
 
-    /// The stream's address, as frames carry it.
+    /// The stream's address, as in frames.
     pub fn addr(&self) -> StreamAddr {
         StreamAddr {
             shard: self.table.shard,
@@ -344,7 +344,7 @@ impl<T> Registration<T> {
     /// Calls `look` with the stream's entry.
     ///
     /// # Panics
-    /// If `look` looks at its own entry again.
+    /// If `look` looks up its own entry again.
     #[inline]
     pub fn with<R>(&self, look: impl FnOnce(&mut T) -> R) -> R {
         self.table
@@ -477,7 +477,7 @@ mod tests {
         let mut held = Some(registration);
         table.with(id, |value| {
             drop(held.take());
-            *value = 7; // still there for whoever looks
+            *value = 7; // still there during the look-up
             assert!(!table.contains(id), "but closed for everybody else");
             assert!(table.register(2).is_err(), "and its slot is not free yet");
         });

@@ -1,4 +1,4 @@
-//! The atomics of lock-free code, from one place, so that `--cfg loom` can swap them.
+//! The atomics of lock-free code, in one place, so that `--cfg loom` can replace them.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};

@@ -1,8 +1,8 @@
 //! Mutual TLS between worker processes and shards: each side proves that it belongs to the cluster
 //! by a certificate of the cluster's own authority.
 //!
-//! Frontends' certificates name [`SERVER_NAME`], not hosts: workers dial addresses that discovery
-//! gives them, and what counts is who signed.
+//! Frontends' certificates name [`SERVER_NAME`], not hosts: workers connect to addresses from
+//! discovery, and the signing authority is decisive.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::link::Socket;
 /// The DNS name that a frontend's certificate must carry.
 pub const SERVER_NAME: &str = "slipstream";
 
-/// Where a process finds its certificate, the key of it, and the authority that it trusts, as PEM.
+/// Paths of a process's certificate, its key, and the trusted authority, as PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The process's certificate, and those between it and the authority.
+    /// The process's certificate, and the intermediate ones.
     pub cert: PathBuf,
     /// Its key.
     pub key: PathBuf,
@@ -37,17 +37,17 @@ pub struct Tls {
     connector: TlsConnector,
 }
 
-/// Why TLS cannot be used. A mistake in the files; retrying does not help.
+/// Why TLS cannot be used. An error in the files; a retry does not help.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file that cannot be read, or holds no such thing.
+    /// A file that cannot be read, or has other contents.
     #[error("{}: {source}; give a PEM file with {what}", path.display())]
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// What should be in it.
+        /// Its expected contents.
         what: &'static str,
-        /// What is wrong.
+        /// The error.
         source: PemError,
     },
     /// Files that do not belong together.
@@ -96,7 +96,7 @@ impl Tls {
     /// A shard's end.
     ///
     /// # Errors
-    /// If the peer cannot prove who it is, or the connection fails.
+    /// If the peer cannot prove its identity, or the connection fails.
     pub async fn accept(&self, stream: TcpStream) -> std::io::Result<Box<dyn Socket>> {
         Ok(Box::new(self.acceptor.accept(stream).await?))
     }
@@ -104,7 +104,7 @@ impl Tls {
     /// A worker process's end.
     ///
     /// # Errors
-    /// If the peer cannot prove who it is, or the connection fails.
+    /// If the peer cannot prove its identity, or the connection fails.
     pub async fn connect(&self, stream: TcpStream) -> std::io::Result<Box<dyn Socket>> {
         let name = ServerName::try_from(SERVER_NAME).expect("a constant name");
         Ok(Box::new(self.connector.connect(name, stream).await?))

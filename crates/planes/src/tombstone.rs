@@ -1,26 +1,26 @@
-//! Who vanished a moment ago.
+//! Workers that vanished recently.
 //!
-//! When an instance vanishes, whoever is about to send it a request (chosen on a view that is a
-//! moment old) must learn that at once, on every shard. A tombstone says so for some seconds;
-//! after that the fleet's own readiness is known everywhere, and the stone is forgotten. It also
-//! goes when the instance returns.
+//! When an instance vanishes, senders that chose it on a slightly older view
+//! must notice at once, on every shard. A tombstone marks it for some seconds.
+//! After that the fleet's own readiness is known everywhere, and the tombstone expires. It is also
+//! removed when the instance returns.
 
 use crate::sync::{AtomicU64, Ordering};
 
 /// Tombstones by worker, shared by all shards. Reading one is a load.
 #[derive(Debug)]
 pub struct Tombstones {
-    /// Until when, ns; 0: none.
+    /// Expiry times, ns; 0: none.
     until_ns: Box<[AtomicU64]>,
-    /// How long a stone stands, ns.
+    /// Lifetime of a tombstone, ns.
     stands_ns: u64,
 }
 
-/// How long a tombstone stands, ns.
+/// Lifetime of a tombstone, ns.
 pub const STANDS_NS: u64 = 5_000_000_000;
 
 impl Tombstones {
-    /// None yet, for workers below `workers`; each will stand for `stands_ns`.
+    /// No tombstones, for workers below `workers`; each will last for `stands_ns`.
     pub fn new(workers: usize, stands_ns: u64) -> Tombstones {
         Tombstones {
             until_ns: (0..workers).map(|_| AtomicU64::new(0)).collect(),
@@ -28,11 +28,11 @@ impl Tombstones {
         }
     }
 
-    /// `worker` vanished at `now_ns`.
+    /// Marks `worker` as vanished at `now_ns`.
     pub fn raise(&self, worker: usize, now_ns: u64) {
         if let Some(until) = self.until_ns.get(worker) {
-            // A swap and no store: it and a look that takes the last stone away are then in one
-            // order, whoever came first (and loom, which checks it, knows no other).
+            // A swap and not a store: it and a check that removes the last tombstone are then in one
+            // order, whichever was first (and loom, which checks it, has no other order).
             until.swap(
                 now_ns.saturating_add(self.stands_ns).max(1),
                 Ordering::AcqRel,
@@ -40,15 +40,15 @@ impl Tombstones {
         }
     }
 
-    /// `worker` is back.
+    /// Removes the tombstone of `worker`, which is back.
     pub fn clear(&self, worker: usize) {
         if let Some(until) = self.until_ns.get(worker) {
             until.swap(0, Ordering::AcqRel);
         }
     }
 
-    /// Whether `worker` vanished less than a stone's time before `now_ns`. A stone that is older is
-    /// taken away here: nobody else looks after them.
+    /// Whether `worker` vanished less than a lifetime before `now_ns`. Removes an expired tombstone:
+    /// no other code does.
     pub fn stands(&self, worker: usize, now_ns: u64) -> bool {
         let Some(cell) = self.until_ns.get(worker) else {
             return false;
@@ -60,12 +60,12 @@ impl Tombstones {
         if now_ns < until {
             return true;
         }
-        // Only this stone: a newer one, raised meanwhile, stays.
+        // Only this tombstone: a newer one, set concurrently, stays.
         let _ = cell.compare_exchange(until, 0, Ordering::AcqRel, Ordering::Relaxed);
         false
     }
 
-    /// Stones that stand at `now_ns`.
+    /// Number of tombstones at `now_ns`.
     pub fn count(&self, now_ns: u64) -> usize {
         (0..self.until_ns.len())
             .filter(|&worker| self.stands(worker, now_ns))
@@ -89,7 +89,7 @@ mod tests {
             0,
             "and was taken away by the look that found it so"
         );
-        stones.raise(7, 100); // beyond the cluster: nobody to mourn
+        stones.raise(7, 100); // beyond the cluster: ignored
         assert!(!stones.stands(7, 101));
     }
 
@@ -109,7 +109,7 @@ mod loom_tests {
     use super::*;
     use crate::sync::Arc;
 
-    /// A look that takes an old stone away does not take one that was raised meanwhile.
+    /// A check that removes an old tombstone does not remove a concurrent new one.
     #[test]
     fn a_look_takes_no_newer_stone() {
         loom::model(|| {

@@ -1,4 +1,4 @@
-//! How frames cross a socket: bytes, and nothing that reads or writes them.
+//! The wire format of frames: bytes, without I/O.
 //!
 //! Every frame has a header of eight bytes and a body; numbers are little-endian:
 //!
@@ -6,11 +6,11 @@
 //! len: u32 (bytes of the body)   version: u8   kind: u8   zero: u16   body
 //! ```
 //!
-//! A worker process dials a shard, says [`Hello`] and is told [`Welcome`] or [`Reject`]. From then
-//! on requests and controls come one way, passes, KV deltas and loads the other. `docs/wire.md`
-//! shows every frame byte by byte; a test compares.
+//! A worker process connects to a shard, sends [`Hello`] and gets [`Welcome`] or [`Reject`]. From then
+//! on requests and controls flow one way, passes, KV deltas and loads the other. `docs/wire.md`
+//! shows every frame byte by byte; a test compares them.
 //!
-//! Whatever arrives is checked here once: lengths before anything is allocated, codes, shapes.
+//! All input is checked here once: lengths before any allocation, codes, shapes.
 
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvDelta, KvOp, Prompt, RankId, RequestId, Tail,
@@ -20,65 +20,65 @@ use slipstream_base::{
 use crate::frame::{FrameError, Input, NO_LIMIT, Part, PassFrame, StartRequest, ToWorker};
 use crate::stream::{SLOTS_MAX, StreamAddr, StreamId};
 
-/// What this program speaks.
+/// Version of the protocol.
 pub const VERSION: u8 = 2;
 
 /// Bytes before a body.
 pub const HEADER_BYTES: usize = 8;
 
-/// Longest body, bytes. A pass of 65,536 tokens takes 0.8 MiB, a prompt of a million tokens in
+/// Maximum body, bytes. A pass of 65,536 tokens takes 0.8 MiB, a prompt of a million tokens in
 /// blocks of 16 half a MiB, a snapshot of a million blocks 8 MiB.
 pub const BODY_BYTES_MAX: usize = 16 << 20;
 
-/// Blocks of one rank's cache whose snapshot fits a frame, however they are chained (24 bytes a
+/// Maximum blocks of one rank's cache whose snapshot fits a frame, for any chaining (24 bytes per
 /// block in runs of one).
 pub const SNAPSHOT_BLOCKS_MAX: u32 = (BODY_BYTES_MAX as u32 - 64) / 24;
 
-/// First bytes of a greeting's body: `SLIP`. Tells a stranger (an HTTP client, say) from a peer.
+/// First bytes of a greeting's body: `SLIP`. Distinguishes a peer from other clients (such as HTTP).
 const MAGIC: u32 = u32::from_le_bytes(*b"SLIP");
 
-/// Workers that one process may announce.
+/// Maximum workers that one process may announce.
 const WORKERS_MAX: usize = 4096;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
     /// Worker to shard, first: [`Hello`].
     Hello = 1,
-    /// Shard to worker, in answer: [`Welcome`].
+    /// Shard to worker, as the answer: [`Welcome`].
     Welcome = 2,
-    /// Shard to worker, in answer; the connection then closes: [`Reject`].
+    /// Shard to worker, as the answer; the connection then closes: [`Reject`].
     Reject = 3,
-    /// Either way, when nothing else was to be said for a while. No body.
+    /// Either way, if no other frame was sent for a while. No body.
     Ping = 4,
-    /// Either way: no new streams, please; what is under way goes on. No body.
+    /// Either way: no new streams; open ones continue. No body.
     Bye = 5,
     /// Shard to worker: a new stream.
     Start = 16,
-    /// Shard to worker: end a stream where it is.
+    /// Shard to worker: end a stream at its current token.
     Stop = 17,
-    /// Shard to worker: nobody listens any more.
+    /// Shard to worker: the client is gone.
     Kill = 18,
     /// Shard to worker: publish every block of a rank.
     Resync = 19,
-    /// Shard to worker: so many bytes more of a stream may come.
+    /// Shard to worker: this many more bytes of a stream may be sent.
     Credit = 20,
     /// Shard to worker: more of a stream's prompt.
     Input = 21,
-    /// Shard to worker: the prompt of an answer has come.
+    /// Shard to worker: the prompt of an answer has arrived.
     Receive = 22,
-    /// Shard to worker: a prompt that is kept has been fetched.
+    /// Shard to worker: a held prompt has been fetched.
     Release = 23,
-    /// Worker to shard: what one pass, or a few, produced.
+    /// Worker to shard: the output of one pass, or a few.
     Pass = 32,
     /// Worker to shard: changes of a rank's KV cache.
     Kv = 33,
-    /// Worker to shard: all that a rank's KV cache holds.
+    /// Worker to shard: the contents of a rank's KV cache.
     KvSnapshot = 34,
-    /// Worker to shard: a worker takes requests, or no longer does.
+    /// Worker to shard: a worker accepts requests, or no longer does.
     Ready = 35,
-    /// Worker to shard: what the ranks are doing.
+    /// Worker to shard: the loads of the ranks.
     Load = 36,
 }
 
@@ -110,8 +110,8 @@ impl Kind {
     }
 }
 
-/// Bytes that are no frame of ours. The connection that brought them is not to be trusted further;
-/// the process is as usable as before.
+/// Malformed bytes. Close the connection that they came from;
+/// the process stays usable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// Another version.
@@ -126,12 +126,12 @@ pub enum WireError {
     /// The reserved bytes of a header are not zero.
     #[error("a header ends in {0:#06x} where zeros belong; the stream is out of step")]
     Reserved(u16),
-    /// A body longer than any.
+    /// The body is longer than the maximum.
     #[error("a {kind:?} frame of {len} bytes is longer than the {max} that are allowed")]
     Length {
-        /// What it claims to be.
+        /// Its declared kind.
         kind: Kind,
-        /// What it claims to hold, bytes.
+        /// Its declared length, bytes.
         len: u32,
         /// What it may hold, bytes.
         max: usize,
@@ -139,52 +139,52 @@ pub enum WireError {
     /// The body ends within a field.
     #[error("a {0:?} frame ends within a field")]
     Cut(Kind),
-    /// The body goes on after its last field.
+    /// The body continues after its last field.
     #[error("a {kind:?} frame has {bytes} bytes after its last field")]
     Trailing {
-        /// What it is.
+        /// The frame's kind.
         kind: Kind,
-        /// How much is too much.
+        /// Number of extra bytes.
         bytes: usize,
     },
-    /// A field holds what it may not.
+    /// A field has an invalid value.
     #[error("a {kind:?} frame has a bad {field}: {value}")]
     Value {
-        /// What it is.
+        /// The frame's kind.
         kind: Kind,
-        /// Which field.
+        /// The field.
         field: &'static str,
-        /// What it holds.
+        /// Its value.
         value: u64,
     },
     /// The entries of a pass.
     #[error(transparent)]
     Pass(#[from] FrameError),
-    /// News of a worker that its sender does not run.
+    /// A frame about a worker that its sender does not run.
     #[error(
         "a {kind:?} frame speaks of {worker}, which its sender does not run; \
          its process is broken, or not what it says to be"
     )]
     NotIts {
-        /// What it is.
+        /// The frame's kind.
         kind: Kind,
-        /// Whom it speaks of.
+        /// The worker.
         worker: WorkerId,
     },
-    /// A frame of the other direction, or before its time.
+    /// A frame of the other direction, or at the wrong time.
     #[error("a {kind:?} frame has no place {place}")]
     Place {
-        /// What it is.
+        /// The frame's kind.
         kind: Kind,
-        /// Where it turned up.
+        /// The place at which it arrived.
         place: &'static str,
     },
 }
 
-/// A frame as it lies in a buffer.
+/// A frame in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawFrame<'a> {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// Its body.
     pub body: &'a [u8],
@@ -195,7 +195,7 @@ pub struct RawFrame<'a> {
 /// The first whole frame in `bytes`; `None` until all of it is there.
 ///
 /// # Errors
-/// [`WireError`] as soon as the header is there, so that nobody waits for, or makes room for, a
+/// [`WireError`] as soon as the header is available, so that no receiver waits for, or allocates, a
 /// body that will not be read.
 pub fn split(bytes: &[u8]) -> Result<Option<RawFrame<'_>>, WireError> {
     split_within(bytes, BODY_BYTES_MAX)
@@ -268,7 +268,9 @@ impl<'a> Fields<'a> {
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
         let taken = self.take(N)?;
-        Ok(taken.try_into().expect("`take` gives what was asked for"))
+        Ok(taken
+            .try_into()
+            .expect("`take` returns the requested length"))
     }
 
     fn u8(&mut self) -> Result<u8, WireError> {
@@ -372,34 +374,34 @@ fn put_words(out: &mut Vec<u8>, words: &[u32]) {
     }
 }
 
-/// One worker of a process that says hello.
+/// One worker of a process, as announced in its [`Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Announced {
-    /// Which.
+    /// Its id.
     pub worker: WorkerId,
     /// Its data-parallel ranks, at least one.
     pub ranks: u16,
-    /// Whether it takes requests already.
+    /// Whether it accepts requests already.
     pub ready: bool,
 }
 
-/// What a worker process says first.
+/// The first frame of a worker process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// Drawn at the start of the process: another run is another instance.
     pub instance: u64,
-    /// Of the cluster as this process knows it; both sides must mean the same one.
+    /// Fingerprint of the cluster as this process knows it; both sides must have the same.
     pub fingerprint: u64,
-    /// The shard that it believes to have dialed.
+    /// The shard that it means to connect to.
     pub shard: u8,
-    /// A peer that was silent for so long counts as gone, ms.
+    /// A peer that was silent for this long counts as gone, ms.
     pub deadline_ms: u32,
-    /// Names the clock of its times ([`crate::clock::clock_id`]): those of another host's clock say
-    /// nothing here.
+    /// Identifies the clock of its times ([`crate::clock::clock_id`]): those of another host's clock
+    /// are not comparable.
     pub clock: u64,
     /// For people: host and process.
     pub name: String,
-    /// What it runs.
+    /// Its workers.
     pub workers: Vec<Announced>,
     /// From the frontend's record ([`crate::discovery::SeatKey`]): only processes that can read the discovery
     /// directory know it.
@@ -482,16 +484,16 @@ impl Hello {
     }
 }
 
-/// What a shard answers to a worker process that it takes.
+/// A shard's answer to a worker process that it accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Welcome {
-    /// Of the frontend's run.
+    /// The frontend's run.
     pub instance: u64,
     /// The shard.
     pub shard: u8,
     /// Whether KV deltas are wanted here: one shard of a frontend feeds the index of all.
     pub wants_kv: bool,
-    /// A peer that was silent for so long counts as gone, ms.
+    /// A peer that was silent for this long counts as gone, ms.
     pub deadline_ms: u32,
     /// For people: host and process.
     pub name: String,
@@ -532,17 +534,17 @@ impl Welcome {
     }
 }
 
-/// Why a shard does not take a worker process.
+/// Why a shard rejects a worker process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum RejectReason {
-    /// It speaks something else.
+    /// It uses another protocol.
     Protocol = 1,
-    /// It knows another cluster.
+    /// It has another cluster file.
     Cluster = 2,
     /// Another instance runs one of its workers.
     WorkerTaken = 3,
-    /// It wanted another shard: the address has a new owner.
+    /// It meant another shard: the address has a new owner.
     WrongShard = 4,
     /// The frontend is shutting down, or full.
     Unavailable = 5,
@@ -562,13 +564,13 @@ impl RejectReason {
     ];
 }
 
-/// What a shard answers to a worker process that it does not take.
+/// A shard's answer to a worker process that it rejects.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Reject {
-    /// For the program.
+    /// The reason, as a code.
     pub reason: RejectReason,
-    /// For people: what, where, how to mend it.
+    /// For people: the error, its place, the remedy.
     pub message: String,
 }
 
@@ -610,7 +612,7 @@ mod start_flag {
     pub(super) const IGNORE_EOS: u8 = 2;
     /// The tail is an id, not tokens.
     pub(super) const OPAQUE: u8 = 4;
-    /// The tokens of the full blocks are there too.
+    /// The tokens of the full blocks follow, too.
     pub(super) const BLOCK_TOKENS: u8 = 8;
     /// More input follows.
     pub(super) const MORE: u8 = 16;
@@ -619,7 +621,7 @@ mod start_flag {
     /// The answer alone.
     pub(super) const ANSWER: u8 = 64;
     pub(super) const ALL: u8 = 127;
-    /// Of these at most one.
+    /// At most one of these is set.
     pub(super) const APART: u8 = PROMPT | ANSWER | MORE;
 }
 
@@ -630,7 +632,7 @@ mod input_flag {
     pub(super) const ALL: u8 = 3;
 }
 
-/// Appends a request or control. The shard of its address is not said: the connection belongs to
+/// Appends a request or control. The shard of its address is not encoded: the connection belongs to
 /// one.
 pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
     let control = |out: &mut Vec<u8>, kind, rank: RankId, addr: &StreamAddr, bytes: Option<u32>| {
@@ -666,7 +668,7 @@ pub fn encode_to_worker(message: &ToWorker, out: &mut Vec<u8>) {
             out.extend_from_slice(&(input.tokens.len() as u32).to_le_bytes());
             put_words(out, &input.tokens);
         }),
-        // Says that the connection is gone, so it never crosses one.
+        // It means that the connection is gone, so it never crosses one.
         ToWorker::HangUp { .. } => debug_assert!(false, "a hang-up stays in its process"),
     }
 }
@@ -691,7 +693,7 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
         if start.more {
             flags |= start_flag::MORE;
         }
-        // Tokens of blocks without those of the tail would be of no use to anybody.
+        // Tokens of blocks are useless without those of the tail.
         let tokens = prompt
             .block_tokens()
             .filter(|_| flags & start_flag::OPAQUE == 0);
@@ -736,7 +738,7 @@ pub fn encode_start(start: &StartRequest, out: &mut Vec<u8>) {
     });
 }
 
-/// Reads a request or control that came over the connection that is `shard` here.
+/// Reads a request or control from the connection of shard `shard`.
 ///
 /// # Errors
 /// [`WireError`]; [`WireError::Place`] for a frame that is neither.
@@ -896,7 +898,7 @@ pub fn encode_pass(pass: &PassFrame, out: &mut Vec<u8>) {
     });
 }
 
-/// Reads a pass into `pass`, whose memory is used again.
+/// Reads a pass into `pass`, whose memory is reused.
 ///
 /// # Errors
 /// [`WireError`]; `pass` is empty then.
@@ -914,14 +916,14 @@ pub fn decode_pass(body: &[u8], pass: &mut PassFrame) -> Result<(), WireError> {
 
 /// Runs of changes in a KV frame.
 mod run {
-    /// Blocks stored, each with the one before it as its parent; the first one's parent is said.
+    /// Blocks stored, each with the previous one as its parent; the first one's parent is encoded.
     pub(super) const STORED: u32 = 1;
     pub(super) const REMOVED: u32 = 2;
     pub(super) const CLEARED: u32 = 3;
 }
 
-/// Appends a delta, or a snapshot. A chain of blocks takes 8 bytes a block: a run says its first
-/// parent, and each block is the next one's.
+/// Appends a delta, or a snapshot. A chain of blocks takes 8 bytes per block: a run has its first
+/// parent, and each block is the parent of the next.
 pub fn encode_kv(delta: &KvDelta, snapshot: bool, out: &mut Vec<u8>) {
     let kind = if snapshot { Kind::KvSnapshot } else { Kind::Kv };
     frame(out, kind, |out| {
@@ -952,7 +954,7 @@ pub fn encode_kv(delta: &KvDelta, snapshot: bool, out: &mut Vec<u8>) {
     });
 }
 
-/// How many of `ops` make one run; at least one.
+/// Length of the first run in `ops`; at least one.
 fn run_len(ops: &[KvOp]) -> usize {
     let follows = |pair: &[KvOp]| match (pair[0], pair[1]) {
         (KvOp::Stored { hash, .. }, KvOp::Stored { parent, .. }) => hash == parent,
@@ -962,7 +964,7 @@ fn run_len(ops: &[KvOp]) -> usize {
     1 + ops.windows(2).take_while(|pair| follows(pair)).count()
 }
 
-/// Reads a delta or a snapshot into `delta`, whose memory is used again. Returns whether it is a
+/// Reads a delta or a snapshot into `delta`, whose memory is reused. Returns whether it is a
 /// snapshot.
 ///
 /// # Errors
@@ -994,7 +996,7 @@ pub fn decode_kv(kind: Kind, body: &[u8], delta: &mut KvDelta) -> Result<bool, W
                 .extend(fields.u64s(len)?.map(|hash| KvOp::Removed {
                     hash: BlockHash(hash),
                 })),
-            // Clearing once is clearing: the count says nothing, and may not cost memory.
+            // Repeated clears are one clear: the count is ignored, and must not cost memory.
             run::CLEARED => delta.ops.push(KvOp::Cleared),
             other => return Err(fields.bad("run of changes", other.into())),
         }
@@ -1002,7 +1004,7 @@ pub fn decode_kv(kind: Kind, body: &[u8], delta: &mut KvDelta) -> Result<bool, W
     Ok(kind == Kind::KvSnapshot)
 }
 
-/// Appends whether `worker` takes requests.
+/// Appends whether `worker` accepts requests.
 pub fn encode_ready(worker: WorkerId, ready: bool, out: &mut Vec<u8>) {
     frame(out, Kind::Ready, |out| {
         out.extend_from_slice(&worker.0.to_le_bytes());
@@ -1010,7 +1012,7 @@ pub fn encode_ready(worker: WorkerId, ready: bool, out: &mut Vec<u8>) {
     });
 }
 
-/// Reads which worker takes requests, or no longer does.
+/// Reads a worker, and whether it accepts requests.
 ///
 /// # Errors
 /// [`WireError`].
@@ -1022,10 +1024,10 @@ pub fn decode_ready(body: &[u8]) -> Result<(WorkerId, bool), WireError> {
     Ok((worker, ready))
 }
 
-/// What a rank is doing, as its process sees it: the sum over all frontends.
+/// The load of a rank, as its process sees it: the sum over all frontends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankLoad {
-    /// Which.
+    /// The rank.
     pub rank: RankId,
     /// Sequences running.
     pub running: u32,
@@ -1290,7 +1292,7 @@ mod tests {
         encoded(|out| encode_to_worker(message, out))
     }
 
-    /// One frame of each kind, some of two, by the name that `docs/wire.md` gives it.
+    /// One frame of each kind, some of two, by its name in `docs/wire.md`.
     fn samples() -> BTreeMap<&'static str, Vec<u8>> {
         let (rank, addr) = (RANK, addr(0));
         let start = |opaque| to_worker(&ToWorker::Start(Box::new(start(opaque))));
@@ -1340,7 +1342,7 @@ mod tests {
         ])
     }
 
-    /// The blocks ` ```hex NAME ` of the document; what follows `#` in a line is for people.
+    /// The blocks ` ```hex NAME ` of the document; text after `#` in a line is for people.
     fn documented() -> BTreeMap<&'static str, Vec<u8>> {
         let text = include_str!("../../../docs/wire.md");
         let mut found = BTreeMap::new();
@@ -1439,7 +1441,7 @@ mod tests {
         assert_eq!(loads, [load()]);
     }
 
-    /// Reads a body as whatever it claims to be.
+    /// Reads a body as its declared kind.
     fn decode_any(kind: Kind, body: &[u8]) -> Result<(), WireError> {
         match kind {
             Kind::Hello => Hello::decode(body).map(drop),
@@ -1487,7 +1489,7 @@ mod tests {
         }
     }
 
-    /// Inputs that the fuzzer has kept (`fuzz/corpus/wire`), on every compiler.
+    /// The committed corpus (`fuzz/corpus/wire`), on every compiler.
     #[test]
     fn the_corpus_does_no_harm() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/wire");
@@ -1548,7 +1550,7 @@ mod tests {
     }
 
     proptest! {
-        /// Bytes of any kind either are refused or can be read to their end, and cost no more
+        /// Bytes of any kind either are rejected or can be read to their end, and cost no more
         /// memory than a small multiple of their length.
         #[test]
         fn arbitrary_bytes_do_no_harm(
@@ -1559,7 +1561,7 @@ mod tests {
             let _ = split(&body);
         }
 
-        /// So do frames that were nearly right.
+        /// The same holds for slightly changed frames.
         #[test]
         fn damaged_frames_do_no_harm(
             pick: prop::sample::Index,
@@ -1587,7 +1589,7 @@ mod tests {
                 _ => KvOp::Stored { hash: BlockHash(hash), parent: BlockHash(parent) },
             }).collect();
             let mut sent = KvDelta { rank: RANK, sequence: 9, ops };
-            // Clearing twice is clearing once, and is sent so.
+            // Repeated clears are one clear, and sent as one.
             sent.ops.dedup_by(|a, b| matches!((a, b), (KvOp::Cleared, KvOp::Cleared)));
             let bytes = encoded(|out| encode_kv(&sent, snapshot, out));
             let frame = split(&bytes).unwrap().unwrap();

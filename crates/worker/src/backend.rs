@@ -1,11 +1,11 @@
-//! What an engine thread drives.
+//! The interface that an engine thread drives.
 
 use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{EngineRequest, ForwardPassMetrics, KvDelta, RequestId, SimTime};
 use slipstream_engine::{PassOutput, Reserved, Stats};
 use slipstream_planes::{Part, RefusalReason};
 
-/// The engine of one rank, as an engine thread drives it. It computes in steps, and a step gives any
+/// The engine of one rank, driven by an engine thread. It computes in steps, and a step returns any
 /// number of tokens per sequence.
 ///
 /// ```text
@@ -13,33 +13,33 @@ use slipstream_planes::{Part, RefusalReason};
 /// begin_step ─► its end ─► finish_step ─► PassOutput          one step at a time
 /// ```
 ///
-/// The thread owns sockets, rings, clocks and deadlines. A backend gets the time, waits for nothing, and
-/// is called by one thread. Modelled time runs `live.speedup` times as fast as the clock.
+/// The thread owns sockets, rings, clocks and deadlines. A backend gets the time as an argument, never
+/// waits, and is called by one thread. Modelled time runs `live.speedup` times as fast as the clock.
 ///
-/// An implementation is a file of its own and one line where the workers are made (`WorkerSpec::ranks`).
+/// A new implementation is a file and one line where workers are created (`WorkerSpec::ranks`).
 pub trait Backend: Send {
-    /// Takes a request into the waiting queue; `part` says what of it is done here. `now` may lie within
-    /// the step under way.
+    /// Adds a request to the waiting queue; `part` is the part of it to compute here. `now` may be within
+    /// the current step.
     ///
     /// # Errors
-    /// [`Refused`]. Nothing has changed then.
+    /// [`Refused`]. The state is unchanged then.
     fn start(&mut self, now: SimTime, request: EngineRequest, part: Part) -> Result<(), Refused>;
 
-    /// Drops a request, also in the middle of a step, and frees its blocks at once: also those that
-    /// are held for another worker. Returns how often it was preempted; `None` if it is not known (any
-    /// more). No later output names it.
+    /// Drops a request, also in the middle of a step, and frees its blocks at once, including those
+    /// held for another worker. Returns its number of preemptions; `None` if the request is unknown.
+    /// No later output names it.
     fn kill(&mut self, id: RequestId) -> Option<u32>;
 
-    /// The prompt of a [`Part::Decode`] has come into the blocks reserved for it. False if no such
+    /// The prompt of a [`Part::Decode`] has arrived in the blocks reserved for it. False if no such
     /// request waits for it.
     fn receive(&mut self, id: RequestId) -> bool;
 
-    /// Frees the blocks of a [`Part::Prefill`] that is computed. False if none are held for it.
+    /// Frees the blocks of a computed [`Part::Prefill`]. False if none are held for it.
     fn release(&mut self, id: RequestId) -> bool;
 
-    /// Begins a step at `now`, and returns when it ends; `None` if there is nothing to do until a
+    /// Begins a step at `now`, and returns its end; `None` if there is nothing to do until a
     /// request is started, killed, received or released. Requests whose blocks were reserved for a prompt
-    /// that comes from elsewhere go to `reserved`, also if no step begins.
+    /// from another worker are added to `reserved`, also if no step begins.
     ///
     /// # Errors
     /// [`Dead`].
@@ -49,9 +49,9 @@ pub trait Backend: Send {
         reserved: &mut Vec<Reserved>,
     ) -> Result<Option<SimTime>, Dead>;
 
-    /// Ends the step under way, at the time that [`begin_step`](Backend::begin_step) returned. Replaces
-    /// what is in `out`, `token_count` and `sequence_count` included. `out.first` and `out.finished` name sequences in the order of `out.tokens`, and
-    /// none that are not in it.
+    /// Ends the current step, at the time that [`begin_step`](Backend::begin_step) returned. Replaces
+    /// the contents of `out`, including `token_count` and `sequence_count`. `out.first` and `out.finished`
+    /// name sequences in the order of `out.tokens`, and no others.
     ///
     /// # Errors
     /// [`Dead`].
@@ -60,19 +60,19 @@ pub trait Backend: Send {
     /// Whether it has nothing to do: no request runs or waits.
     fn is_idle(&self) -> bool;
 
-    /// What it does, in numbers. Called several times per step.
+    /// Its current counters. Called several times per step.
     fn stats(&self) -> Stats;
 
-    /// Tokens that a sequence may have, prompt and answer together.
+    /// Maximum tokens of a sequence, prompt and answer together.
     fn max_len(&self) -> u32;
 
     /// Fills `out` for a rank that is idle.
     fn heartbeat(&mut self, out: &mut ForwardPassMetrics);
 
-    /// Fills `out` with what changed in the KV cache since the last delta. False if nothing did.
+    /// Fills `out` with the changes of the KV cache since the last delta. False if there are none.
     fn take_kv(&mut self, out: &mut KvDelta) -> bool;
 
-    /// Fills `out` with everything that the KV cache holds.
+    /// Fills `out` with the whole contents of the KV cache.
     fn kv_snapshot(&self, out: &mut KvDelta);
 
     /// Whether the tokens of stored blocks are to be kept for
@@ -87,18 +87,18 @@ pub trait Backend: Send {
     }
 }
 
-/// Why a backend does not take a request.
+/// Why a backend refuses a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refused {
-    /// For the program; says whether another worker may take it.
+    /// The reason, as a code; determines whether another worker may accept it.
     pub reason: RefusalReason,
-    /// For people: what, with the numbers, and what to change.
+    /// For people: the error with its numbers, and the remedy.
     pub message: String,
 }
 
-/// A backend can compute nothing any more. Its streams end with an error, those without a token are
-/// retried on another worker, and its worker takes no requests from now on.
+/// A backend can compute nothing any more. Its streams end with an error, streams without a token are
+/// retried on another worker, and its worker accepts no requests from now on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Dead(pub String);

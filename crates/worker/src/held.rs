@@ -1,15 +1,15 @@
 //! Tokens of streams that have used up their credit.
 //!
-//! The engine goes on: a pass serves many streams and waits for none. What a stream computes
-//! without credit is kept here, four bytes a token, until its shard gives more. It is bounded by
-//! the stream's `max_tokens`.
+//! The engine continues: a pass serves many streams and waits for none. Tokens that a stream computes
+//! without credit are kept here, four bytes per token, until its shard grants more. Their number is
+//! bounded by the stream's `max_tokens`.
 
 use std::collections::HashMap;
 
 use slipstream_base::TokenId;
 use slipstream_planes::{End, FirstPass, PassFrame, StreamAddr, StreamId};
 
-/// What waits for credit, by shard and slot: a slot holds one stream.
+/// Tokens that wait for credit, by shard and slot: a slot holds one stream.
 #[derive(Debug, Default)]
 pub(crate) struct HeldTokens {
     streams: HashMap<(u8, u32), Held>,
@@ -19,20 +19,20 @@ pub(crate) struct HeldTokens {
 struct Held {
     generation: u32,
     tokens: Vec<TokenId>,
-    /// Of the stream's first tokens, if those are among the held ones.
+    /// The pass of the stream's first tokens, if those are among the held ones.
     first: Option<FirstPass>,
-    /// The stream has ended, and its end waits behind its tokens.
+    /// The end of the stream, if it waits after its tokens.
     end: Option<End>,
 }
 
 impl HeldTokens {
-    /// Whether nothing waits at all, which is the rule.
+    /// Whether no token waits, which is the usual case.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.streams.is_empty()
     }
 
-    /// Whether something of `addr` waits.
+    /// Whether tokens of `addr` wait.
     pub(crate) fn contains(&self, addr: StreamAddr) -> bool {
         self.get(addr).is_some()
     }
@@ -68,7 +68,7 @@ impl HeldTokens {
         true
     }
 
-    /// Keeps the end of a stream of which something waits; false if nothing does.
+    /// Keeps the end of a stream whose tokens wait; false if none do.
     pub(crate) fn end(&mut self, addr: StreamAddr, end: End) -> bool {
         let Some(held) = self.get_mut(addr) else {
             return false;
@@ -77,8 +77,8 @@ impl HeldTokens {
         true
     }
 
-    /// `tokens` more may go: they go to `frame`, and the end if it is their turn. Returns how many
-    /// tokens went.
+    /// Moves up to `tokens` tokens to `frame`, and then the end. Returns the number of tokens
+    /// moved.
     pub(crate) fn release(&mut self, addr: StreamAddr, tokens: u32, frame: &mut PassFrame) -> u32 {
         let Some(held) = self.get_mut(addr) else {
             return 0;
@@ -99,21 +99,21 @@ impl HeldTokens {
         count as u32
     }
 
-    /// Forgets what waits in the slot of `addr`, of whatever generation.
+    /// Drops the tokens in the slot of `addr`, of any generation.
     pub(crate) fn forget(&mut self, addr: StreamAddr) {
         if !self.streams.is_empty() {
             self.streams.remove(&key(addr));
         }
     }
 
-    /// Forgets all that waits for `shard`. Returns how many streams that were.
+    /// Drops all tokens of `shard`. Returns the number of their streams.
     pub(crate) fn forget_shard(&mut self, shard: u8) -> usize {
         let before = self.streams.len();
         self.streams.retain(|&(of, _), _| of != shard);
         before - self.streams.len()
     }
 
-    /// Streams of `shard` of which something waits.
+    /// Streams of `shard` whose tokens wait.
     pub(crate) fn of_shard(&self, shard: u8) -> Vec<StreamAddr> {
         let ours = self.streams.iter().filter(|((of, _), _)| *of == shard);
         ours.map(|(&(shard, slot), held)| StreamAddr {

@@ -1,11 +1,11 @@
-//! Streams whose input goes on: what was said so far, and the turns that wait to be answered.
+//! Streams with duplex input: the conversation so far, and the turns that wait to be answered.
 //!
-//! A turn is answered as a request of its own, whose prompt is all that was said before it, answers
+//! A turn is answered as a separate request, whose prompt is the whole conversation, answers
 //! included; the prefix cache makes that cheap. (vLLM keeps the blocks of such a request between
-//! its turns; here they may be evicted, as those of any prompt.)
+//! its turns; here they may be evicted, like those of any prompt.)
 //!
-//! Room for input is given as for tokens the other way: what belongs to the turn that is next in
-//! line makes room at once, what waits behind an answer only when its turn comes.
+//! Input credit is granted like credit for tokens in the other direction. Input of the next turn
+//! frees credit at once; input that waits for an answer frees it only when its turn begins.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ use slipstream_base::{
 };
 use slipstream_planes::{End, Input, StreamAddr, Usage};
 
-/// Bytes of input that may wait for one stream's answers (4 a token).
+/// Maximum bytes of input that may wait for one stream's answers (4 per token).
 pub(crate) const ROOM_BYTES: u32 = 64 << 10;
 
 const TOKEN_BYTES: u32 = size_of::<TokenId>() as u32;
@@ -29,7 +29,7 @@ pub(crate) struct Inputs {
 #[derive(Debug)]
 pub(crate) struct Talk {
     generation: u32,
-    /// What was said up to the present turn, that turn included.
+    /// The conversation up to and including the present turn.
     prompt: Prompt,
     /// The answer to the present turn so far.
     answer: Vec<TokenId>,
@@ -37,32 +37,32 @@ pub(crate) struct Talk {
     waiting: Vec<TokenId>,
     /// Lengths of the complete turns in `waiting`.
     turns: std::collections::VecDeque<usize>,
-    /// Bytes that the shard may yet send.
+    /// Bytes of input credit that the shard has left.
     room_bytes: u32,
     last: bool,
     answering: bool,
-    /// Turns begun.
+    /// Number of turns begun.
     begun: u64,
     params: GenerationParams,
     priority: i32,
     seed: u64,
     /// Why the last answered turn ended.
     reason: FinishReason,
-    /// Of the turns that are over.
+    /// Completion tokens of the finished turns.
     completion_tokens: u32,
     preemptions: u32,
-    /// Of the first turn.
+    /// Cached tokens of the first turn.
     cached_tokens: Option<u32>,
     /// Tokens of input.
     input_tokens: u32,
 }
 
-/// Why input cannot be taken: the stream is to end.
+/// Why input is rejected: the stream must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Overrun;
 
 impl Inputs {
-    /// Notes a stream whose first turn is being answered.
+    /// Records a stream whose first turn is being answered.
     pub(crate) fn begin(&mut self, addr: StreamAddr, request: &EngineRequest) {
         let talk = Talk {
             generation: addr.stream.generation,
@@ -86,16 +86,16 @@ impl Inputs {
         self.streams.insert(key(addr), talk);
     }
 
-    /// The stream at `addr`, if its input goes on.
+    /// The stream at `addr`, if its input is open.
     pub(crate) fn get_mut(&mut self, addr: StreamAddr) -> Option<&mut Talk> {
         let talk = self.streams.get_mut(&key(addr))?;
         (talk.generation == addr.stream.generation).then_some(talk)
     }
 
-    /// Forgets the stream at `addr`. Returns what was known, if it was there.
+    /// Removes the stream at `addr`, and returns its state, if it was there.
     pub(crate) fn remove(&mut self, addr: StreamAddr) -> Option<Talk> {
         if self.streams.is_empty() {
-            return None; // the rule
+            return None; // the usual case
         }
         self.get_mut(addr)?;
         self.streams.remove(&key(addr))
@@ -103,10 +103,10 @@ impl Inputs {
 }
 
 impl Talk {
-    /// Input came.
+    /// Adds received input.
     ///
     /// # Errors
-    /// [`Overrun`] if it is more than there was room for, or comes after the last.
+    /// [`Overrun`] if it exceeds the credit, or follows the last input.
     pub(crate) fn take(&mut self, input: &Input) -> Result<(), Overrun> {
         let bytes = u32::try_from(input.tokens.len())
             .unwrap_or(u32::MAX)
@@ -124,9 +124,9 @@ impl Talk {
         Ok(())
     }
 
-    /// Room that the shard should be told of, bytes.
+    /// Input credit to grant to the shard, bytes.
     pub(crate) fn room_due(&mut self) -> u32 {
-        // The turn that is next in line counts as taken: its length is bounded by the model's.
+        // The next turn counts as taken: its length is bounded by the model's.
         let held = if self.answering {
             self.waiting.len() as u32 * TOKEN_BYTES
         } else {
@@ -139,17 +139,17 @@ impl Talk {
         due
     }
 
-    /// The engine computed tokens.
+    /// Adds tokens that the engine computed.
     pub(crate) fn on_tokens(&mut self, tokens: &[TokenId]) {
         self.answer.extend_from_slice(tokens);
     }
 
-    /// The engine found so many tokens of the present turn's prompt cached.
+    /// Records the number of cached tokens of the present turn's prompt.
     pub(crate) fn on_cached(&mut self, tokens: u32) {
         self.cached_tokens.get_or_insert(tokens);
     }
 
-    /// The present turn is answered. Returns whether the stream is over.
+    /// Ends the answer to the present turn. Returns whether the stream is over.
     pub(crate) fn on_answered(&mut self, reason: FinishReason, preemptions: u32) -> bool {
         self.answering = false;
         self.reason = reason;
@@ -171,7 +171,7 @@ impl Talk {
         }
     }
 
-    /// Whether the engine is at work on it.
+    /// Whether the engine is answering a turn.
     pub(crate) fn is_answering(&self) -> bool {
         self.answering
     }
@@ -206,7 +206,7 @@ impl Talk {
         })
     }
 
-    /// What the stream has used, with `completion_tokens` of a turn that is not over.
+    /// The stream's token counts, with `completion_tokens` of an unfinished turn.
     pub(crate) fn usage(&self) -> Usage {
         let running = if self.answering {
             self.answer.len() as u32

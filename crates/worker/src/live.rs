@@ -1,8 +1,8 @@
-//! The streams that an engine thread is working on.
+//! The open streams of an engine thread.
 
 use slipstream_planes::{Part, StreamAddr, Usage};
 
-/// One stream, as the thread that computes it knows it.
+/// State of one stream in the thread that computes it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LiveStream {
     generation: u32,
@@ -12,19 +12,19 @@ pub(crate) struct LiveStream {
     /// Tokens sent so far.
     pub(crate) completion_tokens: u32,
     pub(crate) cached_tokens: u32,
-    /// Tokens that may yet be sent; `NO_LIMIT`: as many as come.
+    /// Tokens that may still be sent; `NO_LIMIT`: no bound.
     pub(crate) credit_tokens: u32,
-    /// When the thread took it, ns; 0 unless traced.
+    /// Time at which the thread received it, ns; 0 unless traced.
     pub(crate) recv_ns: u64,
-    /// Its input goes on (see [`crate::inputs`]).
+    /// Whether its input is open (see [`crate::inputs`]).
     pub(crate) talks: bool,
-    /// What of it is done here.
+    /// The part of it that is computed here.
     pub(crate) part: Part,
 }
 
 const VACANT: u32 = u32::MAX;
 
-/// What is known of a stream when it begins.
+/// Initial state of a stream.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct NewStream {
     pub(crate) rank: u32,
@@ -46,8 +46,8 @@ impl LiveStream {
     }
 }
 
-/// Live streams by shard and slot: a shard's slots are dense and reused, so an array does where a
-/// map would hash. Its size follows the most streams that were open at once.
+/// Live streams by shard and slot. A shard's slots are dense and reused, so an array replaces a
+/// hash map. Its size follows the maximum number of open streams.
 #[derive(Debug)]
 pub(crate) struct LiveTable {
     shards: Vec<Vec<LiveStream>>,
@@ -70,7 +70,7 @@ impl LiveTable {
         (live.rank != VACANT && live.generation == addr.stream.generation).then_some(live)
     }
 
-    /// The stream that lives in the slot of `addr`, of whatever generation.
+    /// The live stream in the slot of `addr`, of any generation.
     pub(crate) fn occupant(&self, addr: StreamAddr) -> Option<StreamAddr> {
         let slots = self.shards.get(usize::from(addr.shard))?;
         let live = slots.get(addr.stream.slot as usize)?;
@@ -79,7 +79,7 @@ impl LiveTable {
         (live.rank != VACANT).then_some(found)
     }
 
-    /// Notes a stream that has sent nothing. Its slot must be vacant, its shard exist.
+    /// Adds a stream that has sent nothing. Its slot must be vacant, its shard exist.
     pub(crate) fn insert(&mut self, addr: StreamAddr, new: NewStream) {
         let slots = &mut self.shards[usize::from(addr.shard)];
         let slot = addr.stream.slot as usize;
@@ -112,7 +112,7 @@ impl LiveTable {
         self.len += 1;
     }
 
-    /// Forgets a stream and returns what was known.
+    /// Removes a stream and returns its state.
     pub(crate) fn remove(&mut self, addr: StreamAddr) -> Option<LiveStream> {
         let live = self.get_mut(addr)?;
         let found = *live;

@@ -13,7 +13,7 @@ use crate::WorkerSet;
 use crate::callhome::CallHomeStats;
 use crate::stats::{RankStats, ThreadStats};
 
-/// What `/metrics` says of workers: by rank under vLLM's names where vLLM has one, and under our
+/// The workers' part of `/metrics`: by rank under vLLM's names if vLLM has one, and under our
 /// own. A scrape reads atomics; no engine thread takes part.
 #[derive(Debug)]
 pub struct WorkerCollector {
@@ -23,7 +23,7 @@ pub struct WorkerCollector {
 }
 
 impl WorkerCollector {
-    /// Tells of `workers`, which serve `model`.
+    /// A collector for `workers`, which serve `model`.
     pub fn new(workers: &WorkerSet, model: &str) -> WorkerCollector {
         WorkerCollector {
             model: model.to_owned(),
@@ -105,8 +105,8 @@ impl Collector for WorkerCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         use MetricType::{Counter, Gauge};
         let e = &mut encoder;
-        // Names and meanings: vLLM, `vllm/v1/metrics/loggers.py`. `engine` is the data-parallel
-        // rank there too; `worker` is ours.
+        // Names and meanings: vLLM, `vllm/v1/metrics/loggers.py`. `engine` is also the data-parallel
+        // rank there; `worker` is ours.
         self.by_rank(
             e,
             "vllm:num_requests_running",
@@ -276,11 +276,11 @@ impl Collector for WorkerCollector {
     }
 }
 
-/// What `/metrics` of a worker process says of its connections to frontends.
+/// The connections to frontends in `/metrics` of a worker process.
 #[derive(Debug)]
 pub struct CallHomeCollector(pub Arc<CallHomeStats>);
 
-/// Name, help, and where the number is.
+/// Name, help, and the counter.
 type OfPlane = (&'static str, &'static str, fn(&CallHomeStats) -> &AtomicU64);
 
 impl Collector for CallHomeCollector {

@@ -25,7 +25,7 @@ impl Backend for Engine {
 
     fn kill(&mut self, id: RequestId) -> Option<u32> {
         let preemptions = self.preemptions_of(id);
-        // A prompt that is computed is no sequence any more, but holds its blocks.
+        // A computed prompt is no sequence any more, but holds its blocks.
         (self.abort(id) || self.release_held(id)).then(|| preemptions.unwrap_or_default())
     }
 

@@ -16,23 +16,23 @@ use crate::thread::{EngineThread, RankSeed};
 
 /// A worker to run.
 pub struct WorkerSpec {
-    /// Who it is.
+    /// Its id.
     pub worker: WorkerId,
     /// Its data-parallel ranks, by rank; at least one.
     pub ranks: Vec<Box<dyn Backend>>,
-    /// Modelled time until it takes requests, s.
+    /// Modelled time until it accepts requests, s.
     pub startup_s: f64,
 }
 
 /// How modelled time passes.
 #[derive(Clone, Debug)]
 pub struct LiveTiming {
-    /// Divides modelled time; 0: nothing is waited for. Default 1.
+    /// Divides modelled time; 0: no waits. Default 1.
     pub speedup: f64,
-    /// Sequences that may wait in a rank; more are refused as busy. Default 65,536.
+    /// Maximum waiting sequences of a rank; more are refused as busy. Default 65,536.
     pub waiting_max: u32,
-    /// Deliver a pass whose end is past without arming a timer. Off only to measure what that is
-    /// worth. Default on.
+    /// Deliver a pass whose end has passed without arming a timer. Off only to measure the
+    /// benefit. Default on.
     pub fast_path: bool,
 }
 
@@ -46,33 +46,33 @@ impl Default for LiveTiming {
     }
 }
 
-/// Why a set of workers could not be started. Nothing runs after such an error.
+/// Why a set of workers could not be started. No thread runs after such an error.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// A speedup that divides nothing.
+    /// The speedup is negative or not a number.
     #[error("speedup is {0}; give a number of 0 or more (0: do not wait at all)")]
     Speedup(f64),
-    /// A start-up time that is none.
+    /// The start-up time is invalid.
     #[error("worker {worker} starts up for {startup_s} s; give 0 or more")]
     Startup {
-        /// Whose.
+        /// The worker.
         worker: WorkerId,
-        /// As given.
+        /// The given value.
         startup_s: f64,
     },
     /// A worker without an engine.
     #[error("worker {worker} has no ranks; set `engine.data_parallel_size` to 1 or more")]
     NoRanks {
-        /// Whose.
+        /// The worker.
         worker: WorkerId,
     },
-    /// Two workers with one name.
+    /// Two workers with one id.
     #[error("two workers are called {worker}")]
     Duplicate {
-        /// What both are called.
+        /// The id.
         worker: WorkerId,
     },
-    /// Not one sink a thread.
+    /// The numbers of sinks and threads differ.
     #[error("{threads} engine threads have {sinks} event sinks; give one each")]
     Sinks {
         /// Threads.
@@ -80,7 +80,7 @@ pub enum StartError {
         /// Sinks.
         sinks: usize,
     },
-    /// A thread could not be made.
+    /// A thread could not be created.
     #[error("cannot start an engine thread")]
     Thread(#[from] io::Error),
 }
@@ -89,21 +89,21 @@ pub enum StartError {
 #[derive(Debug, thiserror::Error)]
 #[error("engine thread {thread} died: {message}")]
 pub struct JoinError {
-    /// Which.
+    /// The thread.
     pub thread: usize,
-    /// What it said.
+    /// Its panic message.
     pub message: String,
 }
 
-/// Workers that one engine thread takes before another is started.
+/// Maximum workers per engine thread before another one is started.
 ///
 /// A pass of 256 sequences takes a thread about 10 µs, and on a real GPU 10 ms or more, so eight
-/// workers keep it busy for 1 % of the time. A thread more costs wake-ups and smaller frames: with
-/// three threads in place of one, eight workers at speed-up 1e6 took 13 to 22 % more CPU a request
+/// workers keep it busy for 1 % of the time. An additional thread costs wake-ups and smaller frames: with
+/// three threads instead of one, eight workers at speed-up 1e6 took 13 to 22 % more CPU per request
 /// and answered 8 to 17 % fewer (`docs/benchmarks.md`).
 const WORKERS_PER_THREAD: usize = 8;
 
-/// Engine threads to run: as configured, or, for 0, one for every eight workers, with one core left
+/// Engine threads to run: as configured, or, for 0, one per eight workers, with one core left
 /// to the shards; never more than there are workers, and at least one.
 pub fn engine_threads(configured: u32, cores: usize, workers: usize) -> usize {
     let wanted = match configured {
@@ -118,15 +118,15 @@ pub fn engine_threads(configured: u32, cores: usize, workers: usize) -> usize {
 /// Called with each worker that has become ready (true), or whose engine has died (false).
 pub(crate) type OnReady = Arc<dyn Fn(WorkerId, bool) + Send + Sync>;
 
-/// What a thread and the handle share.
+/// State shared by a thread and its handle.
 #[derive(Debug, Default)]
 pub(crate) struct Control {
-    /// One of the others was set, or a rank's `resync`.
+    /// One of the other flags was set, or a rank's `resync`.
     pub(crate) attention: AtomicBool,
     pub(crate) stop: AtomicBool,
 }
 
-/// Workers that run. Dropping it stops them and waits for their threads, as
+/// Running workers. Dropping it stops them and waits for their threads, as
 /// [`WorkerSet::shutdown`] does.
 pub struct WorkerSet {
     threads: Vec<RunningThread>,
@@ -139,7 +139,7 @@ struct RunningThread {
     join: Option<JoinHandle<()>>,
 }
 
-/// Asks ranks for snapshots of their caches; see [`WorkerSet::resyncs`].
+/// Requests snapshots of ranks' caches; see [`WorkerSet::resyncs`].
 #[derive(Clone, Debug)]
 pub struct Resyncs {
     ranks: Vec<Arc<RankStats>>,
@@ -147,7 +147,7 @@ pub struct Resyncs {
 }
 
 impl Resyncs {
-    /// Asks `rank` to publish every block that it holds. False if there is no such rank.
+    /// Requests `rank` to publish every block that it holds. False if there is no such rank.
     pub fn resync(&self, rank: RankId) -> bool {
         let Some(stats) = self.ranks.iter().find(|stats| stats.rank == rank) else {
             return false;
@@ -165,7 +165,7 @@ struct Attention {
 }
 
 impl Attention {
-    /// Makes the thread look at its flags.
+    /// Makes the thread read its flags.
     fn raise(&self) {
         self.control.attention.store(true, Ordering::Release);
         self.bell.ring();
@@ -173,13 +173,13 @@ impl Attention {
 }
 
 impl WorkerSet {
-    /// Starts `specs` on one thread per element of `ports`; each thread publishes to the sink of
-    /// the same place.
+    /// Starts `specs` on one thread per element of `ports`; each thread publishes to the sink with
+    /// the same index.
     ///
-    /// A worker that is starting up refuses requests (they may be retried elsewhere);
-    /// [`RankStats::is_ready`] and `on_ready(worker, true)`, called from its engine thread, say when it
-    /// does not. `on_ready(worker, false)` says that an engine of the worker has died: no more requests
-    /// should be sent to it.
+    /// A worker that is starting up refuses requests (they may be retried elsewhere).
+    /// [`RankStats::is_ready`] and `on_ready(worker, true)`, called from its engine thread, report the end of
+    /// the start-up. `on_ready(worker, false)` reports that an engine of the worker has died: send it no more
+    /// requests.
     ///
     /// # Errors
     /// [`StartError`].
@@ -258,12 +258,12 @@ impl WorkerSet {
         self.threads.iter().map(|thread| Arc::clone(&thread.stats))
     }
 
-    /// Asks `rank` to publish every block that it holds. False if there is no such rank.
+    /// Requests `rank` to publish every block that it holds. False if there is no such rank.
     pub fn resync(&self, rank: RankId) -> bool {
         self.resyncs().resync(rank)
     }
 
-    /// A handle that asks for snapshots and owns no thread, so that a sink may keep it: one that
+    /// A handle that requests snapshots and owns no thread, so that a sink may keep it. A sink that
     /// kept the set itself could end up joining the thread that it runs on.
     pub fn resyncs(&self) -> Resyncs {
         Resyncs {
@@ -272,9 +272,9 @@ impl WorkerSet {
         }
     }
 
-    /// Stops all engines: streams under way end as aborted, waiting requests are refused, what was
-    /// computed is still delivered to shards that take it within a second. Returns when every
-    /// thread is done.
+    /// Stops all engines: open streams end as aborted, waiting requests are refused, computed
+    /// tokens are still delivered to shards that take them within a second. Returns when every
+    /// thread has ended.
     ///
     /// # Errors
     /// [`JoinError`] of the first thread that had died.
@@ -318,7 +318,7 @@ impl WorkerSet {
 
 impl Drop for WorkerSet {
     fn drop(&mut self) {
-        // Whoever wants to know how it went calls `shutdown`.
+        // Callers that need the result call `shutdown`.
         let _ = self.stop_and_join();
     }
 }

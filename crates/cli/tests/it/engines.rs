@@ -31,8 +31,8 @@ impl Seen {
     }
 }
 
-/// What an engine does with a request that is neither a health check nor a question for models. It may
-/// leave the connection open; returning closes it.
+/// What an engine does with a request that is neither a health check nor a question for models. Its return
+/// closes the connection.
 type Script = Box<dyn Fn(&Seen, &mut TcpStream) + Send + Sync>;
 
 /// An engine that answers by a script.
@@ -89,7 +89,7 @@ impl Drop for Engine {
     }
 }
 
-/// Serves one connection until its client closes it or a script leaves it.
+/// Serves one connection until its client closes it or a script was run.
 fn converse(model: &str, mut stream: TcpStream, seen: &Mutex<Vec<Seen>>, script: &Script) {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut reader = BufReader::new(stream.try_clone().unwrap());
@@ -103,9 +103,7 @@ fn converse(model: &str, mut stream: TcpStream, seen: &Mutex<Vec<Seen>>, script:
         } else {
             seen.lock().unwrap().push(request.clone());
             script(&request, &mut stream);
-            if !request.header("x-again").is_some_and(|again| again == "1") {
-                return;
-            }
+            return;
         }
     }
 }
@@ -369,14 +367,14 @@ fn check_retried(name: &str, broken: impl Fn(&mut TcpStream) + Send + Sync + 'st
 fn requests_without_a_byte_of_an_answer_go_to_another_engine() {
     check_retried("closes", |_| {});
     check_retried("garbage", |stream| {
-        say(stream, b"SSH-2.0-OpenSSH_9\r\n\r\n")
+        say(stream, b"SSH-2.0-OpenSSH_9\r\n\r\n");
     });
     check_retried("huge head", |stream| {
         say(stream, b"HTTP/1.1 200 OK\r\nx: ");
         say(stream, &vec![b'a'; 200_000]);
     });
     check_retried("half a head", |stream| {
-        say(stream, b"HTTP/1.1 200 OK\r\ncontent-")
+        say(stream, b"HTTP/1.1 200 OK\r\ncontent-");
     });
     check_retried("no event", |stream| say(stream, EVENTS));
     check_retried("half a body", |stream| {
@@ -389,7 +387,7 @@ fn requests_without_a_byte_of_an_answer_go_to_another_engine() {
         );
     });
     check_retried("busy", |stream| {
-        answer(stream, "503 Service Unavailable", "", b"full")
+        answer(stream, "503 Service Unavailable", "", b"full");
     });
 }
 

@@ -131,6 +131,11 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
+    /// The client has read some of the answer.
+    pub(crate) fn progress(&self) {
+        self.connection.progress_ns.set(monotonic_ns());
+    }
+
     /// Nothing more is added to the answer: only the client can end the request.
     pub(crate) fn answered(&self) {
         if !self.unread.replace(true) {

@@ -31,6 +31,9 @@ use crate::service::Service;
 use crate::shard::Shard;
 use crate::text::{ChatOptions, StopMatcher, TextError, TextModel};
 
+/// Work on one request before others have a turn, ns.
+const SLICE_NS: u64 = 1_000_000;
+
 /// Room made for a chat's tokens before they are counted.
 const CHAT_TOKENS_EXPECTED: usize = 1024;
 
@@ -71,7 +74,7 @@ pub(crate) async fn generate(
     let (prepared, charge) = shard.run(body, charge, prepare).await?;
     drop(charge); // with the body
     let stream = prepared.params.stream;
-    let handle = dispatch(shard, &head, prepared, false)?;
+    let handle = dispatch(shard, &head, prepared, false).await?;
     if stream {
         return Ok(http::events(ReplyBody::new(handle)));
     }
@@ -294,7 +297,7 @@ fn fit(
 }
 
 /// Opens a stream per sequence and submits each; with `more`, as one whose input continues.
-pub(crate) fn dispatch(
+pub(crate) async fn dispatch(
     shard: &Rc<Shard>,
     head: &RequestHead,
     prepared: Prepared,
@@ -333,7 +336,7 @@ pub(crate) fn dispatch(
     let addresses: Vec<StreamAddr> = registrations.iter().map(Registration::addr).collect();
     quota.hand_on();
     let handle = ReplyHandle::new(shard.clone(), reply, registrations);
-    submit(shard, head, handle.reply(), addresses, requests, more)?;
+    submit(shard, head, handle.reply(), addresses, requests, more).await?;
     Ok(handle)
 }
 
@@ -468,7 +471,7 @@ fn register(
 
 /// Submits the sequences of `reply`. After an error the caller drops its handle, which cancels those that
 /// were submitted.
-fn submit(
+async fn submit(
     shard: &Shard,
     head: &RequestHead,
     reply: &Rc<Reply>,
@@ -480,7 +483,16 @@ fn submit(
     let credit_bytes = if more { NO_LIMIT } else { shard.credit_bytes() };
     let mut scores = head.traced.then(Vec::new);
     let starts = addresses.into_iter().zip(requests);
+    let mut slice_began = monotonic_ns();
     for (sequence, (addr, request)) in (0u32..).zip(starts) {
+        // The work grows with the blocks of the prompt, for each choice again.
+        if sequence > 0 && monotonic_ns() - slice_began > SLICE_NS {
+            tokio::task::yield_now().await;
+            slice_began = monotonic_ns();
+            if reply.state.borrow().is_complete() {
+                break; // it has failed meanwhile
+            }
+        }
         // Always traced: the prologue's times feed the stage histograms, and cost 16 bytes.
         let start = StartRequest {
             addr,

@@ -51,6 +51,9 @@ const REQUEST_ID_BYTES_MAX: usize = 128;
 const INLINE_BYTES_LOW: usize = 16 << 10;
 const INLINE_BYTES_HIGH: usize = 1 << 10;
 
+/// Pieces in which an answer that is there as a whole is handed to its connection, bytes.
+const PIECE_BYTES: usize = 64 << 10;
+
 /// Memory that a byte of a body takes while it is parsed and tokenized, at most, by the cost of tokenizing.
 const BODY_FACTOR_LOW: u64 = 32;
 const BODY_FACTOR_HIGH: u64 = 512;
@@ -104,8 +107,21 @@ impl Body for HttpBody {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
-        match &mut self.get_mut().content {
-            Content::Whole(bytes) => Poll::Ready(bytes.take().map(|b| Ok(Frame::data(b)))),
+        let this = self.get_mut();
+        match &mut this.content {
+            Content::Whole(rest) => {
+                let Some(mut bytes) = rest.take() else {
+                    return Poll::Ready(None);
+                };
+                // In pieces, so that a client that reads a long one slowly is seen to read.
+                if bytes.len() > PIECE_BYTES {
+                    *rest = Some(bytes.split_off(PIECE_BYTES));
+                }
+                if let Some(owner) = &this.owner {
+                    owner.progress();
+                }
+                Poll::Ready(Some(Ok(Frame::data(bytes))))
+            }
             Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),

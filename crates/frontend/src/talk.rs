@@ -61,7 +61,7 @@ pub(crate) async fn talk(
     let used = prepared.prompts.first().map_or(0, generate::Tokenized::len);
     let turn_tokens = prepared.params.max_tokens;
     let turn_tokens = turn_tokens.expect("completions have a default");
-    let handle = generate::dispatch(shard, &head, prepared, true)?;
+    let handle = generate::dispatch(shard, &head, prepared, true).await?;
     let feeder = Feeder {
         shard: shard.clone(),
         reply: handle.reply().clone(),

@@ -1,6 +1,6 @@
 //! What the requests of a workload need, whatever serves them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use slipstream_base::{BlockHash, SimTime};
 use slipstream_config::workload_file::Workload;
@@ -44,7 +44,7 @@ impl Demand {
     /// # Errors
     /// [`SourceError`] if a trace is absent, empty or malformed.
     pub fn of(workload: &Workload) -> Result<Demand, SourceError> {
-        let mut seen: HashMap<BlockHash, ()> = HashMap::new();
+        let mut seen: HashSet<BlockHash> = HashSet::new();
         // Prompt and answer of each session's last turn, which the next one repeats.
         let mut turns: HashMap<u64, u32> = HashMap::new();
         let mut demand = Demand::default();
@@ -58,7 +58,7 @@ impl Demand {
             {
                 let mut leading = true;
                 for &block in prompt.blocks() {
-                    leading &= seen.insert(block, ()).is_some();
+                    leading &= !seen.insert(block);
                     hits += u32::from(leading);
                 }
             }

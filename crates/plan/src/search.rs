@@ -806,7 +806,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
                 fails = Some(next);
             }
             next = match fails {
-                Some(fails) => ((attains + fails) / 2.0 / LOAD_STEP).round() * LOAD_STEP,
+                Some(fails) => (f64::midpoint(attains, fails) / LOAD_STEP).round() * LOAD_STEP,
                 None if attains >= LOAD_MAX => break,
                 None => (1.0 + (attains - 1.0) * 2.0).min(LOAD_MAX),
             };

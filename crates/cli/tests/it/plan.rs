@@ -130,10 +130,7 @@ fn harder_questions_are_not_cheaper() {
     for (tighter, looser) in [
         (&["--attain=99%"][..], &["--attain=80%"][..]),
         (&["--headroom=50%"], &["--headroom=0%"]),
-        (
-            &["--slo=ttft=300ms,itl=40ms"],
-            &["--slo=ttft=3s,itl=120ms"],
-        ),
+        (&["--slo=ttft=300ms,itl=40ms"], &["--slo=ttft=3s,itl=120ms"]),
     ] {
         // The last of two equal flags would be an error, so these replace those of SMALL.
         let space: Vec<&str> = SMALL

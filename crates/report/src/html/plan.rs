@@ -100,8 +100,8 @@ impl PlanAnswer {
                     x: Axis::new("cost", cost_unit),
                     y: Axis::new("TTFT p99", "ms"),
                     lines: vec![
-                        points(&self.costs[1..], "others", 5),
                         points(&self.costs[..1], "the answer", 0),
+                        points(&self.costs[1..], "others", 5),
                     ],
                     ..Chart::default()
                 }
@@ -115,7 +115,7 @@ impl PlanAnswer {
             Chart {
                 title: title.into(),
                 x,
-                y: Axis::new("requests that miss an objective", "%").log(),
+                y: Axis::new("requests", "%").log(),
                 lines: vec![
                     Line::new("missed", points.iter().map(|p| (p.0, missed(p.1)))),
                     Line {
@@ -130,20 +130,20 @@ impl PlanAnswer {
             }
             .render()
         };
-        if self.by_workers.len() > 1 {
+        if self.by_workers.len() > 1 && self.by_workers.iter().any(|p| p.1 < 1.0) {
             let points: Vec<_> = self
                 .by_workers
                 .iter()
                 .map(|&(workers, share)| (f64::from(workers), share))
                 .collect();
             charts.push(share(
-                "Another number of workers",
+                "Requests that miss an objective, by number of workers",
                 Axis::new("workers", ""),
                 points,
                 (f64::from(self.workers), "the answer".into()),
             ));
         }
-        if self.by_load.len() > 1 {
+        if self.by_load.len() > 1 && self.by_load.iter().any(|p| p.1 < 1.0) {
             let mut points: Vec<(f64, f64)> = self
                 .by_load
                 .iter()
@@ -151,7 +151,7 @@ impl PlanAnswer {
                 .collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
             charts.push(share(
-                "More load",
+                "Requests that miss an objective, by load",
                 Axis::new("load above the stated one", "%"),
                 points,
                 (0.0, String::new()),

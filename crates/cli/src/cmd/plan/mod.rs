@@ -634,7 +634,7 @@ impl Question<'_> {
                         cost: candidates[nearest.trial.shape].cost_of(nearest.trial.workers),
                         share: nearest.share,
                     };
-                    let row = self.row(&mut driver, sized, main, plain)?;
+                    let row = row(&mut driver, sized, main, plain)?;
                     Ok((nearest, row))
                 })
                 .transpose()?;
@@ -660,8 +660,8 @@ impl Question<'_> {
         };
         let last = shares.len() - 1;
         let mut run_requests = search.requests;
-        let best_row = self.row(&mut driver, best, last, now)?;
-        let step_error = self.step_error(&driver, &best_row, demand)?;
+        let best_row = row(&mut driver, best, last, now)?;
+        let step_error = step_error(&driver, &best_row, demand)?;
         let mut sensitivity = Vec::new();
         if !args.quick {
             let rivals: Vec<Choice> = std::iter::once(best)
@@ -680,7 +680,7 @@ impl Question<'_> {
         }
         let others = others
             .into_iter()
-            .map(|sized| self.row(&mut driver, sized, main, now))
+            .map(|sized| row(&mut driver, sized, main, now))
             .collect::<anyhow::Result<Vec<Row>>>()?;
         driver.clear();
         let by_load = driver
@@ -848,55 +848,53 @@ impl Question<'_> {
         };
         (parts, lengths, shares, main)
     }
+}
 
-    /// A configuration with the figures of a complete run.
-    fn row(
-        &self,
-        driver: &mut Driver<'_>,
-        sized: Choice,
-        part: usize,
-        conditions: Conditions,
-    ) -> anyhow::Result<Row> {
-        let trial = trial(&sized, part, conditions);
-        let answer = driver.whole(&trial)?;
-        let shape = &driver.shapes[sized.shape];
-        let setting = &driver.settings[sized.shape][sized.setting];
-        Ok(Row {
-            shape: shape.clone(),
-            setting: setting.clone(),
-            gpus: driver.cluster(&trial)?.gpus(),
-            answer,
-            sized,
-        })
-    }
+/// A configuration with the figures of a complete run.
+fn row(
+    driver: &mut Driver<'_>,
+    sized: Choice,
+    part: usize,
+    conditions: Conditions,
+) -> anyhow::Result<Row> {
+    let trial = trial(&sized, part, conditions);
+    let answer = driver.whole(&trial)?;
+    let shape = &driver.shapes[sized.shape];
+    let setting = &driver.settings[sized.shape][sized.setting];
+    Ok(Row {
+        shape: shape.clone(),
+        setting: setting.clone(),
+        gpus: driver.cluster(&trial)?.gpus(),
+        answer,
+        sized,
+    })
+}
 
-    fn step_error(
-        &self,
-        driver: &Driver<'_>,
-        row: &Row,
-        demand: &Demand,
-    ) -> anyhow::Result<Option<StepError>> {
-        let trial = trial(&row.sized, 0, Conditions::PLAIN);
-        let cluster = driver.cluster(&trial)?;
-        let [isl, osl] = demand.mean_lengths();
-        let totals = &row.answer.outcome.totals;
-        // Little's law: requests in the system are their rate times their time in it.
-        let e2e_s = totals.latencies().e2e_ms.map_or(0.0, |e2e| e2e.mean / 1e3);
-        let under_way = totals.throughput().requests_per_s * e2e_s;
-        let decoding = cluster
-            .pools
-            .last()
-            .map_or(1, |pool| pool.workers * pool.engine.data_parallel_size);
-        let engine = &cluster.pools[cluster.pools.len() - 1].engine;
-        Ok(confidence::step_error(
-            &cluster.model.shape,
-            &row.shape,
-            engine.kv_cache_dtype,
-            isl,
-            osl,
-            under_way / f64::from(decoding),
-        ))
-    }
+fn step_error(
+    driver: &Driver<'_>,
+    row: &Row,
+    demand: &Demand,
+) -> anyhow::Result<Option<StepError>> {
+    let trial = trial(&row.sized, 0, Conditions::PLAIN);
+    let cluster = driver.cluster(&trial)?;
+    let [isl, osl] = demand.mean_lengths();
+    let totals = &row.answer.outcome.totals;
+    // Little's law: requests in the system are their rate times their time in it.
+    let e2e_s = totals.latencies().e2e_ms.map_or(0.0, |e2e| e2e.mean / 1e3);
+    let under_way = totals.throughput().requests_per_s * e2e_s;
+    let decoding = cluster
+        .pools
+        .last()
+        .map_or(1, |pool| pool.workers * pool.engine.data_parallel_size);
+    let engine = &cluster.pools[cluster.pools.len() - 1].engine;
+    Ok(confidence::step_error(
+        &cluster.model.shape,
+        &row.shape,
+        engine.kv_cache_dtype,
+        isl,
+        osl,
+        under_way / f64::from(decoding),
+    ))
 }
 
 /// The limit on the mean gap between tokens that every class has, s.

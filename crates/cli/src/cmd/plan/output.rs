@@ -16,7 +16,7 @@ use crate::out;
 /// A share in percent, with enough digits to tell it from the target.
 fn percent(share: f64) -> String {
     let percent = 100.0 * share;
-    if percent >= 99.0 && percent < 100.0 {
+    if (99.0..100.0).contains(&percent) {
         format!("{percent:.2} %")
     } else {
         format!("{percent:.1} %")
@@ -337,10 +337,11 @@ fn failure(context: &Asked, missed: &NotFound) -> String {
 
 /// The excluded shapes, one per line.
 pub(super) fn excluded(excluded: &[Excluded]) -> String {
-    excluded
+    let lines: Vec<String> = excluded
         .iter()
         .map(|shape| format!("  {}: {}\n", shape.name, shape.reason))
-        .collect()
+        .collect();
+    lines.concat()
 }
 
 /// The command that simulates the answer, if its load is the workload's.
@@ -379,7 +380,7 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
                     write!(text, "load {}: ", number(found.load))
                         .expect("a String takes every write");
                 }
-                text.push_str(&format!("{}; {}\n", claim(found), cost(context, found)));
+                text.extend([format!("{}; {}\n", claim(found), cost(context, found))]);
             }
             Err(missed) => text.push_str(&failure(context, missed)),
         }
@@ -387,26 +388,26 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
     for found in results.iter().flatten() {
         text.push('\n');
         if several {
-            text.push_str(&format!("load {}\n", number(found.load)));
+            text.extend([format!("load {}\n", number(found.load))]);
         }
         let mut table = Table::new(HEADER);
         for row in std::iter::once(&found.best).chain(&found.others) {
             table.row(cells(context, row));
         }
         text.push_str(&table.render(false));
-        text.push_str(&format!(
+        text.extend([format!(
             "{} for {}; {}\n",
             context.model,
             objective(context),
             effort(found)
-        ));
+        )]);
         let notes = [
             step_note(found),
             classes(context, &found.best),
             ruled_out(&found.ideal),
         ];
         for note in notes.into_iter().flatten() {
-            text.push_str(&format!("{note}\n"));
+            text.extend([format!("{note}\n")]);
         }
         text.push_str(&repeat(args, context, found).unwrap_or_default());
         if !found.sensitivity.is_empty() {
@@ -421,9 +422,9 @@ pub(super) fn text(context: &Asked, results: &[Result<Found, NotFound>], args: &
     if !context.priced {
         text.push_str("\nno prices: the cost is the number of GPUs, whatever their kind (--price, --prices)\n");
     }
-    text.push_str(&format!("{}\n", context.parts));
+    text.extend([format!("{}\n", context.parts)]);
     if !context.excluded.is_empty() {
-        text.push_str(&format!("not searched:\n{}", excluded(&context.excluded)));
+        text.extend([format!("not searched:\n{}", excluded(&context.excluded))]);
     }
     text
 }

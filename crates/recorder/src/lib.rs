@@ -343,14 +343,12 @@ impl Writer {
     fn write(&mut self, request: &RecordedRequest) -> io::Result<()> {
         self.render(request);
         let written = self.append();
-        let counter = match &written {
-            Ok(()) => &self.counters.written,
-            Err(_) => {
-                // It may end in half a line.
-                self.file = None;
-                &self.counters.failed
-            }
-        };
+        let mut counter = &self.counters.written;
+        if written.is_err() {
+            // It may end in half a line.
+            self.file = None;
+            counter = &self.counters.failed;
+        }
         counter.fetch_add(1, Ordering::Relaxed);
         written
     }

@@ -38,7 +38,7 @@ pub enum Endpoint {
     Metrics,
     /// `GET /server_info`: SGLang; vLLM in development mode.
     ServerInfo,
-    /// `GET /get_server_info`: SGLang before 0.5.
+    /// `GET /get_server_info`: earlier SGLang versions.
     GetServerInfo,
     /// `GET /get_model_info`: SGLang.
     GetModelInfo,

@@ -62,6 +62,8 @@ pub struct KvCounters {
     pub skipped_blocks: AtomicU64,
     /// Blocks dropped beyond the limit.
     pub over_capacity: AtomicU64,
+    /// Whether the engine's hashes do not identify prefixes ([`KvMirror::is_unusable`]).
+    pub unusable: AtomicBool,
 }
 
 fn add(counter: &AtomicU64, n: u64) {
@@ -90,7 +92,8 @@ pub struct KvFollower {
 }
 
 impl KvFollower {
-    /// A follower of `source`, whose deltas are those of `rank`.
+    /// A follower of `source`, whose deltas are those of `rank`. Its deltas begin at sequence 0, so the
+    /// index must not hold blocks of an earlier follower of the same target: call its `forget` first.
     pub fn new(source: KvEventSource, rank: RankId, options: MirrorOptions) -> KvFollower {
         KvFollower {
             source,
@@ -288,7 +291,9 @@ impl KvFollower {
             return;
         }
         add(&self.counters.restarts, 1);
-        self.clear(apply);
+        let mut ops = std::mem::take(&mut self.ops);
+        self.mirror.restart(&mut ops);
+        self.publish(ops, apply);
         self.next = 0;
         self.last = None;
         self.fresh = true;
@@ -308,6 +313,14 @@ impl KvFollower {
         set(&self.counters.our_blocks, self.mirror.our_blocks() as u64);
         set(&self.counters.skipped_blocks, skipped);
         set(&self.counters.over_capacity, counts.over_capacity);
+        let unusable = self.mirror.is_unusable();
+        if self.counters.unusable.swap(unusable, Ordering::Relaxed) != unusable && unusable {
+            tracing::error!(
+                endpoint = self.source.endpoint,
+                "the engine's KV events have one hash for two prefixes, as those of earlier SGLang versions; its cache \
+                 counts as empty: use an approximate index for it"
+            );
+        }
         let mut delta = KvDelta {
             rank: self.rank,
             sequence: self.sequence,

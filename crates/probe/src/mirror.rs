@@ -17,6 +17,8 @@
 //!   that completes it, and removed with it.
 //! * A block whose hash includes an image, audio or embeddings is chained over [`media_parent`], so
 //!   it never equals a block of text.
+//! * An engine's hash must identify a block with all tokens before it. Earlier SGLang versions hash the
+//!   tokens of a page alone. One hash for two prefixes shows that; the view is then given up.
 //! * Blocks whose tokens or whose predecessor are unknown are counted and skipped. They look not
 //!   cached, which costs a hit, but never a wrong one.
 
@@ -63,6 +65,8 @@ pub struct MirrorCounts {
     pub other_media: u64,
     /// Blocks dropped because there were more than `blocks_max`.
     pub over_capacity: u64,
+    /// Stored blocks under a hash that stood for another prefix, and all that were stored after that.
+    pub ambiguous: u64,
     /// Times that the counts of copies exceeded `blocks_max` and were set to one each.
     pub recounted: u64,
 }
@@ -114,6 +118,8 @@ pub struct KvMirror {
     copies: u64,
     /// The group that is followed.
     group: Option<Group>,
+    /// Whether one hash stood for two prefixes.
+    unusable: bool,
     counts: MirrorCounts,
 }
 
@@ -130,6 +136,7 @@ impl KvMirror {
             ours: HashMap::new(),
             copies: 0,
             group: None,
+            unusable: false,
             counts: MirrorCounts::default(),
         }
     }
@@ -147,6 +154,12 @@ impl KvMirror {
     /// Our blocks that are known.
     pub fn our_blocks(&self) -> usize {
         self.ours.len()
+    }
+
+    /// Whether the engine's hashes do not identify prefixes. Then nothing is known of its cache, until
+    /// [`restart`](KvMirror::restart); use an approximate index.
+    pub fn is_unusable(&self) -> bool {
+        self.unusable
     }
 
     /// Applies a batch, and appends the changes of our blocks to `ops`, in order.
@@ -171,9 +184,20 @@ impl KvMirror {
         ops.push(KvOp::Cleared);
     }
 
+    /// Forgets all blocks, and what is known of the engine: it is another process.
+    pub fn restart(&mut self, ops: &mut Vec<KvOp>) {
+        self.clear(ops);
+        self.group = None;
+        self.unusable = false;
+    }
+
     fn on_stored(&mut self, stored: &BlockStored, ops: &mut Vec<KvOp>) {
         let blocks = stored.block_hashes.len();
         let count = blocks as u64;
+        if self.unusable {
+            self.counts.ambiguous += count;
+            return;
+        }
         if !in_gpu(stored.medium.as_deref()) {
             self.counts.other_media += count;
             return;
@@ -198,13 +222,13 @@ impl KvMirror {
         }
         let (mut chain, mut pending) = match &stored.parent_block_hash {
             None => (self.root(stored), Vec::new()),
-            Some(parent) => match self.held.get(&key(parent)) {
-                Some(parent) => (parent.chain, parent.pending.to_vec()),
-                None => {
+            Some(parent) => {
+                let Some(parent) = self.held.get(&key(parent)) else {
                     self.counts.unknown_parent += count;
                     return;
-                }
-            },
+                };
+                (parent.chain, parent.pending.to_vec())
+            }
         };
         let first = stored.parent_block_hash.is_none();
         for (at, hash) in stored.block_hashes.iter().enumerate() {
@@ -217,7 +241,15 @@ impl KvMirror {
             }
             let parent = chain;
             let ours = self.extend(&mut chain, &mut pending, tokens);
-            self.insert(key(hash), parent, chain, &pending, ours, ops);
+            let key = key(hash);
+            let held = self.held.peek(&key);
+            if held.is_some_and(|held| held.chain != chain || *held.pending != *pending) {
+                self.counts.ambiguous += (blocks - at) as u64;
+                self.unusable = true;
+                self.clear(ops);
+                return;
+            }
+            self.insert(key, parent, chain, &pending, ours, ops);
             self.counts.stored += 1;
         }
     }

@@ -58,18 +58,18 @@ impl Engine {
         let fnv = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
             (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
         });
-        match self.bytes {
-            false => ExternalHash::Int(fnv),
-            true => ExternalHash::Bytes(fnv.to_be_bytes().repeat(4).into()),
+        if self.bytes {
+            ExternalHash::Bytes(fnv.to_be_bytes().repeat(4).into())
+        } else {
+            ExternalHash::Int(fnv)
         }
     }
 
     fn step(&mut self, step: &Step) -> Vec<KvEvent> {
         match step {
             Step::Compute { prompt, again } => self.compute(prompt, *again),
-            Step::Evict if self.copies.is_empty() => Vec::new(),
+            Step::Evict | Step::EvictAt(_) if self.copies.is_empty() => Vec::new(),
             Step::Evict => vec![self.remove(0)],
-            Step::EvictAt(_) if self.copies.is_empty() => Vec::new(),
             Step::EvictAt(at) => vec![self.remove(at.index(self.copies.len()))],
             Step::Clear => {
                 self.copies.clear();
@@ -388,6 +388,58 @@ fn reports_of_reuse_do_not_keep_a_block_for_ever() {
     apply(&mut held, &ops);
     assert!(mirror.counts().recounted >= 10, "{:?}", mirror.counts());
     assert!(held.is_empty(), "{held:?}");
+}
+
+/// Earlier SGLang versions name a page by its own tokens, whatever is before it.
+#[test]
+fn a_hash_that_stands_for_two_prefixes_ends_the_view() {
+    let mut mirror = KvMirror::new(options(2, 100));
+    let mut held = HashSet::new();
+    let mut send = |mirror: &mut KvMirror, event: KvEvent| {
+        let mut ops = Vec::new();
+        let events = vec![event];
+        mirror.apply(
+            &KvEventBatch {
+                events,
+                ..KvEventBatch::default()
+            },
+            &mut ops,
+        );
+        apply(&mut held, &ops);
+        held.len()
+    };
+    assert_eq!(
+        send(&mut mirror, store(stored(&[1, 2], None, &[1, 1, 2, 2]))),
+        2
+    );
+    assert_eq!(
+        send(&mut mirror, store(stored(&[2, 1], None, &[2, 2, 1, 1]))),
+        0
+    );
+    assert!(mirror.is_unusable());
+    assert_eq!(send(&mut mirror, store(stored(&[5], None, &[5, 5]))), 0);
+    assert_eq!(mirror.counts().ambiguous, 3);
+    // Another process may be another version.
+    mirror.restart(&mut Vec::new());
+    assert_eq!(send(&mut mirror, store(stored(&[5], None, &[5, 5]))), 1);
+    assert!(!mirror.is_unusable());
+}
+
+#[test]
+fn the_block_stored_longest_ago_makes_room() {
+    let mut mirror = KvMirror::new(options(2, 3));
+    let (mut ops, mut held) = (Vec::new(), HashSet::new());
+    let tokens: Vec<TokenId> = (0..20).collect();
+    let hashes: Vec<u64> = (1..=10).collect();
+    let batch = KvEventBatch {
+        events: vec![store(stored(&hashes, None, &tokens))],
+        ..KvEventBatch::default()
+    };
+    mirror.apply(&batch, &mut ops);
+    apply(&mut held, &ops);
+    let chain = BlockHash::root(MODEL, "", "").chain(&tokens, 2);
+    assert_eq!(held, chain[7..].iter().copied().collect());
+    assert_eq!((mirror.held(), mirror.counts().over_capacity), (3, 7));
 }
 
 #[test]

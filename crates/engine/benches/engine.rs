@@ -8,9 +8,10 @@ use slipstream_base::mix::mix64;
 use slipstream_base::{
     BlockHash, EngineRequest, GenerationParams, KvOp, Prompt, RankId, RequestId, SimTime, Tail,
 };
-use slipstream_config::cluster::{EngineConfig, OutputLen};
+use slipstream_config::cluster::{Dtype, EngineConfig, Framework, OutputLen, TimingConfig};
+use slipstream_config::preset;
 use slipstream_engine::pool::{BlockPool, Table};
-use slipstream_engine::timing::Constant;
+use slipstream_engine::timing::{self, Constant, StepLoad};
 use slipstream_engine::{DecodeRun, Engine, OutputModel, PassOutput};
 
 fn engine(num_gpu_blocks: u32, block_size: u32) -> Engine {
@@ -228,5 +229,54 @@ fn pool(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, step, stuck_head, request_life, pool);
+/// A look-up of a step's time: decodes alone, and beside a chunk of a prompt; contexts differ from one
+/// look-up to the next.
+fn step_time(c: &mut Criterion) {
+    let mut group = c.benchmark_group("step_time");
+    for (model, dtype) in [("llama-3.1-8b", Dtype::Bf16), ("deepseek-v3", Dtype::Fp8)] {
+        for kind in ["calibrated", "roofline"] {
+            let shape = preset::model(model).expect("a preset");
+            if kind == "roofline" && !shape.is_uniform() {
+                continue;
+            }
+            let gpu = preset::gpu("h200-sxm").expect("a preset").clone();
+            let timing = match kind {
+                "calibrated" => TimingConfig::Calibrated {
+                    gpu,
+                    dtype,
+                    framework: Framework::Vllm,
+                    profile: None,
+                },
+                _ => TimingConfig::Roofline { gpu, dtype },
+            };
+            let config = EngineConfig {
+                tensor_parallel_size: 8,
+                timing,
+                ..EngineConfig::default()
+            };
+            let no_file = |_: &std::path::Path| Err(std::io::ErrorKind::NotFound.into());
+            let mut model_of_time =
+                timing::build(&config, shape, no_file).expect("a valid configuration");
+            for prompt in [0, 512] {
+                let name = format!("{kind}/{model}/prompt_{prompt}");
+                let mut load = StepLoad::default();
+                for i in 0..64 {
+                    load.add_decode(1000 + i);
+                }
+                if prompt > 0 {
+                    load.add_prefill(0, prompt);
+                }
+                group.bench_function(BenchmarkId::from_parameter(name), |b| {
+                    b.iter(|| {
+                        load.decode_context += 64;
+                        black_box(model_of_time.step_ns(black_box(&load)))
+                    });
+                });
+            }
+        }
+    }
+    group.finish();
+}
+
+criterion_group!(benches, step, stuck_head, request_life, pool, step_time);
 criterion_main!(benches);

@@ -1,59 +1,12 @@
 //! Deployments, read from rows of a table: model, GPU, formats, parallel sizes, load.
 
 use slipstream_config::cluster::Dtype;
-use slipstream_config::preset::{self, Attention, Gpu, ModelShape};
+pub use slipstream_config::cluster::Framework;
+pub use slipstream_config::preset::Formats;
+use slipstream_config::preset::{self, Gpu, ModelShape};
 use thiserror::Error;
 
 use crate::predict;
-
-/// Serving framework; each has overheads of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Framework {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-    /// TensorRT-LLM.
-    TrtLlm,
-}
-
-impl Framework {
-    /// All of them, in the order of the profile's parameters.
-    pub const ALL: [Framework; 3] = [Framework::Vllm, Framework::Sglang, Framework::TrtLlm];
-
-    /// Word in tables and files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Framework::Vllm => "vllm",
-            Framework::Sglang => "sglang",
-            Framework::TrtLlm => "trtllm",
-        }
-    }
-
-    /// The framework called `name`, in any case, with or without hyphens.
-    pub fn named(name: &str) -> Option<Framework> {
-        let name = plain(name);
-        let name = if name == "tensorrtllm" || name == "trt" {
-            "trtllm"
-        } else {
-            &name
-        };
-        Framework::ALL.into_iter().find(|f| f.name() == name)
-    }
-}
-
-/// Formats of the weights' parts and of the KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Formats {
-    /// Attention projections.
-    pub attention: Dtype,
-    /// Dense MLPs and shared experts.
-    pub mlp: Dtype,
-    /// Routed experts.
-    pub experts: Dtype,
-    /// Keys and values.
-    pub kv_cache: Dtype,
-}
 
 /// How the GPUs of one worker share the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -344,80 +297,6 @@ fn plain(text: &str) -> String {
         .collect()
 }
 
-/// Other names of repositories whose `config.json` has the sizes of a preset.
-const SAME_SIZES: &[(&str, &str)] = &[
-    ("glm-4.7", "glm-4.6"),
-    ("glm-5.1", "glm-5"),
-    ("minimax-m2.7", "minimax-m2"),
-    ("minimax-m2.1", "minimax-m2"),
-    ("kimi-k2.6", "kimi-k2.5"),
-    ("deepseek-v3-0324", "deepseek-v3"),
-    ("deepseek-v3.1-terminus", "deepseek-v3.1"),
-    ("deepseek-v3.2-exp", "deepseek-v3.2"),
-    ("llama-3-8b", "llama-3.1-8b"),
-    ("llama-3-70b", "llama-3.1-70b"),
-    ("mixtral-8x7b-v0.1", "mixtral-8x7b"),
-    ("mixtral-8x22b-v0.1", "mixtral-8x22b"),
-];
-
-/// The preset that a name or repository means: by preset name, by repository, or by the repository
-/// without owner and without words for formats and tuning.
-fn find_model(name: &str) -> Option<&'static ModelShape> {
-    if let Some(shape) = preset::model(name) {
-        return Some(shape);
-    }
-    const WORDS: &[&str] = &[
-        "instruct",
-        "chat",
-        "it",
-        "hf",
-        "base",
-        "fp8",
-        "fp4",
-        "nvfp4",
-        "mxfp4",
-        "bf16",
-        "int4",
-        "int8",
-        "awq",
-        "gptq",
-        "w4a16",
-        "w8a8",
-        "dynamic",
-        "kv",
-        "quantized",
-        "block",
-        "meta",
-        "2507",
-        "0905",
-        "thinking",
-        "2512",
-        "v2",
-        "eagle",
-        "tput",
-        "fp",
-    ];
-    let base = name.rsplit('/').next().unwrap_or(name).to_ascii_lowercase();
-    let base = base.replace("meta-llama-", "llama-").replace('_', "-");
-    let kept: Vec<&str> = base
-        .split('-')
-        .filter(|word| !WORDS.contains(word))
-        .collect();
-    let short = kept.join("-");
-    let short = SAME_SIZES
-        .iter()
-        .find(|(other, _)| *other == short)
-        .map_or(short.as_str(), |(_, same)| same);
-    preset::model(short).or_else(|| {
-        preset::MODELS.iter().find(|model| {
-            let source = model.source.rsplit('/').next().unwrap_or(&model.source);
-            let source = source.to_ascii_lowercase();
-            let words: Vec<&str> = source.split('-').filter(|w| !WORDS.contains(w)).collect();
-            words == kept
-        })
-    })
-}
-
 /// Other names of GPU presets, letters and digits in lower case.
 const GPU_ALIASES: &[(&str, &str)] = &[
     ("a100", "a100-sxm-80gb"),
@@ -458,7 +337,7 @@ fn find_gpu(name: &str) -> Option<&'static Gpu> {
         .iter()
         .find_map(|vendor| wanted.strip_prefix(vendor))
         .unwrap_or(&wanted);
-    if let Some(gpu) = preset::GPUS.iter().find(|gpu| plain(gpu.name) == wanted) {
+    if let Some(gpu) = preset::GPUS.iter().find(|gpu| plain(&gpu.name) == wanted) {
         return Some(gpu);
     }
     let alias = GPU_ALIASES.iter().find(|(alias, _)| *alias == wanted);
@@ -469,14 +348,14 @@ fn find_gpu(name: &str) -> Option<&'static Gpu> {
 fn unknown_gpu(name: &str) -> Refusal {
     let wanted = plain(name);
     let shared = |gpu: &Gpu| {
-        let pairs = wanted.bytes().zip(plain(gpu.name).into_bytes());
+        let pairs = wanted.bytes().zip(plain(&gpu.name).into_bytes());
         pairs.take_while(|(a, b)| a == b).count()
     };
     let longest = preset::GPUS.iter().map(shared).max().unwrap_or(0);
     let near: Vec<&str> = preset::GPUS
         .iter()
         .filter(|gpu| longest > 0 && shared(gpu) == longest)
-        .map(|gpu| gpu.name)
+        .map(|gpu| &*gpu.name)
         .take(4)
         .collect();
     let name: String = name.chars().take(40).collect();
@@ -505,43 +384,14 @@ pub fn generation(gpu: &str) -> &'static str {
     }
 }
 
-impl Formats {
-    /// Formats of the parts of a checkpoint of `shape` in `precision`.
-    ///
-    /// `int4` mixtures quantize routed experts alone (Kimi-K2.5's compressed-tensors); NVFP4
-    /// checkpoints of latent attention leave its projections in 16 bits (nvidia/DeepSeek-R1-NVFP4).
-    /// A checkpoint that brings experts of 4 bits has them in every precision (gpt-oss). Mixtures
-    /// in FP8 or less are taken to have an FP8 KV cache.
-    pub fn of(shape: &ModelShape, precision: Dtype) -> Formats {
-        let latent = matches!(shape.attention, Attention::Latent { .. });
-        let packed = shape
-            .experts
-            .map(|e| e.weights)
-            .filter(|w| *w == Dtype::Mxfp4);
-        let kv_cache = match precision {
-            Dtype::Bf16 => Dtype::Bf16,
-            _ if packed.is_some() => Dtype::Bf16,
-            _ => Dtype::Fp8,
-        };
-        if let Some(experts) = packed {
-            return Formats {
-                attention: Dtype::Bf16,
-                mlp: Dtype::Bf16,
-                experts,
-                kv_cache,
-            };
-        }
-        let (attention, mlp) = match precision {
-            Dtype::Int4 if shape.experts.is_some() => (Dtype::Bf16, Dtype::Bf16),
-            Dtype::Nvfp4 | Dtype::Mxfp4 if latent => (Dtype::Bf16, precision),
-            _ => (precision, precision),
-        };
-        Formats {
-            attention,
-            mlp,
-            experts: precision,
-            kv_cache,
-        }
+/// The word for deployments whose weights have `format`.
+pub fn precision_word(format: Dtype) -> &'static str {
+    match format {
+        Dtype::Bf16 => "bf16",
+        Dtype::Fp8 => "fp8",
+        Dtype::Int8 => "int8",
+        Dtype::Int4 => "int4",
+        Dtype::Nvfp4 | Dtype::Mxfp4 => "fp4",
     }
 }
 
@@ -574,7 +424,7 @@ impl Deployment {
         let text = |column: &'static str| row.get(column).ok_or(Refusal::Missing(column));
         let name = text("model_path")?;
         let shape = load(name)
-            .or_else(|| find_model(name).cloned())
+            .or_else(|| preset::find_model(name))
             .ok_or_else(|| Refusal::Model(name.to_owned()))?;
         let system = text("system")?;
         let gpu = find_gpu(system).ok_or_else(|| unknown_gpu(system))?;
@@ -809,9 +659,10 @@ mod tests {
             ("OPENAI/gpt-oss-120b", "gpt-oss-120b"),
         ];
         for (name, expected) in models {
-            assert_eq!(find_model(name).map(|m| &*m.name), Some(expected), "{name}");
+            let found = preset::find_model(name).map(|m| m.name.into_owned());
+            assert_eq!(found.as_deref(), Some(expected), "{name}");
         }
-        assert!(find_model("acme/unheard-of-7b").is_none());
+        assert!(preset::find_model("acme/unheard-of-7b").is_none());
         for (name, expected) in [
             ("h200_sxm", "h200-sxm"),
             ("B300", "b300-sxm"),
@@ -819,7 +670,7 @@ mod tests {
             ("h100", "h100-sxm"),
             ("rtx_pro_6000", "rtx-pro-6000"),
         ] {
-            assert_eq!(find_gpu(name).map(|g| g.name), Some(expected), "{name}");
+            assert_eq!(find_gpu(name).map(|g| &*g.name), Some(expected), "{name}");
         }
         assert!(find_gpu("").is_none() && find_gpu("abacus").is_none());
     }
@@ -923,7 +774,7 @@ mod tests {
         );
         assert_eq!(
             found[1],
-            "does not fit: weights take 131.4 GiB per GPU of 80.0 GiB; use tp_size >= 2 or another precision"
+            "does not fit: weights take 131.4 GiB per GPU of 79.6 GiB; use tp_size >= 2 or another precision"
         );
         assert!(
             found[2].contains("of 22.5 GiB; use tp_size >= 8 or"),

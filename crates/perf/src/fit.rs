@@ -1,6 +1,7 @@
 //! Makes a profile from measured deployments, and scores it on those that a fit did not see.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use thiserror::Error;
 
@@ -26,8 +27,9 @@ pub struct Sample {
 #[error("the fit has no finite solution; check ttft_ms, tpot_ms and the sizes for extreme values")]
 pub struct FitError;
 
-/// Spread of repeated measurements on log time, TPOT and TTFT, that residuals are weighed with.
-const NOISE: [f64; 2] = [0.06, 0.15];
+/// Spread of measurements around a residual on log time, TPOT and TTFT: of 0.1 to 0.4 for TTFT, what held-out
+/// loads were predicted best with.
+const NOISE: [f64; 2] = [0.06, 0.25];
 /// The same of what physics leaves over, while parameters are fitted.
 const PHYSICS_NOISE: [f64; 2] = [0.12, 0.35];
 
@@ -165,6 +167,9 @@ pub fn profile(samples: &[&Sample]) -> Result<Profile, FitError> {
         let rows: Vec<(&Features, f64)> = featured.iter().map(|(f, e)| (f, e[target])).collect();
         profile.residual[target] = residual::fit(&rows, target, NOISE[target])?;
     }
+    for (features, _) in &featured {
+        features.widen(&mut profile.ranges);
+    }
     profile.params = params;
     Ok(profile)
 }
@@ -176,17 +181,43 @@ pub struct HeldOut {
     pub sample: usize,
     /// Index of the fold among those of its kind.
     pub fold: usize,
-    /// Log of predicted over measured, TPOT and TTFT.
+    /// Log of predicted over measured, TPOT and TTFT, with the share of the residual that suits the
+    /// other folds.
     pub errors: [f64; 2],
     /// The same by physics alone, with the parameters of the fold.
     pub physics: [f64; 2],
+    /// The whole residual.
+    pub residual: [f64; 2],
     /// Whether more requests were under way than there was room for, by the model.
     pub saturated: bool,
 }
 
-/// Names of the folds of one kind, and the fold of each sample.
+/// Names of the folds of one kind, and the fold of each sample; `usize::MAX` if none leaves it out.
 pub fn folds(samples: &[Sample], kind: Distance) -> (Vec<String>, Vec<usize>) {
     const PARTS: u64 = 5;
+    let cell_of = |d: &Deployment| {
+        let p = d.parallel;
+        format!(
+            "{}|{}|{}|{}|{}|{}x{}x{}",
+            d.family(),
+            d.gpu.name,
+            d.framework.name(),
+            d.precision,
+            d.mode(),
+            p.tensor,
+            p.attention_data,
+            p.expert
+        )
+    };
+    // Least and largest batch size and input length of each cell.
+    let mut loads: BTreeMap<String, [[f64; 2]; 2]> = BTreeMap::new();
+    for s in samples {
+        let d = &s.deployment;
+        let cell = loads.entry(cell_of(d)).or_insert([[f64::INFINITY, 0.0]; 2]);
+        for ([least, most], x) in cell.iter_mut().zip([d.batch, d.isl]) {
+            (*least, *most) = (least.min(x), most.max(x));
+        }
+    }
     let keys: Vec<String> = samples
         .iter()
         .map(|s| {
@@ -208,9 +239,19 @@ pub fn folds(samples: &[Sample], kind: Distance) -> (Vec<String>, Vec<usize>) {
                     );
                     part(&series, PARTS)
                 }
+                Distance::Load => {
+                    let [batch, isl] = loads[&cell_of(d)];
+                    if d.batch > batch[1] / 4.0 && batch[0] <= batch[1] / 4.0 {
+                        "highest batch sizes".to_owned()
+                    } else if d.isl > isl[1] / 2.0 && isl[0] <= isl[1] / 2.0 {
+                        "longest prompts".to_owned()
+                    } else {
+                        String::new()
+                    }
+                }
                 Distance::Combination => part(&cell, PARTS),
                 Distance::Model => d.family(),
-                Distance::Gpu => d.gpu.name.to_owned(),
+                Distance::Gpu => d.gpu.name.to_string(),
                 Distance::Framework => d.framework.name().to_owned(),
             }
         })
@@ -218,9 +259,10 @@ pub fn folds(samples: &[Sample], kind: Distance) -> (Vec<String>, Vec<usize>) {
     let mut names = keys.clone();
     names.sort_unstable();
     names.dedup();
+    names.retain(|name| !name.is_empty());
     let of = keys
         .iter()
-        .map(|key| names.binary_search(key).expect("it is one of them"))
+        .map(|key| names.binary_search(key).unwrap_or(usize::MAX))
         .collect();
     (names, of)
 }
@@ -239,39 +281,87 @@ fn part(text: &str, parts: u64) -> String {
 /// See [`params`].
 pub fn held_out(samples: &[Sample], kind: Distance) -> Result<Vec<HeldOut>, FitError> {
     let (names, of) = folds(samples, kind);
-    let mut results = Vec::with_capacity(samples.len());
-    for fold in 0..names.len() {
-        let kept: Vec<&Sample> = samples
-            .iter()
-            .zip(&of)
-            .filter(|(_, f)| **f != fold)
-            .map(|(s, _)| s)
-            .collect();
-        if kept.is_empty() {
-            continue;
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<Vec<HeldOut>, FitError> {
+        let mut results = Vec::new();
+        loop {
+            let fold = next.fetch_add(1, Ordering::Relaxed);
+            if fold >= names.len() {
+                return Ok(results);
+            }
+            one_fold(samples, &of, fold, &mut results)?;
         }
-        let fitted = profile(&kept)?;
-        for (index, sample) in samples.iter().enumerate().filter(|(i, _)| of[*i] == fold) {
-            let physical = physical(&sample.deployment, &fitted.params);
-            let features = Features::of(&sample.deployment);
-            let physics = [
-                libm::log(physical.tpot_ms / sample.tpot_ms),
-                libm::log(physical.ttft_ms / sample.ttft_ms),
-            ];
-            let errors = [0, 1].map(|target| {
-                physics[target] + features.residual(&fitted.residual[target], target)
-            });
-            results.push(HeldOut {
-                sample: index,
-                fold,
-                errors,
-                physics,
-                saturated: physical.saturated,
-            });
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut results = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut all = Vec::with_capacity(samples.len());
+        for worker in workers {
+            all.extend(worker.join().expect("a fit does not panic")?);
+        }
+        Ok::<_, FitError>(all)
+    })?;
+    results.sort_by_key(|r| r.sample);
+    for fold in 0..names.len() {
+        let others: Vec<HeldOut> = results.iter().filter(|r| r.fold != fold).copied().collect();
+        let shares = damping(&others);
+        for result in results.iter_mut().filter(|r| r.fold == fold) {
+            result.errors = [0, 1].map(|t| result.physics[t] + shares[t] * result.residual[t]);
         }
     }
-    results.sort_by_key(|r| r.sample);
     Ok(results)
+}
+
+/// Predicts the samples of `fold` by a profile that was fitted to the others.
+fn one_fold(
+    samples: &[Sample],
+    of: &[usize],
+    fold: usize,
+    results: &mut Vec<HeldOut>,
+) -> Result<(), FitError> {
+    let others = samples.iter().zip(of).filter(|(_, f)| **f != fold);
+    let kept: Vec<&Sample> = others.map(|(sample, _)| sample).collect();
+    if kept.is_empty() {
+        return Ok(());
+    }
+    let fitted = profile(&kept)?;
+    for (index, sample) in samples.iter().enumerate().filter(|(i, _)| of[*i] == fold) {
+        let physical = physical(&sample.deployment, &fitted.params);
+        let features = Features::of(&sample.deployment);
+        let physics = [
+            libm::log(physical.tpot_ms / sample.tpot_ms),
+            libm::log(physical.ttft_ms / sample.ttft_ms),
+        ];
+        let residual = [0, 1].map(|target| features.undamped(&fitted.residual[target], target));
+        results.push(HeldOut {
+            sample: index,
+            fold,
+            errors: physics,
+            physics,
+            residual,
+            saturated: physical.saturated,
+        });
+    }
+    Ok(())
+}
+
+/// The shares of the residual, TPOT and TTFT, with which `results` are predicted best: least mean
+/// of the absolute errors on log time.
+pub fn damping(results: &[HeldOut]) -> [f64; 2] {
+    const STEPS: u32 = 20;
+    [0, 1].map(|target| {
+        let shares = (0..=STEPS).map(|i| f64::from(i) / f64::from(STEPS));
+        let error = |share: f64| -> f64 {
+            let errors = results
+                .iter()
+                .map(|r| (r.physics[target] + share * r.residual[target]).abs());
+            errors.sum()
+        };
+        let errors = shares.map(|share| (error(share), share));
+        errors
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+            .map_or(1.0, |(_, share)| share)
+    })
 }
 
 /// The value below which `share` of `values` lie; `values` is not empty.
@@ -330,6 +420,10 @@ pub fn calibrate(
         .collect::<Result<_, FitError>>()?;
     let mut profile = profile(&samples.iter().collect::<Vec<_>>())?;
     profile.bands = bands(&held_out);
+    profile.damping = held_out
+        .iter()
+        .map(|(&distance, results)| (distance, damping(results)))
+        .collect();
     profile.source = source;
     Ok((profile, held_out))
 }

@@ -7,8 +7,8 @@
 //!                   Profile: residual on log time, error bands ─────┘
 //! ```
 //!
-//! [`Physics`] computes how long one step takes on given work; the timing model `calibrated` of the
-//! engine uses the same. [`Profile`] holds the values fitted to measured deployments, and is data.
+//! [`Physics`] computes how long one step takes on given work; [`StepModel`] is what the timing model
+//! `calibrated` of the engine looks up. [`Profile`] holds the values fitted to measured deployments, and is data.
 //! [`fit`] makes a profile from a table of measured deployments, and scores it on data that the
 //! fit did not see. Equations and sources: `docs/step-time.md`; errors: `docs/accuracy.md`.
 //!
@@ -22,11 +22,13 @@ mod predict;
 mod profile;
 pub mod report;
 mod residual;
+mod steps;
 
 pub use deployment::{
     Deployment, Formats, Framework, Parallel, Refusal, Row, Serving, TableError, generation,
-    read_rows, unknown_columns,
+    precision_word, read_rows, unknown_columns,
 };
 pub use physics::{Load, Physics, Terms};
-pub use predict::{Estimate, predict};
+pub use predict::{ErrorBars, Estimate, error_bars, not_modelled, predict};
 pub use profile::{Distance, Params, Profile, ProfileError};
+pub use steps::StepModel;

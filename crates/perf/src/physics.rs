@@ -1,15 +1,51 @@
 //! How long one step takes, term by term. Equations and symbols: `docs/step-time.md`.
 
 use slipstream_config::cluster::Dtype;
-use slipstream_config::preset::{Attention, Gpu, ModelShape};
+use slipstream_config::preset::{Attention, Gpu, Link, ModelShape};
 
 use crate::deployment::{Formats, Framework, Parallel, generation};
-use crate::profile::Params;
+use crate::profile::{Params, own, shared};
 
 const NS: f64 = 1e9;
 const US: f64 = 1e3;
 /// Activations are 16 bits in every format of the weights.
 const ACTIVATION_BYTES: f64 = 2.0;
+
+/// All-reduces between GPUs on PCIe without peer-to-peer: latency, and share of the lane rate. Source: the settings
+/// of LLMServingSim's measured servers of RTX PRO 6000 (`link_latency` 20 us, `link_bw` 16 of 64 GB/s).
+const PCIE_REDUCE_US: f64 = 20.0;
+const PCIE_SHARE: f64 = 0.25;
+
+/// What kernels reach on GPUs of one generation, if they were measured one by one.
+#[derive(Clone, Copy)]
+struct Kernels {
+    /// Of the BF16 peak: matrix products; of the memory bandwidth: their weights, and the KV cache;
+    /// of the BF16 peak: attention over prompts.
+    gemm_bf16: f64,
+    gemm_memory: f64,
+    stream_memory: f64,
+    attention: f64,
+    /// Time of each query head of a key-value head beyond the first, for decodes in a step with
+    /// prefill, of the first one's: FlashAttention 2 no longer shares the read.
+    mixed_reads: f64,
+}
+
+/// Source: LLMServingSim's kernel times of vLLM 0.19 (MIT); `docs/step-time.md` has the fit, and
+/// the tests of the engine's roofline repeat it.
+fn kernels(generation: &str) -> Option<Kernels> {
+    let kernels = |gemm_bf16, mixed_reads| Kernels {
+        gemm_bf16,
+        gemm_memory: 0.85,
+        stream_memory: 0.90,
+        attention: 0.50,
+        mixed_reads,
+    };
+    match generation {
+        "blackwell-gddr" => Some(kernels(0.75, 0.24)),
+        "ada" => Some(kernels(0.97, 0.33)),
+        _ => None,
+    }
+}
 
 /// Work of one step on each attention-data rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -24,6 +60,8 @@ pub struct Load {
     pub prefill_tokens: f64,
     /// (Query, key) pairs that causal attention scores for them.
     pub prefill_pairs: f64,
+    /// Tokens whose keys and values they read: those already cached, and their own.
+    pub prefill_context: f64,
 }
 
 impl Load {
@@ -43,6 +81,7 @@ impl Load {
             prefills: self.prefills + 1.0,
             prefill_tokens: self.prefill_tokens + tokens,
             prefill_pairs: self.prefill_pairs + tokens * (tokens + 1.0) / 2.0,
+            prefill_context: self.prefill_context + tokens,
             ..self
         }
     }
@@ -70,6 +109,11 @@ impl Terms {
     }
 }
 
+/// The same bits on every machine, which `hypot` of the system does not promise.
+fn root_of_squares(a: f64, b: f64) -> f64 {
+    (a * a + b * b).sqrt()
+}
+
 /// Matrix products with one set of weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Gemm {
@@ -80,7 +124,7 @@ struct Gemm {
 impl Gemm {
     /// Root of squares: measured kernels take 1.4 times the larger of the two at the ridge.
     fn ns(self, rows: f64) -> f64 {
-        (self.row_ns * rows).hypot(self.weights_ns)
+        root_of_squares(self.row_ns * rows, self.weights_ns)
     }
 }
 
@@ -104,6 +148,8 @@ pub struct Physics {
     index_ns: f64,
     pair_ns: f64,
     window_pair_ns: f64,
+    /// Times as much context for decodes in a step with prefill.
+    mixed_reads: f64,
     /// ns per token: element-wise kernels.
     token_ns: f64,
     /// ns per decode: state of linear attention.
@@ -133,11 +179,12 @@ struct Experts {
 impl Experts {
     fn ns(&self, tokens: f64) -> f64 {
         let tokens = tokens * self.ranks;
-        // Uniform routing: an expert is left alone by n tokens with probability untouched^n.
+        // An expert is left alone by n tokens with probability untouched^n; routing that prefers some
+        // experts touches fewer than uniform routing.
         let touched = 1.0 - libm::exp(self.untouched_ln * tokens);
         // Kernels compute whole tiles: a touched expert costs rows that it has no tokens for.
         let rows = tokens * self.per_token * self.imbalance + touched * self.count * self.tile;
-        (self.row_ns * rows).hypot(self.weights_ns * touched)
+        root_of_squares(self.row_ns * rows, self.weights_ns * touched)
     }
 }
 
@@ -151,36 +198,68 @@ impl Physics {
         framework: Framework,
         params: &Params,
     ) -> Physics {
-        let p = |name: &str| params.shared(name);
-        let own = |name| params.own(framework, name);
         let tp = f64::from(parallel.tensor.max(1));
         let hidden = f64::from(shape.hidden_size);
         let layers = f64::from(shape.layers);
         let expert_layers = f64::from(shape.expert_layers());
         let bandwidth = gpu.memory_bytes_per_s;
 
+        // Kernels that were measured on their own win over shares that explain whole steps.
+        let measured = kernels(generation(gpu.kin()));
+        let [gemm_compute, gemm_memory, stream_memory, attention_compute] = measured.map_or(
+            [
+                1.0,
+                shared!(params, "gemm_memory").min(1.0),
+                shared!(params, "stream_memory").min(1.0),
+                shared!(params, "attention_compute").min(1.0),
+            ],
+            |k| {
+                [
+                    k.gemm_bf16 / shared!(params, "gemm_bf16"),
+                    k.gemm_memory,
+                    k.stream_memory,
+                    k.attention,
+                ]
+            },
+        );
         // FLOP/s that products in `format` reach.
-        let reached = |format: Dtype, kind: &str| {
-            let share = |bits: &str| params.shared(&format!("{kind}_{bits}"));
-            let unpacked = gpu.bf16_flops * share("bf16") * p("weight_only");
+        let reached = |format: Dtype, [of_bf16, of_fp8, of_fp4]: [f64; 3]| {
+            // A share of a peak is at most 1.
+            let share = |fitted: f64| gemm_compute * fitted.min(1.0);
+            let bf16 = gpu.bf16_flops * share(of_bf16);
+            let unpacked = bf16 * shared!(params, "weight_only").min(1.0);
+            // A format of fewer bits is never slower: kernels of more bits would run instead.
+            let fp8 = |flops: f64| (flops * share(of_fp8)).max(bf16);
             match format {
-                Dtype::Bf16 => gpu.bf16_flops * share("bf16"),
-                Dtype::Fp8 | Dtype::Int8 => gpu.fp8_flops.map_or(unpacked, |f| f * share("fp8")),
-                Dtype::Nvfp4 | Dtype::Mxfp4 => gpu.fp4_flops.map_or(unpacked, |f| f * share("fp4")),
+                Dtype::Bf16 => bf16,
+                Dtype::Fp8 | Dtype::Int8 => gpu.fp8_flops.map_or(unpacked, fp8),
+                Dtype::Nvfp4 | Dtype::Mxfp4 => gpu.fp4_flops.map_or(unpacked, |flops| {
+                    (flops * share(of_fp4)).max(gpu.fp8_flops.map_or(bf16, fp8))
+                }),
                 Dtype::Int4 => unpacked,
             }
         };
-        let gemm = |params: f64, format: Dtype| Gemm {
-            row_ns: 2.0 * params / reached(format, "gemm") * NS,
-            weights_ns: params * format.bytes() / (bandwidth * p("gemm_memory")) * NS,
+        let of_gemm = [
+            shared!(params, "gemm_bf16"),
+            shared!(params, "gemm_fp8"),
+            shared!(params, "gemm_fp4"),
+        ];
+        let of_experts = [
+            shared!(params, "expert_bf16"),
+            shared!(params, "expert_fp8"),
+            shared!(params, "expert_fp4"),
+        ];
+        let gemm = |weights: f64, format: Dtype| Gemm {
+            row_ns: 2.0 * weights / reached(format, of_gemm) * NS,
+            weights_ns: weights * format.bytes() / (bandwidth * gemm_memory) * NS,
         };
-        let shared = shape.dense_mlp_params() as f64;
+        let mlp = shape.dense_mlp_params() as f64;
         let dense = [
             gemm(
                 shape.attention_params_total() as f64 / tp,
                 formats.attention,
             ),
-            gemm(shared / tp, formats.mlp),
+            gemm(mlp / tp, formats.mlp),
             // Every GPU has the whole router.
             gemm(expert_layers * shape.router_params() as f64, Dtype::Bf16),
         ];
@@ -191,30 +270,30 @@ impl Physics {
             let one = expert_layers * shape.mlp_params() as f64 / group;
             let count = f64::from(e.count);
             Experts {
-                row_ns: 2.0 * one / reached(formats.experts, "expert") * NS,
+                row_ns: 2.0 * one / reached(formats.experts, of_experts) * NS,
                 weights_ns: one * count * formats.experts.bytes()
-                    / (bandwidth * p("expert_memory"))
+                    / (bandwidth * shared!(params, "expert_memory").min(1.0))
                     * NS,
-                untouched_ln: libm::log1p(-(f64::from(e.per_token) / count).min(1.0 - 1e-9)),
+                untouched_ln: shared!(params, "routing_skew")
+                    * libm::log1p(-(f64::from(e.per_token) / count).min(1.0 - 1e-9)),
                 per_token: f64::from(e.per_token),
                 count,
-                tile: p("expert_tile"),
+                tile: shared!(params, "expert_tile"),
                 ranks: f64::from(parallel.attention_data.max(1)),
                 imbalance: 1.0
                     + if parallel.expert > 1 {
-                        p("imbalance")
+                        shared!(params, "imbalance")
                     } else {
                         0.0
                     },
             }
         });
 
-        let stream = |bytes: f64| bytes / (bandwidth * p("stream_memory")) * NS;
+        let stream = |bytes: f64| bytes / (bandwidth * stream_memory) * NS;
         let heads = f64::from(shape.attention_heads) / tp;
         let full = f64::from(shape.full_attention_layers());
         let kv = formats.kv_cache.bytes();
-        let score =
-            |width: f64| 4.0 * heads * width / (gpu.bf16_flops * p("attention_compute")) * NS;
+        let score = |width: f64| 4.0 * heads * width / (gpu.bf16_flops * attention_compute) * NS;
         // Key-value heads are split down to one on each GPU.
         let of_head =
             2.0 * (f64::from(shape.kv_heads) / tp).max(1.0) * f64::from(shape.head_dim) * kv;
@@ -256,9 +335,8 @@ impl Physics {
                 let [rank, rope, nope, value] =
                     [kv_rank, rope_dim, nope_dim, value_dim].map(f64::from);
                 // Decodes absorb the projections: every head scores the compressed vector.
-                let absorbed = 2.0 * heads * (2.0 * rank + rope)
-                    / (gpu.bf16_flops * p("attention_compute"))
-                    * NS;
+                let absorbed =
+                    2.0 * heads * (2.0 * rank + rope) / (gpu.bf16_flops * attention_compute) * NS;
                 context_ns = full * (stream((rank + rope) * kv) + absorbed);
                 // Prompts are scored with keys and values unpacked.
                 pair_ns = full * score((nope + rope + value) / 2.0);
@@ -283,7 +361,22 @@ impl Physics {
         let elements = 8.0 * hidden + 2.0 * projected / tp + 3.0 * width + scattered;
         let token_ns = layers * stream(elements * ACTIVATION_BYTES);
 
-        let link = gpu.link_bytes_per_s * p("link");
+        let queries = f64::from(shape.attention_heads) / f64::from(shape.kv_heads.max(1));
+        let mixed_reads = match shape.attention {
+            Attention::Latent { .. } => 1.0,
+            _ => 1.0 + measured.map_or(0.0, |k| k.mixed_reads) * (queries - 1.0),
+        };
+
+        let (link_share, reduce_us, exchange_us) = match gpu.link {
+            Link::Fabric => (
+                shared!(params, "link").min(1.0),
+                shared!(params, "reduce_us"),
+                shared!(params, "exchange_us"),
+            ),
+            Link::Pcie => (PCIE_SHARE, PCIE_REDUCE_US, PCIE_REDUCE_US),
+        };
+        let link = gpu.link_bytes_per_s * link_share;
+        let reduce_us = gpu.reduce_us.unwrap_or(reduce_us);
         let mut collective_ns = [0.0; 2];
         if parallel.tensor > 1 {
             // After attention, and after the MLP unless experts exchange tokens instead.
@@ -293,7 +386,7 @@ impl Physics {
                 } else {
                     2.0
                 };
-            collective_ns[0] += each * p("reduce_us") * US;
+            collective_ns[0] += each * reduce_us * US;
             collective_ns[1] +=
                 each * 2.0 * (tp - 1.0) / tp * ACTIVATION_BYTES * hidden / link * NS;
         }
@@ -304,15 +397,37 @@ impl Physics {
                 .map_or(0.0, |e| f64::from(e.per_token))
                 .min(reach);
             // Tokens leave in 8 bits and come back in 16.
-            collective_ns[0] += expert_layers * 2.0 * p("exchange_us") * US * libm::log2(reach);
+            collective_ns[0] += expert_layers * 2.0 * exchange_us * US * libm::log2(reach);
             collective_ns[1] += expert_layers * 3.0 * per_token * hidden / link * NS;
         }
 
-        let hopper = generation(gpu.name) == "hopper";
-        let layer_us = layers * own("layer_us") * if hopper { p("hopper") } else { 1.0 }
-            + expert_layers * own("expert_layer_us")
-            + latent_layers * p("latent_us")
-            + linear_layers * p("linear_us");
+        // Two products of attention and two of the MLP or of experts take activations of few bits.
+        let few = |format: Dtype| match format {
+            Dtype::Fp8 | Dtype::Int8 | Dtype::Nvfp4 => 2.0,
+            Dtype::Bf16 | Dtype::Int4 | Dtype::Mxfp4 => 0.0,
+        };
+        let quantized = few(formats.attention)
+            + match shape.experts {
+                Some(_) => few(formats.experts),
+                None => few(formats.mlp),
+            };
+        let hopper = generation(gpu.kin()) == "hopper";
+        let layer_us = layers
+            * own!(params, framework, "layer_us")
+            * if hopper {
+                shared!(params, "hopper")
+            } else {
+                1.0
+            }
+            + expert_layers * own!(params, framework, "expert_layer_us")
+            + layers * quantized * shared!(params, "quantize_us")
+            + if shape.qk_norm {
+                layers * shared!(params, "norm_us")
+            } else {
+                0.0
+            }
+            + latent_layers * shared!(params, "latent_us")
+            + linear_layers * shared!(params, "linear_us");
         Physics {
             dense,
             head,
@@ -325,12 +440,13 @@ impl Physics {
             index_ns,
             pair_ns,
             window_pair_ns,
+            mixed_reads,
             token_ns,
             state_ns,
             collective_ns,
             overhead_ns: [
-                layer_us * US + own("step_ms") * 1e6,
-                own("sequence_us") * US,
+                layer_us * US + own!(params, framework, "step_ms") * 1e6,
+                own!(params, framework, "sequence_us") * US,
             ],
         }
     }
@@ -347,6 +463,12 @@ impl Physics {
             0.0
         };
         let attended = decodes * mean.min(self.sparse);
+        let reads = if load.prefill_tokens > 0.0 {
+            self.mixed_reads
+        } else {
+            1.0
+        };
+        let read_most = self.sparse * load.prefills.max(1.0);
         let scored = if load.prefill_tokens > 0.0 {
             load.prefill_pairs / load.prefill_tokens
         } else {
@@ -356,7 +478,7 @@ impl Physics {
             dense: self.dense.iter().map(|gemm| gemm.ns(tokens)).sum::<f64>()
                 + self.head.ns(decodes + load.prefills),
             experts: self.experts.map_or(0.0, |experts| experts.ns(tokens)),
-            attention: self.context_ns * attended
+            attention: self.context_ns * (attended * reads + load.prefill_context.min(read_most))
                 + self.index_ns * context
                 + self.window_ns * decodes * mean.min(self.window)
                 + load.prefill_tokens

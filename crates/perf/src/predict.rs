@@ -4,7 +4,7 @@ use slipstream_config::preset::{Gpu, ModelShape};
 
 use crate::deployment::{Deployment, Formats, Parallel, Refusal, Serving};
 use crate::physics::{Load, Physics};
-use crate::profile::{Distance, Params, Profile};
+use crate::profile::{Distance, Params, Profile, own, shared};
 use crate::residual;
 
 /// Expected TTFT and TPOT of a deployment.
@@ -45,15 +45,8 @@ const RESERVE_BYTES: f64 = 4e9;
 
 /// Bytes of weights on each GPU.
 fn weight_bytes(shape: &ModelShape, formats: Formats, parallel: Parallel) -> f64 {
-    let tp = f64::from(parallel.tensor);
-    let group = f64::from(parallel.expert_tensor * parallel.expert);
-    let embeddings = if shape.tied_embeddings { 1.0 } else { 2.0 };
-    let bytes = (shape.attention_params_total() as f64 * formats.attention.bytes()
-        + shape.dense_mlp_params() as f64 * formats.mlp.bytes()
-        + embeddings * shape.embedding_params() as f64 * 2.0)
-        / tp
-        + shape.expert_params() as f64 * formats.experts.bytes() / group;
-    bytes / f64::from(parallel.pipeline)
+    let experts = parallel.expert_tensor * parallel.expert;
+    formats.weight_bytes(shape, parallel.tensor, experts) / f64::from(parallel.pipeline)
 }
 
 /// Bytes per token of KV cache on each GPU.
@@ -129,13 +122,11 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
     let physics = |parallel: Parallel| {
         Physics::new(&d.shape, &d.gpu, d.formats, parallel, d.framework, params)
     };
-    let own = |name| params.own(d.framework, name);
-    let shared = |name| params.shared(name);
     let decoder = physics(d.parallel);
     let ranks = f64::from(d.parallel.attention_data);
     let context = d.isl + d.osl / 2.0;
-    let api = own("api_ms") * 1e6;
-    let per_request = own("api_sequence_ms") * 1e6;
+    let api = own!(params, d.framework, "api_ms") * 1e6;
+    let per_request = own!(params, d.framework, "api_sequence_ms") * 1e6;
     match d.serving {
         Serving::Aggregated => {
             let room = sequences_max(d);
@@ -144,16 +135,19 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
             let step = decoder.ns(&load);
             let prompt = decoder.ns(&load.with_prompt(d.isl)) - step;
             // Each answer sees the prompts of all others once.
-            let others = own("interference") * (running - 1.0).max(0.0) / d.osl * prompt;
+            let others = own!(params, d.framework, "interference") * (running - 1.0).max(0.0)
+                / d.osl
+                * prompt;
             let tpot = step + others;
             let life = d.osl * tpot;
             let busy = (running * prompt / (life + prompt)).min(0.97);
             let service = prompt + step / 2.0;
-            let queue = own("queue") * busy / (1.0 - busy) * service / 2.0
-                + own("burst") * running * prompt * 0.1;
+            let queue = own!(params, d.framework, "queue") * busy / (1.0 - busy) * service / 2.0
+                + own!(params, d.framework, "burst") * running * prompt * 0.1;
             let no_room = (d.batch - running).max(0.0) / running.max(1.0) * life;
             let fixed = api + per_request * d.batch * ranks;
-            let ttft = fixed + prompt + step + queue + no_room;
+            let ttft =
+                fixed + prompt + own!(params, d.framework, "lag_steps") * step + queue + no_room;
             Physical {
                 tpot_ms: tpot / 1e6,
                 ttft_ms: ttft / 1e6,
@@ -183,17 +177,72 @@ pub(crate) fn physical(d: &Deployment, params: &Params) -> Physical {
             let step = decoder.ns(&Load::decode(running, context));
             let (offered, taken) = rate(step);
             let waits = (under_way / taken - d.osl * step - prompt).max(0.0);
-            let fixed = api + shared("split_api_ms") * 1e6 + per_request * d.batch;
-            let computed = prompt * shared("split_prefill");
-            let queue = waits * shared("split_queue")
-                + shared("split_burst") * 0.1 * under_way * prompt / places;
+            let fixed = api + shared!(params, "split_api_ms") * 1e6 + per_request * d.batch;
+            let computed = prompt * shared!(params, "split_prefill");
+            let queue = waits * shared!(params, "split_queue")
+                + shared!(params, "split_burst") * 0.1 * under_way * prompt / places;
             let ttft = fixed + computed + queue;
             Physical {
-                tpot_ms: step * shared("split_decode") / 1e6,
+                tpot_ms: step * shared!(params, "split_decode") / 1e6,
                 ttft_ms: ttft / 1e6,
                 saturated: offered > most,
             }
         }
+    }
+}
+
+/// The widest band of all that apply, TPOT and TTFT: its ends may come from different distances.
+fn widest_band(distances: &[Distance], saturated: bool, profile: &Profile) -> [[f64; 2]; 2] {
+    let mut band = [[0.0_f64; 2]; 2];
+    for distance in distances {
+        let of = profile.bands[&(*distance, saturated)];
+        for (widest, [low, high]) in band.iter_mut().zip(of) {
+            *widest = [widest[0].min(low), widest[1].max(high)];
+        }
+    }
+    band
+}
+
+/// How far estimates of a deployment are expected to be off, from held-out measured ones.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ErrorBars {
+    /// Distances from the deployments that the profile was fitted to; never empty.
+    pub distances: Vec<Distance>,
+    /// Ends of the band that holds 80 % of measurements, as factors on an estimated TPOT.
+    pub tpot: [f64; 2],
+    /// The same of TTFT.
+    pub ttft: [f64; 2],
+}
+
+/// What step times of `d` leave out, in words for a reader of its results.
+pub fn not_modelled(d: &Deployment) -> Vec<String> {
+    let mut parts = Vec::new();
+    if d.parallel.attention_data > 1 && d.shape.experts.is_some() {
+        parts.push(
+            "waits of a rank for the longest of the others (each step meets as much work on them as on its own)"
+                .to_owned(),
+        );
+    }
+    parts
+}
+
+/// The expected error of estimates for `d`, at its load.
+pub fn error_bars(d: &Deployment, profile: &Profile) -> ErrorBars {
+    let distances = residual::Features::of(d).distances(profile);
+    let saturated = physical(d, &profile.params).saturated;
+    let [tpot, ttft] = widest_band(&distances, saturated, profile).map(|ends| ends.map(libm::exp));
+    ErrorBars {
+        distances,
+        tpot,
+        ttft,
+    }
+}
+
+/// `d` as workers that compute prompts and answers alike.
+pub(crate) fn aggregated(d: &Deployment) -> Deployment {
+    Deployment {
+        serving: Serving::Aggregated,
+        ..d.clone()
     }
 }
 
@@ -207,16 +256,9 @@ pub fn predict(d: &Deployment, profile: &Profile) -> Result<Estimate, Refusal> {
     let distances = features.distances(profile);
     let [tpot, ttft] = [0, 1].map(|target| {
         let physical = [physical.tpot_ms, physical.ttft_ms][target];
-        physical * libm::exp(features.residual(&profile.residual[target], target))
+        physical * libm::exp(features.residual(profile, target))
     });
-    // The widest band of all that apply: its ends may come from different distances.
-    let mut band = [[0.0_f64; 2]; 2];
-    for distance in &distances {
-        let of = profile.bands[&(*distance, physical.saturated)];
-        for (widest, [low, high]) in band.iter_mut().zip(of) {
-            *widest = [widest[0].min(low), widest[1].max(high)];
-        }
-    }
+    let band = widest_band(&distances, physical.saturated, profile);
     let ends = |time: f64, [low, high]: [f64; 2]| [time * libm::exp(low), time * libm::exp(high)];
     let [tpot_low_ms, tpot_high_ms] = ends(tpot, band[0]);
     let [ttft_low_ms, ttft_high_ms] = ends(ttft, band[1]);

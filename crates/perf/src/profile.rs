@@ -100,6 +100,24 @@ pub(crate) const SHARED: &[(&str, f64, f64, &str)] = &[
         "overhead of a layer with linear attention beyond others, us",
     ),
     (
+        "quantize_us",
+        3.0,
+        0.7,
+        "overhead of each product of a layer whose activations are quantized first, us",
+    ),
+    (
+        "norm_us",
+        4.0,
+        0.7,
+        "overhead of a layer that normalizes queries and keys, us",
+    ),
+    (
+        "routing_skew",
+        0.8,
+        0.3,
+        "tokens with uniform routing that touch as many experts as one real token",
+    ),
+    (
         "split_api_ms",
         50.0,
         0.5,
@@ -159,6 +177,12 @@ pub(crate) const OWN: &[(&str, f64, f64, &str)] = &[
         0.8,
         "the same per request under way, ms",
     ),
+    (
+        "lag_steps",
+        1.0,
+        0.7,
+        "steps from a request's arrival at the engine to its first token, besides its prompt",
+    ),
     ("queue", 1.0, 0.8, "weight of the queue of prompts"),
     ("burst", 1.0, 0.8, "weight of the first burst of requests"),
     (
@@ -207,23 +231,58 @@ impl Params {
             .map(|((name, meaning), value)| (name, value, meaning))
     }
 
-    pub(crate) fn shared(&self, name: &str) -> f64 {
-        let at = SHARED.iter().position(|p| p.0 == name);
-        self.values[at.expect("a parameter of the list")]
+    pub(crate) fn shared(&self, at: usize) -> f64 {
+        self.values[at]
     }
 
-    pub(crate) fn own(&self, framework: Framework, name: &str) -> f64 {
-        let at = OWN.iter().position(|p| p.0 == name);
-        let at = at.expect("a parameter of the list");
+    pub(crate) fn own(&self, framework: Framework, at: usize) -> f64 {
         self.values[SHARED.len() + framework as usize * OWN.len() + at]
     }
 }
 
+/// Place of the parameter `name` in [`SHARED`] or [`OWN`]; evaluated at compile time.
+pub(crate) const fn place(name: &str, list: &[(&str, f64, f64, &str)]) -> usize {
+    let name = name.as_bytes();
+    let mut at = 0;
+    loop {
+        let other = list[at].0.as_bytes();
+        let mut i = 0;
+        while i < name.len() && i < other.len() && name[i] == other[i] {
+            i += 1;
+        }
+        if i == name.len() && i == other.len() {
+            return at;
+        }
+        at += 1;
+    }
+}
+
+/// Value of a parameter that all frameworks share.
+macro_rules! shared {
+    ($params:expr, $name:literal) => {
+        $params.shared(const { $crate::profile::place($name, $crate::profile::SHARED) })
+    };
+}
+
+/// Value of a parameter of a framework's own.
+macro_rules! own {
+    ($params:expr, $framework:expr, $name:literal) => {
+        $params.own(
+            $framework,
+            const { $crate::profile::place($name, $crate::profile::OWN) },
+        )
+    };
+}
+
+pub(crate) use {own, shared};
+
 /// Which held-out fold resembles a deployment: how far it is from what the profile was fitted to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Distance {
-    /// Model, GPU, framework, precision and parallel sizes were measured, at other loads.
+    /// Model, GPU, framework, precision and parallel sizes were measured, at loads around this one.
     Near,
+    /// The same, but at other loads alone.
+    Load,
     /// Model, GPU and framework were, not in this combination.
     Combination,
     /// The model was never measured.
@@ -236,8 +295,9 @@ pub enum Distance {
 
 impl Distance {
     /// All, from near to far.
-    pub const ALL: [Distance; 5] = [
+    pub const ALL: [Distance; 6] = [
         Distance::Near,
+        Distance::Load,
         Distance::Combination,
         Distance::Model,
         Distance::Gpu,
@@ -248,6 +308,7 @@ impl Distance {
     pub fn name(self) -> &'static str {
         match self {
             Distance::Near => "near",
+            Distance::Load => "load",
             Distance::Combination => "combination",
             Distance::Model => "model",
             Distance::Gpu => "gpu",
@@ -255,6 +316,9 @@ impl Distance {
         }
     }
 }
+
+/// Names of [`Profile::ranges`].
+const RANGES: [&str; 3] = ["batch", "isl", "osl"];
 
 /// A profile: what `slipstream calibrate` writes and `slipstream predict` reads.
 #[derive(Clone, Debug, PartialEq)]
@@ -265,6 +329,11 @@ pub struct Profile {
     pub params: Params,
     /// Residual effects on log TPOT and log TTFT, by `group|level|feature`.
     pub residual: [BTreeMap<String, f32>; 2],
+    /// Share of the residual that applies to log TPOT and log TTFT at each distance: what held-out
+    /// deployments at that distance were predicted best with.
+    pub damping: BTreeMap<Distance, [f64; 2]>,
+    /// Least and largest measured batch size, input and output length, by parallel sizes.
+    pub ranges: BTreeMap<String, [[f64; 2]; 3]>,
     /// Ends of the 80 % bands of TPOT and TTFT on log time, by distance and whether past saturation.
     pub bands: BTreeMap<(Distance, bool), [[f64; 2]; 2]>,
 }
@@ -302,6 +371,8 @@ impl Profile {
             source: "priors; nothing was fitted".into(),
             params: Params::prior(),
             residual: [BTreeMap::new(), BTreeMap::new()],
+            damping: Distance::ALL.into_iter().map(|d| (d, [1.0; 2])).collect(),
+            ranges: BTreeMap::new(),
             bands: Distance::ALL
                 .into_iter()
                 .flat_map(|d| [((d, false), wide), ((d, true), wide)])
@@ -331,6 +402,15 @@ impl Profile {
                 ttft[1]
             );
         }
+        for (distance, [tpot, ttft]) in &self.damping {
+            let name = distance.name();
+            let _ = writeln!(text, "damping,{name},{tpot:.2},{ttft:.2},,");
+        }
+        for (level, ranges) in &self.ranges {
+            for (of, [least, most]) in RANGES.iter().zip(ranges) {
+                let _ = writeln!(text, "range,{of}|{level},{least},{most},,");
+            }
+        }
         let mut names: Vec<&String> = self.residual[0]
             .keys()
             .chain(self.residual[1].keys())
@@ -351,6 +431,7 @@ impl Profile {
     pub fn parse(text: &str) -> Result<Profile, ProfileError> {
         let mut profile = Profile::prior();
         profile.bands.clear();
+        profile.damping.clear();
         profile.source.clear();
         let index: BTreeMap<String, usize> = Params::prior()
             .named()
@@ -395,18 +476,43 @@ impl Profile {
                     }
                     profile.bands.insert((distance, place == "past"), band);
                 }
+                ["damping", name, ..] => {
+                    let distance = Distance::ALL.into_iter().find(|d| d.name() == name);
+                    let distance = distance.ok_or_else(|| wrong("unknown distance"))?;
+                    let shares = [number(2)?, number(3)?];
+                    if !shares.iter().all(|share| (0.0..=1.0).contains(share)) {
+                        return Err(wrong("a share must be 0 to 1"));
+                    }
+                    profile.damping.insert(distance, shares);
+                }
+                ["range", name, ..] => {
+                    let (of, level) = name.split_once('|').ok_or_else(|| wrong("no range"))?;
+                    let of = RANGES.iter().position(|range| *range == of);
+                    let of = of.ok_or_else(|| wrong("unknown range"))?;
+                    let everything = [[0.0, f64::INFINITY]; 3];
+                    let ranges = profile.ranges.entry(level.to_owned());
+                    ranges.or_insert(everything)[of] = [number(2)?, number(3)?];
+                }
                 ["residual", name, ..] => {
                     for (target, residual) in profile.residual.iter_mut().enumerate() {
                         residual.insert(name.to_owned(), number(2 + target)? as f32);
                     }
                 }
-                _ => return Err(wrong("neither `param`, `band` nor `residual`")),
+                _ => {
+                    return Err(wrong(
+                        "neither `param`, `band`, `damping`, `range` nor `residual`",
+                    ));
+                }
             }
         }
         if let Some((name, _)) = index.iter().find(|(_, i)| !found[**i]) {
             return Err(ProfileError::Missing(format!("the parameter `{name}`")));
         }
         for distance in Distance::ALL {
+            if !profile.damping.contains_key(&distance) {
+                let name = format!("the damping `{}`", distance.name());
+                return Err(ProfileError::Missing(name));
+            }
             for past in [false, true] {
                 if !profile.bands.contains_key(&(distance, past)) {
                     let name = format!("the band `{}`", distance.name());

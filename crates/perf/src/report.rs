@@ -14,6 +14,7 @@ pub fn markdown(samples: &[Sample], held_out: &BTreeMap<Distance, Vec<HeldOut>>)
     let mut text = format!("Measured deployments: {}.\n", samples.len());
     let title = |distance: Distance| match distance {
         Distance::Near => "load of a known deployment left out",
+        Distance::Load => "highest loads or longest prompts of a known deployment left out",
         Distance::Combination => "combination of known model, GPU and framework left out",
         Distance::Model => "whole model left out",
         Distance::Gpu => "whole GPU left out",
@@ -74,7 +75,7 @@ pub fn markdown(samples: &[Sample], held_out: &BTreeMap<Distance, Vec<HeldOut>>)
         type Key = fn(&Sample, &HeldOut) -> String;
         let keys: [Key; 5] = [
             |s, _| s.deployment.shape.name.to_string(),
-            |s, _| s.deployment.gpu.name.to_owned(),
+            |s, _| s.deployment.gpu.name.to_string(),
             |s, _| format!("{}, {}", s.deployment.framework.name(), s.deployment.mode()),
             |s, _| s.deployment.precision.to_owned(),
             |_, r| {

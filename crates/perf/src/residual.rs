@@ -12,7 +12,8 @@ use crate::fit::FitError;
 use crate::linear_algebra::solve;
 use crate::profile::{Distance, Profile};
 
-/// Standard deviations of a group's effects on log TPOT; those on log TTFT are [`TTFT_SPREAD`] times as large.
+/// Standard deviations of a group's effects on log TPOT; those on log TTFT are [`TTFT_SPREAD`] times as large
+/// (of 0.7 to 4, the one with which held-out loads were predicted best).
 struct Group {
     name: &'static str,
     /// Of the effect itself.
@@ -32,7 +33,7 @@ const fn group(name: &'static str, effect: f64, slope: f64, features: usize) -> 
     }
 }
 
-const TTFT_SPREAD: f64 = 2.5;
+const TTFT_SPREAD: f64 = 1.0;
 
 /// From wide to narrow.
 const GROUPS: &[Group] = &[
@@ -58,6 +59,8 @@ const GROUPS: &[Group] = &[
 pub(crate) struct Features {
     levels: Vec<String>,
     values: [Vec<f64>; 2],
+    /// Batch size, input and output length.
+    load: [f64; 3],
 }
 
 /// Continuous features stay where deployments are measured: beyond, slopes would extrapolate.
@@ -68,7 +71,7 @@ fn within(x: f64, most: f64) -> f64 {
 impl Features {
     pub(crate) fn of(d: &Deployment) -> Features {
         let framework = d.framework.name();
-        let generation = generation(d.gpu.name);
+        let generation = generation(d.gpu.kin());
         let mode = d.mode();
         let family = d.family();
         let kind = match (d.shape.experts, d.shape.attention) {
@@ -139,14 +142,32 @@ impl Features {
             batch * input,
         ];
         let values = [base.to_vec(), base.to_vec()];
-        Features { levels, values }
+        Features {
+            levels,
+            values,
+            load: [d.batch, d.isl, d.osl],
+        }
+    }
+
+    fn level(&self, group: &str) -> &str {
+        let at = GROUPS.iter().position(|g| g.name == group);
+        &self.levels[at.expect("a group of the list")]
     }
 
     /// Name of the constant effect of `group`.
     fn key(&self, group: &str) -> String {
-        let at = GROUPS.iter().position(|g| g.name == group);
-        let level = &self.levels[at.expect("a group of the list")];
-        format!("{group}|{level}|0")
+        format!("{group}|{}|0", self.level(group))
+    }
+
+    /// Widens `ranges` to the load of this deployment.
+    pub(crate) fn widen(&self, ranges: &mut BTreeMap<String, [[f64; 2]; 3]>) {
+        let level = self.level("parallel").to_owned();
+        let nothing = [[f64::INFINITY, 0.0]; 3];
+        let ranges = ranges.entry(level).or_insert(nothing);
+        for (x, [least, most]) in self.load.iter().zip(ranges) {
+            *least = least.min(*x);
+            *most = most.max(*x);
+        }
     }
 
     /// Name, standard deviation and value of each effect on `target` (0: TPOT, 1: TTFT).
@@ -170,14 +191,16 @@ impl Features {
             })
     }
 
-    /// Log of measured over physical time that `coefficients` expect.
-    ///
-    /// A model that was never measured gets 0: on held-out models, effects of wider groups alone are
-    /// no better than physics (docs/accuracy.md).
-    pub(crate) fn residual(&self, coefficients: &BTreeMap<String, f32>, target: usize) -> f64 {
-        if !coefficients.contains_key(&self.key("family")) {
-            return 0.0;
-        }
+    /// Log of measured over physical time that `profile` expects: the farther from its data, the
+    /// less of the residual applies.
+    pub(crate) fn residual(&self, profile: &Profile, target: usize) -> f64 {
+        let shares = self.distances(profile).into_iter();
+        let share = shares.map(|distance| profile.damping[&distance][target]);
+        share.fold(1.0, f64::min) * self.undamped(&profile.residual[target], target)
+    }
+
+    /// The whole residual of all measured groups.
+    pub(crate) fn undamped(&self, coefficients: &BTreeMap<String, f32>, target: usize) -> f64 {
         let sum: f64 = self
             .effects(target)
             .filter_map(|(name, _, value)| Some(f64::from(*coefficients.get(&name)?) * value))
@@ -204,7 +227,17 @@ impl Features {
                 .is_some_and(|(name, _)| name.starts_with(&start))
         };
         if measured("parallel") {
-            return vec![Distance::Near];
+            // Loads up to twice as far are taken to be around the measured ones: series double.
+            let ranges = profile.ranges.get(self.level("parallel"));
+            let around = ranges.is_none_or(|ranges| {
+                let mut each = self.load.iter().zip(ranges);
+                each.all(|(x, [least, most])| (least / 2.0..=most * 2.0).contains(x))
+            });
+            return vec![if around {
+                Distance::Near
+            } else {
+                Distance::Load
+            }];
         }
         let unknown = [
             (Distance::Model, !measured("family")),

@@ -31,7 +31,7 @@ fn split(tensor: u32, attention_data: u32, expert: u32) -> Parallel {
 fn more_work_takes_longer_on_every_preset() {
     for model in preset::MODELS {
         for gpu in preset::GPUS {
-            let step = physics(&model.name, gpu.name, Dtype::Bf16, split(4, 1, 1));
+            let step = physics(&model.name, &gpu.name, Dtype::Bf16, split(4, 1, 1));
             let mut before = 0.0;
             for load in [
                 Load::decode(1.0, 100.0),
@@ -158,6 +158,37 @@ fn error_bars_widen_with_distance_and_unseen_deployments_are_named() {
     for one in [1, 2] {
         for (both, one) in ends(4).iter().zip(ends(one)) {
             assert!(both[0] <= one[0] + 1e-12 && both[1] >= one[1] - 1e-12);
+        }
+    }
+}
+
+/// Kernels of few bits would not run if those of more were faster.
+#[test]
+fn fewer_bits_are_never_slower() {
+    let params = Profile::built_in().params.clone();
+    let formats = [Dtype::Bf16, Dtype::Fp8, Dtype::Nvfp4];
+    for model in ["llama-3.1-70b", "qwen3-235b-a22b"] {
+        for gpu in ["h200-sxm", "b200-sxm"] {
+            let shape = preset::model(model).unwrap();
+            let gpu = preset::gpu(gpu).unwrap();
+            // On a GPU without FP4 units, FP4 is unpacked, which is not a kernel of fewer bits.
+            let native = formats
+                .iter()
+                .filter(|format| **format != Dtype::Nvfp4 || gpu.fp4_flops.is_some());
+            let mut before = [f64::INFINITY; 2];
+            for &format in native {
+                let of = Formats::of(shape, format);
+                let step = Physics::new(shape, gpu, of, split(8, 1, 1), Framework::Vllm, &params);
+                let terms = [
+                    step.terms(&Load::default().with_prompt(8000.0)),
+                    step.terms(&Load::decode(16.0, 1000.0)),
+                ];
+                let times = terms.map(|terms| terms.dense + terms.experts);
+                for (time, before) in times.iter().zip(&before) {
+                    assert!(time <= before, "{model} on {}: {format:?}", gpu.name);
+                }
+                before = times;
+            }
         }
     }
 }

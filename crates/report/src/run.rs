@@ -217,6 +217,50 @@ pub struct Simulation {
     /// Why it ended before the workload, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut: Option<String>,
+    /// How far its latencies are expected to be off, by pool, if step times follow a profile.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub expected_error: Vec<ExpectedError>,
+}
+
+/// The band that 80 % of measured deployments fall in, as factors on the simulated latencies.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExpectedError {
+    /// The pool.
+    pub pool: String,
+    /// Distance from the profile's data: `near`, or the parts that it lacks (docs/accuracy.md).
+    pub region: String,
+    /// Ends of the band of mean TPOT.
+    pub tpot: [f64; 2],
+    /// Ends of the band of mean TTFT.
+    pub ttft: [f64; 2],
+    /// Parts of the deployment that the step times leave out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_modelled: Vec<String>,
+}
+
+impl ExpectedError {
+    /// One line for tables and pages.
+    pub fn line(&self) -> String {
+        let percent = |[low, high]: [f64; 2]| {
+            format!(
+                "{:+.0} to {:+.0} %",
+                100.0 * (low - 1.0),
+                100.0 * (high - 1.0)
+            )
+        };
+        let mut line = format!(
+            "TPOT {}, TTFT {} (80 % of measurements; pool {}, region: {})",
+            percent(self.tpot),
+            percent(self.ttft),
+            self.pool,
+            self.region
+        );
+        if !self.not_modelled.is_empty() {
+            line.push_str("; not modelled: ");
+            line.push_str(&self.not_modelled.join("; "));
+        }
+        line
+    }
 }
 
 /// KV transfers of prompts that one worker computed for another.
@@ -387,6 +431,9 @@ impl RunReport {
                 number(gpu.hours),
                 counted(gpu.gpus, "GPU")
             ));
+        }
+        for error in self.simulation.iter().flat_map(|s| &s.expected_error) {
+            say(format!("expected   {}", error.line()));
         }
         // A simulated cluster has no load generator.
         let client = match self.target.as_str() {

@@ -15,11 +15,12 @@
 //! Modules: `sim` is the queue of events; `parts` builds the cluster of the file; `node` is an
 //! engine with its requests; `hand_over`, `wire` and `host` model KV transfers, the network and the
 //! frontend's processors; `faults` changes them; `lanes` runs independent engines on several
-//! threads.
+//! threads; `expected` takes the expected error from the profile of the step times.
 //!
 //! `docs/twin.md` describes the models and their limits.
 #![forbid(unsafe_code)]
 
+mod expected;
 mod faults;
 mod hand_over;
 mod host;

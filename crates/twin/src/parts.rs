@@ -298,13 +298,24 @@ impl Parts {
         let each_token = options.each_token || tells_later;
         let classes = options.slo.classes.len();
         let mut nodes = Vec::new();
+        // Engines of a pool are equal: their step times are built once.
+        let mut built: Option<(&str, Box<dyn StepTime>)> = None;
         for (worker, pool) in cluster.workers() {
             for dp_rank in 0..pool.engine.data_parallel_size {
                 let rank = RankId {
                     worker,
                     dp_rank: dp_rank as u16,
                 };
-                let (mut engine, pace) = engine(cluster, pool, rank, options, read)?;
+                let copy = built.as_ref().filter(|(of, _)| *of == pool.name);
+                let copy = copy.and_then(|(_, timing)| timing.copy());
+                let timing = if let Some(timing) = copy {
+                    timing
+                } else {
+                    let timing = timing_of(cluster, pool, read)?;
+                    built = timing.copy().map(|copy| (&*pool.name, copy));
+                    timing
+                };
+                let (mut engine, pace) = engine(cluster, pool, rank, options, timing)?;
                 let side = match (pool.role, &mut prefill) {
                     (PoolRole::Prefill, Some(side)) => side,
                     _ => &mut serve,
@@ -325,19 +336,46 @@ impl Parts {
     }
 }
 
+fn timing_of(
+    cluster: &Cluster,
+    pool: &PoolConfig,
+    read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Box<dyn StepTime>, TwinError> {
+    let shape = &cluster.model.shape;
+    let timing = slipstream_engine::timing::build(&pool.engine, shape, |path| read(path));
+    timing.map_err(|source| TwinError::Timing {
+        pool: pool.name.clone(),
+        source,
+    })
+}
+
+/// Time from the arrival of a request at the servers until the router sees it, ns: the longest of the
+/// pools that take requests.
+pub(crate) fn api_ns(
+    cluster: &Cluster,
+    options: &Options,
+    read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+) -> Result<u64, TwinError> {
+    let mut longest = 0;
+    for pool in &cluster.pools {
+        let shape = &cluster.model.shape;
+        let found = slipstream_engine::timing::api_ns(&pool.engine, shape, |path| read(path));
+        let found = found.map_err(|source| TwinError::Timing {
+            pool: pool.name.clone(),
+            source,
+        })?;
+        longest = longest.max(found);
+    }
+    Ok(ns(longest as f64 / options.speedup))
+}
+
 fn engine(
     cluster: &Cluster,
     pool: &PoolConfig,
     rank: RankId,
     options: &Options,
-    read: &impl Fn(&Path) -> io::Result<Vec<u8>>,
+    timing: Box<dyn StepTime>,
 ) -> Result<(Engine, Option<Arc<Pace>>), TwinError> {
-    let timing =
-        slipstream_engine::timing::build(&pool.engine, &cluster.model.shape, |path| read(path))
-            .map_err(|source| TwinError::Timing {
-                pool: pool.name.clone(),
-                source,
-            })?;
     let slows = cluster
         .events
         .iter()

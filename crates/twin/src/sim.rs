@@ -26,7 +26,7 @@ use crate::faults::Faults;
 use crate::host::{Costs, Host, Ideal};
 use crate::lanes;
 use crate::node::{Flight, Flights, Hops, Node, Phase};
-use crate::parts::{Engines, Parts, Side};
+use crate::parts::{Engines, Parts, Side, api_ns};
 use crate::wire::{Frame, Frames, Wire};
 
 /// Options of a run.
@@ -434,6 +434,9 @@ pub(crate) struct Sim<'a> {
     sequence: u64,
     pub(crate) wire: Wire,
     pub(crate) host: Option<(Box<dyn Host>, Costs)>,
+    /// Time from a request's arrival at the servers to the router, ns, in a closed loop. In an open one
+    /// the schedule has it.
+    api_ns: u64,
     /// Whether the router refreshes its view before all other events at the time of an arrival, as
     /// when it routes ahead (`lanes`).
     looks_first: bool,
@@ -507,6 +510,12 @@ impl<'a> Sim<'a> {
         let wire = Wire::new(cluster, options.speedup);
         let tells_later = host.is_some() || wire.carries_messages();
         let parts = Parts::new(cluster, options, tells_later, read)?;
+        // A modelled frontend has costs of its own.
+        let api_ns = match host {
+            None => api_ns(cluster, options, read)?,
+            Some(_) => 0,
+        };
+        let schedule = Schedule::open(workload, 0, Shard::WHOLE)?.with_lag(api_ns);
         let router = |side: &Side| Router::new(side.fleet.clone(), 0);
         let dispatch = Dispatcher::new(
             dispatch::Rules::of_cluster(cluster),
@@ -525,7 +534,8 @@ impl<'a> Sim<'a> {
             lost: None,
             continuing: 0,
             watches: false,
-            schedule: Schedule::open(workload, 0, Shard::WHOLE)?,
+            api_ns: if schedule.is_closed() { api_ns } else { 0 },
+            schedule,
             serve: parts.serve,
             prefill: parts.prefill,
             nodes: parts.nodes,
@@ -837,7 +847,11 @@ impl<'a> Sim<'a> {
             self.later(done, What::Route { slot, ticket });
         } else {
             let slot = self.flights.insert(flight).0 as u32;
-            self.route(slot, sink);
+            if self.api_ns > 0 {
+                self.later(self.now + self.api_ns, What::Route { slot, ticket });
+            } else {
+                self.route(slot, sink);
+            }
         }
     }
 

@@ -30,6 +30,8 @@ pub struct Schedule {
     /// Requests in flight.
     in_flight: u64,
     abandoned: u64,
+    /// Time from a request's due time until it is handed out, ns.
+    lag_ns: u64,
 }
 
 /// The sessions of one driver, if several share a workload: those whose number modulo `count` is
@@ -84,7 +86,18 @@ impl Schedule {
             closes,
             in_flight: 0,
             abandoned: 0,
+            lag_ns: 0,
         })
+    }
+
+    /// Hands requests out `lag_ns` after they are due, if arrivals do not depend on answers. Their due
+    /// times stay as they are.
+    #[must_use]
+    pub fn with_lag(mut self, lag_ns: u64) -> Schedule {
+        if !self.is_closed() {
+            self.lag_ns = lag_ns;
+        }
+        self
     }
 
     /// When the next request is due. `None` if that depends on a request in flight, or if there are
@@ -93,12 +106,13 @@ impl Schedule {
     /// # Errors
     /// [`SourceError`] if the trace fails; no session begins after that.
     pub fn next_due(&mut self, now: SimTime) -> Result<Option<SimTime>, SourceError> {
-        let session = self.peek_session(now)?;
+        let session = self.peek_session(SimTime(now.0.saturating_sub(self.lag_ns)))?;
         let follow_up = self.follow_ups.keys().next().map(|(due, _)| *due);
         let due = match (session, follow_up) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
+        let due = due.map(|due| SimTime(due.0.saturating_add(self.lag_ns)));
         due.map(check_due).transpose()
     }
 
@@ -107,6 +121,9 @@ impl Schedule {
     /// # Errors
     /// As [`next_due`](Self::next_due).
     pub fn pop(&mut self, now: SimTime) -> Result<Option<Request>, SourceError> {
+        let Some(now) = now.0.checked_sub(self.lag_ns).map(SimTime) else {
+            return Ok(None);
+        };
         let session = self.peek_session(now)?.filter(|due| *due <= now);
         let follow_up = self.follow_ups.first_entry().filter(|e| e.key().0 <= now);
         let request = match (session, follow_up) {

@@ -58,7 +58,7 @@ fn as_text() -> String {
     ]);
     for gpu in GPUS {
         gpus.row([
-            gpu.name.to_owned(),
+            gpu.name.to_string(),
             format!("{:.0}", gpu.bf16_flops / 1e12),
             gpu.fp8_flops
                 .map_or("-".into(), |flops| format!("{:.0}", flops / 1e12)),
@@ -140,7 +140,7 @@ mod tests {
                     .map(|m| m.name.to_string())
                     .collect::<Vec<_>>(),
             ),
-            ("gpus", GPUS.iter().map(|g| g.name.to_owned()).collect()),
+            ("gpus", GPUS.iter().map(|g| g.name.to_string()).collect()),
         ] {
             assert_eq!(json[list].as_array().unwrap().len(), names.len());
             for name in names {

@@ -125,6 +125,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         extrapolated: outcome.extrapolated,
         digest: format!("{:016x}", outcome.digest),
         cut: outcome.cut.clone(),
+        expected_error: outcome.expected_errors(&cluster, read)?,
     });
     if let Some(path) = &args.out {
         failures.extend(out::save(path, &report.to_json()));
@@ -140,6 +141,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         number(report.requests.succeeded as f64 / cpu_s),
     );
     let extrapolated = outcome.extrapolation();
+    let errors = report.simulation.iter().flat_map(|s| &s.expected_error);
+    let expected: Vec<(String, String)> = errors
+        .map(|error| ("expected error".into(), error.line()))
+        .collect();
     if let Some(path) = &args.watch.html {
         let page = RunPage {
             title: "Simulated run",
@@ -149,11 +154,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             slo: args.slo.as_ref(),
             events: happenings(&cluster),
             warnings: outcome.cut.iter().chain(&extrapolated).cloned().collect(),
-            facts: vec![
+            facts: [
                 ("command".into(), out::command_line()),
                 ("run".into(), speed.clone()),
                 ("digest".into(), format!("{:016x}", outcome.digest)),
-            ],
+            ]
+            .into_iter()
+            .chain(expected)
+            .collect(),
             texts: vec![
                 ("Cluster, every value".into(), settings.to_toml()),
                 ("Workload".into(), args.what.text(&args.sets.workload_set)?),

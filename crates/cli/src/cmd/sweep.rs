@@ -18,6 +18,7 @@ use slipstream_plan::load;
 use slipstream_report::html::sweep::{SweepPage, SweepPoint};
 use slipstream_report::latency::{P50, P99, TOO_FEW, cell};
 use slipstream_report::record::{Cell, Column, ColumnType, RecordWriter};
+use slipstream_report::run::ExpectedError;
 use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_report::{Objectives, Percentiles, Slo};
 use slipstream_twin::sweep::{Point, Vary, as_good, combinations, front};
@@ -91,6 +92,8 @@ struct Row {
     values: Vec<String>,
     /// Of the first seed; totals of all.
     outcome: Outcome,
+    /// Expected error of each pool.
+    expected: Vec<ExpectedError>,
     /// Mean over seeds.
     goodput_per_s: f64,
     /// Half the width of its 95 % interval, if there are several seeds.
@@ -268,6 +271,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             grouped(worst.outcome.passes),
         ));
     }
+    let all: Vec<ExpectedError> = rows.iter().flat_map(|row| row.expected.clone()).collect();
+    if let Some(tpot) = widest(&all, |e| e.tpot)
+        && let Some(ttft) = widest(&all, |e| e.ttft)
+    {
+        let percent = |factor: f64| 100.0 * (factor - 1.0);
+        notes.push(format!(
+            "expected error, the widest of all runs: TPOT {:+.0} to {:+.0} %, TTFT {:+.0} to {:+.0} % (80 % of \
+             measurements; `expected_…` in --out has each run's)",
+            percent(tpot[0]),
+            percent(tpot[1]),
+            percent(ttft[0]),
+            percent(ttft[1]),
+        ));
+    }
     if let Some(path) = &args.html {
         let subtitle = format!(
             "{} · {name} · seed {}",
@@ -334,6 +351,14 @@ fn run_all<R: Sync, E: std::error::Error + Send + Sync + 'static>(
             Ok(outcome.expect("every run was taken by a thread")?)
         })
         .collect()
+}
+
+/// The widest of the expected errors of `target` over the pools.
+fn widest(errors: &[ExpectedError], of: fn(&ExpectedError) -> [f64; 2]) -> Option<[f64; 2]> {
+    errors
+        .iter()
+        .map(of)
+        .reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])])
 }
 
 /// What a varied key belongs to.
@@ -416,6 +441,7 @@ fn row(
         outcome.cut = outcome.cut.or(other.cut);
     }
     Ok(Row {
+        expected: outcome.expected_errors(cluster, super::files::read)?,
         values: values.iter().map(|&value| value.to_owned()).collect(),
         gpus,
         gpu_hours: gpus as f64 * duration_s / 3600.0,
@@ -725,6 +751,11 @@ fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result
         ("e2e_ms_p99", F64),
         ("passes", U64),
         ("extrapolated_passes", U64),
+        ("expected_region", Text),
+        ("expected_tpot_low", F64),
+        ("expected_tpot_high", F64),
+        ("expected_ttft_low", F64),
+        ("expected_ttft_high", F64),
         ("digest", Text),
         ("cut", Text),
     ];
@@ -734,6 +765,10 @@ fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result
         let totals = &row.outcome.totals;
         let (requests, tokens, latency) = (totals.requests, totals.tokens(), totals.latencies());
         let digest = format!("{:016x}", row.outcome.digest);
+        let regions: Vec<&str> = row.expected.iter().map(|e| &*e.region).collect();
+        let region = (!regions.is_empty()).then(|| regions.join(" / "));
+        let tpot = widest(&row.expected, |e| e.tpot);
+        let ttft = widest(&row.expected, |e| e.ttft);
         let of =
             |p: Option<Percentiles>, get: fn(&Percentiles) -> f64| Cell::from(p.as_ref().map(get));
         let mut cells: Vec<Cell<'_>> = row.values.iter().map(|v| Cell::Text(v)).collect();
@@ -766,6 +801,11 @@ fn save(path: &std::path::Path, varies: &[Vary], rows: &[Row]) -> anyhow::Result
             of(latency.e2e_ms, |p| p.p99),
             Cell::U64(row.outcome.passes),
             Cell::U64(row.outcome.extrapolated),
+            region.as_deref().map_or(Cell::Absent, Cell::Text),
+            tpot.map_or(Cell::Absent, |[low, _]| Cell::F64(low)),
+            tpot.map_or(Cell::Absent, |[_, high]| Cell::F64(high)),
+            ttft.map_or(Cell::Absent, |[low, _]| Cell::F64(low)),
+            ttft.map_or(Cell::Absent, |[_, high]| Cell::F64(high)),
             Cell::Text(&digest),
             row.outcome.cut.as_deref().map_or(Cell::Absent, Cell::Text),
         ]);

@@ -20,12 +20,12 @@ use std::path::Path;
 
 use super::upstream::{read_engines, read_upstream};
 use super::{
-    Cluster, Dtype, EngineConfig, Event, EventBus, EventsConfig, HandOver, Happening, HostConfig,
-    HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen, PoolConfig,
-    PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
+    Cluster, Dtype, EngineConfig, Event, EventBus, EventsConfig, Framework, HandOver, Happening,
+    HostConfig, HostMode, KvConfig, LiveConfig, ModelConfig, NetworkConfig, NetworkMode, OutputLen,
+    PoolConfig, PoolRole, RouterConfig, RouterPolicy, SchedulingPolicy, TimingConfig,
 };
 use crate::doc::{Diagnostics, Doc, Origin, Settings, Table};
-use crate::preset::{self, Gpu, ModelShape};
+use crate::preset::{self, Formats, Gpu, Link, ModelShape};
 use slipstream_base::text::{counted, several};
 
 /// Prefix of the environment variables that [`Doc::env`] reads for a cluster:
@@ -62,7 +62,21 @@ const NETWORKS: &[(&str, NetworkMode)] =
     &[("none", NetworkMode::None), ("flows", NetworkMode::Flows)];
 const HOSTS: &[(&str, HostMode)] = &[("none", HostMode::None), ("ideal", HostMode::Ideal)];
 const HAND_OVERS: &[(&str, HandOver)] = &[("pull", HandOver::Pull), ("push", HandOver::Push)];
-const DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
+/// Formats of the roofline.
+const ROOFLINE_DTYPES: &[(&str, Dtype)] = &[("bf16", Dtype::Bf16), ("fp8", Dtype::Fp8)];
+const DTYPES: &[(&str, Dtype)] = &[
+    ("bf16", Dtype::Bf16),
+    ("fp8", Dtype::Fp8),
+    ("int8", Dtype::Int8),
+    ("int4", Dtype::Int4),
+    ("nvfp4", Dtype::Nvfp4),
+    ("mxfp4", Dtype::Mxfp4),
+];
+const FRAMEWORKS: &[(&str, Framework)] = &[
+    ("vllm", Framework::Vllm),
+    ("sglang", Framework::Sglang),
+    ("trtllm", Framework::TrtLlm),
+];
 /// `None`: the checkpoint's.
 const KV_DTYPES: &[(&str, Option<Dtype>)] = &[
     ("auto", None),
@@ -72,6 +86,37 @@ const KV_DTYPES: &[(&str, Option<Dtype>)] = &[
 
 /// Sections of other files that users may look for here.
 const ELSEWHERE: &[&str] = &["prices", "power"];
+
+/// Settings of vLLM that the engine does not model.
+const NOT_MODELLED: &[(&str, &str)] = &[
+    (
+        "async_scheduling",
+        "is not modelled: steps are scheduled as by vLLM's synchronous scheduler, in which a request that \
+         ends frees its slot and blocks one step earlier",
+    ),
+    (
+        "long_prefill_token_threshold",
+        "is not modelled: a long prompt takes what is left of the step's budget",
+    ),
+    ("max_num_partial_prefills", "is not modelled"),
+    ("max_long_partial_prefills", "is not modelled"),
+    ("max_num_active_seqs", "is not modelled"),
+    (
+        "max_num_scheduled_tokens",
+        "is not modelled: `max_num_batched_tokens` limits a step",
+    ),
+    ("prefill_schedule_interval", "is not modelled"),
+    ("scheduler_reserve_full_isl", "is not modelled"),
+    (
+        "speculative_config",
+        "is not modelled: every step gives one token per sequence",
+    ),
+    (
+        "pipeline_parallel_size",
+        "is not modelled by engines; `slipstream predict` takes `pp_size`",
+    ),
+    ("decode_context_parallel_size", "is not modelled"),
+];
 
 /// Limit of workers over all pools; `WorkerId`s are dense and per-worker state is an array.
 const WORKERS_MAX: u32 = 65_536;
@@ -99,14 +144,18 @@ pub fn read(
             );
         }
         let model = root.table("model", |t| read_model(t, &mut load));
+        let links = root.tables("link", read_link);
+        let gpus = root.tables("gpu", |name, t| read_gpu(name, t, &links));
         let base = root.base("engine");
         let mut pools = root.tables("pool", |name, t| {
-            read_pool(name, t, &base, &model, &mut load)
+            read_pool(name, t, &base, (&model, &gpus), &mut load)
         });
         if pools.is_empty() {
             // As if the file contained `[pool.main]`.
             let whole = root.table("pool", |pools| {
-                pools.table("main", |t| read_pool("main", t, &base, &model, &mut load))
+                pools.table("main", |t| {
+                    read_pool("main", t, &base, (&model, &gpus), &mut load)
+                })
             });
             pools.push(whole);
         }
@@ -320,7 +369,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
     let default = ModelConfig::default();
     let preset = t.get("preset").or(default.preset);
     let config = t.path("config").optional();
-    let known = preset::model(&preset);
+    let known = preset::find_model(&preset);
     if known.is_none() && config.is_none() {
         let names: Vec<&str> = preset::MODELS.iter().map(|m| &*m.name).collect();
         t.error(
@@ -343,7 +392,7 @@ fn read_model(t: &Table<'_>, load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>)
                 .or_from(Origin::Derived("folder of model.config".into()), name)
         }
     };
-    let mut shape = known.cloned().unwrap_or(default.shape);
+    let mut shape = known.unwrap_or(default.shape);
     if let Some(path) = &config {
         let read = load(path)
             .map_err(|e| e.to_string())
@@ -378,7 +427,7 @@ fn read_pool(
     name: &str,
     t: &Table<'_>,
     base: &Table<'_>,
-    model: &ModelConfig,
+    (model, gpus): (&ModelConfig, &[Gpu]),
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> PoolConfig {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
@@ -409,18 +458,110 @@ fn read_pool(
         workers,
         engines,
         engine: t.table_over("engine", base, |engine| {
-            read_engine(engine, &model.shape, load)
+            read_engine(engine, &model.shape, gpus, load)
         }),
+    }
+}
+
+/// The link called `NAME` in `[link.NAME]`: kind, bytes/s, latency of an all-reduce.
+type NamedLink = (String, Link, f64, Option<f64>);
+
+fn read_link(name: &str, t: &Table<'_>) -> NamedLink {
+    const KINDS: &[(&str, Link)] = &[("fabric", Link::Fabric), ("pcie", Link::Pcie)];
+    let kind = t.choice("kind", KINDS).or(Link::Pcie);
+    let bytes_per_s = t.get("bytes_per_s").within(1e6..=1e15).required(
+        "set the bandwidth between two GPUs in one direction, such as `bytes_per_s = 64e9` for PCIe 5.0 x16",
+        64e9,
+    );
+    let reduce_us = t.get("reduce_us").within(0.1..=1e6).optional();
+    (name.to_owned(), kind, bytes_per_s, reduce_us)
+}
+
+/// `[gpu.NAME]`: a GPU by its numbers, or a preset with other ones.
+fn read_gpu(name: &str, t: &Table<'_>, links: &[NamedLink]) -> Gpu {
+    if preset::gpu(name).is_some() {
+        t.error(
+            "",
+            format!("`{name}` is a preset"),
+            format!("call it otherwise, with `like = \"{name}\"` for a preset with other numbers"),
+        );
+    }
+    let presets: Vec<(&str, &'static Gpu)> =
+        preset::GPUS.iter().map(|gpu| (&*gpu.name, gpu)).collect();
+    let like: Option<&'static Gpu> = t.choice("like", &presets).optional();
+    let number = |key: &str, of: fn(&Gpu) -> Option<f64>, remedy: &str| {
+        let field = t.get(key).within(1e3..=1e18);
+        match like.and_then(of) {
+            Some(default) => {
+                field.or_from(Origin::Preset(like.map_or("", |g| &g.name).into()), default)
+            }
+            None => field.required(remedy, 1e12),
+        }
+    };
+    let optional = |key: &str, of: fn(&Gpu) -> Option<f64>| {
+        let found: Option<f64> = t.get(key).within(1e3..=1e18).optional();
+        found.or_else(|| like.and_then(of))
+    };
+    let bf16_flops = number(
+        "bf16_flops",
+        |g| Some(g.bf16_flops),
+        "set the dense BF16 throughput in FLOP/s, such as `bf16_flops = 989e12`, or a preset in `like`",
+    );
+    let memory_bytes = number(
+        "memory_bytes",
+        |g| Some(g.memory_bytes as f64),
+        "set the memory that programs can use, such as `memory_bytes = 85e9`, or a preset in `like`",
+    );
+    let memory_bytes_per_s = number(
+        "memory_bytes_per_s",
+        |g| Some(g.memory_bytes_per_s),
+        "set the memory bandwidth, such as `memory_bytes_per_s = 3350e9`, or a preset in `like`",
+    );
+    let wanted: Option<String> = t.get("link").optional();
+    let link = wanted.as_ref().and_then(|wanted| {
+        let found = links.iter().find(|(name, ..)| name == wanted);
+        if found.is_none() {
+            t.error(
+                "link",
+                format!("`link` is \"{wanted}\", but there is no table `[link.{wanted}]`"),
+                "add the table, or remove the key",
+            );
+        }
+        found
+    });
+    let (link, link_bytes_per_s, reduce_us) = match (link, like) {
+        (Some((_, kind, bytes_per_s, reduce_us)), _) => (*kind, *bytes_per_s, *reduce_us),
+        (None, Some(like)) => (like.link, like.link_bytes_per_s, like.reduce_us),
+        // PCIe 4.0 x16, which the slowest servers have.
+        (None, None) => (Link::Pcie, 32e9, None),
+    };
+    Gpu {
+        name: name.to_owned().into(),
+        like: like.map(|gpu| &*gpu.name),
+        title: "a GPU of the cluster file",
+        bf16_flops,
+        fp8_flops: optional("fp8_flops", |g| g.fp8_flops),
+        fp4_flops: optional("fp4_flops", |g| g.fp4_flops),
+        memory_bytes: memory_bytes as u64,
+        memory_bytes_per_s,
+        link_bytes_per_s,
+        link,
+        reduce_us,
+        source: "cluster file",
     }
 }
 
 fn read_engine(
     t: &Table<'_>,
     shape: &ModelShape,
+    gpus: &[Gpu],
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> EngineConfig {
     let default = EngineConfig::default();
-    let timing = t.table("timing", |timing| read_timing(timing, shape, load));
+    for (key, reason) in NOT_MODELLED {
+        t.refuse(key, reason, "remove the key");
+    }
+    let timing = t.table("timing", |timing| read_timing(timing, shape, gpus, load));
     let tensor_parallel_size = t
         .get("tensor_parallel_size")
         .within(1..=1024)
@@ -455,27 +596,53 @@ fn read_engine(
         .get("data_parallel_size")
         .within(1..=1024)
         .or(default.data_parallel_size);
-    if data_parallel_size > 1 && shape.experts.is_some() {
+    let mixture = shape.experts.is_some();
+    let calibrated = matches!(timing, TimingConfig::Calibrated { .. });
+    let enable_expert_parallel = t
+        .get("enable_expert_parallel")
+        .or(default.enable_expert_parallel);
+    if enable_expert_parallel && !(mixture && calibrated) {
+        let reason = if mixture {
+            "only `timing.kind` \"calibrated\" knows the exchange of tokens between experts"
+                .to_owned()
+        } else {
+            format!("{} has no experts", shape.name)
+        };
+        t.error(
+            "enable_expert_parallel",
+            format!("`enable_expert_parallel` is true, but {reason}"),
+            "set it to false",
+        );
+    }
+    if data_parallel_size > 1 && mixture && !calibrated {
         t.error(
             "data_parallel_size",
             format!(
-                "`data_parallel_size` is {data_parallel_size}, but {} is a mixture of experts: its ranks would \
-                 share the experts and wait for each other in every step, which is not modelled",
+                "`data_parallel_size` is {data_parallel_size}, but {} is a mixture of experts: its ranks \
+                 share the experts and meet in every step, which only `timing.kind` \"calibrated\" models",
                 shape.name
             ),
-            "set it to 1, and use more `workers` (each with all experts) or a larger `tensor_parallel_size`",
+            "use that kind, or set it to 1 with more `workers` (each with all experts)",
         );
     }
 
     let memory = match &timing {
-        TimingConfig::Roofline { gpu, dtype } if splits => preset::gpu(gpu).map(|gpu| Memory {
-            gpu,
-            shape,
-            dtype: *dtype,
-            kv_dtype: kv_cache_dtype,
-            tensor_parallel: tensor_parallel_size,
-            utilization: gpu_memory_utilization,
-        }),
+        TimingConfig::Roofline { gpu, dtype } | TimingConfig::Calibrated { gpu, dtype, .. }
+            if splits =>
+        {
+            Some(Memory {
+                gpu,
+                shape,
+                formats: match &timing {
+                    TimingConfig::Roofline { .. } => Formats::uniform(shape, *dtype),
+                    _ => Formats::of(shape, *dtype),
+                },
+                kv_dtype: kv_cache_dtype,
+                tensor_parallel: tensor_parallel_size,
+                data_parallel: data_parallel_size,
+                utilization: gpu_memory_utilization,
+            })
+        }
         _ => None,
     };
     let (blocks_fit, origin) = match &memory {
@@ -577,6 +744,7 @@ fn read_engine(
             .or(default.scheduling_policy),
         tensor_parallel_size,
         data_parallel_size,
+        enable_expert_parallel,
         gpu_memory_utilization,
         kv_cache_dtype,
         startup_s: t
@@ -590,15 +758,25 @@ fn read_engine(
 
 /// Share of a GPU's memory that is left for the KV cache.
 struct Memory<'m> {
-    gpu: &'static Gpu,
+    gpu: &'m Gpu,
     shape: &'m ModelShape,
-    dtype: Dtype,
+    formats: Formats,
     kv_dtype: Dtype,
     tensor_parallel: u32,
+    data_parallel: u32,
     utilization: f64,
 }
 
 impl Memory<'_> {
+    /// Bytes of weights on each GPU of a rank of `tensor_parallel` GPUs. Ranks divide the experts.
+    fn weights(&self, tensor_parallel: u32) -> u64 {
+        let experts = tensor_parallel * self.data_parallel;
+        let bytes = self
+            .formats
+            .weight_bytes(self.shape, tensor_parallel, experts);
+        bytes.ceil() as u64
+    }
+
     /// Blocks that fit next to the weights, and how the number was derived; a mistake (and 1) if
     /// not even the weights fit.
     ///
@@ -606,9 +784,7 @@ impl Memory<'_> {
     /// which is not modelled: set `num_gpu_blocks` to match a given deployment.
     fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
         let budget = (self.gpu.memory_bytes as f64 * self.utilization) as u64;
-        let weights = self
-            .shape
-            .weight_bytes_per_gpu(self.tensor_parallel, self.dtype);
+        let weights = self.weights(self.tensor_parallel);
         let per_token = self
             .shape
             .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.kv_dtype);
@@ -627,7 +803,7 @@ impl Memory<'_> {
             );
             // The smallest that holds one sequence of the model's full length.
             let enough = (1..=64).find(|&tp| {
-                let rest = budget.saturating_sub(self.shape.weight_bytes_per_gpu(tp, self.dtype));
+                let rest = budget.saturating_sub(self.weights(tp));
                 let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.kv_dtype);
                 self.shape.divides_into(tp)
                     && rest >= per_token * u64::from(self.shape.max_positions)
@@ -687,16 +863,19 @@ fn read_output_len(t: &Table<'_>) -> OutputLen {
 fn read_timing(
     t: &Table<'_>,
     shape: &ModelShape,
+    gpus: &[Gpu],
     load: &mut dyn FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> TimingConfig {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
+        Calibrated,
         Constant,
         Linear,
         Roofline,
         Table,
     }
     const KINDS: &[(&str, Kind)] = &[
+        ("calibrated", Kind::Calibrated),
         ("constant", Kind::Constant),
         ("linear", Kind::Linear),
         ("roofline", Kind::Roofline),
@@ -714,22 +893,24 @@ fn read_timing(
                 "per_context_token_ns",
             ],
         ),
+        (Kind::Calibrated, &["gpu", "dtype", "framework", "profile"]),
         (Kind::Roofline, &["gpu", "dtype"]),
         (Kind::Table, &["path"]),
     ];
     // An hour: a longer pass is an error in the unit.
     const STEP_NS_MAX: u64 = 3_600_000_000_000;
 
-    let kind = t.choice("kind", KINDS).or(Kind::Roofline);
+    let kind = t.choice("kind", KINDS).or(Kind::Calibrated);
     let word = KINDS
         .iter()
         .find(|(_, k)| *k == kind)
         .map_or("", |(word, _)| word);
-    for key in KEYS
-        .iter()
-        .filter(|(k, _)| *k != kind)
-        .flat_map(|(_, keys)| *keys)
-    {
+    let keys_of = |kind| KEYS.iter().filter(move |(k, _)| *k == kind);
+    let own: Vec<&str> = keys_of(kind).flat_map(|(_, keys)| *keys).copied().collect();
+    let mut others: Vec<&str> = KEYS.iter().flat_map(|(_, keys)| *keys).copied().collect();
+    others.sort_unstable();
+    others.dedup();
+    for key in others.into_iter().filter(|key| !own.contains(key)) {
         t.unused(key, "kind", &format!("`kind` is \"{word}\""));
     }
     match kind {
@@ -764,13 +945,30 @@ fn read_timing(
                     "take \"table\" or \"linear\"; `slipstream predict` answers deployments of this model",
                 );
             }
-            let TimingConfig::Roofline { gpu, .. } = TimingConfig::default() else {
-                unreachable!("the default is a roofline");
-            };
-            let names: Vec<(&str, &str)> = preset::GPUS.iter().map(|g| (g.name, g.name)).collect();
-            let gpu = t.choice("gpu", &names).or(&gpu).to_owned();
+            let gpu = choose_gpu(t, gpus);
             let dtype = read_weights(t, shape, &gpu);
             TimingConfig::Roofline { gpu, dtype }
+        }
+        Kind::Calibrated => {
+            let gpu = choose_gpu(t, gpus);
+            let dtype = read_formats(t, shape);
+            let framework = t.choice("framework", FRAMEWORKS).or(Framework::Vllm);
+            let profile = t.path("profile").optional();
+            if let Some(path) = &profile
+                && let Err(error) = load(path)
+            {
+                t.error(
+                    "profile",
+                    format!("`profile`: {}: {error}", path.display()),
+                    "set it to a file of `slipstream calibrate --out`, or remove it for the built-in one",
+                );
+            }
+            TimingConfig::Calibrated {
+                gpu,
+                dtype,
+                framework,
+                profile,
+            }
         }
         Kind::Table => {
             let path = t
@@ -790,13 +988,48 @@ fn read_timing(
     }
 }
 
+/// The GPU of `gpu`: a preset, or one of the file's own.
+fn choose_gpu(t: &Table<'_>, gpus: &[Gpu]) -> Gpu {
+    let all: Vec<(&str, &Gpu)> = gpus
+        .iter()
+        .chain(preset::GPUS)
+        .map(|gpu| (&*gpu.name, gpu))
+        .collect();
+    let default = preset::gpu("h100-sxm").expect("it is a preset");
+    t.choice("gpu", &all).or(default).clone()
+}
+
+/// The format of the weights, for a model that takes every format on every GPU.
+fn read_formats(t: &Table<'_>, shape: &ModelShape) -> Dtype {
+    let checkpoint = shape.dtype();
+    let origin = match checkpoint {
+        Dtype::Bf16 => Origin::Default,
+        _ => Origin::Derived(format!("checkpoint of {}", shape.name)),
+    };
+    let dtype = t.choice("dtype", DTYPES).or_from(origin, checkpoint);
+    if checkpoint != Dtype::Bf16 && dtype == Dtype::Bf16 {
+        t.error(
+            "dtype",
+            format!(
+                "`dtype` is \"bf16\", but {} has {} weights",
+                shape.name,
+                checkpoint.name()
+            ),
+            "remove it, or use the `config.json` of the checkpoint in 16 bits",
+        );
+    }
+    dtype
+}
+
 /// The format of the weights: the checkpoint's, or FP8 quantized from 16 bits at load time.
-fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
+fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &Gpu) -> Dtype {
     let origin = match shape.weights {
         Dtype::Bf16 => Origin::Default,
         _ => Origin::Derived(format!("`quantization_config` of {}", shape.name)),
     };
-    let dtype = t.choice("dtype", DTYPES).or_from(origin, shape.weights);
+    let dtype = t
+        .choice("dtype", ROOFLINE_DTYPES)
+        .or_from(origin, shape.weights);
     if shape.weights == Dtype::Fp8 && dtype == Dtype::Bf16 {
         t.error(
             "dtype",
@@ -807,11 +1040,12 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
             "remove it, or use the `config.json` of the checkpoint in 16 bits",
         );
     }
-    if dtype == Dtype::Fp8 && preset::gpu(gpu).is_some_and(|g| g.fp8_flops.is_none()) {
+    let name = &gpu.name;
+    if dtype == Dtype::Fp8 && gpu.fp8_flops.is_none() {
         let (message, hint) = if shape.weights == Dtype::Fp8 {
             (
                 format!(
-                    "{} has FP8 weights, but {gpu} has no FP8 units, and FP8 weights with \
+                    "{} has FP8 weights, but {name} has no FP8 units, and FP8 weights with \
                      16-bit arithmetic are not modelled",
                     shape.name
                 ),
@@ -819,7 +1053,7 @@ fn read_weights(t: &Table<'_>, shape: &ModelShape, gpu: &str) -> Dtype {
             )
         } else {
             (
-                format!("`dtype` is \"fp8\", but {gpu} has no FP8 units"),
+                format!("`dtype` is \"fp8\", but {name} has no FP8 units"),
                 "use \"bf16\", or another `gpu`",
             )
         };
@@ -1166,7 +1400,7 @@ mod tests {
             "[model]\npreset = \"llama-3.1-70b\"\n[engine]\ntensor_parallel_size = 1\n",
             &[
                 "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPU of h100-sxm, but \
-               85.9 GB of it is 77.3 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
+               85.5 GB of it is 77.0 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
                hint: set `tensor_parallel_size = 4`, or use a larger GPU",
             ],
         );
@@ -1198,8 +1432,8 @@ mod tests {
             &["chunked prefill is off"],
         );
         check_refused(
-            "[engine.timing]\ngpu = \"a100-sxm-80gb\"\ndtype = \"fp8\"\n",
-            &["c.toml:3:9: `dtype` is \"fp8\", but a100-sxm-80gb has no FP8 units"],
+            "[engine.timing]\nkind = \"roofline\"\ngpu = \"a100-sxm-80gb\"\ndtype = \"fp8\"\n",
+            &["c.toml:4:9: `dtype` is \"fp8\", but a100-sxm-80gb has no FP8 units"],
         );
         check_refused(
             "[engine]\nmax_model_len = 50_000\n",
@@ -1249,6 +1483,14 @@ mod tests {
     }
 
     #[test]
+    fn settings_of_vllm_that_are_not_modelled_are_refused_by_name() {
+        for (key, _) in NOT_MODELLED {
+            let text = format!("[engine]\n{key} = 1\n");
+            check_refused(&text, &[&format!("`engine.{key}` is not modelled")]);
+        }
+    }
+
+    #[test]
     fn files_that_cannot_be_used_are_mistakes() {
         check_refused(
             "[model]\nconfig = \"no.json\"\n",
@@ -1292,20 +1534,20 @@ mod tests {
     fn an_fp8_checkpoint_sets_the_format_of_weights() {
         let (cluster, settings) = parse_with_json(FP8_JSON, "").unwrap();
         let engine = &cluster.pools[0].engine;
-        let TimingConfig::Roofline { dtype, .. } = &engine.timing else {
+        let TimingConfig::Calibrated { dtype, .. } = &engine.timing else {
             panic!("{:?}", engine.timing)
         };
         assert_eq!((*dtype, engine.kv_cache_dtype), (Dtype::Fp8, Dtype::Bf16));
         let dtype = settings.get("pool.main.engine.timing.dtype").unwrap();
         assert_eq!(dtype.value.as_deref(), Some("\"fp8\""));
-        assert_eq!(dtype.origin.to_string(), "`quantization_config` of m");
+        assert_eq!(dtype.origin.to_string(), "checkpoint of m");
         for (text, part) in [
             (
                 "[engine.timing]\ndtype = \"bf16\"\n",
-                "m has FP8 weights (`quantization_config`)",
+                "`dtype` is \"bf16\", but m has fp8 weights",
             ),
             (
-                "[engine.timing]\ngpu = \"a100-sxm-80gb\"\n",
+                "[engine.timing]\nkind = \"roofline\"\ngpu = \"a100-sxm-80gb\"\n",
                 "a100-sxm-80gb has no FP8 units, and FP8 weights with 16-bit arithmetic",
             ),
         ] {
@@ -1345,22 +1587,74 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_a_mixture_of_experts_are_refused() {
+    fn ranks_of_a_mixture_of_experts_divide_them_or_are_refused() {
         check_refused(
-            "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\ndata_parallel_size = 2\n",
+            "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\ndata_parallel_size = 2\n\
+             [engine.timing]\nkind = \"roofline\"\n",
             &["c.toml:5:22: `data_parallel_size` is 2, but mixtral-8x7b is a mixture of experts"],
+        );
+        // Two ranks divide the experts: twice the GPUs, and more room than one rank has.
+        let mixture = |ranks: u32| {
+            let text = format!(
+                "[model]\npreset = \"mixtral-8x7b\"\n[engine]\ntensor_parallel_size = 2\n\
+                 data_parallel_size = {ranks}\nenable_expert_parallel = true\n"
+            );
+            let engine = parse(&text).unwrap().0.pools[0].engine.clone();
+            engine.num_gpu_blocks
+        };
+        assert!(mixture(2) > mixture(1) * 3 / 2);
+        check_refused(
+            "[engine]\nenable_expert_parallel = true\n",
+            &["`enable_expert_parallel` is true, but qwen3-8b has no experts"],
         );
         let dense = "[engine]\ndata_parallel_size = 2\n";
         assert_eq!(parse(dense).unwrap().0.gpus(), 2);
     }
 
     #[test]
+    fn a_gpu_and_a_link_are_said_by_numbers() {
+        let text = "[link.pairs]\nkind = \"fabric\"\nbytes_per_s = 300e9\nreduce_us = 12\n\
+                    [gpu.ours]\nbf16_flops = 148e12\nmemory_bytes = 96e9\nmemory_bytes_per_s = 4e12\nlink = \"pairs\"\n\
+                    [gpu.big]\nlike = \"h100-sxm\"\nmemory_bytes = 141e9\n\
+                    [pool.a.engine.timing]\ngpu = \"ours\"\n[pool.b.engine.timing]\ngpu = \"big\"\n";
+        let (cluster, settings) = parse(text).unwrap();
+        let gpu = |pool: usize| match &cluster.pools[pool].engine.timing {
+            TimingConfig::Calibrated { gpu, .. } => gpu,
+            other => panic!("{other:?}"),
+        };
+        let (ours, big, preset) = (gpu(0), gpu(1), preset::gpu("h100-sxm").unwrap());
+        assert_eq!(
+            (&*ours.name, ours.kin(), ours.fp8_flops),
+            ("ours", "ours", None)
+        );
+        assert_eq!(
+            (ours.link, ours.link_bytes_per_s, ours.reduce_us),
+            (Link::Fabric, 300e9, Some(12.0))
+        );
+        assert_eq!((big.kin(), big.fp8_flops), ("h100-sxm", preset.fp8_flops));
+        assert_eq!((big.memory_bytes, big.link), (141_000_000_000, preset.link));
+        assert!(cluster.pools[1].engine.num_gpu_blocks > cluster.pools[0].engine.num_gpu_blocks);
+        let (again, _) = parse(&settings.to_toml()).unwrap();
+        assert_eq!(again, cluster);
+        check_refused(
+            "[gpu.h20]\nmemory_bytes = 1e9\nlink = \"x\"\n[engine.timing]\ngpu = \"y\"\n",
+            &[
+                "`h20` is a preset",
+                "`gpu.h20.bf16_flops` is missing",
+                "`gpu.h20.memory_bytes_per_s` is missing",
+                "there is no table `[link.x]`",
+                "`engine.timing.gpu` is a string (\"y\"), but must be one of \"h20\", \"a100-sxm-80gb\"",
+            ],
+        );
+    }
+
+    #[test]
     fn kv_blocks_follow_from_the_gpu() {
         let (cluster, settings) = parse("").unwrap();
         assert_eq!(cluster, Cluster::default());
-        // 80 GiB x 0.9 - 16.38 GB of weights, over 16 tokens of 147,456 bytes.
+        // 81,559 MiB x 0.9 - 16.38 GB of weights, over 16 tokens of 147,456 bytes.
         let engine = &cluster.pools[0].engine;
-        assert_eq!(engine.num_gpu_blocks, 25_824);
+        assert_eq!(engine.num_gpu_blocks, 25_680);
         assert_eq!(
             engine.max_model_len, 40_960,
             "the model's, since the cache holds more"
@@ -1368,16 +1662,16 @@ mod tests {
         let blocks = settings.get("pool.main.engine.num_gpu_blocks").unwrap();
         assert_eq!(
             blocks.origin.to_string(),
-            "h100-sxm 85.9 GB x 0.9 - 16.4 GB of weights = 60.9 GB",
+            "h100-sxm 85.5 GB x 0.9 - 16.4 GB of weights = 60.6 GB",
         );
         let tight = "[model]\npreset = \"qwen3-32b\"\n[engine]\ngpu_memory_utilization = 0.85\n";
         let (cluster, settings) = parse(tight).unwrap();
         let len = settings.get("pool.main.engine.max_model_len").unwrap();
         assert_eq!(
             len.origin.to_string(),
-            "KV cache holds 28576, qwen3-32b allows 40960"
+            "KV cache holds 27344, qwen3-32b allows 40960"
         );
-        assert_eq!(cluster.pools[0].engine.max_model_len, 28_576);
+        assert_eq!(cluster.pools[0].engine.max_model_len, 27_344);
     }
 
     #[test]
@@ -1480,9 +1774,11 @@ mod tests {
         };
         assert_eq!((small.workers, small.engine.max_model_len), (4, 8192));
         assert_eq!((long.workers, long.engine.max_model_len), (1, 40_960));
-        let fp8 = |gpu: &str| TimingConfig::Roofline {
-            gpu: gpu.into(),
+        let fp8 = |gpu: &str| TimingConfig::Calibrated {
+            gpu: preset::gpu(gpu).unwrap().clone(),
             dtype: Dtype::Fp8,
+            framework: Framework::Vllm,
+            profile: None,
         };
         assert_eq!(
             (&small.engine.timing, &long.engine.timing),

@@ -11,7 +11,7 @@ mod upstream;
 use std::path::{Path, PathBuf};
 
 use crate::doc::Doc;
-use crate::preset::{self, ModelShape};
+use crate::preset::{self, Gpu, ModelShape};
 use slipstream_base::ids::WorkerId;
 
 pub use upstream::{EngineKind, EngineUrl, HttpEngines, Resume, UpstreamConfig};
@@ -183,6 +183,8 @@ pub struct EngineConfig {
     pub tensor_parallel_size: u32,
     /// Ranks of a worker, each with its own scheduler. Default 1.
     pub data_parallel_size: u32,
+    /// Divide whole experts between the GPUs of a worker, instead of every expert. Default false.
+    pub enable_expert_parallel: bool,
     /// Share of a GPU's memory for weights and KV cache. Default 0.9.
     pub gpu_memory_utilization: f64,
     /// Number format of keys and values. Default: the checkpoint's, which is BF16 unless it
@@ -210,6 +212,7 @@ impl Default for EngineConfig {
             scheduling_policy: SchedulingPolicy::Fcfs,
             tensor_parallel_size: 1,
             data_parallel_size: 1,
+            enable_expert_parallel: false,
             gpu_memory_utilization: 0.9,
             kv_cache_dtype: Dtype::Bf16,
             startup_s: 0.0,
@@ -263,10 +266,22 @@ pub enum TimingConfig {
         /// Per token of context attended to by decoding sequences, ns.
         per_context_token_ns: f64,
     },
-    /// From the model's shape and the GPU's peaks.
+    /// The model's shape and the GPU's peaks, with overheads, efficiencies and residuals of a profile
+    /// of measured deployments.
+    Calibrated {
+        /// The GPU: a preset (`slipstream presets`), or a table `[gpu.NAME]` of the file.
+        gpu: Gpu,
+        /// Format of the weights. Default: the checkpoint's.
+        dtype: Dtype,
+        /// The framework whose overheads apply.
+        framework: Framework,
+        /// A profile of `slipstream calibrate`; `None`: the built-in one.
+        profile: Option<PathBuf>,
+    },
+    /// From the model's shape and the GPU's peaks alone.
     Roofline {
-        /// Preset of the GPU (`slipstream presets`).
-        gpu: String,
+        /// The GPU: a preset (`slipstream presets`), or a table `[gpu.NAME]` of the file.
+        gpu: Gpu,
         /// Format of the weights: `bf16` has 2 bytes, `fp8` 1. Default: the checkpoint's.
         dtype: Dtype,
     },
@@ -279,10 +294,48 @@ pub enum TimingConfig {
 
 impl Default for TimingConfig {
     fn default() -> Self {
-        TimingConfig::Roofline {
-            gpu: "h100-sxm".into(),
+        TimingConfig::Calibrated {
+            gpu: preset::gpu("h100-sxm").expect("it is a preset").clone(),
             dtype: Dtype::Bf16,
+            framework: Framework::Vllm,
+            profile: None,
         }
+    }
+}
+
+/// Serving framework; each has overheads of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Framework {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// TensorRT-LLM.
+    TrtLlm,
+}
+
+impl Framework {
+    /// All of them, in the order of a profile's parameters.
+    pub const ALL: [Framework; 3] = [Framework::Vllm, Framework::Sglang, Framework::TrtLlm];
+
+    /// Word in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Framework::Vllm => "vllm",
+            Framework::Sglang => "sglang",
+            Framework::TrtLlm => "trtllm",
+        }
+    }
+
+    /// The framework called `name`, in any case, with or without hyphens.
+    pub fn named(name: &str) -> Option<Framework> {
+        let letters = name.chars().filter(char::is_ascii_alphanumeric);
+        let name: String = letters.map(|c| c.to_ascii_lowercase()).collect();
+        let name = match &*name {
+            "tensorrtllm" | "trt" => "trtllm",
+            name => name,
+        };
+        Framework::ALL.into_iter().find(|f| f.name() == name)
     }
 }
 
@@ -314,6 +367,16 @@ impl Dtype {
             Dtype::Nvfp4 => 0.5625,
         }
     }
+
+    /// All of them.
+    pub const ALL: [Dtype; 6] = [
+        Dtype::Bf16,
+        Dtype::Fp8,
+        Dtype::Int8,
+        Dtype::Int4,
+        Dtype::Nvfp4,
+        Dtype::Mxfp4,
+    ];
 
     /// Word in files and tables.
     pub fn name(self) -> &'static str {

@@ -75,7 +75,7 @@ pub const KEYS: &[Key] = &[
     key(
         "engine.num_gpu_blocks",
         "blocks, 1 to 16,777,216",
-        "(GPU memory x utilization - weights; 16,384 unless `timing.kind` is \"roofline\")",
+        "(GPU memory x utilization - weights; 16,384 unless `timing` has a `gpu`)",
         "KV blocks per rank.",
         "Low: preemptions, and long prompts are refused. High: a cache larger than the GPU's memory.",
     ),
@@ -135,9 +135,16 @@ pub const KEYS: &[Key] = &[
         "engine.data_parallel_size",
         "ranks, 1 to 1,024",
         "1",
-        "Ranks per worker, each with its own scheduler and KV cache. 1 for a mixture of experts: its \
-         ranks would share the experts and wait for each other in every step, which is not modelled.",
-        "High: cached prefixes are spread over many ranks.",
+        "Ranks per worker, each with its own scheduler and KV cache. Ranks of a mixture divide the experts \
+         between them; each step is taken to meet as many tokens on the other ranks as on its own.",
+        "High: cached prefixes are spread over many ranks. A mixture needs `timing.kind` \"calibrated\".",
+    ),
+    key(
+        "engine.enable_expert_parallel",
+        "true or false",
+        "false",
+        "Give each GPU of a worker whole experts, instead of a part of every expert.",
+        "true: tokens are exchanged between GPUs; the busiest GPU sets the pace.",
     ),
     key(
         "engine.gpu_memory_utilization",
@@ -193,11 +200,11 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "engine.timing.kind",
-        "\"constant\", \"linear\", \"roofline\" or \"table\"",
-        "\"roofline\"",
+        "\"calibrated\", \"constant\", \"linear\", \"roofline\" or \"table\"",
+        "\"calibrated\"",
         "Model of a pass's duration; `docs/step-time.md` has the equations.",
         "A key that the chosen kind does not use is an error, unless the kind is set in a higher \
-         layer (`--set engine.timing.kind=constant` over a file with a roofline).",
+         layer (`--set engine.timing.kind=constant` over a file with a GPU).",
     ),
     key(
         "engine.timing.step_ns",
@@ -245,17 +252,32 @@ pub const KEYS: &[Key] = &[
         "engine.timing.gpu",
         "string",
         "\"h100-sxm\"",
-        "GPU of the roofline; `slipstream presets` lists them. Its memory also sets the default of \
-         `num_gpu_blocks`.",
+        "The GPU: a preset (`slipstream presets` lists them) or the NAME of a `[gpu.NAME]`. Its memory also \
+         sets the default of `num_gpu_blocks`.",
         "A PCIe GPU with a high `tensor_parallel_size` spends most of a pass in all-reduces.",
     ),
     key(
         "engine.timing.dtype",
-        "\"bf16\" or \"fp8\"",
+        "\"bf16\", \"fp8\", \"int8\", \"int4\", \"nvfp4\" or \"mxfp4\"; for \"roofline\" the first two",
         "\"bf16\"",
-        "Format of the weights. Default: the checkpoint's, if `model.config` has a `quantization_config`. \"fp8\" \
-         with a checkpoint in 16 bits: quantized at load time.",
-        "\"fp8\" on a GPU without FP8 units is rejected, and so is \"bf16\" for an FP8 checkpoint.",
+        "Format of the weights. Default: the checkpoint's. `docs/step-time.md` says which parts of a checkpoint have \
+         it. The KV cache has its own (`kv_cache_dtype`).",
+        "\"bf16\" for a checkpoint of fewer bits is rejected. A format that the GPU has no units for is unpacked \
+         to 16 bits (\"calibrated\") or rejected (\"roofline\").",
+    ),
+    key(
+        "engine.timing.framework",
+        "\"vllm\", \"sglang\" or \"trtllm\"",
+        "\"vllm\"",
+        "Framework whose overheads per layer, step, sequence and request apply. The scheduler stays vLLM's.",
+        "Another framework's steps differ by a tenth to a third.",
+    ),
+    key(
+        "engine.timing.profile",
+        "path",
+        "(the built-in profile)",
+        "Profile from `slipstream calibrate`.",
+        "A profile of other hosts or versions: times are off as by the error of its report.",
     ),
     key(
         "engine.timing.path",
@@ -263,6 +285,76 @@ pub const KEYS: &[Key] = &[
         "(none)",
         "CSV grid of measured passes; `docs/step-time.md` has the format.",
         "Beyond its last points the table is extrapolated linearly.",
+    ),
+    key(
+        "gpu.NAME.like",
+        "string",
+        "(none)",
+        "Preset whose numbers apply where this table has none, and whose kernels the GPU is taken to have.",
+        "Without it the overheads of a generation that was not measured apply.",
+    ),
+    key(
+        "gpu.NAME.bf16_flops",
+        "FLOP/s, dense; needed without `like`",
+        "(that of `like`)",
+        "Peak of BF16 matrix products.",
+        "A figure \"with sparsity\" is twice the dense one: prefill comes out twice as fast.",
+    ),
+    key(
+        "gpu.NAME.fp8_flops",
+        "FLOP/s, dense",
+        "(that of `like`)",
+        "Peak of FP8 matrix products; without it FP8 weights are unpacked.",
+        "As `bf16_flops`.",
+    ),
+    key(
+        "gpu.NAME.fp4_flops",
+        "FLOP/s, dense",
+        "(that of `like`)",
+        "Peak of FP4 matrix products; without it FP4 weights are unpacked.",
+        "As `bf16_flops`.",
+    ),
+    key(
+        "gpu.NAME.memory_bytes",
+        "bytes; needed without `like`",
+        "(that of `like`)",
+        "Memory that programs can use, as the driver reports it.",
+        "High: more KV blocks than fit.",
+    ),
+    key(
+        "gpu.NAME.memory_bytes_per_s",
+        "bytes/s; needed without `like`",
+        "(that of `like`)",
+        "Memory bandwidth.",
+        "High: decode comes out too fast.",
+    ),
+    key(
+        "gpu.NAME.link",
+        "string",
+        "(that of `like`; otherwise 32e9 bytes/s of PCIe)",
+        "NAME of the `[link.NAME]` that joins the GPUs of a worker.",
+        "Used with `tensor_parallel_size` above 1 only.",
+    ),
+    key(
+        "link.NAME.kind",
+        "\"fabric\" or \"pcie\"",
+        "\"pcie\"",
+        "NVLink, Infinity Fabric and the like; or PCI Express.",
+        "Sets the latency of an all-reduce and the share of the bandwidth that it reaches.",
+    ),
+    key(
+        "link.NAME.bytes_per_s",
+        "bytes/s; needed",
+        "(none)",
+        "Bandwidth of one GPU in one direction.",
+        "Data sheets state both directions together, twice this.",
+    ),
+    key(
+        "link.NAME.reduce_us",
+        "us",
+        "(the profile's for that kind)",
+        "Latency of a small all-reduce.",
+        "High: decode with a large `tensor_parallel_size` is slow.",
     ),
     key(
         "pool.NAME.role",
@@ -970,7 +1062,6 @@ tensor_parallel_size = 2
 max_num_seqs = 128
 
 [engine.timing]
-kind = \"roofline\"
 gpu = \"h100-sxm\"
 
 [pool.main]
@@ -1002,10 +1093,11 @@ long keys and values take from worker to worker; all else crosses the network th
 const CLOSING: &str = "
 ## How `num_gpu_blocks` follows from a GPU
 
-With `timing.kind = \"roofline\"`, and the key not given, per rank:
+With a `gpu` in `[engine.timing]`, and the key not given, per rank:
 
 ```text
-weights   = bytes of all weights / tensor_parallel_size     (FP8: embeddings stay in 16 bits)
+weights   = bytes of attention, dense MLPs and embeddings / tensor_parallel_size
+            + bytes of experts / (tensor_parallel_size x data_parallel_size)     (embeddings: 16 bits)
 per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of kv_cache_dtype
 blocks    = floor((gpu_memory x gpu_memory_utilization - weights) / (per_token x block_size))
 ```
@@ -1032,12 +1124,15 @@ mod tests {
         let event = "[[event]]\nkind = \"slow\"\nat_s = 1\nworker = 0\nfactor = 2\n\
                      [[event]]\nkind = \"link\"\nat_s = 1\nworker = 0\nshare = 0.5\n";
         let engines = "[pool.main]\nengines = [\"http://a:1\"]\n";
-        for text in ["", table, linear, constant, event, engines] {
+        let gpu = "[link.l]\nbytes_per_s = 1e9\n[gpu.g]\nlike = \"h100-sxm\"\nlink = \"l\"\n";
+        for text in ["", table, linear, constant, event, engines, gpu] {
             let doc = Doc::parse("", text.as_bytes());
             let (_, settings) = file::read(doc, |_: &Path| Ok(Vec::new())).expect(text);
             for setting in &settings {
                 let path = setting.path.replace("pool.main.engine.", "engine.");
                 let path = path
+                    .replace("gpu.g.", "gpu.NAME.")
+                    .replace("link.l.", "link.NAME.")
                     .replace("event[0]", "event")
                     .replace("event[1]", "event");
                 let default = setting

@@ -1,5 +1,7 @@
 //! GPUs: peaks from their vendors' data sheets.
 
+use std::borrow::Cow;
+
 /// What joins the GPUs of one tensor-parallel group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
@@ -23,7 +25,10 @@ impl Link {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gpu {
     /// Name in a cluster file.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
+    /// For a GPU of the cluster file: the preset that it resembles. Kernels and frameworks' overheads
+    /// are those of its generation.
+    pub like: Option<&'static str>,
     /// Name on the box.
     pub title: &'static str,
     /// Dense (no sparsity) BF16 tensor throughput with FP32 accumulation, FLOP/s.
@@ -41,6 +46,8 @@ pub struct Gpu {
     pub link_bytes_per_s: f64,
     /// Kind of that link.
     pub link: Link,
+    /// Latency of an all-reduce over it, us; `None`: that of its kind.
+    pub reduce_us: Option<f64>,
     /// Where the numbers stand.
     pub source: &'static str,
 }
@@ -48,15 +55,17 @@ pub struct Gpu {
 const TERA: f64 = 1e12;
 const GIGA: f64 = 1e9;
 const GIB: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
 
 /// All GPUs.
 ///
 /// Vendors print memory sizes as "80 GB" for what is built from power-of-two stacks: here they are
-/// GiB, rounded down to what a driver reports. GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of
+/// GiB, rounded down to what a driver reports (H100 80GB: 81,559 MiB; RTX 4090: 23.52 GiB to programs). GPUs with ECC inside GDDR6 (L4, L40S) lose 1/16 of
 /// it to check bits.
 pub const GPUS: &[Gpu] = &[
     Gpu {
-        name: "a100-sxm-80gb",
+        name: Cow::Borrowed("a100-sxm-80gb"),
+        like: None,
         title: "NVIDIA A100 SXM 80GB",
         bf16_flops: 312.0 * TERA,
         fp8_flops: None,
@@ -65,23 +74,27 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 2_039.0 * GIGA,
         link_bytes_per_s: 300.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways",
     },
     Gpu {
-        name: "h100-sxm",
+        name: Cow::Borrowed("h100-sxm"),
+        like: None,
         title: "NVIDIA H100 SXM 80GB",
         bf16_flops: 989.5 * TERA,
         fp8_flops: Some(1_979.0 * TERA),
         fp4_flops: None,
-        memory_bytes: 80 * GIB,
+        memory_bytes: 81_559 * MIB,
         memory_bytes_per_s: 3_350.0 * GIGA,
         link_bytes_per_s: 450.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA H100 data sheet: 1,979 TFLOPS BF16 and 3,958 FP8 with sparsity, 3.35 TB/s, \
                  NVLink 900 GB/s both ways",
     },
     Gpu {
-        name: "h200-sxm",
+        name: Cow::Borrowed("h200-sxm"),
+        like: None,
         title: "NVIDIA H200 SXM 141GB",
         bf16_flops: 989.5 * TERA,
         fp8_flops: Some(1_979.0 * TERA),
@@ -90,10 +103,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 4_800.0 * GIGA,
         link_bytes_per_s: 450.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA H200 data sheet: compute as H100, 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways",
     },
     Gpu {
-        name: "b200-sxm",
+        name: Cow::Borrowed("b200-sxm"),
+        like: None,
         title: "NVIDIA B200 SXM 180GB",
         bf16_flops: 2_250.0 * TERA,
         fp8_flops: Some(4_500.0 * TERA),
@@ -102,11 +117,13 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 7_700.0 * GIGA,
         link_bytes_per_s: 900.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA HGX B200 data sheet: 36 PFLOPS BF16, 72 FP8 and 144 FP4 with sparsity for 8 GPUs, \
                  1.4 TB and 62 TB/s (7.7 TB/s each), NVLink 1.8 TB/s both ways",
     },
     Gpu {
-        name: "gb200",
+        name: Cow::Borrowed("gb200"),
+        like: None,
         title: "NVIDIA GB200 (one GPU of NVL72)",
         bf16_flops: 2_500.0 * TERA,
         fp8_flops: Some(5_000.0 * TERA),
@@ -115,11 +132,13 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 8_000.0 * GIGA,
         link_bytes_per_s: 900.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA GB200 NVL72 data sheet: 360 PFLOPS BF16 and 720 FP8 with sparsity, 13.4 TB, \
                  576 TB/s and NVLink 130 TB/s for 72 GPUs",
     },
     Gpu {
-        name: "l40s",
+        name: Cow::Borrowed("l40s"),
+        like: None,
         title: "NVIDIA L40S 48GB",
         bf16_flops: 362.05 * TERA,
         fp8_flops: Some(733.0 * TERA),
@@ -128,10 +147,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 864.0 * GIGA,
         link_bytes_per_s: 32.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA L40S data sheet: 362.05 TFLOPS BF16, 733 FP8, 864 GB/s, PCIe 4.0 x16",
     },
     Gpu {
-        name: "l4",
+        name: Cow::Borrowed("l4"),
+        like: None,
         title: "NVIDIA L4 24GB",
         bf16_flops: 121.0 * TERA,
         fp8_flops: Some(242.5 * TERA),
@@ -140,23 +161,27 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 300.0 * GIGA,
         link_bytes_per_s: 32.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA L4 data sheet: 242 TFLOPS BF16 and 485 FP8 with sparsity, 300 GB/s, PCIe 4.0 x16",
     },
     Gpu {
-        name: "rtx-4090",
+        name: Cow::Borrowed("rtx-4090"),
+        like: None,
         title: "NVIDIA GeForce RTX 4090 24GB",
         bf16_flops: 165.2 * TERA,
         fp8_flops: Some(330.3 * TERA),
         fp4_flops: None,
-        memory_bytes: 24 * GIB,
+        memory_bytes: 24_084 * MIB,
         memory_bytes_per_s: 1_008.0 * GIGA,
         link_bytes_per_s: 32.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA Ada architecture white paper, appendix A: 165.2 TFLOPS BF16 and 330.3 FP8 with \
                  FP32 accumulation, 1,008 GB/s, PCIe 4.0 x16",
     },
     Gpu {
-        name: "rtx-pro-6000",
+        name: Cow::Borrowed("rtx-pro-6000"),
+        like: None,
         title: "NVIDIA RTX PRO 6000 Blackwell Server Edition 96GB",
         bf16_flops: 503.8 * TERA,
         fp8_flops: Some(1_007.6 * TERA),
@@ -165,11 +190,13 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 1_597.0 * GIGA,
         link_bytes_per_s: 64.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA RTX PRO 6000 Blackwell data sheet: 4 PFLOPS FP4 with sparsity, an eighth of it \
                  dense BF16; server edition 1,597 GB/s, PCIe 5.0 x16",
     },
     Gpu {
-        name: "mi300x",
+        name: Cow::Borrowed("mi300x"),
+        like: None,
         title: "AMD Instinct MI300X 192GB",
         bf16_flops: 1_307.4 * TERA,
         fp8_flops: Some(2_614.9 * TERA),
@@ -178,11 +205,13 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 5_300.0 * GIGA,
         link_bytes_per_s: 448.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS BF16, 2,614.9 FP8, 5.3 TB/s, 7 Infinity \
                  Fabric links of 128 GB/s both ways",
     },
     Gpu {
-        name: "a100-sxm-40gb",
+        name: Cow::Borrowed("a100-sxm-40gb"),
+        like: None,
         title: "NVIDIA A100 SXM 40GB",
         bf16_flops: 312.0 * TERA,
         fp8_flops: None,
@@ -191,10 +220,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 1_555.0 * GIGA,
         link_bytes_per_s: 300.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 1,555 GB/s, NVLink 600 GB/s both ways",
     },
     Gpu {
-        name: "a100-pcie-80gb",
+        name: Cow::Borrowed("a100-pcie-80gb"),
+        like: None,
         title: "NVIDIA A100 PCIe 80GB",
         bf16_flops: 312.0 * TERA,
         fp8_flops: None,
@@ -203,22 +234,26 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 1_935.0 * GIGA,
         link_bytes_per_s: 32.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA A100 data sheet: 312 TFLOPS BF16, 1,935 GB/s, PCIe 4.0 x16",
     },
     Gpu {
-        name: "h100-pcie",
+        name: Cow::Borrowed("h100-pcie"),
+        like: None,
         title: "NVIDIA H100 PCIe 80GB",
         bf16_flops: 756.0 * TERA,
         fp8_flops: Some(1_513.0 * TERA),
         fp4_flops: None,
-        memory_bytes: 80 * GIB,
+        memory_bytes: 81_559 * MIB,
         memory_bytes_per_s: 2_000.0 * GIGA,
         link_bytes_per_s: 64.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA H100 PCIe product brief: 756 TFLOPS BF16 and 1,513 FP8, 2.0 TB/s, PCIe 5.0 x16",
     },
     Gpu {
-        name: "h100-nvl",
+        name: Cow::Borrowed("h100-nvl"),
+        like: None,
         title: "NVIDIA H100 NVL 94GB",
         bf16_flops: 835.5 * TERA,
         fp8_flops: Some(1_671.0 * TERA),
@@ -227,10 +262,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 3_900.0 * GIGA,
         link_bytes_per_s: 300.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA H100 data sheet: 1,671 TFLOPS BF16 and 3,341 FP8 with sparsity, 94 GB, 3.9 TB/s, NVLink bridge 600 GB/s both ways (pairs)",
     },
     Gpu {
-        name: "h20",
+        name: Cow::Borrowed("h20"),
+        like: None,
         title: "NVIDIA H20 96GB",
         bf16_flops: 148.0 * TERA,
         fp8_flops: Some(296.0 * TERA),
@@ -239,10 +276,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 4_000.0 * GIGA,
         link_bytes_per_s: 450.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA H20 data sheet: 148 TFLOPS BF16, 296 FP8, 96 GB, 4.0 TB/s, NVLink 900 GB/s both ways",
     },
     Gpu {
-        name: "b300-sxm",
+        name: Cow::Borrowed("b300-sxm"),
+        like: None,
         title: "NVIDIA B300 SXM 288GB",
         bf16_flops: 2_250.0 * TERA,
         fp8_flops: Some(4_500.0 * TERA),
@@ -251,10 +290,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 8_000.0 * GIGA,
         link_bytes_per_s: 900.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA HGX B300 data sheet: 36 PFLOPS BF16 and 72 FP8 with sparsity, 108 FP4 dense for 8 GPUs, 2.1 TB, 8 TB/s each, NVLink 1.8 TB/s both ways",
     },
     Gpu {
-        name: "gb300",
+        name: Cow::Borrowed("gb300"),
+        like: None,
         title: "NVIDIA GB300 (one GPU of NVL72)",
         bf16_flops: 2_500.0 * TERA,
         fp8_flops: Some(5_000.0 * TERA),
@@ -263,10 +304,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 8_000.0 * GIGA,
         link_bytes_per_s: 900.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "NVIDIA GB300 NVL72 data sheet: 360 PFLOPS BF16 and 720 FP8 with sparsity, 1,080 FP4 dense, 20 TB, 576 TB/s and NVLink 130 TB/s for 72 GPUs",
     },
     Gpu {
-        name: "a10",
+        name: Cow::Borrowed("a10"),
+        like: None,
         title: "NVIDIA A10 24GB",
         bf16_flops: 125.0 * TERA,
         fp8_flops: None,
@@ -275,10 +318,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 600.0 * GIGA,
         link_bytes_per_s: 32.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA A10 data sheet: 125 TFLOPS BF16, 24 GB, 600 GB/s, PCIe 4.0 x16",
     },
     Gpu {
-        name: "t4",
+        name: Cow::Borrowed("t4"),
+        like: None,
         title: "NVIDIA T4 16GB",
         bf16_flops: 65.0 * TERA,
         fp8_flops: None,
@@ -287,10 +332,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 320.0 * GIGA,
         link_bytes_per_s: 16.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA T4 data sheet: 65 TFLOPS FP16 (no BF16 units), 16 GB, 320 GB/s, PCIe 3.0 x16",
     },
     Gpu {
-        name: "rtx-5090",
+        name: Cow::Borrowed("rtx-5090"),
+        like: None,
         title: "NVIDIA GeForce RTX 5090 32GB",
         bf16_flops: 209.5 * TERA,
         fp8_flops: Some(419.0 * TERA),
@@ -299,10 +346,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 1_792.0 * GIGA,
         link_bytes_per_s: 64.0 * GIGA,
         link: Link::Pcie,
+        reduce_us: None,
         source: "NVIDIA RTX Blackwell architecture white paper, appendix A: 209.5 TFLOPS BF16 and 419 FP8 with FP32 accumulation, 1,676 FP4, 1,792 GB/s, PCIe 5.0 x16",
     },
     Gpu {
-        name: "mi325x",
+        name: Cow::Borrowed("mi325x"),
+        like: None,
         title: "AMD Instinct MI325X 256GB",
         bf16_flops: 1_307.4 * TERA,
         fp8_flops: Some(2_614.9 * TERA),
@@ -311,10 +360,12 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 6_000.0 * GIGA,
         link_bytes_per_s: 448.0 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "AMD Instinct MI325X data sheet: 1,307.4 TFLOPS BF16, 2,614.9 FP8, 256 GB, 6 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
     },
     Gpu {
-        name: "mi355x",
+        name: Cow::Borrowed("mi355x"),
+        like: None,
         title: "AMD Instinct MI355X 288GB",
         bf16_flops: 2_516.6 * TERA,
         fp8_flops: Some(5_033.2 * TERA),
@@ -323,9 +374,17 @@ pub const GPUS: &[Gpu] = &[
         memory_bytes_per_s: 8_000.0 * GIGA,
         link_bytes_per_s: 537.6 * GIGA,
         link: Link::Fabric,
+        reduce_us: None,
         source: "AMD Instinct MI355X data sheet: 2.5 PFLOPS BF16, 5 FP8, 10.1 MXFP4, 288 GB, 8 TB/s, 7 Infinity Fabric links of 153.6 GB/s both ways",
     },
 ];
+
+impl Gpu {
+    /// The preset whose kernels it is taken to have: itself, unless the cluster file says otherwise.
+    pub fn kin(&self) -> &str {
+        self.like.unwrap_or(&self.name)
+    }
+}
 
 /// The GPU named `name`.
 pub fn gpu(name: &str) -> Option<&'static Gpu> {

@@ -2,11 +2,16 @@
 //!
 //! `slipstream presets` lists them; `[model] preset` and `[engine.timing] gpu` name them.
 
+mod formats;
 mod gpu;
+mod layers;
 mod model;
+mod names;
 mod power;
 mod quantization;
 
+pub use formats::Formats;
 pub use gpu::{GPUS, Gpu, Link, gpu};
 pub use model::{Attention, Experts, MODELS, ModelShape, ShapeError, model};
+pub use names::find_model;
 pub use power::board_power_w;

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
-use super::quantization;
+use super::{layers, quantization};
 use crate::cluster::Dtype;
 
 /// A mixture of experts in place of each layer's MLP.
@@ -111,6 +111,14 @@ impl ModelShape {
             && self
                 .experts
                 .is_none_or(|e| e.shared_size == 0 && e.dense_layers == 0)
+    }
+
+    /// The word for the checkpoint's format: that of its routed experts, if it differs from the rest.
+    pub fn dtype(&self) -> Dtype {
+        match self.experts {
+            Some(e) if e.weights != Dtype::Bf16 => e.weights,
+            _ => self.weights,
+        }
     }
 
     /// Layers whose keys and values cover the whole context.
@@ -297,8 +305,8 @@ impl ModelShape {
     ///
     /// # Errors
     /// If it is no JSON object, a size is missing or unusable, or the architecture has a kind of
-    /// attention or MLP, or the weights a format, that this shape cannot express. The message names
-    /// the field.
+    /// attention or MLP (state-space layers, several kinds of windows), or the weights a format, that
+    /// this shape cannot express. The message names the field.
     pub fn from_config_json(name: &str, json: &[u8]) -> Result<ModelShape, ShapeError> {
         let value: Value = serde_json::from_slice(json)?;
         let outer = value.as_object().ok_or(ShapeError::NoObject)?;
@@ -307,10 +315,9 @@ impl ModelShape {
             Some(inner) => inner.as_object().ok_or(ShapeError::NoObject)?,
             None => outer,
         };
-        refuse_other_attention(config)?;
         let hidden_size = number(config, "hidden_size")?;
         let layers = number(config, "num_hidden_layers")?;
-        let formats = quantization::read(outer, config, layers)?;
+        let attention = layers::attention(config, layers)?;
         let attention_heads = number(config, "num_attention_heads")?;
         let kv_heads = optional(config, "num_key_value_heads")?.unwrap_or(attention_heads);
         if kv_heads > attention_heads {
@@ -334,9 +341,8 @@ impl ModelShape {
                 found => found,
             };
         }
-        if count.is_some() {
-            refuse_dense_layers(config)?;
-        }
+        let latent = matches!(attention, Attention::Latent { .. });
+        let formats = quantization::read(outer, config, layers, latent, count.is_some())?;
         let experts = match count {
             None => None,
             Some(count) => {
@@ -348,16 +354,17 @@ impl ModelShape {
                         must: "at most the number of experts",
                     });
                 }
+                let intermediate_size = match optional(config, "moe_intermediate_size")? {
+                    Some(width) => width,
+                    None => number(config, "intermediate_size")?,
+                };
                 Some(Experts {
                     count,
                     per_token,
-                    intermediate_size: match optional(config, "moe_intermediate_size")? {
-                        Some(width) => width,
-                        None => number(config, "intermediate_size")?,
-                    },
-                    shared_size: 0,
-                    dense_layers: 0,
-                    weights: formats.weights,
+                    intermediate_size,
+                    shared_size: layers::shared_width(config, model_type, intermediate_size)?,
+                    dense_layers: layers::dense_layers(config, layers)?,
+                    weights: formats.experts,
                 })
             }
         };
@@ -366,15 +373,26 @@ impl ModelShape {
             source: "config.json".into(),
             layers,
             hidden_size,
-            intermediate_size: match (optional(config, "intermediate_size")?, experts) {
+            intermediate_size: match (
+                // Llama 4: the width of dense layers, and of experts.
+                optional(config, "intermediate_size_mlp")?
+                    .or(optional(config, "intermediate_size")?),
+                experts,
+            ) {
                 (Some(width), _) => width,
                 (None, Some(experts)) => experts.intermediate_size,
                 (None, None) => number(config, "intermediate_size")?,
             },
             attention_heads,
             kv_heads,
-            head_dim: optional(config, "head_dim")?
-                .unwrap_or((hidden_size / attention_heads).max(1)),
+            head_dim: match attention {
+                Attention::Latent {
+                    rope_dim, nope_dim, ..
+                } => rope_dim.saturating_add(nope_dim),
+                _ => {
+                    optional(config, "head_dim")?.unwrap_or((hidden_size / attention_heads).max(1))
+                }
+            },
             vocab_size: number(config, "vocab_size")?,
             max_positions: number(config, "max_position_embeddings")?,
             tied_embeddings: config
@@ -387,7 +405,7 @@ impl ModelShape {
             weights: formats.weights,
             kv_cache: formats.kv_cache,
             experts,
-            attention: Attention::Full,
+            attention,
         })
     }
 }
@@ -424,7 +442,7 @@ pub enum ShapeError {
     },
 }
 
-fn unsupported(field: &'static str, what: &'static str) -> ShapeError {
+pub(super) fn unsupported(field: &'static str, what: &'static str) -> ShapeError {
     ShapeError::Unsupported {
         field,
         what: what.into(),
@@ -448,83 +466,14 @@ const MLPS_WITHOUT_GATE: &[&str] = &[
     "persimmon",
 ];
 
-fn refuse_other_attention(config: &Map<String, Value>) -> Result<(), ShapeError> {
-    let set = |field: &str| {
-        config
-            .get(field)
-            .is_some_and(|v| !v.is_null() && v.as_u64() != Some(0))
-    };
-    for (field, what) in [
-        ("kv_lora_rank", "multi-head latent attention"),
-        ("n_shared_experts", "a mixture with shared experts"),
-        (
-            "shared_expert_intermediate_size",
-            "a mixture with shared experts",
-        ),
-        ("shared_intermediate_size", "a mixture with shared experts"),
-        ("full_attention_interval", "a mix of attention kinds"),
-        ("layers_block_type", "a mix of kinds of layers"),
-        ("hybrid_override_pattern", "a mix of kinds of layers"),
-        ("mamba_d_state", "state-space layers"),
-        ("ssm_state_size", "state-space layers"),
-        ("state_size", "state-space layers"),
-    ] {
-        if set(field) {
-            return Err(unsupported(field, what));
-        }
-    }
-    let any = |field: &str, other: &dyn Fn(&Value) -> bool| {
-        let list = config.get(field).and_then(Value::as_array);
-        list.is_some_and(|list| list.iter().any(other))
-    };
-    if any("layer_types", &|kind| kind != "full_attention") {
-        return Err(unsupported("layer_types", "a mix of attention kinds"));
-    }
-    // MiniMax: 0 is linear attention, 1 the usual one.
-    if any("attn_type_list", &|kind| kind.as_u64() != Some(1)) {
-        return Err(unsupported("attn_type_list", "linear attention"));
-    }
-    // Qwen2 writes a window and switches it off.
-    let window_off = config.get("use_sliding_window").and_then(Value::as_bool) == Some(false);
-    if set("sliding_window") && !window_off {
-        return Err(unsupported("sliding_window", "attention over a window"));
-    }
-    Ok(())
-}
-
-/// Refuses a mixture of experts of which some layers have a dense MLP.
-fn refuse_dense_layers(config: &Map<String, Value>) -> Result<(), ShapeError> {
-    let what = "a mixture with dense layers";
-    let above = |field: &str, most: u64| {
-        let value = config.get(field).and_then(Value::as_u64);
-        value.is_some_and(|value| value > most)
-    };
-    for (field, most) in [
-        ("first_k_dense_replace", 0),
-        ("decoder_sparse_step", 1),
-        ("interleave_moe_layer_step", 1),
-        ("moe_layer_freq", 1),
-    ] {
-        if above(field, most) {
-            return Err(unsupported(field, what));
-        }
-    }
-    let list = |field: &str| config.get(field).and_then(Value::as_array);
-    if list("mlp_only_layers").is_some_and(|layers| !layers.is_empty()) {
-        return Err(unsupported("mlp_only_layers", what));
-    }
-    let every = |of: &Vec<Value>| of.iter().all(|on| on.as_u64() == Some(1));
-    if list("moe_layer_freq").is_some_and(|of| !every(of)) {
-        return Err(unsupported("moe_layer_freq", what));
-    }
-    Ok(())
-}
-
-fn number(config: &Map<String, Value>, field: &'static str) -> Result<u32, ShapeError> {
+pub(super) fn number(config: &Map<String, Value>, field: &'static str) -> Result<u32, ShapeError> {
     optional(config, field)?.ok_or(ShapeError::Missing(field))
 }
 
-fn optional(config: &Map<String, Value>, field: &'static str) -> Result<Option<u32>, ShapeError> {
+pub(super) fn optional(
+    config: &Map<String, Value>,
+    field: &'static str,
+) -> Result<Option<u32>, ShapeError> {
     // Far above any model, and low enough that products of three stay below 2^64.
     const MAX: u64 = 1 << 21;
     match config.get(field) {
@@ -1450,20 +1399,22 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"kv_lora_rank\": 512}}"),
-                "latent attention",
+                "`qk_rope_head_dim` is missing",
             ),
-            (format!("{{{good}, \"sliding_window\": 4096}}"), "window"),
+            (
+                format!("{{{good}, \"mamba_d_state\": 128}}"),
+                "`mamba_d_state`: state-space layers",
+            ),
             (
                 format!("{{{good}, \"attn_type_list\": [1, 0, 1]}}"),
                 "linear attention",
             ),
             (
-                format!("{{{good}, \"num_experts\": 8, \"mlp_only_layers\": [0]}}"),
-                "`mlp_only_layers`: a mixture with dense layers",
-            ),
-            (
-                format!("{{{good}, \"n_routed_experts\": 8, \"first_k_dense_replace\": 1}}"),
-                "`first_k_dense_replace`",
+                format!(
+                    "{{{good}, \"num_experts\": 8, \"num_experts_per_tok\": 2, \"mlp_only_layers\": [0], \
+                     \"decoder_sparse_step\": 2}}"
+                ),
+                "`decoder_sparse_step`: this mix of dense layers",
             ),
             (
                 format!("{{{good}, \"n_routed_experts\": 8}}"),
@@ -1475,11 +1426,17 @@ mod tests {
             ),
             (
                 format!("{{{good}, \"quantization_config\": {{\"quant_method\": \"gptq\"}}}}"),
-                "`quantization_config`: the format `gptq` is not modelled",
+                "`quantization_config`: `gptq` of ? bits is not modelled",
             ),
             (
                 format!("{{{good}, \"layer_types\": [\"linear_attention\"]}}"),
-                "layer_types",
+                "`layer_types` is of 1 layers",
+            ),
+            (
+                format!(
+                    "{{{good}, \"layer_types\": [\"sliding_attention\", \"linear_attention\"]}}"
+                ),
+                "`layer_types`: this mix",
             ),
             ("{\"text_config\": 3}".to_owned(), "not a JSON object"),
         ];

@@ -1,7 +1,8 @@
 //! Number formats of a checkpoint: what `quantization_config` of its `config.json` says.
 //!
-//! FP8 weights that are multiplied with FP8 activations are taken, and FP8 KV caches. All else is
-//! refused by name: another format has other bytes, another peak, or both.
+//! FP8 weights that are multiplied with FP8 activations are taken, INT4 weights under 16-bit
+//! activations, NVFP4, MXFP4, and FP8 KV caches. All else is refused by name: another format has
+//! other bytes, another peak, or both.
 
 use serde_json::{Map, Value};
 
@@ -13,6 +14,8 @@ use crate::cluster::Dtype;
 pub(super) struct Formats {
     /// Of the matrices of attention and MLPs.
     pub(super) weights: Dtype,
+    /// Of routed experts.
+    pub(super) experts: Dtype,
     /// Of keys and values.
     pub(super) kv_cache: Dtype,
 }
@@ -22,12 +25,18 @@ type Object = Map<String, Value>;
 const FIELD: &str = "quantization_config";
 
 /// Reads the formats from `config`, or from `outer`, the object that holds it. `layers` is the number
-/// of layers that are served.
+/// of layers that are served; `latent`: its attention is latent; `mixture`: it has routed experts.
 ///
 /// Source: vLLM 0.33, `vllm/model_executor/layers/quantization` (`fp8.py`, `fbgemm_fp8.py`,
 /// `modelopt.py`, `compressed_tensors`) and `get_kv_cache_quant_algo_string` in
 /// `vllm/utils/torch_utils.py`.
-pub(super) fn read(outer: &Object, config: &Object, layers: u32) -> Result<Formats, ShapeError> {
+pub(super) fn read(
+    outer: &Object,
+    config: &Object,
+    layers: u32,
+    latent: bool,
+    mixture: bool,
+) -> Result<Formats, ShapeError> {
     let found = [config, outer].into_iter().find_map(|object| {
         // llm-compressor wrote the second name at first.
         let named = |field: &str| object.get(field).filter(|value| !value.is_null());
@@ -36,6 +45,7 @@ pub(super) fn read(outer: &Object, config: &Object, layers: u32) -> Result<Forma
     let Some(found) = found else {
         return Ok(Formats {
             weights: Dtype::Bf16,
+            experts: Dtype::Bf16,
             kv_cache: Dtype::Bf16,
         });
     };
@@ -46,28 +56,59 @@ pub(super) fn read(outer: &Object, config: &Object, layers: u32) -> Result<Forma
     // ModelOpt nests its settings in some files.
     let inner = quantization.get("quantization").and_then(Value::as_object);
     let inner = inner.unwrap_or(quantization);
-    let kv_cache = match method {
+    let bits = || {
+        quantization
+            .get("bits")
+            .map_or("?".into(), Value::to_string)
+    };
+    let (weights, kv_cache) = match method {
+        // gpt-oss: routed experts alone.
+        "mxfp4" if mixture => {
+            return Ok(Formats {
+                weights: Dtype::Bf16,
+                experts: Dtype::Mxfp4,
+                kv_cache: Dtype::Bf16,
+            });
+        }
+        "awq" | "gptq" | "awq_marlin" | "gptq_marlin" => match &*bits() {
+            "4" => (Dtype::Int4, Dtype::Bf16),
+            bits => return Err(unsupported(&format!("`{method}` of {bits} bits"))),
+        },
         // Online scales: the cache stays in 16 bits unless `kv_cache_dtype` says otherwise.
-        "fp8" | "fbgemm_fp8" => Dtype::Bf16,
+        "fp8" | "fbgemm_fp8" => (Dtype::Fp8, Dtype::Bf16),
         "compressed-tensors" => {
-            check_groups(quantization)?;
-            kv_format(quantization.get("kv_cache_scheme"))?
+            let weights = check_groups(quantization)?;
+            (weights, kv_format(quantization.get("kv_cache_scheme"))?)
         }
         "modelopt" => {
-            match text(inner, "quant_algo") {
-                Some(algorithm) if algorithm.eq_ignore_ascii_case("fp8") => {}
+            let weights = match text(inner, "quant_algo") {
+                Some(algorithm) if algorithm.eq_ignore_ascii_case("fp8") => Dtype::Fp8,
+                Some(algorithm) if algorithm.eq_ignore_ascii_case("nvfp4") => Dtype::Nvfp4,
                 algorithm => {
                     let algorithm = algorithm.unwrap_or("an unnamed format");
                     return Err(unsupported(&format!("`modelopt` with {algorithm}")));
                 }
-            }
+            };
             let said = ["kv_cache_scheme", "kv_cache_quant_algo"]
                 .into_iter()
                 .find_map(|key| inner.get(key).filter(|value| !value.is_null()));
-            kv_format(said)?
+            (weights, kv_format(said)?)
         }
         other => return Err(unsupported(&format!("the format `{other}`"))),
     };
+    // Parts of 16 bits that `Formats::of` knows: all but routed experts (INT4), or attention (NVFP4).
+    let known = |name: &str| {
+        let routed = name.contains("experts") && !name.contains("shared");
+        let whole_layer = !["attn", "attention", "_proj", "mlp", "shared"]
+            .iter()
+            .any(|part| name.contains(part));
+        match weights {
+            Dtype::Int4 => mixture && !routed && !whole_layer,
+            Dtype::Nvfp4 => latent && ["attn", "attention"].iter().any(|part| name.contains(part)),
+            _ => false,
+        }
+    };
+    let mut kept = false;
     for key in [
         "modules_to_not_convert",
         "ignored_layers",
@@ -76,39 +117,72 @@ pub(super) fn read(outer: &Object, config: &Object, layers: u32) -> Result<Forma
     ] {
         let names = quantization.get(key).or_else(|| inner.get(key));
         for name in names.and_then(Value::as_array).into_iter().flatten() {
-            if let Some(name) = name.as_str().filter(|name| is_projection(name, layers)) {
+            let projection = name.as_str().filter(|name| is_projection(name, layers));
+            if let Some(name) = projection {
+                if known(name) {
+                    kept = true;
+                    continue;
+                }
                 let what = format!("a projection kept in 16 bits (`{key}`: {name})");
                 return Err(unsupported(&what));
             }
         }
     }
+    if weights == Dtype::Int4 && mixture && !kept {
+        // `Formats::of` takes attention of INT4 mixtures to be in 16 bits.
+        return Err(unsupported(
+            "a mixture of experts whose attention has INT4 weights",
+        ));
+    }
     Ok(Formats {
-        weights: Dtype::Fp8,
+        weights: if kept { Dtype::Bf16 } else { weights },
+        experts: weights,
         kv_cache,
     })
 }
 
-/// Checks that all groups of a compressed-tensors file have FP8 weights and FP8 activations.
-fn check_groups(quantization: &Object) -> Result<(), ShapeError> {
+/// The format that all groups of a compressed-tensors file have: FP8 weights and activations, INT4
+/// weights under 16-bit activations, or FP4 weights and activations in groups of 16.
+fn check_groups(quantization: &Object) -> Result<Dtype, ShapeError> {
     let groups = quantization.get("config_groups").and_then(Value::as_object);
     let groups = groups.filter(|groups| !groups.is_empty());
     let Some(groups) = groups else {
         return Err(unsupported("`compressed-tensors` without `config_groups`"));
     };
+    let mut found = None;
     for group in groups.values() {
-        for (part, name) in [
-            ("weights", "weights"),
-            ("input_activations", "activations under 8-bit weights"),
-        ] {
-            let scheme = group.get(part).filter(|value| !value.is_null());
-            if !scheme.is_some_and(is_fp8) {
-                let format = scheme.map_or("16-bit".into(), name_of);
-                let what = format!("`compressed-tensors` with {format} {name}");
+        let part = |part| group.get(part).filter(|value: &&Value| !value.is_null());
+        let (weights, activations) = (part("weights"), part("input_activations"));
+        let format = match (weights, activations) {
+            (Some(weights), Some(activations))
+                if is(weights, 8, "float") && is(activations, 8, "float") =>
+            {
+                Dtype::Fp8
+            }
+            (Some(weights), None) if is(weights, 4, "int") => Dtype::Int4,
+            (Some(weights), Some(activations))
+                if is(weights, 4, "float") && is(activations, 4, "float") =>
+            {
+                Dtype::Nvfp4
+            }
+            (weights, activations) => {
+                let name = |scheme: Option<&Value>| scheme.map_or("16-bit".into(), name_of);
+                let what = format!(
+                    "`compressed-tensors` with {} weights under {} activations",
+                    name(weights),
+                    name(activations)
+                );
                 return Err(unsupported(&what));
             }
+        };
+        if found.is_some_and(|found| found != format) {
+            return Err(unsupported(
+                "`compressed-tensors` with groups of several formats",
+            ));
         }
+        found = Some(format);
     }
-    Ok(())
+    Ok(found.expect("there is a group"))
 }
 
 /// The format of keys and values that a checkpoint brings scales for.
@@ -123,8 +197,12 @@ fn kv_format(scheme: Option<&Value>) -> Result<Dtype, ShapeError> {
 }
 
 fn is_fp8(scheme: &Value) -> bool {
-    scheme.get("type").and_then(Value::as_str) == Some("float")
-        && scheme.get("num_bits").and_then(Value::as_u64) == Some(8)
+    is(scheme, 8, "float")
+}
+
+fn is(scheme: &Value, bits: u64, kind: &str) -> bool {
+    scheme.get("type").and_then(Value::as_str) == Some(kind)
+        && scheme.get("num_bits").and_then(Value::as_u64) == Some(bits)
 }
 
 /// `4-bit int`, of a scheme of compressed-tensors.
@@ -186,11 +264,12 @@ mod tests {
     fn formats(quantization: &str) -> Result<Formats, String> {
         let text = format!("{{\"quantization_config\": {quantization}}}");
         let outer: Object = serde_json::from_str(&text).unwrap();
-        read(&outer, &Object::new(), 4).map_err(|e| e.to_string())
+        read(&outer, &Object::new(), 4, false, true).map_err(|e| e.to_string())
     }
 
     const FP8: Formats = Formats {
         weights: Dtype::Fp8,
+        experts: Dtype::Fp8,
         kv_cache: Dtype::Bf16,
     };
     const FP8_KV: Formats = Formats {
@@ -252,6 +331,26 @@ mod tests {
     }
 
     #[test]
+    fn four_bits_are_those_of_experts_if_the_rest_is_kept() {
+        // Kimi-K2.5 and gpt-oss.
+        let int4 = r#"{"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights":
+            {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": null}},
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]}"#;
+        let of_experts = |experts| Formats {
+            weights: Dtype::Bf16,
+            experts,
+            kv_cache: Dtype::Bf16,
+        };
+        assert_eq!(formats(int4), Ok(of_experts(Dtype::Int4)));
+        let mxfp4 =
+            r#"{"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}"#;
+        assert_eq!(formats(mxfp4), Ok(of_experts(Dtype::Mxfp4)));
+        let whole = formats(r#"{"quant_method": "modelopt", "quant_algo": "NVFP4"}"#).unwrap();
+        assert_eq!((whole.weights, whole.experts), (Dtype::Nvfp4, Dtype::Nvfp4));
+    }
+
+    #[test]
     fn other_formats_are_refused_by_name() {
         let group = |weights: &str, activations: &str| {
             format!(
@@ -261,19 +360,19 @@ mod tests {
         };
         let eight = r#"{"num_bits": 8, "type": "float"}"#;
         let cases = [
-            (r#"{"quant_method": "awq", "bits": 4}"#.into(), "the format `awq`"),
-            (r#"{"quant_method": "mxfp4"}"#.into(), "the format `mxfp4`"),
+            (r#"{"quant_method": "awq", "bits": 8}"#.into(), "`awq` of 8 bits"),
+            (r#"{"quant_method": "bitsandbytes"}"#.into(), "the format `bitsandbytes`"),
             (r#"{"bits": 4}"#.into(), "(no `quant_method`)"),
             ("3".into(), "not a JSON object"),
             (
-                r#"{"quant_method": "modelopt", "quant_algo": "NVFP4"}"#.into(),
-                "`modelopt` with NVFP4",
+                r#"{"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}"#.into(),
+                "`modelopt` with W4A8_AWQ",
             ),
             (
                 group(r#"{"num_bits": 4, "type": "int"}"#, "null"),
-                "4-bit int weights",
+                "a mixture of experts whose attention has INT4",
             ),
-            (group(eight, "null"), "16-bit activations"),
+            (group(eight, "null"), "8-bit float weights under 16-bit activations"),
             (
                 group(eight, r#"{"num_bits": 8, "type": "int"}"#),
                 "8-bit int activations",

@@ -8,22 +8,27 @@
 //! | --- | --- |
 //! | [`Constant`] | tests, and load tests of everything but the engine |
 //! | [`Linear`] | coefficients fitted to one deployment |
+//! | [`Calibrated`] | a profile of measured deployments: the default |
 //! | [`Roofline`] | no measurement at hand: shape of the model and peaks of the GPU |
 //! | [`Table`] | a grid of measured passes |
 //!
 //! Equations, sources and errors: `docs/step-time.md`.
 
+mod calibrated;
 mod linear;
 mod roofline;
 mod table;
 
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use slipstream_config::cluster::{EngineConfig, TimingConfig};
-use slipstream_config::preset::{self, ModelShape};
+use slipstream_config::preset::ModelShape;
+use slipstream_perf::{Profile, ProfileError, StepModel};
 use thiserror::Error;
 
+pub use calibrated::{Calibrated, deployment};
 pub use linear::Linear;
 pub use roofline::{Breakdown, Roofline};
 pub use table::{Table, TableError};
@@ -37,6 +42,11 @@ pub trait StepTime: Send {
     /// Length of a pass that works on `load`, ns. An empty load has no defined length; the engine
     /// does not ask.
     fn step_ns(&mut self, load: &StepLoad) -> u64;
+
+    /// The same model for another engine, if that is cheaper than to build it again.
+    fn copy(&self) -> Option<Box<dyn StepTime>> {
+        None
+    }
 
     /// Whether the model has a range, beyond which it extrapolates. Asked once.
     fn has_range(&self) -> bool {
@@ -124,9 +134,6 @@ impl StepLoad {
 /// Why `[engine.timing]` gives no model of step times. Nothing was built; mend the configuration.
 #[derive(Debug, Error)]
 pub enum TimingError {
-    /// No preset has this name.
-    #[error("no GPU is called \"{0}\"; `slipstream presets` lists them")]
-    UnknownGpu(String),
     /// The table cannot be read.
     #[error("reading the table of step times {}", path.display())]
     Read {
@@ -136,6 +143,24 @@ pub enum TimingError {
         #[source]
         error: io::Error,
     },
+    /// The profile cannot be read.
+    #[error("reading the profile {}", path.display())]
+    ReadProfile {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        error: io::Error,
+    },
+    /// The profile is malformed.
+    #[error("{}", path.display())]
+    Profile {
+        /// The file.
+        path: PathBuf,
+        /// Where, and how.
+        #[source]
+        error: ProfileError,
+    },
     /// The table is malformed.
     #[error(transparent)]
     Table(#[from] TableError),
@@ -144,12 +169,17 @@ pub enum TimingError {
 /// The model of step times that `config` asks for. `load` reads the file of a table.
 ///
 /// # Errors
-/// If a GPU has no preset, or a table cannot be read or is malformed.
+/// If a profile or a table cannot be read or is malformed.
 pub fn build(
     config: &EngineConfig,
     shape: &ModelShape,
     mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
 ) -> Result<Box<dyn StepTime>, TimingError> {
+    if let Some(deployment) = deployment(config, shape) {
+        let profile = profile(config, &mut load)?;
+        let model = StepModel::new(&deployment, &profile);
+        return Ok(Box::new(Calibrated::new(model)));
+    }
     Ok(match &config.timing {
         TimingConfig::Constant { step_ns } => Box::new(Constant { step_ns: *step_ns }),
         &TimingConfig::Linear {
@@ -165,16 +195,14 @@ pub fn build(
             per_sequence_ns,
             per_context_token_ns,
         }),
-        TimingConfig::Roofline { gpu, dtype } => {
-            let gpu = preset::gpu(gpu).ok_or_else(|| TimingError::UnknownGpu(gpu.clone()))?;
-            Box::new(Roofline::new(
-                shape,
-                gpu,
-                config.tensor_parallel_size,
-                *dtype,
-                config.kv_cache_dtype,
-            ))
-        }
+        TimingConfig::Calibrated { .. } => unreachable!("handled above"),
+        TimingConfig::Roofline { gpu, dtype } => Box::new(Roofline::new(
+            shape,
+            gpu,
+            config.tensor_parallel_size,
+            *dtype,
+            config.kv_cache_dtype,
+        )),
         TimingConfig::Table { path } => {
             let text = load(path).map_err(|error| TimingError::Read {
                 path: path.clone(),
@@ -191,6 +219,50 @@ pub fn build(
             }
         }
     })
+}
+
+/// The profile that the engine of `config` is calibrated by. `load` reads its file.
+///
+/// # Errors
+/// If the file cannot be read or is malformed.
+pub fn profile(
+    config: &EngineConfig,
+    mut load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Cow<'static, Profile>, TimingError> {
+    let TimingConfig::Calibrated {
+        profile: Some(path),
+        ..
+    } = &config.timing
+    else {
+        return Ok(Cow::Borrowed(Profile::built_in()));
+    };
+    let text = load(path).and_then(|text| String::from_utf8(text).map_err(io::Error::other));
+    let text = text.map_err(|error| TimingError::ReadProfile {
+        path: path.clone(),
+        error,
+    })?;
+    let profile = Profile::parse(&text).map_err(|error| TimingError::Profile {
+        path: path.clone(),
+        error,
+    })?;
+    Ok(Cow::Owned(profile))
+}
+
+/// Time from the arrival of a request at the server of `config` to the engine's queue, ns; 0 unless
+/// its step times are calibrated.
+///
+/// # Errors
+/// As [`build`].
+pub fn api_ns(
+    config: &EngineConfig,
+    shape: &ModelShape,
+    load: impl FnMut(&Path) -> io::Result<Vec<u8>>,
+) -> Result<u64, TimingError> {
+    let Some(deployment) = deployment(config, shape) else {
+        return Ok(0);
+    };
+    let model = StepModel::new(&deployment, &*profile(config, load)?);
+    Ok(model.api_ns().round() as u64)
 }
 
 /// Every pass takes the same time.

@@ -175,13 +175,13 @@ impl Roofline {
             _ => gpu.fp8_flops.unwrap_or(gpu.bf16_flops),
         };
         // The one GPU besides the RTX PRO 6000 whose kernels were measured.
-        let of_compute = match gpu.name {
+        let of_compute = match gpu.kin() {
             "rtx-4090" => GEMM_COMPUTE_GEFORCE,
             _ => GEMM_COMPUTE,
         };
         // vLLM takes FlashAttention 2 where neither version 3 (Hopper) nor FlashInfer's kernels
         // for data-center Blackwell run. AMD's kernels were not measured.
-        let per_head = match gpu.name {
+        let per_head = match gpu.kin() {
             "rtx-4090" => MIXED_READS_GEFORCE,
             "a100-sxm-80gb" | "l40s" | "l4" | "rtx-pro-6000" => MIXED_READS,
             _ => 0.0,

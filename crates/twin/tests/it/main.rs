@@ -1,5 +1,6 @@
 //! Known answers, and runs that must agree.
 
+mod calibrated;
 mod model;
 mod real;
 

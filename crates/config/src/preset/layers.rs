@@ -1,0 +1,203 @@
+//! Kinds of layers in a Hugging Face style `config.json`: attention, and where experts are.
+//!
+//! Fields and defaults: the configuration classes of Transformers 4.57 and vLLM 0.33's models that read
+//! them. A kind that [`Attention`] cannot express is refused by the name of its field.
+
+use serde_json::{Map, Value};
+
+use super::model::{Attention, ShapeError, number, optional, unsupported};
+
+type Object = Map<String, Value>;
+
+fn set(config: &Object, field: &str) -> bool {
+    let value = config.get(field);
+    value.is_some_and(|v| !v.is_null() && v.as_u64() != Some(0))
+}
+
+fn words<'a>(config: &'a Object, field: &str) -> Vec<&'a str> {
+    let list = config.get(field).and_then(Value::as_array);
+    let list = list.into_iter().flatten();
+    list.map(|kind| kind.as_str().unwrap_or("?")).collect()
+}
+
+/// How the `layers` layers of `config` attend to their context.
+pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
+    for (field, what) in [
+        ("hybrid_override_pattern", "a mix of kinds of layers"),
+        ("mamba_d_state", "state-space layers"),
+        ("ssm_state_size", "state-space layers"),
+        ("state_size", "state-space layers"),
+    ] {
+        if set(config, field) {
+            return Err(unsupported(field, what));
+        }
+    }
+    if set(config, "layers_block_type")
+        && !words(config, "layers_block_type")
+            .iter()
+            .all(|kind| *kind == "attention")
+    {
+        return Err(unsupported("layers_block_type", "a mix of kinds of layers"));
+    }
+    // MiniMax-Text-01: 0 is its own linear attention, 1 the usual one.
+    let kinds = config.get("attn_type_list").and_then(Value::as_array);
+    if kinds.is_some_and(|kinds| kinds.iter().any(|kind| kind.as_u64() != Some(1))) {
+        return Err(unsupported(
+            "attn_type_list",
+            "this kind of linear attention",
+        ));
+    }
+    if set(config, "kv_lora_rank") {
+        return Ok(Attention::Latent {
+            query_rank: optional(config, "q_lora_rank")?.unwrap_or(0),
+            kv_rank: number(config, "kv_lora_rank")?,
+            rope_dim: number(config, "qk_rope_head_dim")?,
+            nope_dim: number(config, "qk_nope_head_dim")?,
+            value_dim: number(config, "v_head_dim")?,
+            sparse_tokens: optional(config, "index_topk")?.unwrap_or(0),
+        });
+    }
+    let listed = words(config, "layer_types");
+    if !listed.is_empty() {
+        if listed.len() as u64 != u64::from(layers) {
+            return Err(ShapeError::Range {
+                field: "layer_types",
+                found: format!("of {} layers", listed.len()),
+                must: "of as many layers as num_hidden_layers",
+            });
+        }
+        let mut others: Vec<&str> = listed
+            .iter()
+            .copied()
+            .filter(|kind| *kind != "full_attention")
+            .collect();
+        let count = others.len() as u32;
+        others.sort_unstable();
+        others.dedup();
+        return match others[..] {
+            [] => Ok(Attention::Full),
+            ["linear_attention"] => linear(config, count),
+            ["sliding_attention"] => Ok(Attention::Windowed {
+                tokens: number(config, "sliding_window")?,
+                layers: count,
+            }),
+            ["chunked_attention"] => Ok(Attention::Windowed {
+                tokens: number(config, "attention_chunk_size")?,
+                layers: count,
+            }),
+            _ => Err(unsupported("layer_types", "this mix of attention kinds")),
+        };
+    }
+    if let Some(interval) = optional(config, "full_attention_interval")? {
+        return linear(config, layers - layers / interval);
+    }
+    if set(config, "attention_chunk_size") {
+        // Llama 4: every fourth layer sees everything.
+        let full = match config.get("no_rope_layers").and_then(Value::as_array) {
+            Some(list) if list.len() as u64 == u64::from(layers) => {
+                list.iter().filter(|rope| rope.as_u64() == Some(0)).count() as u32
+            }
+            _ => layers / optional(config, "no_rope_layer_interval")?.unwrap_or(4),
+        };
+        return Ok(Attention::Windowed {
+            tokens: number(config, "attention_chunk_size")?,
+            layers: layers - full.min(layers),
+        });
+    }
+    if !set(config, "sliding_window") {
+        return Ok(Attention::Full);
+    }
+    let used = config.get("use_sliding_window").and_then(Value::as_bool);
+    let windowed = match (used, optional(config, "sliding_window_pattern")?) {
+        // Qwen2 writes a window and switches it off, or lets the first layers see everything.
+        (Some(false), _) => 0,
+        (Some(true), None) => {
+            layers
+                - optional(config, "max_window_layers")?
+                    .unwrap_or(0)
+                    .min(layers)
+        }
+        // Gemma: one layer of each group sees everything.
+        (_, Some(pattern)) => layers - layers / pattern,
+        (None, None) => layers,
+    };
+    Ok(match windowed {
+        0 => Attention::Full,
+        layers => Attention::Windowed {
+            tokens: number(config, "sliding_window")?,
+            layers,
+        },
+    })
+}
+
+fn linear(config: &Object, layers: u32) -> Result<Attention, ShapeError> {
+    let head_dim = number(config, "linear_key_head_dim")?;
+    let value_dim = number(config, "linear_value_head_dim")?;
+    if value_dim != head_dim {
+        return Err(ShapeError::Range {
+            field: "linear_value_head_dim",
+            found: value_dim.to_string(),
+            must: "that of linear_key_head_dim",
+        });
+    }
+    Ok(Attention::Linear {
+        layers,
+        key_heads: number(config, "linear_num_key_heads")?,
+        value_heads: number(config, "linear_num_value_heads")?,
+        head_dim,
+    })
+}
+
+/// Width of the experts that every token passes through, together; 0: none.
+pub(super) fn shared_width(
+    config: &Object,
+    model_type: &str,
+    width: u32,
+) -> Result<u32, ShapeError> {
+    for field in [
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ] {
+        if set(config, field) {
+            return number(config, field);
+        }
+    }
+    if set(config, "n_shared_experts") {
+        return Ok(number(config, "n_shared_experts")?.saturating_mul(width));
+    }
+    // Llama 4 has one shared expert and no field for it.
+    Ok(if model_type.starts_with("llama4") {
+        width
+    } else {
+        0
+    })
+}
+
+/// Layers of a mixture of experts that have a dense MLP instead.
+pub(super) fn dense_layers(config: &Object, layers: u32) -> Result<u32, ShapeError> {
+    let listed = |field: &str| config.get(field).and_then(Value::as_array);
+    if let Some(of) = listed("moe_layer_freq") {
+        return Ok(of.iter().filter(|on| on.as_u64() == Some(0)).count() as u32);
+    }
+    if let Some(with) = listed("moe_layers").filter(|with| !with.is_empty()) {
+        return Ok(layers.saturating_sub(with.len() as u32));
+    }
+    let first = match config.get("first_k_dense_replace").and_then(Value::as_u64) {
+        Some(0) | None => 0,
+        Some(_) => number(config, "first_k_dense_replace")?,
+    };
+    let only = listed("mlp_only_layers").map_or(0, |layers| layers.len() as u32);
+    for field in [
+        "decoder_sparse_step",
+        "interleave_moe_layer_step",
+        "moe_layer_freq",
+    ] {
+        if let Some(step) = optional(config, field)?.filter(|step| *step > 1) {
+            if first > 0 || only > 0 {
+                return Err(unsupported(field, "this mix of dense layers and experts"));
+            }
+            return Ok(layers - layers / step);
+        }
+    }
+    Ok((first + only).min(layers))
+}

@@ -1,0 +1,135 @@
+//! Presets by the names of their repositories.
+
+use super::model::{MODELS, ModelShape, model};
+use crate::cluster::Dtype;
+
+/// Other names of repositories whose `config.json` has the sizes of a preset.
+const SAME_SIZES: &[(&str, &str)] = &[
+    ("glm-4.7", "glm-4.6"),
+    ("glm-5.1", "glm-5"),
+    ("minimax-m2.7", "minimax-m2"),
+    ("minimax-m2.1", "minimax-m2"),
+    ("kimi-k2.6", "kimi-k2.5"),
+    ("deepseek-v3-0324", "deepseek-v3"),
+    ("deepseek-v3.1-terminus", "deepseek-v3.1"),
+    ("deepseek-v3.2-exp", "deepseek-v3.2"),
+    ("llama-3-8b", "llama-3.1-8b"),
+    ("llama-3-70b", "llama-3.1-70b"),
+    ("mixtral-8x7b-v0.1", "mixtral-8x7b"),
+    ("mixtral-8x22b-v0.1", "mixtral-8x22b"),
+];
+
+/// Words of a repository's name that say the format of its weights.
+const FORMATS: &[(&str, Dtype)] = &[
+    ("fp8", Dtype::Fp8),
+    ("nvfp4", Dtype::Nvfp4),
+    ("fp4", Dtype::Nvfp4),
+    ("mxfp4", Dtype::Mxfp4),
+    ("int4", Dtype::Int4),
+    ("awq", Dtype::Int4),
+    ("gptq", Dtype::Int4),
+    ("w4a16", Dtype::Int4),
+    ("int8", Dtype::Int8),
+    ("w8a8", Dtype::Int8),
+];
+
+/// The preset that a name or repository means: by preset name, by repository, or by the repository
+/// without owner and without words for formats and tuning. A format in the name of a repository is
+/// that of the weights.
+pub fn find_model(name: &str) -> Option<ModelShape> {
+    if let Some(shape) = model(name) {
+        return Some(shape.clone());
+    }
+    let mut shape = find(name)?.clone();
+    let lower = name.to_ascii_lowercase();
+    let mut words = lower.split(['/', '-', '_', '.']);
+    let format = words.find_map(|word| FORMATS.iter().find(|(format, _)| *format == word));
+    if let Some((_, format)) = format {
+        shape.weights = *format;
+        if let Some(experts) = &mut shape.experts {
+            experts.weights = *format;
+        }
+    }
+    Some(shape)
+}
+
+fn find(name: &str) -> Option<&'static ModelShape> {
+    const WORDS: &[&str] = &[
+        "instruct",
+        "chat",
+        "it",
+        "hf",
+        "base",
+        "fp8",
+        "fp4",
+        "nvfp4",
+        "mxfp4",
+        "bf16",
+        "int4",
+        "int8",
+        "awq",
+        "gptq",
+        "w4a16",
+        "w8a8",
+        "dynamic",
+        "kv",
+        "quantized",
+        "block",
+        "meta",
+        "2507",
+        "0905",
+        "thinking",
+        "2512",
+        "v2",
+        "eagle",
+        "tput",
+        "fp",
+    ];
+    let base = name.rsplit('/').next().unwrap_or(name).to_ascii_lowercase();
+    let base = base.replace("meta-llama-", "llama-").replace('_', "-");
+    let kept: Vec<&str> = base
+        .split('-')
+        .filter(|word| !WORDS.contains(word))
+        .collect();
+    let short = kept.join("-");
+    let short = SAME_SIZES
+        .iter()
+        .find(|(other, _)| *other == short)
+        .map_or(short.as_str(), |(_, same)| same);
+    model(short).or_else(|| {
+        MODELS.iter().find(|model| {
+            let source = model.source.rsplit('/').next().unwrap_or(&model.source);
+            let source = source.to_ascii_lowercase();
+            let words: Vec<&str> = source.split('-').filter(|w| !WORDS.contains(w)).collect();
+            words == kept
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repository_names_a_preset_and_its_format() {
+        let found = |name: &str| find_model(name).map(|m| (m.name.into_owned(), m.weights));
+        let is = |name: &str, weights| Some((name.to_owned(), weights));
+        assert_eq!(
+            found("meta-llama/Llama-3.1-8B"),
+            is("llama-3.1-8b", Dtype::Bf16)
+        );
+        assert_eq!(
+            found("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8"),
+            is("qwen3-235b-a22b", Dtype::Fp8)
+        );
+        assert_eq!(
+            found("nvidia/DeepSeek-V3.1-NVFP4"),
+            is("deepseek-v3.1", Dtype::Nvfp4)
+        );
+        assert_eq!(
+            found("deepseek-ai/DeepSeek-V3"),
+            is("deepseek-v3", Dtype::Fp8)
+        );
+        assert_eq!(found("acme/unheard-of-7b"), None);
+    }
+}

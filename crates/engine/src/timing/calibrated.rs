@@ -1,0 +1,89 @@
+//! Step times by physics and a profile of measured deployments (`slipstream-perf`).
+
+use slipstream_config::cluster::{EngineConfig, TimingConfig};
+use slipstream_config::preset::{Formats, ModelShape};
+use slipstream_perf::{Deployment, Load, Parallel, Serving, StepModel};
+
+use super::{StepLoad, StepTime};
+
+/// The step times that `slipstream predict` uses.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Calibrated {
+    model: StepModel,
+}
+
+impl Calibrated {
+    /// The step times of `model`.
+    pub fn new(model: StepModel) -> Calibrated {
+        Calibrated { model }
+    }
+}
+
+impl StepTime for Calibrated {
+    #[inline]
+    fn step_ns(&mut self, load: &StepLoad) -> u64 {
+        let load = Load {
+            decodes: f64::from(load.decode_sequences),
+            decode_context: load.decode_context as f64,
+            prefills: f64::from(load.prefill_sequences),
+            prefill_tokens: load.prefill_tokens as f64,
+            prefill_pairs: load.prefill_attention as f64,
+            prefill_context: load.prefill_context as f64,
+        };
+        self.model.ns(&load).round() as u64
+    }
+
+    fn copy(&self) -> Option<Box<dyn StepTime>> {
+        Some(Box::new(self.clone()))
+    }
+}
+
+/// The deployment that an engine of `config` is one worker of, for the profile; `None` if its step
+/// times are not calibrated ones. Lengths and batch size are 1: a caller that knows the load sets them.
+pub fn deployment(config: &EngineConfig, shape: &ModelShape) -> Option<Deployment> {
+    let TimingConfig::Calibrated {
+        gpu,
+        dtype,
+        framework,
+        ..
+    } = &config.timing
+    else {
+        return None;
+    };
+    let tensor = config.tensor_parallel_size.max(1);
+    let attention_data = match shape.experts {
+        Some(_) => config.data_parallel_size.max(1),
+        // Ranks of a dense model never meet.
+        None => 1,
+    };
+    let group = tensor * attention_data;
+    let (expert_tensor, expert) = if config.enable_expert_parallel {
+        (1, group)
+    } else {
+        (group, 1)
+    };
+    let formats = Formats {
+        kv_cache: config.kv_cache_dtype,
+        ..Formats::of(shape, *dtype)
+    };
+    Some(Deployment {
+        shape: shape.clone(),
+        gpu: gpu.clone(),
+        framework: *framework,
+        version: String::new(),
+        formats,
+        precision: slipstream_perf::precision_word(*dtype),
+        parallel: Parallel {
+            tensor,
+            pipeline: 1,
+            attention_data,
+            expert_tensor,
+            expert,
+        },
+        serving: Serving::Aggregated,
+        isl: 1.0,
+        osl: 1.0,
+        batch: 1.0,
+        assumed: Vec::new(),
+    })
+}

@@ -1,0 +1,65 @@
+//! The expected error of a run, from the held-out error of the profile that its step times follow.
+
+use std::io;
+use std::path::Path;
+
+use slipstream_config::cluster::Cluster;
+use slipstream_engine::timing;
+use slipstream_perf::error_bars;
+use slipstream_report::run::ExpectedError;
+
+use crate::{Outcome, TwinError};
+
+impl Outcome {
+    /// How far latencies of each pool with calibrated step times are expected to be off, at the run's
+    /// mean lengths and concurrency. Empty if no pool has a profile.
+    ///
+    /// # Errors
+    /// If a profile cannot be read.
+    pub fn expected_errors(
+        &self,
+        cluster: &Cluster,
+        read: impl Fn(&Path) -> io::Result<Vec<u8>>,
+    ) -> Result<Vec<ExpectedError>, TwinError> {
+        let ended = self.totals.requests.succeeded.max(1) as f64;
+        let tokens = self.totals.tokens();
+        let e2e_ms = self.totals.latencies().e2e_ms.map_or(0.0, |p| p.mean);
+        // Little's law.
+        let in_flight = ended / self.totals.duration_s().max(1e-9) * e2e_ms / 1e3;
+        let serve = cluster
+            .pools
+            .iter()
+            .filter(|pool| pool.role != slipstream_config::cluster::PoolRole::Prefill);
+        let ranks: u64 = serve
+            .map(|pool| u64::from(pool.workers) * u64::from(pool.engine.data_parallel_size))
+            .sum();
+        let mut errors = Vec::new();
+        for pool in &cluster.pools {
+            let Some(mut deployment) = timing::deployment(&pool.engine, &cluster.model.shape)
+            else {
+                continue;
+            };
+            deployment.isl = (tokens.input as f64 / ended).max(1.0);
+            deployment.osl = (tokens.output as f64 / ended).max(1.0);
+            deployment.batch =
+                (in_flight / ranks.max(1) as f64).clamp(1.0, f64::from(pool.engine.max_num_seqs));
+            let profile = timing::profile(&pool.engine, |path| read(path)).map_err(|source| {
+                TwinError::Timing {
+                    pool: pool.name.clone(),
+                    source,
+                }
+            })?;
+            let bars = error_bars(&deployment, &profile);
+            let words = bars.distances.iter().map(|distance| distance.name());
+            let assumed = slipstream_perf::not_modelled(&deployment);
+            errors.push(ExpectedError {
+                pool: pool.name.clone(),
+                region: words.collect::<Vec<_>>().join("; "),
+                tpot: bars.tpot,
+                ttft: bars.ttft,
+                not_modelled: assumed,
+            });
+        }
+        Ok(errors)
+    }
+}

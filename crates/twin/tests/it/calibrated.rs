@@ -1,0 +1,99 @@
+//! Simulated deployments against the profile's own predictions.
+
+use slipstream_config::cluster::Framework;
+use slipstream_perf::{Deployment, Profile, predict, read_rows};
+use slipstream_twin::{Options, simulate};
+
+use crate::{cluster, workload};
+
+/// Model, GPU, format, tensor-parallel size, concurrency, input and output tokens.
+type Case = (&'static str, &'static str, &'static str, u32, u32, u32, u32);
+
+/// Deployments below saturation: the queues of the two models differ beyond.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (model, gpu, dtype, tp) in [
+        ("llama-3.1-8b", "h100-sxm", "bf16", 1),
+        ("llama-3.1-8b", "h200-sxm", "fp8", 1),
+        ("llama-3.1-70b", "h200-sxm", "fp8", 4),
+        ("llama-3.1-70b", "b200-sxm", "nvfp4", 2),
+        ("qwen3-32b", "h100-sxm", "fp8", 2),
+        ("qwen3-235b-a22b", "h200-sxm", "fp8", 8),
+        ("gpt-oss-120b", "h100-sxm", "mxfp4", 2),
+        ("deepseek-v3", "b200-sxm", "fp8", 8),
+        ("minimax-m2.5", "b200-sxm", "fp8", 4),
+        ("mixtral-8x7b", "h100-sxm", "bf16", 2),
+    ] {
+        for (concurrency, isl, osl) in [
+            (1, 1024, 512),
+            (8, 1024, 512),
+            (32, 1024, 1024),
+            (4, 4096, 512),
+            (64, 512, 512),
+        ] {
+            cases.push((model, gpu, dtype, tp, concurrency, isl, osl));
+        }
+    }
+    cases
+}
+
+/// `simulate` and `predict` compute with one model: at a fixed concurrency they agree up to queues, which
+/// one steps through and the other has in closed form.
+#[test]
+fn simulate_and_predict_agree_on_fifty_deployments() {
+    let cases = cases();
+    assert!(cases.len() >= 50);
+    let (mut off, mut alone) = (Vec::new(), Vec::new());
+    for (model, gpu, dtype, tp, concurrency, isl, osl) in cases {
+        let cluster = cluster(&format!(
+            "[model]\npreset = \"{model}\"\n[engine]\ntensor_parallel_size = {tp}\n\
+             max_num_seqs = 1024\nenable_prefix_caching = false\n\
+             [engine.timing]\ngpu = \"{gpu}\"\ndtype = \"{dtype}\"\n[pool.main]\nworkers = 1\n"
+        ));
+        let requests = (concurrency * 6).max(12);
+        let workload = workload(&format!(
+            "requests = {requests}\n[arrival]\nkind = \"closed\"\nconcurrency = {concurrency}\n\
+             [[class]]\nisl = {isl}\nosl = {osl}\n"
+        ));
+        let read = |path: &std::path::Path| std::fs::read(path);
+        let outcome = simulate(&cluster, &workload, &Options::default(), read, &mut ()).unwrap();
+        let simulated = outcome.totals.latencies().tpot_ms.unwrap().mean;
+        let simulated_ttft = outcome.totals.latencies().ttft_ms.unwrap().mean;
+        let head = "model_path,system,backend,precision,isl,osl,batch_size,tp_size\n";
+        let framework = Framework::Vllm.name();
+        let row = format!("{model},{gpu},{framework},{dtype},{isl},{osl},{concurrency},{tp}\n");
+        let rows = read_rows(format!("{head}{row}").as_bytes()).unwrap();
+        let mut deployment = Deployment::read(&rows[0], &|_| None).unwrap();
+        // The cluster's default: a cache in 16 bits.
+        deployment.formats.kv_cache = cluster.pools[0].engine.kv_cache_dtype;
+        let predicted = predict(&deployment, Profile::built_in()).unwrap();
+        let tpot = simulated / predicted.tpot_ms - 1.0;
+        let ttft = simulated_ttft / predicted.ttft_ms - 1.0;
+        eprintln!(
+            "{model} {gpu} {dtype} tp{tp} c{concurrency} {isl}+{osl}: TPOT {simulated:.2} of {:.2} ms ({tpot:+.3}), \
+             TTFT {simulated_ttft:.1} of {:.1} ms ({ttft:+.3})",
+            predicted.tpot_ms, predicted.ttft_ms
+        );
+        off.push(tpot.abs());
+        if concurrency == 1 {
+            alone.push(ttft.abs());
+        }
+        let errors = outcome.expected_errors(&cluster, read).unwrap();
+        assert_eq!(errors.len(), 1);
+        let bars = &errors[0];
+        assert!(bars.tpot[0] < 1.0 && bars.tpot[1] > 1.0 && !bars.region.is_empty());
+    }
+    let median = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let worst = off.iter().copied().fold(0.0, f64::max);
+    let (tpot, ttft) = (median(off), median(alone));
+    eprintln!("median: TPOT {tpot:.3}, TTFT alone {ttft:.3}; worst TPOT {worst:.3}");
+    // The residual's slopes over lengths do not enter a step, which does not know them.
+    assert!(tpot < 0.05, "{tpot}");
+    assert!(worst < 0.30, "{worst}");
+    // Without other requests there is no queue. With them, a closed loop of equal lengths stays in step
+    // with itself: its prompts come together, which measured loads do far less.
+    assert!(ttft < 0.10, "{ttft}");
+}

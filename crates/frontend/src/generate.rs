@@ -392,6 +392,9 @@ fn sequences(
     let count = prompts.len() * params.n as usize;
     let seed = params.seed.unwrap_or_else(|| shard.next_request_number());
     let stops: Rc<[String]> = params.stop.as_slice().into();
+    // Made once: the choices of a request share its tables.
+    let matcher =
+        (!stops.is_empty()).then(|| StopMatcher::new(&stops, params.include_stop_str_in_output));
     let stop_token_ids: Rc<[TokenId]> = params.stop_token_ids.as_slice().into();
     let mut specs = Vec::with_capacity(count);
     let mut requests = Vec::with_capacity(count);
@@ -422,8 +425,7 @@ fn sequences(
                 max_tokens: tokenized.max_tokens,
                 seed,
                 top_logprobs: params.logprobs.map(|wish| wish.top),
-                stop: (!stops.is_empty())
-                    .then(|| StopMatcher::new(&stops, params.include_stop_str_in_output)),
+                stop: matcher.clone(),
                 stops: stops.clone(),
                 min_tokens: params.min_tokens,
                 plain: stops.is_empty() && params.logprobs.is_none() && echo.is_none(),

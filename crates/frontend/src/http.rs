@@ -64,7 +64,8 @@ pub(crate) struct HttpBody {
     /// The request that it answers, which ends with it.
     owner: Option<Rc<Owner>>,
     /// What a large one takes.
-    _memory: Option<Charge>,
+    #[allow(dead_code)] // given back when dropped
+    memory: Option<Charge>,
 }
 
 enum Content {
@@ -83,7 +84,7 @@ impl HttpBody {
         HttpBody {
             content,
             owner: None,
-            _memory: None,
+            memory: None,
         }
     }
 
@@ -780,7 +781,7 @@ fn large_json((body, mut charge): (Vec<u8>, Charge)) -> Result<Response<HttpBody
     charge.grow_to(body.len() as u64)?;
     charge.shrink_to(body.len() as u64);
     let mut response = json(200, body);
-    response.body_mut()._memory = Some(charge);
+    response.body_mut().memory = Some(charge);
     Ok(response)
 }
 

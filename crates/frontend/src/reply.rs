@@ -1138,7 +1138,7 @@ impl Sequence {
         let mut shown = String::new();
         if let Some(echo) = self.spec.echo.take() {
             self.text_chars += echo.chars().count() as u64;
-            shown = echo.as_ref().to_owned();
+            shown.push_str(&echo);
             self.spec.plain = self.spec.stop.is_none() && self.spec.top_logprobs.is_none();
         }
         let echoed = shown.len();

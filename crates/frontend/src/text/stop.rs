@@ -1,11 +1,13 @@
 //! Stop strings in a text that grows.
 
+use std::sync::Arc;
+
 /// Finds stop strings in streamed text, and holds back what may yet become one.
 ///
 /// The string that ends first counts; of several that end at one place, the longest. The outcome
 /// does not depend on how the text is cut into pushes. A push costs time for each new byte and stop
 /// string, whatever was held back: each string is followed by the automaton of Knuth, Morris and
-/// Pratt (SIAM J. Comput. 6(2), 1977).
+/// Pratt (SIAM J. Comput. 6(2), 1977). Clones share the automata.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Box<[Stop]>,
@@ -24,17 +26,17 @@ pub struct StopHit {
 
 #[derive(Clone, Debug)]
 struct Stop {
-    text: Box<[u8]>,
+    text: Arc<[u8]>,
     /// `borders[k]`: longest proper border of `text[..k]`, that is, how many bytes stay matched when
     /// byte `k` does not match. Shape `[text.len()]`.
-    borders: Box<[u32]>,
+    borders: Arc<[u32]>,
     /// Bytes of `text` that the end of the pushed text matches; below `text.len()`.
     matched: usize,
 }
 
 impl Stop {
     fn new(text: &str) -> Stop {
-        let text: Box<[u8]> = text.as_bytes().into();
+        let text: Arc<[u8]> = text.as_bytes().into();
         let mut borders = vec![0u32; text.len()];
         let mut border = 0;
         for at in 1..text.len() {

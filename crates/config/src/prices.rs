@@ -38,7 +38,7 @@ impl Prices {
         let (prices, _) = doc.read(|root| {
             let by_gpu = |t: &crate::doc::Table<'_>| {
                 let each = GPUS.iter().filter_map(|gpu| {
-                    let value = t.get(gpu.name).within(0.0..=MOST).optional()?;
+                    let value = t.get(&gpu.name).within(0.0..=MOST).optional()?;
                     Some((gpu.name.to_string(), value))
                 });
                 each.collect()

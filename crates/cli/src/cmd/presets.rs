@@ -120,7 +120,7 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "memory_bytes_per_s": gpu.memory_bytes_per_s,
         "link_bytes_per_s": gpu.link_bytes_per_s,
         "link": gpu.link.name(),
-        "board_power_w": board_power_w(gpu.name),
+        "board_power_w": board_power_w(&gpu.name),
     })
 }
 

@@ -42,12 +42,16 @@ impl PriceArgs {
 pub(crate) fn per_hour(cluster: &Cluster, prices: &Prices) -> anyhow::Result<f64> {
     let mut sum = 0.0;
     for pool in &cluster.pools {
-        let TimingConfig::Roofline { gpu, .. } = &pool.engine.timing else {
+        let (TimingConfig::Calibrated { gpu, .. } | TimingConfig::Roofline { gpu, .. }) =
+            &pool.engine.timing
+        else {
             anyhow::bail!(
-                "[pool.{}] names no GPU, so it has no price; prices need `engine.timing.kind` \"roofline\"",
+                "[pool.{}] names no GPU, so it has no price; prices need `engine.timing.kind` \"calibrated\" \
+                 or \"roofline\"",
                 pool.name
             );
         };
+        let gpu = &*gpu.name;
         let price = prices.per_gpu_hour(gpu).with_context(|| {
             format!("{gpu} has no price, or no power for that of energy; give --price {gpu}=PRICE")
         })?;

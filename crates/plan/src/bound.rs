@@ -46,7 +46,7 @@ pub fn alone(need: &Need, timing: &mut dyn StepTime) -> Shown {
     }
 }
 
-/// What an idle cluster can reach for `demand`, and the TTFT that `target` of the requests reach.
+/// Highest share that an idle cluster can reach for `demand`, and the TTFT that `target` of the requests reach.
 pub fn ideal(
     demand: &Demand,
     objectives: &Objectives,

@@ -1,4 +1,4 @@
-//! What the requests of a workload need, whatever serves them.
+//! The needs of a workload's requests, independent of the cluster.
 
 use std::collections::{HashMap, HashSet};
 

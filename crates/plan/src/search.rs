@@ -58,7 +58,7 @@ pub struct Trial {
     pub conditions: Conditions,
 }
 
-/// What a trial shows.
+/// Result of a trial.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
     /// Whether it attains.
@@ -86,7 +86,7 @@ pub trait Evaluate {
 /// How far the search is, for people.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Progress {
-    /// What is being done.
+    /// Current step of the search.
     pub phase: &'static str,
     /// Work done, in runs of the whole workload.
     pub done: f64,

@@ -1,4 +1,4 @@
-//! What is searched: shapes of workers, and settings of engines and router.
+//! The search space: shapes of workers, and settings of engines and router.
 
 use slipstream_config::cluster::Dtype;
 

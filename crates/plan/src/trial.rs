@@ -14,7 +14,7 @@ use crate::search::Measured;
 /// Parts of a run for the confidence interval.
 pub const PARTS: usize = 20;
 
-/// What is asked of a run.
+/// Requirements of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Question<'a> {
     /// Objectives of the requests.

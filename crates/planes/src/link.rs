@@ -407,7 +407,7 @@ mod tests {
                 matches!(error, LinkError::Wire(WireError::Length { .. })),
                 "{error}"
             );
-            // What is within the limit passes, and after the greeting everything does.
+            // A frame within the limit passes; after the greeting there is no limit.
             let (bytes, _) = session();
             let (mut peer, socket) = duplex(1 << 16);
             let mut link = Link::new(Box::new(socket), DEADLINE, 1 << 20);

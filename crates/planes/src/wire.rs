@@ -133,7 +133,7 @@ pub enum WireError {
         kind: Kind,
         /// Its declared length, bytes.
         len: u32,
-        /// What it may hold, bytes.
+        /// Its maximum, bytes.
         max: usize,
     },
     /// The body ends within a field.

@@ -152,7 +152,7 @@ pub struct KvEventSource {
     pub topic: String,
 }
 
-/// What an engine says about itself. `None`: no answer stated it.
+/// Facts that an engine reports about itself. `None`: no answer stated it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct EngineFacts {
     /// Base URL, without a path.
@@ -198,7 +198,7 @@ pub struct EngineFacts {
 pub struct Asked {
     /// Path of the request.
     pub path: &'static str,
-    /// What came.
+    /// The answer.
     pub outcome: Outcome,
 }
 
@@ -274,7 +274,7 @@ pub fn learn(
     facts
 }
 
-/// What recognizes an engine. An owner counts more than metrics: a proxy may expose those of
+/// Signs of an engine. An owner counts more than metrics: a proxy may expose those of
 /// the engine behind it, and Slipstream exposes some under vLLM's names.
 #[derive(Default)]
 struct Signs {

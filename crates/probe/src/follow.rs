@@ -162,7 +162,7 @@ impl KvFollower {
         loop {
             match subscriber.recv().await {
                 Ok(event) => self.on_live(&event, apply).await,
-                // The sequence of the next event shows what was lost.
+                // The sequence of the next event shows the loss.
                 Err(error) if error.may_go_on() => add(&self.counters.unreadable, 1),
                 Err(error) => return error,
             }

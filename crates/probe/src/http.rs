@@ -53,7 +53,7 @@ pub struct Answer {
 pub struct UrlError {
     /// The URL as given.
     pub url: String,
-    /// What is wrong with it.
+    /// The fault.
     pub why: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! What a running inference engine reports: facts, load, and the contents of its KV cache.
+//! Reports of a running inference engine: facts, load, and the contents of its KV cache.
 //!
 //! * [`ask`]: which engine answers at a URL, the models it serves, its block size and KV blocks:
 //!   [`EngineFacts`].

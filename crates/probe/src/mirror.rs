@@ -179,7 +179,7 @@ impl KvMirror {
         self.held.clear();
         self.ours.clear();
         self.copies = 0;
-        // What came before has no effect any more.
+        // Earlier changes have no effect any more.
         ops.clear();
         ops.push(KvOp::Cleared);
     }

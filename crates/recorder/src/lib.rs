@@ -205,7 +205,7 @@ impl Recorder {
         RecorderCollector(Arc::clone(&self.handle.counters))
     }
 
-    /// Writes and syncs what was recorded before. Later requests count as dropped.
+    /// Writes and syncs earlier requests. Later requests count as dropped.
     pub fn close(mut self) {
         self.end();
     }
@@ -251,7 +251,7 @@ impl RecorderHandle {
     }
 }
 
-/// What the writer receives.
+/// A message to the writer.
 #[derive(Debug)]
 enum Message {
     Request(RecordedRequest),
@@ -312,7 +312,7 @@ impl Writer {
                 Ok(Message::Request(request)) => self.write(&request),
                 Err(RecvTimeoutError::Timeout) => self.sync(),
                 Ok(Message::End) | Err(RecvTimeoutError::Disconnected) => {
-                    // What other threads recorded at the same time.
+                    // Requests that other threads recorded at the same time.
                     while let Ok(Message::Request(request)) = requests.try_recv() {
                         let written = self.write(&request);
                         self.check(written);

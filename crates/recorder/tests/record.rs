@@ -125,7 +125,7 @@ fn files_end_and_the_oldest_are_deleted() {
         "{sizes:?}"
     );
     assert!(handle.counters().deleted_files.load(Ordering::Relaxed) > 10);
-    // What is left is the end of the record, without a hole.
+    // The remaining files are the end of the record, without a hole.
     let arrivals = files.iter().flat_map(|file| &file[1..]).count() as u64;
     let last = &files.last().unwrap().last().unwrap()["timestamp"];
     let first = &files[0][1]["timestamp"];

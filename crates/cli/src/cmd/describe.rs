@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// A cluster file of `engines`: one pool for all that are alike. Each key is one that
-/// `slipstream simulate` accepts; the others, and what is not known, are comments.
+/// `slipstream simulate` accepts; the others, and unknown values, are comments.
 fn cluster_file(engines: &[EngineFacts]) -> anyhow::Result<String> {
     let mut pools: Vec<(&EngineFacts, Vec<&str>)> = Vec::new();
     for facts in engines {

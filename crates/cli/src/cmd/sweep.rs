@@ -361,7 +361,7 @@ fn widest(errors: &[ExpectedError], of: fn(&ExpectedError) -> [f64; 2]) -> Optio
         .reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])])
 }
 
-/// What a varied key belongs to.
+/// File of a varied key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Axis {
     Cluster,

@@ -1,4 +1,4 @@
-//! What one client can do to the others.
+//! Effects of one client on the others.
 //!
 //! Each attack runs beside a paced client. It may delay that client by 10 ms of CPU time at most, which the
 //! server's own clock of its shards tells: the CPU time for which a shard worked on one thing.

@@ -31,7 +31,7 @@ impl Seen {
     }
 }
 
-/// What an engine does with a request that is neither a health check nor a question for models. Its return
+/// An engine's treatment of a request that is neither a health check nor a question for models. Its return
 /// closes the connection.
 type Script = Box<dyn Fn(&Seen, &mut TcpStream) + Send + Sync>;
 

@@ -46,7 +46,7 @@ fn ideal_hits(prompts: &[Vec<u32>]) -> (u64, usize) {
     (hits, seen.len())
 }
 
-/// What `trace stats` prints.
+/// Output of `trace stats`.
 fn stats(folder: &Path) -> String {
     let (code, out, err) = run(&["trace", "stats", folder.to_str().unwrap()]);
     assert_eq!(code, Some(0), "{err}");

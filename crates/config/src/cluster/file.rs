@@ -1683,7 +1683,7 @@ mod tests {
         assert_eq!(workers, [2, 1]);
         assert!(cluster.has_engines());
         assert_eq!(cluster.upstream.resume, crate::cluster::Resume::Tokens);
-        // What is printed reads back.
+        // The printed text reads back.
         let (again, _) = parse(&settings.to_toml()).unwrap();
         assert_eq!(again, cluster);
     }

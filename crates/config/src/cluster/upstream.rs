@@ -53,7 +53,7 @@ impl EngineUrl {
     /// Parses `http://HOST[:PORT][/PREFIX]`.
     ///
     /// # Errors
-    /// What is wrong with it, as the end of a sentence.
+    /// The fault, as the end of a sentence.
     pub fn parse(text: &str) -> Result<EngineUrl, String> {
         if text.starts_with("https://") {
             return Err(
@@ -178,7 +178,7 @@ pub(super) fn read_engines(t: &Table<'_>) -> Option<HttpEngines> {
     })
 }
 
-/// What happens to a stream whose engine is lost.
+/// Treatment of a stream whose engine is lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resume {
     /// It ends with an error event.

@@ -99,7 +99,7 @@ fn chain(n: u64) -> HashSet<BlockHash> {
 struct Engine {
     publish: TcpListener,
     replay: Option<TcpListener>,
-    /// What the replay endpoint still has.
+    /// Batches that the replay endpoint still has.
     kept: Arc<Mutex<Vec<(u64, Payload)>>>,
 }
 
@@ -136,7 +136,7 @@ impl Engine {
         stream
     }
 
-    /// Answers every replay with what is kept.
+    /// Answers every replay with the batches that it keeps.
     async fn serve_replays(&self) {
         let Some(listener) = &self.replay else {
             return std::future::pending().await;
@@ -161,7 +161,7 @@ async fn publish(stream: &mut TcpStream, sequence: u64, payload: &[u8]) {
     stream.write_all(&frames).await.unwrap();
 }
 
-/// What the follower's index holds, after each delta.
+/// Contents of the follower's index, after each delta.
 struct Index {
     deltas: mpsc::UnboundedReceiver<(u64, Vec<KvOp>)>,
     held: HashSet<BlockHash>,
@@ -239,7 +239,7 @@ async fn a_gap_is_repaired_by_replay() {
         engine.keep([(1, store(2)), (2, remove(2)), (3, store(2)), (4, store(3))]);
         publish(&mut stream, 4, &store(3)).await;
         index.reaches(&chain(3)).await;
-        // The replay had batch 4 too; what comes next is no gap.
+        // The replay had batch 4 too; the following batch is no gap.
         publish(&mut stream, 5, &store(4)).await;
         index.reaches(&chain(4)).await;
         let found = (

@@ -19,7 +19,7 @@ struct PromptOf {
     tokens: Vec<TokenId>,
 }
 
-/// What the model engine does next.
+/// The model engine's next action.
 #[derive(Clone, Debug)]
 enum Step {
     /// Computes a prompt: stores each full block, or only those that it does not hold yet.
@@ -214,7 +214,7 @@ proptest! {
         prop_assert_eq!(mirror.held(), distinct.len());
     }
 
-    /// Whatever an engine sends, the view stays within its bound, and the changes stay consistent.
+    /// For any events, the view stays within its bound, and the changes stay consistent.
     #[test]
     fn nonsense_stays_within_the_bound(
         events in prop::collection::vec(nonsense(), 1..80),

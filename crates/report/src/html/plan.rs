@@ -108,7 +108,7 @@ impl PlanAnswer {
                 .render(),
             );
         }
-        // Shares near 100 % differ in what is missing from it.
+        // Shares near 100 % differ in their distance from it.
         let missed = |share: f64| Some(100.0 * (1.0 - share)).filter(|missed| *missed > 0.0);
         let share = |title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)| {
             let (first, last) = (points[0].0, points[points.len() - 1].0);

@@ -73,7 +73,7 @@ impl Base {
             adds_network: false,
         };
         base.note_dropped();
-        // Without any worker: only the model and what is shared. A model that fits no default GPU is
+        // Without any worker: only the model and the shared settings. A model that fits no default GPU is
         // no mistake yet, so the engine's size is left to the candidates.
         let (cluster, _) = base
             .resolve_plain()

@@ -18,7 +18,7 @@ use slipstream_report::table::{counted, grouped};
 
 use super::base::Base;
 
-/// The whole of what is asked.
+/// The question.
 pub(super) struct Driver<'a> {
     pub(super) base: &'a Base,
     pub(super) shapes: &'a [Shape],

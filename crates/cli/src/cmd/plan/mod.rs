@@ -248,7 +248,7 @@ struct NotFound {
     requests: u64,
 }
 
-/// What the output needs beside answers.
+/// Inputs of the output in addition to answers.
 struct Asked {
     model: String,
     workload: String,

@@ -105,7 +105,7 @@ impl Ours {
 /// A group of layers in events; `None` in events without groups.
 type Group = Option<u32>;
 
-/// Follows one rank of an engine. See the [module](self).
+/// Follows one rank of an engine. See the module's documentation.
 #[derive(Debug)]
 pub struct KvMirror {
     options: MirrorOptions,

@@ -282,7 +282,7 @@ impl Draft {
         match facts.kv_cache_dtype.as_deref() {
             None => self.line("# kv_cache_dtype: not reported"),
             Some(dtype @ ("auto" | "bf16" | "fp8")) => {
-                self.key("kv_cache_dtype", &quoted(dtype), "")
+                self.key("kv_cache_dtype", &quoted(dtype), "");
             }
             Some("bfloat16" | "float16") => self.key("kv_cache_dtype", "\"bf16\"", ""),
             Some(dtype @ ("fp8_e4m3" | "fp8_e5m2")) => {

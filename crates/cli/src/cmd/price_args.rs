@@ -13,7 +13,7 @@ pub(crate) struct PriceArgs {
     /// Price of a GPU-hour, such as h100-sxm=2.5; may be repeated
     #[arg(long, value_name = "GPU=PRICE", help_heading = "Cost")]
     price: Vec<String>,
-    /// File with [prices] and [power] (docs/plan.md)
+    /// File with `[prices]` and `[power]` (docs/plan.md)
     #[arg(long, value_name = "FILE", help_heading = "Cost")]
     prices: Option<PathBuf>,
 }

@@ -23,7 +23,7 @@ fn prompts() -> Vec<Vec<u32>> {
         .map(|n| {
             let shared = &shared[(n * n % 4) as usize];
             let begin = &shared[..(n as usize * 53) % 481];
-            let end = (0..1 + n * 2).map(text(1_000 + n));
+            let end = (0..=n * 2).map(text(1_000 + n));
             begin.iter().copied().chain(end).collect()
         })
         .collect()

@@ -69,7 +69,7 @@ pub(crate) struct Args {
     /// Model: a preset's name, or a Hugging Face style config.json [default: the cluster file's]
     #[arg(long, value_name = "MODEL", help_heading = "Question")]
     model: Option<String>,
-    /// Cluster file with what the search leaves alone, such as [network] and [host]
+    /// Cluster file with the settings that are not searched, such as `[network]` and `[host]`
     #[arg(long, value_name = "CLUSTER.TOML", help_heading = "Question")]
     cluster: Option<PathBuf>,
     /// Override a key of the cluster file; may be repeated

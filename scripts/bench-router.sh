@@ -117,25 +117,17 @@ import json, pathlib, re, sys
 name, what, requests, osl, before, after, run, pid = sys.argv[1:]
 units = int(requests) * (int(osl) if what == "token" else 1)
 run = json.loads(pathlib.Path(run).read_text())
-def find(node, key):
-    if isinstance(node, dict):
-        if key in node:
-            return node[key]
-        node = list(node.values())
-    if isinstance(node, list):
-        for child in node:
-            if (found := find(child, key)) is not None:
-                return found
-    return None
-e2e = find(run, "e2e_s") or find(run, "e2e")
-p50 = e2e.get("p50") if isinstance(e2e, dict) else None
+failed = run["requests"]["failed"]
+if failed:
+    sys.exit(f"{name}: {failed} requests failed: {run['errors']}")
+p50 = run["latency"]["e2e_ms"]["p50"]
 status = pathlib.Path(f"/proc/{pid}/status").read_text()
 rss = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
 cpu = (int(after) - int(before)) / 1e3 / units
-shown = "-" if name == "direct" else f"{cpu:.1f} us per {what}"
+unit = "token" if what == "token" else "request"
+shown = "-" if name == "direct" else f"{cpu:.1f} us per {unit}"
 memory = "-" if name == "direct" else f"{rss:.0f} MiB"
-latency = f"{p50 * 1e3:.2f} ms" if p50 is not None else "-"
-print(f"{name:<12} {what:<8} CPU {shown:<22} E2E p50 {latency:<12} peak RSS {memory}", flush=True)
+print(f"{name:<12} {what:<8} CPU {shown:<22} E2E p50 {f'{p50:.2f} ms':<12} peak RSS {memory}", flush=True)
 PYTHON
 }
 

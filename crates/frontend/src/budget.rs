@@ -255,6 +255,15 @@ impl Charge {
         self.take((bytes - self.bytes).next_multiple_of(GROWTH_BYTES))
     }
 
+    /// This charge; an empty one stays.
+    pub(crate) fn take_all(&mut self) -> Charge {
+        Charge {
+            memory: self.memory.clone(),
+            client: self.client.clone(),
+            bytes: std::mem::take(&mut self.bytes),
+        }
+    }
+
     /// Bytes charged.
     #[inline]
     pub(crate) fn bytes(&self) -> u64 {

@@ -1,5 +1,6 @@
 //! Paths, keys and limits: from an HTTP request to a handler and back.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::io;
 use std::pin::Pin;
@@ -76,7 +77,7 @@ enum Content {
     /// Events as they come.
     Stream(Box<ReplyBody>),
     /// As an engine sends it.
-    Relay(Box<Relay>),
+    Relay(Rc<RefCell<Relay>>),
 }
 
 impl HttpBody {
@@ -88,14 +89,17 @@ impl HttpBody {
         }
     }
 
-    /// All of it; empty if `None`.
-    pub(crate) fn whole(bytes: Option<Bytes>) -> HttpBody {
-        HttpBody::new(Content::Whole(bytes))
+    /// All of it, and its memory; empty if `None`.
+    pub(crate) fn whole(bytes: Option<Bytes>, memory: Option<Charge>) -> HttpBody {
+        HttpBody {
+            memory,
+            ..HttpBody::new(Content::Whole(bytes))
+        }
     }
 
     /// An engine's.
-    pub(crate) fn relay(relay: Relay) -> HttpBody {
-        HttpBody::new(Content::Relay(Box::new(relay)))
+    pub(crate) fn relay(relay: Rc<RefCell<Relay>>) -> HttpBody {
+        HttpBody::new(Content::Relay(relay))
     }
 }
 
@@ -125,7 +129,7 @@ impl Body for HttpBody {
             }
             Content::Slices(body) => body.poll_frame(cx).map_err(io::Error::other),
             Content::Stream(body) => body.poll_frame(cx).map_err(io::Error::other),
-            Content::Relay(relay) => Pin::new(&mut **relay).poll_frame(cx),
+            Content::Relay(relay) => Pin::new(&mut *relay.borrow_mut()).poll_frame(cx),
         }
     }
 
@@ -133,7 +137,7 @@ impl Body for HttpBody {
         match &self.content {
             Content::Whole(bytes) => bytes.is_none(),
             Content::Slices(_) | Content::Stream(_) => false,
-            Content::Relay(relay) => relay.is_end_stream(),
+            Content::Relay(relay) => relay.borrow().is_end_stream(),
         }
     }
 
@@ -143,7 +147,7 @@ impl Body for HttpBody {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |b| b.len() as u64))
             }
             Content::Slices(_) | Content::Stream(_) => SizeHint::default(),
-            Content::Relay(relay) => relay.size_hint(),
+            Content::Relay(relay) => relay.borrow().size_hint(),
         }
     }
 }
@@ -185,6 +189,9 @@ pub(crate) async fn handle(
     let origin = allowed_origin(&shard.service, request.headers());
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
+    } else if !shard.service.origins.is_empty() && is_preflight(&request) {
+        // An engine may allow more than `live.cors_origins`.
+        Ok(status_only(StatusCode::FORBIDDEN))
     } else if let Plane::Engines(_) = &shard.plane {
         upstream::handle(&shard, &owner, request, &id).await
     } else {
@@ -224,7 +231,15 @@ pub(crate) async fn handle(
     if !shard.service.origins.is_empty() {
         // Caches must not give one page's answer to another.
         let headers = response.headers_mut();
-        headers.insert(VARY, HeaderValue::from_static("origin"));
+        let allowed: Vec<HeaderName> = headers
+            .keys()
+            .filter(|name| name.as_str().starts_with("access-control-"))
+            .cloned()
+            .collect();
+        for name in allowed {
+            headers.remove(name); // an engine's
+        }
+        headers.append(VARY, HeaderValue::from_static("origin"));
         if let Some(origin) = origin {
             headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
             headers.insert(
@@ -261,9 +276,14 @@ fn is_preflight(request: &Request<Incoming>) -> bool {
             .contains_key(ACCESS_CONTROL_REQUEST_METHOD)
 }
 
-fn preflight() -> Response<HttpBody> {
+fn status_only(status: StatusCode) -> Response<HttpBody> {
     let mut response = Response::new(HttpBody::new(Content::Whole(None)));
-    *response.status_mut() = StatusCode::NO_CONTENT;
+    *response.status_mut() = status;
+    response
+}
+
+fn preflight() -> Response<HttpBody> {
+    let mut response = status_only(StatusCode::NO_CONTENT);
     let headers = response.headers_mut();
     for (name, value) in [
         (ACCESS_CONTROL_ALLOW_METHODS, "GET, HEAD, POST"),
@@ -413,7 +433,7 @@ async fn route(
             Ok(json(200, model_json(&card(service))))
         }
         Endpoint::Health => Ok(health(shard)),
-        Endpoint::Ready => Ok(ready(shard)),
+        Endpoint::Ready => Ok(ready(shard, any_ready(&shard.service.fleets.serve))),
         Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
         Endpoint::Version => Ok(json(200, version_json().to_vec())),
         Endpoint::OpenApi => Ok(json(200, openapi_json().to_vec())),
@@ -429,9 +449,10 @@ fn card(service: &Service) -> ModelCard<'_> {
     }
 }
 
-fn ready(shard: &Shard) -> Response<HttpBody> {
+/// The answer of `/ready`; `any_ready`: a worker or an engine is.
+pub(crate) fn ready(shard: &Shard, any_ready: bool) -> Response<HttpBody> {
     let reason = match shard.budget.exhausted() {
-        _ if !any_ready(&shard.service.fleets.serve) => Some("no_worker"),
+        _ if !any_ready => Some("no_worker"),
         limit => limit,
     };
     match reason {

@@ -1,6 +1,7 @@
 //! A connection to an engine.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::pin::pin;
 use std::task::{Context, Poll};
@@ -93,7 +94,9 @@ impl Connection {
 
     /// Whether the engine has neither closed an idle connection nor sent anything.
     pub(super) fn is_open(&self) -> bool {
-        let outcome = self.stream.try_read(&mut [0; 1]);
+        // The runtime would answer from what it saw last, and bytes that nothing asked for would be the next
+        // answer.
+        let outcome = socket2::SockRef::from(&self.stream).peek(&mut [MaybeUninit::uninit()]);
         matches!(outcome, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
 

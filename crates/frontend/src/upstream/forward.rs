@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::body::{Body, Incoming};
@@ -11,13 +12,14 @@ use slipstream_base::Prompt;
 use slipstream_base::{BlockHash, WorkerId};
 use slipstream_config::cluster::{EngineKind, Resume};
 use slipstream_dispatch as dispatch;
+use slipstream_planes::clock::monotonic_ns;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::connection::{Connection, Failure};
 use super::engines::Visit;
 use super::peek::{Peek, peek};
-use super::relay::Relay;
+use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
@@ -40,6 +42,8 @@ pub(super) struct Exchange {
     target: String,
     /// Header lines.
     headers: Bytes,
+    /// The client's `Authorization`, for engines without a key of their own.
+    authorization: Option<Bytes>,
     /// As the client sent it.
     pub(super) body: Bytes,
     /// Routing's view of it.
@@ -48,6 +52,8 @@ pub(super) struct Exchange {
     pub(super) stream: Option<StreamKind>,
     /// vLLM is asked for the tokens of the answer.
     wants_tokens: bool,
+    /// `live.request_timeout_s` ends it at this time, ns.
+    pub(super) deadline_ns: Option<u64>,
     /// Its place among the open streams.
     room: Room,
 }
@@ -67,9 +73,11 @@ impl Exchange {
             method: self.method.clone(),
             target: self.target.clone(),
             headers: self.headers.clone(),
+            authorization: self.authorization.clone(),
             body: body.into(),
             stream: self.stream,
             wants_tokens: self.wants_tokens,
+            deadline_ns: self.deadline_ns,
             room,
         }
     }
@@ -77,6 +85,38 @@ impl Exchange {
     /// Charges its body and `sent` bytes of its answer. False if there is no memory for them.
     pub(super) fn keeps(&self, sent: usize) -> bool {
         self.room.grow_to(self.body.len() + sent)
+    }
+
+    /// Gives back the memory of its answer: nothing of it is kept.
+    pub(super) fn keeps_body_only(&self) {
+        if let Some(held) = &*self.room.0.borrow() {
+            let body = self.body.len() as u64;
+            held.charge.borrow_mut().shrink_to(body);
+        }
+    }
+
+    /// Gives back its place and its memory. Only its client can end it from here on.
+    pub(super) fn release(&self) {
+        if let Some(held) = self.room.0.borrow_mut().take() {
+            held.client.answered();
+        }
+    }
+
+    /// Gives back its place. Returns its memory.
+    pub(super) fn into_charge(self) -> Option<Charge> {
+        let held = self.room.0.borrow_mut().take()?;
+        let charge = held.charge.borrow_mut().take_all();
+        Some(charge)
+    }
+
+    /// Memory for a job on its body, of its client.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn charge_job(&self) -> Result<Charge, ApiError> {
+        let held = self.room.0.borrow();
+        let held = held.as_ref().ok_or_else(ApiError::out_of_memory)?;
+        held.shard.budget.memory.charge(held.client.counts(), 0)
     }
 
     fn body_for(&self, engine: &Engine) -> [Bytes; 2] {
@@ -93,7 +133,7 @@ impl Exchange {
 }
 
 /// A place among the open streams of the server.
-pub(super) struct Room(Option<Held>);
+pub(super) struct Room(RefCell<Option<Held>>);
 
 struct Held {
     shard: Rc<Shard>,
@@ -107,30 +147,29 @@ impl Room {
         shard
             .open_streams(&client, 1)
             .inspect_err(|_| shard.metrics.on_rejected(Rejection::StreamsMax))?;
-        Ok(Room(Some(Held {
+        Ok(Room(RefCell::new(Some(Held {
             shard: shard.clone(),
             client,
             charge: RefCell::new(charge),
-        })))
+        }))))
     }
 
     /// Charges `bytes` in all. False if there is no memory for them.
     fn grow_to(&self, bytes: usize) -> bool {
-        let held = self.0.as_ref();
-        held.is_none_or(|held| held.charge.borrow_mut().grow_to(bytes as u64).is_ok())
+        let held = self.0.borrow();
+        let grow = |held: &Held| held.charge.borrow_mut().grow_to(bytes as u64).is_ok();
+        held.as_ref().is_none_or(grow)
     }
 
     /// For a request that continues one with a place.
     pub(super) fn shared() -> Room {
-        Room(None)
+        Room(RefCell::new(None))
     }
 }
 
-impl Drop for Room {
+impl Drop for Held {
     fn drop(&mut self) {
-        if let Some(held) = &self.0 {
-            held.shard.on_streams_closed(&held.client, 1);
-        }
+        self.shard.on_streams_closed(&self.client, 1);
     }
 }
 
@@ -159,8 +198,6 @@ static FORWARDED: &[&str] = &[
     "/props",
     "/get_model_info",
     "/model_info",
-    "/server_info",
-    "/get_server_info",
     "/openapi.json",
 ];
 
@@ -215,6 +252,18 @@ pub(crate) async fn handle(
     if let Some(response) = models_path(&upstream, request.method(), path) {
         return response;
     }
+    let method = request.method();
+    if matches!(*method, Method::CONNECT | Method::TRACE) {
+        return Err(ApiError::method_not_allowed(
+            method.as_str(),
+            path,
+            "GET or POST",
+        ));
+    }
+    // A POST changes the engine.
+    if path == "/props" && !matches!(*method, Method::GET | Method::HEAD) {
+        return Err(ApiError::method_not_allowed(method.as_str(), path, "GET"));
+    }
     if !is_forwarded(path, &upstream.engines.settings.forward) {
         let method = request.method().as_str();
         return Err(ApiError::not_forwarded(method, path));
@@ -243,7 +292,7 @@ fn open_path(
                 format!("{{\"status\":\"{word}\",\"engines\":{engines}}}").into_bytes(),
             )
         }
-        "/ready" => http::json(status, format!("{{\"ready\":{ready}}}").into_bytes()),
+        "/ready" => http::ready(shard, ready),
         "/live" | "/ping" => http::json(200, b"{\"live\":true}".to_vec()),
         "/version" => http::json(200, crate::openai::version_json().to_vec()),
         "/metrics" => return Some(http::metrics(shard, id)),
@@ -281,6 +330,9 @@ async fn forward(
     http::check_memory(shard)?;
     let mut charge = shard.budget.memory.charge(client.counts(), 0)?;
     let limits = &shard.service.limits;
+    let deadline_ns = limits
+        .request_timeout
+        .map(|limit| monotonic_ns().saturating_add(limit.as_nanos() as u64));
     let (parts, body) = request.into_parts();
     let target = parts.uri.path_and_query();
     let target = target.map_or_else(|| "/".to_owned(), |target| target.as_str().to_owned());
@@ -313,21 +365,34 @@ async fn forward(
     let settings = &upstream.engines.settings;
     let stream = stream_kind(parts.uri.path(), &seen, settings.resume);
     // The router's own keys stay here.
-    let keeps_authorization = shard.service.api_keys.is_empty();
+    let authorization = parts.headers.get(AUTHORIZATION);
+    let authorization = authorization.filter(|_| shard.service.api_keys.is_empty());
     let exchange = Exchange {
         method: parts.method,
         target,
-        headers: wire::write_headers(&parts.headers, keeps_authorization).freeze(),
+        headers: wire::write_headers(&parts.headers).freeze(),
+        authorization: authorization.map(|value| Bytes::copy_from_slice(value.as_bytes())),
         wants_tokens: stream.is_some()
             && settings.resume == Resume::Tokens
             && !seen.return_token_ids,
         body: body.clone(),
         request,
         stream,
+        deadline_ns,
         room,
     };
-    let begun = obtain(shard, upstream, &exchange).await?;
-    Ok(Relay::respond(shard, upstream, exchange, begun))
+    let begun = obtain(shard, upstream, &exchange);
+    let begun = match deadline_ns {
+        None => begun.await?,
+        Some(deadline_ns) => {
+            let left = Duration::from_nanos(deadline_ns.saturating_sub(monotonic_ns()));
+            tokio::time::timeout(left, begun).await.map_err(|_| {
+                shard.metrics.streams_cut_deadline.add(1);
+                ApiError::deadline(limits.request_timeout.unwrap_or_default().as_secs_f64())
+            })??
+        }
+    };
+    Relay::respond(shard, upstream, exchange, begun)
 }
 
 fn is_json(headers: &HeaderMap) -> bool {
@@ -426,8 +491,7 @@ pub(super) async fn obtain(
                     refusal = Some(Refusal::of_answer(engine, &answer));
                     engine.counters.retried.fetch_add(1, Relaxed);
                     shard.metrics.retries.add(1);
-                    put_back(upstream, index, answer);
-                    drop(visit);
+                    drop((answer, visit));
                     seat.failed_by(worker);
                     continue;
                 }
@@ -490,10 +554,15 @@ fn failed(engine: &Engine, failure: &Failure) -> ApiError {
     }
 }
 
-fn put_back(upstream: &Upstream, index: usize, answer: Answer) {
-    if answer.complete && answer.head.keep_alive {
-        upstream.keep(index, answer.connection);
-    }
+/// Whether the connection may carry another request after this answer. An engine that refuses a request may
+/// not have read its body, and would read it as the next request.
+pub(super) fn may_keep(exchange: &Exchange, head: &ResponseHead) -> bool {
+    head.keep_alive && (head.status.as_u16() < 400 || exchange.body.is_empty())
+}
+
+/// Whether `bytes` are the last event of a stream.
+pub(super) fn ends_events(bytes: &[u8]) -> bool {
+    bytes.trim_ascii_end().ends_with(b"[DONE]")
 }
 
 /// Sends a request to an engine, and reads the first bytes of its answer.
@@ -526,7 +595,10 @@ async fn converse_on(
         &exchange.method,
         [&engine.spec.url.prefix, &exchange.target],
         &engine.authority,
-        engine.authorization.as_deref(),
+        engine
+            .authorization
+            .as_deref()
+            .or(exchange.authorization.as_deref()),
         &exchange.headers,
         body[0].len() + body[1].len(),
     );
@@ -537,7 +609,8 @@ async fn converse_on(
         (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
     };
     let mut decoder = BodyDecoder::new(head.framing);
-    let wants_all = matches!(head.framing, Framing::Sized(bytes) if bytes <= WHOLE_BYTES_MAX);
+    let wants_all = matches!(head.framing, Framing::Sized(bytes) if bytes <= WHOLE_BYTES_MAX)
+        || head.status == StatusCode::SERVICE_UNAVAILABLE;
     let mut first = Bytes::new();
     loop {
         match decoder.decode(&mut connection.buf) {
@@ -547,7 +620,7 @@ async fn converse_on(
                 } else {
                     first = [first, data].concat().into();
                 }
-                if wants_all {
+                if wants_all && first.len() as u64 <= WHOLE_BYTES_MAX {
                     continue;
                 }
                 // A short answer in one piece often has its end in the same read.
@@ -573,6 +646,9 @@ async fn converse_on(
         }
         match std::future::poll_fn(|cx| connection.poll_fill(cx)).await {
             Ok(0) if decoder.ends_at_close() => {
+                if exchange.stream.is_some() && is_event_stream(&head) && !ends_events(&first) {
+                    return Err(Failure::Lost("closed before `[DONE]`".into()));
+                }
                 return Ok(Answer {
                     connection,
                     head,

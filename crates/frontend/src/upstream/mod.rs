@@ -29,7 +29,7 @@ mod wire;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
@@ -61,10 +61,15 @@ pub(crate) struct Upstream {
     stopping: Cell<bool>,
     /// Tasks that relay answers, by number of the request.
     relays: RefCell<Vec<Option<Waker>>>,
+    /// Answers on their way, to be ended when they are overdue.
+    watched: RefCell<Vec<Weak<RefCell<Relay>>>>,
 }
 
 /// Retries that may be made at a time without earlier requests.
 const RETRIES_AT_ONCE: f64 = 10.0;
+
+/// Answers that are looked at before other tasks have a turn.
+const RELAYS_PER_TURN: usize = 1024;
 
 /// Interval at which idle connections are looked at.
 const SWEEP: Duration = Duration::from_millis(500);
@@ -79,13 +84,52 @@ impl Upstream {
             budget: Cell::new(RETRIES_AT_ONCE),
             stopping: Cell::new(false),
             relays: RefCell::default(),
+            watched: RefCell::default(),
         }
     }
 
-    /// Closes connections that were idle for too long, for as long as the shard runs.
+    /// Ends `relay` when it is overdue.
+    fn look_after(&self, relay: &Rc<RefCell<Relay>>) {
+        self.watched.borrow_mut().push(Rc::downgrade(relay));
+    }
+
+    /// Ends answers that are overdue, some at a time.
+    async fn end_overdue(&self) {
+        let mut at = 0;
+        loop {
+            let some: Vec<Rc<RefCell<Relay>>> = {
+                let mut watched = self.watched.borrow_mut();
+                let end = (at + RELAYS_PER_TURN).min(watched.len());
+                let mut some = Vec::with_capacity(end - at);
+                for index in (at..end).rev() {
+                    match watched[index].upgrade() {
+                        Some(relay) => some.push(relay),
+                        None => drop(watched.swap_remove(index)),
+                    }
+                }
+                at += some.len();
+                some
+            };
+            if some.is_empty() {
+                let is_end = at >= self.watched.borrow().len();
+                if is_end {
+                    return;
+                }
+                continue; // all of them had ended, and later ones took their places
+            }
+            let now = monotonic_ns();
+            for relay in some {
+                relay.borrow_mut().check(now);
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Closes connections that were idle for too long, and ends overdue answers, for as long as the shard runs.
     pub(crate) async fn sweep(&self) {
         loop {
             tokio::time::sleep(SWEEP).await;
+            self.end_overdue().await;
             let keep_ns = self.engines.settings.keep_alive.as_nanos() as u64;
             let now = monotonic_ns();
             for idle in &self.idle {

@@ -1,16 +1,17 @@
 //! An answer on its way from an engine to a client.
 
+use std::cell::RefCell;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use hyper::{Response, StatusCode};
 use slipstream_planes::clock::monotonic_ns;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -18,12 +19,13 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::Upstream;
 use super::connection::{Connection, Failure};
 use super::engines::Visit;
-use super::forward::{Answer, Begun, Exchange, Room, obtain};
+use super::forward::{Answer, Begun, Exchange, Room, ends_events, may_keep, obtain};
 use super::resume::{self, Plan, Rewriter};
 use super::seat::Seat;
 use super::wire::{BodyDecoder, Decoded, Framing, ResponseHead};
 use crate::http::HttpBody;
 use crate::openai::ApiError;
+use crate::service::Service;
 use crate::shard::Shard;
 
 /// Times that one stream continues on another engine.
@@ -49,8 +51,12 @@ pub(crate) struct Relay {
     left: Option<u64>,
     idle: Option<Pin<Box<Sleep>>>,
     last_ns: u64,
-    /// `live.request_timeout_s` ends it at this time, ns.
-    deadline_ns: Option<u64>,
+    /// When its client's connection last asked for more, ns.
+    asked_ns: u64,
+    /// Set while it waits for an engine, not for its client.
+    waiting: Option<Waker>,
+    /// Why it ended before its client asked for more.
+    cut: Option<ApiError>,
     /// It broke off; the client first gets what came before.
     broken: Option<io::Error>,
 }
@@ -75,18 +81,25 @@ struct Events {
     sent: Option<Vec<u8>>,
     /// Why `sent` is not kept.
     not_kept: &'static str,
+    /// The last event was sent on.
+    done: bool,
+    /// The client has the beginning of an event without its end.
+    is_partial: bool,
     /// Set once another engine continues it.
     rewriter: Option<Rewriter>,
 }
 
 impl Relay {
     /// The response whose answer has `begun`.
+    ///
+    /// # Errors
+    /// There is no memory for it.
     pub(super) fn respond(
         shard: &Rc<Shard>,
         upstream: &Rc<Upstream>,
         exchange: Exchange,
         begun: Begun,
-    ) -> Response<HttpBody> {
+    ) -> Result<Response<HttpBody>, ApiError> {
         let Begun {
             seat,
             visit,
@@ -100,9 +113,10 @@ impl Relay {
             complete,
         } = answer;
         let is_events = is_event_stream(&head);
-        let mut response = Response::new(HttpBody::whole(None));
+        let mut head = head;
+        let mut response = Response::new(HttpBody::whole(None, None));
         *response.status_mut() = head.status;
-        let left = match head.framing {
+        let mut left = match head.framing {
             Framing::Sized(bytes) => Some(bytes),
             _ => None,
         };
@@ -112,12 +126,15 @@ impl Relay {
                 .counters
                 .bytes
                 .fetch_add(first.len() as u64, Relaxed);
-            if head.keep_alive {
+            if may_keep(&exchange, &head) {
                 upstream.keep(visit.index(), connection);
             }
             seat.ended();
+            if !exchange.keeps(first.len()) {
+                return Err(ApiError::out_of_memory());
+            }
             if !first.is_empty() {
-                *response.body_mut() = HttpBody::whole(Some(first));
+                *response.body_mut() = HttpBody::whole(Some(first), exchange.into_charge());
             }
         } else {
             let events = is_events.then(|| Events {
@@ -125,8 +142,13 @@ impl Relay {
                 not_kept: "requests of this kind do not continue",
                 ..Events::default()
             });
-            let limit = shard.service.limits.request_timeout;
+            if is_events {
+                // It may continue on another engine, with another length.
+                head.headers.remove(CONTENT_LENGTH);
+                left = None;
+            }
             let now = monotonic_ns();
+            let keep_alive = may_keep(&exchange, &head);
             let relay = Relay {
                 shard: shard.clone(),
                 upstream: upstream.clone(),
@@ -136,7 +158,7 @@ impl Relay {
                     visit,
                     connection,
                     decoder,
-                    keep_alive: head.keep_alive,
+                    keep_alive,
                 }),
                 first: Some(first),
                 events,
@@ -145,13 +167,17 @@ impl Relay {
                 left,
                 idle: None,
                 last_ns: now,
-                deadline_ns: limit.map(|limit| now.saturating_add(limit.as_nanos() as u64)),
+                asked_ns: now,
+                waiting: None,
+                cut: None,
                 broken: None,
             };
+            let relay = Rc::new(RefCell::new(relay));
+            upstream.look_after(&relay);
             *response.body_mut() = HttpBody::relay(relay);
         }
         *response.headers_mut() = head.headers;
-        response
+        Ok(response)
     }
 
     /// The next piece of the body, as the engine sent it. `None`: it is complete.
@@ -171,7 +197,15 @@ impl Relay {
                 Err(error) => return Poll::Ready(Err(Failure::Protocol(error))),
             }
             match flow.connection.poll_fill(cx) {
-                Poll::Ready(Ok(0)) if flow.decoder.ends_at_close() => return Poll::Ready(Ok(None)),
+                Poll::Ready(Ok(0)) if flow.decoder.ends_at_close() => {
+                    let is_cut = self.exchange.stream.is_some()
+                        && self.events.as_ref().is_some_and(|events| !events.done);
+                    return Poll::Ready(if is_cut {
+                        Err(Failure::Lost("closed before `[DONE]`".into()))
+                    } else {
+                        Ok(None)
+                    });
+                }
                 Poll::Ready(Ok(0)) => {
                     return Poll::Ready(Err(Failure::Lost("closed within its answer".into())));
                 }
@@ -192,13 +226,20 @@ impl Relay {
         let limit = self.upstream.engines.settings.idle_timeout;
         let left =
             |deadline_ns: u64| Duration::from_nanos(deadline_ns.saturating_sub(monotonic_ns()));
-        let wait = self.deadline_ns.map_or(limit, |at| left(at).min(limit));
+        let wait = self
+            .exchange
+            .deadline_ns
+            .map_or(limit, |at| left(at).min(limit));
         let timer = self
             .idle
             .get_or_insert_with(|| Box::pin(sleep_until(Instant::now() + wait)));
         loop {
             ready!(timer.as_mut().poll(cx));
-            if self.deadline_ns.is_some_and(|at| left(at).is_zero()) {
+            if self
+                .exchange
+                .deadline_ns
+                .is_some_and(|at| left(at).is_zero())
+            {
                 cx.waker().wake_by_ref(); // `poll_frame` ends it
                 return Poll::Pending;
             }
@@ -208,7 +249,10 @@ impl Relay {
                 return Poll::Ready(Failure::Stalled(limit));
             }
             let rest = limit.saturating_sub(quiet);
-            let wait = self.deadline_ns.map_or(rest, |at| left(at).min(rest));
+            let wait = self
+                .exchange
+                .deadline_ns
+                .map_or(rest, |at| left(at).min(rest));
             let next = Instant::now() + wait;
             timer.as_mut().reset(next);
         }
@@ -224,10 +268,15 @@ impl Relay {
         let Some(events) = &mut self.events else {
             return data;
         };
+        let was_kept = events.sent.is_some();
         let passed = events.pass(data, max);
-        let sent = events.sent.as_ref().map_or(0, Vec::len);
-        if !self.exchange.keeps(sent) {
+        if let Some(sent) = &events.sent
+            && !self.exchange.keeps(sent.len())
+        {
             events.forget("the memory for clients is used up (`live.memory_max`)");
+        }
+        if was_kept && events.sent.is_none() {
+            self.exchange.keeps_body_only();
         }
         passed
     }
@@ -284,16 +333,18 @@ impl Relay {
         if self.upstream.stopping.get() {
             return Err("the server is stopping".into());
         }
-        let plan = resume::plan(kind, &self.exchange.body, sent)?;
-        if !self.upstream.spend() {
-            return Err("the budget of retries is spent (`upstream.retry_budget`)".into());
-        }
+        // Not from the budget of retries: all streams of a lost engine continue, each a few times at most.
         self.resumes += 1;
         self.shard.metrics.retries.add(1);
-        let Plan { body, rewriter } = plan;
         let (shard, upstream) = (self.shard.clone(), self.upstream.clone());
-        let exchange = self.exchange.with_body(body, Room::shared());
+        let (exchange, sent) = (self.exchange.clone(), sent.clone());
         self.resuming = Some(Box::pin(async move {
+            let charge = exchange.charge_job().map_err(|error| error.message)?;
+            let job = move |_: &Service, body: &[u8]| Ok(resume::plan(kind, body, &sent));
+            let planned = shard.run(exchange.body.clone(), charge, job).await;
+            let (plan, _charge) = planned.map_err(|error| error.message)?;
+            let Plan { body, rewriter } = plan?;
+            let exchange = exchange.with_body(body, Room::shared());
             let begun = obtain(&shard, &upstream, &exchange).await;
             let begun = begun.map_err(|error| error.message)?;
             let status = begun.answer.head.status;
@@ -336,14 +387,18 @@ impl Relay {
         self.flow = None;
         self.resuming = None;
         self.shard.metrics.streams_lost.add(1);
-        if self.events.is_none() {
+        let Some(events) = &self.events else {
             // The client sees that it is not complete. An error ends its connection at once, so what came
             // before is written first: hyper does so when the body has nothing.
             self.broken = Some(io::Error::other(error.message.clone()));
             cx.waker().wake_by_ref();
             return Poll::Pending;
+        };
+        let mut event = Vec::new();
+        if events.is_partial {
+            event.extend_from_slice(b"\n\n");
         }
-        let mut event = b"data: ".to_vec();
+        event.extend_from_slice(b"data: ");
         event.extend_from_slice(&error.body());
         event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
         Poll::Ready(Some(Ok(Frame::data(event.into()))))
@@ -352,10 +407,46 @@ impl Relay {
     fn is_over(&self) -> bool {
         self.flow.is_none() && self.resuming.is_none() && self.broken.is_none()
     }
+
+    /// Ends it if it is overdue, also while its client's connection asks for nothing: of an HTTP/2 stream with
+    /// a shut window no more is asked.
+    pub(super) fn check(&mut self, now_ns: u64) {
+        if self.is_over() {
+            return;
+        }
+        let limits = &self.shard.service.limits;
+        let unread = Duration::from_nanos(now_ns.saturating_sub(self.asked_ns));
+        let error = if self.exchange.deadline_ns.is_some_and(|at| now_ns >= at) {
+            self.shard.metrics.streams_cut_deadline.add(1);
+            ApiError::deadline(limits.request_timeout.unwrap_or_default().as_secs_f64())
+        } else if self.waiting.is_none() && unread >= limits.write_timeout {
+            self.shard.metrics.streams_cut_slow.add(1);
+            ApiError::overloaded(
+                format!(
+                    "the client read nothing for {} s (`live.write_timeout_s`)",
+                    limits.write_timeout.as_secs_f64()
+                ),
+                1,
+            )
+        } else {
+            return;
+        };
+        self.flow = None;
+        self.resuming = None;
+        self.broken = None;
+        if let Some(events) = &mut self.events {
+            events.sent = None;
+        }
+        self.exchange.release();
+        self.cut = Some(error);
+        if let Some(waker) = self.waiting.take() {
+            waker.wake();
+        }
+    }
 }
 
 /// Whether the body is events as text.
-fn is_event_stream(head: &ResponseHead) -> bool {
+pub(super) fn is_event_stream(head: &ResponseHead) -> bool {
     !head.headers.contains_key(CONTENT_ENCODING)
         && head
             .headers
@@ -366,14 +457,19 @@ fn is_event_stream(head: &ResponseHead) -> bool {
 impl Events {
     fn pass(&mut self, data: Bytes, sent_max: usize) -> Bytes {
         let whole = if self.held.is_empty() && data.ends_with(b"\n\n") {
+            self.is_partial = false;
             data // nearly always
         } else {
             self.held.extend_from_slice(&data);
             match last_event_end(&self.held) {
-                Some(end) => self.held.split_to(end).freeze(),
+                Some(end) => {
+                    self.is_partial = false;
+                    self.held.split_to(end).freeze()
+                }
                 None if self.held.len() <= EVENT_BYTES_MAX => return Bytes::new(),
                 None => {
                     self.forget("an event was too long");
+                    self.is_partial = true;
                     self.held.split().freeze()
                 }
             }
@@ -382,6 +478,7 @@ impl Events {
             None => whole,
             Some(rewriter) => rewriter.rewrite(&whole).into(),
         };
+        self.done |= ends_events(&whole);
         if let Some(sent) = &mut self.sent {
             if sent.len() + whole.len() > sent_max {
                 self.forget("the answer is longer than `upstream.resume_bytes_max`");
@@ -414,7 +511,34 @@ impl Body for Relay {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = &mut *self;
+        let polled = this.poll_next(cx);
+        this.asked_ns = this.last_ns;
+        match &this.waiting {
+            Some(known) if polled.is_pending() && known.will_wake(cx.waker()) => {}
+            _ => this.waiting = polled.is_pending().then(|| cx.waker().clone()),
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over() && self.cut.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.left {
+            Some(left) if self.events.is_none() => SizeHint::with_exact(left),
+            _ => SizeHint::default(),
+        }
+    }
+}
+
+impl Relay {
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let this = self;
         loop {
+            if let Some(error) = this.cut.take() {
+                return this.break_off(cx, &error);
+            }
             if let Some(error) = this.broken.take() {
                 return Poll::Ready(Some(Err(error)));
             }
@@ -424,17 +548,11 @@ impl Body for Relay {
             if this.upstream.stopping.get() {
                 return this.break_off(cx, &ApiError::stopping());
             }
-            if let Some(deadline_ns) = this.deadline_ns
+            if let Some(deadline_ns) = this.exchange.deadline_ns
                 && monotonic_ns() >= deadline_ns
             {
-                this.shard.metrics.streams_cut_deadline.add(1);
-                let limit = this
-                    .shard
-                    .service
-                    .limits
-                    .request_timeout
-                    .unwrap_or_default();
-                return this.break_off(cx, &ApiError::deadline(limit.as_secs_f64()));
+                this.check(monotonic_ns());
+                continue;
             }
             if let Some(resuming) = &mut this.resuming {
                 match ready!(resuming.as_mut().poll(cx)) {
@@ -459,23 +577,19 @@ impl Body for Relay {
                     let held = this.finish();
                     return Poll::Ready(held.map(|held| Ok(Frame::data(held))));
                 }
+                // All of it has come, but not the end of its framing.
+                Err(_) if this.events.as_ref().is_some_and(|events| events.done) => {
+                    if let Some(flow) = this.flow.take() {
+                        flow.seat.ended();
+                    }
+                    return Poll::Ready(None);
+                }
                 Err(failure) => {
                     if let Err(why) = this.lose(&failure) {
                         return this.break_off(cx, &ApiError::stream_lost(&why));
                     }
                 }
             }
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.is_over()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match self.left {
-            Some(left) if self.events.is_none() => SizeHint::with_exact(left),
-            _ => SizeHint::default(),
         }
     }
 }

@@ -41,6 +41,9 @@ struct Sent {
     text: String,
     /// Tokens of `text`; `None` if an event did not name them.
     tokens: Option<Vec<u64>>,
+    /// Tokens up to the last event with text. The text of later ones is incomplete: a character over several
+    /// tokens.
+    tokens_with_text: usize,
     prompt_tokens: Option<Vec<u64>>,
     /// Events with text.
     steps: u64,
@@ -59,7 +62,11 @@ pub(super) fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, S
         return Err("its request is not a JSON object".into());
     };
     check_request(&body)?;
-    let sent = read_events(kind, sent)?;
+    let mut sent = read_events(kind, sent)?;
+    if holds_text_back(&body) {
+        // Its tokens are ahead of the text that the client has.
+        sent.tokens = None;
+    }
     if sent.finished {
         return Err("only its last events were missing".into());
     }
@@ -84,6 +91,20 @@ pub(super) fn plan(kind: StreamKind, body: &[u8], sent: &[u8]) -> Result<Plan, S
             role_sent: sent.role,
         },
     })
+}
+
+/// Whether the engine keeps back text that could begin a stop string.
+fn holds_text_back(body: &Map<String, Value>) -> bool {
+    let is_long = |stop: &Value| {
+        stop.as_str()
+            .is_some_and(|stop| stop.chars().nth(1).is_some())
+    };
+    let includes = body.get("include_stop_str_in_output") == Some(&Value::Bool(true));
+    !includes
+        && body.get("stop").is_some_and(|stop| match stop {
+            Value::Array(stops) => stops.iter().any(is_long),
+            stop => is_long(stop),
+        })
 }
 
 /// Whether `value` asks for nothing.
@@ -244,6 +265,9 @@ fn read_events(kind: StreamKind, bytes: &[u8]) -> Result<Sent, String> {
         }
         sent.read_event(kind, &event)?;
     }
+    if let Some(tokens) = &mut sent.tokens {
+        tokens.truncate(sent.tokens_with_text);
+    }
     if sent.steps > 0 && sent.tokens.as_ref().is_some_and(Vec::is_empty) {
         sent.tokens = None;
     }
@@ -295,7 +319,12 @@ impl Sent {
             self.text.push_str(text);
             self.steps += 1;
             match (&mut self.tokens, tokens) {
-                (Some(all), Some(tokens)) => all.extend(tokens),
+                (Some(all), Some(tokens)) => {
+                    all.extend(tokens);
+                    if !text.is_empty() {
+                        self.tokens_with_text = all.len();
+                    }
+                }
                 (all, _) => *all = None,
             }
         }

@@ -103,27 +103,21 @@ fn read_head(
         };
         headers.append(name, value);
     }
-    let mut keep_alive = is_1_1;
-    for value in headers.get_all(CONNECTION) {
-        for word in words(value) {
-            if word.eq_ignore_ascii_case("close") {
-                keep_alive = false;
-            } else if word.eq_ignore_ascii_case("keep-alive") {
-                keep_alive = true;
-            }
-        }
-    }
+    let asks = |of: &str| {
+        let mut all = headers.get_all(CONNECTION).iter().flat_map(words);
+        all.any(|word| word.eq_ignore_ascii_case(of))
+    };
+    let keep_alive = !asks("close") && (is_1_1 || asks("keep-alive"));
     let bodiless = *method == Method::HEAD
         || status == StatusCode::NO_CONTENT
         || status == StatusCode::NOT_MODIFIED;
-    let chunked = match headers.get_all(TRANSFER_ENCODING).iter().next_back() {
-        None => false,
-        Some(last) => {
-            let last = words(last).last().unwrap_or_default();
-            if !last.eq_ignore_ascii_case("chunked") {
-                return Err(WireError::Length("transfer-encoding other than chunked"));
-            }
-            true
+    // Another coding before it, such as gzip, would reach the client without its name.
+    let chunked = {
+        let mut codings = headers.get_all(TRANSFER_ENCODING).iter().flat_map(words);
+        match (codings.next(), codings.next()) {
+            (None, _) => false,
+            (Some(coding), None) if coding.eq_ignore_ascii_case("chunked") => true,
+            _ => return Err(WireError::Length("transfer-encoding other than chunked")),
         }
     };
     let length = content_length(&headers)?;
@@ -200,8 +194,8 @@ static HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Headers of a client's request as they are sent to any engine: without those of its connection, of
-/// its framing, and `Host`. They are written once, also for retries.
-pub(super) fn write_headers(headers: &HeaderMap, keep_authorization: bool) -> BytesMut {
+/// its framing, `Host` and `Authorization`. They are written once, also for retries.
+pub(super) fn write_headers(headers: &HeaderMap) -> BytesMut {
     let mut out = BytesMut::with_capacity(512);
     let named: Vec<&str> = headers.get_all(CONNECTION).iter().flat_map(words).collect();
     for (name, value) in headers {
@@ -209,7 +203,7 @@ pub(super) fn write_headers(headers: &HeaderMap, keep_authorization: bool) -> By
             || *name == HOST
             || *name == CONTENT_LENGTH
             || *name == EXPECT
-            || *name == hyper::header::AUTHORIZATION && !keep_authorization
+            || *name == hyper::header::AUTHORIZATION
             || named
                 .iter()
                 .any(|word| word.eq_ignore_ascii_case(name.as_str()));
@@ -497,7 +491,7 @@ mod tests {
                 HeaderValue::from_static(value),
             );
         }
-        let lines = write_headers(&headers, false);
+        let lines = write_headers(&headers);
         let head = write_head(
             &Method::POST,
             ["/v", "/v1/completions?a=b"],
@@ -511,8 +505,6 @@ mod tests {
             "POST /v/v1/completions?a=b HTTP/1.1\r\nhost: gpu:1\r\ncontent-type: application/json\r\n\
              x-request-id: 7\r\nauthorization: Bearer engine\r\ncontent-length: 7\r\n\r\n"
         );
-        let kept = write_headers(&headers, true);
-        assert!(kept.windows(13).any(|w| w == b"Bearer client"));
     }
 
     proptest! {

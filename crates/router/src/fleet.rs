@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slipstream_base::{BlockHash, KvDelta, RankId, SimTime, WorkerId};
+use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, SimTime, Tail, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolRole, RouterConfig};
 use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 
@@ -176,6 +176,8 @@ pub struct Fleet {
     /// Bumped after each change of `ready`, so that a router rebuilds its list only then.
     ready_generation: AtomicU64,
     cached: Cached,
+    /// What was routed of prompts whose tokens are not known.
+    guesses: Option<ApproximateIndex>,
     pub(crate) sessions: Option<SessionTable>,
     pub(crate) counters: CounterCells,
 }
@@ -313,9 +315,25 @@ impl Fleet {
             ready_generation: AtomicU64::new(1),
             targets: targets.into(),
             cached,
+            guesses: None,
             sessions,
             counters: CounterCells::default(),
         })
+    }
+
+    /// The same fleet, in which a prompt whose tokens are not known ([`Tail::Opaque`]) is compared with those
+    /// that were routed, as without KV events: its blocks are not those of any event.
+    #[must_use]
+    pub fn with_guesses(mut self) -> Fleet {
+        let kv_blocks: Vec<u32> = self.targets.iter().map(|t| t.kv_blocks).collect();
+        let ttl_ns = SimTime::from_secs_f64(self.config.approximate_ttl_s).0;
+        self.guesses = Some(ApproximateIndex::new(&kv_blocks, ttl_ns));
+        self
+    }
+
+    fn guesses_of(&self, prompt: &Prompt) -> Option<&ApproximateIndex> {
+        let known = matches!(prompt.tail(), Tail::Tokens(_));
+        self.guesses.as_ref().filter(|_| !known)
     }
 
     /// `[router]` of the cluster file.
@@ -368,6 +386,9 @@ impl Fleet {
     pub fn on_worker_lost(&self, worker: WorkerId) {
         self.set_ready(worker, false);
         for target in self.targets_of(worker) {
+            if let Some(guesses) = &self.guesses {
+                guesses.forget(target as usize);
+            }
             match &self.cached {
                 Cached::Exact(index) => index.forget(target as usize),
                 Cached::Approximate(index) => index.forget(target as usize),
@@ -459,8 +480,17 @@ impl Fleet {
         applied
     }
 
-    /// For each target, the leading `blocks` that are cached there. Shape of `out`: `[targets]`.
-    pub(crate) fn overlap(&self, now: SimTime, blocks: &[BlockHash], out: &mut [u32]) {
+    /// For each target, the leading `blocks` of `prompt` that are cached there. Shape of `out`: `[targets]`.
+    pub(crate) fn overlap(
+        &self,
+        now: SimTime,
+        prompt: &Prompt,
+        blocks: &[BlockHash],
+        out: &mut [u32],
+    ) {
+        if let Some(guesses) = self.guesses_of(prompt) {
+            return guesses.overlap(now, blocks, out);
+        }
         match &self.cached {
             Cached::Exact(index) => index.overlap(blocks, out),
             Cached::Approximate(index) => index.overlap(now, blocks, out),
@@ -468,8 +498,17 @@ impl Fleet {
         }
     }
 
-    /// The leading `blocks` that are cached at `target`.
-    pub(crate) fn overlap_of(&self, now: SimTime, target: usize, blocks: &[BlockHash]) -> u32 {
+    /// The leading `blocks` of `prompt` that are cached at `target`.
+    pub(crate) fn overlap_of(
+        &self,
+        now: SimTime,
+        target: usize,
+        prompt: &Prompt,
+        blocks: &[BlockHash],
+    ) -> u32 {
+        if let Some(guesses) = self.guesses_of(prompt) {
+            return guesses.overlap_of(now, target, blocks);
+        }
         match &self.cached {
             Cached::Exact(index) => index.overlap_of(target, blocks),
             Cached::Approximate(index) => index.overlap_of(now, target, blocks),
@@ -477,11 +516,15 @@ impl Fleet {
         }
     }
 
-    /// Records that `blocks` go to `target`: an index without events counts them as cached from now
-    /// on.
-    pub(crate) fn on_routed(&self, now: SimTime, target: usize, blocks: &[BlockHash]) {
-        if let Cached::Approximate(index) = &self.cached {
-            index.on_routed(now, target, blocks);
+    /// Records that `prompt` goes to `target`: an index without events counts its blocks as cached from
+    /// now on.
+    pub(crate) fn on_routed(&self, now: SimTime, target: usize, prompt: &Prompt) {
+        let approximate = match &self.cached {
+            Cached::Approximate(index) => Some(index),
+            Cached::Exact(_) | Cached::Elsewhere => self.guesses_of(prompt),
+        };
+        if let Some(index) = approximate {
+            index.on_routed(now, target, prompt.blocks());
         }
     }
 
@@ -659,6 +702,42 @@ pub(crate) mod tests {
         };
         let twice = Fleet::new(RouterConfig::default(), 16, vec![target, target]);
         assert_eq!(twice.err(), Some(FleetError::Order { rank: rank(1, 0) }));
+    }
+
+    /// A prompt of 4 blocks whose tokens are known or not.
+    fn prompt(known: bool) -> Prompt {
+        let tokens: Vec<u32> = (0..64).collect();
+        let root = BlockHash::root("m", "", "");
+        if known {
+            return Prompt::from_tokens(&tokens, 16, root).unwrap();
+        }
+        let blocks = root.chain(&tokens, 16);
+        Prompt::from_parts(64, 16, blocks.into(), Tail::Opaque { id: 0 }).unwrap()
+    }
+
+    #[test]
+    fn guesses_count_for_prompts_without_tokens_alone() {
+        let hits = |fleet: &Fleet, prompt: &Prompt| {
+            let mut hits = [9; 2];
+            fleet.overlap(SimTime(1), prompt, prompt.blocks(), &mut hits);
+            let each =
+                [0, 1].map(|target| fleet.overlap_of(SimTime(1), target, prompt, prompt.blocks()));
+            assert_eq!(hits, each);
+            hits
+        };
+        let (known, unknown) = (prompt(true), prompt(false));
+        let exact = fleet(2, RouterConfig::default());
+        exact.on_routed(SimTime(0), 1, &unknown);
+        assert_eq!(hits(&exact, &unknown), [0, 0]);
+        let both = fleet(2, RouterConfig::default()).with_guesses();
+        both.on_routed(SimTime(0), 0, &known);
+        both.on_routed(SimTime(0), 1, &unknown);
+        assert_eq!(
+            (hits(&both, &known), hits(&both, &unknown)),
+            ([0, 0], [0, 4])
+        );
+        both.on_worker_lost(WorkerId(1));
+        assert_eq!(hits(&both, &unknown), [0, 0]);
     }
 
     #[test]

@@ -321,7 +321,7 @@ impl Router {
         let walked = reads_overlap && (affine.is_none() || scores.is_some());
         match cached {
             _ if !walked => {}
-            None => fleet.overlap(now, blocks, &mut self.hits),
+            None => fleet.overlap(now, request.prompt, blocks, &mut self.hits),
             Some(cached) => {
                 self.hits.fill(0);
                 cached.overlap(blocks, &mut self.hits);
@@ -359,9 +359,9 @@ impl Router {
         } else if let Some(cached) = cached {
             cached.overlap_of(target, blocks)
         } else {
-            fleet.overlap_of(now, target, blocks)
+            fleet.overlap_of(now, target, request.prompt, blocks)
         };
-        fleet.on_routed(now, target, request.prompt.blocks());
+        fleet.on_routed(now, target, request.prompt);
         if let Some(views) = &mut self.views {
             views.on_routed(target, request.prompt, hit_blocks);
         }

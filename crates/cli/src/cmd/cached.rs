@@ -18,7 +18,7 @@ use crate::cmd::workload_args::time;
 use crate::out;
 
 /// Blocks of an engine that does not report their number.
-const BLOCKS_DEFAULT: u64 = 1 << 20;
+pub(super) const BLOCKS_DEFAULT: u64 = 1 << 20;
 
 /// Flags of `slipstream events cached`.
 #[derive(clap::Args)]

@@ -14,9 +14,10 @@ use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
 use slipstream_frontend::{Bound, Frontend, ShardPlane, Transport};
-use slipstream_router::Fleets;
+use slipstream_router::{Fleet, Fleets};
 
-use super::serve::{Dispatching, service, shard_count};
+use super::engine_kv::{self, Following};
+use super::serve::{Dispatching, service, shard_count, text_model};
 use super::switches::Switches;
 
 /// Time at start in which engines may answer their first health check. A client that reads the address may
@@ -28,6 +29,7 @@ pub(crate) struct Live {
     pub(crate) frontend: Frontend,
     engines: Arc<Engines>,
     checks: HealthChecks,
+    events: Option<Following>,
 }
 
 impl Live {
@@ -35,21 +37,37 @@ impl Live {
         let bound = Bound::bind(&cluster.live.listen)?;
         // A client and an engine per stream.
         slipstream_bench::process::raise_open_files();
-        let cluster = as_routed(cluster);
-        let fleets = Fleets::of_cluster(&cluster)?;
-        let specs = EngineSpec::of_cluster(&cluster, read_key)?;
-        let engines = Arc::new(Engines::new(specs, &cluster.upstream, fleets.serve.clone()));
+        let specs = EngineSpec::of_cluster(cluster, read_key)?;
+        let (cluster, known) = match engine_kv::learn(cluster, &specs)? {
+            Ok(known) => (known.cluster(cluster)?, Some(known)),
+            Err(why) => (as_routed(cluster, &why), None),
+        };
+        let mut fleet = Fleet::from_cluster(&cluster)?;
+        if known.is_some() {
+            fleet = fleet.with_guesses();
+        }
+        let fleets = Fleets::from(fleet);
+        let mut engines = Engines::new(specs.clone(), &cluster.upstream, fleets.serve.clone());
+        let mut text = TextModel::builtin(); // engines tokenize
+        if known.is_some() {
+            text = text_model(&cluster)?;
+            engines = engines.with_tokens(cluster.model.name.clone());
+        }
+        let engines = Arc::new(engines);
+        let events = known.map(|known| known.follow(&cluster, specs, fleets.clone()));
+        let events = events.transpose().context("following KV events")?;
         let checks = health::start(engines.clone()).context("starting health checks")?;
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shards = shard_count(cluster.live.shards, cores);
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
-        // Engines tokenize.
-        let text = Arc::new(TextModel::builtin());
-        let mut service = service(&cluster, text, fleets.clone())?;
+        let mut service = service(&cluster, Arc::new(text), fleets.clone())?;
         switches.apply(&mut service);
         let mut registry = Registry::default();
         registry.register_collector(Box::new(EngineCollector(engines.clone())));
+        if let Some(events) = &events {
+            registry.register_collector(Box::new(events.collector()));
+        }
         registry.register_collector(Box::new(super::fleet_metrics::FleetCollector(fleets)));
         let planes = (0..shards)
             .map(|shard| ShardPlane {
@@ -63,6 +81,7 @@ impl Live {
             frontend,
             engines,
             checks,
+            events,
         };
         live.await_first_checks();
         Ok(live)
@@ -91,19 +110,20 @@ impl Live {
     pub(crate) fn shutdown(self) {
         self.frontend.shutdown();
         drop(self.checks);
+        drop(self.events);
     }
 }
 
-/// `cluster` with what the router knows of real engines: what it routed to them, not their KV events.
-fn as_routed(cluster: &Cluster) -> Cluster {
-    let mut cluster = cluster.clone();
-    if cluster.router.kv_events {
-        cluster.router.kv_events = false;
-        tracing::info!(
-            "routing by the text of earlier prompts (as `router.kv_events = false`): KV events of engines \
-             are not followed by this version"
-        );
+/// `cluster` for a router that knows what it routed to engines, but not what they hold.
+fn as_routed(cluster: &Cluster, why: &str) -> Cluster {
+    const HOW: &str = "routing by the text of earlier prompts, not by KV events";
+    if cluster.router.kv_events && cluster.model.tokenizer.is_some() {
+        tracing::warn!("{HOW}: {why}");
+    } else {
+        tracing::info!("{HOW}: {why}");
     }
+    let mut cluster = cluster.clone();
+    cluster.router.kv_events = false;
     cluster
 }
 

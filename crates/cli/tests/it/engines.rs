@@ -7,7 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use crate::server::{FAST, Server};
+use slipstream_events::kv::ExternalHash;
+use slipstream_events::{BlockStored, KvEvent, KvEventBatch};
+use slipstream_frontend::text::{ChatOptions, Message, TextModel};
+
+use crate::server::{FAST, Server, run};
 
 /// Time limit, longer than any operation here.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -670,6 +674,228 @@ fn prompts_with_one_beginning_meet_one_engine() {
         });
         let took: Vec<usize> = took.collect();
         assert!(took.contains(&4), "group {group} is spread: {took:?}");
+    }
+}
+
+/// The publisher of an engine's KV events, as vLLM's.
+struct Publisher {
+    port: u16,
+    batches: mpsc::Sender<KvEvent>,
+}
+
+impl Publisher {
+    fn start() -> Publisher {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (batches, published) = mpsc::channel::<KvEvent>();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("a subscriber");
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            // ZMTP 3.0's greeting with the NULL mechanism, and READY of a PUB socket.
+            let mut hello = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+            hello.extend_from_slice(b"NULL");
+            hello.resize(64, 0);
+            hello.extend_from_slice(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
+            say(&mut stream, &hello);
+            stream.read_exact(&mut [0; 64]).expect("a greeting");
+            for (sequence, event) in (0u64..).zip(published) {
+                let batch = KvEventBatch {
+                    events: vec![event],
+                    ..KvEventBatch::default()
+                };
+                let frames: [&[u8]; 3] = [b"", &sequence.to_be_bytes(), &batch.to_vec()];
+                for (more, frame) in [3, 3, 2].into_iter().zip(frames) {
+                    let len = (frame.len() as u64).to_be_bytes();
+                    say(&mut stream, &[&[more], &len[..], frame].concat());
+                }
+            }
+        });
+        Publisher { port, batches }
+    }
+
+    /// The engine has computed the blocks of `tokens`; it names them by numbers from `first` on.
+    fn store(&self, first: u64, tokens: &[u32]) {
+        let blocks = tokens.len() / ENGINE_BLOCK;
+        let stored = BlockStored {
+            block_hashes: (first..).take(blocks).map(ExternalHash::Int).collect(),
+            token_ids: tokens[..blocks * ENGINE_BLOCK].to_vec(),
+            block_size: ENGINE_BLOCK as u32,
+            ..BlockStored::default()
+        };
+        let event = KvEvent::BlockStored(Box::new(stored));
+        self.batches.send(event).expect("a subscriber");
+    }
+
+    fn clear(&self) {
+        let event = KvEvent::AllBlocksCleared {};
+        self.batches.send(event).expect("a subscriber");
+    }
+}
+
+/// Tokens per block of engines with KV events.
+const ENGINE_BLOCK: usize = 32;
+
+/// An engine that reports `publisher`, and answers every request.
+fn caching(publisher: Option<&Publisher>) -> Engine {
+    let sources = match publisher {
+        Some(publisher) => serde_json::json!({"0": {
+            "publisher": "zmq", "endpoint": format!("tcp://*:{}", publisher.port), "topic": ""}}),
+        None => serde_json::json!({}),
+    };
+    Engine::start(move |seen, stream| match seen.line.split(' ').nth(1) {
+        Some("/kv_event_sources") => {
+            answer(stream, "200 OK", "", sources.to_string().as_bytes());
+        }
+        Some("/metrics") => {
+            let labels = "block_size=\"32\",num_gpu_blocks=\"9000\",enable_prefix_caching=\"True\"";
+            let sample = format!("vllm:cache_config_info{{{labels}}} 1\n");
+            answer(stream, "200 OK", "", sample.as_bytes());
+        }
+        _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
+        _ => answer(stream, "404 Not Found", "", b"{}"),
+    })
+}
+
+/// Prompts that `engine` got.
+fn took(engine: &Engine) -> usize {
+    let seen = engine.seen();
+    seen.iter()
+        .filter(|of| of.line.starts_with("POST "))
+        .count()
+}
+
+fn tokenizer() -> (tempfile::TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let exported = run(&["tokenizer", "export", dir.path().to_str().unwrap()]);
+    assert_eq!(exported.0, Some(0), "{exported:?}");
+    let flag = format!("--set=model.tokenizer={}", dir.path().display());
+    (dir, flag)
+}
+
+#[test]
+fn prompts_go_to_the_engine_whose_events_show_them() {
+    let publishers = [Publisher::start(), Publisher::start()];
+    let engines = [caching(Some(&publishers[0])), caching(Some(&publishers[1]))];
+    let (_dir, tokenizer) = tokenizer();
+    let server = front(
+        &[&engines[0], &engines[1]],
+        &[&tokenizer, "--set=model.name=m"],
+    );
+    server.await_metric("slipstream_engine_kv_connected", |n| n == 2.0);
+    let send = |path: &str, headers: &[&str], body: serde_json::Value| {
+        let before = [took(&engines[0]), took(&engines[1])];
+        let got = server
+            .connect()
+            .send("POST", path, headers, body.to_string().as_bytes());
+        assert_eq!(got.status, 200, "{}", got.text());
+        usize::from(took(&engines[1]) > before[1])
+    };
+    let complete = |prompt: String| {
+        let body = serde_json::json!({"model": "m", "prompt": prompt});
+        send("/v1/completions", &[], body)
+    };
+    let mut held = 0;
+    // The second is tokenized by a helper thread.
+    for (at, bytes) in [(1, 2_000), (2, 40_000)] {
+        let begin = format!(
+            "Case {at}. {}",
+            "Measure twice, then cut. ".repeat(bytes / 25)
+        );
+        let mut tokens = Vec::new();
+        TextModel::builtin().encode(&begin, true, &mut tokens);
+        let (whole, half) = (tokens.len(), tokens.len() / 2);
+        assert!(half >= 4 * ENGINE_BLOCK);
+        // Routed to engine 0, which does not keep it.
+        let body = serde_json::json!({"model": "m", "prompt": format!("{begin} First?")});
+        let named = ["x-slipstream-worker: w0"];
+        assert_eq!(send("/v1/completions", &named, body), 0);
+        publishers[0].store(at * 100_000, &tokens[..half]);
+        publishers[1].store(at * 100_000, &tokens);
+        held += whole / ENGINE_BLOCK + half / ENGINE_BLOCK;
+        server.await_metric("slipstream_router_cached_blocks", |n| n == held as f64);
+        for turn in 0..6 {
+            assert_eq!(complete(format!("{begin} Question {turn}?")), 1);
+        }
+        let ids = [&tokens[..], &[7, 7, 7]].concat();
+        let body = serde_json::json!({"model": "m", "prompt": ids});
+        assert_eq!(send("/v1/completions", &[], body), 1);
+        publishers[1].clear();
+        held -= whole / ENGINE_BLOCK;
+        server.await_metric("slipstream_router_cached_blocks", |n| n == held as f64);
+        for turn in 0..6 {
+            assert_eq!(complete(format!("{begin} Question {turn}?")), 0);
+        }
+    }
+    let messages = serde_json::json!([
+        {"role": "system", "content": "Be brief. ".repeat(80)}, {"role": "user", "content": "Why?"}
+    ]);
+    let text = "Be brief. ".repeat(80);
+    let options = ChatOptions {
+        add_generation_prompt: true,
+        template_kwargs: &[],
+        now_unix_s: 0,
+    };
+    let said = [Message::new("system", &text), Message::new("user", "Why?")];
+    let mut tokens = Vec::new();
+    let model = TextModel::builtin();
+    model.encode_chat(&said, &options, &mut tokens).unwrap();
+    publishers[1].store(900_000, &tokens);
+    held += tokens.len() / ENGINE_BLOCK;
+    server.await_metric("slipstream_router_cached_blocks", |n| n == held as f64);
+    for _ in 0..6 {
+        let body = serde_json::json!({"model": "m", "messages": messages});
+        assert_eq!(send("/v1/chat/completions", &[], body), 1);
+    }
+    assert_eq!(server.metric("slipstream_engine_kv_gaps_total"), 0.0);
+    assert_eq!(
+        server.metric("slipstream_engine_prompts_total{as=\"text\"}"),
+        0.0
+    );
+    // Tokens of prompts with tools are not certain: they follow the text of earlier ones.
+    let tools = |turn: usize| {
+        let body = serde_json::json!({"model": "m", "tools": [{"type": "function"}], "messages": [
+            {"role": "system", "content": "Use tools. ".repeat(80)},
+            {"role": "user", "content": format!("Question {turn}")}]});
+        send("/v1/chat/completions", &[], body)
+    };
+    let first = tools(0);
+    for turn in 1..6 {
+        assert_eq!(tools(turn), first);
+    }
+    assert_eq!(
+        server.metric("slipstream_engine_prompts_total{as=\"text\"}"),
+        6.0
+    );
+}
+
+#[test]
+fn a_fleet_without_events_of_every_engine_is_routed_by_text() {
+    let publisher = Publisher::start();
+    let engines = [caching(Some(&publisher)), caching(None)];
+    let (_dir, tokenizer) = tokenizer();
+    for more in [
+        &["--set=model.name=m", &tokenizer][..], // one publishes none
+        &["--set=model.name=other", &tokenizer],
+        &["--set=model.name=m"],
+    ] {
+        let server = front(&[&engines[0], &engines[1]], more);
+        let before = [took(&engines[0]), took(&engines[1])];
+        let system = "Be brief. ".repeat(80);
+        for turn in 0..4 {
+            let body = serde_json::json!({"model": "m", "prompt": format!("{system}{turn}")});
+            assert_eq!(
+                server.post("/v1/completions", &body.to_string()).status,
+                200
+            );
+        }
+        let got = [0, 1].map(|at| took(&engines[at]) - before[at]);
+        assert!(got.contains(&4), "{more:?}: {got:?}");
+        assert!(
+            !server
+                .get("/metrics")
+                .text()
+                .contains("engine_kv_connected")
+        );
     }
 }
 

@@ -86,6 +86,23 @@ impl Catalog {
         self.models.get(model)
     }
 
+    /// The LoRA adapter of `base` that `model` is; empty for `base` itself, by any of its names. `None` for
+    /// another model.
+    pub(super) fn adapter<'m>(&self, base: &str, model: Option<&'m str>) -> Option<&'m str> {
+        let Some(model) = model.filter(|&model| model != base) else {
+            return Some("");
+        };
+        let field = |model: &str, name: &str| {
+            let value = self.get(model)?.card.get(name)?.as_str()?;
+            Some(value.to_owned())
+        };
+        if let Some(parent) = field(model, "parent") {
+            return (parent == base).then_some(model);
+        }
+        let root = field(model, "root")?;
+        (field(base, "root")? == root).then_some("")
+    }
+
     pub(super) fn names(&self) -> Vec<&str> {
         self.models.keys().map(String::as_str).collect()
     }
@@ -123,6 +140,19 @@ mod tests {
         let list = String::from_utf8(catalog.list()).unwrap();
         assert!(list.contains("\"max_model_len\":9"), "{list}");
         assert!(!list.contains("\"max_model_len\":10"), "{list}");
+        let cards = of(
+            r#"{"data":[{"id":"base","root":"/w"},{"id":"alias","root":"/w"},{"id":"lora","parent":"base"},
+                {"id":"theirs","parent":"x"},{"id":"other","root":"/x"},{"id":"bare"}]}"#,
+        );
+        let catalog = Catalog::new([(WorkerId(0), cards)].into_iter());
+        let adapter = |model| catalog.adapter("base", model);
+        assert_eq!(adapter(None), Some(""));
+        assert_eq!(adapter(Some("base")), Some(""));
+        assert_eq!(adapter(Some("alias")), Some(""));
+        assert_eq!(adapter(Some("lora")), Some("lora"));
+        for model in ["theirs", "other", "bare", "unknown"] {
+            assert_eq!(adapter(Some(model)), None, "{model}");
+        }
         assert!(parse_models(b"<html>").is_none() && parse_models(b"{}").is_none());
     }
 }

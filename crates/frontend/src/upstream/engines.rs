@@ -1,6 +1,6 @@
 //! What all shards know of the engines.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -113,6 +113,10 @@ pub struct Engines {
     pub(super) settings: Settings,
     fleet: Arc<Fleet>,
     catalog: RwLock<Arc<Catalog>>,
+    /// The model that the router tokenizes for; `None`: it compares texts.
+    pub(super) tokenized: Option<String>,
+    /// Prompts that were tokenized, and others.
+    pub(super) prompts: [AtomicU64; 2],
 }
 
 /// Whether an engine takes requests, and why not.
@@ -243,7 +247,16 @@ impl Engines {
             settings,
             fleet,
             catalog: RwLock::default(),
+            tokenized: None,
+            prompts: Default::default(),
         }
+    }
+
+    /// Prompts for `model` and its LoRA adapters are tokenized by the service's tokenizer and hashed from
+    /// `BlockHash::root(model, adapter, salt)`: the fleet is told of the engines' KV events.
+    pub fn with_tokens(mut self, model: String) -> Engines {
+        self.tokenized = Some(model);
+        self
     }
 
     /// The engine that is `worker`.

@@ -23,13 +23,13 @@ use super::relay::{Relay, is_event_stream};
 use super::resume::StreamKind;
 use super::seat::Seat;
 use super::wire::{self, BodyDecoder, Decoded, Framing, ResponseHead};
-use super::{Upstream, engines::Engine};
+use super::{Upstream, engines::Engine, tokens};
 use crate::budget::Charge;
 use crate::connection::{Client, Owner};
 use crate::http::{self, HttpBody};
 use crate::metrics::Rejection;
 use crate::openai::ApiError;
-use crate::service::Admission;
+use crate::service::{Admission, Service};
 use crate::shard::Shard;
 
 /// An answer with a length up to this is sent on once it is whole: until then another engine may be asked.
@@ -345,7 +345,7 @@ async fn forward(
         let late = |_| ApiError::request_timeout("body", limits.read_timeout.as_secs_f64());
         read.map_err(late)??
     };
-    let room = Room::take(shard, client, charge)?;
+    let room = Room::take(shard, client.clone(), charge)?;
     upstream.earn();
 
     let is_json = is_json(&parts.headers);
@@ -353,7 +353,10 @@ async fn forward(
     let seen = seen.unwrap_or_default();
     let (only, root) = served(upstream, seen.model.as_deref())?;
     let block_size = shard.service.block_size;
-    let blocks = seen.text_blocks(block_size, root);
+    let blocks = match tokenized(shard, upstream, &client, parts.uri.path(), &body, &seen).await {
+        Some(prompt) => Some(prompt),
+        None => seen.text_blocks(block_size, root),
+    };
     let request = dispatch::Request {
         prompt: blocks.unwrap_or_else(|| no_prompt(block_size)),
         max_tokens: seen.max_tokens.unwrap_or(0),
@@ -393,6 +396,37 @@ async fn forward(
         }
     };
     Relay::respond(shard, upstream, exchange, begun)
+}
+
+/// The prompt as engines will tokenize it; `None` if that is not certain, or there is no room for the work now.
+async fn tokenized(
+    shard: &Rc<Shard>,
+    upstream: &Upstream,
+    client: &Client,
+    path: &str,
+    body: &Bytes,
+    seen: &Peek<'_>,
+) -> Option<Prompt> {
+    let engines = &upstream.engines;
+    let base = engines.tokenized.clone()?;
+    let catalog = engines.catalog();
+    let lora = catalog.adapter(&base, seen.model.as_deref());
+    let prompt = match lora {
+        Some(lora) if seen.has_prompt() => {
+            let (lora, path) = (lora.to_owned(), path.to_owned());
+            let job = move |service: &Service, body: &[u8]| {
+                let size = service.block_size;
+                let prompt = tokens::prompt(&service.text, &path, body, &base, &lora, size);
+                Ok(prompt)
+            };
+            let charge = shard.budget.memory.charge(client.counts(), 0).ok()?;
+            let done = shard.run(body.clone(), charge, job).await;
+            done.ok().and_then(|(prompt, _)| prompt)
+        }
+        _ => None,
+    };
+    engines.prompts[usize::from(prompt.is_none())].fetch_add(1, Relaxed);
+    prompt
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

@@ -189,6 +189,19 @@ impl Collector for EngineCollector {
                     .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
             }
         }
+        if self.0.tokenized.is_some() {
+            let mut prompts = encoder.encode_descriptor(
+                "slipstream_engine_prompts",
+                "Prompts that were compared with the engines' KV events as tokens, and others as text",
+                None,
+                MetricType::Counter,
+            )?;
+            for (read_as, count) in ["tokens", "text"].into_iter().zip(&self.0.prompts) {
+                prompts
+                    .encode_family(&[("as", read_as)])?
+                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+            }
+        }
         let mut in_flight = encoder.encode_descriptor(
             "slipstream_engine_in_flight",
             "Requests at the engine",

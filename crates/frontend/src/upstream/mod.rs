@@ -9,7 +9,7 @@
 //! * [`health`]: the thread that asks them. `catalog`: their models, merged.
 //! * `forward`: from a client's request to the first bytes of an answer, with retries.
 //! * `seat`: a request at the dispatcher. `relay`: the rest of the answer. `resume`: how a stream continues on another engine.
-//! * `peek`: what routing reads of a body. `wire`: HTTP/1.1 without I/O; `connection`: with it.
+//! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `wire`: HTTP/1.1 without I/O; `connection`: with it.
 //! * `metrics`: counters per engine.
 //!
 //! An answer is read by the task that writes it to the client: a client that does not read stops the
@@ -25,6 +25,7 @@ mod peek;
 mod relay;
 mod resume;
 mod seat;
+mod tokens;
 mod wire;
 
 use std::cell::{Cell, RefCell};

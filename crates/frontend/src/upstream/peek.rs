@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
-use slipstream_base::{BlockHash, Prompt};
+use slipstream_base::{BlockHash, Prompt, Tail};
 
 /// Fields of a body that decide where it goes. Values that are not of the expected type count as absent:
 /// the engine says what is wrong with them.
@@ -76,6 +76,11 @@ fn read<'a, T: Deserialize<'a>>(raw: &'a RawValue) -> Option<T> {
 const BYTES_PER_TOKEN: usize = 4;
 
 impl Peek<'_> {
+    /// Whether there is anything to tokenize.
+    pub(super) fn has_prompt(&self) -> bool {
+        self.prompt.is_some()
+    }
+
     /// The prompt in blocks of text, for an index of what was routed: `block_size` tokens of
     /// [`BYTES_PER_TOKEN`] bytes each. Two prompts share blocks as far as their text is equal from the
     /// start, for one model and one set of tools.
@@ -86,7 +91,11 @@ impl Peek<'_> {
             push_tokens(&mut tokens, before.as_bytes());
         }
         push_tokens(&mut tokens, text);
-        Prompt::from_tokens(&tokens, block_size, root).ok()
+        let blocks = root.chain(&tokens, block_size);
+        let len = u32::try_from(tokens.len()).ok()?;
+        // The engine's tokens are others.
+        let tail = Tail::Opaque { id: 0 };
+        Prompt::from_parts(len, block_size, blocks.into(), tail).ok()
     }
 }
 

@@ -98,7 +98,7 @@ def free_port() -> int:
 class Engine:
     """A `vllm serve`, in a process group of its own."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *, events: bool = False) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -124,6 +124,11 @@ class Engine:
             "--max-num-seqs=16",
             "--num-gpu-blocks-override=512",
         ]
+        if events:
+            ports = {"endpoint": free_port(), "replay_endpoint": free_port()}
+            told = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
+            told |= {name: f"tcp://*:{port}" for name, port in ports.items()}
+            command += [f"--kv-events-config={json.dumps(told)}", "--enable-prompt-tokens-details"]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=out, stderr=out, start_new_session=True

@@ -737,22 +737,29 @@ const ENGINE_BLOCK: usize = 32;
 
 /// An engine that reports `publisher`, and answers every request.
 fn caching(publisher: Option<&Publisher>) -> Engine {
+    caching_at(TcpListener::bind("127.0.0.1:0").unwrap(), publisher)
+}
+
+fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -> Engine {
     let sources = match publisher {
         Some(publisher) => serde_json::json!({"0": {
             "publisher": "zmq", "endpoint": format!("tcp://*:{}", publisher.port), "topic": ""}}),
         None => serde_json::json!({}),
     };
-    Engine::start(move |seen, stream| match seen.line.split(' ').nth(1) {
-        Some("/kv_event_sources") => {
-            answer(stream, "200 OK", "", sources.to_string().as_bytes());
+    Engine::serving("m", listener, move |seen, stream| {
+        match seen.line.split(' ').nth(1) {
+            Some("/kv_event_sources") => {
+                answer(stream, "200 OK", "", sources.to_string().as_bytes());
+            }
+            Some("/metrics") => {
+                let labels =
+                    "block_size=\"32\",num_gpu_blocks=\"9000\",enable_prefix_caching=\"True\"";
+                let sample = format!("vllm:cache_config_info{{{labels}}} 1\n");
+                answer(stream, "200 OK", "", sample.as_bytes());
+            }
+            _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
+            _ => answer(stream, "404 Not Found", "", b"{}"),
         }
-        Some("/metrics") => {
-            let labels = "block_size=\"32\",num_gpu_blocks=\"9000\",enable_prefix_caching=\"True\"";
-            let sample = format!("vllm:cache_config_info{{{labels}}} 1\n");
-            answer(stream, "200 OK", "", sample.as_bytes());
-        }
-        _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
-        _ => answer(stream, "404 Not Found", "", b"{}"),
     })
 }
 
@@ -866,6 +873,29 @@ fn prompts_go_to_the_engine_whose_events_show_them() {
         server.metric("slipstream_engine_prompts_total{as=\"text\"}"),
         6.0
     );
+}
+
+#[test]
+fn an_engine_that_comes_later_is_followed() {
+    let publishers = [Publisher::start(), Publisher::start()];
+    let first = caching(Some(&publishers[0]));
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+    let address = address.unwrap();
+    let later = format!("--engine=http://{address}");
+    let (_dir, tokenizer) = tokenizer();
+    let server = front(&[&first], &[&later, &tokenizer, "--set=model.name=m"]);
+    server.await_metric("slipstream_engine_kv_connected", |n| n == 1.0);
+    let second = caching_at(TcpListener::bind(address).unwrap(), Some(&publishers[1]));
+    server.await_metric("slipstream_engine_kv_connected", |n| n == 2.0);
+    server.await_metric("slipstream_engine_up", |n| n == 2.0);
+    let ids: Vec<u32> = (1..=100).collect();
+    publishers[1].store(1, &ids);
+    server.await_metric("slipstream_router_cached_blocks", |n| n == 3.0);
+    let body = serde_json::json!({"model": "m", "prompt": ids}).to_string();
+    for _ in 0..6 {
+        assert_eq!(server.post("/v1/completions", &body).status, 200);
+    }
+    assert_eq!((took(&first), took(&second)), (0, 6));
 }
 
 #[test]

@@ -189,9 +189,6 @@ pub(crate) async fn handle(
     let origin = allowed_origin(&shard.service, request.headers());
     let routed = if origin.is_some() && is_preflight(&request) {
         Ok(preflight())
-    } else if !shard.service.origins.is_empty() && is_preflight(&request) {
-        // An engine may allow more than `live.cors_origins`.
-        Ok(status_only(StatusCode::FORBIDDEN))
     } else if let Plane::Engines(_) = &shard.plane {
         upstream::handle(&shard, &owner, request, &id).await
     } else {
@@ -231,14 +228,6 @@ pub(crate) async fn handle(
     if !shard.service.origins.is_empty() {
         // Caches must not give one page's answer to another.
         let headers = response.headers_mut();
-        let allowed: Vec<HeaderName> = headers
-            .keys()
-            .filter(|name| name.as_str().starts_with("access-control-"))
-            .cloned()
-            .collect();
-        for name in allowed {
-            headers.remove(name); // an engine's
-        }
         headers.append(VARY, HeaderValue::from_static("origin"));
         if let Some(origin) = origin {
             headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);

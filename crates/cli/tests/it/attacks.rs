@@ -200,10 +200,10 @@ fn a_text_too_long_by_its_bytes_is_not_tokenized() {
 }
 
 /// An HTTP/2 client that speaks frames (RFC 9113).
-struct Http2(TcpStream);
+pub(crate) struct Http2(TcpStream);
 
 impl Http2 {
-    fn connect(server: &Server, window: u32) -> Http2 {
+    pub(crate) fn connect(server: &Server, window: u32) -> Http2 {
         let stream = TcpStream::connect(server.address()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut client = Http2(stream);
@@ -243,13 +243,13 @@ impl Http2 {
         self.frame(1, flags, stream, &block);
     }
 
-    fn post(&mut self, stream: u32, path: &str, body: &str) {
+    pub(crate) fn post(&mut self, stream: u32, path: &str, body: &str) {
         self.headers(stream, "POST", path, 4);
         self.frame(0, 1, stream, body.as_bytes());
     }
 
     /// Reads until the server closes the connection.
-    fn until_closed(mut self) {
+    pub(crate) fn until_closed(mut self) {
         let mut bytes = [0; 4096];
         loop {
             match self.0.read(&mut bytes) {

@@ -11,6 +11,7 @@ use slipstream_events::kv::ExternalHash;
 use slipstream_events::{BlockStored, KvEvent, KvEventBatch};
 use slipstream_frontend::text::{ChatOptions, Message, TextModel};
 
+use crate::attacks::Http2;
 use crate::server::{FAST, Server, run};
 
 /// Time limit, longer than any operation here.
@@ -639,6 +640,218 @@ fn keys_of_the_router_stay_there_and_engines_get_their_own() {
     let seen = engine.seen();
     assert_eq!(seen.len(), 1);
     assert_eq!(seen[0].header("authorization"), Some("Bearer engine-key"));
+}
+
+#[test]
+fn an_engine_with_a_key_does_not_get_that_of_the_client() {
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let folder = tempfile::tempdir().unwrap();
+    let key = folder.path().join("engine.key");
+    std::fs::write(&key, "engine-key\n").unwrap();
+    let cluster = folder.path().join("fleet.toml");
+    let text = format!(
+        "[pool.gpu]\nengines = [\"http://{}\"]\nkind = \"vllm\"\napi_key_file = {key:?}\n",
+        engine.address
+    );
+    std::fs::write(&cluster, text).unwrap();
+    let bare = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let body = br#"{"model":"m","prompt":"x"}"#;
+    let headers = ["Authorization: Bearer client"];
+    for (server, engine, wanted) in [
+        (
+            Server::start(&[&[cluster.to_str().unwrap()]]),
+            &engine,
+            "Bearer engine-key",
+        ),
+        (front(&[&bare], &[]), &bare, "Bearer client"),
+    ] {
+        let got = server
+            .connect()
+            .send("POST", "/v1/completions", &headers, body);
+        assert_eq!(got.status, 200);
+        let seen = engine.seen();
+        let keys = seen[0].headers.iter();
+        let keys: Vec<&str> = keys
+            .filter(|(name, _)| name == "authorization")
+            .map(|(_, value)| value.as_str())
+            .collect();
+        assert_eq!(keys, [wanted]);
+    }
+}
+
+#[test]
+fn forwarded_answers_keep_to_the_limits_of_clients_that_read_nothing() {
+    let engine = Engine::start(|request, stream| {
+        if request.json()["stream"] == true {
+            say(stream, EVENTS);
+            chunk(stream, &text_event("a", " text"));
+            // It says no more; the router hangs up.
+            let _ = stream.read(&mut [0]);
+        } else {
+            answer(stream, "200 OK", "", &[b' '; 200_000]);
+        }
+    });
+    let limits = [
+        "--set=live.write_timeout_s=0.5",
+        "--set=live.memory_max=67108864",
+    ];
+    let server = front(&[&engine], &limits);
+    let mut client = Http2::connect(&server, 0);
+    for request in 0..4 {
+        client.post(2 * request + 1, "/v1/completions", STREAM);
+    }
+    client.post(9, "/v1/completions", r#"{"model":"m","prompt":"x"}"#);
+    server.await_metric("slipstream_memory_used_bytes", |bytes| bytes > 200_000.0);
+    server.await_metric(
+        "slipstream_streams_cut_total{reason=\"slow_reader\"}",
+        |cut| cut == 4.0,
+    );
+    server.await_metric("slipstream_streams_open", |open| open == 0.0);
+    server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+    client.until_closed();
+    server.await_metric("slipstream_memory_used_bytes", |bytes| bytes < 100_000.0);
+}
+
+#[test]
+fn the_time_of_a_forwarded_request_is_limited_before_its_first_byte_too() {
+    let engine = Engine::start(|_, stream| {
+        let _ = stream.read(&mut [0]);
+    });
+    let server = front(&[&engine], &["--set=live.request_timeout_s=0.3"]);
+    let got = server.post("/v1/completions", STREAM);
+    assert_eq!(got.status, 504);
+    server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
+}
+
+#[test]
+fn a_connection_ends_with_a_refusal_that_may_have_left_its_body_unread() {
+    let (tell, told) = mpsc::channel();
+    let tell = Mutex::new(tell);
+    let engine = Engine::start(move |_, stream| {
+        answer(stream, "413 Payload Too Large", "", b"{}");
+        // Another request here would be answered with what was left of this one.
+        let _ = tell.lock().unwrap().send(stream.read(&mut [0]).ok());
+    });
+    let server = front(&[&engine], &[]);
+    assert_eq!(server.post("/v1/completions", STREAM).status, 413);
+    assert_eq!(told.recv_timeout(PATIENCE), Ok(Some(0)));
+}
+
+#[test]
+fn a_stream_that_ends_by_closing_continues_without_its_last_event() {
+    let script = |request: &Seen, stream: &mut TcpStream| {
+        let prompt = request.json()["prompt"].as_str().unwrap().to_owned();
+        let of_it = ["Once upon", "Once upon a"];
+        let events = match of_it.iter().position(|&begin| begin == prompt) {
+            Some(0) => text_event("first", " a"),
+            _ => text_event("second", " time") + "data: [DONE]\n\n",
+        };
+        let head =
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n";
+        say(stream, format!("{head}{events}").as_bytes());
+    };
+    let (one, two) = (Engine::start(script), Engine::start(script));
+    let server = front(&[&one, &two], &[]);
+    let events = server.post("/v1/completions", STREAM).events();
+    assert_eq!(text_of(&events), " a time");
+    assert_eq!(events.len(), 3);
+}
+
+#[test]
+fn a_stream_with_a_length_has_none_after_it_continued() {
+    let script = |request: &Seen, stream: &mut TcpStream| {
+        let prompt = request.json()["prompt"].as_str().unwrap().to_owned();
+        if prompt == "Once upon" {
+            let event = text_event("first", " a");
+            let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n";
+            let length = event.len() + 300_000;
+            say(
+                stream,
+                format!("{head}content-length: {length}\r\n\r\n{event}").as_bytes(),
+            );
+        } else {
+            stream_texts(stream, "second", &[" time"]);
+        }
+    };
+    let (one, two) = (Engine::start(script), Engine::start(script));
+    let server = front(&[&one, &two], &[]);
+    let got = server.post("/v1/completions", STREAM);
+    assert_eq!(got.header("content-length"), None);
+    assert_eq!(text_of(&got.events()), " a time");
+}
+
+#[test]
+fn every_stream_of_a_lost_engine_continues() {
+    // More than the budget of retries without earlier requests.
+    const STREAMS: usize = 24;
+    let go = Arc::new(std::sync::Barrier::new(STREAMS));
+    let script = move |request: &Seen, stream: &mut TcpStream| {
+        let prompt = request.json()["prompt"].as_str().unwrap().to_owned();
+        if prompt == "Once upon" {
+            say(stream, EVENTS);
+            chunk(stream, &text_event("first", " a"));
+            go.wait();
+        } else {
+            stream_texts(stream, "second", &[" time"]);
+        }
+    };
+    let (one, two) = (Engine::start(script.clone()), Engine::start(script));
+    let server = front(&[&one, &two], &[]);
+    let texts: Vec<String> = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..STREAMS)
+            .map(|_| scope.spawn(|| text_of(&server.post("/v1/completions", STREAM).events())))
+            .collect();
+        clients
+            .into_iter()
+            .map(|client| client.join().unwrap())
+            .collect()
+    });
+    assert!(texts.iter().all(|text| text == " a time"), "{texts:?}");
+}
+
+#[test]
+fn pages_may_use_engines_as_the_router_says() {
+    let engine = Engine::start(|_, stream| {
+        answer(
+            stream,
+            "200 OK",
+            "access-control-allow-origin: *\r\n",
+            b"{}",
+        );
+    });
+    let server = front(&[&engine], &["--set=live.cors_origins=https://good"]);
+    let send = |method: &str, origin: &str| {
+        let origin = format!("Origin: https://{origin}");
+        let headers = [&*origin, "Access-Control-Request-Method: POST"];
+        let headers = &headers[..if method == "OPTIONS" { 2 } else { 1 }];
+        server
+            .connect()
+            .send(method, "/v1/completions", headers, b"{\"prompt\":\"x\"}")
+    };
+    let evil = send("POST", "evil");
+    assert_eq!(evil.header("access-control-allow-origin"), None);
+    let good = send("POST", "good");
+    assert_eq!(
+        good.header("access-control-allow-origin"),
+        Some("https://good")
+    );
+    assert_eq!(send("OPTIONS", "evil").status, 404);
+    assert_eq!(engine.seen().len(), 2);
+}
+
+#[test]
+fn methods_that_could_show_or_change_an_engine_stay_here() {
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let server = front(&[&engine], &[]);
+    for (method, path, status) in [
+        ("TRACE", "/v1/models/x", 405),
+        ("POST", "/props", 405),
+        ("GET", "/get_server_info", 404),
+    ] {
+        let got = server.connect().send(method, path, &[], b"");
+        assert_eq!(got.status, status, "{method} {path}");
+    }
+    assert!(engine.seen().is_empty());
 }
 
 #[test]

@@ -983,7 +983,7 @@ pub const KEYS: &[Key] = &[
         "upstream.retry_budget",
         "retries per request, 0 to 10",
         "0.2",
-        "Retries and continued streams per request, on average over a shard; ten more at a time.",
+        "Retries per request, on average over a shard; ten more at a time. Continued streams are not counted.",
         "High: retries add to an overload. 0: only those ten.",
     ),
     key(

@@ -253,6 +253,10 @@ pub(crate) async fn handle(
         return response;
     }
     let method = request.method();
+    if !service.origins.is_empty() && *method == Method::OPTIONS {
+        // An engine may allow more pages than `live.cors_origins`.
+        return Err(ApiError::not_forwarded(method.as_str(), path));
+    }
     if matches!(*method, Method::CONNECT | Method::TRACE) {
         return Err(ApiError::method_not_allowed(
             method.as_str(),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
 use hyper::{Response, StatusCode};
 use slipstream_planes::clock::monotonic_ns;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -57,11 +57,20 @@ pub(crate) struct Relay {
     waiting: Option<Waker>,
     /// Why it ended before its client asked for more.
     cut: Option<ApiError>,
+    /// The engine that was lost, while the answer may continue elsewhere.
+    loss: Option<Loss>,
     /// It broke off; the client first gets what came before.
     broken: Option<io::Error>,
 }
 
 type Resuming = Pin<Box<dyn Future<Output = Result<(Begun, Rewriter), String>>>>;
+
+/// An engine that was lost in mid-answer.
+struct Loss {
+    engine: usize,
+    /// With its URL and the failure.
+    text: String,
+}
 
 /// An answer at an engine.
 struct Flow {
@@ -170,11 +179,24 @@ impl Relay {
                 asked_ns: now,
                 waiting: None,
                 cut: None,
+                loss: None,
                 broken: None,
             };
             let relay = Rc::new(RefCell::new(relay));
             upstream.look_after(&relay);
             *response.body_mut() = HttpBody::relay(relay);
+        }
+        if !shard.service.origins.is_empty() {
+            // The router says which pages may use the API; engines often allow all.
+            let allowed: Vec<HeaderName> = head
+                .headers
+                .keys()
+                .filter(|name| name.as_str().starts_with("access-control-"))
+                .cloned()
+                .collect();
+            for name in allowed {
+                head.headers.remove(name);
+            }
         }
         *response.headers_mut() = head.headers;
         Ok(response)
@@ -310,12 +332,23 @@ impl Relay {
         let engine = visit.engine();
         let url = engine.spec.url.to_string();
         tracing::info!(engine = %url, %failure, "an answer broke off");
-        let outcome = self.begin_resume();
-        match &outcome {
-            Ok(()) => engine.counters.resumed.fetch_add(1, Relaxed),
-            Err(_) => engine.counters.broken.fetch_add(1, Relaxed),
+        let index = visit.index();
+        let begun = self.begin_resume();
+        self.loss = Some(Loss {
+            engine: index,
+            text: format!("{url}: {failure}"),
+        });
+        begun.map_err(|why| self.lost_for_good(&why))
+    }
+
+    /// The answer of a lost engine does not continue. Returns what the client is told.
+    fn lost_for_good(&mut self, why: &str) -> String {
+        let Some(Loss { engine, text }) = self.loss.take() else {
+            return why.to_owned();
         };
-        outcome.map_err(|why| format!("{url}: {failure}; {why}"))
+        let counters = &self.upstream.engines.list[engine].counters;
+        counters.broken.fetch_add(1, Relaxed);
+        format!("{text}; {why}")
     }
 
     fn begin_resume(&mut self) -> Result<(), String> {
@@ -364,6 +397,10 @@ impl Relay {
             visit,
             answer,
         } = begun;
+        if let Some(loss) = self.loss.take() {
+            let counters = &self.upstream.engines.list[loss.engine].counters;
+            counters.resumed.fetch_add(1, Relaxed);
+        }
         self.flow = Some(Flow {
             seat,
             visit,
@@ -561,6 +598,7 @@ impl Relay {
                         this.on_resumed(begun, rewriter);
                     }
                     Err(why) => {
+                        let why = this.lost_for_good(&why);
                         return this.break_off(cx, &ApiError::stream_lost(&why));
                     }
                 }

@@ -450,6 +450,34 @@ mod tests {
     }
 
     #[test]
+    fn tokens_whose_text_the_client_does_not_have_are_made_again() {
+        // With `stop`, vLLM sends text later than its tokens.
+        let sent = b"data: {\"choices\":[{\"text\":\"x\",\"prompt_token_ids\":[1,2],\"token_ids\":[8,9]}]}\n\n";
+        for (stop, exact) in [
+            (r#","stop":"\n""#, true),
+            (r#","stop":["\n","END"]"#, false),
+            (r#","stop":"END","include_stop_str_in_output":true"#, true),
+        ] {
+            let body = format!("{{\"prompt\":\"ab\"{stop}}}");
+            let plan = plan(StreamKind::Completion, body.as_bytes(), sent).unwrap();
+            let wanted = if exact {
+                serde_json::json!([1, 2, 8, 9])
+            } else {
+                "abx".into()
+            };
+            assert_eq!(body_of(&plan)["prompt"], wanted, "{stop}");
+        }
+        // A character whose last token did not come.
+        let sent = [
+            &sent[..],
+            b"data: {\"choices\":[{\"text\":\"\",\"token_ids\":[7]}]}\n\n",
+        ]
+        .concat();
+        let plan = plan(StreamKind::Completion, br#"{"prompt":"ab"}"#, &sent).unwrap();
+        assert_eq!(body_of(&plan)["prompt"], serde_json::json!([1, 2, 8, 9]));
+    }
+
+    #[test]
     fn a_chat_continues_its_last_message_and_repeats_no_role() {
         let body = br#"{"messages":[{"role":"user","content":"q"}],"max_tokens":9}"#;
         let sent = b"data: {\"id\":\"c\",\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\r\n\r\n\

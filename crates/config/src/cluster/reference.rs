@@ -1102,6 +1102,10 @@ per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x byte
 blocks    = floor((gpu_memory x gpu_memory_utilization - weights) / (per_token x block_size))
 ```
 
+`layers` are those that see the whole context; those with a window or a linear state are not counted
+beside them, which is too little for contexts up to the window. Where none sees everything
+(Mistral-7B-v0.1, Phi-3) all are counted: exact up to the window, too much for longer contexts.
+
 vLLM measures in addition what activations need (some percent of the memory) and takes that off as
 well; give `num_gpu_blocks` from its log to match a deployment exactly.
 ";

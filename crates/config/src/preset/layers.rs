@@ -107,8 +107,25 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
     if !set(config, "sliding_window") {
         return Ok(Attention::Full);
     }
+    let model_type = config.get("model_type").and_then(Value::as_str);
+    let model_type = model_type.unwrap_or("");
     let used = config.get("use_sliding_window").and_then(Value::as_bool);
-    let windowed = match (used, optional(config, "sliding_window_pattern")?) {
+    // Transformers writes the pattern back under its private name.
+    let mut pattern = optional(config, "sliding_window_pattern")?;
+    if pattern.is_none() {
+        pattern = optional(config, "_sliding_window_pattern")?;
+    }
+    if pattern.is_none() {
+        pattern = match model_type {
+            "gemma2" => Some(2),
+            "gemma3" | "gemma3_text" => Some(6),
+            "cohere2" => Some(optional(config, "layer_switch")?.unwrap_or(4)),
+            _ => None,
+        };
+    }
+    // The Qwen classes keep a window off unless the file says otherwise.
+    let off = model_type.starts_with("qwen2") || model_type.starts_with("qwen3");
+    let windowed = match (used, pattern) {
         // Qwen2 writes a window and switches it off, or lets the first layers see everything.
         (Some(false), _) => 0,
         (Some(true), None) => {
@@ -119,6 +136,7 @@ pub(super) fn attention(config: &Object, layers: u32) -> Result<Attention, Shape
         }
         // Gemma: one layer of each group sees everything.
         (_, Some(pattern)) => layers - layers / pattern,
+        (None, None) if off => 0,
         (None, None) => layers,
     };
     Ok(match windowed {

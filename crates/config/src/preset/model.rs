@@ -269,7 +269,9 @@ impl ModelShape {
 
     /// Bytes that one token of KV cache takes on each of `tensor_parallel` GPUs. With more GPUs
     /// than key-value heads, heads are repeated; the vector of latent attention is on every GPU.
-    /// Windows and states of linear attention do not grow with the context and are not counted.
+    /// Layers with a window or a linear state beside layers that see everything are not counted.
+    /// Without any layer that sees everything, all are counted as if they did: exact for contexts
+    /// up to the window, too much beyond it. A token always takes memory.
     pub fn kv_bytes_per_token_per_gpu(&self, tensor_parallel: u32, dtype: Dtype) -> u64 {
         let numbers = if let Attention::Latent {
             kv_rank, rope_dim, ..
@@ -280,7 +282,11 @@ impl ModelShape {
             let heads = self.kv_heads.div_ceil(tensor_parallel.max(1));
             2 * u64::from(heads) * u64::from(self.head_dim)
         };
-        let numbers = u64::from(self.full_attention_layers()) * numbers;
+        let layers = match self.full_attention_layers() {
+            0 => self.layers,
+            full => full,
+        };
+        let numbers = u64::from(layers) * numbers;
         (numbers as f64 * dtype.bytes()).ceil() as u64
     }
 
@@ -1274,6 +1280,54 @@ mod tests {
         }
         let active = model("qwen3-30b-a3b").unwrap().active_params() as f64 / 1e9;
         assert!((active - 3.0).abs() < 0.1, "A3B: {active}");
+    }
+
+    #[test]
+    fn layers_with_a_window_follow_from_the_kind_of_model() {
+        // Layers, heads and head sizes of the published files; the key-value bytes follow by hand.
+        for (kind, layers, more, windowed) in [
+            ("gemma2", 42, r#""sliding_window": 4096"#, 21),
+            ("gemma3_text", 62, r#""sliding_window": 1024"#, 52),
+            ("cohere2", 32, r#""sliding_window": 4096"#, 24),
+            (
+                "cohere2",
+                32,
+                r#""sliding_window": 4096, "layer_switch": 2"#,
+                16,
+            ),
+            (
+                "gemma3_text",
+                62,
+                r#""sliding_window": 1024, "_sliding_window_pattern": 2"#,
+                31,
+            ),
+            ("mistral", 32, r#""sliding_window": 4096"#, 32),
+            ("phi3", 32, r#""sliding_window": 2047"#, 32),
+            // Fewer layers than the period: none sees everything.
+            ("gemma3_text", 5, r#""sliding_window": 512"#, 5),
+            ("qwen2", 28, r#""sliding_window": 4096"#, 0),
+        ] {
+            let json = format!(
+                r#"{{"model_type": "{kind}", "hidden_size": 4096, "num_hidden_layers": {layers},
+                "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                "intermediate_size": 14336, "vocab_size": 32000,
+                "max_position_embeddings": 32768, {more}}}"#
+            );
+            let shape = ModelShape::from_config_json("x", json.as_bytes()).unwrap();
+            let found = match shape.attention {
+                Attention::Windowed { layers, .. } => layers,
+                _ => 0,
+            };
+            assert_eq!(found, windowed, "{kind} {more}");
+            // 2 x 8 heads x 128 x 2 bytes per layer; all layers where none sees everything.
+            let counted = if windowed == layers {
+                layers
+            } else {
+                layers - windowed
+            };
+            let bytes = shape.kv_bytes_per_token_per_gpu(1, Dtype::Bf16);
+            assert_eq!(bytes, u64::from(counted) * 4_096, "{kind} {more}");
+        }
     }
 
     #[test]

@@ -626,6 +626,10 @@ fn read_engine(
         );
     }
 
+    let max_num_seqs: u32 = t
+        .get("max_num_seqs")
+        .within(1..=65_536)
+        .or(default.max_num_seqs);
     let memory = match &timing {
         TimingConfig::Roofline { gpu, dtype } | TimingConfig::Calibrated { gpu, dtype, .. }
             if splits =>
@@ -641,6 +645,7 @@ fn read_engine(
                 tensor_parallel: tensor_parallel_size,
                 data_parallel: data_parallel_size,
                 utilization: gpu_memory_utilization,
+                max_num_seqs,
             })
         }
         _ => None,
@@ -695,10 +700,6 @@ fn read_engine(
     let enable_chunked_prefill = t
         .get("enable_chunked_prefill")
         .or(default.enable_chunked_prefill);
-    let max_num_seqs: u32 = t
-        .get("max_num_seqs")
-        .within(1..=65_536)
-        .or(default.max_num_seqs);
     let budget = t.get("max_num_batched_tokens").within(1..=1 << 24);
     let max_num_batched_tokens = if enable_chunked_prefill {
         budget.or(default.max_num_batched_tokens.max(max_num_seqs))
@@ -765,6 +766,7 @@ struct Memory<'m> {
     tensor_parallel: u32,
     data_parallel: u32,
     utilization: f64,
+    max_num_seqs: u32,
 }
 
 impl Memory<'_> {
@@ -777,22 +779,37 @@ impl Memory<'_> {
         bytes.ceil() as u64
     }
 
-    /// Blocks that fit next to the weights, and how the number was derived; a mistake (and 1) if
-    /// not even the weights fit.
+    /// Blocks that fit next to the weights and the buffers of sampling, and how the number was
+    /// derived; a mistake (and 1) if not one fits.
     ///
-    /// vLLM also reserves the activation memory of a profiling pass, some percent of the memory,
-    /// which is not modelled: set `num_gpu_blocks` to match a given deployment.
+    /// vLLM also takes off what its profiling pass and the driver use besides: activations of the
+    /// layers, the sort's working space, libraries, CUDA graphs. That is not modelled: set
+    /// `num_gpu_blocks` to match a given deployment.
     fn blocks(&self, t: &Table<'_>, block_size: u32) -> (u32, Origin) {
         let budget = (self.gpu.memory_bytes as f64 * self.utilization) as u64;
         let weights = self.weights(self.tensor_parallel);
+        // A number that is given comes from an engine that ran: it has taken its buffers off.
+        let (sampling, buffers) = if t.has("num_gpu_blocks") {
+            (0, String::new())
+        } else {
+            let bytes = self.shape.sampling_bytes(self.max_num_seqs);
+            let sequences = counted(self.max_num_seqs.into(), "sequence");
+            let size = gigabytes(bytes);
+            (
+                bytes,
+                format!(" and {size} of buffers to sample {sequences}"),
+            )
+        };
+        let rest = budget.saturating_sub(weights);
         let per_token = self
             .shape
             .kv_bytes_per_token_per_gpu(self.tensor_parallel, self.kv_dtype);
-        let blocks = budget.saturating_sub(weights) / (per_token * u64::from(block_size)).max(1);
+        let per_block = (per_token * u64::from(block_size)).max(1);
+        let blocks = rest.saturating_sub(sampling) / per_block;
         if blocks == 0 {
             let message = format!(
-                "{} takes {} of weights on each of {} of {}, but {} of it is {} \
-                 (`gpu_memory_utilization` {}), which leaves no block of KV cache",
+                "{} takes {} of weights{buffers} on each of {} of {}, but {} of \
+                 it is {} (`gpu_memory_utilization` {}), which leaves no block of KV cache",
                 self.shape.name,
                 gigabytes(weights),
                 counted(self.tensor_parallel.into(), "GPU"),
@@ -803,25 +820,47 @@ impl Memory<'_> {
             );
             // The smallest that holds one sequence of the model's full length.
             let enough = (1..=64).find(|&tp| {
-                let rest = budget.saturating_sub(self.weights(tp));
+                let rest = budget
+                    .saturating_sub(self.weights(tp))
+                    .saturating_sub(sampling);
                 let per_token = self.shape.kv_bytes_per_token_per_gpu(tp, self.kv_dtype);
                 self.shape.divides_into(tp)
                     && rest >= per_token * u64::from(self.shape.max_positions)
             });
-            let hint = match enough {
-                Some(tp) => format!("set `tensor_parallel_size = {tp}`, or use a larger GPU"),
-                None => "use a larger GPU or a smaller model".into(),
+            let (key, hint) = match enough {
+                // Half of what is left for sampling leaves the other half for the cache.
+                _ if rest / 2 >= self.shape.sampling_bytes(1).max(per_block) => {
+                    let fit = rest / 2 / self.shape.sampling_bytes(1);
+                    let split = enough
+                        .filter(|&tp| tp > self.tensor_parallel)
+                        .map_or(String::new(), |tp| {
+                            format!("`tensor_parallel_size = {tp}`, ")
+                        });
+                    let hint =
+                        format!("set `max_num_seqs = {fit}` or less, {split}or use a larger GPU");
+                    ("max_num_seqs", hint)
+                }
+                Some(tp) => (
+                    "tensor_parallel_size",
+                    format!("set `tensor_parallel_size = {tp}`, or use a larger GPU"),
+                ),
+                None => (
+                    "tensor_parallel_size",
+                    "use a larger GPU or a smaller model".into(),
+                ),
             };
-            t.error("tensor_parallel_size", message, hint);
+            t.error(key, message, hint);
             return (1, Origin::Default);
         }
         let how = format!(
-            "{} {} x {} - {} of weights = {}",
+            "{} {} x {} - {} of weights - {} to sample {} = {}",
             self.gpu.name,
             gigabytes(self.gpu.memory_bytes),
             self.utilization,
             gigabytes(weights),
-            gigabytes(budget.saturating_sub(weights)),
+            gigabytes(sampling),
+            counted(self.max_num_seqs.into(), "sequence"),
+            gigabytes(rest - sampling),
         );
         (blocks.min(1 << 24) as u32, Origin::Derived(how))
     }
@@ -1399,8 +1438,8 @@ mod tests {
         check_refused(
             "[model]\npreset = \"llama-3.1-70b\"\n[engine]\ntensor_parallel_size = 1\n",
             &[
-                "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights on each of 1 GPU of h100-sxm, but \
-               85.5 GB of it is 77.0 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
+                "c.toml:4:24: llama-3.1-70b takes 141.1 GB of weights and 0.8 GB of buffers to sample \
+               256 sequences on each of 1 GPU of h100-sxm, but 85.5 GB of it is 77.0 GB (`gpu_memory_utilization` 0.9), which leaves no block of KV cache\n\
                hint: set `tensor_parallel_size = 4`, or use a larger GPU",
             ],
         );
@@ -1652,9 +1691,10 @@ mod tests {
     fn kv_blocks_follow_from_the_gpu() {
         let (cluster, settings) = parse("").unwrap();
         assert_eq!(cluster, Cluster::default());
-        // 81,559 MiB x 0.9 - 16.38 GB of weights, over 16 tokens of 147,456 bytes.
+        // 81,559 MiB x 0.9 - 16.38 GB of weights - 24 bytes x 256 x 151,936 logits, over 16 tokens of
+        // 147,456 bytes.
         let engine = &cluster.pools[0].engine;
-        assert_eq!(engine.num_gpu_blocks, 25_680);
+        assert_eq!(engine.num_gpu_blocks, 25_284);
         assert_eq!(
             engine.max_model_len, 40_960,
             "the model's, since the cache holds more"
@@ -1662,16 +1702,66 @@ mod tests {
         let blocks = settings.get("pool.main.engine.num_gpu_blocks").unwrap();
         assert_eq!(
             blocks.origin.to_string(),
-            "h100-sxm 85.5 GB x 0.9 - 16.4 GB of weights = 60.6 GB",
+            "h100-sxm 85.5 GB x 0.9 - 16.4 GB of weights - 0.9 GB to sample 256 sequences = 59.7 GB",
         );
         let tight = "[model]\npreset = \"qwen3-32b\"\n[engine]\ngpu_memory_utilization = 0.85\n";
         let (cluster, settings) = parse(tight).unwrap();
         let len = settings.get("pool.main.engine.max_model_len").unwrap();
         assert_eq!(
             len.origin.to_string(),
-            "KV cache holds 27344, qwen3-32b allows 40960"
+            "KV cache holds 23776, qwen3-32b allows 40960"
         );
-        assert_eq!(cluster.pools[0].engine.max_model_len, 27_344);
+        assert_eq!(cluster.pools[0].engine.max_model_len, 23_776);
+    }
+
+    #[test]
+    fn kv_blocks_are_close_to_those_that_vllm_reports() {
+        let blocks = |gpu: &str, sequences: u32| {
+            let text = format!(
+                "[model]\npreset = \"llama-3.1-8b\"\n[engine]\nmax_num_seqs = {sequences}\n\
+                 [engine.timing]\ngpu = \"{gpu}\"\n"
+            );
+            parse(&text).unwrap().0.pools[0].engine.num_gpu_blocks
+        };
+        // vLLM on one H100 of 80 GB.
+        assert!((27_000..=28_000).contains(&blocks("h100-sxm", 1024)));
+        // vLLM on an RTX 4090 has 2,593. What is not modelled is more of a small GPU.
+        assert!((2_593..2_593 * 11 / 10).contains(&blocks("rtx-4090", 256)));
+        // 24 bytes x 768 x 128,256 logits more, in blocks of 2 MiB.
+        assert_eq!(blocks("h100-sxm", 256) - blocks("h100-sxm", 1024), 1_127);
+    }
+
+    #[test]
+    fn sampling_too_many_sequences_for_the_memory_is_refused() {
+        let text = "[engine]\nmax_num_seqs = 65536\n";
+        check_refused(
+            text,
+            &[
+                "c.toml:2:16: qwen3-8b takes 16.4 GB of weights and 239.0 GB of buffers to sample 65,536 \
+               sequences on each of 1 GPU of h100-sxm, but 85.5 GB of it is 77.0 GB (`gpu_memory_utilization` \
+               0.9), which leaves no block of KV cache\n\
+               hint: set `max_num_seqs = 8307` or less, or use a larger GPU",
+            ],
+        );
+        parse(&text.replace("65536", "8307")).unwrap_or_else(|e| panic!("{e}"));
+        // A number of blocks from an engine's log holds whatever is counted here.
+        let given = format!("{text}num_gpu_blocks = 1000\n");
+        assert_eq!(
+            parse(&given).unwrap().0.pools[0].engine.num_gpu_blocks,
+            1000
+        );
+    }
+
+    #[test]
+    fn a_model_of_windows_alone_has_a_bounded_cache() {
+        let json = r#"{"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+            "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096}"#;
+        let (cluster, _) =
+            parse_with_json(json, "[engine.timing]\nkind = \"calibrated\"\n").unwrap();
+        // 76.97 GB - 14.48 GB of weights - 0.20 GB to sample, over 16 tokens of 131,072 bytes.
+        let blocks = cluster.pools[0].engine.num_gpu_blocks;
+        assert!((29_600..29_800).contains(&blocks), "{blocks}");
     }
 
     #[test]

@@ -75,7 +75,7 @@ pub const KEYS: &[Key] = &[
     key(
         "engine.num_gpu_blocks",
         "blocks, 1 to 16,777,216",
-        "(GPU memory x utilization - weights; 16,384 unless `timing` has a `gpu`)",
+        "(GPU memory x utilization - weights - buffers of sampling; 16,384 unless `timing` has a `gpu`)",
         "KV blocks per rank.",
         "Low: preemptions, and long prompts are refused. High: a cache larger than the GPU's memory.",
     ),
@@ -1099,15 +1099,19 @@ With a `gpu` in `[engine.timing]`, and the key not given, per rank:
 weights   = bytes of attention, dense MLPs and embeddings / tensor_parallel_size
             + bytes of experts / (tensor_parallel_size x data_parallel_size)     (embeddings: 16 bits)
 per_token = 2 x layers x ceil(kv_heads / tensor_parallel_size) x head_dim x bytes of kv_cache_dtype
-blocks    = floor((gpu_memory x gpu_memory_utilization - weights) / (per_token x block_size))
+sampling  = 24 x max_num_seqs x vocabulary
+blocks    = floor((gpu_memory x gpu_memory_utilization - weights - sampling) / (per_token x block_size))
 ```
 
 `layers` are those that see the whole context; those with a window or a linear state are not counted
 beside them, which is too little for contexts up to the window. Where none sees everything
 (Mistral-7B-v0.1, Phi-3) all are counted: exact up to the window, too much for longer contexts.
 
-vLLM measures in addition what activations need (some percent of the memory) and takes that off as
-well; give `num_gpu_blocks` from its log to match a deployment exactly.
+`sampling` is what vLLM's profiling pass holds to sample `max_num_seqs` tokens, in bytes per logit: 2
+for the head's output, 4 for its copy in float32, 4 and 8 for that copy sorted and its indices, 4 for
+probabilities, 1 each for the masks of top-k and top-p. vLLM takes off what it measures besides:
+activations of the layers, the sort's working space, libraries, CUDA graphs. Without these the number
+is a few percent high, more on small GPUs; give `num_gpu_blocks` from vLLM's log to match a deployment.
 ";
 
 #[cfg(test)]

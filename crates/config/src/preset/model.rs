@@ -290,6 +290,21 @@ impl ModelShape {
         (numbers as f64 * dtype.bytes()).ceil() as u64
     }
 
+    /// Bytes on each GPU that sampling the next tokens of `sequences` takes at its peak. Logits of
+    /// the whole vocabulary are gathered on every GPU of a rank.
+    ///
+    /// Counted per logit, of what is alive while probabilities are added up for top-p: the head's
+    /// logits in BF16 (2 bytes), their copy in float32 (4), that copy sorted (4) with its indices
+    /// in int64 (8), the probabilities, which the sums overwrite (4), and the masks of top-k and
+    /// top-p (1 each). The working space of the sort is not known and left out.
+    ///
+    /// Source: vLLM, `GPUModelRunner._dummy_sampler_run` (the profiling pass samples
+    /// `max_num_seqs` rows with top-k and top-p) and `apply_top_k_top_p_pytorch`.
+    pub fn sampling_bytes(&self, sequences: u32) -> u64 {
+        const PER_LOGIT: u64 = 2 + 4 + 4 + 8 + 4 + 1 + 1;
+        u64::from(sequences) * u64::from(self.vocab_size) * PER_LOGIT
+    }
+
     /// Whether `tensor_parallel` GPUs can share the model.
     ///
     /// Source: vLLM, `ModelConfig.verify_with_parallel_config` (heads), `LlamaAttention.__init__`

@@ -224,7 +224,7 @@ pub struct UpstreamConfig {
     pub ejection_s_max: f64,
     /// Further engines that are tried per request before its first byte. Default 3.
     pub retries_max: u32,
-    /// Retries and continued streams per request, on average over a shard. Default 0.2.
+    /// Retries per request, on average over a shard. Default 0.2. Continued streams are not counted.
     pub retry_budget: f64,
     /// Continuation of streams. Default `text`.
     pub resume: Resume,

@@ -176,7 +176,8 @@ type Key = (usize, usize, u32, usize, [u64; 4]);
 
 /// A share that is this close to the target nearly attains.
 const NEAR: f64 = 0.02;
-/// A shape whose cost on a part is above the lowest one by more than this factor is not promising.
+/// A shape whose cost on a part is above the lowest one by more than this factor is not promising,
+/// unless one worker less would cost less than the lowest one.
 const PROMISING: f64 = 1.5;
 /// One of this many candidates is kept on the next part.
 const KEEP: usize = 4;
@@ -521,10 +522,17 @@ impl<'a, E: Evaluate> Search<'a, E> {
             same.filter_map(|shape| costs[shape])
                 .fold(f64::INFINITY, f64::min)
         };
+        // A better setting often saves one worker: of two, that is half of the cost.
+        let one_less = |shape: usize| {
+            let workers = sizes[shape].map_or(1, |(_, workers)| workers);
+            cost(shape, workers.saturating_sub(1).max(1))
+        };
         let promising: Vec<usize> = (0..costs.len())
             .filter(|&shape| {
                 costs[shape].is_some_and(|cost| {
-                    cost <= lowest * PROMISING || cost <= of_kind(self.shapes[shape].kind)
+                    cost <= lowest * PROMISING
+                        || one_less(shape) < lowest
+                        || cost <= of_kind(self.shapes[shape].kind)
                 })
             })
             .collect();
@@ -875,6 +883,7 @@ pub fn grid(shapes: &[Candidate], apart: &[bool], cost: f64) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use proptest::test_runner::TestCaseError;
 
     use super::*;
 
@@ -933,6 +942,75 @@ mod tests {
         least
     }
 
+    /// Checks the search against every combination. `shapes`: cost and capacity of a worker of each;
+    /// `factors`: on the capacity, of each setting.
+    fn is_the_cheapest(
+        shapes: &[(u32, f64)],
+        factors: &[f64],
+        load: f64,
+    ) -> Result<(), TestCaseError> {
+        let costs: Vec<f64> = shapes.iter().map(|shape| f64::from(shape.0)).collect();
+        let space = candidates(&costs, factors.len());
+        let capacity = shapes
+            .iter()
+            .enumerate()
+            // Settings differ in what they are worth to each shape.
+            .map(|(at, shape)| {
+                let n = factors.len();
+                (0..n).map(|s| shape.1 * factors[(s + at) % n]).collect()
+            })
+            .collect();
+        let parts = vec![1.0 / 16.0, 0.25, 1.0];
+        let mut known = Known {
+            capacity,
+            load,
+            requests: 16_000,
+            parts: parts.clone(),
+            runs: Vec::new(),
+        };
+        let find = |known: &mut Known, load: f64, others: &[Choice]| {
+            let plain = Conditions {
+                load,
+                ..Conditions::PLAIN
+            };
+            let mut search = Search::new(&space, TARGET, &parts, 2, plain, known);
+            search.find(others).unwrap()
+        };
+        let best = find(&mut known, 1.0, &[]).unwrap();
+        let least = exhaustive(&known, &space, 1.0);
+        prop_assert!(
+            (best.cost - least).abs() < 1e-9,
+            "{:?}, but {}",
+            best,
+            least
+        );
+        // The same trials again, in the same order.
+        let runs = std::mem::take(&mut known.runs);
+        let again = find(&mut known, 1.0, &[]).unwrap();
+        prop_assert_eq!(again, best);
+        prop_assert_eq!(&known.runs, &runs);
+        // A higher load is never cheaper.
+        let more = find(&mut known, 2.0, &[]).unwrap();
+        prop_assert!(more.cost >= best.cost);
+        let less = find(&mut known, 1.0, &[more]).unwrap();
+        prop_assert!(less.cost <= more.cost);
+        Ok(())
+    }
+
+    #[test]
+    fn one_worker_of_a_better_setting_is_found() {
+        // Two workers of the last shape cost more than 1.5 times two of the others; with its second
+        // setting one is enough.
+        let shapes = [
+            (9, 0.5),
+            (9, 3.333_567_522_326_223_3),
+            (9, 0.5),
+            (14, 4.750_883_507_357_231),
+        ];
+        let factors = [0.8, 1.073_760_463_239_000_3, 0.8, 0.8];
+        is_the_cheapest(&shapes, &factors, 4.794_902_976_332_167).unwrap();
+    }
+
     proptest! {
         #[test]
         fn the_answer_is_that_of_every_combination(
@@ -940,37 +1018,7 @@ mod tests {
             factors in prop::collection::vec(0.8f64..1.2, 1..9),
             load in 1.0f64..300.0,
         ) {
-            let costs: Vec<f64> = shapes.iter().map(|shape| f64::from(shape.0)).collect();
-            let space = candidates(&costs, factors.len());
-            let capacity = shapes
-                .iter()
-                .enumerate()
-                // Settings differ in what they are worth to each shape.
-                .map(|(at, shape)| {
-                    let n = factors.len();
-                    (0..n).map(|s| shape.1 * factors[(s + at) % n]).collect()
-                })
-                .collect();
-            let parts = vec![1.0 / 16.0, 0.25, 1.0];
-            let mut known = Known { capacity, load, requests: 16_000, parts: parts.clone(), runs: Vec::new() };
-            let find = |known: &mut Known, load: f64, others: &[Choice]| {
-                let plain = Conditions { load, ..Conditions::PLAIN };
-                let mut search = Search::new(&space, TARGET, &parts, 2, plain, known);
-                search.find(others).unwrap()
-            };
-            let best = find(&mut known, 1.0, &[]).unwrap();
-            let least = exhaustive(&known, &space, 1.0);
-            prop_assert!((best.cost - least).abs() < 1e-9, "{:?}, but {}", best, least);
-            // The same trials again, in the same order.
-            let runs = std::mem::take(&mut known.runs);
-            let again = find(&mut known, 1.0, &[]).unwrap();
-            prop_assert_eq!(again, best);
-            prop_assert_eq!(&known.runs, &runs);
-            // A higher load is never cheaper.
-            let more = find(&mut known, 2.0, &[]).unwrap();
-            prop_assert!(more.cost >= best.cost);
-            let less = find(&mut known, 1.0, &[more]).unwrap();
-            prop_assert!(less.cost <= more.cost);
+            is_the_cheapest(&shapes, &factors, load)?;
         }
 
         #[test]

@@ -79,7 +79,7 @@ def test_repeated_prompts_hit_wherever_they_were_computed(
         for group in range(4):
             for path, body in requests(group):
                 known = metric(front, "slipstream_router_cached_blocks")
-                # The router does not see this request: only events tell which engine has the prompt.
+                # The router does not see this request: only events tell who has the prompt.
                 assert cached_tokens(engines[group % 2].url, path, body) == 0
                 await_blocks(front, known)
                 assert cached_tokens(front, path, body) >= 64, (group, path, body)

@@ -688,7 +688,7 @@ fn forwarded_answers_keep_to_the_limits_of_clients_that_read_nothing() {
             // It says no more; the router hangs up.
             let _ = stream.read(&mut [0]);
         } else {
-            answer(stream, "200 OK", "", &[b' '; 200_000]);
+            answer(stream, "200 OK", "", &vec![b' '; 200_000]);
         }
     });
     let limits = [

@@ -143,7 +143,7 @@ def test_torn_disk_files_are_recomputed(
     assert run(second, prompt) == BLOCKS - 7
     told = counts(second)
     assert told["load_failed_blocks.absent"] == told["corrupt_blocks.disk"] == 2
-    assert "is not what was stored; it is removed, and its block computed again" in caplog.text
+    assert "is corrupt; it is removed, and its block will be recomputed" in caplog.text
     second.close()
 
 
@@ -223,10 +223,10 @@ def test_a_disk_of_few_bytes_gives_up_the_oldest_blocks(tmp_path: Path) -> None:
 def test_too_little_shared_memory_is_said_at_the_start() -> None:
     with (
         files_up_to(1 << 20),
-        pytest.raises(OSError, match=r"8388608 bytes of shared memory were asked for, and 1048576"),
+        pytest.raises(OSError, match=r"8388608 bytes of shared memory requested, and only 1048576"),
     ):
         engine(host_bytes=1 << 23)
-    with pytest.raises(OSError, match=r"may be had \(.*give the host tier fewer bytes or raise"):
+    with pytest.raises(OSError, match=r"available \(.*give the host tier fewer bytes or raise"):
         engine(host_bytes=1 << 40)
 
 

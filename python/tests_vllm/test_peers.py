@@ -228,7 +228,7 @@ def check_refused(
     first.ask(run=prompt)
     for _ in range(100_000):
         second.step()
-        if "cannot" in caplog.text or "no blocks of peer" in caplog.text:
+        if "cannot" in caplog.text or "unavailable" in caplog.text:
             break
     import re
 

@@ -1,4 +1,4 @@
-//! Memory that other processes of the host can map and read.
+//! Shared memory that other processes of the host can map and read.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -8,60 +8,60 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Why there is no memory.
+/// Why shared memory cannot be created or mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The host has less than was asked for. Nothing was taken.
+    /// The host has less memory than requested. Nothing was allocated.
     #[error(
-        "{bytes} bytes of shared memory were asked for, and {limit} may be had ({what}); give the \
+        "{bytes} bytes of shared memory requested, and only {limit} available ({what}); give the \
          host tier fewer bytes or raise the limit"
     )]
     Limit {
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
-        /// Bytes there are.
+        /// Bytes available.
         limit: u64,
-        /// Which limit.
+        /// The limit that applies.
         what: &'static str,
     },
-    /// The system refused.
-    #[error("{bytes} bytes of shared memory cannot be had: {call} failed")]
+    /// A system call failed.
+    #[error("{bytes} bytes of shared memory cannot be allocated: {call} failed")]
     System {
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
-        /// What was tried.
+        /// The system call that failed.
         call: &'static str,
-        /// Why it failed.
+        /// The error it returned.
         source: Errno,
     },
-    /// A peer offers memory that could shrink under the reader, or is smaller than it says.
+    /// A peer's memory could shrink while it is read, or is smaller than announced.
     #[error(
         "a peer's shared memory is refused: {why}; run one release of slipstream on both sides"
     )]
     Peer {
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
 }
 
-/// Shared memory of a fixed size, all of it there from the start: a page that is touched first in
-/// the middle of a transfer cannot fail.
+/// Shared memory of a fixed size. All pages are allocated at the start, so that a first touch
+/// during a transfer cannot fail.
 ///
-/// It has no name in any file system, and is gone with the last process that has it open.
+/// It has no name in any file system. It is freed when the last process closes it.
 pub struct Arena {
     fd: OwnedFd,
     base: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to no thread; who may read or write which part of it is the callers'
-// contract with `bytes` and `bytes_mut`.
+// SAFETY: the mapping belongs to no thread; callers of `bytes` and `bytes_mut` ensure that reads
+// and writes do not overlap.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Takes `bytes` of memory, which are zero.
+    /// Allocates `bytes` bytes of zeroed memory.
     ///
     /// # Errors
     ///
@@ -69,7 +69,7 @@ impl Arena {
     pub fn create(bytes: usize) -> Result<Arena, ArenaError> {
         let asked = bytes as u64;
         let system = |call| move |source| refusal(asked, call, source);
-        // Without this check the kernel would kill a process to make room.
+        // Without this check the OOM killer would end a process later.
         if let Some(limit) = memory_available()
             && limit < asked
         {
@@ -86,14 +86,15 @@ impl Arena {
             .map_err(system("fallocate"))?;
         let base = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE).map_err(system("mmap"))?;
         let arena = Arena { fd, base, bytes };
-        // After our own mapping, which stays writable: a process that gets the descriptor can only read,
-        // and need not fear that the memory shrinks. FUTURE_WRITE takes Linux 5.1.
+        // Sealed after our own mapping, which stays writable. A process that receives the
+        // descriptor can only read, and the memory cannot shrink under it. FUTURE_WRITE needs Linux
+        // 5.1.
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(system("fcntl (Linux 5.1)"))?;
         Ok(arena)
     }
 
-    /// Maps a peer's memory, to read from.
+    /// Maps a peer's memory for reading.
     ///
     /// # Errors
     ///
@@ -108,60 +109,60 @@ impl Arena {
         let there = rustix::fs::fstat(&fd).map_err(|error| peer(error.to_string()))?;
         if (there.st_size as u64) < bytes || bytes == 0 {
             let size = there.st_size;
-            return Err(peer(format!("it has {size} bytes, and {bytes} were said")));
+            return Err(peer(format!("it has {size} bytes instead of {bytes}")));
         }
         let bytes = bytes as usize;
         let base = map(&fd, bytes, ProtFlags::READ).map_err(|error| peer(error.to_string()))?;
         Ok(Arena { fd, base, bytes })
     }
 
-    /// Bytes of it.
+    /// Size in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether there are none.
+    /// Whether the size is 0.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Its address in this process.
+    /// The address of the mapping in this process.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// What to give to another process.
+    /// The descriptor to pass to another process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Some of the memory.
+    /// Returns `len` bytes of the memory from offset `at`.
     ///
     /// # Safety
     ///
-    /// No one writes to these bytes while the slice lives, in this process or another.
+    /// No process writes to these bytes while the slice lives.
     ///
     /// # Panics
     ///
-    /// If there are not so many.
+    /// If the range exceeds the memory.
     pub unsafe fn bytes(&self, at: usize, len: usize) -> &[u8] {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes));
-        // SAFETY: inside the mapping (asserted), which lives as long as `self`, and memory that
-        // was zeroed by the kernel is initialized. The caller ensures that there is no writer.
+        // SAFETY: inside the mapping (asserted), which lives as long as `self`. The kernel zeroed
+        // the memory, so it is initialized. The caller ensures that there is no writer.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
     }
 
-    /// Copies from the memory, whatever others do to it at the same time: the copy has to be
-    /// verified if it is a peer's. With `sum`, which is the checksum of the right bytes, it is.
-    /// `false` if there are not so many bytes, or others.
+    /// Copies from the memory while other processes may write to it. Verifies the copy if `sum` is
+    /// given, the expected checksum. Returns `false` if the range exceeds the memory or the
+    /// checksum differs.
     pub fn copy_out(&self, at: u64, out: &mut [u8], sum: Option<u64>) -> bool {
         let end = at.checked_add(out.len() as u64);
         if end.is_none_or(|end| end > self.bytes as u64) {
             return false;
         }
         // SAFETY: inside the mapping, which cannot shrink, and `out` is memory of this process that
-        // nobody else has, so the two do not overlap. `copy` reads it without a data race: bytes that the
-        // peer changes at the same time come out as one value or another.
+        // no other thread uses, so the two do not overlap. `copy` reads without a data race: bytes
+        // that the peer changes at the same time arrive with their old or their new value.
         unsafe {
             let from = self.base.as_ptr().add(at as usize);
             let to = out.as_mut_ptr();
@@ -173,20 +174,20 @@ impl Arena {
         true
     }
 
-    /// Some of the memory, to write to.
+    /// Returns `len` bytes of the memory from offset `at`, for writing.
     ///
     /// # Safety
     ///
-    /// Nothing else in this process reads or writes these bytes while the slice lives, and the
-    /// arena is one that was created here, not a peer's.
+    /// Nothing else in this process reads or writes these bytes while the slice lives. The arena
+    /// was created here; it is not a peer's.
     ///
     /// # Panics
     ///
-    /// If there are not so many.
+    /// If the range exceeds the memory.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn bytes_mut(&self, at: usize, len: usize) -> &mut [u8] {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes));
-        // SAFETY: as above; the caller sees to it that the slice is the only one.
+        // SAFETY: as above; the caller ensures that the slice is the only one.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(at), len) }
     }
 }
@@ -200,7 +201,7 @@ impl Drop for Arena {
 }
 
 fn map(fd: &OwnedFd, bytes: usize, prot: ProtFlags) -> Result<NonNull<u8>, Errno> {
-    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+    // SAFETY: a new mapping at an address of the kernel's choice overlaps none of ours.
     let base = unsafe {
         rustix::mm::mmap(
             std::ptr::null_mut(),
@@ -211,7 +212,7 @@ fn map(fd: &OwnedFd, bytes: usize, prot: ProtFlags) -> Result<NonNull<u8>, Errno
             0,
         )
     }?;
-    Ok(NonNull::new(base.cast()).expect("a mapping is not at address 0"))
+    Ok(NonNull::new(base.cast()).expect("a mapping has an address other than 0"))
 }
 
 fn refusal(bytes: u64, call: &'static str, source: Errno) -> ArenaError {
@@ -245,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_sees_what_is_written_and_refuses_what_could_shrink() {
+    fn a_peer_reads_written_bytes_and_refuses_memory_that_could_shrink() {
         let arena = Arena::create(8192).unwrap();
         let peer = Arena::map_peer(arena.fd().try_clone_to_owned().unwrap(), 8192).unwrap();
         // SAFETY: one thread, and the slices do not live at the same time.
@@ -263,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_gets_the_descriptor_can_read_and_not_write() {
+    fn the_descriptor_grants_reads_only() {
         let arena = Arena::create(8192).unwrap();
         let both = ProtFlags::READ | ProtFlags::WRITE;
         let fd = arena.fd().try_clone_to_owned().unwrap();
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn more_memory_than_there_is_is_refused_before_it_is_taken() {
+    fn more_memory_than_available_is_refused_before_allocation() {
         let error = Arena::create(1 << 50).err().unwrap();
         let text = error.to_string();
         assert!(matches!(error, ArenaError::Limit { .. }), "{text}");

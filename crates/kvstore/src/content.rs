@@ -1,9 +1,9 @@
-//! What files contain, as a name that two hosts can compare: which weights a model has.
+//! A digest of file contents that two hosts can compare, such as the weights of a model.
 //!
-//! [`Depth::Full`] reads every byte, on several threads; a result can be kept in a folder, so that
-//! files that have not changed since are not read again. [`Depth::Sampled`] reads the first 4 KiB of
-//! each MiB and the end of each tensor of a safetensors file, and its header whole: it finds other
-//! weights (another training step, another seed), not an edit of a few rows.
+//! [`Depth::Full`] reads every byte, on several threads. Its result can be cached in a folder, so
+//! that unchanged files are not read again. [`Depth::Sampled`] reads the header of a safetensors
+//! file, and of each tensor the first 4 KiB of each MiB and the end. It detects other weights
+//! (another training step, another seed), but not an edit of a few rows.
 //!
 //! The digest is XXH3 with 128 bits. It distinguishes versions; it is no defense against forgery.
 
@@ -20,17 +20,17 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 /// Bytes that a thread hashes at a time.
 const CHUNK_BYTES: u64 = 16 << 20;
-/// A sample, and how far apart samples are.
+/// Length of a sample, and the distance between samples.
 const SAMPLE_BYTES: u64 = 4 << 10;
 const SAMPLE_STRIDE: u64 = 1 << 20;
-/// Tensors up to this size are read whole when sampled.
+/// Sampling reads tensors up to this size whole.
 const WHOLE_BYTES: u64 = 16 << 10;
-/// Threads that read. Samples wait for the disk, so more than there may be CPUs.
+/// Reader threads. Samples wait for the disk, so this may exceed the number of CPUs.
 const THREADS: usize = 8;
-/// A safetensors header is at most this long. Source: safetensors' format, 100 MB.
+/// Maximum length of a safetensors header. Source: safetensors' format, 100 MB.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Timestamps of a file system may be this coarse: a file changed within it could change again
-/// without a trace.
+/// Timestamps of a file system may be this coarse: a file changed within this time could change
+/// again with the same timestamp.
 const RACY: Duration = Duration::from_secs(2);
 
 /// How much of the files is read.
@@ -45,18 +45,18 @@ pub enum Depth {
 /// Why files have no digest.
 #[derive(Debug, thiserror::Error)]
 pub enum ContentError {
-    /// There is nothing to read.
-    #[error("there are no files to identify")]
+    /// No file to read.
+    #[error("no files to digest")]
     Empty,
     /// A file cannot be read.
     #[error("{path} cannot be read")]
     Io {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A file was written to during the digest. A retry may help.
+    /// A file was written to during the digest. A retry may succeed.
     #[error("{path} changed while it was read; wait until it is complete")]
     Changed {
         /// The file.
@@ -104,10 +104,10 @@ pub fn digest(
     Ok(format!("{:032x}", all.digest128()))
 }
 
-/// First bytes and lengths, or ends.
+/// Pairs of offset and length, or of offset and end.
 type Ranges = Vec<(u64, u64)>;
 
-/// A file and what it was like when it was opened.
+/// A file, with its metadata when it was opened.
 struct Opened<'a> {
     path: &'a Path,
     file: File,
@@ -126,7 +126,7 @@ impl Opened<'_> {
     }
 
     fn error(&self, source: io::Error) -> ContentError {
-        // Shorter than it was.
+        // The file became shorter.
         if source.kind() == io::ErrorKind::UnexpectedEof {
             return self.changed();
         }
@@ -166,7 +166,7 @@ impl Opened<'_> {
         self.hash(&ranges)
     }
 
-    /// Where the header of a safetensors file ends, and its tensors; `None` for other files.
+    /// The end of the header of a safetensors file, and its tensors. `None` for other files.
     fn tensors(&self) -> io::Result<Option<(u64, Ranges)>> {
         let len = self.before.len();
         if len < 8 {
@@ -230,7 +230,7 @@ impl Opened<'_> {
         };
         std::thread::scope(|scope| {
             for _ in 1..THREADS.min(ranges.len()) {
-                // Without a thread more it takes longer.
+                // If no thread can be started, the others hash all of it.
                 let _ = std::thread::Builder::new().spawn_scoped(scope, work);
             }
             work();
@@ -249,7 +249,7 @@ impl Opened<'_> {
         Ok(all.digest128())
     }
 
-    /// The full digest, from `cache` if the file is what it was then.
+    /// The full digest, from `cache` if the file's stamp is unchanged.
     fn full_cached(&self, cache: &Path) -> Result<u128, ContentError> {
         let mut what = stamp(&self.before).to_vec();
         let sampled = self.sampled()?;
@@ -259,7 +259,7 @@ impl Opened<'_> {
         if let Some(found) = read_entry(&entry) {
             return Ok(found);
         }
-        // Of several ranks of a host one reads the file, the others wait for it.
+        // One of several ranks of a host reads the file; the others wait for it.
         let lock =
             fs::create_dir_all(cache).and_then(|()| File::create(entry.with_extension("lock")));
         if let Ok(lock) = &lock {
@@ -281,7 +281,7 @@ impl Opened<'_> {
         if !is_racy {
             let part = entry.with_extension(format!("{}.part", std::process::id()));
             let text = format!("{digest:032x} {}\n", self.path.display());
-            // A cache that cannot be written is read anew each time.
+            // If the cache cannot be written, the file is read again each time.
             let _ = fs::write(&part, text).and_then(|()| fs::rename(&part, &entry));
         }
         if lock.is_ok() {
@@ -305,7 +305,7 @@ fn sample(begin: u64, end: u64, ranges: &mut Vec<(u64, u64)>) {
     ranges.push((end - SAMPLE_BYTES, SAMPLE_BYTES));
 }
 
-/// What changes when a file does.
+/// Metadata that changes with a file's content.
 fn stamp(meta: &Metadata) -> [u64; 7] {
     [
         meta.dev(),

@@ -1,30 +1,31 @@
-//! Copying blocks out of memory that is not in a cache.
+//! Copies blocks from memory that is not in a cache.
 //!
-//! One core of a server CPU does not fill its memory's bandwidth with one stream of reads: how many
-//! lines it awaits at a time is bounded, and its prefetchers follow streams page by page. Four pages
-//! side by side are four streams, which is 1.2 to 1.5 times as fast as `memcpy` here
-//! (docs/benchmarks.md). A block that is not looked at is written past the caches, so that the lines
-//! it overwrites are not read first; one that is verified is hashed while it is still in them.
+//! One stream of reads does not saturate the memory bandwidth of a server CPU. A core has a bounded
+//! number of outstanding lines, and its prefetchers follow streams page by page. Four pages read in
+//! turn are four streams, which is 1.2 to 1.5 times as fast as `memcpy` (docs/benchmarks.md). A
+//! block that is not verified is written past the caches, so that the lines it overwrites are not
+//! read first. A block that is verified is hashed while it is still in the caches.
 //!
-//! The source may be memory that another process writes to. A plain load of it would be a data race,
-//! about which the compiler may assume anything. So it is read by instructions that the compiler
-//! does not see into (x86-64), or by atomic words (elsewhere): what arrives is one value or another.
+//! Another process may write to the source. A plain load of it would be a data race, which is
+//! undefined behavior. So it is read by inline assembly, which is opaque to the compiler (x86-64),
+//! or by atomic words (elsewhere). Each byte arrives with its old or its new value.
 
 use xxhash_rust::xxh3::Xxh3;
 
 const PAGE: usize = 4_096;
-/// Bytes of a line, and of the pages that are copied side by side.
+/// Bytes per cache line, and of the pages that are copied in turn.
 const LINE: usize = 64;
 const RUN: usize = 4 * PAGE;
-/// Shorter blocks are copied plainly: caches hold them, and what comes next finds them there.
+/// Shorter blocks are copied plainly: they fit in caches, where the next reader finds them.
 const STREAMED_MIN: usize = 256 << 10;
 
 /// Copies `bytes` bytes.
 ///
 /// # Safety
 ///
-/// `from` may be read and `to` written for so many bytes, which do not overlap. Other processes may
-/// write to `from` at the same time: then what arrives is one value or another.
+/// `from` may be read and `to` written for `bytes` bytes, and the two do not overlap. Other
+/// processes may write to `from` at the same time: then each byte arrives with its old or its new
+/// value.
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise, and the parts are inside it.
     unsafe {
@@ -42,14 +43,14 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Copies `bytes` bytes; returns the checksum ([`crate::checksum`]) of what has arrived.
+/// Copies `bytes` bytes, and returns the checksum ([`crate::checksum`]) of the copy.
 ///
 /// # Safety
 ///
 /// As [`copy`], and nothing else reads or writes `to`.
 pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> u64 {
     if bytes < RUN {
-        // SAFETY: the caller's promise; what was copied is initialized.
+        // SAFETY: the caller's promise; the copied bytes are initialized.
         return unsafe {
             copy_bytes(from, to, bytes);
             crate::checksum(std::slice::from_raw_parts(to, bytes))
@@ -57,7 +58,7 @@ pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> 
     }
     let mut hash = Xxh3::new();
     let mut at = 0;
-    // SAFETY: the caller's promise, and the parts are inside it; what was copied is initialized.
+    // SAFETY: the caller's promise, and the parts are inside it; the copied bytes are initialized.
     unsafe {
         while at < bytes {
             let part = (bytes - at).min(RUN);
@@ -73,11 +74,11 @@ pub(crate) unsafe fn copy_hashed(from: *const u8, to: *mut u8, bytes: usize) -> 
     hash.digest()
 }
 
-/// Copies four pages side by side.
+/// Copies four pages, one line of each in turn.
 ///
 /// # Safety
 ///
-/// As [`copy`], for `RUN` bytes; `to` is at a line's beginning if `STREAMED`.
+/// As [`copy`], for `RUN` bytes; `to` is aligned to a line if `STREAMED`.
 unsafe fn copy_run<const STREAMED: bool>(from: *const u8, to: *mut u8) {
     for line in (0..PAGE).step_by(LINE) {
         for page in (0..RUN).step_by(PAGE) {
@@ -89,7 +90,7 @@ unsafe fn copy_run<const STREAMED: bool>(from: *const u8, to: *mut u8) {
 
 /// # Safety
 ///
-/// As [`copy`], for one line; `to` is at a line's beginning if `STREAMED`.
+/// As [`copy`], for one line; `to` is aligned to a line if `STREAMED`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy_line<const STREAMED: bool>(from: *const u8, to: *mut u8) {
     use std::arch::asm;
@@ -144,14 +145,14 @@ unsafe fn copy_line<const STREAMED: bool>(from: *const u8, to: *mut u8) {
     unsafe { copy_bytes(from, to, LINE) }
 }
 
-/// Copies few bytes, or what caches hold.
+/// Copies few bytes, or bytes that are in caches.
 ///
 /// # Safety
 ///
 /// As [`copy`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy_bytes(from: *const u8, to: *mut u8, bytes: usize) {
-    // `rep movsb` takes some 15 ns to begin, as long as it takes for 512 bytes this way.
+    // `rep movsb` takes some 15 ns to start, as long as 512 bytes take this way.
     let lines = if bytes < 512 { bytes / LINE } else { 0 };
     // SAFETY: the caller's promise. The direction flag is clear, as the ABI has it.
     unsafe {
@@ -176,7 +177,7 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Copies few bytes, or what caches hold.
+/// Copies few bytes, or bytes that are in caches.
 ///
 /// # Safety
 ///
@@ -206,7 +207,7 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, bytes: usize) {
     (words_end..bytes).for_each(byte);
 }
 
-/// Streamed stores are in order with others after this, as readers of the block expect.
+/// Orders streamed stores before later stores, as readers of the block expect.
 fn end_stream() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64.
@@ -220,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_bytes_arrive_at_every_length_and_place_and_no_others_change() {
+    fn all_bytes_arrive_at_every_length_and_offset_and_no_others_change() {
         let from: Vec<u8> = (0..STREAMED_MIN + 2 * RUN)
             .map(|at| (at * 7 + at / 251) as u8)
             .collect();
@@ -231,7 +232,8 @@ mod tests {
                 for hashed in [false, true] {
                     let mut to = vec![0xab; bytes + 128];
                     let source = &from[3..3 + bytes];
-                    // SAFETY: two buffers of their own, with so many bytes from there on.
+                    // SAFETY: two separate buffers, each with at least `bytes` bytes after the
+                    // offset.
                     unsafe {
                         let to = to.as_mut_ptr().add(place);
                         if hashed {

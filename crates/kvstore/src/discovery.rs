@@ -1,5 +1,5 @@
-//! What a rank of an engine publishes so that others find it: `slipstream_discovery` has the
-//! protocol. `docs/kvstore.md` has the file.
+//! The record that a rank of an engine publishes so that other engines find it. The protocol is in
+//! `slipstream_discovery`, the file format in `docs/kvstore.md`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,26 +7,26 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use slipstream_discovery::{BackendError, Folder, FolderOptions};
 
-/// What a rank of an engine publishes about itself.
+/// The record that a rank of an engine publishes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Record {
-    /// One for all ranks of an engine, and no other engine.
+pub struct PeerRecord {
+    /// Shared by all ranks of one engine, and by no other engine.
     pub engine: String,
-    /// Which rank it is.
+    /// The rank within the engine.
     pub rank: u32,
     /// Host, process and rank, for people.
     pub name: String,
-    /// Where it listens, as [`crate::Address`] writes it; at least one.
+    /// Listening addresses, as [`crate::Address`] writes them; at least one.
     pub addresses: Vec<String>,
     /// The boot id of its host: `unix:` addresses are for peers with the same one.
     pub host: String,
-    /// What its blocks depend on; peers whose fields differ do not share blocks with it.
+    /// The properties that its blocks depend on. Peers whose fields differ share no blocks with it.
     pub identity: BTreeMap<String, String>,
 }
 
-impl slipstream_discovery::Record for Record {
-    /// Engine names come from outside, so the key has a digest of it.
+impl slipstream_discovery::Record for PeerRecord {
+    /// The key holds a digest of the engine's name, which may contain any character.
     fn key(&self) -> String {
         let digest = crate::checksum(self.engine.as_bytes());
         format!("kv-{digest:016x}-{}", self.rank)
@@ -45,8 +45,8 @@ impl slipstream_discovery::Record for Record {
     }
 }
 
-/// The folder of `peers_dir`. Where its file system does not report changes, it is polled every
-/// 500 ms.
+/// The backend for the folder `peers_dir`. If its file system does not report changes, it is polled
+/// every 500 ms.
 ///
 /// # Errors
 ///
@@ -65,8 +65,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_read_as_it_was_written_and_must_have_addresses() {
-        let record = Record {
+    fn a_record_survives_a_round_trip_and_must_have_addresses() {
+        let record = PeerRecord {
             engine: "a/../b".into(),
             rank: 3,
             name: "host, process 1".into(),
@@ -76,10 +76,10 @@ mod tests {
         };
         assert!(record.key().starts_with("kv-") && record.key().ends_with("-3"));
         let text = serde_json::to_string(&record).unwrap();
-        assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
-        assert!(serde_json::from_str::<Record>(&text.replace("\"rank\"", "\"x\"")).is_err());
+        assert_eq!(serde_json::from_str::<PeerRecord>(&text).unwrap(), record);
+        assert!(serde_json::from_str::<PeerRecord>(&text.replace("\"rank\"", "\"x\"")).is_err());
         assert_eq!(record.check(), Ok(()));
-        let with = |addresses: &[&str]| Record {
+        let with = |addresses: &[&str]| PeerRecord {
             addresses: addresses.iter().map(ToString::to_string).collect(),
             ..record.clone()
         };

@@ -1,24 +1,24 @@
-//! What a fuzzer drives: bytes as a peer may send them.
+//! The fuzz target: bytes as a peer may send them.
 //!
-//! An input is a list of frames. The first byte of each says what it is: 0, bytes that are taken as
-//! they came, to the end of the input; otherwise the frame's kind, and the number of bytes of its
-//! body that follow in two bytes. Those are put into a frame whose checksum is right, so that what
-//! comes behind that check is reached.
+//! An input is a list of frames. The first byte of each selects how it is built. 0: the rest of the
+//! input is used as it is. Otherwise the byte is the frame's kind, and the next two bytes are the
+//! length of its body. Such a frame gets a correct checksum, so that the code behind that check is
+//! reached.
 
 use slipstream_kvindex::KeyMessage;
 
 use crate::handshake::{Hello, Profile};
-use crate::wire::{Blocks, Get, Introduction, Kind, Reader, WireError, frame, read_frame};
+use crate::wire::{Blocks, FrameKind, Get, Introduction, Reader, WireError, frame, read_frame};
 
 /// Reads the frames of `input` as a connection does.
 ///
 /// # Panics
 ///
-/// If a frame is read otherwise than it was written.
+/// If a frame does not survive a round trip.
 pub fn check(input: &[u8]) {
     let mut rest = input;
     while let Some((&first, after)) = rest.split_first() {
-        let Some(kind) = Kind::of(first) else {
+        let Some(kind) = FrameKind::of(first) else {
             return check_stream(after);
         };
         let (len, after) = after.split_at(after.len().min(2));
@@ -31,11 +31,11 @@ pub fn check(input: &[u8]) {
         let bytes = frame(kind, body);
         let read = read_frame(&bytes)
             .expect("a whole frame")
-            .expect("all of it");
+            .expect("the entire frame");
         assert_eq!(read, (kind, body, bytes.len()));
         for cut in [0, 4, 5, 11, 12, bytes.len() - 1] {
             let read = read_frame(&bytes[..cut.min(bytes.len() - 1)]);
-            assert_eq!(read, Ok(None), "half a frame is none");
+            assert_eq!(read, Ok(None), "a partial frame yields nothing");
         }
         let _ = read_body(kind, body);
     }
@@ -49,10 +49,10 @@ fn check_stream(mut bytes: &[u8]) {
     }
 }
 
-/// What is read and written anew is read as the same: fields that mean nothing may differ.
-fn read_body(kind: Kind, body: &[u8]) -> Result<(), WireError> {
+/// Checks that a frame written from a parsed body parses to the same. Unused fields may differ.
+fn read_body(kind: FrameKind, body: &[u8]) -> Result<(), WireError> {
     match kind {
-        Kind::Hello => {
+        FrameKind::Hello => {
             let hello = Hello::read(body)?;
             assert_eq!(read_again(&hello.frame(), Hello::read), hello);
             let ours = Hello::new("ours", 1, 0, &Profile::default(), "tcp");
@@ -61,47 +61,47 @@ fn read_body(kind: Kind, body: &[u8]) -> Result<(), WireError> {
             }
             assert_eq!(hello.check(&hello), Ok(()));
         }
-        Kind::Get => {
+        FrameKind::Get => {
             let get = Get::read(body)?;
             assert_eq!(read_again(&get.frame(), Get::read), get);
         }
-        Kind::Blocks => {
+        FrameKind::Blocks => {
             let blocks = Blocks::read(body)?;
             assert_eq!(read_again(&blocks.frame(), Blocks::read), blocks);
         }
-        Kind::Introduction => {
+        FrameKind::Introduction => {
             let introduction = Introduction::read(body)?;
             let again = read_again(&introduction.frame(), Introduction::read);
             assert_eq!(again, introduction);
         }
-        Kind::Refused => {
+        FrameKind::Refused => {
             Reader(body).text()?;
         }
-        Kind::Release => {
+        FrameKind::Release => {
             Reader(body).u64()?;
         }
-        Kind::Keys => {
+        FrameKind::Keys => {
             let _ = KeyMessage::read(body);
         }
-        Kind::Resync | Kind::Ping | Kind::Memory => {}
+        FrameKind::Resync | FrameKind::Ping | FrameKind::Memory => {}
     }
     Ok(())
 }
 
 fn read_again<T>(bytes: &[u8], read: impl Fn(&[u8]) -> Result<T, WireError>) -> T {
     let (_, body, _) = read_frame(bytes)
-        .expect("what is written is a frame")
-        .expect("all of it");
-    read(body).expect("what is written can be read")
+        .expect("a written frame is complete")
+        .expect("the entire frame");
+    read(body).expect("a written body can be read")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Inputs that the fuzzer has kept, on every compiler.
+    /// Runs the committed fuzz corpus, with every compiler.
     #[test]
-    fn the_corpus_does_no_harm() {
+    fn the_corpus_does_not_panic() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/kv_wire");
         let mut files = 0;
         for entry in std::fs::read_dir(folder).expect("the corpus is committed") {

@@ -1,25 +1,25 @@
-//! Whether two engines' blocks mean the same: compared once, when they connect.
+//! Whether the blocks of two engines are compatible: compared once, when they connect.
 
-use crate::wire::{Kind, Reader, WireError, frame, put_text};
+use crate::wire::{FrameKind, Reader, WireError, frame, put_text};
 
-/// What a block's bytes depend on, in addition to its key. Two stores whose profiles differ in any field
-/// refuse each other.
+/// The properties that a block's bytes depend on, in addition to its key. Two stores whose profiles
+/// differ in any field refuse each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// Model, as its users name it.
+    /// Model name.
     pub model: String,
-    /// What its weights contain ([`crate::content::digest`]).
+    /// Digest of the weights ([`crate::content::digest`]).
     pub weights: String,
-    /// What else of the model decides its blocks: configuration, tokenizer, adapters.
+    /// Digest of the configuration, tokenizer and adapters, which also decide the bytes of blocks.
     pub config: String,
     /// vLLM's `prefix_caching_hash_algo`.
     pub hash_algo: String,
-    /// Where hash chains begin: vLLM's `get_none_hash_seed`, or `PYTHONHASHSEED`.
+    /// Seed of hash chains: vLLM's `get_none_hash_seed`, or `PYTHONHASHSEED`.
     pub hash_seed: String,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Groups of layers whose blocks have keys of their own, in the order of their ids; empty
-    /// where the caller has only one kind of block.
+    /// Groups of layers whose blocks have separate keys, in the order of their ids; empty if the
+    /// caller has only one kind of block.
     pub groups: String,
     /// Bytes of the largest block.
     pub block_bytes: u64,
@@ -27,9 +27,9 @@ pub struct Profile {
     pub layout: String,
     /// Type of the cache's elements, such as `bfloat16`.
     pub dtype: String,
-    /// Ranks that share a layer, and which one this is.
+    /// Number of tensor-parallel ranks, and the index of this one.
     pub tp: (u32, u32),
-    /// Ranks that share the layers, and which one this is.
+    /// Number of pipeline-parallel ranks, and the index of this one.
     pub pp: (u32, u32),
 }
 
@@ -53,7 +53,7 @@ impl Profile {
     }
 }
 
-/// The peer's blocks are not ours.
+/// The peer's blocks are not compatible with ours.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{field}` is `{ours}` on {our_name} and `{theirs}` on {their_name}; engines that share blocks \
@@ -64,7 +64,7 @@ pub struct Mismatch {
     pub field: String,
     /// This side's value.
     pub ours: String,
-    /// The peer's; `none` if it does not know the field.
+    /// The peer's value; `none` if the peer does not send the field.
     pub theirs: String,
     /// This side.
     pub our_name: String,
@@ -76,15 +76,15 @@ pub struct Mismatch {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) name: String,
-    /// Differs from life to life.
+    /// Random per process.
     pub(crate) instance: u64,
-    /// Bytes of shared memory, whose descriptor comes once the greetings agree; 0: none.
+    /// Bytes of shared memory, whose descriptor is sent after both sides accept; 0: none.
     pub(crate) arena_bytes: u64,
     fields: Vec<(String, String)>,
 }
 
 impl Hello {
-    /// `transport` is how blocks go over this connection.
+    /// `transport` is how this connection moves blocks.
     pub(crate) fn new(
         name: &str,
         instance: u64,
@@ -114,7 +114,7 @@ impl Hello {
             put_text(&mut body, field);
             put_text(&mut body, value);
         }
-        frame(Kind::Hello, &body)
+        frame(FrameKind::Hello, &body)
     }
 
     pub(crate) fn read(body: &[u8]) -> Result<Hello, WireError> {
@@ -228,7 +228,7 @@ mod tests {
             text.contains("`transport` is `tcp` on a and `nixl` on b"),
             "{text}"
         );
-        // A later release may know more fields.
+        // A later release may send more fields.
         let mut more = Hello::new("b", 2, 0, &profile(), "tcp");
         more.fields.push(("quantization".into(), "x".into()));
         assert_eq!(ours.check(&more).unwrap_err().ours, "none");

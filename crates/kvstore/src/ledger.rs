@@ -1,4 +1,4 @@
-//! What every tier records: entries by last use, when they expire, and what changed.
+//! Bookkeeping that all tiers share: entries by last use, their expiry, and changes.
 
 use std::collections::VecDeque;
 
@@ -7,14 +7,14 @@ use slipstream_base::SimTime;
 
 use crate::tier::{TierChange, TierStats};
 
-/// Changes kept for a consumer; one that is further behind starts over with all keys.
+/// Changes kept for a consumer; one that falls further behind starts over with all keys.
 const CHANGES_MAX: usize = 1 << 16;
 
-/// Entries of a tier. `V` is where the bytes are.
+/// Entries of a tier. `V` is where the bytes are stored.
 pub(crate) struct Ledger<V> {
     entries: LruCache<Box<[u8]>, Entry<V>>,
     ttl_ns: Option<u64>,
-    /// Due times in order, with the stamp of the entry that was put then.
+    /// Expiry times in order, with the stamp of the entry that was put then.
     due: VecDeque<(SimTime, u64, Box<[u8]>)>,
     stamp: u64,
     changes: Vec<TierChange>,
@@ -22,7 +22,7 @@ pub(crate) struct Ledger<V> {
     pub(crate) stats: TierStats,
 }
 
-/// What a ledger held before it was cleared.
+/// The former contents of a cleared ledger.
 pub(crate) struct Cleared<V> {
     entries: LruCache<Box<[u8]>, Entry<V>>,
     _due: VecDeque<(SimTime, u64, Box<[u8]>)>,
@@ -30,7 +30,7 @@ pub(crate) struct Cleared<V> {
 }
 
 impl<V> Cleared<V> {
-    /// Takes out one value.
+    /// Removes one value.
     pub(crate) fn pop(&mut self) -> Option<V> {
         self.entries.pop_lru().map(|(_, entry)| entry.value)
     }
@@ -43,7 +43,7 @@ struct Entry<V> {
     stamp: u64,
 }
 
-/// Removal an entry goes.
+/// Why an entry is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Removal {
     Evicted,
@@ -65,8 +65,8 @@ impl<V: Copy> Ledger<V> {
         }
     }
 
-    /// Enters a key that is not there.
-    pub(crate) fn enter(&mut self, key: &[u8], value: V, bytes: u64, until: SimTime) {
+    /// Inserts a key that is not present.
+    pub(crate) fn insert(&mut self, key: &[u8], value: V, bytes: u64, until: SimTime) {
         self.stamp += 1;
         let entry = Entry {
             value,
@@ -75,19 +75,20 @@ impl<V: Copy> Ledger<V> {
             stamp: self.stamp,
         };
         let before = self.entries.put(key.into(), entry);
-        debug_assert!(before.is_none(), "its place would be lost");
+        debug_assert!(before.is_none(), "its slot would be lost");
         self.stats.blocks += 1;
         self.stats.bytes += bytes;
         self.stats.stored_total += 1;
         if until != SimTime::MAX {
             self.due.push_back((until, self.stamp, key.into()));
-            self.drop_void_due();
+            self.drop_stale_due();
         }
         self.note(TierChange::Stored(key.into()));
     }
 
-    /// Keys that left early leave their due times behind; no more of those than of others.
-    fn drop_void_due(&mut self) {
+    /// Keys that were removed early leave their expiry times behind. At most half of the queue is
+    /// such times.
+    fn drop_stale_due(&mut self) {
         if self.due.len() > 2 * self.entries.len() + 64 {
             let entries = &self.entries;
             self.due.retain(|(_, stamp, key)| {
@@ -98,7 +99,7 @@ impl<V: Copy> Ledger<V> {
         }
     }
 
-    /// The entry, if it is not due yet; it is the last used from now on.
+    /// Returns the entry if it has not expired, and makes it the most recently used.
     pub(crate) fn touch(&mut self, now: SimTime, key: &[u8]) -> Option<V> {
         let entry = self.entries.get(key)?;
         (entry.until > now).then_some(entry.value)
@@ -123,17 +124,17 @@ impl<V: Copy> Ledger<V> {
         Some(entry.value)
     }
 
-    /// The least recently used of those that `may` go, among the first few.
+    /// Returns the least recently used of the first few entries that satisfy `may`.
     pub(crate) fn oldest(&self, mut may: impl FnMut(&V) -> bool) -> Option<Box<[u8]>> {
-        /// Pinned blocks are few: those that peers read just now.
-        const LOOKS_MAX: usize = 1024;
-        let mut entries = self.entries.iter().rev().take(LOOKS_MAX);
+        /// Pinned blocks are few: those that peers are reading now.
+        const SCANNED_MAX: usize = 1024;
+        let mut entries = self.entries.iter().rev().take(SCANNED_MAX);
         entries
             .find(|(_, entry)| may(&entry.value))
             .map(|(key, _)| key.clone())
     }
 
-    /// A key whose time has come.
+    /// Returns a key that has expired.
     pub(crate) fn pop_due(&mut self, now: SimTime) -> Option<Box<[u8]>> {
         while let Some((until, ..)) = self.due.front()
             && *until <= now
@@ -151,8 +152,7 @@ impl<V: Copy> Ledger<V> {
         self.ttl_ns.map_or(SimTime::MAX, |ttl| now + ttl)
     }
 
-    /// Forgets all entries, in a time that does not depend on how many there are. What is returned
-    /// takes its time to drop, and may be dropped by any thread.
+    /// Removes all entries in O(1). The returned value is slow to drop; any thread may drop it.
     #[must_use]
     pub(crate) fn clear(&mut self) -> Cleared<V> {
         self.changes_lost |= !(self.entries.is_empty() && self.changes.is_empty());

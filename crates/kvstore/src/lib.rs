@@ -1,18 +1,19 @@
-//! Blocks of KV cache outside of an engine: where they are stored, and how they are transferred.
+//! Stores blocks of KV cache outside of an engine, and transfers them.
 //!
-//! A block is some bytes under a key ([`slipstream_kvindex::KeySet`] has the keys). It is stored in a
-//! [`Tier`]: host memory ([`MemoryTier`]) or disk ([`DiskTier`]), each with a cap, LRU, a time to
-//! live, and a checksum that every read verifies. What cannot be verified is a miss.
+//! A block is a byte string under a key ([`slipstream_kvindex::KeySet`] tracks keys). It is stored
+//! in a [`Tier`]: host memory ([`MemoryTier`]) or disk ([`DiskTier`]). Each has a capacity, LRU
+//! eviction, a time to live, and a checksum that every read verifies. A block that fails
+//! verification is a miss.
 //!
-//! Callers never wait here: what takes time is submitted, and its end is polled.
+//! Callers never wait: long operations are submitted, and their completion is polled.
 //!
 //! - [`arena`]: memory that other processes of the host can map; [`region`]: the caller's buffers.
-//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: what it all costs on this host.
-//! - [`transport`]: the trait, and [`Endpoint`], which moves blocks through shared memory, TCP and
-//!   [`nixl`], and carries messages about keys; [`handshake`]: whether two stores' blocks mean the same;
-//!   [`content`]: which weights a model has.
-//! - [`store`]: the tiers of one rank, its peers, and the threads between them; [`discovery`]: what stores
-//!   publish to find each other.
+//! - [`tier`]: the trait, [`tier::memory`], [`tier::disk`]; [`measure`]: benchmarks of all of it.
+//! - [`transport`]: the trait, and [`BlockEndpoint`], which moves blocks through shared memory, TCP and
+//!   [`nixl`], and carries messages about keys; [`handshake`]: whether the blocks of two stores are
+//!   compatible; [`content`]: digests of model weights.
+//! - [`store`]: the tiers of one rank, its peers, and the threads between them; [`discovery`]: the
+//!   records by which stores find each other.
 
 pub mod arena;
 pub mod clock;
@@ -40,17 +41,17 @@ pub use tier::disk::{DiskOptions, DiskTier};
 pub use tier::memory::{MemoryOptions, MemoryTier, Pinned};
 pub use tier::{Medium, Tier, TierChange, TierError, TierStats};
 pub use transport::{
-    Address, Completion, Endpoint, EndpointOptions, Event, Fetch, FetchError, Nixl, PeerId,
-    SubmitError, TransferId, Transport, TransportError, TransportStats,
+    Address, BlockEndpoint, BlockTransport, Completion, EndpointOptions, Fetch, FetchError, Nixl,
+    PeerId, SubmitError, TransferId, TransportError, TransportEvent, TransportStats,
 };
 
-/// What verifies a block: XXH3, 64 bits, without a seed. It finds what was damaged by accident, not
-/// what was forged.
+/// The checksum of a block: XXH3, 64 bits, without a seed. It detects accidental damage, not
+/// forgery.
 pub fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
-/// Takes a lock even if its last holder panicked: it guards plain data.
+/// Locks a mutex even if a holder panicked: it guards plain data.
 fn held<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex
         .lock()

@@ -1,7 +1,7 @@
-//! What the store costs on this host: the cases of `slipstream kv bench`.
+//! Benchmarks of the store: the cases of `slipstream kv bench`.
 //!
-//! Transfers are measured between two processes; [`serve`] is the other one's part. Every case
-//! compares some of what came with what was stored.
+//! Transfers are measured between two processes; [`serve`] runs in the second. Every case compares
+//! some of the received blocks with the stored ones.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -15,32 +15,32 @@ use slipstream_base::{BlockHash, SimTime};
 use slipstream_kvindex::{Change, KeySet, PeerIndex, digest};
 
 use crate::{
-    Address, Completion, DiskOptions, DiskTier, Endpoint, EndpointOptions, Event, Fetch,
-    MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerId, Profile, Region, Tier, TierError,
-    TransferId, Transport, TransportError, checksum, clock,
+    Address, BlockEndpoint, BlockTransport, Completion, DiskOptions, DiskTier, EndpointOptions,
+    Fetch, MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerId, Profile, Region, Tier, TierError,
+    TransferId, TransportError, TransportEvent, checksum, clock,
 };
 
 const DEADLINE: Duration = Duration::from_secs(30);
 const SIZES: [usize; 4] = [4 << 10, 32 << 10, 64 << 10, 1 << 20];
-/// Between two transfers that are alone: longer than any thread looks for more.
+/// Between isolated transfers: longer than any thread spins.
 const APART: Duration = Duration::from_millis(1);
-/// Keys of a snapshot in one message.
+/// Keys per message of a snapshot.
 const CHUNK: usize = 1_024;
 
-/// How much to do.
+/// Size of the benchmark.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Multiplies how often each case is repeated.
+    /// Multiplies the repetitions of each case.
     pub scale: f64,
-    /// How long both transports' threads look for more before they sleep.
+    /// How long the threads of both transports spin before they sleep.
     pub spin: Duration,
-    /// NIXL's library; `None`: transfers are not measured by it.
+    /// NIXL's library; `None`: skips the cases with NIXL.
     pub nixl: Option<PathBuf>,
 }
 
 impl Options {
-    /// Bytes of blocks that the serving side holds for each size: more than the private caches,
-    /// unless little is to be done.
+    /// Bytes of blocks that the serving side holds per size: more than the private caches, unless
+    /// `scale` is small.
     fn served_bytes(&self) -> usize {
         ((self.scale * 1e9) as usize).clamp(8 << 20, 128 << 20) & !((1 << 20) - 1)
     }
@@ -55,21 +55,21 @@ impl Options {
     }
 }
 
-/// One number.
+/// One result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// Part of the store.
+    /// Component of the store.
     pub part: &'static str,
-    /// What was measured.
+    /// Description of the case.
     pub what: String,
-    /// The number: a median where it is a time.
+    /// The result; the median of durations.
     pub value: f64,
-    /// What 99 of 100 stay below, where it is a time and at least 100 were taken.
+    /// The 99th percentile of durations, if there are at least 100 samples.
     pub p99: Option<f64>,
-    /// Of both.
+    /// Unit of `value` and `p99`.
     pub unit: &'static str,
-    /// What is to be reached: at least so much per second, or at most so long.
-    pub mark: Option<f64>,
+    /// Target: a lower limit of a rate, or an upper limit of a duration.
+    pub target: Option<f64>,
 }
 
 impl Row {
@@ -80,50 +80,50 @@ impl Row {
             value,
             p99: None,
             unit,
-            mark: None,
+            target: None,
         }
     }
 
     fn time(part: &'static str, what: impl Into<String>, times_us: &mut [f64]) -> Row {
         times_us.sort_by(f64::total_cmp);
         Row {
-            // Of fewer it is the largest, which is another figure.
+            // With fewer samples this would be the maximum.
             p99: (times_us.len() >= 100).then(|| at(times_us, 0.99)),
             ..Row::new(part, what, at(times_us, 0.5), "us")
         }
     }
 
-    fn mark(self, mark: f64) -> Row {
+    fn target(self, target: f64) -> Row {
         Row {
-            mark: Some(mark),
+            target: Some(target),
             ..self
         }
     }
 
-    /// Whether the mark is met; `None` without one.
+    /// Whether the target is met; `None` without a target.
     pub fn is_met(&self) -> Option<bool> {
-        let mark = self.mark?;
+        let target = self.target?;
         Some(if self.unit == "us" {
-            self.value <= mark
+            self.value <= target
         } else {
-            self.value >= mark
+            self.value >= target
         })
     }
 }
 
-/// Why there is no number.
+/// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
-    /// No memory or disk.
+    /// A tier cannot be opened or used.
     #[error(transparent)]
     Tier(#[from] TierError),
-    /// No transport.
+    /// The transport cannot be started.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// Pipes or files.
-    #[error("the bench cannot go on")]
+    /// A pipe or a file cannot be read or written.
+    #[error("the benchmark failed")]
     Io(#[from] std::io::Error),
-    /// A transfer failed, or brought something else.
+    /// A transfer failed, or delivered other bytes.
     #[error("{0}")]
     Wrong(String),
 }
@@ -154,8 +154,8 @@ fn fill(out: &mut [u8], n: u64) {
     }
 }
 
-/// Holds blocks of every size and gives them away, at `folder`'s socket and at a port of its own;
-/// says the addresses to `out`, and ends when `until` does.
+/// Stores blocks of every size and serves them at a socket in `folder` and at a TCP port. Writes
+/// the addresses to `out`, and ends at the end of `until`.
 ///
 /// # Errors
 ///
@@ -170,7 +170,7 @@ pub fn serve(
     let (served_bytes, spin) = (options.served_bytes(), options.spin);
     for size in SIZES {
         let tier = MemoryTier::new(MemoryOptions {
-            // Peers may pin half of it.
+            // Peers may pin half of the memory.
             bytes: 2 * served_bytes,
             block_bytes: size,
             ttl_ns: None,
@@ -187,11 +187,11 @@ pub fn serve(
         if options.nixl.is_some() {
             listen.push(Address::Nixl(([127, 0, 0, 1], 0).into()));
         }
-        let endpoint = Endpoint::start(EndpointOptions {
+        let endpoint = BlockEndpoint::start(EndpointOptions {
             listen,
             serves: Some(tier),
             spin,
-            nixl: options.nixl(0), // it reads nothing
+            nixl: options.nixl(0), // this side reads no blocks
             ..EndpointOptions::new("bench-server", profile())
         })?;
         for address in endpoint.addresses() {
@@ -207,12 +207,12 @@ pub fn serve(
 
 /// A connection to the other process.
 struct Client {
-    endpoint: Endpoint,
+    endpoint: BlockEndpoint,
     peer: PeerId,
     size: usize,
-    /// Blocks that the other process holds.
+    /// Blocks stored by the other process.
     blocks: u64,
-    events: Vec<Event>,
+    events: Vec<TransportEvent>,
 }
 
 impl Client {
@@ -223,7 +223,7 @@ impl Client {
         options: &Options,
     ) -> Result<Client, MeasureError> {
         let spin = options.spin;
-        let endpoint = Endpoint::start(EndpointOptions {
+        let endpoint = BlockEndpoint::start(EndpointOptions {
             verify,
             spin,
             nixl: match address {
@@ -243,14 +243,14 @@ impl Client {
             events: Vec::new(),
         };
         match client.next(true) {
-            Event::Up { .. } => Ok(client),
+            TransportEvent::Up { .. } => Ok(client),
             other => Err(MeasureError::Wrong(format!("no connection: {other:?}"))),
         }
     }
 
-    /// The next event. Polls for it: now and then, as an engine's worker does between two steps, or
-    /// all the time.
-    fn next(&mut self, now_and_then: bool) -> Event {
+    /// Returns the next event. Polls continuously, or with pauses if `with_pauses`, as an engine's
+    /// worker does between two steps.
+    fn next(&mut self, with_pauses: bool) -> TransportEvent {
         loop {
             if let Some(event) = self.events.pop() {
                 return event;
@@ -258,7 +258,7 @@ impl Client {
             if self.endpoint.poll(1, &mut self.events) > 0 {
                 continue;
             }
-            if now_and_then {
+            if with_pauses {
                 std::thread::sleep(Duration::from_micros(100));
             } else {
                 std::hint::spin_loop();
@@ -290,15 +290,15 @@ impl Client {
         submitted.map_err(|error| MeasureError::Wrong(error.to_string()))
     }
 
-    fn finish(&mut self, now_and_then: bool) -> Result<Completion, MeasureError> {
-        match self.next(now_and_then) {
-            Event::Done(done) if done.failed.is_empty() => Ok(done),
+    fn finish(&mut self, with_pauses: bool) -> Result<Completion, MeasureError> {
+        match self.next(with_pauses) {
+            TransportEvent::Done(done) if done.failed.is_empty() => Ok(done),
             other => Err(MeasureError::Wrong(format!("a transfer failed: {other:?}"))),
         }
     }
 
-    /// Bytes per second, and per second of this process's CPU time, with `depth` transfers of
-    /// `batch` blocks under way.
+    /// Bytes per second, and bytes per second of this process's CPU time, with `depth` transfers of
+    /// `batch` blocks in flight.
     fn throughput(
         &mut self,
         batch: u64,
@@ -308,66 +308,66 @@ impl Client {
         let span = batch as usize * self.size;
         let region = Region::new(span * depth);
         let mut next = 0;
-        let mut under_way = HashMap::new();
-        for place in 0..depth {
-            let id = self.submit(&region, next, batch, place * span)?;
-            under_way.insert(id, (next, place));
+        let mut in_flight = HashMap::new();
+        for at in 0..depth {
+            let id = self.submit(&region, next, batch, at * span)?;
+            in_flight.insert(id, (next, at));
             next += batch;
         }
-        let mut came = 0;
+        let mut received = 0;
         let mut rounds = 0;
         let now = || [wall_s(), process_cpu_s()];
         let mut start = now();
         let mut end = start;
-        while came < bytes {
+        while received < bytes {
             let done = self.finish(true)?;
-            came += done.bytes;
+            received += done.bytes;
             rounds += 1;
             end = now();
-            let (first, place) = Client::place_of(&mut under_way, &done)?;
-            // One round touches every page, and wakes everybody up.
+            let (first, at) = Client::position_of(&mut in_flight, &done)?;
+            // The first round touches every page and wakes every thread, so it is not measured.
             if rounds == 2 * depth {
-                self.compare(&region, first, place * span)?;
-                (came, start) = (0, now());
+                self.compare(&region, first, at * span)?;
+                (received, start) = (0, now());
             }
-            let id = self.submit(&region, next, batch, place * span)?;
-            under_way.insert(id, (next, place));
+            let id = self.submit(&region, next, batch, at * span)?;
+            in_flight.insert(id, (next, at));
             next += batch;
         }
-        while !under_way.is_empty() {
+        while !in_flight.is_empty() {
             let done = self.finish(true)?;
-            let (first, place) = Client::place_of(&mut under_way, &done)?;
-            self.compare(&region, first, place * span)?;
+            let (first, at) = Client::position_of(&mut in_flight, &done)?;
+            self.compare(&region, first, at * span)?;
         }
         Ok(std::array::from_fn(|clock| {
-            came as f64 / (end[clock] - start[clock])
+            received as f64 / (end[clock] - start[clock])
         }))
     }
 
-    /// Transfers end in any order.
-    fn place_of<T>(
-        under_way: &mut HashMap<TransferId, T>,
+    /// Transfers complete in any order.
+    fn position_of<T>(
+        in_flight: &mut HashMap<TransferId, T>,
         done: &Completion,
     ) -> Result<T, MeasureError> {
-        let found = under_way.remove(&done.transfer);
-        found.ok_or_else(|| MeasureError::Wrong(format!("nobody asked for {done:?}")))
+        let found = in_flight.remove(&done.transfer);
+        found.ok_or_else(|| MeasureError::Wrong(format!("unexpected completion {done:?}")))
     }
 
     fn compare(&self, region: &Arc<Region>, n: u64, at: usize) -> Result<(), MeasureError> {
         let blocks = self.blocks;
-        let (mut right, mut came) = (vec![0; self.size], vec![0; self.size]);
+        let (mut right, mut received) = (vec![0; self.size], vec![0; self.size]);
         fill(&mut right, n % blocks);
-        let read = region.read(at, &mut came);
-        if read.is_err() || right != came {
+        let read = region.read(at, &mut received);
+        if read.is_err() || right != received {
             return Err(MeasureError::Wrong(format!(
-                "block {n} is not what was stored"
+                "block {n} differs from the stored block"
             )));
         }
         Ok(())
     }
 
-    /// From a submission to its completion, us, one at a time; and the CPU time of both processes
-    /// for one, us, without that of the thread that polls.
+    /// Latency of single transfers, µs, and the CPU time per transfer of both processes, µs,
+    /// without that of the polling thread.
     fn latencies(
         &mut self,
         batch: u64,
@@ -400,14 +400,14 @@ impl Client {
         Ok((times, spent / rounds as f64))
     }
 
-    /// One poll of a busy transport, us.
+    /// Duration of one poll of a busy transport, µs.
     fn polls(&mut self, rounds: usize) -> Result<Vec<f64>, MeasureError> {
         let region = Region::new(8 * self.size);
         let mut times = Vec::with_capacity(rounds);
-        let mut under_way = HashMap::new();
-        for place in 0..8 {
-            let id = self.submit(&region, place as u64, 1, place * self.size)?;
-            under_way.insert(id, place);
+        let mut in_flight = HashMap::new();
+        for at in 0..8 {
+            let id = self.submit(&region, at as u64, 1, at * self.size)?;
+            in_flight.insert(id, at);
         }
         let mut events = Vec::new();
         while times.len() < rounds {
@@ -415,29 +415,29 @@ impl Client {
             self.endpoint.poll(64, &mut events);
             times.push(start.elapsed().as_secs_f64() * 1e6);
             for event in events.drain(..) {
-                let Event::Done(done) = event else {
+                let TransportEvent::Done(done) = event else {
                     return Err(MeasureError::Wrong(format!(
                         "the connection ended: {event:?}"
                     )));
                 };
-                let place = Client::place_of(&mut under_way, &done)?;
-                let id = self.submit(&region, times.len() as u64, 1, place * self.size)?;
-                under_way.insert(id, place);
+                let at = Client::position_of(&mut in_flight, &done)?;
+                let id = self.submit(&region, times.len() as u64, 1, at * self.size)?;
+                in_flight.insert(id, at);
             }
-            // Some 20 us of the engine's own work.
+            // Stands for about 20 µs of the engine's own work.
             let until = Instant::now() + Duration::from_micros(20);
             while Instant::now() < until {
                 std::hint::spin_loop();
             }
         }
-        for _ in under_way {
+        for _ in in_flight {
             self.finish(false)?;
         }
         Ok(times)
     }
 }
 
-/// Transfers from the process `other` at `addresses`, as [`serve`] said them.
+/// Measures transfers from the process `other` at `addresses`, the output of [`serve`].
 ///
 /// # Errors
 ///
@@ -458,7 +458,9 @@ pub fn transfers(
             let (_, address) = addresses
                 .iter()
                 .find(|(of, address)| *of == size && name_of(address) == name)
-                .ok_or_else(|| MeasureError::Wrong("the other process said no address".into()))?;
+                .ok_or_else(|| {
+                    MeasureError::Wrong("the other process printed no address".into())
+                })?;
             Client::connect(size, address, verify, options)
         };
         let row = |what: String, value, unit| Row::new("transfer", what, value, unit);
@@ -470,14 +472,14 @@ pub fn transfers(
                 "no checksum"
             };
             let what = format!("{name}, 1 MiB blocks, {how}");
-            let mark = match (name, verify) {
+            let target = match (name, verify) {
                 ("shared memory", false) => Some(8.0),
                 ("shared memory", true) => Some(4.0),
                 ("TCP", _) => Some(3.0),
                 _ => None,
             };
             rows.push(Row {
-                mark,
+                target,
                 ..row(what, rate / 1e9, "GB/s")
             });
             let what = "  same, per CPU second of the receiver";
@@ -499,13 +501,13 @@ pub fn transfers(
             let what = format!("{name}, one block of {said}");
             let time = Row::time("transfer", what, &mut latencies);
             let is_marked = is_shared && size == small;
-            rows.push(if is_marked { time.mark(20.0) } else { time });
+            rows.push(if is_marked { time.target(20.0) } else { time });
             let what = "  same, CPU time of both sides";
             rows.push(row(what.into(), cpu, "us"));
         }
         let (mut latencies, cpu) =
             client(small, true)?.latencies(1, times(2_000.0), APART, other)?;
-        let what = format!("{name}, one block of 4 KiB, 1 ms after the last");
+        let what = format!("{name}, one block of 4 KiB, 1 ms after the previous one");
         rows.push(Row::time("transfer", what, &mut latencies));
         let what = "  same, CPU time of both sides";
         rows.push(row(what.into(), cpu, "us"));
@@ -514,8 +516,8 @@ pub fn transfers(
         let what = format!("{name}, 256 blocks of 32 KiB");
         rows.push(Row::time("transfer", what, &mut latencies));
         let mut polls = client(middle, true)?.polls(times(20_000.0))?;
-        let what = format!("{name}, a poll while blocks come");
-        rows.push(Row::time("transfer", what, &mut polls).mark(5.0));
+        let what = format!("{name}, a poll while blocks arrive");
+        rows.push(Row::time("transfer", what, &mut polls).target(5.0));
     }
     Ok(rows)
 }
@@ -528,7 +530,7 @@ fn name_of(address: &Address) -> &'static str {
     }
 }
 
-/// Memory and disk, with a folder for files.
+/// Measures memory and disk, with files below `folder`.
 ///
 /// # Errors
 ///
@@ -577,7 +579,7 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
                 let hit = tier.get(clock::now(), &key(size, n), &mut block)?;
                 got += start.elapsed();
                 if !hit || block[..8] != n.to_le_bytes() {
-                    return Err(MeasureError::Wrong(format!("{name}: block {n} is gone")));
+                    return Err(MeasureError::Wrong(format!("{name}: block {n} is missing")));
                 }
             }
         }
@@ -602,13 +604,13 @@ pub fn tiers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError>
     Ok(rows)
 }
 
-/// Several writers with a bound on what is not on the disk, as a store writes.
+/// Measures several writers with a bound on unsynced bytes, as in a store.
 fn writers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
     const WRITERS: u64 = 4;
     const DIRTY_BYTES: u64 = 1 << 30;
     let mut rows = Vec::new();
-    for (size, mark) in [(64 << 10, 1.0), (1 << 20, 1.5)] {
-        // Less than the bound, so that it is the system's memory that takes it.
+    for (size, target) in [(64 << 10, 1.0), (1 << 20, 1.5)] {
+        // Less than the bound, so that writers do not wait for the disk.
         let bytes = ((options.scale * 4e8) as u64).clamp(4 << 20, DIRTY_BYTES / 2);
         let count = bytes / size as u64 / WRITERS;
         let path = folder.join(format!("writers-{size}"));
@@ -643,11 +645,11 @@ fn writers(options: &Options, folder: &Path) -> Result<Vec<Row>, MeasureError> {
         for n in 0..WRITERS * count {
             if !tier.get(clock::now(), &key(size, n), &mut block)? || block[..8] != n.to_le_bytes()
             {
-                return Err(MeasureError::Wrong(format!("block {n} is gone")));
+                return Err(MeasureError::Wrong(format!("block {n} is missing")));
             }
         }
         let what = format!("disk, {WRITERS} writers, put {} KiB", size >> 10);
-        rows.push(Row::new("tier", what.clone(), written / wall / 1e9, "GB/s").mark(mark));
+        rows.push(Row::new("tier", what.clone(), written / wall / 1e9, "GB/s").target(target));
         rows.push(Row::new(
             "tier",
             format!("{what}, per CPU second"),
@@ -664,12 +666,12 @@ fn cpu_us() -> f64 {
     seconds(ClockId::ThreadCPUTime) * 1e6
 }
 
-/// CPU time of another process so far, us: what the kernel has accounted for its threads
+/// CPU time of another process so far, µs, from the kernel's accounting of its threads
 /// (`Documentation/scheduler/sched-stats.rst`).
 fn cpu_of_us(process: u32) -> Result<f64, MeasureError> {
     let mut ns = 0;
     for thread in std::fs::read_dir(format!("/proc/{process}/task"))? {
-        // A thread may end between the two looks.
+        // A thread may end before its file is read.
         let stat = std::fs::read_to_string(thread?.path().join("schedstat")).unwrap_or_default();
         let first = stat.split_whitespace().next().unwrap_or_default();
         ns += first.parse::<u64>().unwrap_or(0);
@@ -690,11 +692,11 @@ fn seconds(clock: ClockId) -> f64 {
     now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
 }
 
-/// Sets of keys and the index of peers, in CPU time.
+/// Measures sets of keys and the index of peers, in CPU time.
 ///
 /// # Errors
 ///
-/// [`MeasureError`] if a message is refused, which would be a mistake here.
+/// [`MeasureError`] if a message is refused, which would be a bug.
 pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
     let wrong = |error: slipstream_kvindex::KeyError| MeasureError::Wrong(error.to_string());
     let mut rows = Vec::new();
@@ -711,7 +713,7 @@ pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
         while set.message_into(CHUNK, &mut message) {
             message.clear();
         }
-        // The oldest out, others in, as in a full pool.
+        // Removes the oldest keys and inserts others, as a full pool does.
         let mut churn = Vec::new();
         let mut decode = Vec::new();
         let (mut first, mut end) = (0, held);
@@ -734,29 +736,24 @@ pub fn keys(options: &Options) -> Result<Vec<Row>, MeasureError> {
         let churn = Row::time("keys", "", &mut churn).value;
         let row = Row::new(
             "keys",
-            format!("512 in, 512 out, {held} held"),
+            format!("512 inserted, 512 removed, {held} held"),
             1024.0 / churn,
             "M/s",
         );
-        rows.push(row.mark(5.0));
-        let what = format!("a step of 2 in, 2 out, {held} held");
-        let row = Row::time("keys", what, &mut decode).mark(6.0);
+        rows.push(row.target(5.0));
+        let what = format!("a step with 2 inserted, 2 removed, {held} held");
+        let row = Row::time("keys", what, &mut decode).target(6.0);
         line.push((held as f64 / 1e3, row.value));
         rows.push(row);
     }
-    let slope = Row::new(
-        "keys",
-        "slope of that per 1,000 keys held",
-        slope(&line),
-        "us",
-    );
-    rows.push(slope.mark(0.05));
+    let slope = Row::new("keys", "increase per 1,000 keys held", slope(&line), "us");
+    rows.push(slope.target(0.05));
     rows.append(&mut look_ups(steps).map_err(wrong)?);
     rows.append(&mut resyncs(steps / 10).map_err(wrong)?);
     Ok(rows)
 }
 
-/// Least squares.
+/// Slope of a least-squares fit.
 fn slope(points: &[(f64, f64)]) -> f64 {
     let n = points.len() as f64;
     let mean = |f: fn(&(f64, f64)) -> f64| points.iter().map(f).sum::<f64>() / n;
@@ -770,7 +767,7 @@ fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
     const PEERS: usize = 64;
     const HELD: u64 = 1 << 13;
     let index = PeerIndex::new(PEERS, PEERS * HELD as usize, u64::MAX);
-    // Half of what a peer holds is held by all.
+    // All peers hold one half of each peer's keys.
     let common: Vec<_> = (0..HELD / 2).map(|n| key(7, n)).collect();
     for peer in 0..PEERS {
         let mut set = KeySet::new(HELD as usize, 1);
@@ -793,10 +790,13 @@ fn look_ups(steps: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
         digests.extend(chain.iter().map(|key| digest(key)));
         index.overlap(&digests, &mut out);
         times.push(cpu_us() - start);
-        assert!(out.iter().all(|&hit| hit == 256), "all hold all of it");
+        assert!(
+            out.iter().all(|&hit| hit == 256),
+            "every peer holds all keys"
+        );
     }
     Ok(vec![
-        Row::time("keys", "look-up of 256 blocks among 64 peers", &mut times).mark(5.0),
+        Row::time("keys", "look-up of 256 blocks among 64 peers", &mut times).target(5.0),
     ])
 }
 
@@ -827,7 +827,7 @@ fn resyncs(times: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
             steps[1] = steps[1].max(cpu_us() - start);
         }
         while index.tick(SimTime(0), CHUNK) {}
-        assert!(index.is_known(0), "all of it has come");
+        assert!(index.is_known(0), "the snapshot is complete");
         for (all, step) in slowest.iter_mut().zip(steps) {
             all.push(step);
         }
@@ -838,9 +838,9 @@ fn resyncs(times: u64) -> Result<Vec<Row>, slipstream_kvindex::KeyError> {
         .map(|(steps, side)| {
             let what = format!("resync of 65,536 keys, slowest step of the {side}");
             let row = Row::time("keys", what, steps);
-            // The mark is for every step, so for the slowest of all.
+            // The target holds for every step, so it is compared with the slowest of all.
             let max = *steps.last().expect("ten at least");
-            Row { value: max, ..row }.mark(1_000.0)
+            Row { value: max, ..row }.target(1_000.0)
         });
     Ok(rows.collect())
 }

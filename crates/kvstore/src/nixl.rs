@@ -1,11 +1,12 @@
-//! NIXL, NVIDIA's library for transfers between inference engines, opened at run time.
+//! NIXL, NVIDIA's library for transfers between inference engines, loaded at run time.
 //!
-//! The `nixl` packages on PyPI bring the library with a C interface, `libnixl_capi.so`. This is a
-//! small part of it: an agent, memory that is registered once, and reads of a peer's memory that are
-//! posted and polled. Nothing is linked, so nothing of it is needed where it is not used.
+//! The `nixl` packages on PyPI contain the library with a C interface, `libnixl_capi.so`. This
+//! module binds a small part of it: an agent, memory that is registered once, and reads of a peer's
+//! memory that are posted and polled. Nothing is linked, so a host that does not use NIXL needs no
+//! library.
 //!
-//! Source of the functions, their arguments and their codes: `src/bindings/rust/wrapper.h` of
-//! NIXL 1.5.
+//! Source of the functions, their arguments and their codes: `src/bindings/rust/wrapper.h` of NIXL
+//! 1.5.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
@@ -20,15 +21,15 @@ use libloading::Library;
 pub struct NixlOptions {
     /// `libnixl_capi.so` of the `nixl` package.
     pub library: PathBuf,
-    /// Which of NIXL's backends moves the bytes.
+    /// The NIXL backend that moves the bytes.
     pub backend: String,
-    /// Memory that blocks are read into before they are verified and put in their places. It is
-    /// registered once, and bounds what is under way at a time.
+    /// Memory that blocks are read into, before they are verified and copied to their destination.
+    /// It is registered once, and bounds the bytes in flight.
     pub staging_bytes: usize,
 }
 
 impl NixlOptions {
-    /// UCX, which chooses between RDMA, shared memory and TCP by itself; 64 MiB of staging memory.
+    /// UCX, which chooses between RDMA, shared memory and TCP; 64 MiB of staging memory.
     pub fn new(library: &Path) -> NixlOptions {
         NixlOptions {
             library: library.to_path_buf(),
@@ -38,31 +39,31 @@ impl NixlOptions {
     }
 }
 
-/// Why NIXL cannot be used, or not for this.
+/// Why NIXL cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum NixlError {
-    /// No library, or one that does not load.
+    /// The library is missing or does not load.
     #[error(
-        "NIXL's library {} cannot be used: {why}; pip install 'slipstream[nixl]', or name another \
-         by SLIPSTREAM_NIXL_LIBRARY",
+        "NIXL's library {} cannot be used: {why}; pip install 'slipstream[nixl]', or set its path \
+         in SLIPSTREAM_NIXL_LIBRARY",
         path.display()
     )]
     Library {
-        /// Where it was looked for.
+        /// The path that was tried.
         path: PathBuf,
-        /// What the loader says.
+        /// The loader's error.
         why: String,
     },
-    /// The library refused.
-    #[error("NIXL: {what} failed with code {code}; NIXL_LOG_LEVEL=info says more")]
+    /// A call of the library failed.
+    #[error("NIXL: {what} failed with code {code}; set NIXL_LOG_LEVEL=info for details")]
     Call {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// `nixl_capi_status_t`.
         code: i32,
     },
-    /// A name that C cannot represent.
-    #[error("NIXL: a name has a zero byte in it")]
+    /// A name that contains a zero byte, which C cannot represent.
+    #[error("NIXL: a name contains a zero byte")]
     Name,
 }
 
@@ -89,8 +90,8 @@ struct Config {
     telemetry: bool,
 }
 
-/// All by the caller's thread. A progress thread of NIXL 1.5.1 takes a core, even where nothing
-/// moves; and one thread at a time uses an agent here, so none has to be kept out.
+/// The caller's thread does all work. A progress thread of NIXL 1.5.1 takes an entire core even
+/// when idle. No locks are needed, as one thread at a time uses an agent.
 static CONFIG: Config = Config {
     progress_thread: false,
     listen_thread: false,
@@ -160,7 +161,7 @@ functions! {
 }
 
 unsafe extern "C" {
-    /// The C library's; NIXL gives away memory that its callers free.
+    /// From the C library: callers free some of the memory that NIXL returns.
     fn free(memory: *mut c_void);
 }
 
@@ -184,12 +185,13 @@ impl Functions {
         if let Some((_, functions)) = open.iter().find(|(of, _)| of == path) {
             return Ok(*functions);
         }
-        // SAFETY: loading runs the library's own initializers, which the user asked for by naming
-        // it; and the functions have these arguments in the releases that the package's extra allows.
+        // SAFETY: loading runs the library's own initializers, which the user requested by naming
+        // it. The functions have these arguments in the releases that the package's extra allows.
         let functions = unsafe {
             let library = Library::new(path).map_err(failed)?;
             let functions = Functions::find(&library).map_err(failed)?;
-            // Its backends have threads and hooks that nothing ends.
+            // Its backends have threads and hooks that never end, so the library must not be
+            // unloaded.
             std::mem::forget(library);
             functions
         };
@@ -198,54 +200,54 @@ impl Functions {
     }
 }
 
-/// Bytes of a peer's memory, and where they go.
+/// Bytes of a peer's memory, and their destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Address here.
+    /// Address in this process.
     pub(crate) to: usize,
-    /// Address there.
+    /// Address in the peer's process.
     pub(crate) from: usize,
     pub(crate) bytes: usize,
 }
 
-/// A read that was posted.
+/// Identifies a posted read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Ticket(pub(crate) usize);
 
-/// How far a read is.
+/// The state of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reading {
-    UnderWay,
-    /// All bytes are here.
+pub(crate) enum ReadState {
+    InFlight,
+    /// All bytes have arrived.
     Done,
-    /// It has ended without; nothing is written any more.
+    /// It has ended without all bytes. Nothing more is written.
     Failed,
 }
 
-/// Reads memory of other processes, by addresses that they gave away: NIXL, or what tests put in its
-/// place. One thread's; no call waits.
+/// Reads the memory of other processes by addresses that they publish: NIXL, or a substitute in
+/// tests. Used by one thread; no call waits.
 pub(crate) trait OneSided: Send {
-    /// What peers need to know to read this side's memory.
+    /// The metadata that peers need to read this side's memory.
     fn introduction(&mut self) -> Result<Vec<u8>, NixlError>;
 
-    /// Takes a peer's [`OneSided::introduction`]; returns the name that it goes by.
-    fn meet(&mut self, introduction: &[u8]) -> Result<String, NixlError>;
+    /// Loads a peer's [`OneSided::introduction`]; returns the peer's name.
+    fn load_peer(&mut self, introduction: &[u8]) -> Result<String, NixlError>;
 
-    /// A peer is gone, and no read of it is under way.
-    fn part(&mut self, peer: &str);
+    /// Unloads a peer's metadata. No read of it is in flight.
+    fn unload_peer(&mut self, peer: &str);
 
-    /// Begins to read.
+    /// Starts a read.
     ///
     /// # Safety
     ///
-    /// The `to` of each span is memory of this side that was registered and that nothing else touches
-    /// until [`OneSided::poll`] says that the read has ended.
+    /// The `to` of each span is registered memory of this side. Nothing else accesses it until
+    /// [`OneSided::poll`] reports the end of the read.
     unsafe fn read(&mut self, peer: &str, spans: &[Span]) -> Result<Ticket, NixlError>;
 
-    /// Whether it has ended. A ticket is void once it has.
-    fn poll(&mut self, ticket: Ticket) -> Reading;
+    /// The state of a read. A ticket is void once its read has ended.
+    fn poll(&mut self, ticket: Ticket) -> ReadState;
 
-    /// Does what peers that read this side's memory need of it, which may be nothing.
+    /// Does the work that peers need to read this side's memory, if any.
     fn progress(&mut self);
 }
 
@@ -269,12 +271,12 @@ impl Agent {
         let name = CString::new(name).map_err(|_| NixlError::Name)?;
         let backend = CString::new(&options.backend[..]).map_err(|_| NixlError::Name)?;
         let mut agent = null_mut();
-        // SAFETY: a string that ends, and a place for the handle.
+        // SAFETY: a terminated string, and a place for the handle.
         let code = unsafe {
             (functions.create_configured_agent)(name.as_ptr(), &raw const CONFIG, &raw mut agent)
         };
-        checked("making an agent", code)?;
-        // From here on it is dropped in order.
+        checked("creating an agent", code)?;
+        // From here on, `Drop` releases it in order.
         let mut made = Agent {
             functions,
             agent,
@@ -284,7 +286,7 @@ impl Agent {
             registered: Vec::new(),
         };
         let (mut memories, mut parameters) = (null_mut(), null_mut());
-        // SAFETY: handles that were just made, strings that end, places for handles.
+        // SAFETY: handles created above, terminated strings, places for handles.
         unsafe {
             let code = (functions.get_plugin_params)(
                 agent,
@@ -304,7 +306,7 @@ impl Agent {
             let code = (functions.opt_args_add_backend)(made.options, made.backend);
             checked("choosing the backend", code)?;
             let code = (functions.create_notif_map)(&raw mut made.messages);
-            checked("making a place for messages", code)?;
+            checked("creating the list of messages", code)?;
         }
         Ok(made)
     }
@@ -313,7 +315,7 @@ impl Agent {
     ///
     /// # Safety
     ///
-    /// It stays where it is until the agent is dropped.
+    /// The memory stays valid until the agent is dropped.
     pub(crate) unsafe fn register(
         &mut self,
         base: NonNull<u8>,
@@ -340,7 +342,7 @@ impl Agent {
     }
 }
 
-/// A list of spans on one side, for as long as it takes to make a request of it.
+/// A list of spans on one side, needed only to create a request.
 struct Side {
     functions: Functions,
     list: Handle,
@@ -371,7 +373,7 @@ impl Side {
 impl Drop for Side {
     fn drop(&mut self) {
         if !self.list.is_null() {
-            // SAFETY: made by `new`, and destroyed once.
+            // SAFETY: created by `new`, and destroyed once.
             unsafe { (self.functions.destroy_xfer_dlist)(self.list) };
         }
     }
@@ -380,7 +382,7 @@ impl Drop for Side {
 impl OneSided for Agent {
     fn introduction(&mut self) -> Result<Vec<u8>, NixlError> {
         let (mut data, mut bytes) = (null_mut(), 0);
-        // SAFETY: places for what the function gives: so many bytes, which are ours to free.
+        // SAFETY: places for the results: `len` bytes, which this side frees.
         unsafe {
             let code = (self.functions.get_local_md)(self.agent, &raw mut data, &raw mut bytes);
             checked("describing this side's memory", code)?;
@@ -390,22 +392,22 @@ impl OneSided for Agent {
         }
     }
 
-    fn meet(&mut self, introduction: &[u8]) -> Result<String, NixlError> {
+    fn load_peer(&mut self, introduction: &[u8]) -> Result<String, NixlError> {
         let mut name = null_mut();
         let (data, bytes) = (introduction.as_ptr().cast(), introduction.len());
-        // SAFETY: so many bytes, and a place for a string that is ours to free.
+        // SAFETY: the bytes of a slice, and a place for a string that this side frees.
         unsafe {
             let code = (self.functions.load_remote_md)(self.agent, data, bytes, &raw mut name);
-            checked("reading how to reach a peer", code)?;
+            checked("loading a peer's metadata", code)?;
             let copy = CStr::from_ptr(name).to_string_lossy().into_owned();
             free(name.cast());
             Ok(copy)
         }
     }
 
-    fn part(&mut self, peer: &str) {
+    fn unload_peer(&mut self, peer: &str) {
         let Ok(peer) = CString::new(peer) else { return };
-        // SAFETY: a string that ends. A peer that is not known is an error, which changes nothing.
+        // SAFETY: a terminated string. An unknown peer is an error without effect.
         let _ = unsafe { (self.functions.invalidate_remote_md)(self.agent, peer.as_ptr()) };
     }
 
@@ -415,8 +417,8 @@ impl OneSided for Agent {
         let local = Side::new(functions, spans.iter().map(|span| (span.to, span.bytes)))?;
         let remote = Side::new(functions, spans.iter().map(|span| (span.from, span.bytes)))?;
         let mut request = null_mut();
-        // SAFETY: handles of this agent and a string that ends; the memory is the caller's promise.
-        // A request that could not be posted has begun nothing.
+        // SAFETY: handles of this agent and a terminated string; the memory is the caller's
+        // promise. A request that could not be posted has started nothing.
         unsafe {
             let code = (functions.create_xfer_req)(
                 self.agent,
@@ -440,32 +442,32 @@ impl OneSided for Agent {
         Ok(Ticket(request as usize))
     }
 
-    fn poll(&mut self, ticket: Ticket) -> Reading {
+    fn poll(&mut self, ticket: Ticket) -> ReadState {
         let request = ticket.0 as Handle;
         // SAFETY: a request of this agent that has not ended yet: tickets are void afterwards.
         let code = unsafe { (self.functions.get_xfer_status)(self.agent, request) };
         if code == IN_PROGRESS {
-            return Reading::UnderWay;
+            return ReadState::InFlight;
         }
         self.release(request);
         if code == SUCCESS {
-            Reading::Done
+            ReadState::Done
         } else {
-            Reading::Failed
+            ReadState::Failed
         }
     }
 
     fn progress(&mut self) {
-        // There are none; but polling for messages is how the backend gets to run.
-        // SAFETY: handles of this agent. An error changes nothing.
+        // There are no messages, but polling for them runs the backend. SAFETY: handles of this
+        // agent. An error has no effect.
         let _ = unsafe { (self.functions.get_notifs)(self.agent, self.messages, self.options) };
     }
 }
 
 impl Agent {
-    /// Of a request that has ended.
+    /// Releases a request that has ended.
     fn release(&mut self, request: Handle) {
-        // SAFETY: a request of this agent, released once. One that NIXL does not let go of is leaked.
+        // SAFETY: a request of this agent, released once. One that NIXL cannot release is leaked.
         unsafe {
             if (self.functions.release_xfer_req)(self.agent, request) == SUCCESS {
                 (self.functions.destroy_xfer_req)(request);
@@ -477,7 +479,7 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         let functions = self.functions;
-        // SAFETY: each was made by this agent and is destroyed once, users before what they use.
+        // SAFETY: this agent created each handle and destroys it once, users before what they use.
         // Destroying the agent ends its backend, and with it all reads.
         unsafe {
             for list in self.registered.drain(..) {

@@ -1,4 +1,4 @@
-//! The caller's buffers: registered once, written by transfers, never by two at a time.
+//! The caller's buffers: registered once, written by transfers, at most one at a time per byte.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -7,68 +7,67 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Some of a region is being written or read by a transfer, or does not exist.
+/// Why a part of a region cannot be leased.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
-    /// Beyond the end.
-    #[error("bytes {at} to {at}+{len} of a buffer of {bytes} bytes do not exist")]
+    /// The part exceeds the region.
+    #[error("bytes {at} to {at}+{len} exceed a buffer of {bytes} bytes")]
     Beyond {
-        /// First byte.
+        /// Offset of the first byte.
         at: usize,
-        /// Bytes from there.
+        /// Length in bytes.
         len: usize,
-        /// Bytes of the region.
+        /// Size of the region.
         bytes: usize,
     },
-    /// In use. A retry helps once that transfer is done.
+    /// A transfer uses the part. A retry succeeds after that transfer.
     #[error(
         "bytes {at} to {at}+{len} of a buffer are in use by a transfer; wait for its completion"
     )]
     InUse {
-        /// First byte.
+        /// Offset of the first byte.
         at: usize,
-        /// Bytes from there.
+        /// Length in bytes.
         len: usize,
     },
 }
 
 /// Memory that transfers write to and read from: the store's own, or the caller's.
 ///
-/// Who wants some of it takes a [`Lease`]; leases never overlap, so each is all alone with its
-/// bytes.
+/// Access needs a [`Lease`]. Leases never overlap, so each has exclusive access to its bytes.
 pub struct Region {
     base: NonNull<u8>,
     bytes: usize,
-    /// Length by start of each lease.
+    /// Length of each lease, by its offset.
     leased: Mutex<BTreeMap<usize, usize>>,
-    /// Keeps the memory where it is.
+    /// Keeps the memory valid.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the bytes are reached through leases alone, which do not overlap.
+// SAFETY: the bytes are accessed only through leases, which do not overlap.
 unsafe impl Send for Region {}
-// SAFETY: as above; the table of leases is behind a lock.
+// SAFETY: as above; a lock guards the table of leases.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// New memory, zero, in large pages where the system has some.
+    /// Allocates zeroed memory, in huge pages if the system has some.
     ///
     /// # Panics
     ///
     /// If there is no memory, as allocations do.
     pub fn new(bytes: usize) -> Arc<Region> {
         let owner = Mapping::new(bytes.max(1)).expect("memory for a region");
-        // SAFETY: the memory is unmapped with its owner, is zero at first, and is not touched but
+        // SAFETY: the memory is unmapped with its owner, is initially zero, and is accessed only
         // through the region.
         unsafe { Region::from_raw(owner.base, bytes, Box::new(owner)) }
     }
 
-    /// Memory of the caller, such as a tensor's.
+    /// Wraps memory of the caller, such as a tensor's.
     ///
     /// # Safety
     ///
     /// `base` points to `bytes` initialized bytes that stay valid while `owner` lives. The caller
-    /// touches them only where no transfer is under way: from a completion to the next submission.
+    /// accesses them only while no transfer uses them: from a completion to the next submission.
     pub unsafe fn from_raw(
         base: NonNull<u8>,
         bytes: usize,
@@ -82,26 +81,26 @@ impl Region {
         })
     }
 
-    /// Bytes of it.
+    /// Size in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether there are none.
+    /// Whether the size is 0.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Its address in this process.
+    /// The address in this process.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// Takes `len` bytes from `at` on, until the lease is dropped.
+    /// Leases `len` bytes from offset `at`, until the lease is dropped.
     ///
     /// # Errors
     ///
-    /// [`RegionError`] if they do not exist or are taken.
+    /// [`RegionError`] if they exceed the region or are leased.
     pub fn lease(self: &Arc<Self>, at: usize, len: usize) -> Result<Lease, RegionError> {
         let end = at.checked_add(len).filter(|&end| end <= self.bytes);
         let Some(end) = end else {
@@ -110,7 +109,8 @@ impl Region {
         };
         if len > 0 {
             let mut leased = self.leased.lock().unwrap_or_else(PoisonError::into_inner);
-            // Leases do not overlap, so the last one that begins before our end reaches furthest.
+            // Leases do not overlap, so the last one that begins before our end has the largest
+            // end.
             let before = leased.range(..end).next_back();
             if before.is_some_and(|(start, len)| start + len > at) {
                 return Err(RegionError::InUse { at, len });
@@ -153,7 +153,7 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: it does nothing with the memory but to unmap it at its end.
+// SAFETY: the only access to the memory is to unmap it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -162,25 +162,25 @@ impl Mapping {
     fn new(bytes: usize) -> rustix::io::Result<Mapping> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let anywhere = std::ptr::null_mut();
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps none of ours.
         let base = unsafe { mmap_anonymous(anywhere, bytes, prot, MapFlags::PRIVATE) }?;
-        // SAFETY: of the mapping just made. It is advice: a refusal changes nothing.
+        // SAFETY: the mapping above. This is advice: if it is refused, nothing changes.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
-        let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
+        let base = NonNull::new(base.cast()).expect("a mapping has an address other than 0");
         Ok(Mapping { base, bytes })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this length, once; the region is at its end, and so are its
+        // SAFETY: mapped by `new` with this length, once; the region has ended, and so have its
         // leases.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert!(unmapped.is_ok());
     }
 }
 
-/// Some bytes of a region, to which this lease has exclusive access.
+/// Exclusive access to some bytes of a region.
 pub struct Lease {
     region: Arc<Region>,
     at: usize,
@@ -188,26 +188,26 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Bytes of it.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: inside the region, initialized by its maker's promise, and no other lease has
-        // them; `self` is borrowed as long as the slice.
+        // SAFETY: inside the region, initialized as promised to `from_raw`, and no other lease
+        // covers them. `self` is borrowed as long as the slice.
         unsafe { std::slice::from_raw_parts(self.region.base.as_ptr().add(self.at), self.len) }
     }
 
-    /// The bytes, to write to.
+    /// The bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `self` is borrowed alone.
+        // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.region.base.as_ptr().add(self.at), self.len) }
     }
 }
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leases_do_not_overlap_and_do_not_reach_beyond() {
+    fn leases_do_not_overlap_and_stay_inside() {
         let region = Region::new(100);
         let a = region.lease(10, 10).unwrap();
         for (at, len, free) in [

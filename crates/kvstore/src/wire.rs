@@ -1,28 +1,28 @@
-//! What two stores say to each other, as bytes. `docs/kvstore.md` has the frames.
+//! The messages between two stores, as bytes. `docs/kvstore.md` describes the frames.
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Version of the frames and of their order.
 pub(crate) const VERSION: u8 = 2;
 pub(crate) const HEADER_BYTES: usize = 12;
-/// No frame's body is longer; blocks come behind their frame, and do not count.
+/// Maximum length of a frame's body. Blocks that follow a frame do not count.
 pub(crate) const BODY_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes that are no frame. The connection ends, as nothing after them can be made out.
+/// Why bytes are not a frame. The connection ends, as the start of the next frame is unknown.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum WireError {
-    /// The other side speaks another version.
+    /// The peer uses another version.
     #[error(
-        "the peer speaks version {got} of the protocol, this side {VERSION}; run one release of slipstream on both"
+        "the peer uses version {got} of the protocol, this side {VERSION}; run one release of slipstream on both"
     )]
     Version {
-        /// The peer's.
+        /// The peer's version.
         got: u8,
     },
     /// Damaged, or not from a store.
     #[error("a frame is damaged or not from a slipstream store: {what}; check what listens there")]
     Malformed {
-        /// What is wrong.
+        /// The reason.
         what: &'static str,
     },
 }
@@ -31,10 +31,10 @@ fn malformed(what: &'static str) -> WireError {
     WireError::Malformed { what }
 }
 
-/// What a frame is about.
+/// The type of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Kind {
+pub(crate) enum FrameKind {
     Hello = 1,
     Refused = 2,
     Get = 3,
@@ -47,9 +47,9 @@ pub(crate) enum Kind {
     Memory = 10,
 }
 
-impl Kind {
-    pub(crate) fn of(byte: u8) -> Option<Kind> {
-        use Kind::{
+impl FrameKind {
+    pub(crate) fn of(byte: u8) -> Option<FrameKind> {
+        use FrameKind::{
             Blocks, Get, Hello, Introduction, Keys, Memory, Ping, Refused, Release, Resync,
         };
         let all = [
@@ -68,9 +68,9 @@ impl Kind {
     }
 }
 
-/// A frame of `body`.
-pub(crate) fn frame(kind: Kind, body: &[u8]) -> Vec<u8> {
-    assert!(body.len() <= BODY_BYTES_MAX, "bounded by its makers");
+/// Builds a frame with `body`.
+pub(crate) fn frame(kind: FrameKind, body: &[u8]) -> Vec<u8> {
+    assert!(body.len() <= BODY_BYTES_MAX, "callers bound the length");
     let mut out = Vec::with_capacity(HEADER_BYTES + body.len());
     out.extend((body.len() as u32).to_le_bytes());
     out.extend([VERSION, kind as u8, 0, 0]);
@@ -79,19 +79,20 @@ pub(crate) fn frame(kind: Kind, body: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Of the header's other eight bytes, as the seed, and the body: the low half of its XXH3.
+/// The low half of the XXH3 of the body, seeded with the first eight bytes of the header.
 fn frame_checksum(header: &[u8], body: &[u8]) -> u32 {
     let seed = u64::from_le_bytes(header.try_into().expect("eight bytes"));
     xxh3_64_with_seed(body, seed) as u32
 }
 
-/// A frame's kind and body, and the bytes of it all.
-type Frame<'a> = (Kind, &'a [u8], usize);
+/// A frame's kind, body and total length.
+type Frame<'a> = (FrameKind, &'a [u8], usize);
 
-/// The first frame of `bytes` with its length, or `None` if there is not all of it.
+/// Returns the first frame of `bytes`, or `None` if it is incomplete.
 pub(crate) fn read_frame(bytes: &[u8]) -> Result<Option<Frame<'_>>, WireError> {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-        // A peer of another protocol is refused at once, not after a timeout.
+        // Checked before the frame is complete, so that a peer of another version is refused at
+        // once.
         if bytes.len() > 4 && bytes[4] != VERSION {
             return Err(WireError::Version { got: bytes[4] });
         }
@@ -100,13 +101,13 @@ pub(crate) fn read_frame(bytes: &[u8]) -> Result<Option<Frame<'_>>, WireError> {
     if header[4] != VERSION {
         return Err(WireError::Version { got: header[4] });
     }
-    let kind = Kind::of(header[5]).ok_or_else(|| malformed("no frame is of this kind"))?;
+    let kind = FrameKind::of(header[5]).ok_or_else(|| malformed("its kind is unknown"))?;
     let len = u32::from_le_bytes(header[..4].try_into().expect("four bytes")) as usize;
     if header[6..8] != [0, 0] {
-        return Err(malformed("its header is not of a frame"));
+        return Err(malformed("its reserved bytes are not zero"));
     }
     if len > BODY_BYTES_MAX {
-        return Err(malformed("it is longer than any frame"));
+        return Err(malformed("it exceeds the maximum length"));
     }
     let Some(body) = rest.get(..len) else {
         return Ok(None);
@@ -126,7 +127,7 @@ impl<'a> Reader<'a> {
         let (taken, rest) = self
             .0
             .split_at_checked(len)
-            .ok_or_else(|| malformed("it is shorter than what it says"))?;
+            .ok_or_else(|| malformed("it is shorter than its fields"))?;
         self.0 = rest;
         Ok(taken)
     }
@@ -165,7 +166,7 @@ impl<'a> Reader<'a> {
         if self.0.is_empty() {
             Ok(())
         } else {
-            Err(malformed("it is longer than what it says"))
+            Err(malformed("it is longer than its fields"))
         }
     }
 }
@@ -180,13 +181,13 @@ pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend(&text.as_bytes()[..len]);
 }
 
-/// How to read a side's memory by NIXL; its second frame, where that is what moves blocks.
+/// How to read a side's memory by NIXL. Over `nixl://`, this is the second frame.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Introduction {
     /// The address of its blocks in its process, and their bytes.
     pub(crate) base: u64,
     pub(crate) bytes: u64,
-    /// What its agent says of itself. Empty: it follows keys and reads no blocks.
+    /// The agent's metadata. Empty: the side follows keys and reads no blocks.
     pub(crate) agent: Vec<u8>,
 }
 
@@ -196,14 +197,14 @@ impl Introduction {
         body.extend(self.base.to_le_bytes());
         body.extend(self.bytes.to_le_bytes());
         body.extend(&self.agent);
-        frame(Kind::Introduction, &body)
+        frame(FrameKind::Introduction, &body)
     }
 
     pub(crate) fn read(body: &[u8]) -> Result<Introduction, WireError> {
         let mut body = Reader(body);
         let (base, bytes) = (body.u64()?, body.u64()?);
         if base.checked_add(bytes).is_none() {
-            return Err(malformed("its memory reaches beyond all addresses"));
+            return Err(malformed("its memory exceeds the address space"));
         }
         Ok(Introduction {
             base,
@@ -213,14 +214,14 @@ impl Introduction {
     }
 }
 
-/// A block that is asked for.
+/// A requested block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) key: Box<[u8]>,
     pub(crate) len: u32,
 }
 
-/// Asks for blocks.
+/// A request for blocks.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Get {
     pub(crate) request: u64,
@@ -239,13 +240,13 @@ impl Get {
             body.extend((block.key.len() as u16).to_le_bytes());
             body.extend(&block.key);
         }
-        frame(Kind::Get, &body)
+        frame(FrameKind::Get, &body)
     }
 
     pub(crate) fn read(body: &[u8]) -> Result<Get, WireError> {
         let mut body = Reader(body);
         let (request, deadline_ms, count) = (body.u64()?, body.u32()?, body.u32()?);
-        // A hostile count takes no more memory than the bytes that came.
+        // A forged count allocates no more memory than was received.
         let mut blocks = Vec::with_capacity(body.0.len() / 6);
         for _ in 0..count {
             let len = body.u32()?;
@@ -262,21 +263,22 @@ impl Get {
     }
 }
 
-/// What came of one block.
+/// The answer for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// It follows the frame, or is at `offset` of the sender's memory.
+    /// The block follows the frame, or is at `offset` in the sender's memory.
     Here {
         checksum: u64,
         offset: u64,
         len: u32,
     },
     Absent,
-    /// It has another length.
+    /// The block has another length.
     Length(u32),
 }
 
-/// Answers a [`Get`], block by block; the blocks follow it unless they are in shared memory.
+/// The answers to a [`Get`], one per block. The blocks follow the frame unless they are in shared
+/// memory.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub(crate) request: u64,
@@ -305,14 +307,14 @@ impl Blocks {
             body.extend(offset.to_le_bytes());
             body.extend(len.to_le_bytes());
         }
-        frame(Kind::Blocks, &body)
+        frame(FrameKind::Blocks, &body)
     }
 
     pub(crate) fn read(body: &[u8]) -> Result<Blocks, WireError> {
         let mut body = Reader(body);
         let (request, count) = (body.u64()?, body.u32()? as usize);
         if body.0.len() != count.saturating_mul(Blocks::ANSWER_BYTES) {
-            return Err(malformed("it has not as many answers as it says"));
+            return Err(malformed("its count of answers is wrong"));
         }
         let mut answers = Vec::with_capacity(count);
         for _ in 0..count {
@@ -326,7 +328,7 @@ impl Blocks {
                 },
                 1 => Answer::Absent,
                 2 => Answer::Length(len),
-                _ => return Err(malformed("an answer is of no kind")),
+                _ => return Err(malformed("the kind of an answer is unknown")),
             });
         }
         Ok(Blocks { request, answers })
@@ -359,10 +361,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn frames_are_read_as_they_were_written_and_never_by_half(get in get()) {
+        fn frames_survive_a_round_trip_and_partial_frames_yield_nothing(get in get()) {
             let bytes = get.frame();
             let (kind, body, len) = read_frame(&bytes).unwrap().unwrap();
-            prop_assert_eq!((kind, len), (Kind::Get, bytes.len()));
+            prop_assert_eq!((kind, len), (FrameKind::Get, bytes.len()));
             prop_assert_eq!(Get::read(body).unwrap(), get);
             for cut in 0..bytes.len() {
                 prop_assert_eq!(read_frame(&bytes[..cut]), Ok(None));
@@ -370,11 +372,11 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_found(get in get(), at in any::<prop::sample::Index>()) {
+        fn a_flipped_bit_is_detected(get in get(), at in any::<prop::sample::Index>()) {
             let mut bytes = get.frame();
             let at = at.index(bytes.len() * 8);
             bytes[at / 8] ^= 1 << (at % 8);
-            // A longer length alone waits for more, which the deadline ends.
+            // A larger length only waits for more bytes, until the deadline.
             prop_assert!(!matches!(read_frame(&bytes), Ok(Some(_))));
         }
 

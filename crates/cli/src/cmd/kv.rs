@@ -234,14 +234,14 @@ fn addresses_of(other: &mut Child) -> anyhow::Result<Vec<(usize, Address)>> {
 fn as_json(row: &Row) -> serde_json::Value {
     json!({
         "part": row.part, "what": row.what, "value": row.value, "p99": row.p99, "unit": row.unit,
-        "mark": row.mark, "met": row.is_met(),
+        "mark": row.target, "met": row.is_met(),
     })
 }
 
 fn as_text(rows: &[Row], others: f64) -> String {
     let no_color = std::env::var_os("NO_COLOR");
     let color = color_wanted(std::io::stdout().is_terminal(), no_color.as_deref());
-    let mut table = Table::new(["", "measured", "p99", "unit", "mark", ""]);
+    let mut table = Table::new(["", "measured", "p99", "unit", "target", ""]);
     let digits = |value: f64| match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 1.0 => format!("{value:.2}"),
@@ -249,9 +249,9 @@ fn as_text(rows: &[Row], others: f64) -> String {
     };
     for row in rows {
         let sign = if row.unit == "us" { "≤" } else { "≥" };
-        let mark = row
-            .mark
-            .map_or(String::new(), |mark| format!("{sign} {mark}"));
+        let target = row
+            .target
+            .map_or(String::new(), |target| format!("{sign} {target}"));
         let (met, tone) = match row.is_met() {
             None => ("", Tone::Plain),
             Some(true) => ("met", Tone::Better),
@@ -263,7 +263,7 @@ fn as_text(rows: &[Row], others: f64) -> String {
             digits(row.value),
             row.p99.map_or(String::new(), digits),
             row.unit.to_owned(),
-            mark,
+            target,
         ];
         let cells = plain.map(|cell| (cell, Tone::Plain));
         table.toned_row(cells.into_iter().chain([(met.to_owned(), tone)]));

@@ -1,4 +1,4 @@
-//! Peers that are discovered: who this engine is there, and which of the others it connects to.
+//! Discovered peers: the record of this engine, and the connections to the others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,24 +9,24 @@ use slipstream_discovery::{Event, Session};
 
 use super::StoreError;
 use super::links::PeerLinks;
-use crate::discovery::{Record, folder};
+use crate::discovery::{PeerRecord, folder};
 use crate::transport::Address;
 
-/// A rank that is killed is forgotten after this or twice this; its connection ends sooner.
+/// A killed rank is removed after one to two leases; its connection ends sooner.
 const LEASE: Duration = Duration::from_secs(15);
-/// Peers with another identity whose names are kept, so that each is logged once.
+/// Maximum number of remembered peers with another identity, so that each is logged once.
 const FOREIGN_MAX: usize = 1_024;
 
-/// Where the engines are that find each other, and who this one is there.
+/// How engines find each other, and the identity of this one.
 #[derive(Clone, Debug)]
 pub struct PeerDiscovery {
     /// A folder that all of them can read and write.
     pub folder: PathBuf,
-    /// One for all ranks of an engine.
+    /// Shared by all ranks of an engine, and by no other engine.
     pub engine: String,
-    /// Which rank this is; it connects to the same rank of others.
+    /// This rank; it connects to the same rank of other engines.
     pub rank: u32,
-    /// What its blocks depend on.
+    /// The properties that its blocks depend on.
     pub identity: BTreeMap<String, String>,
     /// Whether `nixl:` addresses can be used.
     pub nixl: bool,
@@ -34,7 +34,7 @@ pub struct PeerDiscovery {
 
 impl PeerDiscovery {
     /// The record by which others find this rank.
-    fn record(&self, name: &str, addresses: &[Address]) -> Result<Record, StoreError> {
+    fn record(&self, name: &str, addresses: &[Address]) -> Result<PeerRecord, StoreError> {
         for address in addresses {
             let ip = match address {
                 Address::Tcp(at) | Address::Nixl(at) => at.ip(),
@@ -46,7 +46,7 @@ impl PeerDiscovery {
                 });
             }
         }
-        Ok(Record {
+        Ok(PeerRecord {
             engine: self.engine.clone(),
             rank: self.rank,
             name: name.to_owned(),
@@ -56,13 +56,13 @@ impl PeerDiscovery {
         })
     }
 
-    fn on_appeared(&self, record: &Record, links: &PeerLinks, foreign: &mut Foreign) {
+    fn on_appeared(&self, record: &PeerRecord, links: &PeerLinks, foreign: &mut Foreign) {
         if record.engine == self.engine {
             return;
         }
         if let Some(difference) = self.difference(record) {
             if foreign.len() < FOREIGN_MAX && foreign.insert((record.engine.clone(), record.rank)) {
-                tracing::warn!("no blocks of peer {}: {difference}", record.name);
+                tracing::warn!("ignoring peer {}: {difference}", record.name);
             }
             return;
         }
@@ -77,18 +77,18 @@ impl PeerDiscovery {
         let addresses: Vec<Address> = addresses.filter(is_usable).collect();
         if addresses.is_empty() {
             tracing::warn!(
-                "no blocks of peer {}: none of its addresses {:?} can be used here; listen at a \
+                "ignoring peer {}: none of its addresses {:?} can be used here; listen at a \
                  tcp:// address as well",
                 record.name,
                 record.addresses
             );
             return;
         }
-        links.join(&record.engine, addresses);
+        links.add_discovered(&record.engine, addresses);
     }
 
-    /// What keeps the two from sharing blocks, if anything does.
-    fn difference(&self, record: &Record) -> Option<String> {
+    /// The first difference that keeps the two from sharing blocks, if any.
+    fn difference(&self, record: &PeerRecord) -> Option<String> {
         let fields: BTreeSet<&String> =
             self.identity.keys().chain(record.identity.keys()).collect();
         fields.into_iter().find_map(|field| {
@@ -112,19 +112,20 @@ type Foreign = BTreeSet<(String, u32)>;
 /// One rank of this engine, and its connections.
 pub(super) type RankLinks = (PeerDiscovery, Weak<PeerLinks>);
 
-/// Publishes one rank, if it listens, and connects each rank to its peers as they come.
+/// Publishes one rank, if it listens, and connects each rank to its peers as they appear.
 pub(super) fn start(
     ranks: Vec<RankLinks>,
     publish: Option<(&str, &[Address])>,
 ) -> Result<Session, StoreError> {
-    let (first, _) = ranks.first().expect("an engine has a rank");
+    let (first, _) = ranks.first().expect("an engine has at least one rank");
     let publish = publish
         .map(|(name, addresses)| first.record(name, addresses))
         .transpose()?
         .map(|record| (record, LEASE));
     let backend = folder(&first.folder).map_err(slipstream_discovery::SessionError::from)?;
     let mut foreign = Foreign::new();
-    // Links that their store has dropped are gone, even while this thread waits for the folder.
+    // Weak references: a store that was dropped must close its links even if this thread waits for
+    // the folder.
     let links_of = move |rank: Option<u32>| -> Vec<(PeerDiscovery, Arc<PeerLinks>)> {
         let ranks = ranks
             .iter()
@@ -132,7 +133,7 @@ pub(super) fn start(
         let links = ranks.filter_map(|(of, links)| Some((of.clone(), links.upgrade()?)));
         links.collect()
     };
-    let on_event = move |event: Event<Record>| match event {
+    let on_event = move |event: Event<PeerRecord>| match event {
         Event::Appeared(record) => {
             for (discovery, links) in links_of(Some(record.rank)) {
                 discovery.on_appeared(&record, &links, &mut foreign);
@@ -141,12 +142,12 @@ pub(super) fn start(
         Event::Vanished(record) => {
             foreign.remove(&(record.engine.clone(), record.rank));
             for (_, links) in links_of(Some(record.rank)) {
-                links.leave(&record.engine);
+                links.remove_discovered(&record.engine);
             }
         }
         Event::Invalid { name, reason } => tracing::warn!(
-            "{name} is ignored, as it is no engine's record: {reason}; peers_dir is for engines \
-             alone, remove what is not theirs"
+            "ignoring {name}, which is not an engine's record: {reason}; peers_dir is only for \
+             engines, remove other files"
         ),
         Event::Synced => {
             for (_, links) in links_of(None) {
@@ -154,14 +155,14 @@ pub(super) fn start(
             }
         }
         Event::Failed(error) => {
-            tracing::warn!("{error}; peers that are known stay known until then");
+            tracing::warn!("{error}; known peers are kept until then");
         }
-        Event::Recovered => tracing::warn!("the folder of peers can be used again"),
+        Event::Recovered => tracing::warn!("the folder of peers is readable again"),
     };
     Ok(Session::start("kv-discovery", backend, publish, on_event)?)
 }
 
-/// The start of this host; empty where the system does not name it.
+/// The boot id of this host; empty if the system has none.
 fn boot_id() -> String {
     let text = std::fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id"));
     text.unwrap_or_default().trim().to_owned()

@@ -1,4 +1,4 @@
-//! What the peers of all ranks of an engine hold, without fetching blocks: for schedulers.
+//! Tracks the keys of the peers of all ranks of an engine, without fetching blocks: for schedulers.
 
 use std::cmp::Reverse;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,9 +15,9 @@ use super::{StoreError, discovered};
 use crate::transport::Nixl;
 use crate::{clock, held};
 
-/// How often the index is fed and connections are looked at.
+/// Interval at which the index and the connections are updated.
 const PAUSE: Duration = Duration::from_millis(5);
-/// Keys of forgotten peers that are swept from the index in one go.
+/// Keys of removed peers that are swept from the index at a time.
 const SWEEP_MAX: usize = 8_192;
 
 /// Follows the keys of peers, rank by rank.
@@ -28,7 +28,7 @@ pub struct PeerKeys {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The same rank of all peers.
+/// The connections of one rank to the same rank of all peers.
 struct Rank {
     links: Arc<PeerLinks>,
     index: Arc<PeerIndex>,
@@ -37,16 +37,17 @@ struct Rank {
 /// A peer whose ranks are all connected.
 #[derive(Clone, Debug)]
 pub struct Candidate {
-    /// What all ranks of this engine call it.
+    /// The peer's name on all ranks of this engine.
     pub name: Arc<str>,
-    /// For each rank, its place in the index.
+    /// For each rank, its slot in the index.
     slots: Vec<usize>,
-    /// Leading keys of the look-up that every rank of it holds.
+    /// Leading keys of the look-up that all its ranks hold.
     pub blocks: usize,
 }
 
 impl PeerKeys {
-    /// Connects to the peers of each rank; `keys_max` keys of all of them are kept per rank.
+    /// Connects to the peers of each rank, and keeps at most `keys_max` keys per rank, of all peers
+    /// together.
     ///
     /// # Errors
     ///
@@ -61,7 +62,7 @@ impl PeerKeys {
             if let Some(discovery) = discovery {
                 discoveries.push((discovery, Arc::downgrade(&links)));
             }
-            let index = index.expect("an index was asked for");
+            let index = index.expect("index_keys was given");
             started.push(Rank { links, index });
         }
         let session = if discoveries.is_empty() {
@@ -94,8 +95,8 @@ impl PeerKeys {
         self.ranks.len()
     }
 
-    /// The peers all of whose ranks are connected, by how many leading keys of `keys` all their
-    /// ranks hold.
+    /// The peers whose ranks are all connected, sorted by the number of leading keys of `keys` that
+    /// all their ranks hold.
     pub fn candidates(&self, keys: &[BlockHash]) -> Vec<Candidate> {
         let mut found = Vec::new();
         let mut overlaps = Vec::new();
@@ -120,7 +121,8 @@ impl PeerKeys {
                 })
             });
         }
-        found.sort_by_key(|candidate| Reverse(candidate.blocks)); // ties stay in order
+        // Stable, so ties keep their order.
+        found.sort_by_key(|candidate| Reverse(candidate.blocks));
         found
     }
 
@@ -129,7 +131,7 @@ impl PeerKeys {
         self.ranks[rank].index.holds(candidate.slots[rank], key)
     }
 
-    /// Whether each peer's keys are known, or it cannot be reached.
+    /// Whether the keys of each reachable peer are known.
     pub fn is_settled(&self) -> bool {
         let mut ranks = self.ranks.iter();
         ranks.all(|rank| rank.links.is_settled() && !rank.index.awaits_snapshot())

@@ -1,4 +1,4 @@
-//! Which keys the tiers hold, and the messages by which followers learn of changes.
+//! The set of keys in the tiers, and the messages that publish its changes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,28 +9,27 @@ use slipstream_kvindex::{Change, KeySet};
 use crate::clock;
 use crate::tier::{Tier, TierChange};
 
-/// Messages that may wait to be taken; then the follower gets a snapshot instead.
+/// Maximum number of untaken messages; beyond it the follower gets a snapshot instead.
 const MESSAGES_MAX: usize = 1_024;
 
-/// The keys of all tiers, and messages that were not taken yet. A tier is a holder of keys, by its
-/// index.
+/// The keys of all tiers, and messages not taken yet. A tier is a holder of keys, by its index.
 pub(super) struct KeyLedger {
-    /// For the follower that takes messages.
+    /// The keys, for the follower that takes messages.
     keys: KeySet,
     /// The same keys, for peers.
     pub(super) served: KeySet,
-    /// Keys by tier, if they are followed.
+    /// Keys by tier, if they are published.
     tiers: Option<Vec<KeySet>>,
     changes: Vec<TierChange>,
     pub(super) messages: VecDeque<Vec<u8>>,
-    /// The tier's index, and what changed in it.
+    /// The tier's index, and a message about its keys.
     pub(super) tier_messages: VecDeque<(usize, Vec<u8>)>,
-    /// Changes of keys that no message can name. Read without the ledger's lock.
+    /// Changes of keys that no message can represent. Read without the ledger's lock.
     unpublished: Arc<AtomicU64>,
 }
 
 impl KeyLedger {
-    /// `blocks` is how many the first tier holds.
+    /// `blocks` is the capacity of the first tier.
     pub(super) fn new(
         blocks: usize,
         tiers: usize,
@@ -54,13 +53,13 @@ impl KeyLedger {
         }
     }
 
-    /// Takes what changed in a tier.
+    /// Applies the changes of a tier.
     pub(super) fn update(&mut self, index: usize, tier: &dyn Tier) {
         let mut changes = std::mem::take(&mut self.changes);
         if !tier.take_changes(&mut changes) {
-            // Some were lost: what is held now, less what was published of this tier before.
+            // Some changes are lost: compare the current keys with the published ones.
             changes.clear();
-            self.forget(index);
+            self.clear_tier(index);
             changes.extend(tier.keys().into_iter().map(TierChange::Stored));
         }
         for change in changes.drain(..) {
@@ -69,8 +68,8 @@ impl KeyLedger {
         self.changes = changes;
     }
 
-    /// A tier holds none of the keys that were published of it.
-    pub(super) fn forget(&mut self, index: usize) {
+    /// Removes all keys that were published for a tier.
+    pub(super) fn clear_tier(&mut self, index: usize) {
         let holder = index as u32;
         for keys in [&mut self.keys, &mut self.served] {
             let held: Vec<Box<[u8]>> = keys.iter().map(Into::into).collect();
@@ -88,11 +87,11 @@ impl KeyLedger {
             TierChange::Removed(key) => (key, Change::Remove(holder)),
         };
         if let Err(error) = self.keys.change(key, change) {
-            // A disk may hold keys of another length, of another hash function.
+            // A disk may hold keys of another length, from another hash function.
             if self.unpublished.fetch_add(1, Ordering::Relaxed) == 0 {
                 tracing::warn!(
-                    "a stored block is not published: {error}; or give this engine a disk_dir of \
-                     its own"
+                    "a stored block is not published: {error}; or give this engine its own \
+                     disk_dir"
                 );
             }
             return;
@@ -103,7 +102,7 @@ impl KeyLedger {
         }
     }
 
-    /// Writes messages of at most `keys_max` keys for what changed; with `resend`, of all keys.
+    /// Writes messages of at most `keys_max` keys about changes or, with `resend`, about all keys.
     pub(super) fn write_messages(&mut self, keys_max: usize, resend: bool) {
         if resend {
             self.messages.clear();
@@ -115,7 +114,7 @@ impl KeyLedger {
             self.messages.push_back(message);
         }
         if self.messages.len() == MESSAGES_MAX {
-            // The follower is so far behind that it has to start over.
+            // The follower is too far behind, so it starts over.
             self.messages.clear();
             self.keys.request_snapshot();
         }

@@ -1,4 +1,4 @@
-//! Connections to the same rank of other engines, made again when they end.
+//! Connections to the same rank of other engines, and their reconnection.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,42 +12,44 @@ use crate::held;
 use crate::tier::Tier;
 use crate::tier::memory::MemoryTier;
 use crate::transport::{
-    Address, Completion, Endpoint, EndpointOptions, Event, Nixl, PeerId, Transport, TransportStats,
+    Address, BlockEndpoint, BlockTransport, Completion, EndpointOptions, Nixl, PeerId,
+    TransportEvent, TransportStats,
 };
 
-/// A peer that could not be reached is tried again after this.
+/// Delay before an unreachable peer is tried again.
 const RETRY: Duration = Duration::from_millis(500);
-/// One whose blocks mean something else: a setting has to change first.
+/// Delay for a peer with incompatible blocks: a setting has to change first.
 const RETRY_REFUSED: Duration = Duration::from_secs(30);
-/// Events taken from the transport in one go.
+/// Events taken from the transport at a time.
 const EVENTS_MAX: usize = 256;
-/// Connections in addition to those that this side makes.
+/// Maximum number of connections made by peers.
 const OTHERS_MAX: usize = 256;
-/// Peers that are discovered, in addition to those that are listed.
+/// Maximum number of discovered peers, in addition to listed ones.
 const DISCOVERED_MAX: usize = 256;
 
-/// The peers of a rank.
+/// How the links of a rank are set up.
 #[derive(Clone, Debug, Default)]
 pub struct PeerOptions {
-    /// What peers call this side in messages.
+    /// The name of this side in messages of peers.
     pub name: String,
-    /// What its blocks depend on.
+    /// The properties that its blocks depend on.
     pub profile: Profile,
-    /// Where to listen. Empty: it connects to others alone.
+    /// Where to listen. Empty: it only connects to others.
     pub listen: Vec<Address>,
-    /// Peers to connect to: what all ranks of this engine call it, and where this rank of it is.
+    /// Peers to connect to: a name, the same on all ranks of this engine, and the address of this
+    /// rank's peer.
     pub peers: Vec<(String, Address)>,
-    /// Whether `nixl:` addresses can be used.
+    /// How `nixl:` addresses are used.
     pub nixl: Nixl,
-    /// Where others are discovered.
+    /// How other engines are discovered.
     pub discovery: Option<super::PeerDiscovery>,
 }
 
-/// Connections to peers that are listed or discovered.
+/// Connections to listed and discovered peers.
 pub struct PeerLinks {
-    pub(super) endpoint: Endpoint,
+    pub(super) endpoint: BlockEndpoint,
     links: Mutex<Vec<Link>>,
-    /// Peers that were there at the start are known.
+    /// Whether discovery has listed the peers that were there at the start.
     is_synced: AtomicBool,
     found: AtomicU64,
     left: AtomicU64,
@@ -56,14 +58,14 @@ pub struct PeerLinks {
 struct Link {
     /// The same on all ranks of this engine.
     name: Arc<str>,
-    /// At least one; another is tried when one fails.
+    /// At least one; when one fails, the next is tried.
     addresses: Vec<Address>,
     next: usize,
     origin: Origin,
     peer: Option<PeerId>,
     state: State,
     retry_at: Instant,
-    /// Why it failed last, so that it is logged once.
+    /// The last failure, so that it is logged once.
     failure: String,
 }
 
@@ -71,13 +73,13 @@ struct Link {
 enum Origin {
     Listed,
     Discovered,
-    /// Its record is gone: it is not connected to again.
+    /// Its record was removed: no reconnection.
     Leaving,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Not tried yet, or under way for the first time since it was up.
+    /// Not tried yet, or the first attempt since the last connection is in progress.
     Connecting,
     Up,
     Down,
@@ -98,15 +100,15 @@ impl Link {
     }
 }
 
-/// What peers may have.
+/// The tiers whose blocks peers may fetch.
 pub(super) struct Served {
     pub(super) memory: Arc<MemoryTier>,
     pub(super) lower: Vec<Arc<dyn Tier>>,
 }
 
 impl PeerLinks {
-    /// Listens, and connects. `serves` is what peers may have, `index_keys` how many of their keys
-    /// are kept.
+    /// Listens and connects. `serves` are the tiers whose blocks peers may fetch, `index_keys` the
+    /// maximum number of peers' keys.
     pub(super) fn start(
         options: PeerOptions,
         serves: Option<Served>,
@@ -114,7 +116,7 @@ impl PeerLinks {
     ) -> Result<(PeerLinks, Option<Arc<PeerIndex>>), StoreError> {
         let is_discovering = options.discovery.is_some();
         let mut endpoint = EndpointOptions::new(&options.name, options.profile);
-        // A side that listens nowhere is not connected to.
+        // Peers cannot connect to a side that does not listen.
         let others = if options.listen.is_empty() {
             0
         } else {
@@ -135,7 +137,7 @@ impl PeerLinks {
         let listed = listed.map(|(name, at)| Link::new(name.into(), vec![at], Origin::Listed));
         let links = PeerLinks {
             links: Mutex::new(listed.collect()),
-            endpoint: Endpoint::start(endpoint)?,
+            endpoint: BlockEndpoint::start(endpoint)?,
             is_synced: AtomicBool::new(!is_discovering),
             found: AtomicU64::new(0),
             left: AtomicU64::new(0),
@@ -143,11 +145,11 @@ impl PeerLinks {
         Ok((links, index))
     }
 
-    /// An engine was discovered at these addresses.
-    pub(super) fn join(&self, name: &str, addresses: Vec<Address>) {
+    /// Adds a discovered engine, or updates its addresses.
+    pub(super) fn add_discovered(&self, name: &str, addresses: Vec<Address>) {
         let mut links = held(&self.links);
         if let Some(link) = links.iter_mut().find(|link| *link.name == *name) {
-            // It has come back, perhaps elsewhere.
+            // It has come back, perhaps at another address.
             link.origin = Origin::Discovered;
             (link.addresses, link.next) = (addresses, 0);
             link.retry_at = Instant::now();
@@ -162,8 +164,7 @@ impl PeerLinks {
         let discovered = links.iter().filter(|link| link.origin != Origin::Listed);
         if discovered.count() == DISCOVERED_MAX {
             tracing::warn!(
-                "no blocks of peer {name}: the limit of {DISCOVERED_MAX} discovered peers is \
-                 reached"
+                "ignoring peer {name}: limit of {DISCOVERED_MAX} discovered peers reached"
             );
             return;
         }
@@ -171,8 +172,8 @@ impl PeerLinks {
         links.push(Link::new(name.into(), addresses, Origin::Discovered));
     }
 
-    /// An engine's record is gone. A connection that is up is used until it ends.
-    pub(super) fn leave(&self, name: &str) {
+    /// Handles the removal of an engine's record. A connection that is up is used until it ends.
+    pub(super) fn remove_discovered(&self, name: &str) {
         let mut links = held(&self.links);
         let Some(at) = links.iter().position(|link| *link.name == *name) else {
             return;
@@ -187,13 +188,12 @@ impl PeerLinks {
         }
     }
 
-    /// The peers that were there at the start are known.
+    /// Reports that discovery has listed the peers that were there at the start.
     pub(super) fn set_synced(&self) {
         self.is_synced.store(true, Ordering::Release);
     }
 
-    /// Applies what happened, and connects to peers that are not connected. Returns whether anything
-    /// happened.
+    /// Handles events, and connects to unconnected peers. Returns whether there was an event.
     pub(super) fn poll(&self, mut on_done: impl FnMut(Completion)) -> bool {
         let mut events = Vec::new();
         self.endpoint.poll(EVENTS_MAX, &mut events);
@@ -201,9 +201,11 @@ impl PeerLinks {
         let now = Instant::now();
         for event in events {
             match event {
-                Event::Done(done) => on_done(done),
-                Event::Up { peer, name } => self.on_up(peer, &name),
-                Event::Down { peer, why, refused } => self.on_down(peer, why, refused, now),
+                TransportEvent::Done(done) => on_done(done),
+                TransportEvent::Up { peer, name } => self.on_up(peer, &name),
+                TransportEvent::Down { peer, why, refused } => {
+                    self.on_down(peer, why, refused, now);
+                }
             }
         }
         for link in held(&self.links).iter_mut() {
@@ -224,7 +226,7 @@ impl PeerLinks {
         };
         link.state = State::Up;
         link.failure.clear();
-        tracing::info!("peer {} is {name}", link.name);
+        tracing::info!("connected to peer {} ({name})", link.name);
     }
 
     fn on_down(&self, peer: PeerId, why: String, refused: bool, now: Instant) {
@@ -238,7 +240,7 @@ impl PeerLinks {
         link.retry_at = now + if refused { RETRY_REFUSED } else { RETRY };
         link.next += 1;
         if link.failure != why {
-            tracing::warn!("no blocks of peer {}: {why}", link.name);
+            tracing::warn!("peer {} unavailable: {why}", link.name);
             link.failure = why;
         }
         if link.origin == Origin::Leaving {
@@ -272,7 +274,7 @@ impl PeerLinks {
         held(&self.links).iter().filter_map(connected).collect()
     }
 
-    /// Whether each peer is connected, or cannot be reached.
+    /// Whether each peer is connected or unreachable.
     pub(super) fn is_settled(&self) -> bool {
         let links = held(&self.links);
         self.is_synced.load(Ordering::Acquire)
@@ -284,7 +286,7 @@ impl PeerLinks {
         self.endpoint.addresses()
     }
 
-    /// Counts so far.
+    /// Counters.
     pub fn stats(&self) -> PeerStats {
         PeerStats {
             transport: self.endpoint.stats(),
@@ -294,13 +296,13 @@ impl PeerLinks {
     }
 }
 
-/// What the links of a rank have seen.
+/// Counters of the links of a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PeerStats {
-    /// What the transport has seen.
+    /// Counters of the transport.
     pub transport: TransportStats,
-    /// Engines that were discovered.
+    /// Discovered engines.
     pub found_total: u64,
-    /// Of those: engines that left.
+    /// Discovered engines that left.
     pub left_total: u64,
 }

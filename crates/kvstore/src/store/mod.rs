@@ -7,13 +7,13 @@
 //!   housekeeper: expired blocks, changed keys ──► messages ──► take_message
 //! ```
 //!
-//! A block that is read from a lower tier is put back into memory. Blocks of peers are fetched into
-//! the caller's buffer by the transport; one more thread polls for the end of fetches and keeps the
-//! connections up.
+//! A block that is read from a lower tier is put back into memory. The transport fetches blocks
+//! of peers into the caller's buffer. Another thread polls for the end of fetches, and reconnects
+//! peers.
 //!
 //! [`Store::load`], [`Store::take_message`], [`Store::stats`], [`Store::request_snapshot`],
-//! [`Store::reset`] and [`Store::detach`] take locks that are held for some hundred instructions
-//! only, so an engine's thread may call them; `reset` also renames a folder. [`Store::put`],
+//! [`Store::reset`] and [`Store::detach`] take only locks that are held for some hundred
+//! instructions, so an engine's thread may call them; `reset` also renames a folder. [`Store::put`],
 //! [`Store::wait`] and [`Store::close`] are for threads that may wait.
 
 mod discovered;
@@ -43,25 +43,27 @@ pub use discovered::PeerDiscovery;
 pub use followers::{Candidate, PeerKeys};
 pub use links::{PeerLinks, PeerOptions, PeerStats};
 
-/// Threads that read for loads. Two, so that one slow read of a lower tier does not hold up memory.
+/// Threads that read for loads. Two, so that one slow read of a lower tier does not block reads
+/// from memory.
 const READERS: usize = 2;
-/// Threads that write to lower tiers. One is bound by the latency of creating and renaming files.
+/// Threads that write to lower tiers. A single one is bound by the latency of creating and renaming
+/// files.
 const WRITERS: usize = 4;
-/// How often a store that is closed checks whether its writers have ended, and how long it waits
-/// beyond the limit for a write that has begun.
+/// Interval at which [`Store::close`] checks its writers, and how long it waits after its limit for
+/// a write in progress.
 const WRITERS_POLL: Duration = Duration::from_millis(1);
 const LAST_WRITE: Duration = Duration::from_secs(2);
 
 /// How a store is set up.
 pub struct StoreOptions {
-    /// Bytes of a block of each group of layers; the last four bytes of a key are its group
-    /// (big-endian), unless there is only one.
+    /// Bytes per block of each group of layers. If there are several groups, the last four bytes of
+    /// a key are its group (big-endian).
     pub block_bytes: Vec<usize>,
-    /// The first tier, whose places have room for the largest block.
+    /// The first tier, whose slots hold the largest block.
     pub memory: Arc<MemoryTier>,
     /// The tiers below it, the fastest first. Every block is written to each of them.
     pub lower: Vec<Arc<dyn Tier>>,
-    /// How long [`Store::close`] writes blocks that wait for lower tiers.
+    /// Time limit of [`Store::close`] for writing queued blocks to lower tiers.
     pub close_max: Duration,
     /// Keys per message.
     pub keys_max: usize,
@@ -72,7 +74,7 @@ pub struct StoreOptions {
 }
 
 impl StoreOptions {
-    /// Blocks of one size in memory alone.
+    /// One block size, memory only.
     pub fn new(memory: Arc<MemoryTier>) -> StoreOptions {
         StoreOptions {
             block_bytes: vec![memory.block_bytes()],
@@ -86,39 +88,39 @@ impl StoreOptions {
     }
 }
 
-/// Why a store cannot do what it was asked. It is usable after each of them.
+/// Why a call failed. The store remains usable.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// No group, or one whose blocks have no bytes.
-    #[error("blocks without bytes; give each group of layers its `block_bytes`")]
+    /// No group, or a group with blocks of 0 bytes.
+    #[error("blocks have 0 bytes; give each group of layers its `block_bytes`")]
     NoBlockBytes,
-    /// A key of no group.
-    #[error("a key ends with {suffix:?}, which is none of {groups} groups")]
+    /// The key belongs to no group.
+    #[error("a key ends with {suffix:?}, which matches none of {groups} groups")]
     NoGroup {
         /// The key's last bytes.
         suffix: Box<[u8]>,
-        /// Groups there are.
+        /// Number of groups.
         groups: usize,
     },
-    /// The caller's buffer does not fit the blocks.
-    #[error("the buffer has {bytes} bytes where {blocks} blocks have {wanted}")]
+    /// The caller's buffer has another size than the blocks.
+    #[error("the buffer has {bytes} bytes, but {blocks} blocks have {wanted}")]
     Buffer {
         /// Bytes of the buffer.
         bytes: usize,
-        /// Blocks of the call.
+        /// Number of blocks.
         blocks: usize,
         /// Their bytes.
         wanted: usize,
     },
-    /// Sources and keys do not match.
+    /// The numbers of sources and keys differ.
     #[error("{sources} sources for {keys} keys; give one source per key")]
     Sources {
-        /// Sources given.
+        /// Number of sources.
         sources: usize,
-        /// Keys given.
+        /// Number of keys.
         keys: usize,
     },
-    /// The record would hold an address that other hosts cannot connect to.
+    /// Other hosts cannot connect to the address that the record would contain.
     #[error(
         "peers cannot reach an engine at {address}; listen at an address of this host, such as \
          tcp://10.0.0.1:7300, or leave out peers_dir"
@@ -127,7 +129,7 @@ pub enum StoreError {
         /// The address.
         address: Address,
     },
-    /// A tier.
+    /// A tier failed.
     #[error(transparent)]
     Tier(#[from] TierError),
     /// The transport did not start.
@@ -136,50 +138,50 @@ pub enum StoreError {
     /// Discovery did not start.
     #[error(transparent)]
     Discovery(#[from] SessionError),
-    /// No thread.
-    #[error("no thread for the store: {0}; raise ulimit -u")]
+    /// A thread could not be started.
+    #[error("cannot start a thread of the store: {0}; raise ulimit -u")]
     Thread(#[source] io::Error),
 }
 
-/// Blocks to load, one after the other, into a region of their size.
+/// Blocks to load, back to back, into a region of their size.
 pub struct LoadRequest {
-    /// The caller's number for it.
+    /// The caller's identifier of this load.
     pub job: u64,
     /// Keys of the blocks.
     pub keys: Vec<Box<[u8]>>,
     /// For each key, the peer that holds it; empty: this store.
     pub sources: Vec<String>,
-    /// Where the blocks go. The caller does not touch it until the load has ended.
+    /// The destination. The caller does not access it until the load has ended.
     pub into: Arc<Region>,
-    /// When the load ends at the latest, whatever has come.
+    /// Time limit; blocks that have not arrived by then fail.
     pub deadline: Duration,
 }
 
 /// How a load ended.
 pub struct LoadEnd {
-    /// Its number.
+    /// The caller's identifier.
     pub job: u64,
-    /// Places in its keys of the blocks that did not come, or not as they were stored.
+    /// Indexes of the keys whose blocks did not arrive, or failed verification.
     pub failed: Vec<u32>,
     /// Why, for metrics; empty if none failed.
     pub reason: &'static str,
-    /// Where the others are.
+    /// The destination, with the other blocks.
     pub into: Arc<Region>,
 }
 
-/// What a store has seen.
+/// Counters of a store.
 #[derive(Clone, Debug, Default)]
 pub struct StoreStats {
     /// By tier, memory first.
     pub tiers: Vec<(Medium, TierStats)>,
-    /// Blocks that were not written to a lower tier: the queue was full, they were evicted first, or
-    /// the store was closed.
+    /// Blocks that were not written to a lower tier, because the queue was full, they were evicted
+    /// first, or the store was closed.
     pub dropped_blocks: u64,
-    /// Changes of keys that no message can name.
+    /// Changes of keys that no message can represent.
     pub unpublished_keys: u64,
-    /// Blocks that memory did not take.
+    /// Blocks that memory did not store.
     pub failed_puts: u64,
-    /// Links to peers, if there are any.
+    /// Counters of the links to peers, if there are any.
     pub peers: Option<PeerStats>,
 }
 
@@ -193,7 +195,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Starts the threads, connects to peers and publishes where this store listens.
+    /// Starts the threads, connects to peers and publishes this store's addresses.
     ///
     /// # Errors
     ///
@@ -250,25 +252,25 @@ impl Store {
                 held(&store.writers).push(thread);
             }
         }
-        store.spawn("kv-house", Shared::keep_house)?;
+        store.spawn("kv-house", Shared::housekeep)?;
         if has_links {
             store.spawn("kv-poll", Shared::poll_peers)?;
         }
         Ok(store)
     }
 
-    /// Stores blocks that lie one after the other in `data`; returns how many memory holds now. They
-    /// are written to lower tiers later.
+    /// Stores blocks that are back to back in `data`; returns how many are now in memory. They are
+    /// written to lower tiers later.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the buffer does not fit, or not one block was stored.
+    /// [`StoreError`] if the buffer does not fit, or no block was stored.
     pub fn put(&self, keys: Vec<Box<[u8]>>, data: &[u8]) -> Result<usize, StoreError> {
         let shared = &self.shared;
-        let places = shared.sizes.places(&keys)?;
-        check_buffer(data.len(), &places)?;
+        let offsets = shared.sizes.offsets(&keys)?;
+        check_buffer(data.len(), &offsets)?;
         let epoch = shared.memory.epoch();
-        let (held_blocks, failure) = shared.put(epoch, &keys, &places, data);
+        let (held_blocks, failure) = shared.put(epoch, &keys, &offsets, data);
         shared.queue_writes(epoch, keys);
         shared.publish_keys();
         match (held_blocks, failure) {
@@ -277,35 +279,35 @@ impl Store {
         }
     }
 
-    /// Begins a load, which ends exactly once; see [`Store::wait`].
+    /// Starts a load, which ends exactly once; see [`Store::wait`].
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the request makes no sense; then it does not end.
+    /// [`StoreError`] if the request is invalid; such a load has no end.
     pub fn load(&self, request: LoadRequest) -> Result<(), StoreError> {
         let (sources, keys) = (request.sources.len(), request.keys.len());
         if sources != keys {
             return Err(StoreError::Sources { sources, keys });
         }
-        let places = self.shared.sizes.places(&request.keys)?;
-        check_buffer(request.into.len(), &places)?;
+        let offsets = self.shared.sizes.offsets(&request.keys)?;
+        check_buffer(request.into.len(), &offsets)?;
         self.shared.begin(Load {
             job: request.job,
             keys: request.keys,
             sources: request.sources,
-            places,
+            offsets,
             into: request.into,
             deadline: Instant::now() + request.deadline,
         });
         Ok(())
     }
 
-    /// Waits for loads to end; none at the timeout, or if the store is closed.
+    /// Waits for loads to end. Returns none at the timeout, or if the store is closed.
     pub fn wait(&self, timeout: Duration) -> Vec<LoadEnd> {
         let shared = &self.shared;
         let ended = held(&shared.ended);
         let (mut ended, _) = shared
-            .ended_came
+            .ended_ready
             .wait_timeout_while(ended, timeout, |ended| {
                 ended.is_empty() && !shared.is_closed()
             })
@@ -313,25 +315,25 @@ impl Store {
         ended.drain(..).collect()
     }
 
-    /// What changed in the set of keys that this store holds. `None` also while messages are being
-    /// written; there will be one in the next step.
+    /// The next message about changes of the keys in this store. `None` also while messages are
+    /// being written; a later call returns them.
     pub fn take_message(&self) -> Option<Vec<u8>> {
         self.shared.keys.try_lock().ok()?.messages.pop_front()
     }
 
-    /// What changed in one tier, and the tier.
+    /// The next message about one tier, and its medium.
     pub fn take_tier_message(&self) -> Option<(Medium, Vec<u8>)> {
         let mut keys = self.shared.keys.try_lock().ok()?;
         let (tier, message) = keys.tier_messages.pop_front()?;
         Some((self.shared.media[tier], message))
     }
 
-    /// Publishes all keys anew in the messages to come.
+    /// Publishes all keys again in the next messages.
     pub fn request_snapshot(&self) {
         self.shared.request_snapshot();
     }
 
-    /// Counts so far.
+    /// Counters.
     pub fn stats(&self) -> StoreStats {
         let shared = &self.shared;
         let lower = shared.lower();
@@ -348,25 +350,26 @@ impl Store {
         }
     }
 
-    /// Drops all blocks. What they took is freed later.
+    /// Drops all blocks. Their memory and files are freed later.
     pub fn reset(&self) {
         self.shared.reset();
     }
 
-    /// Drops the blocks in memory and uses neither lower tiers nor peers from now on: what is stored
-    /// from here on means something else than what they hold. Their blocks stay.
+    /// Drops the blocks in memory, and stops using lower tiers and peers. Blocks stored from now on
+    /// are not compatible with theirs. Blocks in lower tiers stay.
     ///
     /// # Errors
     ///
     /// [`StoreError::Thread`]
     pub fn detach(&self) -> Result<(), StoreError> {
         let Some(lower) = self.shared.detach() else {
-            return Ok(()); // detached before
+            return Ok(()); // already detached
         };
         if let Some(session) = &*held(&self.session) {
             session.stop();
         }
-        // Connections take their time to end, and a folder's lock goes with the last of them.
+        // On a separate thread: ending connections takes time, and the last one releases a folder's
+        // lock.
         self.spawn("kv-detach", move |shared| {
             shared.drop_links("detached");
             shared.forget_lower();
@@ -375,18 +378,18 @@ impl Store {
         Ok(())
     }
 
-    /// Where peers reach this store.
+    /// The address at which peers reach this store.
     pub fn address(&self) -> Option<Address> {
         self.shared.links()?.addresses().first().cloned()
     }
 
-    /// Ends all threads; loads that have not begun fail. Blocks that wait for lower tiers are written
-    /// first, as far as `close_max` allows; the rest is counted.
+    /// Ends all threads; loads that have not started fail. First, queued blocks are written to
+    /// lower tiers until `close_max`; the rest is counted.
     pub fn close(&self) {
         let shared = &self.shared;
         let until = Instant::now() + self.close_max;
         shared.begin_close(until);
-        // The record goes first, as writing may take its time.
+        // The record is removed first, as writing may take long.
         if let Some(session) = &*held(&self.session) {
             session.stop();
         }
@@ -399,10 +402,10 @@ impl Store {
         drop(held(&self.session).take());
         shared.drop_links("closed");
         drop(held(&shared.ended));
-        shared.ended_came.notify_all();
+        shared.ended_ready.notify_all();
     }
 
-    /// Waits for the writers to write what is queued, until a moment.
+    /// Waits until `until` for the writers to empty the queue.
     fn end_writers(&self, until: Instant) {
         let mut writers = std::mem::take(&mut *held(&self.writers));
         let end = until + LAST_WRITE;
@@ -410,12 +413,12 @@ impl Store {
             writers.retain(|writer| !writer.is_finished());
             std::thread::sleep(WRITERS_POLL);
         }
-        // A write that a disk never ends cannot be cancelled: its thread is left alone.
+        // A write that the disk never completes cannot be cancelled, so its thread is abandoned.
         let dropped = self.shared.drop_writes() + writers.len();
         if dropped > 0 {
             tracing::warn!(
-                "{dropped} blocks were not written to disk in the {:.0?} that the store had to \
-                 close; raise `close_s`",
+                "{dropped} blocks were not written to disk within {:.0?} of closing the \
+                 store; raise `close_s`",
                 self.close_max
             );
         }

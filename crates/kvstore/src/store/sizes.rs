@@ -1,9 +1,9 @@
-//! How many bytes a block has.
+//! Block sizes.
 
 use super::StoreError;
 
-/// Bytes of blocks by their group, whose id is the last four bytes of a key (big-endian). Of one
-/// group alone nothing is asked of the key.
+/// Block sizes by group. The group's id is the last four bytes of a key (big-endian). A single
+/// group does not appear in keys.
 #[derive(Clone, Debug)]
 pub(super) struct BlockSizes {
     groups: Vec<usize>,
@@ -26,31 +26,31 @@ impl BlockSizes {
         self.groups.get(group as usize).copied()
     }
 
-    /// Where each key's block begins in a buffer of blocks one after the other, and where the last
-    /// one ends.
-    pub(super) fn places(&self, keys: &[Box<[u8]>]) -> Result<Vec<usize>, StoreError> {
+    /// The offset of each key's block in a buffer of blocks back to back, and the end of the last
+    /// one.
+    pub(super) fn offsets(&self, keys: &[Box<[u8]>]) -> Result<Vec<usize>, StoreError> {
         let mut end = 0;
-        let mut places = vec![0];
+        let mut offsets = vec![0];
         for key in keys {
             end += self.of(key).ok_or_else(|| StoreError::NoGroup {
                 suffix: key[key.len().saturating_sub(4)..].into(),
                 groups: self.groups.len(),
             })?;
-            places.push(end);
+            offsets.push(end);
         }
-        Ok(places)
+        Ok(offsets)
     }
 }
 
-/// Checks that a buffer is as long as the blocks at `places`.
-pub(super) fn check_buffer(bytes: usize, places: &[usize]) -> Result<(), StoreError> {
-    let wanted = places.last().copied().unwrap_or(0);
+/// Checks that a buffer is as long as the blocks at `offsets`.
+pub(super) fn check_buffer(bytes: usize, offsets: &[usize]) -> Result<(), StoreError> {
+    let wanted = offsets.last().copied().unwrap_or(0);
     if bytes == wanted {
         return Ok(());
     }
     Err(StoreError::Buffer {
         bytes,
-        blocks: places.len() - 1,
+        blocks: offsets.len() - 1,
         wanted,
     })
 }

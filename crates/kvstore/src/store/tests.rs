@@ -63,7 +63,7 @@ fn load_from(store: &Store, source: &str, numbers: &[u64]) -> LoadEnd {
     };
     store.load(request).unwrap();
     let mut ended = store.wait(LONG);
-    assert_eq!(ended.len(), 1, "a load ends once");
+    assert_eq!(ended.len(), 1, "a load ends exactly once");
     let mut ended = ended.remove(0);
     assert_eq!(ended.job, 7);
     ended.failed.sort_unstable();
@@ -95,13 +95,15 @@ fn stats(store: &Store, tier: usize) -> TierStats {
 }
 
 #[test]
-fn blocks_go_down_and_come_back_up() {
+fn blocks_are_written_to_lower_tiers_and_read_back() {
     let dir = tempfile::tempdir().unwrap();
     let store = start(4, vec![disk(dir.path())]);
     // One at a time, so that each is written before memory evicts it.
     for n in 0..10 {
         assert_eq!(put(&store, n..n + 1), 1);
-        wait_until("it is written", || stats(&store, 1).stored_total == n + 1);
+        wait_until("the block is written", || {
+            stats(&store, 1).stored_total == n + 1
+        });
     }
     assert_eq!(stats(&store, 0).evicted_total, 6);
     assert_eq!(store.stats().dropped_blocks, 0);
@@ -111,7 +113,7 @@ fn blocks_go_down_and_come_back_up() {
         (stats(&store, 0).hits_total, stats(&store, 1).hits_total),
         (1, 1)
     );
-    // The one from disk is in memory now.
+    // The block read from disk is now in memory.
     assert_eq!(load(&store, &[0]).failed, [0u32; 0]);
     assert_eq!(
         (stats(&store, 0).hits_total, stats(&store, 1).hits_total),
@@ -122,7 +124,7 @@ fn blocks_go_down_and_come_back_up() {
 }
 
 #[test]
-fn closing_writes_what_waits_and_counts_what_it_has_no_time_for() {
+fn closing_writes_queued_blocks_and_counts_the_rest() {
     let dir = tempfile::tempdir().unwrap();
     let store = start(600, vec![disk(dir.path())]);
     put(&store, 0..500);
@@ -142,7 +144,7 @@ fn closing_writes_what_waits_and_counts_what_it_has_no_time_for() {
     })
     .unwrap();
     put(&store, 0..500);
-    wait_until("the writers are at it", || {
+    wait_until("the writers are busy", || {
         slow.writing.load(Ordering::SeqCst) == WRITERS
     });
     slow.is_stalled.store(false, Ordering::SeqCst);
@@ -153,39 +155,43 @@ fn closing_writes_what_waits_and_counts_what_it_has_no_time_for() {
 }
 
 #[test]
-fn a_tier_that_fails_takes_no_block_from_the_others() {
+fn a_failing_tier_costs_no_block_of_the_others() {
     let broken = Arc::new(Switched::new(memory(64)));
     broken.is_failing.store(true, Ordering::SeqCst);
     let below = memory(64);
     let store = start(4, vec![broken.clone(), below.clone()]);
     for n in 0..20 {
         put(&store, n..n + 1);
-        wait_until("it is written", || below.stats().stored_total == n + 1);
+        wait_until("the block is written", || {
+            below.stats().stored_total == n + 1
+        });
     }
     assert_eq!(load(&store, &(0..20).collect::<Vec<_>>()).failed, [0u32; 0]);
     assert_eq!(broken.inner.stats().blocks, 0);
-    // It comes back: from here on it is used.
+    // The tier works again: from here on it is used.
     broken.is_failing.store(false, Ordering::SeqCst);
     put(&store, 30..31);
-    wait_until("it is written", || broken.inner.stats().stored_total == 1);
+    wait_until("the block is written", || {
+        broken.inner.stats().stored_total == 1
+    });
 }
 
 #[test]
-fn detaching_leaves_blocks_below_and_uses_them_no_more() {
+fn detaching_keeps_blocks_in_lower_tiers_and_stops_using_them() {
     let below = memory(64);
     let store = start(8, vec![below.clone()]);
     put(&store, 0..3);
-    wait_until("they are written", || below.stats().stored_total == 3);
+    wait_until("the blocks are written", || below.stats().stored_total == 3);
     store.detach().unwrap();
     assert_eq!(load(&store, &[0, 1, 2]).failed, [0, 1, 2]);
     put(&store, 5..6);
     assert_eq!(load(&store, &[5]).failed, [0u32; 0]);
     store.close();
-    assert_eq!(below.keys().len(), 3, "those of before, and none of after");
+    assert_eq!(below.keys().len(), 3, "earlier blocks only");
 }
 
 #[test]
-fn followers_learn_what_all_tiers_hold() {
+fn messages_cover_the_keys_of_all_tiers() {
     let below = Arc::new(Switched::new(memory(64)));
     let store = Store::start(StoreOptions {
         lower: vec![below.clone()],
@@ -195,7 +201,7 @@ fn followers_learn_what_all_tiers_hold() {
     .unwrap();
     for n in 0..5 {
         put(&store, n..n + 1);
-        wait_until("it is written", || {
+        wait_until("the block is written", || {
             below.inner.stats().stored_total == n + 1
         });
     }
@@ -203,7 +209,7 @@ fn followers_learn_what_all_tiers_hold() {
         KeyMirror::default(),
         [KeyMirror::default(), KeyMirror::default()],
     );
-    wait_until("the messages say so", || {
+    wait_until("the messages cover it", || {
         while let Some(message) = store.take_message() {
             all.apply(&message).unwrap();
         }
@@ -216,7 +222,7 @@ fn followers_learn_what_all_tiers_hold() {
     });
     assert!((0..5).all(|n| all.keys().contains(&key(n))));
     store.reset();
-    wait_until("all are gone", || {
+    wait_until("all keys are removed", || {
         while let Some(message) = store.take_message() {
             all.apply(&message).unwrap();
         }
@@ -225,7 +231,7 @@ fn followers_learn_what_all_tiers_hold() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_refused() {
+fn invalid_requests_are_refused() {
     let two = Store::start(StoreOptions {
         block_bytes: vec![BLOCK, BLOCK / 2],
         ..StoreOptions::new(memory(8))
@@ -241,7 +247,7 @@ fn requests_that_make_no_sense_are_refused() {
     let error = two.put(vec![of_group(2)], &data).unwrap_err().to_string();
     assert!(error.contains("none of 2 groups"), "{error}");
     let error = two.put(vec![of_group(1)], &data).unwrap_err().to_string();
-    assert_eq!(error, "the buffer has 6144 bytes where 1 blocks have 2048");
+    assert_eq!(error, "the buffer has 6144 bytes, but 1 blocks have 2048");
     let no_source = LoadRequest {
         job: 1,
         keys: vec![of_group(1)],
@@ -294,7 +300,7 @@ fn with_peers(peers: PeerOptions, lower: Vec<Arc<dyn Tier>>) -> Store {
 }
 
 #[test]
-fn peers_are_discovered_and_give_blocks_of_all_their_tiers() {
+fn peers_are_discovered_and_serve_blocks_of_all_their_tiers() {
     let dir = tempfile::tempdir().unwrap();
     let below = memory(64);
     let a = with_peers(peers("a", dir.path(), true, "m"), vec![below.clone()]);
@@ -302,20 +308,22 @@ fn peers_are_discovered_and_give_blocks_of_all_their_tiers() {
     put(&other, 3..4);
     for n in 0..20 {
         put(&a, n..n + 1);
-        wait_until("it is written", || below.stats().stored_total == n + 1);
+        wait_until("the block is written", || {
+            below.stats().stored_total == n + 1
+        });
     }
     let b = with_peers(peers("b", dir.path(), false, "m"), vec![]);
     wait_until("a is connected", || {
         load_from(&b, "a", &[19]).failed.is_empty()
     });
-    // 0 to 11 are in the lower tier alone. What came is not kept here, but where it was put.
+    // Blocks 0 to 11 are only in the lower tier of `a`. Fetched blocks are not stored here.
     assert_eq!(load_from(&b, "a", &[0, 5, 19]).failed, [0u32; 0]);
     let lost = load_from(&b, "other", &[3]);
     assert_eq!((&lost.failed[..], lost.reason), (&[0][..], "lost"));
     let stats = b.stats().peers.unwrap();
     assert_eq!(
         stats.found_total, 1,
-        "one of another model is not connected to"
+        "a peer of another model is not connected"
     );
     assert!(stats.transport.fetched_blocks_total >= 4);
 

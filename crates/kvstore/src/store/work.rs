@@ -1,4 +1,4 @@
-//! What the threads of a store do.
+//! The work of a store's threads.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::error::Error;
@@ -14,40 +14,41 @@ use super::sizes::BlockSizes;
 use crate::region::Region;
 use crate::tier::memory::MemoryTier;
 use crate::tier::{Medium, Tier, TierError};
-use crate::transport::{Completion, Fetch, TransferId, Transport};
+use crate::transport::{BlockTransport, Completion, Fetch, TransferId};
 use crate::{clock, held};
 
-/// Files of dropped blocks that are removed in one turn of the housekeeper.
+/// Files of dropped blocks removed per turn of the housekeeper.
 const SWEEP_MAX: usize = 64;
-/// How often the housekeeper drops expired blocks and publishes changes.
+/// Interval at which the housekeeper drops expired blocks and publishes changes.
 const HOUSEKEEPING: Duration = Duration::from_millis(20);
-/// How often the end of a fetch is looked for, and how often while none is under way.
+/// Interval at which completed fetches are polled, and the interval while there are none.
 const POLL: Duration = Duration::from_micros(50);
 const POLL_IDLE: Duration = Duration::from_millis(2);
-/// Blocks that may wait for lower tiers; those beyond are in memory only, and counted.
+/// Maximum number of blocks queued for lower tiers; those beyond stay in memory only, and are
+/// counted.
 const WRITES_MAX: usize = 4_096;
-/// Blocks that expire in one go.
+/// Blocks that expire per turn.
 const EXPIRE_MAX: usize = 1_024;
-/// A store that is closed waits so long for fetches to end, which takes a turn of the transport's
-/// thread; shorter than until a peer is tried again.
+/// Time that a closed store waits for fetches to end, which takes one turn of the transport's
+/// thread. Shorter than the delay before a peer is tried again.
 const LAST_FETCHES: Duration = Duration::from_millis(250);
 
-/// A load: blocks one after the other into `into`.
+/// A load of blocks, back to back, into `into`.
 pub(super) struct Load {
     pub(super) job: u64,
     pub(super) keys: Vec<Box<[u8]>>,
     /// For each key, the peer that holds it; empty: this store.
     pub(super) sources: Vec<String>,
     /// Where in `into` each block begins, and where the last one ends.
-    pub(super) places: Vec<usize>,
+    pub(super) offsets: Vec<usize>,
     pub(super) into: Arc<Region>,
     pub(super) deadline: Instant,
 }
 
 impl Load {
-    /// Where a block goes: its first byte, and how many.
-    fn place(&self, at: usize) -> (usize, usize) {
-        (self.places[at], self.places[at + 1] - self.places[at])
+    /// The offset and length of a block.
+    fn span(&self, at: usize) -> (usize, usize) {
+        (self.offsets[at], self.offsets[at + 1] - self.offsets[at])
     }
 }
 
@@ -60,40 +61,41 @@ struct Pending {
     into: Arc<Region>,
 }
 
-/// Loads that wait for peers by their numbers; and by fetch, its load and places.
+/// Loads that wait for peers, by their numbers. For each fetch, its load and the indexes of its
+/// blocks.
 #[derive(Default)]
 struct Fetching {
     loads: HashMap<u64, Pending>,
     fetches: HashMap<TransferId, (u64, Vec<u32>)>,
 }
 
-/// What callers and threads share.
+/// State that callers and threads share.
 pub(super) struct Shared {
     pub(super) sizes: BlockSizes,
     keys_max: usize,
     pub(super) memory: Arc<MemoryTier>,
     /// Emptied when the store is closed, so that another may use their folders.
     pub(super) lower: Mutex<Vec<Arc<dyn Tier>>>,
-    /// What the tiers are, memory first.
+    /// The media of the tiers, memory first.
     pub(super) media: Vec<Medium>,
-    /// Taken when the store is closed.
+    /// Emptied when the store is closed.
     links: Mutex<Option<Arc<PeerLinks>>>,
     fetching: Mutex<Fetching>,
     pub(super) keys: Mutex<KeyLedger>,
     resend: AtomicBool,
     loads: Mutex<VecDeque<Load>>,
-    loads_came: Condvar,
+    loads_ready: Condvar,
     writes: Mutex<VecDeque<Box<[u8]>>>,
-    writes_came: Condvar,
+    writes_ready: Condvar,
     pub(super) ended: Mutex<VecDeque<LoadEnd>>,
-    pub(super) ended_came: Condvar,
+    pub(super) ended_ready: Condvar,
     /// Counts resets: a block that was pinned or read before one is not stored after it.
     resets: AtomicU64,
-    /// Neither lower tiers nor peers are used any more.
+    /// Lower tiers and peers are no longer used.
     is_detached: AtomicBool,
-    /// Writers write what is queued until then, once `stop` is set.
+    /// Once `stop` is set, writers write queued blocks until then.
     drain_until: Mutex<Option<Instant>>,
-    /// Fetches are under way.
+    /// Fetches are in flight.
     poll_soon: AtomicBool,
     /// The thread that polls for their end.
     poller: OnceLock<Thread>,
@@ -101,7 +103,7 @@ pub(super) struct Shared {
     /// A lower tier has refused the last block.
     refused: AtomicBool,
     pub(super) writes_dropped: AtomicU64,
-    /// Of the key ledger, to be read without its lock.
+    /// The key ledger's count, which is read without its lock.
     pub(super) unpublished: Arc<AtomicU64>,
     pub(super) put_failed: AtomicU64,
 }
@@ -131,11 +133,11 @@ impl Shared {
             keys: Mutex::new(keys),
             resend: AtomicBool::new(false),
             loads: Mutex::default(),
-            loads_came: Condvar::new(),
+            loads_ready: Condvar::new(),
             writes: Mutex::default(),
-            writes_came: Condvar::new(),
+            writes_ready: Condvar::new(),
             ended: Mutex::default(),
-            ended_came: Condvar::new(),
+            ended_ready: Condvar::new(),
             resets: AtomicU64::new(0),
             is_detached: AtomicBool::new(false),
             drain_until: Mutex::new(None),
@@ -165,17 +167,17 @@ impl Shared {
         self.resend.store(true, Ordering::Release);
     }
 
-    /// Stores blocks in memory: how many it holds now, and the last failure.
+    /// Stores blocks in memory. Returns how many it now holds, and the last failure.
     pub(super) fn put(
         &self,
         epoch: u64,
         keys: &[Box<[u8]>],
-        places: &[usize],
+        offsets: &[usize],
         data: &[u8],
     ) -> (usize, Option<TierError>) {
         let (mut held_blocks, mut failure) = (0, None);
-        for (key, place) in keys.iter().zip(places.windows(2)) {
-            let block = &data[place[0]..place[1]];
+        for (key, offset) in keys.iter().zip(offsets.windows(2)) {
+            let block = &data[offset[0]..offset[1]];
             match self.memory.put_in(epoch, clock::now(), key, block) {
                 Ok(_) => held_blocks += 1,
                 Err(error) => {
@@ -197,7 +199,7 @@ impl Shared {
         let dropped = keys.len().saturating_sub(room) as u64;
         self.writes_dropped.fetch_add(dropped, Ordering::Relaxed);
         writes.extend(keys.into_iter().take(room));
-        self.writes_came.notify_all();
+        self.writes_ready.notify_all();
     }
 
     pub(super) fn begin(&self, load: Load) {
@@ -206,20 +208,20 @@ impl Shared {
             return;
         }
         held(&self.loads).push_back(load);
-        self.loads_came.notify_one();
+        self.loads_ready.notify_one();
     }
 
-    /// No load begins from now on, and writers end at `until`.
+    /// Fails all later loads, and ends writers at `until`.
     pub(super) fn begin_close(&self, until: Instant) {
         held(&self.drain_until).get_or_insert(until);
         self.stop.store(true, Ordering::Release);
-        // Under their locks, so that no thread misses it between its look and its wait.
+        // Under each lock, so that no thread misses `stop` between its check and its wait.
         for load in held(&self.loads).drain(..) {
             self.end_closed(load);
         }
-        self.loads_came.notify_all();
+        self.loads_ready.notify_all();
         drop(held(&self.writes));
-        self.writes_came.notify_all();
+        self.writes_ready.notify_all();
     }
 
     fn end_closed(&self, load: Load) {
@@ -230,21 +232,21 @@ impl Shared {
     pub(super) fn reset(&self) {
         self.resets.fetch_add(1, Ordering::AcqRel);
         held(&self.writes).clear();
-        // In this order: a block that was read from below before is not put into memory after.
+        // Lower tiers first, so that memory cannot take a block read from them before the reset.
         for tier in self.lower() {
             tier.clear();
         }
         self.memory.clear();
     }
 
-    /// Lets go of the lower tiers, and returns them; `None` if that was done before.
+    /// Drops the lower tiers, and returns them; `None` if already detached.
     pub(super) fn detach(&self) -> Option<Vec<Arc<dyn Tier>>> {
         if self.is_detached.swap(true, Ordering::AcqRel) {
             self.reset();
             return None;
         }
         self.resets.fetch_add(1, Ordering::AcqRel);
-        // Peers that know keys of before must not get what is stored under them from now on.
+        // Peers may still know keys of earlier blocks, and must not receive new blocks under them.
         if let Some(links) = self.links() {
             links.endpoint.stop_serving();
         }
@@ -254,13 +256,13 @@ impl Shared {
         Some(lower)
     }
 
-    /// The lower tiers hold nothing any more, as far as followers are concerned.
+    /// Publishes that the lower tiers hold nothing.
     pub(super) fn forget_lower(&self) {
         let mut keys = held(&self.keys);
-        (1..self.media.len()).for_each(|tier| keys.forget(tier));
+        (1..self.media.len()).for_each(|tier| keys.clear_tier(tier));
     }
 
-    /// Waits for a load; `None` at the end.
+    /// Waits for a load; `None` when the store is closed.
     fn next_load(&self) -> Option<Load> {
         let mut loads = held(&self.loads);
         loop {
@@ -271,7 +273,7 @@ impl Shared {
                 return Some(load);
             }
             loads = self
-                .loads_came
+                .loads_ready
                 .wait(loads)
                 .unwrap_or_else(PoisonError::into_inner);
         }
@@ -284,10 +286,11 @@ impl Shared {
             reason,
             into,
         });
-        self.ended_came.notify_one();
+        self.ended_ready.notify_one();
     }
 
-    /// Waits for a key to write; `None` at the end, when all are written or there is no time left.
+    /// Waits for a key to write. When the store is closed: `None` once all are written, or at the
+    /// time limit.
     fn next_write(&self) -> Option<Box<[u8]>> {
         let mut queue = held(&self.writes);
         loop {
@@ -300,7 +303,7 @@ impl Shared {
                 return Some(key);
             }
             queue = self
-                .writes_came
+                .writes_ready
                 .wait(queue)
                 .unwrap_or_else(PoisonError::into_inner);
         }
@@ -322,9 +325,9 @@ impl Shared {
                 reason = if closed { "closed" } else { "deadline" };
                 continue;
             }
-            let (begin, len) = load.place(at);
+            let (begin, len) = load.span(at);
             let lease = load.into.lease(begin, len);
-            // It may have come here since the peer was found.
+            // The block may have been stored here since the peer was chosen.
             if lease.is_ok_and(|mut out| self.read_block(key, out.bytes_mut())) {
                 continue;
             }
@@ -341,18 +344,19 @@ impl Shared {
         } else {
             self.links()
         };
+        // Locked during submission, so that no fetch ends before it is recorded.
         let mut fetching = held(&self.fetching);
         let mut fetches = 0;
-        for (peer, places) in remote {
+        for (peer, indexes) in remote {
             let submitted = links
                 .as_ref()
-                .and_then(|links| submit(links, peer, &load, &places));
+                .and_then(|links| submit(links, peer, &load, &indexes));
             if let Some(transfer) = submitted {
-                fetching.fetches.insert(transfer, (load.job, places));
+                fetching.fetches.insert(transfer, (load.job, indexes));
                 fetches += 1;
             } else {
                 reason = "lost";
-                failed.extend(places);
+                failed.extend(indexes);
             }
         }
         if fetches == 0 {
@@ -380,6 +384,7 @@ impl Shared {
         while !self.is_closed() {
             let Some(links) = self.links() else { return };
             let busy = links.poll(|done| self.on_fetched(&done));
+            // Not held while parked, so that `drop_links` can end the transport.
             drop(links);
             let waiting = self.poll_soon.load(Ordering::Acquire);
             if waiting && held(&self.fetching).loads.is_empty() {
@@ -393,7 +398,7 @@ impl Shared {
 
     fn on_fetched(&self, done: &Completion) {
         let mut fetching = held(&self.fetching);
-        let Some((job, places)) = fetching.fetches.remove(&done.transfer) else {
+        let Some((job, indexes)) = fetching.fetches.remove(&done.transfer) else {
             return;
         };
         let Some(pending) = fetching.loads.get_mut(&job) else {
@@ -402,7 +407,7 @@ impl Shared {
         let closed = self.is_closed();
         for &(at, error) in &done.failed {
             pending.reason = if closed { "closed" } else { error.name() };
-            pending.failed.push(places[at as usize]);
+            pending.failed.push(indexes[at as usize]);
         }
         pending.fetches -= 1;
         if pending.fetches == 0
@@ -425,7 +430,8 @@ impl Shared {
         for tier in self.lower() {
             match tier.get(now, key, out) {
                 Ok(true) => {
-                    // Wanted once, wanted again. Without room it stays below.
+                    // A block that was read is likely to be read again. If memory has no room, it
+                    // stays in the lower tier.
                     let _ = self.memory.put_in(epoch, now, key, out);
                     return true;
                 }
@@ -439,19 +445,19 @@ impl Shared {
     pub(super) fn write(&self) {
         while let Some(key) = self.next_write() {
             let resets = self.resets.load(Ordering::Acquire);
-            let lower = self.lower(); // empty if detached, which has counted what was queued
+            let lower = self.lower(); // empty if detached, which counted the queue
             let epochs: Vec<u64> = lower.iter().map(|tier| tier.epoch()).collect();
             if lower.is_empty() {
                 continue;
             }
             let now = clock::now();
             let Some(block) = self.memory.pin(now, &key) else {
-                // It was evicted: the tiers below are slower than memory is large.
+                // Evicted before its write: lower tiers are too slow for memory's size.
                 self.writes_dropped.fetch_add(1, Ordering::Relaxed);
                 continue;
             };
             if self.resets.load(Ordering::Acquire) != resets {
-                continue; // the block may be of before the reset or after
+                continue; // the block may be from before the reset
             }
             for (tier, epoch) in lower.iter().zip(epochs) {
                 self.report_write(&tier.put_in(epoch, now, &key, block.bytes()));
@@ -473,7 +479,7 @@ impl Shared {
         }
     }
 
-    /// Takes what waits for lower tiers off its queue, and counts it as dropped.
+    /// Empties the queue of writes, and counts them as dropped.
     pub(super) fn drop_writes(&self) -> usize {
         let dropped = std::mem::take(&mut *held(&self.writes));
         self.writes_dropped
@@ -485,7 +491,7 @@ impl Shared {
     pub(super) fn drop_links(&self, reason: &'static str) {
         let links = held(&self.links).take();
         if let Some(links) = &links {
-            // Fetches end with their connections, and report what had come until then.
+            // Fetches end with their connections, and report the blocks that arrived before.
             links.disconnect();
             let end = Instant::now() + LAST_FETCHES;
             while !held(&self.fetching).fetches.is_empty() && Instant::now() < end {
@@ -494,13 +500,13 @@ impl Shared {
                 }
             }
         }
-        // Ends the transport's thread; nothing is written to any buffer from here on.
+        // Ends the transport's thread; no buffer is written afterwards.
         drop(links);
         let mut fetching = held(&self.fetching);
         let Fetching { loads, fetches } = &mut *fetching;
-        for (_, (job, places)) in fetches.drain() {
+        for (_, (job, indexes)) in fetches.drain() {
             if let Some(pending) = loads.get_mut(&job) {
-                pending.failed.extend(places);
+                pending.failed.extend(indexes);
                 pending.reason = reason;
             }
         }
@@ -509,7 +515,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn keep_house(&self) {
+    pub(super) fn housekeep(&self) {
         while !self.is_closed() {
             std::thread::park_timeout(HOUSEKEEPING);
             self.memory.expire(clock::now(), EXPIRE_MAX);
@@ -521,7 +527,7 @@ impl Shared {
         }
     }
 
-    /// Turns what changed in the tiers into messages.
+    /// Turns changes in the tiers into messages.
     pub(super) fn publish_keys(&self) {
         let lower = self.lower();
         let mut keys = held(&self.keys);
@@ -535,7 +541,7 @@ impl Shared {
                 served.set_consumed(true);
                 served.request_snapshot();
             }
-            // One that the transport cannot take makes it want a snapshot.
+            // If the transport's queue is full, it requests a snapshot later.
             while served
                 .message(self.keys_max)
                 .is_some_and(|message| endpoint.publish(message))
@@ -546,12 +552,13 @@ impl Shared {
     }
 }
 
-/// Begins to fetch blocks of a load from a peer; `None` if it is not connected or cannot take more.
-fn submit(links: &PeerLinks, peer: &str, load: &Load, places: &[u32]) -> Option<TransferId> {
-    let blocks: Vec<Fetch<'_>> = places
+/// Starts to fetch blocks of a load from a peer; `None` if it is not connected or its queue is
+/// full.
+fn submit(links: &PeerLinks, peer: &str, load: &Load, indexes: &[u32]) -> Option<TransferId> {
+    let blocks: Vec<Fetch<'_>> = indexes
         .iter()
         .map(|&at| {
-            let (begin, len) = load.place(at as usize);
+            let (begin, len) = load.span(at as usize);
             Fetch {
                 key: &load.keys[at as usize],
                 at: begin,
@@ -565,10 +572,10 @@ fn submit(links: &PeerLinks, peer: &str, load: &Load, places: &[u32]) -> Option<
 }
 
 fn warn_recomputed(error: &TierError) {
-    tracing::warn!("a block is computed again: {}", with_source(error));
+    tracing::warn!("a block will be recomputed: {}", with_source(error));
 }
 
-/// An error with the one that caused it.
+/// An error with its source.
 fn with_source(error: &dyn Error) -> String {
     match error.source() {
         Some(source) => format!("{error} ({source})"),

@@ -1,17 +1,17 @@
-//! Blocks in files, one each, that survive their process.
+//! Blocks in files, one file per block, that survive their process.
 //!
 //! ```text
 //!   FOLDER/lock               held by the process that uses the folder
-//!   FOLDER/blocks/KEY.kv      header (64 bytes): magic, lengths, time to live, checksums │ key │ block
-//!   FOLDER/old-N/             blocks that were dropped all at once and are removed by and by
+//!   FOLDER/blocks/KEY.kv      header (64 bytes): magic, lengths, expiry, checksums │ key │ block
+//!   FOLDER/old-N/             cleared blocks, whose files are removed later
 //! ```
 //!
-//! A file is written under a name that no reader looks for, and renamed: under its own name it is
-//! whole, or it is not there, unless the machine loses power. Then it may be torn, of the last
-//! [`DiskOptions::dirty_bytes`] at most, and its checksums say so.
+//! A file is written under a temporary name and then renamed, so under its final name it is complete.
+//! Only a power failure can leave torn files, among the last [`DiskOptions::dirty_bytes`] written.
+//! Their checksums detect them.
 //!
-//! Paths are relative to an open folder, so that a write that is under way when all blocks are
-//! dropped ends among those that were dropped.
+//! Paths are relative to an open folder. So a write that is in progress during a clear ends in the
+//! folder of cleared blocks.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -32,36 +32,36 @@ use crate::ledger::{Cleared, Ledger, Removal};
 
 const MAGIC: [u8; 8] = *b"SLIPKVB1";
 const HEADER_BYTES: usize = 64;
-/// Longer keys than this are named by their hash: a file's name has at most 255 bytes.
+/// Longer keys are named by their hash: a file name has at most 255 bytes.
 const NAMED_KEY_BYTES_MAX: usize = 100;
-/// Where blocks are, and how the names of folders begin whose blocks were dropped.
+/// The folder of blocks, and the prefix of folders of dropped blocks.
 const BLOCKS: &str = "blocks";
 const OLD: &str = "old-";
-/// Times that a block makes room on a full disk before it is given up.
+/// Evictions that one write may cause on a full disk before it fails.
 const FULL_RETRIES: usize = 8;
 
-/// Where a disk tier is, and how large.
+/// Location and size of a disk tier.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
-    /// A folder of its own; made if it is not there.
+    /// A folder for this tier only; created if it does not exist.
     pub path: PathBuf,
-    /// Bytes of all files together, and of those of `others`.
+    /// Maximum bytes of all files together, including those of `others`.
     pub bytes: u64,
     /// How long a block is kept, ns; `None`: until it is evicted.
     pub ttl_ns: Option<u64>,
-    /// Whether a block is on the disk, and not only in the system's memory, before it counts as
-    /// stored. Without it a process may die at any moment, but not the machine.
+    /// Whether a block is on the disk, not only in the page cache, before it counts as stored.
+    /// Without it, stored blocks survive the end of the process, but not a power failure.
     pub sync: bool,
-    /// Bytes that may be in the system's memory only, without `sync`. Writers that would exceed it
-    /// wait for the disk; a sync begins at half of it. `u64::MAX`: the system decides.
+    /// Maximum bytes in the page cache only, without `sync`. Writers that would exceed it wait for
+    /// the disk; a sync begins at half of it. `u64::MAX`: the system decides.
     pub dirty_bytes: u64,
-    /// Folders of other tiers, least recently used first. Blocks in those that no process uses make
-    /// room before any in this one.
+    /// Folders of other tiers, least recently used first. Blocks in those that no process uses are
+    /// evicted before any in this one.
     pub others: Vec<PathBuf>,
 }
 
 impl DiskOptions {
-    /// A tier of `bytes` in a folder, with neither a time to live nor syncs.
+    /// A tier of `bytes` in a folder, without a time to live or syncs.
     pub fn new(path: &Path, bytes: u64) -> DiskOptions {
         DiskOptions {
             path: path.to_path_buf(),
@@ -74,8 +74,8 @@ impl DiskOptions {
     }
 }
 
-/// Files in a folder. All calls do disk I/O and take their time, but [`Tier::clear`]; none holds a
-/// lock during I/O on blocks.
+/// Blocks in files of a folder. All calls except [`Tier::clear`] do disk I/O and may be slow. None
+/// holds a lock during I/O on blocks.
 pub struct DiskTier {
     options: DiskOptions,
     state: Mutex<State>,
@@ -104,7 +104,7 @@ impl State {
     }
 }
 
-/// What is not on the disk yet.
+/// Bytes that are not on the disk yet.
 #[derive(Default)]
 struct Dirty {
     bytes: u64,
@@ -115,12 +115,13 @@ struct Dirty {
 type Len = u64;
 
 impl DiskTier {
-    /// Opens a folder and finds what an earlier process has left there. Files that are torn are
-    /// removed, and counted as corrupt. `unix_ns` is [`crate::clock::unix_ns`].
+    /// Opens a folder and finds the blocks of an earlier process. Truncated files are removed and
+    /// counted as corrupt. `unix_ns` is [`crate::clock::unix_ns`].
     ///
     /// # Errors
     ///
-    /// [`TierError::Disk`] if the folder cannot be used, [`TierError::InUse`] if a process does.
+    /// [`TierError::Disk`] if the folder cannot be used, [`TierError::InUse`] if another process
+    /// uses it.
     pub fn open(
         now: SimTime,
         unix_ns: u64,
@@ -152,7 +153,7 @@ impl DiskTier {
                 .map_err(|error| disk("reading", &folder, error))?
                 .path();
             match path.extension().and_then(|extension| extension.to_str()) {
-                // Of a process that died while it wrote.
+                // Left by a process that died while it wrote.
                 Some("part") => remove_file(&path),
                 Some("kv") => match read_head(&path) {
                     Ok(head) if name_of(&head.key) == path.file_name().unwrap_or_default() => {
@@ -164,13 +165,14 @@ impl DiskTier {
                         remove_file(&path);
                     }
                 },
-                _ => {} // not ours
+                _ => {} // not a file of this tier
             }
         }
-        found.sort_by_key(|(modified, _)| *modified); // the last used is not known, the last written is
+        // Times of use are unknown, so the order of writing stands in for them.
+        found.sort_by_key(|(modified, _)| *modified);
         for (written, head) in found {
-            // Written with another time to live, or by another clock, a file lives no longer than the
-            // current one.
+            // A file written with another time to live, or by another clock, expires no later than
+            // the current one.
             let mut left = head.until_unix_ns.saturating_sub(unix_ns);
             if let Some(ttl) = options.ttl_ns {
                 let age = unix_ns.saturating_sub(since_1970_ns(written));
@@ -180,14 +182,14 @@ impl DiskTier {
                 (u64::MAX, None) => SimTime::MAX,
                 _ => now + left,
             };
-            ledger.enter(
+            ledger.insert(
                 &head.key,
                 head.len,
                 file_bytes(head.key.len(), head.len),
                 until,
             );
         }
-        ledger.stats.stored_total = 0; // not by this process
+        ledger.stats.stored_total = 0; // stored by an earlier process
         let others = Others::find(&options.others);
         let tier = DiskTier {
             options,
@@ -210,11 +212,11 @@ impl DiskTier {
         Ok(Arc::new(tier))
     }
 
-    /// Waits until everything that is stored is on the disk.
+    /// Waits until all stored blocks are on the disk.
     ///
     /// # Errors
     ///
-    /// [`TierError::Disk`] if the disk refuses.
+    /// [`TierError::Disk`] if a sync fails.
     pub fn flush(&self) -> Result<(), TierError> {
         rustix::fs::syncfs(&self.lock).map_err(|error| TierError::Disk {
             path: self.options.path.clone(),
@@ -231,9 +233,10 @@ impl DiskTier {
         self.options.path.join(BLOCKS).join(name_of(key))
     }
 
-    /// Evicts one block, of other folders first. `false`: there is none.
+    /// Evicts one block, of other folders first. `false` if there is none.
     fn evict(&self, mut state: MutexGuard<'_, State>) -> bool {
         if state.others.bytes > 0 {
+            // Files are removed without the lock, as the disk may be slow.
             let file = state.others.pop();
             drop(state);
             if let Some(file) = file {
@@ -251,7 +254,7 @@ impl DiskTier {
         true
     }
 
-    /// Evicts until `bytes` more fit, and takes that room.
+    /// Evicts until `bytes` more fit, and reserves that room.
     fn make_room(&self, bytes: u64) {
         loop {
             let mut state = self.state();
@@ -260,6 +263,8 @@ impl DiskTier {
                 return;
             }
             if !self.evict(state) {
+                // Only files that are being written are left; together they may exceed the
+                // capacity.
                 self.state().reserved += bytes;
                 return;
             }
@@ -315,7 +320,7 @@ impl DiskTier {
                 Err(why) => why,
             };
             let _ = rustix::fs::unlinkat(blocks, part, AtFlags::empty());
-            // Others fill the disk, too: then the cap is what is left of it.
+            // Other programs fill the disk too: then the capacity is the space that is left.
             if is_full(&error) && retries < FULL_RETRIES && self.evict(self.state()) {
                 retries += 1;
                 continue;
@@ -336,7 +341,7 @@ impl DiskTier {
         })
     }
 
-    /// Notes bytes that are not on the disk; waits for it if they are too many.
+    /// Counts bytes that are not on the disk; waits for a sync if they are too many.
     fn note_dirty(&self, bytes: u64) {
         let max = self.options.dirty_bytes;
         if self.options.sync || max == u64::MAX {
@@ -346,11 +351,12 @@ impl DiskTier {
         dirty.bytes += bytes;
         loop {
             if dirty.bytes > max / 2 && !dirty.is_syncing {
+                // Bytes written during the sync may not be on the disk after it.
                 let begun = dirty.bytes;
                 dirty.is_syncing = true;
                 drop(dirty);
                 if let Err(error) = self.flush() {
-                    tracing::warn!("{error}: blocks may be lost with the machine's power");
+                    tracing::warn!("{error}: blocks may be lost in a power failure");
                 }
                 dirty = crate::held(&self.dirty);
                 dirty.bytes -= begun;
@@ -400,11 +406,13 @@ impl Tier for DiskTier {
             state.temporary += 1;
             (state.temporary, Arc::clone(&state.blocks))
         };
+        // Expired blocks are removed before live ones are evicted.
         self.expire(now, 16);
         self.make_room(size);
         let written = self.write(&blocks, &format!("{number}.part"), key, bytes);
         let mut state = self.state();
         state.reserved -= size;
+        // A clear has renamed the folder, so the new file is among the cleared ones.
         if state.epoch != epoch {
             return Ok(false);
         }
@@ -413,11 +421,11 @@ impl Tier for DiskTier {
             return Err(error);
         }
         if state.ledger.peek(SimTime::ZERO, key).is_some() {
-            // Another thread was faster, or its time has come: the file is ours either way.
+            // Another thread stored the block first, or it has expired: the new file is as good.
             state.ledger.remove(key, Removal::Expired);
         }
         let until = state.ledger.until(now);
-        state.ledger.enter(key, bytes.len() as u64, size, until);
+        state.ledger.insert(key, bytes.len() as u64, size, until);
         drop(state);
         self.note_dirty(size);
         Ok(true)
@@ -447,11 +455,12 @@ impl Tier for DiskTier {
         state.ledger.stats.misses_total += 1;
         let is_current = state.epoch == epoch;
         drop(state);
+        // Cleared during the read: the ledger no longer has the block.
         if !is_current {
             return Ok(false);
         }
         match read {
-            // Evicted or removed in between: no harm done.
+            // Evicted or removed in between: a miss.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 self.forget(key, Removal::Removed);
             }
@@ -461,7 +470,7 @@ impl Tier for DiskTier {
             }
             Ok(_) => {
                 tracing::warn!(
-                    "{} is not what was stored; it is removed, and its block computed again",
+                    "{} is corrupt; it is removed, and its block will be recomputed",
                     self.path_of(key).display()
                 );
                 self.forget(key, Removal::Corrupt);
@@ -493,7 +502,7 @@ impl Tier for DiskTier {
 
     fn sweep(&self, count_max: usize) -> usize {
         let cleared = self.state().cleared.pop();
-        drop(cleared); // not under the lock
+        drop(cleared); // slow, so not under the lock
         if !self.has_old.swap(false, Ordering::AcqRel) {
             return 0;
         }
@@ -518,7 +527,7 @@ impl Tier for DiskTier {
                 remove_file(&file.path());
                 count += 1;
             }
-            // A write that is under way may leave one file more.
+            // A write in progress may still add a file.
             if fs::remove_dir(&folder).is_err() {
                 self.has_old.store(true, Ordering::Release);
             }
@@ -544,7 +553,7 @@ impl Tier for DiskTier {
         let cleared = state.ledger.clear();
         state.cleared.push(cleared);
         state.epoch += 1;
-        // From the rename on no start finds the blocks again.
+        // After the rename, no start finds the blocks again.
         let moved = (|| {
             let old = format!("{OLD}{}", crate::clock::unix_ns());
             fs::rename(root.join(BLOCKS), root.join(old))?;
@@ -566,10 +575,10 @@ impl Tier for DiskTier {
 
 impl Drop for DiskTier {
     fn drop(&mut self) {
-        // Folders that were used last are the last to make room.
+        // Marks the folder as used last, so that it is evicted last.
         let _ = self.lock.set_modified(SystemTime::now());
-        // Closing is not enough: a child that another thread is about to start has the file open
-        // as well until it begins.
+        // Closing is not enough: a child process that another thread is starting has the file open
+        // until its exec.
         let _ = rustix::fs::flock(&self.lock, FlockOperation::Unlock);
     }
 }
@@ -587,7 +596,7 @@ struct Other {
     files: VecDeque<(PathBuf, u64)>,
 }
 
-/// A file of another folder that is to go.
+/// A file of another folder that is to be evicted.
 struct OtherFile {
     folder: PathBuf,
     path: PathBuf,
@@ -640,7 +649,7 @@ impl Others {
 }
 
 impl OtherFile {
-    /// Removes it, unless a process has begun to use its folder.
+    /// Removes it, unless a process has started to use its folder.
     fn remove(&self) {
         let Some(_lock) = use_other(&self.folder) else {
             return;
@@ -668,7 +677,7 @@ fn use_other(folder: &Path) -> Option<File> {
         .map(|()| lock)
 }
 
-/// Files of blocks in a folder and those in it, with when they were written and their bytes.
+/// Files of blocks in a folder and its subfolders, with their modification times and sizes.
 fn list_files(folder: &Path, out: &mut Vec<(SystemTime, PathBuf, u64)>, depth: usize) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -682,14 +691,13 @@ fn list_files(folder: &Path, out: &mut Vec<(SystemTime, PathBuf, u64)>, depth: u
     }
 }
 
-/// Opens a file that is there, if it is a regular one: a FIFO would block, and a link may lead
-/// anywhere.
+/// Opens an existing file if it is regular: a FIFO would block, and a link may lead anywhere.
 fn open_regular(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     checked_regular(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
-/// Opens or makes the file that is locked, and leaves what is in it.
+/// Opens or creates the lock file, and keeps its contents.
 fn open_lock(path: &Path) -> io::Result<File> {
     let flags =
         OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -715,7 +723,7 @@ fn is_full(error: &io::Error) -> bool {
     )
 }
 
-/// Writes a new file; where it failed, what did.
+/// Writes a new file. An error names the operation.
 fn write_file(
     folder: &OwnedFd,
     name: &str,
@@ -743,18 +751,18 @@ fn write_file(
     Ok(())
 }
 
-/// What a file says before its block.
+/// The contents of a file before its block.
 struct Head {
     key: Box<[u8]>,
     len: u64,
     checksum: u64,
-    /// `u64::MAX`: without end.
+    /// `u64::MAX`: no expiry.
     until_unix_ns: u64,
 }
 
 impl Head {
     /// Header and key. Fields: magic 8, key length 2, zero 6, block length 8, block checksum 8,
-    /// end of life 8, zero 16, checksum of all this with the key 8.
+    /// expiry 8, zero 16, checksum of all these and the key 8.
     fn bytes(&self) -> Vec<u8> {
         let mut head = Vec::with_capacity(HEADER_BYTES + self.key.len());
         head.extend(MAGIC);
@@ -797,7 +805,8 @@ fn file_bytes(key_bytes: usize, len: u64) -> u64 {
     (HEADER_BYTES + key_bytes) as u64 + len
 }
 
-/// The head of a file that is as long as it says. Its block is not looked at before it is read.
+/// Reads the head of a file that has the length it states. The block is verified only when it is
+/// read.
 fn read_head(path: &Path) -> io::Result<Head> {
     let mut file = open_regular(path)?;
     let head = Head::read(&mut file)?;
@@ -806,7 +815,7 @@ fn read_head(path: &Path) -> io::Result<Head> {
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Whether the file has this very block, whole; it is in `out` then.
+/// Reads a file's block into `out`. `false` if the file has another key or fails verification.
 fn read_block(folder: &OwnedFd, key: &[u8], out: &mut [u8]) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(

@@ -9,21 +9,22 @@ use crate::arena::Arena;
 use crate::checksum;
 use crate::ledger::{Cleared, Ledger, Removal};
 
-/// How large a memory tier is.
+/// Size of a memory tier.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryOptions {
     /// Bytes of all blocks together; rounded down to whole blocks.
     pub bytes: usize,
-    /// Bytes of the largest block. Each block takes so many.
+    /// Bytes of the largest block. Each block takes as much.
     pub block_bytes: usize,
     /// How long a block is kept, ns; `None`: until it is evicted.
     pub ttl_ns: Option<u64>,
 }
 
-/// Host memory in places of one size.
+/// Host memory in slots of one size.
 ///
-/// A place is being *filled* (by the one who took it from the free ones), *held* (read-only), or *free*. Readers pin a held place; one that is dropped while pinned is free when the
-/// last pin is. So no place is written while it is read, in this process or in one that has a pin
+/// A slot is *free*, *filled* (by the thread that took it from the free ones), or *held*
+/// (read-only). Readers pin a held slot. A slot that is dropped while pinned becomes free with its
+/// last unpin. So no slot is written while it is read, by this process or by one that pins it
 /// through a connection.
 pub struct MemoryTier {
     arena: Arc<Arena>,
@@ -33,75 +34,77 @@ pub struct MemoryTier {
 }
 
 struct State {
-    ledger: Ledger<Place>,
+    ledger: Ledger<StoredBlock>,
     free: Vec<u32>,
-    /// Readers of each place.
+    /// Pins per slot.
     pins: Vec<u32>,
-    /// Places without a key that become free with their last pin.
+    /// Slots without a key that become free with their last unpin.
     doomed: Vec<bool>,
-    /// Places of blocks that were dropped all at once; they become free one by one, when needed.
-    cleared: Vec<Cleared<Place>>,
-    /// How often all blocks were dropped.
+    /// Slots of blocks that were cleared at once; they are freed one by one, when needed.
+    cleared: Vec<Cleared<StoredBlock>>,
+    /// Number of clears.
     epoch: u64,
-    /// Readers of each place that are peers, and places that have some; see [`MemoryTier::lend`].
+    /// Pins per slot by peers, and the number of slots that have such pins; see
+    /// [`MemoryTier::lend`].
     lends: Vec<u32>,
     lent: usize,
 }
 
 #[derive(Clone, Copy)]
-struct Place {
+struct StoredBlock {
     slot: u32,
     len: u32,
     checksum: u64,
 }
 
-/// A block that stays where it is until this is dropped.
+/// A block that stays in its slot until this is dropped.
 pub struct Pinned {
     tier: Arc<MemoryTier>,
-    place: Place,
+    block: StoredBlock,
     is_lent: bool,
 }
 
 impl Pinned {
     /// The block.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the place is held or doomed, and pinned: see `MemoryTier`.
+        // SAFETY: the slot is held or doomed, and pinned: see `MemoryTier`.
         unsafe { self.tier.arena.bytes(self.offset(), self.len()) }
     }
 
     /// Its offset in [`MemoryTier::arena`].
     pub fn offset(&self) -> usize {
-        self.tier.offset(self.place.slot)
+        self.tier.offset(self.block.slot)
     }
 
-    /// Bytes of it.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.place.len as usize
+        self.block.len as usize
     }
 
-    /// Whether it has none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What it had when it was stored.
+    /// The checksum when it was stored.
     pub fn checksum(&self) -> u64 {
-        self.place.checksum
+        self.block.checksum
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.tier.unpin(self.place.slot, self.is_lent);
+        self.tier.unpin(self.block.slot, self.is_lent);
     }
 }
 
 impl MemoryTier {
-    /// Takes the memory.
+    /// Allocates the memory.
     ///
     /// # Errors
     ///
-    /// [`TierError::TooLarge`] if not one block fits, [`TierError::Arena`] if there is no memory.
+    /// [`TierError::TooLarge`] if `bytes` is less than one block, [`TierError::Arena`] if there is
+    /// no memory.
     pub fn new(options: MemoryOptions) -> Result<Arc<MemoryTier>, TierError> {
         let slots = options.bytes / options.block_bytes.max(1);
         let fits = u32::try_from(slots).is_ok() && u32::try_from(options.block_bytes).is_ok();
@@ -138,18 +141,18 @@ impl MemoryTier {
         self.block_bytes
     }
 
-    /// Holds a block in its place for reading, and counts as a use of it.
+    /// Pins a block for reading, and makes it the most recently used.
     pub fn pin(self: &Arc<Self>, now: SimTime, key: &[u8]) -> Option<Pinned> {
-        let place = self.take_pin(now, key)?;
+        let block = self.take_pin(now, key)?;
         Some(Pinned {
             tier: Arc::clone(self),
-            place,
+            block,
             is_lent: false,
         })
     }
 
-    /// As [`MemoryTier::pin`], for a peer. `None` also while peers have pinned half of all places:
-    /// the others are for blocks of this engine, however many the peers ask for.
+    /// As [`MemoryTier::pin`], for a peer. `None` also while peers pin half of all slots: the
+    /// others are reserved for blocks of this engine.
     pub(crate) fn lend(self: &Arc<Self>, now: SimTime, key: &[u8]) -> Option<Pinned> {
         let mut state = self.state();
         let at = state.ledger.peek(now, key)?.slot as usize;
@@ -161,41 +164,43 @@ impl MemoryTier {
         }
         state.lends[at] += 1;
         state.pins[at] += 1;
-        let place = state.ledger.touch(now, key)?;
+        let block = state.ledger.touch(now, key)?;
         drop(state);
         Some(Pinned {
             tier: Arc::clone(self),
-            place,
+            block,
             is_lent: true,
         })
     }
 
-    fn take_pin(&self, now: SimTime, key: &[u8]) -> Option<Place> {
+    fn take_pin(&self, now: SimTime, key: &[u8]) -> Option<StoredBlock> {
         let mut state = self.state();
         let found = state.ledger.touch(now, key);
-        if let Some(place) = found {
-            state.pins[place.slot as usize] += 1;
+        if let Some(block) = found {
+            state.pins[block.slot as usize] += 1;
         }
         found
     }
 
-    /// The block was not what was stored: it is dropped, and counted.
+    /// Drops a block that failed verification, and counts it.
     pub fn drop_corrupt(&self, key: &[u8]) {
         let mut state = self.state();
-        if let Some(place) = state.ledger.remove(key, Removal::Corrupt) {
-            state.release(place.slot);
+        if let Some(block) = state.ledger.remove(key, Removal::Corrupt) {
+            state.release(block.slot);
         }
     }
 
     /// Flips a bit in the middle of a block.
     #[cfg(test)]
     pub(crate) fn damage(&self, key: &[u8]) {
-        let place = self.take_pin(SimTime::ZERO, key).expect("it is held");
-        let (at, len) = (self.offset(place.slot), place.len as usize);
-        // SAFETY: tests damage blocks while nobody reads them.
+        let block = self
+            .take_pin(SimTime::ZERO, key)
+            .expect("the block is held");
+        let (at, len) = (self.offset(block.slot), block.len as usize);
+        // SAFETY: tests damage blocks only while no thread reads them.
         let bytes = unsafe { self.arena.bytes_mut(at, len) };
         bytes[len / 2] ^= 4;
-        self.unpin(place.slot, false);
+        self.unpin(block.slot, false);
     }
 
     fn unpin(&self, slot: u32, is_lent: bool) {
@@ -222,36 +227,36 @@ impl MemoryTier {
 }
 
 impl State {
-    /// A place that is free, or becomes free by eviction.
+    /// A free slot, or one that an eviction frees.
     fn take_free(&mut self, now: SimTime) -> Option<u32> {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
         }
         while let Some(cleared) = self.cleared.last_mut() {
-            let Some(place) = cleared.pop() else {
+            let Some(block) = cleared.pop() else {
                 self.cleared.pop();
                 continue;
             };
-            self.release(place.slot);
+            self.release(block.slot);
             if let Some(slot) = self.free.pop() {
                 return Some(slot);
             }
         }
         if let Some(key) = self.ledger.pop_due(now)
-            && let Some(place) = self.ledger.remove(&key, Removal::Expired)
+            && let Some(block) = self.ledger.remove(&key, Removal::Expired)
         {
-            self.release(place.slot);
+            self.release(block.slot);
             if let Some(slot) = self.free.pop() {
                 return Some(slot);
             }
         }
         let pins = &self.pins;
-        let oldest = self.ledger.oldest(|place| pins[place.slot as usize] == 0)?;
-        let place = self.ledger.remove(&oldest, Removal::Evicted)?;
-        Some(place.slot)
+        let oldest = self.ledger.oldest(|block| pins[block.slot as usize] == 0)?;
+        let block = self.ledger.remove(&oldest, Removal::Evicted)?;
+        Some(block.slot)
     }
 
-    /// A place has lost its key.
+    /// Frees a slot that has lost its key, or marks it until its last unpin.
     fn release(&mut self, slot: u32) {
         if self.pins[slot as usize] == 0 {
             self.free.push(slot);
@@ -295,9 +300,9 @@ impl Tier for MemoryTier {
             };
             slot
         };
-        // SAFETY: the place is no longer free and has no key yet, so nothing else refers to it.
+        // SAFETY: the slot is no longer free and has no key yet, so nothing else refers to it.
         unsafe { self.arena.bytes_mut(self.offset(slot), bytes.len()) }.copy_from_slice(bytes);
-        let place = Place {
+        let block = StoredBlock {
             slot,
             len: bytes.len() as u32,
             checksum: checksum(bytes),
@@ -309,7 +314,7 @@ impl Tier for MemoryTier {
         }
         if let Some(other) = state.ledger.peek(SimTime::ZERO, key) {
             if state.ledger.peek(now, key).is_some() {
-                state.free.push(slot); // another thread was faster
+                state.free.push(slot); // another thread stored the block first
                 return Ok(false);
             }
             state.ledger.remove(key, Removal::Expired);
@@ -318,22 +323,22 @@ impl Tier for MemoryTier {
         let until = state.ledger.until(now);
         state
             .ledger
-            .enter(key, place, self.block_bytes as u64, until);
+            .insert(key, block, self.block_bytes as u64, until);
         Ok(true)
     }
 
     fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError> {
-        let Some(place) = self.take_pin(now, key) else {
+        let Some(block) = self.take_pin(now, key) else {
             self.state().ledger.stats.misses_total += 1;
             return Ok(false);
         };
-        let len = place.len as usize;
+        let len = block.len as usize;
         let verified = (len == out.len()).then(|| {
-            // SAFETY: the place is pinned, so it is not written to.
-            out.copy_from_slice(unsafe { self.arena.bytes(self.offset(place.slot), len) });
-            checksum(out) == place.checksum
+            // SAFETY: the slot is pinned, so it is not written to.
+            out.copy_from_slice(unsafe { self.arena.bytes(self.offset(block.slot), len) });
+            checksum(out) == block.checksum
         });
-        self.unpin(place.slot, false);
+        self.unpin(block.slot, false);
         match verified {
             None => Err(TierError::Length {
                 want: out.len(),
@@ -352,16 +357,16 @@ impl Tier for MemoryTier {
     }
 
     fn len_of(&self, now: SimTime, key: &[u8]) -> Option<usize> {
-        let place = self.state().ledger.peek(now, key)?;
-        Some(place.len as usize)
+        let block = self.state().ledger.peek(now, key)?;
+        Some(block.len as usize)
     }
 
     fn remove(&self, key: &[u8]) -> bool {
         let mut state = self.state();
-        let Some(place) = state.ledger.remove(key, Removal::Removed) else {
+        let Some(block) = state.ledger.remove(key, Removal::Removed) else {
             return false;
         };
-        state.release(place.slot);
+        state.release(block.slot);
         true
     }
 
@@ -371,8 +376,8 @@ impl Tier for MemoryTier {
         while count < count_max
             && let Some(key) = state.ledger.pop_due(now)
         {
-            if let Some(place) = state.ledger.remove(&key, Removal::Expired) {
-                state.release(place.slot);
+            if let Some(block) = state.ledger.remove(&key, Removal::Expired) {
+                state.release(block.slot);
             }
             count += 1;
         }
@@ -413,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_block_stays_while_others_make_room() {
+    fn a_pinned_block_stays_while_others_are_evicted() {
         let tier = tier(2, None);
         let now = SimTime(0);
         tier.put(now, b"a", &[1; 4096]).unwrap();
@@ -425,7 +430,7 @@ mod tests {
         drop(both);
         tier.put(now, b"c", &[3; 4096]).unwrap();
         assert_eq!(tier.len_of(now, b"b"), None);
-        // Dropped while it is read: its bytes stay until the reader has done.
+        // Dropped while it is read: its bytes stay until the reader unpins it.
         assert!(tier.remove(b"a"));
         tier.put(now, b"d", &[4; 4096]).unwrap();
         assert_eq!(pinned.bytes(), [1; 4096]);

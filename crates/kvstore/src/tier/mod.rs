@@ -1,4 +1,4 @@
-//! Where blocks are stored.
+//! The trait of tiers, which store blocks, and its implementations.
 
 pub mod disk;
 pub mod memory;
@@ -9,7 +9,7 @@ use slipstream_base::SimTime;
 
 use crate::arena::ArenaError;
 
-/// What kind of place a tier is.
+/// The medium of a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Medium {
     /// Memory of the host.
@@ -19,7 +19,7 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// vLLM's word for it in KV events (`medium` of `BlockStored` in
+    /// vLLM's name for it in KV events (`medium` of `BlockStored` in
     /// `vllm/distributed/kv_events.py`).
     pub fn vllm_name(self) -> &'static str {
         match self {
@@ -29,29 +29,29 @@ impl Medium {
     }
 }
 
-/// Holds blocks by key, up to a number of bytes, least recently used out first.
+/// Stores blocks by key, up to a number of bytes, with LRU eviction.
 ///
-/// `now` is [`crate::clock::now`] in production. Keys are any bytes; a block that is put again
-/// under a key that is held stays as it is, as a key stands for its content.
+/// `now` is [`crate::clock::now`] in production. Keys are any bytes. A key identifies its content,
+/// so a put of a key that is held changes nothing.
 pub trait Tier: Send + Sync {
-    /// What kind of place it is.
+    /// Its medium.
     fn medium(&self) -> Medium;
 
-    /// Stores a block. `false` if it was there. May evict others.
+    /// Stores a block. `false` if it was held already. May evict others.
     ///
     /// # Errors
     ///
-    /// [`TierError::TooLarge`], [`TierError::Pinned`] (a retry may help) and [`TierError::Disk`].
-    /// The block is not held then.
+    /// [`TierError::TooLarge`], [`TierError::Pinned`] (a retry may succeed) and
+    /// [`TierError::Disk`]. The block is not held then.
     fn put(&self, now: SimTime, key: &[u8], bytes: &[u8]) -> Result<bool, TierError> {
         self.put_in(self.epoch(), now, key, bytes)
     }
 
-    /// How often [`Tier::clear`] was called.
+    /// Number of calls of [`Tier::clear`].
     fn epoch(&self) -> u64;
 
-    /// As [`Tier::put`], unless [`Tier::clear`] was called since `epoch`: then the block is of before,
-    /// is not stored, and the answer is `false`.
+    /// As [`Tier::put`], but stores nothing and returns `false` if [`Tier::clear`] was called since
+    /// `epoch`: then the block is from before the clear.
     ///
     /// # Errors
     ///
@@ -59,119 +59,120 @@ pub trait Tier: Send + Sync {
     fn put_in(&self, epoch: u64, now: SimTime, key: &[u8], bytes: &[u8])
     -> Result<bool, TierError>;
 
-    /// Copies a block to `out` after which it has been verified, or says that there is none.
-    /// `out` may hold anything after a miss.
+    /// Copies a block to `out` and verifies it. `false` if there is none; `out` may contain
+    /// anything then.
     ///
     /// # Errors
     ///
     /// [`TierError::Length`] if the block is not as long as `out`.
     fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError>;
 
-    /// Bytes of the block, if it is held.
+    /// Length of the block, if it is held.
     fn len_of(&self, now: SimTime, key: &[u8]) -> Option<usize>;
 
     /// Drops a block. `false` if there was none.
     fn remove(&self, key: &[u8]) -> bool;
 
-    /// Drops up to `count_max` blocks whose time has come; returns of how many that was said.
+    /// Drops up to `count_max` expired blocks; returns how many.
     fn expire(&self, now: SimTime, count_max: usize) -> usize;
 
-    /// Removes up to `count_max` blocks that [`Tier::clear`] has dropped, if they take removing;
-    /// returns how many. To be called now and then.
+    /// Frees up to `count_max` blocks that [`Tier::clear`] has dropped, if that takes work; returns
+    /// how many. To be called periodically.
     fn sweep(&self, count_max: usize) -> usize {
         let _ = count_max;
         0
     }
 
-    /// Appends what changed since the last call, in order. `false` if some of it was not kept, as
-    /// nothing took them for long: then [`Tier::keys`] has what is held.
+    /// Appends the changes since the last call, in order. `false` if some were discarded, because
+    /// they were not taken for long: then [`Tier::keys`] has the current keys.
     fn take_changes(&self, out: &mut Vec<TierChange>) -> bool;
 
-    /// All keys held. Costs O(keys).
+    /// All keys held, in O(keys).
     fn keys(&self) -> Vec<Box<[u8]>>;
 
-    /// Counts so far.
+    /// Counters.
     fn stats(&self) -> TierStats;
 
-    /// Drops everything, in a time that does not depend on how much there is; what it took is freed
-    /// later. [`Tier::take_changes`] says that changes are lost.
+    /// Drops all blocks in O(1); their memory or files are freed later. The next
+    /// [`Tier::take_changes`] returns `false`.
     fn clear(&self);
 }
 
-/// A block came or went.
+/// A block was stored or removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TierChange {
-    /// It is held from now on.
+    /// The block is held from now on.
     Stored(Box<[u8]>),
-    /// It no longer is.
+    /// The block is no longer held.
     Removed(Box<[u8]>),
 }
 
-/// What a tier has seen.
+/// Counters of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierStats {
     /// Blocks held.
     pub blocks: u64,
-    /// Bytes held, with what a tier adds to each block.
+    /// Bytes held, including the overhead of each block.
     pub bytes: u64,
     /// Blocks stored.
     pub stored_total: u64,
-    /// [`Tier::get`]s that found a block: not what peers, or a tier below, read in place.
+    /// Calls of [`Tier::get`] that found a block. Reads in place by peers or for a lower tier are
+    /// not counted.
     pub hits_total: u64,
-    /// [`Tier::get`]s that found none, or a damaged one.
+    /// Calls of [`Tier::get`] that found none, or a corrupt one.
     pub misses_total: u64,
-    /// Blocks that made room.
+    /// Blocks that were evicted.
     pub evicted_total: u64,
-    /// Blocks whose time came.
+    /// Blocks that expired.
     pub expired_total: u64,
-    /// Blocks that were not what was stored, and were dropped.
+    /// Blocks that failed verification and were dropped.
     pub corrupt_total: u64,
     /// Blocks that could not be stored.
     pub failed_total: u64,
 }
 
-/// Removal a tier cannot do what it was asked. The tier is usable after each of them.
+/// Why a call failed. The tier remains usable.
 #[derive(Debug, thiserror::Error)]
 pub enum TierError {
-    /// No block of this size will ever fit.
+    /// The block exceeds the maximum size.
     #[error("block of {bytes} bytes exceeds the tier's {max} bytes; increase `block_bytes`")]
     TooLarge {
         /// Bytes of the block.
         bytes: usize,
-        /// Bytes that fit.
+        /// Maximum size.
         max: usize,
     },
-    /// Every block that could make room is being read. A retry may help.
-    #[error("all {slots} places are being read; give the host tier more bytes")]
+    /// Every block that could be evicted is being read. A retry may succeed.
+    #[error("all {slots} slots are being read; give the host tier more bytes")]
     Pinned {
-        /// Places there are.
+        /// Number of slots.
         slots: usize,
     },
-    /// A block has another length than the reader expects: they disagree about the layout.
-    #[error("a block has {got} bytes where {want} are wanted; all engines need one block layout")]
+    /// The block has another length than the reader expects: they disagree on the layout.
+    #[error("a block has {got} bytes instead of {want}; all engines need one block layout")]
     Length {
-        /// Bytes wanted.
+        /// Expected length.
         want: usize,
-        /// Bytes of the block.
+        /// Length of the block.
         got: usize,
     },
-    /// The disk refused: full, read-only or gone.
+    /// A disk operation failed: the disk is full, read-only or gone.
     #[error("{path}: {what} failed; free some space, or give the disk tier fewer bytes")]
     Disk {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Removal it failed.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// The folder is in use by another process.
-    #[error("{path} is the disk tier of another process; give each engine a folder of its own")]
+    /// Another process uses the folder.
+    #[error("{path} is the disk tier of another process; give each engine its own folder")]
     InUse {
         /// The folder.
         path: PathBuf,
     },
-    /// There is no memory for it.
+    /// The memory could not be allocated.
     #[error(transparent)]
     Arena(#[from] ArenaError),
 }

@@ -1,4 +1,4 @@
-//! One connection: its socket, what came and is not yet understood, what waits to go.
+//! One connection: its socket, unparsed input, and queued output.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
@@ -13,29 +13,29 @@ use rustix::net::{
 };
 use slipstream_base::SimTime;
 
-use super::pull::Remote;
+use super::pull::RemoteMemory;
 use super::{Address, PeerId};
 use crate::arena::Arena;
 use crate::tier::memory::{MemoryTier, Pinned};
 
-/// Bytes read at once where frames are awaited.
+/// Bytes per read of frames.
 const READ_BYTES: usize = 64 << 10;
-/// Pieces written at once.
+/// Pieces per write.
 const PIECES: usize = 32;
-/// Bytes that may wait for a slow peer, without blocks: those are bounded by what it asked for.
+/// Maximum bytes queued for a slow peer. Blocks do not count: the peer's requests bound them.
 pub(super) const OUT_BYTES_MAX: usize = 64 << 20;
-/// Bytes that a peer may send before its greeting is accepted; what NIXL writes of an agent is some
-/// KiB.
+/// Maximum bytes that a peer may send before its greeting is accepted. NIXL's metadata of an agent
+/// has some KiB.
 pub(super) const GREETING_BYTES_MAX: usize = 1 << 20;
 
-/// How far a connection has come.
+/// Progress of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// The socket is not there yet.
+    /// The socket is not connected yet.
     Connecting,
-    /// Greetings are under way.
+    /// Greetings are exchanged.
     Greeting,
-    /// The peer has greeted, and has yet to give access to its memory.
+    /// The peer has sent its greeting, but not yet the access to its memory.
     Introducing,
     Up,
 }
@@ -43,11 +43,11 @@ pub(super) enum Phase {
 /// How blocks are transferred over a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scheme {
-    /// Behind their frames.
+    /// Blocks follow their frames.
     Stream,
-    /// They stay, and the other side maps them.
+    /// The other side maps the memory of the blocks.
     Map,
-    /// They stay, and the other side reads them by NIXL.
+    /// The other side reads the blocks by NIXL.
     Pull,
 }
 
@@ -60,7 +60,7 @@ impl Scheme {
         }
     }
 
-    /// As the handshake says it.
+    /// The name in the handshake.
     pub(super) fn name(self) -> &'static str {
         match self {
             Scheme::Stream => "tcp",
@@ -72,45 +72,45 @@ impl Scheme {
 
 pub(super) struct Conn {
     pub(super) peer: PeerId,
-    /// For people: what it calls itself, and where it is.
+    /// For messages: the peer's name and address, once it has greeted.
     pub(super) name: String,
     pub(super) peer_name: String,
     pub(super) socket: OwnedFd,
     pub(super) scheme: Scheme,
     pub(super) phase: Phase,
-    pub(super) heard: SimTime,
-    /// The greeting has to be there by then.
-    pub(super) began: SimTime,
-    /// What came and is not yet understood begins at `start`.
+    pub(super) last_received: SimTime,
+    /// When the connection was made; the greeting is due some time after.
+    pub(super) started: SimTime,
+    /// Unparsed input begins at `start`.
     pub(super) input: Vec<u8>,
     pub(super) start: usize,
-    /// Blocks that come behind a frame, in their order.
+    /// Blocks that follow a frame, in order.
     pub(super) payload: Option<Payload>,
     /// The peer made the connection.
     pub(super) is_inbound: bool,
-    /// A descriptor that came with the peer's memory, and the bytes that its greeting named.
+    /// A descriptor received with the peer's memory, and the size from its greeting.
     pub(super) fd: Option<OwnedFd>,
     pub(super) arena_bytes: u64,
-    /// The peer's memory, where it is mapped, and where it is read by NIXL.
+    /// The peer's memory: mapped, or read by NIXL.
     pub(super) arena: Option<Arc<Arena>>,
-    pub(super) remote: Option<Remote>,
+    pub(super) remote: Option<RemoteMemory>,
     out: VecDeque<Piece>,
-    /// Of the first piece, gone already.
+    /// Bytes of the first piece that are already sent.
     out_at: usize,
     out_bytes: usize,
     pub(super) wants_write: bool,
     /// Blocks that the peer reads in this side's memory, by its request.
     pub(super) pins: HashMap<u64, (SimTime, Vec<Pinned>)>,
-    /// Answers that it has not taken yet are due then.
+    /// When the peer must have read the answers that are queued for it.
     pub(super) write_due: Option<SimTime>,
 }
 
-/// Blocks that are on their way behind a frame.
+/// Blocks that follow a frame and are being received.
 pub(super) struct Payload {
     pub(super) request: u64,
-    /// Place in the request, bytes, checksum.
+    /// Index in the request, length, checksum.
     pub(super) blocks: VecDeque<(u32, u32, u64)>,
-    /// Bytes of the first one that are there.
+    /// Received bytes of the first one.
     pub(super) filled: usize,
 }
 
@@ -139,12 +139,12 @@ impl Piece {
     }
 }
 
-/// What a read returned.
+/// The result of a read.
 pub(super) enum ReadOutcome {
     Bytes(usize),
-    /// No more for now.
+    /// No data for now.
     Nothing,
-    /// The other side is gone.
+    /// The peer closed the connection.
     End,
 }
 
@@ -153,7 +153,7 @@ impl Conn {
         peer: PeerId,
         name: String,
         socket: OwnedFd,
-        way: Scheme,
+        scheme: Scheme,
         now: SimTime,
     ) -> Conn {
         Conn {
@@ -161,10 +161,10 @@ impl Conn {
             name,
             peer_name: String::new(),
             socket,
-            scheme: way,
+            scheme,
             phase: Phase::Greeting,
-            heard: now,
-            began: now,
+            last_received: now,
+            started: now,
             input: Vec::new(),
             start: 0,
             payload: None,
@@ -195,7 +195,7 @@ impl Conn {
         self.out.is_empty()
     }
 
-    /// Writes what can be written. The error ends the connection.
+    /// Writes as much as possible. An error ends the connection.
     pub(super) fn write(&mut self) -> io::Result<()> {
         while !self.out.is_empty() {
             let sent = self.write_some();
@@ -215,7 +215,7 @@ impl Conn {
         let mut count = 0;
         for (slice, piece) in slices.iter_mut().zip(&self.out) {
             if count > 0 && matches!(piece, Piece::Memory(..)) {
-                break; // its descriptor goes with its own first byte
+                break; // its descriptor is sent with its first byte
             }
             let skip = if count == 0 { self.out_at } else { 0 };
             *slice = IoSlice::new(&piece.bytes()[skip..]);
@@ -228,7 +228,7 @@ impl Conn {
             let fds = [tier.arena().fd()];
             assert!(
                 control.push(SendAncillaryMessage::ScmRights(&fds)),
-                "there is space for one"
+                "the buffer has space for one descriptor"
             );
             return rustix::net::sendmsg(&self.socket, &slices[..1], &mut control, flags);
         }
@@ -250,7 +250,7 @@ impl Conn {
         }
     }
 
-    /// Reads some bytes behind those in `input`.
+    /// Reads some bytes, and appends them to `input`.
     pub(super) fn read(&mut self) -> io::Result<ReadOutcome> {
         if self.start > 0 {
             self.input.drain(..self.start);
@@ -259,17 +259,17 @@ impl Conn {
         let before = self.input.len();
         self.input.resize(before + READ_BYTES, 0);
         let has_fd = self.phase == Phase::Greeting || self.phase == Phase::Introducing;
-        let came = if self.scheme == Scheme::Map && has_fd {
+        let outcome = if self.scheme == Scheme::Map && has_fd {
             self.read_with_fd(before)
         } else {
             read_into(&self.socket, &mut self.input[before..])
         };
-        let kept = match came {
+        let kept = match outcome {
             Ok(ReadOutcome::Bytes(bytes)) => bytes,
             _ => 0,
         };
         self.input.truncate(before + kept);
-        came
+        outcome
     }
 
     fn read_with_fd(&mut self, before: usize) -> io::Result<ReadOutcome> {
@@ -277,13 +277,13 @@ impl Conn {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [io::IoSliceMut::new(&mut self.input[before..])];
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let came = rustix::net::recvmsg(self.socket.as_fd(), &mut slices, &mut control, flags);
+        let outcome = rustix::net::recvmsg(self.socket.as_fd(), &mut slices, &mut control, flags);
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
                 self.fd = fds.last().or(self.fd.take());
             }
         }
-        outcome_of(came.map(|message| message.bytes))
+        outcome_of(outcome.map(|message| message.bytes))
     }
 }
 

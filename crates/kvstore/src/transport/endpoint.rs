@@ -1,4 +1,4 @@
-//! The built-in transport, as its callers see it.
+//! The built-in transport: its interface and set-up.
 
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -19,8 +19,8 @@ use super::conn::Scheme;
 use super::pull::Pulls;
 use super::run::Run;
 use super::{
-    Address, Completion, Event, Fetch, FetchError, PeerId, SubmitError, TransferId, Transport,
-    TransportError, TransportStats,
+    Address, BlockTransport, Completion, Fetch, FetchError, PeerId, SubmitError, TransferId,
+    TransportError, TransportEvent, TransportStats,
 };
 use crate::clock;
 use crate::handshake::{Hello, Profile};
@@ -33,55 +33,54 @@ use crate::wire::{BODY_BYTES_MAX, Get, Wanted};
 /// How an endpoint is set up.
 #[derive(Clone)]
 pub struct EndpointOptions {
-    /// What peers call this side in messages, such as host and port.
+    /// The name of this side in messages of peers, such as host and port.
     pub name: String,
-    /// What blocks depend on; see [`Profile`].
+    /// The properties that blocks depend on; see [`Profile`].
     pub profile: Profile,
-    /// Where to listen; port 0 takes a free one. A file in a `unix:` address's place is replaced
-    /// if no process listens there.
+    /// Where to listen; port 0 picks a free one. The file of a `unix:` address is replaced if no
+    /// process listens there.
     pub listen: Vec<Address>,
-    /// Blocks to give to peers.
+    /// Blocks to serve to peers.
     pub serves: Option<Arc<MemoryTier>>,
-    /// Tiers with blocks that `serves` no longer holds, such as a disk, the fastest first. A block
-    /// that a peer asks for is put back into `serves`, on a thread of its own.
+    /// Tiers with blocks that `serves` no longer holds, such as a disk, the fastest first. A
+    /// requested block is put back into `serves`, on a separate thread.
     pub lower: Vec<Arc<dyn Tier>>,
-    /// Where peers' messages about keys go; their slots are its peers.
+    /// The index that peers' messages about keys update; its slots are this endpoint's peers.
     pub index: Option<Arc<PeerIndex>>,
-    /// Whether blocks that came are compared with their checksum. Byte counts always are.
+    /// Whether the checksums of received blocks are verified. Lengths always are.
     pub verify: bool,
-    /// Connections there may be.
+    /// Maximum number of connections.
     pub peers_max: usize,
-    /// Transfers there may be, from submission to the poll that returns them.
+    /// Maximum number of transfers, from submission to the poll that returns them.
     pub transfers_max: usize,
-    /// A peer that is not heard for so long is cut off; pings go out four times as often.
+    /// A peer that sends nothing for this long is disconnected; pings are sent four times as often.
     pub silence_max: Duration,
-    /// How long a peer's request may hold blocks in their places, whatever deadline it names.
+    /// Maximum time that a peer's request may pin blocks, whatever its deadline.
     pub serve_max: Duration,
-    /// How long the thread looks for what is likely to come soon before it sleeps: an answer that is
-    /// due, or another event after two that came as close to each other. It saves what waking up
-    /// takes (some 5 to 50 µs each time), costs at most so much CPU time for each event, and is left
-    /// off where it was in vain. Zero: the thread sleeps at once.
+    /// How long the thread polls before it sleeps, if an event is likely soon: an answer is due, or
+    /// the last two events came within this time. Polling saves the wake-up latency (some 5 to 50
+    /// µs each). It costs at most this much CPU time per event, and is skipped where it was in
+    /// vain. Zero: the thread sleeps at once.
     pub spin: Duration,
-    /// Whether blocks may be read by NIXL, from and by peers at `nixl:` addresses.
+    /// Whether NIXL may move blocks, from and to peers at `nixl:` addresses.
     pub nixl: Nixl,
 }
 
-/// What an endpoint has to do with NIXL.
+/// How an endpoint uses NIXL.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Nixl {
-    /// Nothing; `nixl:` addresses are refused.
+    /// Not at all; `nixl:` addresses are refused.
     #[default]
     Off,
-    /// It may connect to `nixl:` addresses to follow keys. Blocks are not fetched: they are
-    /// [`FetchError::Lost`].
+    /// It may connect to `nixl:` addresses to follow keys. Fetches fail with [`FetchError::Lost`].
     Keys,
     /// It moves blocks.
     On(NixlOptions),
 }
 
 impl EndpointOptions {
-    /// Serves nothing and listens nowhere; 64 peers, 1,024 transfers, silence of 5 s, 50 µs of looking
-    /// for more.
+    /// Serves nothing and listens nowhere. Limits: 64 peers, 1,024 transfers, 5 s of silence, 50 µs
+    /// of spinning.
     pub fn new(name: &str, profile: Profile) -> EndpointOptions {
         EndpointOptions {
             name: name.to_owned(),
@@ -101,22 +100,23 @@ impl EndpointOptions {
     }
 }
 
-/// Shared memory, TCP and NIXL, on one thread of its own.
-pub struct Endpoint {
+/// The transport through shared memory, TCP and NIXL, on one thread.
+pub struct BlockEndpoint {
     shared: Arc<Shared>,
     addresses: Vec<Address>,
-    /// Files of `unix:` addresses, removed in the end.
+    /// Files of `unix:` addresses, removed at the end.
     files: Vec<PathBuf>,
     thread: Option<JoinHandle<()>>,
     fetcher: Option<JoinHandle<()>>,
 }
 
-/// What callers and the thread share. Queues are lock-free; the thread holds no lock while it works.
+/// State that callers and the thread share. Queues are lock-free; the thread holds no lock while it
+/// works.
 pub(super) struct Shared {
     pub(super) options: EndpointOptions,
     pub(super) commands: ArrayQueue<Command>,
     pub(super) done: ArrayQueue<Completion>,
-    peer_events: ArrayQueue<Event>,
+    peer_events: ArrayQueue<TransportEvent>,
     /// Submitted and not yet polled.
     in_flight: AtomicUsize,
     next_transfer: AtomicU64,
@@ -127,11 +127,11 @@ pub(super) struct Shared {
     pub(super) stop: AtomicBool,
     pub(super) snapshot_wanted: AtomicBool,
     /// Peers get no more blocks.
-    pub(super) is_mute: AtomicBool,
+    pub(super) is_serving_stopped: AtomicBool,
     pub(super) counters: Counters,
 }
 
-/// The parts of [`TransportStats`].
+/// The counters of [`TransportStats`].
 #[derive(Default)]
 pub(super) struct Counters {
     pub(super) fetched_blocks: AtomicU64,
@@ -152,57 +152,57 @@ pub(super) fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
-/// What the thread is asked to do.
+/// A command for the thread.
 pub(super) enum Command {
     Connect(PeerId, Address),
     Disconnect(PeerId),
     Fetch(Transfer, Vec<u8>),
     Publish(Arc<[u8]>),
     Resync(PeerId),
-    /// A peer's request, whose blocks are in memory now as far as they could be found.
-    Found(PeerId, Get),
+    /// A peer's request, whose blocks have been put into memory if a tier had them.
+    Promoted(PeerId, Get),
 }
 
 /// A peer's request for blocks of which some are in lower tiers.
-pub(super) struct Find {
+pub(super) struct Promotion {
     pub(super) peer: PeerId,
     pub(super) get: Get,
     pub(super) due: SimTime,
 }
 
-/// Requests that may wait for the disk; those beyond are answered with what memory holds.
-const FINDS_MAX: usize = 256;
+/// Maximum number of requests that wait for the disk; those beyond get the blocks in memory only.
+const PROMOTIONS_MAX: usize = 256;
 
-/// Blocks under way.
+/// A transfer in flight.
 pub(super) struct Transfer {
     pub(super) id: u64,
     pub(super) peer: PeerId,
-    /// Where each block goes; taken when it is settled.
-    pub(super) places: Vec<Option<Lease>>,
+    /// The destination of each block; taken when the block is settled.
+    pub(super) destinations: Vec<Option<Lease>>,
     pub(super) failed: Vec<(u32, FetchError)>,
     pub(super) bytes: u64,
-    pub(super) began: SimTime,
+    pub(super) started: SimTime,
     pub(super) deadline: SimTime,
 }
 
-impl Endpoint {
+impl BlockEndpoint {
     /// Listens, and starts the thread.
     ///
     /// # Errors
     ///
     /// [`TransportError`].
-    pub fn start(options: EndpointOptions) -> Result<Endpoint, TransportError> {
+    pub fn start(options: EndpointOptions) -> Result<BlockEndpoint, TransportError> {
         let pulls = match &options.nixl {
             Nixl::On(nixl) => Some(start_nixl(nixl, options.serves.as_deref())?),
             Nixl::Off | Nixl::Keys => None,
         };
-        Endpoint::start_with(options, pulls)
+        BlockEndpoint::start_with(options, pulls)
     }
 
     pub(super) fn start_with(
         options: EndpointOptions,
         pulls: Option<Pulls>,
-    ) -> Result<Endpoint, TransportError> {
+    ) -> Result<BlockEndpoint, TransportError> {
         let needs = |address: &&Address| matches!(address, Address::Nixl(_)) && pulls.is_none();
         if let Some(address) = options.listen.iter().find(needs) {
             let address = address.to_string();
@@ -222,10 +222,12 @@ impl Endpoint {
         let peers = options.peers_max.clamp(1, 1 << 16);
         let free_slots = ArrayQueue::new(peers);
         for slot in 0..peers as u32 {
-            free_slots.push(slot).expect("as many as there is room for");
+            free_slots
+                .push(slot)
+                .expect("the queue has room for all slots");
         }
         if let Some(index) = &options.index {
-            assert!(index.peers() >= peers, "a place in the index for each peer");
+            assert!(index.peers() >= peers, "the index has a slot for each peer");
         }
         let transfers_max = options.transfers_max.max(1);
         let shared = Arc::new(Shared {
@@ -242,27 +244,27 @@ impl Endpoint {
             sleeping: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             snapshot_wanted: AtomicBool::new(false),
-            is_mute: AtomicBool::new(false),
+            is_serving_stopped: AtomicBool::new(false),
             counters: Counters::default(),
             options,
         });
         let mut fetcher = None;
-        let mut finds = None;
+        let mut promotions = None;
         let options = &shared.options;
         if let (Some(memory), false) = (&options.serves, options.lower.is_empty()) {
             let (memory, lower) = (Arc::clone(memory), options.lower.clone());
-            let (sender, receiver) = sync_channel(FINDS_MAX);
+            let (sender, receiver) = sync_channel(PROMOTIONS_MAX);
             let shared = Arc::clone(&shared);
             let find = move || promote(&receiver, &memory, &lower, &shared);
             let thread = std::thread::Builder::new().name("kv-promote".into());
             fetcher = Some(thread.spawn(find)?);
-            finds = Some(sender);
+            promotions = Some(sender);
         }
-        let run = Run::new(Arc::clone(&shared), listeners, finds, pulls)?;
+        let run = Run::new(Arc::clone(&shared), listeners, promotions, pulls)?;
         let thread = std::thread::Builder::new()
             .name("kv-transport".into())
             .spawn(move || run.run())?;
-        Ok(Endpoint {
+        Ok(BlockEndpoint {
             shared,
             addresses,
             files,
@@ -271,13 +273,13 @@ impl Endpoint {
         })
     }
 
-    /// Where it listens, with the ports that were taken.
+    /// The addresses where it listens, with the actual ports.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// Sends all peers a message about keys, of a [`slipstream_kvindex::KeySet`]. `false` if the
-    /// thread is far behind and the message was dropped: then a snapshot is wanted.
+    /// Sends a message about keys, from a [`slipstream_kvindex::KeySet`], to all peers. `false` if
+    /// the thread is too far behind and the message was dropped: a snapshot is needed then.
     pub fn publish(&self, message: Vec<u8>) -> bool {
         let sent = message.len() <= BODY_BYTES_MAX
             && self.shared.command(Command::Publish(message.into()));
@@ -287,20 +289,20 @@ impl Endpoint {
         sent
     }
 
-    /// Whether some peer needs a snapshot since this was asked last: call
-    /// [`slipstream_kvindex::KeySet::request_snapshot`] then.
+    /// Whether a peer has needed a snapshot since the last call. If so, call
+    /// [`slipstream_kvindex::KeySet::request_snapshot`].
     pub fn take_snapshot_wanted(&self) -> bool {
         self.shared.snapshot_wanted.load(Ordering::Acquire)
             && self.shared.snapshot_wanted.swap(false, Ordering::AcqRel)
     }
 
-    /// Gives no more blocks to peers, which find all of them absent from now on. To be called before
-    /// the memory it serves is cleared to hold something else.
+    /// Stops serving: peers find all blocks absent from now on. Call it before the served memory is
+    /// cleared for incompatible blocks.
     pub fn stop_serving(&self) {
-        self.shared.is_mute.store(true, Ordering::SeqCst);
+        self.shared.is_serving_stopped.store(true, Ordering::SeqCst);
     }
 
-    /// Asks a peer for a snapshot of its keys.
+    /// Requests a snapshot of a peer's keys.
     pub fn request_snapshot(&self, peer: PeerId) {
         self.shared.command(Command::Resync(peer));
     }
@@ -316,22 +318,22 @@ impl Shared {
     }
 
     fn wake(&self) {
-        // Pairs with the store before the thread looks at its commands for the last time: either
-        // it sees the command, or this sees that it sleeps.
+        // Pairs with the store before the thread's last check of its commands: either it sees the
+        // command, or this sees that it sleeps.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.swap(false, Ordering::SeqCst) {
-            // It fails only where the count is full, which wakes as well.
+            // Fails only if the counter is at its maximum, which wakes the thread as well.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    pub(super) fn peer_event(&self, event: Event) {
-        // A caller that never polls: what it does not know of old connections it need not know.
+    pub(super) fn peer_event(&self, event: TransportEvent) {
+        // If the caller never polls, the oldest events are dropped.
         drop(self.peer_events.force_push(event));
     }
 }
 
-impl Transport for Endpoint {
+impl BlockTransport for BlockEndpoint {
     fn connect(&self, address: &Address) -> Result<PeerId, SubmitError> {
         let shared = &*self.shared;
         let max = shared.generations.len();
@@ -374,12 +376,12 @@ impl Transport for Endpoint {
                 key_bytes,
             });
         }
-        let mut places = Vec::with_capacity(blocks.len());
+        let mut destinations = Vec::with_capacity(blocks.len());
         for block in blocks {
-            places.push(Some(region.lease(block.at, block.len)?));
+            destinations.push(Some(region.lease(block.at, block.len)?));
         }
         let max = shared.done.capacity();
-        // Each transfer has room for its completion before it begins.
+        // Each transfer reserves room for its completion before it starts.
         let reserved = shared
             .in_flight
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
@@ -389,7 +391,7 @@ impl Transport for Endpoint {
             return Err(SubmitError::Full { max });
         }
         let id = shared.next_transfer.fetch_add(1, Ordering::Relaxed);
-        let began = clock::now();
+        let started = clock::now();
         let deadline_ns = u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX);
         let get = Get {
             request: id,
@@ -405,11 +407,11 @@ impl Transport for Endpoint {
         let transfer = Transfer {
             id,
             peer,
-            places,
+            destinations,
             failed: Vec::new(),
             bytes: 0,
-            began,
-            deadline: began + deadline_ns,
+            started,
+            deadline: started + deadline_ns,
         };
         if !shared.command(Command::Fetch(transfer, get.frame())) {
             shared.in_flight.fetch_sub(1, Ordering::AcqRel);
@@ -418,17 +420,17 @@ impl Transport for Endpoint {
         Ok(TransferId(id))
     }
 
-    fn poll(&self, max: usize, out: &mut Vec<Event>) -> usize {
+    fn poll(&self, max: usize, out: &mut Vec<TransportEvent>) -> usize {
         let shared = &*self.shared;
         let before = out.len();
-        // Counted before the completions are taken: those of a connection are in their queue before
-        // its end is reported, so that they come first.
+        // Counted before the completions are taken. The completions of a connection are queued
+        // before its end is reported, so they are returned first.
         let peer_events = shared.peer_events.len();
         while out.len() - before < max
             && let Some(done) = shared.done.pop()
         {
             shared.in_flight.fetch_sub(1, Ordering::AcqRel);
-            out.push(Event::Done(done));
+            out.push(TransportEvent::Done(done));
         }
         let room = max - (out.len() - before);
         out.extend((0..peer_events.min(room)).map_while(|_| shared.peer_events.pop()));
@@ -455,12 +457,12 @@ impl Transport for Endpoint {
     }
 }
 
-impl Drop for Endpoint {
-    /// Ends the thread. Transfers under way end with it, and are not reported.
+impl Drop for BlockEndpoint {
+    /// Ends the thread. Transfers in flight end with it, and are not reported.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
-        // The second one ends with the first, which has its queue.
+        // The second thread ends with the first, which owns its queue.
         for thread in [self.thread.take(), self.fetcher.take()]
             .into_iter()
             .flatten()
@@ -473,14 +475,19 @@ impl Drop for Endpoint {
     }
 }
 
-/// Puts blocks that peers ask for back into memory, until the transport's thread has ended.
-fn promote(finds: &Receiver<Find>, memory: &MemoryTier, lower: &[Arc<dyn Tier>], shared: &Shared) {
+/// Puts requested blocks back into memory, until the transport's thread has ended.
+fn promote(
+    promotions: &Receiver<Promotion>,
+    memory: &MemoryTier,
+    lower: &[Arc<dyn Tier>],
+    shared: &Shared,
+) {
     let mut block = Vec::new();
-    while let Ok(Find { peer, get, due }) = finds.recv() {
+    while let Ok(Promotion { peer, get, due }) = promotions.recv() {
         for wanted in &get.blocks {
             let now = clock::now();
             if now > due {
-                break; // the requester has given up
+                break; // past the requester's deadline
             }
             let (key, len) = (&wanted.key, wanted.len as usize);
             let holds = |tier: &&Arc<dyn Tier>| tier.len_of(now, key) == Some(len);
@@ -492,19 +499,20 @@ fn promote(finds: &Receiver<Find>, memory: &MemoryTier, lower: &[Arc<dyn Tier>],
             };
             block.resize(len, 0);
             let epoch = memory.epoch();
-            // After the epoch: what is cleared once this endpoint is mute stays so.
-            if shared.is_mute.load(Ordering::SeqCst) {
+            // Checked after the epoch was read, so that no block enters memory that is cleared
+            // after `stop_serving`.
+            if shared.is_serving_stopped.load(Ordering::SeqCst) {
                 break;
             }
-            // A block that cannot be read or finds no room is absent, and counted by its tier.
+            // A block that cannot be read or finds no room is absent, and its tier counts it.
             if let Ok(true) = tier.get(now, key, &mut block)
                 && let Err(error) = memory.put_in(epoch, now, key, &block)
             {
-                tracing::warn!("a block that a peer asked for stays on disk: {error}");
+                tracing::warn!("a requested block stays on disk: {error}");
             }
         }
         // A full queue empties soon, unless the transport ends.
-        let mut found = Command::Found(peer, get);
+        let mut found = Command::Promoted(peer, get);
         while clock::now() <= due && !shared.stop.load(Ordering::Acquire) {
             match shared.commands.push(found) {
                 Ok(()) => {
@@ -542,7 +550,7 @@ fn listen(address: &Address) -> Result<(OwnedFd, Address), TransportError> {
         }
         Address::Unix(path) => {
             if std::os::unix::net::UnixStream::connect(path).is_err() {
-                // Of a process that was killed: nothing listens there.
+                // Left by a killed process: nothing listens there.
                 let _ = std::fs::remove_file(path);
             }
             let listener = UnixListener::bind(path).map_err(failed("listening"))?;
@@ -554,8 +562,8 @@ fn listen(address: &Address) -> Result<(OwnedFd, Address), TransportError> {
     }
 }
 
-/// An agent that reads into memory of its own and gives `serves` away: all memory that it will ever
-/// know of, registered once.
+/// Creates an agent that reads into its own staging memory and exports `serves`. Both are
+/// registered once.
 fn start_nixl(options: &NixlOptions, serves: Option<&MemoryTier>) -> Result<Pulls, NixlError> {
     static AGENTS: AtomicU64 = AtomicU64::new(0);
     let name = format!(
@@ -567,7 +575,7 @@ fn start_nixl(options: &NixlOptions, serves: Option<&MemoryTier>) -> Result<Pull
     let mut agent = Agent::new(options, &name)?;
     let staging = Region::new(Pulls::staging_bytes(options.staging_bytes));
     let served = serves.map(|tier| Arc::clone(tier.arena()));
-    // SAFETY: `Pulls` keeps both where they are until the agent is dropped.
+    // SAFETY: `Pulls` keeps both alive and in place until the agent is dropped.
     unsafe {
         agent.register(staging.base(), staging.len())?;
         if let Some(arena) = &served {
@@ -577,12 +585,12 @@ fn start_nixl(options: &NixlOptions, serves: Option<&MemoryTier>) -> Result<Pull
     Pulls::new(Box::new(agent), &staging, served)
 }
 
-pub(super) fn hello(options: &EndpointOptions, way: Scheme) -> Hello {
+pub(super) fn hello(options: &EndpointOptions, scheme: Scheme) -> Hello {
     let bytes = match &options.serves {
-        Some(tier) if way == Scheme::Map => tier.arena().len() as u64,
+        Some(tier) if scheme == Scheme::Map => tier.arena().len() as u64,
         _ => 0,
     };
-    let transport = way.name();
+    let transport = scheme.name();
     Hello::new(
         &options.name,
         clock::unix_ns(),

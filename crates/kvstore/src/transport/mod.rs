@@ -1,8 +1,8 @@
-//! How blocks and keys get from one store to another.
+//! Transfers of blocks and messages about keys between stores.
 //!
-//! [`Transport`] is what a caller sees: it submits and polls, and never waits. [`Endpoint`] is the
-//! one built in. It moves blocks through shared memory to peers on its host (`unix:` addresses),
-//! through TCP to others (`tcp:`), and by NIXL where that is set up (`nixl:`).
+//! [`BlockTransport`] is the interface for callers: submit and poll, without waiting. [`BlockEndpoint`]
+//! implements it. It moves blocks through shared memory to peers on its host (`unix:` addresses),
+//! through TCP to others (`tcp:`), and by NIXL if that is set up (`nixl:`).
 
 mod conn;
 pub mod endpoint;
@@ -17,18 +17,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use endpoint::{Endpoint, EndpointOptions, Nixl};
+pub use endpoint::{BlockEndpoint, EndpointOptions, Nixl};
 
 use crate::region::{Region, RegionError};
 
-/// Where a store listens.
+/// Where a store listens, and how it moves blocks there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// Blocks cross a socket.
     Tcp(SocketAddr),
     /// Blocks are read in place; for peers on one host.
     Unix(PathBuf),
-    /// Messages cross a socket, and blocks are read in place by NIXL.
+    /// Messages cross a socket, and NIXL reads blocks in place.
     Nixl(SocketAddr),
 }
 
@@ -58,47 +58,48 @@ impl std::str::FromStr for Address {
     }
 }
 
-/// A connection that stands, is being made, or was.
+/// Identifies a connection: in progress, up, or ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId {
-    /// Dense, and given to another once the connection has ended. Also the peer's place in a
+    /// Dense; reused after the connection has ended. Also the peer's slot in a
     /// [`slipstream_kvindex::PeerIndex`].
     pub slot: u32,
     pub(crate) generation: u32,
 }
 
-/// A transfer, from its submission to its completion.
+/// Identifies a transfer, from its submission to its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// A block to fetch, and where to put it.
+/// A block to fetch, and its destination.
 #[derive(Clone, Debug)]
 pub struct Fetch<'a> {
     /// The block's key.
     pub key: &'a [u8],
-    /// First byte in the region.
+    /// Offset of the first byte in the region.
     pub at: usize,
-    /// Bytes of the block; one that has another length is not taken.
+    /// Length of the block; a block of another length fails.
     pub len: usize,
 }
 
-/// CloseReason a block did not come. Its bytes in the region may be anything; it has to be computed.
+/// Why a block did not arrive. Its bytes in the region are undefined; the caller recomputes the
+/// block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FetchError {
     /// The peer does not hold it.
     Absent,
     /// The peer's block has another length.
     Length,
-    /// What came is not what the peer stored.
+    /// The received bytes differ from those that the peer stored.
     Checksum,
-    /// It did not come in time.
+    /// The deadline passed first.
     Deadline,
-    /// The connection ended, or never stood.
+    /// The connection ended, or was never up.
     Lost,
 }
 
 impl FetchError {
-    /// A word for metrics.
+    /// A label for metrics.
     pub fn name(self) -> &'static str {
         match self {
             FetchError::Absent => "absent",
@@ -110,37 +111,37 @@ impl FetchError {
     }
 }
 
-/// A transfer has ended. Every block that is not among the failed ones is in its place: as many
-/// bytes as were asked for, verified.
+/// The end of a transfer. Every block that is not in `failed` is at its destination, with the
+/// requested length, verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Which one.
+    /// The transfer.
     pub transfer: TransferId,
-    /// Blocks that it was about.
+    /// Blocks of the transfer.
     pub blocks: u32,
-    /// Bytes that came and were verified.
+    /// Bytes received and verified.
     pub bytes: u64,
-    /// Blocks that failed, by their place in the submission, and why; in no particular order.
+    /// Blocks that failed, by their index in the submission, and why; in no particular order.
     pub failed: Vec<(u32, FetchError)>,
     /// From submission to end, ns.
     pub took_ns: u64,
 }
 
-/// What happened, oldest first.
+/// An event of a transport. Events are polled oldest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum TransportEvent {
     /// A transfer ended.
     Done(Completion),
-    /// A connection stands, made by either side: both engines' blocks mean the same.
+    /// A connection is up, made by either side: the blocks of both stores are compatible.
     Up {
         /// The peer.
         peer: PeerId,
         /// Its name.
         name: String,
     },
-    /// A connection ended, or was not made. All of its transfers have ended before.
+    /// A connection ended, or could not be made. All of its transfers have ended before.
     Down {
-        /// The peer it was.
+        /// The peer.
         peer: PeerId,
         /// The reason, for people.
         why: String,
@@ -149,25 +150,25 @@ pub enum Event {
     },
 }
 
-/// CloseReason nothing was submitted. Nothing has changed.
+/// Why a submission failed. It had no effect.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// As many transfers are under way, or wait to be polled, as may be. Poll, and try again.
-    #[error("{max} transfers are under way; poll for completions before submitting more")]
+    /// The limit of transfers, in flight or not yet polled, is reached. Poll, then retry.
+    #[error("{max} transfers are in flight; poll for completions before submitting more")]
     Full {
-        /// How many may be.
+        /// The limit.
         max: usize,
     },
-    /// No more connections.
-    #[error("{max} peers are connected, which is as many as there may be; raise peers_max")]
+    /// The limit of connections is reached.
+    #[error("limit of {max} connected peers reached; raise peers_max")]
     Peers {
-        /// How many may be.
+        /// The limit.
         max: usize,
     },
-    /// The caller's buffer.
+    /// The caller's buffer cannot be leased.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// A batch or a block that no frame can ask for.
+    /// The batch or a block is too large for one frame.
     #[error(
         "a batch of {blocks} blocks, the longest key of {key_bytes} bytes, is too large; split it"
     )]
@@ -179,87 +180,86 @@ pub enum SubmitError {
     },
 }
 
-/// CloseReason a transport cannot start.
+/// Why a transport cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
-    /// No address.
-    #[error("`{text}` is no address; write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH")]
+    /// The text is not an address.
+    #[error("`{text}` is not an address; write tcp://IP:PORT, nixl://IP:PORT or unix:///PATH")]
     Address {
-        /// What it was.
+        /// The text.
         text: String,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("{address}: {what} failed")]
     Listen {
-        /// Where.
+        /// The address.
         address: String,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// CloseReason.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// Blocks cannot be given away there without NIXL.
-    #[error("{address} takes NIXL, which is not set up; pip install 'slipstream[nixl]'")]
+    /// Blocks cannot be served at this address without NIXL.
+    #[error("{address} needs NIXL, which is not set up; pip install 'slipstream[nixl]'")]
     NoNixl {
-        /// Where.
+        /// The address.
         address: String,
     },
     /// NIXL cannot be set up.
     #[error(transparent)]
     Nixl(#[from] crate::nixl::NixlError),
-    /// No thread, poll set or the like.
-    #[error("the transport's thread cannot start")]
+    /// A thread or a poll set cannot be created.
+    #[error("the transport's thread cannot be started")]
     Start(#[from] std::io::Error),
 }
 
-/// What a transport has done so far.
+/// Counters of a transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransportStats {
     /// Blocks fetched and verified.
     pub fetched_blocks_total: u64,
-    /// Their bytes.
+    /// Bytes of these.
     pub fetched_bytes_total: u64,
     /// Blocks that failed, in the order of [`FetchError`].
     pub failed_total: [u64; 5],
-    /// Blocks given to peers.
+    /// Blocks served to peers.
     pub served_blocks_total: u64,
-    /// Their bytes.
+    /// Bytes of these.
     pub served_bytes_total: u64,
-    /// Blocks that peers asked for and were not here.
+    /// Blocks that peers requested and this side did not hold.
     pub absent_total: u64,
-    /// Connections refused, by either side, as blocks do not mean the same.
+    /// Connections that either side refused because blocks are not compatible.
     pub refused_total: u64,
-    /// Connections ended as what came was no frame.
+    /// Connections ended by a malformed frame.
     pub malformed_total: u64,
-    /// Messages about keys that were taken.
+    /// Messages about keys that were applied.
     pub key_messages_total: u64,
-    /// Those that were not, and made this side ask for a snapshot.
+    /// Messages about keys that could not be applied, and made this side request a snapshot.
     pub key_errors_total: u64,
-    /// Stale ones, which were ignored.
+    /// Stale messages about keys, which were ignored.
     pub key_stale_total: u64,
-    /// Connections ended as the peer took too little of what waited for it.
+    /// Connections ended because the peer read too slowly.
     pub slow_peers_total: u64,
 }
 
-/// Gets blocks from peers. No call waits for another thread, a lock that is held for long, or the
-/// network.
-pub trait Transport: Send + Sync {
-    /// Begins to connect; [`Event::Up`] or [`Event::Down`] follows.
+/// Fetches blocks from peers. No call waits for another thread, a long-held lock, or the network.
+pub trait BlockTransport: Send + Sync {
+    /// Starts to connect; [`TransportEvent::Up`] or [`TransportEvent::Down`] follows.
     ///
     /// # Errors
     ///
     /// [`SubmitError::Peers`] and [`SubmitError::Full`].
     fn connect(&self, address: &Address) -> Result<PeerId, SubmitError>;
 
-    /// Ends a connection; [`Event::Down`] follows if it stood.
+    /// Ends a connection; [`TransportEvent::Down`] follows if it was up.
     fn disconnect(&self, peer: PeerId);
 
-    /// Begins to fetch blocks into `region`, of which the places named are the transfer's until it
-    /// is done. [`Event::Done`] follows within `deadline`, whatever happens.
+    /// Starts to fetch blocks into `region`. The transfer owns the destinations of the blocks until
+    /// it ends. [`TransportEvent::Done`] follows within `deadline` in every case.
     ///
     /// # Errors
     ///
-    /// [`SubmitError`]; none of the blocks is fetched then.
+    /// [`SubmitError`]; no block is fetched then.
     fn fetch(
         &self,
         peer: PeerId,
@@ -269,8 +269,8 @@ pub trait Transport: Send + Sync {
     ) -> Result<TransferId, SubmitError>;
 
     /// Appends up to `max` events to `out`; returns how many.
-    fn poll(&self, max: usize, out: &mut Vec<Event>) -> usize;
+    fn poll(&self, max: usize, out: &mut Vec<TransportEvent>) -> usize;
 
-    /// Counts so far.
+    /// Counters.
     fn stats(&self) -> TransportStats;
 }

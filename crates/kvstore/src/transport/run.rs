@@ -1,4 +1,4 @@
-//! The transport's thread: sockets, deadlines, and the copying.
+//! The transport's thread: sockets, deadlines, and copies.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -18,28 +18,29 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use super::conn::{
     Conn, GREETING_BYTES_MAX, OUT_BYTES_MAX, Payload, Phase, Piece, ReadOutcome, Scheme, read_into,
 };
-use super::endpoint::{Command, Find, Nixl, Shared, Transfer, count, hello};
+use super::endpoint::{Command, Nixl, Promotion, Shared, Transfer, count, hello};
 use super::pull::{Pulls, release};
-use super::{Address, Completion, Event, FetchError, PeerId, TransportError};
+use super::{Address, Completion, FetchError, PeerId, TransportError, TransportEvent};
 use crate::arena::Arena;
 use crate::handshake::Hello;
 use crate::tier::Tier;
 use crate::wire::{
-    Answer, Blocks, Get, Introduction, Kind, Reader, Wanted, WireError, frame, put_text, read_frame,
+    Answer, Blocks, FrameKind, Get, Introduction, Reader, Wanted, WireError, frame, put_text,
+    read_frame,
 };
 use crate::{checksum, clock};
 
-/// Bytes that one connection may bring, or that may be copied, before the others have a turn.
+/// Bytes that one connection may receive or copy before the others have a turn.
 pub(super) const TURN_BYTES: usize = 8 << 20;
-/// Requests of one peer that may be under way: blocks that it holds in their places.
+/// Maximum requests in flight per peer, as each pins blocks.
 const REQUESTS_MAX: usize = 4_096;
-/// How long beyond its deadline a peer's request holds blocks in their places: what it copies in time
-/// is then copied from a place that was not written to, even if its clock reads a little early.
+/// How long a peer's request pins blocks after its deadline. A copy that the peer completes in time
+/// then never reads a slot that was written to, even if its clock is slightly behind.
 const GRACE_NS: u64 = 1_000_000_000;
-/// Keys of an index that are swept between two looks at the sockets.
+/// Keys of an index that are swept between two polls of the sockets.
 const SWEPT: usize = 1_024;
 
-/// Generations wrap here: with a slot they leave two bits for events that are no connection.
+/// Generations wrap here: with a slot they leave two bits for events that belong to no connection.
 const GENERATION_MAX: u32 = (1 << 30) - 1;
 const WAKE: u64 = u64::MAX;
 const LISTENERS: u64 = 1 << 63;
@@ -53,13 +54,13 @@ pub(super) struct Run {
     deadlines: BTreeSet<(SimTime, u64)>,
     /// Blocks in a peer's memory that are to be copied.
     copies: VecDeque<Copy>,
-    /// What reads peers' memory by NIXL.
+    /// Reads of peers' memory by NIXL.
     pub(super) pulls: Option<Pulls>,
-    /// Where requests go for blocks in lower tiers.
-    finds: Option<SyncSender<Find>>,
+    /// The queue of requests for blocks in lower tiers.
+    promotions: Option<SyncSender<Promotion>>,
     next_ping: SimTime,
     sweeping: bool,
-    /// Where bytes go that are no longer wanted.
+    /// Destination of received bytes that are no longer wanted.
     scratch: Vec<u8>,
 }
 
@@ -69,11 +70,11 @@ struct Copy {
     answers: std::iter::Enumerate<std::vec::IntoIter<Answer>>,
 }
 
-/// CloseReason a connection ends.
+/// Why a connection ends.
 pub(super) enum CloseReason {
     Wire(WireError),
     Io(io::Error),
-    /// Blocks do not mean the same.
+    /// Blocks are not compatible.
     Refused(String),
     Text(String),
 }
@@ -90,25 +91,24 @@ impl From<io::Error> for CloseReason {
     }
 }
 
-/// Whether the thread looks for more to do before it sleeps, and for how long.
+/// Decides whether the thread polls before it sleeps, and for how long.
 ///
-/// A CPU that has gone idle takes some 20 µs to wake up where it is a virtual one, and a transfer
-/// wakes up three threads in turn. So an event is awaited for a while where it is likely to come
-/// soon: when an answer is due, and when the last two came close to each other. But where CPUs are
-/// short, the one who would make the event may wait for this very CPU. What was awaited in vain is
-/// therefore not awaited the next time, or the next two, four, ... up to `SKIPPED_MAX` times. The Linux
-/// kernel decides likewise how long an idle guest's CPU polls
+/// An idle virtual CPU takes some 20 µs to wake up, and a transfer wakes three threads in turn. So
+/// the thread polls for a while if an event is likely soon: if an answer is due, or if the last two
+/// events came close together. But if CPUs are scarce, the sender of the event may be waiting for
+/// this very CPU. After polling in vain, the next poll is therefore skipped, then the next two,
+/// four, ... up to `SKIPPED_MAX`. The Linux kernel uses a similar policy for idle guests
 /// (`Documentation/virt/guest-halt-polling.rst`).
 struct Spin {
     max_ns: u64,
     last: SimTime,
-    /// What is being awaited, and until when.
+    /// The kind of event that is polled for, and until when.
     awaited: Option<(usize, SimTime)>,
-    /// Of answers that are due, and of events after close ones.
+    /// For answers that are due, and for events after close ones.
     backoff: [SpinBackoff; 2],
 }
 
-/// How many more times something is not awaited, and how many those were from the start.
+/// Polls left to skip, and the length of the current backoff.
 #[derive(Clone, Copy, Default)]
 struct SpinBackoff {
     skip: u32,
@@ -145,7 +145,7 @@ impl Spin {
         }
     }
 
-    fn looks(&mut self, now: SimTime) -> bool {
+    fn should_spin(&mut self, now: SimTime) -> bool {
         let Some((kind, until)) = self.awaited else {
             return false;
         };
@@ -157,9 +157,9 @@ impl Spin {
         false
     }
 
-    fn end(&mut self, kind: usize, came: bool) {
+    fn end(&mut self, kind: usize, arrived: bool) {
         let backoff = &mut self.backoff[kind];
-        backoff.skipped = if came {
+        backoff.skipped = if arrived {
             0
         } else {
             (2 * backoff.skipped).clamp(1, SKIPPED_MAX)
@@ -172,7 +172,7 @@ impl Run {
     pub(super) fn new(
         shared: Arc<Shared>,
         listeners: Vec<OwnedFd>,
-        finds: Option<SyncSender<Find>>,
+        promotions: Option<SyncSender<Promotion>>,
         pulls: Option<Pulls>,
     ) -> io::Result<Run> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -187,21 +187,21 @@ impl Run {
             let data = epoll::EventData::new_u64(LISTENERS | at as u64);
             epoll::add(&epoll, listener, data, readable)?;
         }
-        let way = |at: usize| Scheme::of(&shared.options.listen[at]);
+        let scheme = |at: usize| Scheme::of(&shared.options.listen[at]);
         let peers = shared.generations.len();
         Ok(Run {
             epoll,
             listeners: listeners
                 .into_iter()
                 .enumerate()
-                .map(|(at, fd)| (fd, way(at)))
+                .map(|(at, fd)| (fd, scheme(at)))
                 .collect(),
             conns: (0..peers).map(|_| None).collect(),
             transfers: HashMap::new(),
             deadlines: BTreeSet::new(),
             copies: VecDeque::new(),
             pulls,
-            finds,
+            promotions,
             next_ping: SimTime::ZERO,
             sweeping: false,
             scratch: Vec::new(),
@@ -218,12 +218,12 @@ impl Run {
             self.end_due(now);
             self.copy_some();
             self.pull_some();
-            self.keep_peers(now);
+            self.check_peers(now);
             if worked || !events.is_empty() {
                 spin.on_event(now, !self.transfers.is_empty());
             }
             events.clear();
-            self.wait(now, spin.looks(now), &mut events);
+            self.wait(now, spin.should_spin(now), &mut events);
             for &(data, flags) in &events {
                 self.on_event(data, flags);
             }
@@ -243,8 +243,10 @@ impl Run {
             timeout_ns = pause_ns;
         } else if !busy {
             let first = self.deadlines.first().map_or(SimTime::MAX, |&(at, _)| at);
-            // Rounded up, so that what was waited for is due.
+            // Rounded up, so that a deadline has passed when the wait ends.
             timeout_ns = first.min(self.next_ping).since(now).min(10_000_000_000) + 1_000;
+            // Pairs with the fence in `Shared::wake`: a command pushed before is seen here, and a
+            // later one wakes this thread.
             self.shared.sleeping.store(true, Ordering::SeqCst);
             std::sync::atomic::fence(Ordering::SeqCst);
             if !self.shared.commands.is_empty() {
@@ -288,17 +290,18 @@ impl Run {
         }
     }
 
-    /// Does something with a connection that stands; ends it upon an error.
+    /// Runs `f` on a connection that is up; ends the connection on an error.
     pub(super) fn with_conn(
         &mut self,
         peer: PeerId,
         f: impl FnOnce(&mut Run, &mut Conn) -> Result<(), CloseReason>,
     ) -> bool {
-        let place = &mut self.conns[peer.slot as usize];
-        if place.as_ref().is_none_or(|conn| conn.peer != peer) {
+        let entry = &mut self.conns[peer.slot as usize];
+        if entry.as_ref().is_none_or(|conn| conn.peer != peer) {
             return false;
         }
-        let mut conn = place.take().expect("it is some");
+        // Taken out of the table, so that `f` can use both this and the connection.
+        let mut conn = entry.take().expect("checked above");
         let mut result = f(self, &mut conn);
         if result.is_ok() {
             result = conn.write().map_err(CloseReason::from);
@@ -306,7 +309,7 @@ impl Run {
         if result.is_ok() && conn.is_slow() {
             count(&self.shared.counters.slow_peers, 1);
             result = Err(CloseReason::Text(format!(
-                "more than {OUT_BYTES_MAX} bytes wait for it to read"
+                "it left more than {OUT_BYTES_MAX} bytes unread"
             )));
         }
         match result {
@@ -341,16 +344,17 @@ impl Run {
                     });
                 }
                 Command::Fetch(transfer, get) => self.fetch(transfer, get),
-                Command::Found(peer, get) => {
-                    self.with_conn(peer, |run, conn| run.give(conn, &get));
+                Command::Promoted(peer, get) => {
+                    self.with_conn(peer, |run, conn| run.serve(conn, &get));
                 }
                 Command::Publish(message) => {
-                    let frame: Arc<[u8]> = frame(Kind::Keys, &message).into();
+                    let frame: Arc<[u8]> = frame(FrameKind::Keys, &message).into();
                     let up = self.conns.iter().flatten();
                     let up: Vec<_> = up
                         .filter(|c| c.phase == Phase::Up)
                         .map(|c| c.peer)
                         .collect();
+                    // The peers were collected first, as `with_conn` may remove connections.
                     for peer in up {
                         self.with_conn(peer, |_, conn| {
                             conn.push(Piece::Shared(Arc::clone(&frame)));
@@ -360,7 +364,7 @@ impl Run {
                 }
                 Command::Resync(peer) => {
                     self.with_conn(peer, |_, conn| {
-                        conn.push(Piece::Bytes(frame(Kind::Resync, &[])));
+                        conn.push(Piece::Bytes(frame(FrameKind::Resync, &[])));
                         Ok(())
                     });
                 }
@@ -372,7 +376,7 @@ impl Run {
     fn connect(&mut self, peer: PeerId, address: &Address) {
         if matches!(address, Address::Nixl(_)) && self.shared.options.nixl == Nixl::Off {
             self.free(peer);
-            self.shared.peer_event(Event::Down {
+            self.shared.peer_event(TransportEvent::Down {
                 peer,
                 why: TransportError::NoNixl {
                     address: address.to_string(),
@@ -385,7 +389,7 @@ impl Run {
         let opened = open(address).and_then(|socket| self.add(peer, address, socket));
         if let Err(error) = opened {
             self.free(peer);
-            self.shared.peer_event(Event::Down {
+            self.shared.peer_event(TransportEvent::Down {
                 peer,
                 why: format!("{address}: connecting failed: {error}"),
                 refused: false,
@@ -394,8 +398,8 @@ impl Run {
     }
 
     fn add(&mut self, peer: PeerId, address: &Address, socket: OwnedFd) -> io::Result<()> {
-        let way = Scheme::of(address);
-        let mut conn = Conn::new(peer, address.to_string(), socket, way, clock::now());
+        let scheme = Scheme::of(address);
+        let mut conn = Conn::new(peer, address.to_string(), socket, scheme, clock::now());
         conn.phase = Phase::Connecting;
         conn.wants_write = true;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT;
@@ -417,6 +421,7 @@ impl Run {
     }
 
     fn on_connected(conn: &mut Conn) -> Result<(), CloseReason> {
+        // The socket is writable: a connect without blocking has ended, with this result.
         let error = rustix::net::sockopt::socket_error(&conn.socket).map_err(io::Error::from)?;
         error.map_err(io::Error::from)?;
         conn.phase = Phase::Greeting;
@@ -427,13 +432,13 @@ impl Run {
     }
 
     fn accept(&mut self, listener: usize) {
-        let (fd, way) = (&self.listeners[listener].0, self.listeners[listener].1);
+        let (fd, scheme) = (&self.listeners[listener].0, self.listeners[listener].1);
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let Ok(socket) = rustix::net::accept_with(fd, flags) else {
-            return; // gone already, or no descriptors: who dials sees silence, and tries again
+            return; // closed already, or no descriptors left: the peer times out and retries
         };
         if self.shared.free_slots.is_empty() {
-            self.end_silent();
+            self.end_ungreeted();
         }
         let Some(slot) = self.shared.free_slots.pop() else {
             let peers = self.shared.generations.len();
@@ -442,10 +447,10 @@ impl Run {
         };
         let generation = self.shared.generations[slot as usize].load(Ordering::Acquire);
         let peer = PeerId { slot, generation };
-        if way != Scheme::Map {
+        if scheme != Scheme::Map {
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
         }
-        let mut conn = Conn::new(peer, "a peer that dialed".into(), socket, way, clock::now());
+        let mut conn = Conn::new(peer, "an inbound peer".into(), socket, scheme, clock::now());
         conn.is_inbound = true;
         let readable = epoll::EventFlags::IN;
         if epoll::add(&self.epoll, &conn.socket, data_of(peer), readable).is_err() {
@@ -454,19 +459,22 @@ impl Run {
         }
         self.greet(&mut conn);
         self.conns[slot as usize] = Some(conn);
+        // Writes the greeting.
         self.with_conn(peer, |_, _| Ok(()));
     }
 
-    /// Ends the connection that has waited longest for the peer's greeting, so that peers that never
-    /// greet keep no other out.
-    fn end_silent(&mut self) {
+    /// Ends the connection that has waited longest for its peer's greeting, so that silent peers
+    /// cannot block others.
+    fn end_ungreeted(&mut self) {
         let greeting = self.conns.iter().flatten();
         let greeting = greeting.filter(|conn| conn.is_inbound && conn.phase == Phase::Greeting);
-        let oldest = greeting.min_by_key(|conn| conn.began).map(|conn| conn.peer);
+        let oldest = greeting
+            .min_by_key(|conn| conn.started)
+            .map(|conn| conn.peer);
         if let Some(peer) = oldest {
             self.with_conn(peer, |_, _| {
                 Err(CloseReason::Text(
-                    "another peer took the place of one that did not greet".into(),
+                    "it did not greet, and another peer needed the connection".into(),
                 ))
             });
         }
@@ -487,7 +495,7 @@ impl Run {
         }
         self.copies.retain(|copy| copy.peer != peer);
         if let (Some(pulls), Some(remote)) = (&mut self.pulls, &conn.remote) {
-            pulls.leave(peer, remote);
+            pulls.remove_connection(peer, remote);
         }
         if let Some(index) = &self.shared.options.index {
             index.forget(peer.slot as usize);
@@ -509,39 +517,42 @@ impl Run {
         };
         tracing::info!("{}: {text}", conn.name);
         let why = format!("{}: {text}", conn.name);
-        // Blocks in their places are free when the connection is dropped.
+        // Dropping the connection unpins its blocks.
         drop(conn);
         self.free(peer);
-        self.shared.peer_event(Event::Down { peer, why, refused });
+        self.shared
+            .peer_event(TransportEvent::Down { peer, why, refused });
     }
 
     fn free(&self, peer: PeerId) {
         let generation = &self.shared.generations[peer.slot as usize];
+        // The slot's next connection has another generation, so that late commands and events miss
+        // it.
         generation.store((peer.generation + 1) & GENERATION_MAX, Ordering::Release);
         let pushed = self.shared.free_slots.push(peer.slot);
-        debug_assert!(pushed.is_ok(), "as many as there is room for");
+        debug_assert!(pushed.is_ok(), "the queue has room for all slots");
     }
 
     fn on_readable(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         let mut turn = 0;
         while turn < TURN_BYTES {
-            let came = if conn.payload.is_some() {
+            let outcome = if conn.payload.is_some() {
                 self.read_payload(conn)?
             } else {
-                let came = conn.read()?;
-                if matches!(came, ReadOutcome::Bytes(_)) {
-                    conn.heard = clock::now();
+                let outcome = conn.read()?;
+                if matches!(outcome, ReadOutcome::Bytes(_)) {
+                    conn.last_received = clock::now();
                     self.on_input(conn)?;
                     let waiting = conn.input.len() - conn.start;
                     if conn.phase != Phase::Up && waiting > GREETING_BYTES_MAX {
                         return Err(CloseReason::Wire(WireError::Malformed {
-                            what: "it is longer than any greeting",
+                            what: "it exceeds the maximum length of a greeting",
                         }));
                     }
                 }
-                came
+                outcome
             };
-            match came {
+            match outcome {
                 ReadOutcome::Bytes(bytes) => turn += bytes,
                 ReadOutcome::Nothing => return Ok(()),
                 ReadOutcome::End if conn.phase == Phase::Greeting => {
@@ -557,9 +568,10 @@ impl Run {
         Ok(())
     }
 
-    /// Takes the frames that are there.
+    /// Handles the complete frames in the input.
     fn on_input(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         while conn.payload.is_none() {
+            // Moved out, as `body` borrows the input while `on_frame` uses the connection.
             let input = std::mem::take(&mut conn.input);
             let Some((kind, body, bytes)) = read_frame(&input[conn.start..])? else {
                 conn.input = input;
@@ -570,7 +582,7 @@ impl Run {
             conn.input = input;
             result?;
         }
-        // What came with the frame is the blocks' beginning.
+        // The bytes after the frame are the start of its blocks.
         while conn.payload.is_some() && conn.start < conn.input.len() {
             let input = std::mem::take(&mut conn.input);
             let taken = self.take_payload(conn, &input[conn.start..]);
@@ -583,31 +595,36 @@ impl Run {
         Ok(())
     }
 
-    fn on_frame(&mut self, conn: &mut Conn, kind: Kind, body: &[u8]) -> Result<(), CloseReason> {
+    fn on_frame(
+        &mut self,
+        conn: &mut Conn,
+        kind: FrameKind,
+        body: &[u8],
+    ) -> Result<(), CloseReason> {
         match (conn.phase, kind) {
-            (Phase::Greeting, Kind::Hello) => self.on_hello(conn, Hello::read(body)?),
-            (Phase::Introducing, Kind::Introduction) => {
+            (Phase::Greeting, FrameKind::Hello) => self.on_hello(conn, Hello::read(body)?),
+            (Phase::Introducing, FrameKind::Introduction) => {
                 self.on_introduction(conn, &Introduction::read(body)?)
             }
-            (Phase::Introducing, Kind::Memory) => self.on_memory(conn),
-            (_, Kind::Refused) => Err(CloseReason::Refused(Reader(body).text()?)),
-            (Phase::Up, Kind::Get) => self.on_get(conn, Get::read(body)?),
-            (Phase::Up, Kind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
-            (Phase::Up, Kind::Release) => {
+            (Phase::Introducing, FrameKind::Memory) => self.on_memory(conn),
+            (_, FrameKind::Refused) => Err(CloseReason::Refused(Reader(body).text()?)),
+            (Phase::Up, FrameKind::Get) => self.on_get(conn, Get::read(body)?),
+            (Phase::Up, FrameKind::Blocks) => self.on_blocks(conn, Blocks::read(body)?),
+            (Phase::Up, FrameKind::Release) => {
                 conn.pins.remove(&Reader(body).u64()?);
                 Ok(())
             }
-            (Phase::Up, Kind::Keys) => {
+            (Phase::Up, FrameKind::Keys) => {
                 self.on_keys(conn, body);
                 Ok(())
             }
-            (Phase::Up, Kind::Resync) => {
+            (Phase::Up, FrameKind::Resync) => {
                 self.shared.snapshot_wanted.store(true, Ordering::Release);
                 Ok(())
             }
-            (Phase::Up, Kind::Ping) => Ok(()),
+            (Phase::Up, FrameKind::Ping) => Ok(()),
             _ => Err(CloseReason::Wire(WireError::Malformed {
-                what: "it came before the greeting, or after it a second one",
+                what: "a greeting is missing or repeated",
             })),
         }
     }
@@ -615,18 +632,18 @@ impl Run {
     fn on_hello(&mut self, conn: &mut Conn, theirs: Hello) -> Result<(), CloseReason> {
         conn.name = format!("{} ({})", theirs.name, conn.name);
         if let Err(mismatch) = hello(&self.shared.options, conn.scheme).check(&theirs) {
-            // The other side finds the same; but an older one may not.
+            // An older peer may not find the difference itself, so it receives the reason.
             let mut body = Vec::new();
             put_text(&mut body, &mismatch.to_string());
-            conn.push(Piece::Bytes(frame(Kind::Refused, &body)));
+            conn.push(Piece::Bytes(frame(FrameKind::Refused, &body)));
             let _ = conn.write();
             return Err(CloseReason::Refused(mismatch.to_string()));
         }
         conn.peer_name = theirs.name;
         conn.arena_bytes = theirs.arena_bytes;
-        // Not before: blocks are for peers with this identity alone.
+        // Only after the check: blocks are only for peers with this profile.
         if let (Scheme::Map, Some(tier)) = (conn.scheme, &self.shared.options.serves) {
-            let frame = frame(Kind::Memory, &[]);
+            let frame = frame(FrameKind::Memory, &[]);
             conn.push(Piece::Memory(frame, Arc::clone(tier)));
         }
         if conn.scheme == Scheme::Pull || theirs.arena_bytes > 0 {
@@ -637,7 +654,7 @@ impl Run {
         Ok(())
     }
 
-    /// A peer gives this side its memory.
+    /// Maps the memory that a peer offers.
     fn on_memory(&mut self, conn: &mut Conn) -> Result<(), CloseReason> {
         let Some(fd) = conn.fd.take() else {
             return Err(CloseReason::Text(
@@ -659,7 +676,7 @@ impl Run {
         if let Some(pulls) = &mut self.pulls
             && !theirs.agent.is_empty()
         {
-            let remote = pulls.meet(theirs);
+            let remote = pulls.add_peer(theirs);
             conn.remote = Some(remote.map_err(|error| CloseReason::Text(error.to_string()))?);
         }
         self.on_up(conn);
@@ -669,11 +686,11 @@ impl Run {
     fn on_up(&mut self, conn: &mut Conn) {
         conn.phase = Phase::Up;
         if let Some(index) = &self.shared.options.index {
-            index.connect(conn.heard, conn.peer.slot as usize);
+            index.connect(conn.last_received, conn.peer.slot as usize);
         }
-        // It knows nothing of this side's keys.
+        // The peer has no keys of this side yet.
         self.shared.snapshot_wanted.store(true, Ordering::Release);
-        self.shared.peer_event(Event::Up {
+        self.shared.peer_event(TransportEvent::Up {
             peer: conn.peer,
             name: conn.peer_name.clone(),
         });
@@ -684,23 +701,23 @@ impl Run {
             return;
         };
         let counters = &self.shared.counters;
-        match index.apply(conn.heard, conn.peer.slot as usize, message) {
+        match index.apply(conn.last_received, conn.peer.slot as usize, message) {
             Ok(_) => count(&counters.key_messages, 1),
             Err(error) if !error.loses_trust() => count(&counters.key_stale, 1),
             Err(error) => {
                 count(&counters.key_errors, 1);
                 tracing::warn!("{}: {error}", conn.name);
-                conn.push(Piece::Bytes(frame(Kind::Resync, &[])));
+                conn.push(Piece::Bytes(frame(FrameKind::Resync, &[])));
             }
         }
         self.sweeping = true;
     }
 
-    /// A peer asks for blocks.
+    /// Handles a peer's request for blocks.
     fn on_get(&mut self, conn: &mut Conn, get: Get) -> Result<(), CloseReason> {
         let options = &self.shared.options;
-        if let (Some(finds), Some(memory)) = (&self.finds, &options.serves) {
-            let now = conn.heard;
+        if let (Some(promotions), Some(memory)) = (&self.promotions, &options.serves) {
+            let now = conn.last_received;
             let is_lower = |wanted: &Wanted| {
                 let mut lower = options.lower.iter();
                 memory.len_of(now, &wanted.key).is_none()
@@ -708,35 +725,35 @@ impl Run {
             };
             if get.blocks.iter().any(is_lower) {
                 let due = now + self.serve_ns(&get);
-                let find = Find {
+                let promotion = Promotion {
                     peer: conn.peer,
                     get,
                     due,
                 };
-                return match finds.try_send(find) {
+                return match promotions.try_send(promotion) {
                     Ok(()) => Ok(()),
-                    // More than the disk can do: what is in memory goes out.
-                    Err(TrySendError::Full(find) | TrySendError::Disconnected(find)) => {
-                        self.give(conn, &find.get)
+                    // The disk is overloaded: serve the blocks in memory.
+                    Err(TrySendError::Full(promotion) | TrySendError::Disconnected(promotion)) => {
+                        self.serve(conn, &promotion.get)
                     }
                 };
             }
         }
-        self.give(conn, &get)
+        self.serve(conn, &get)
     }
 
-    /// How long a request may hold blocks: its own deadline, but no longer than this side allows.
+    /// How long a request may pin blocks: until its own deadline, but at most `serve_max`.
     fn serve_ns(&self, get: &Get) -> u64 {
         let max = self.shared.options.serve_max.as_nanos() as u64;
         (u64::from(get.deadline_ms) * 1_000_000).min(max)
     }
 
-    /// Answers with what is in memory.
-    fn give(&mut self, conn: &mut Conn, get: &Get) -> Result<(), CloseReason> {
+    /// Answers with the blocks in memory.
+    fn serve(&mut self, conn: &mut Conn, get: &Get) -> Result<(), CloseReason> {
         let now = clock::now();
         if conn.pins.len() >= REQUESTS_MAX {
             return Err(CloseReason::Text(format!(
-                "it has more than {REQUESTS_MAX} requests under way"
+                "it has more than {REQUESTS_MAX} requests in flight"
             )));
         }
         let mut answers = Vec::with_capacity(get.blocks.len());
@@ -746,8 +763,8 @@ impl Run {
         for wanted in &get.blocks {
             let tier = self.shared.options.serves.as_ref();
             let mut pinned = tier.and_then(|tier| tier.lend(now, &wanted.key));
-            // After the pin: a block that is of later than the last one is not given away.
-            if self.shared.is_mute.load(Ordering::SeqCst) {
+            // Checked after the pin, so that no block stored after `stop_serving` is served.
+            if self.shared.is_serving_stopped.load(Ordering::SeqCst) {
                 pinned = None;
             }
             let Some(pin) = pinned else {
@@ -782,22 +799,23 @@ impl Run {
             for pin in pins {
                 conn.push(Piece::Block(pin));
             }
+            // Blocks over TCP stay pinned until they are written.
             conn.write_due = Some(conn.write_due.map_or(until, |due| due.max(until)));
         }
         Ok(())
     }
 
-    /// A peer answers.
+    /// Handles a peer's answer.
     fn on_blocks(&mut self, conn: &mut Conn, blocks: Blocks) -> Result<(), CloseReason> {
         let Blocks { request, answers } = blocks;
         let transfer = self.transfers.get(&request).filter(|t| t.peer == conn.peer);
-        if transfer.is_some_and(|transfer| transfer.places.len() != answers.len()) {
+        if transfer.is_some_and(|transfer| transfer.destinations.len() != answers.len()) {
             return Err(CloseReason::Text(
-                "it answers for other blocks than it was asked for".into(),
+                "its answer does not match the request".into(),
             ));
         }
         if conn.scheme != Scheme::Stream && transfer.is_none() {
-            // Its deadline has passed, or another peer was asked.
+            // The deadline has passed, or the request went to another peer.
             conn.push(release(request));
             return Ok(());
         }
@@ -812,10 +830,10 @@ impl Run {
             });
             return Ok(());
         }
-        // If its deadline has passed, the blocks are read all the same, and discarded.
+        // If the deadline has passed, the blocks are still read from the stream, and discarded.
         let wanted: Vec<Option<usize>> = match transfer {
             Some(transfer) => transfer
-                .places
+                .destinations
                 .iter()
                 .map(|p| p.as_ref().map(crate::region::Lease::len))
                 .collect(),
@@ -828,7 +846,7 @@ impl Run {
                 Answer::Here { checksum, len, .. } => {
                     if wanted.is_some_and(|wanted| wanted != len as usize) {
                         return Err(CloseReason::Text(
-                            "its blocks are not as long as was asked for".into(),
+                            "its blocks differ from the requested length".into(),
                         ));
                     }
                     coming.push_back((at as u32, len, checksum));
@@ -849,7 +867,7 @@ impl Run {
         Ok(())
     }
 
-    /// Takes blocks from what was read with other things; returns how many bytes.
+    /// Takes blocks from bytes that were read with other data; returns how many bytes.
     fn take_payload(&mut self, conn: &mut Conn, bytes: &[u8]) -> usize {
         let mut taken = 0;
         while let Some(payload) = &mut conn.payload
@@ -857,8 +875,8 @@ impl Run {
             && taken < bytes.len()
         {
             let wanted = (len as usize - payload.filled).min(bytes.len() - taken);
-            if let Some(place) = place_of(&mut self.transfers, payload.request, at) {
-                let to = &mut place[payload.filled..payload.filled + wanted];
+            if let Some(destination) = destination_of(&mut self.transfers, payload.request, at) {
+                let to = &mut destination[payload.filled..payload.filled + wanted];
                 to.copy_from_slice(&bytes[taken..taken + wanted]);
             }
             payload.filled += wanted;
@@ -868,27 +886,28 @@ impl Run {
         taken
     }
 
-    /// Reads a block into its place.
+    /// Reads a block into its destination.
     fn read_payload(&mut self, conn: &mut Conn) -> Result<ReadOutcome, CloseReason> {
-        let payload = conn.payload.as_mut().expect("blocks are coming");
-        let &(at, len, _) = payload.blocks.front().expect("it would have ended");
-        let place = place_of(&mut self.transfers, payload.request, at);
-        let came = if let Some(place) = place {
-            read_into(&conn.socket, &mut place[payload.filled..])?
+        let payload = conn.payload.as_mut().expect("checked by the caller");
+        let &(at, len, _) = payload.blocks.front().expect("an empty payload is removed");
+        let destination = destination_of(&mut self.transfers, payload.request, at);
+        let outcome = if let Some(destination) = destination {
+            read_into(&conn.socket, &mut destination[payload.filled..])?
         } else {
+            // No destination: the bytes are late, and discarded.
             let left = (len as usize - payload.filled).min(1 << 20);
             self.scratch.resize(left, 0);
             read_into(&conn.socket, &mut self.scratch)?
         };
-        if let ReadOutcome::Bytes(bytes) = came {
-            conn.heard = clock::now();
+        if let ReadOutcome::Bytes(bytes) = outcome {
+            conn.last_received = clock::now();
             payload.filled += bytes;
             self.end_payload_if_complete(conn);
         }
-        Ok(came)
+        Ok(outcome)
     }
 
-    /// Settles blocks that are there, and ends a payload that is.
+    /// Settles complete blocks, and removes a complete payload.
     fn end_payload_if_complete(&mut self, conn: &mut Conn) {
         let Some(payload) = &mut conn.payload else {
             return;
@@ -899,9 +918,9 @@ impl Run {
             payload.blocks.pop_front();
             payload.filled = 0;
             let verify = self.shared.options.verify;
-            let place = place_of(&mut self.transfers, payload.request, at);
-            if let Some(place) = place {
-                let right = !verify || checksum(place) == sum;
+            let destination = destination_of(&mut self.transfers, payload.request, at);
+            if let Some(destination) = destination {
+                let right = !verify || checksum(destination) == sum;
                 let outcome = if right {
                     Ok(())
                 } else {
@@ -941,14 +960,17 @@ impl Run {
                         offset,
                         ..
                     } => {
-                        let Some(place) = place_of(&mut self.transfers, request, at as u32) else {
+                        let Some(destination) =
+                            destination_of(&mut self.transfers, request, at as u32)
+                        else {
                             continue;
                         };
-                        turn += place.len().max(1);
+                        // An empty block counts as well, so that every turn ends.
+                        turn += destination.len().max(1);
                         let sum = verify.then_some(sum);
                         let right = arena
                             .as_ref()
-                            .is_some_and(|arena| arena.copy_out(offset, place, sum));
+                            .is_some_and(|arena| arena.copy_out(offset, destination, sum));
                         if right {
                             Ok(())
                         } else {
@@ -956,7 +978,7 @@ impl Run {
                         }
                     }
                 };
-                // The peer holds a block in its place until the deadline only.
+                // The peer pins a block only until the deadline.
                 let in_time = |t: &Transfer| clock::now() <= t.deadline;
                 let late = !self.transfers.get(&request).is_some_and(in_time);
                 let outcome = if late {
@@ -967,10 +989,10 @@ impl Run {
                 self.settle(request, at, outcome);
             }
             if copy.answers.len() > 0 {
-                self.copies.push_back(copy); // the others have a turn
+                self.copies.push_back(copy); // others have a turn
                 return;
             }
-            // The caller first: telling the peer takes a system call.
+            // The caller first: the message to the peer takes a system call.
             self.finish_if_settled(request);
             self.with_conn(copy.peer, |_, conn| {
                 conn.push(release(request));
@@ -982,10 +1004,11 @@ impl Run {
     fn fetch(&mut self, transfer: Transfer, get: Vec<u8>) {
         let (id, peer) = (transfer.id, transfer.peer);
         self.deadlines.insert((transfer.deadline, id));
-        let empty = transfer.places.is_empty();
+        let empty = transfer.destinations.is_empty();
         self.transfers.insert(id, transfer);
         let mut up = false;
         self.with_conn(peer, |_, conn| {
+            // A peer without remote memory only follows keys.
             up = conn.phase == Phase::Up && (conn.scheme != Scheme::Pull || conn.remote.is_some());
             if up && !empty {
                 conn.push(Piece::Bytes(get));
@@ -999,20 +1022,20 @@ impl Run {
         }
     }
 
-    /// A block is there, or will not be.
+    /// Records whether a block arrived.
     pub(super) fn settle(&mut self, request: u64, at: usize, outcome: Result<(), FetchError>) {
         let Some(transfer) = self.transfers.get_mut(&request) else {
             return;
         };
-        let Some(place) = transfer.places[at].take() else {
+        let Some(destination) = transfer.destinations[at].take() else {
             return;
         };
         let counters = &self.shared.counters;
         match outcome {
             Ok(()) => {
-                transfer.bytes += place.len() as u64;
+                transfer.bytes += destination.len() as u64;
                 count(&counters.fetched_blocks, 1);
-                count(&counters.fetched_bytes, place.len() as u64);
+                count(&counters.fetched_bytes, destination.len() as u64);
             }
             Err(why) => {
                 transfer.failed.push((at as u32, why));
@@ -1022,25 +1045,28 @@ impl Run {
     }
 
     pub(super) fn finish_if_settled(&mut self, request: u64) {
-        let settled = |t: &Transfer| t.places.iter().all(Option::is_none);
+        let settled = |t: &Transfer| t.destinations.iter().all(Option::is_none);
         if !self.transfers.get(&request).is_some_and(settled) {
             return;
         }
-        let transfer = self.transfers.remove(&request).expect("it is there");
+        let transfer = self.transfers.remove(&request).expect("checked above");
         self.deadlines.remove(&(transfer.deadline, request));
         let done = Completion {
             transfer: super::TransferId(request),
-            blocks: transfer.places.len() as u32,
+            blocks: transfer.destinations.len() as u32,
             bytes: transfer.bytes,
             failed: transfer.failed,
-            took_ns: clock::now().since(transfer.began),
+            took_ns: clock::now().since(transfer.started),
         };
         let pushed = self.shared.done.push(done);
-        assert!(pushed.is_ok(), "room was reserved at the submission");
+        assert!(pushed.is_ok(), "the submission reserved room");
     }
 
     fn fail_rest(&mut self, request: u64, why: FetchError) {
-        let count = self.transfers.get(&request).map_or(0, |t| t.places.len());
+        let count = self
+            .transfers
+            .get(&request)
+            .map_or(0, |t| t.destinations.len());
         for at in 0..count {
             self.settle(request, at, Err(why));
         }
@@ -1056,9 +1082,9 @@ impl Run {
         }
     }
 
-    /// Pings, and ends connections that are silent, did not greet, or do not take what they asked
-    /// for. Looks at all of them four times in the silence that is allowed.
-    fn keep_peers(&mut self, now: SimTime) {
+    /// Pings peers, and ends connections that are silent, did not greet, or do not read their
+    /// answers. Runs four times per `silence_max`.
+    fn check_peers(&mut self, now: SimTime) {
         if let Some(index) = &self.shared.options.index
             && (self.sweeping || now >= self.next_ping)
         {
@@ -1075,26 +1101,26 @@ impl Run {
         let peers: Vec<PeerId> = self.conns.iter().flatten().map(|conn| conn.peer).collect();
         for peer in peers {
             self.with_conn(peer, |run, conn| {
-                if now.since(conn.heard) > silence_ns {
+                if now.since(conn.last_received) > silence_ns {
                     return Err(CloseReason::Text(format!(
                         "it was silent for {} ms",
                         silence_ns / 1_000_000
                     )));
                 }
-                if conn.phase != Phase::Up && now.since(conn.began) > silence_ns {
+                if conn.phase != Phase::Up && now.since(conn.started) > silence_ns {
                     return Err(CloseReason::Text("it did not greet in time".into()));
                 }
-                // Its pins are void: it must not read on.
+                // Its pins are void: it must not read further.
                 let overdue = conn.pins.values().any(|(until, _)| *until < now);
                 if overdue || conn.write_due.is_some_and(|due| due < now) {
                     return Err(CloseReason::Text(
-                        "it did not take what it asked for in time".into(),
+                        "it did not read its answers in time".into(),
                     ));
                 }
                 if conn.phase == Phase::Up {
-                    conn.push(Piece::Bytes(frame(Kind::Ping, &[])));
+                    conn.push(Piece::Bytes(frame(FrameKind::Ping, &[])));
                     if let Some(index) = &run.shared.options.index {
-                        index.heard(conn.heard, peer.slot as usize);
+                        index.heard(conn.last_received, peer.slot as usize);
                     }
                 }
                 Ok(())
@@ -1103,22 +1129,22 @@ impl Run {
     }
 }
 
-/// Where block `at` of a transfer goes, if it is still wanted.
-pub(super) fn place_of(
+/// The destination of block `at` of a transfer, if it is still wanted.
+pub(super) fn destination_of(
     transfers: &mut HashMap<u64, Transfer>,
     request: u64,
     at: u32,
 ) -> Option<&mut [u8]> {
     let transfer = transfers.get_mut(&request)?;
-    let place = transfer.places.get_mut(at as usize)?.as_mut()?;
-    Some(place.bytes_mut())
+    let destination = transfer.destinations.get_mut(at as usize)?.as_mut()?;
+    Some(destination.bytes_mut())
 }
 
 fn data_of(peer: PeerId) -> epoll::EventData {
     epoll::EventData::new_u64(u64::from(peer.slot) | (u64::from(peer.generation) << 32))
 }
 
-/// Begins to connect.
+/// Starts to connect.
 fn open(address: &Address) -> io::Result<OwnedFd> {
     let (domain, to): (Domain, SockAddr) = match address {
         Address::Tcp(at) | Address::Nixl(at) => (Domain::for_address(*at), (*at).into()),
@@ -1139,37 +1165,37 @@ mod tests {
 
     const MAX: u64 = 50;
 
-    /// Whether it looks on after an event at `now`.
-    fn looks_after(spin: &mut Spin, now: u64, answer_due: bool) -> bool {
+    /// Whether the thread polls after an event at `now`.
+    fn spins_after(spin: &mut Spin, now: u64, answer_due: bool) -> bool {
         spin.on_event(SimTime(now), answer_due);
-        spin.looks(SimTime(now))
+        spin.should_spin(SimTime(now))
     }
 
     #[test]
-    fn the_thread_looks_on_after_events_that_come_close_and_when_an_answer_is_due() {
+    fn the_thread_spins_after_close_events_and_when_an_answer_is_due() {
         let spin = || Spin::new(Duration::from_nanos(MAX));
-        assert!(!looks_after(&mut spin(), 1_000, false));
-        assert!(looks_after(&mut spin(), 1_000, true));
+        assert!(!spins_after(&mut spin(), 1_000, false));
+        assert!(spins_after(&mut spin(), 1_000, true));
         let mut close = spin();
-        assert!(!looks_after(&mut close, 1_000, false));
-        assert!(looks_after(&mut close, 1_000 + MAX, false));
-        assert!(close.looks(SimTime(1_000 + 2 * MAX - 1)));
-        assert!(!close.looks(SimTime(1_000 + 2 * MAX)));
+        assert!(!spins_after(&mut close, 1_000, false));
+        assert!(spins_after(&mut close, 1_000 + MAX, false));
+        assert!(close.should_spin(SimTime(1_000 + 2 * MAX - 1)));
+        assert!(!close.should_spin(SimTime(1_000 + 2 * MAX)));
         let mut off = Spin::new(Duration::ZERO);
-        assert!(!looks_after(&mut off, 7, true));
-        assert!(!looks_after(&mut off, 7, true));
+        assert!(!spins_after(&mut off, 7, true));
+        assert!(!spins_after(&mut off, 7, true));
     }
 
     #[test]
-    fn what_was_awaited_in_vain_is_awaited_less_and_less_until_it_comes() {
+    fn spinning_in_vain_backs_off_until_an_event_comes() {
         let mut spin = Spin::new(Duration::from_nanos(MAX));
         let mut now = 1_000;
         let mut gaps = Vec::new();
         let mut gap = 0;
         while gaps.len() < 9 {
             now += 1_000;
-            if looks_after(&mut spin, now, true) {
-                assert!(!spin.looks(SimTime(now + MAX)));
+            if spins_after(&mut spin, now, true) {
+                assert!(!spin.should_spin(SimTime(now + MAX)));
                 gaps.push(gap);
                 gap = 0;
             } else {
@@ -1177,15 +1203,15 @@ mod tests {
             }
         }
         assert_eq!(gaps, [0, 1, 2, 4, 8, 16, 32, 64, 64]);
-        while !looks_after(&mut spin, now, true) {
+        while !spins_after(&mut spin, now, true) {
             now += 1_000;
         }
-        // It comes in time: from here on it is always awaited.
+        // The event comes in time: from here on, every one is polled for.
         for _ in 0..10 {
             now += MAX - 1;
-            assert!(looks_after(&mut spin, now, true));
+            assert!(spins_after(&mut spin, now, true));
         }
-        // Events after close ones have a backoff of their own.
-        assert!(looks_after(&mut spin, now + 1, false));
+        // Events after close ones have a separate backoff.
+        assert!(spins_after(&mut spin, now + 1, false));
     }
 }

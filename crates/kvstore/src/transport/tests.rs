@@ -1,4 +1,4 @@
-//! Endpoints against each other, and against peers that do what no endpoint does.
+//! Endpoints against each other, and against misbehaving peers.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -16,10 +16,10 @@ use super::pull::Pulls;
 use super::*;
 use crate::clock;
 use crate::handshake::Profile;
-use crate::nixl::{NixlError, NixlOptions, OneSided, Reading, Span, Ticket};
+use crate::nixl::{NixlError, NixlOptions, OneSided, ReadState, Span, Ticket};
 use crate::tier::Tier;
 use crate::tier::memory::{MemoryOptions, MemoryTier};
-use crate::wire::{Answer, Blocks, Get, HEADER_BYTES, Kind, Wanted, frame, read_frame};
+use crate::wire::{Answer, Blocks, FrameKind, Get, HEADER_BYTES, Wanted, frame, read_frame};
 
 const BLOCK: usize = 40_000;
 const LONG: Duration = Duration::from_secs(20);
@@ -44,15 +44,15 @@ fn key(n: u64) -> Vec<u8> {
     key
 }
 
-/// A tier that holds blocks `0..blocks`, and may lend all of them.
+/// A tier with blocks `0..blocks`, all of which it may lend.
 fn tier(blocks: u64) -> Arc<MemoryTier> {
     tier_of(blocks, 2 * blocks as usize + 1)
 }
 
-/// A tier of some places that holds blocks `0..blocks`.
-fn tier_of(blocks: u64, places: usize) -> Arc<MemoryTier> {
+/// A tier of `slots` slots with blocks `0..blocks`.
+fn tier_of(blocks: u64, slots: usize) -> Arc<MemoryTier> {
     let tier = MemoryTier::new(MemoryOptions {
-        bytes: places * BLOCK,
+        bytes: slots * BLOCK,
         block_bytes: BLOCK,
         ttl_ns: None,
     })
@@ -71,11 +71,11 @@ fn any_nixl() -> Address {
     "nixl://127.0.0.1:0".parse().unwrap()
 }
 
-/// Starts an endpoint that reads by NIXL where `SLIPSTREAM_NIXL_LIBRARY` names its library, and else
-/// by what stands in for it.
-fn start(options: EndpointOptions) -> Endpoint {
+/// Starts an endpoint that reads by NIXL if `SLIPSTREAM_NIXL_LIBRARY` is set, and otherwise by a
+/// [`FakeNixl`].
+fn start(options: EndpointOptions) -> BlockEndpoint {
     match std::env::var_os("SLIPSTREAM_NIXL_LIBRARY") {
-        Some(library) => Endpoint::start(EndpointOptions {
+        Some(library) => BlockEndpoint::start(EndpointOptions {
             nixl: Nixl::On(NixlOptions {
                 staging_bytes: 4 << 20,
                 ..NixlOptions::new(library.as_ref())
@@ -83,13 +83,13 @@ fn start(options: EndpointOptions) -> Endpoint {
             ..options
         })
         .unwrap(),
-        None => start_reading(options, &Arc::default()),
+        None => start_with_fake(options, &Arc::default()),
     }
 }
 
-/// Starts an endpoint that reads by a [`Stand`]; four slots, of which each peer may have one.
-fn start_reading(options: EndpointOptions, switch: &Arc<Switch>) -> Endpoint {
-    let stand = Stand {
+/// Starts an endpoint that reads by a [`FakeNixl`]; four slots, one of them per peer.
+fn start_with_fake(options: EndpointOptions, switch: &Arc<Switch>) -> BlockEndpoint {
+    let stand = FakeNixl {
         switch: Arc::clone(switch),
         reads: Vec::new(),
     };
@@ -99,47 +99,47 @@ fn start_reading(options: EndpointOptions, switch: &Arc<Switch>) -> Endpoint {
         nixl: Nixl::Keys,
         ..options
     };
-    Endpoint::start_with(options, Some(pulls)).unwrap()
+    BlockEndpoint::start_with(options, Some(pulls)).unwrap()
 }
 
-/// A server that is read by a [`Stand`] alone.
-fn stand_in_server(tier: &Arc<MemoryTier>) -> Endpoint {
+/// A server that peers read by a [`FakeNixl`] only.
+fn fake_nixl_server(tier: &Arc<MemoryTier>) -> BlockEndpoint {
     let options = EndpointOptions {
         listen: vec![any_nixl()],
         serves: Some(Arc::clone(tier)),
         ..EndpointOptions::new("server", profile())
     };
-    start_reading(options, &Arc::default())
+    start_with_fake(options, &Arc::default())
 }
 
-/// What reads do.
+/// The behavior of reads.
 #[derive(Default)]
 struct Switch {
-    /// They stay under way.
+    /// Reads stay in flight.
     held: AtomicBool,
-    /// They fail.
+    /// Reads fail.
     failing: AtomicBool,
     posted: AtomicUsize,
     ended: AtomicUsize,
 }
 
-/// Stands in for NIXL between endpoints of one process, and does to reads what a test wants.
-struct Stand {
+/// Replaces NIXL between endpoints of one process, and lets a test hold or fail reads.
+struct FakeNixl {
     switch: Arc<Switch>,
-    /// By their tickets; `None` once ended.
+    /// By ticket; `None` once ended.
     reads: Vec<Option<Vec<Span>>>,
 }
 
-impl OneSided for Stand {
+impl OneSided for FakeNixl {
     fn introduction(&mut self) -> Result<Vec<u8>, NixlError> {
         Ok(format!("{:p}", Arc::as_ptr(&self.switch)).into())
     }
 
-    fn meet(&mut self, introduction: &[u8]) -> Result<String, NixlError> {
+    fn load_peer(&mut self, introduction: &[u8]) -> Result<String, NixlError> {
         Ok(String::from_utf8(introduction.to_vec()).unwrap())
     }
 
-    fn part(&mut self, _peer: &str) {}
+    fn unload_peer(&mut self, _peer: &str) {}
 
     unsafe fn read(&mut self, _peer: &str, spans: &[Span]) -> Result<Ticket, NixlError> {
         self.switch.posted.fetch_add(1, Ordering::SeqCst);
@@ -147,14 +147,16 @@ impl OneSided for Stand {
         Ok(Ticket(self.reads.len() - 1))
     }
 
-    fn poll(&mut self, ticket: Ticket) -> Reading {
+    fn poll(&mut self, ticket: Ticket) -> ReadState {
         if self.switch.held.load(Ordering::SeqCst) {
-            return Reading::UnderWay;
+            return ReadState::InFlight;
         }
-        let spans = self.reads[ticket.0].take().expect("tickets are void then");
+        let spans = self.reads[ticket.0]
+            .take()
+            .expect("a ticket is polled once after its end");
         self.switch.ended.fetch_add(1, Ordering::SeqCst);
         if self.switch.failing.load(Ordering::SeqCst) {
-            return Reading::Failed;
+            return ReadState::Failed;
         }
         for span in spans {
             // SAFETY: `to` is the slot of this read, and `from` a pinned block in a tier of this
@@ -167,13 +169,13 @@ impl OneSided for Stand {
                 );
             }
         }
-        Reading::Done
+        ReadState::Done
     }
 
     fn progress(&mut self) {}
 }
 
-/// Runs `check` with an address of each kind to listen at.
+/// Runs `check` with one listening address of each kind.
 fn on_each(check: impl Fn(Address)) {
     check(any_tcp());
     check(any_nixl());
@@ -181,7 +183,7 @@ fn on_each(check: impl Fn(Address)) {
     check(Address::Unix(folder.path().join("kv")));
 }
 
-fn server(at: Address, tier: &Arc<MemoryTier>) -> Endpoint {
+fn server(at: Address, tier: &Arc<MemoryTier>) -> BlockEndpoint {
     start(EndpointOptions {
         listen: vec![at],
         serves: Some(Arc::clone(tier)),
@@ -189,16 +191,16 @@ fn server(at: Address, tier: &Arc<MemoryTier>) -> Endpoint {
     })
 }
 
-fn client() -> Endpoint {
+fn client() -> BlockEndpoint {
     start(EndpointOptions::new("client", profile()))
 }
 
-/// Polls until there is an event that `f` takes; others are dropped.
-fn wait<T>(endpoint: &Endpoint, mut f: impl FnMut(&Event) -> Option<T>) -> T {
+/// Polls until `f` accepts an event; other events are dropped.
+fn wait<T>(endpoint: &BlockEndpoint, mut f: impl FnMut(&TransportEvent) -> Option<T>) -> T {
     let until = Instant::now() + LONG;
     let mut events = Vec::new();
     loop {
-        assert!(Instant::now() < until, "nothing came");
+        assert!(Instant::now() < until, "no event in time");
         events.clear();
         if endpoint.poll(1, &mut events) == 0 {
             std::thread::yield_now();
@@ -209,35 +211,35 @@ fn wait<T>(endpoint: &Endpoint, mut f: impl FnMut(&Event) -> Option<T>) -> T {
     }
 }
 
-fn up(endpoint: &Endpoint, address: &Address) -> PeerId {
+fn up(endpoint: &BlockEndpoint, address: &Address) -> PeerId {
     let dialed = endpoint.connect(address).unwrap();
     wait(endpoint, |event| match event {
-        Event::Up { peer, .. } => {
+        TransportEvent::Up { peer, .. } => {
             assert_eq!(*peer, dialed);
             Some(dialed)
         }
-        Event::Down { why, .. } => panic!("{why}"),
-        Event::Done(_) => None,
+        TransportEvent::Down { why, .. } => panic!("{why}"),
+        TransportEvent::Done(_) => None,
     })
 }
 
-fn down(endpoint: &Endpoint) -> (String, bool) {
+fn down(endpoint: &BlockEndpoint) -> (String, bool) {
     wait(endpoint, |event| match event {
-        Event::Down { why, refused, .. } => Some((why.clone(), *refused)),
+        TransportEvent::Down { why, refused, .. } => Some((why.clone(), *refused)),
         _ => None,
     })
 }
 
-fn done(endpoint: &Endpoint, id: TransferId) -> Completion {
+fn done(endpoint: &BlockEndpoint, id: TransferId) -> Completion {
     wait(endpoint, |event| match event {
-        Event::Done(done) if done.transfer == id => Some(done.clone()),
+        TransportEvent::Done(done) if done.transfer == id => Some(done.clone()),
         _ => None,
     })
 }
 
-/// Asks for `(block, length)` each, into places of `BLOCK` bytes.
+/// Fetches `(block, length)` each, into places of `BLOCK` bytes.
 fn fetch(
-    endpoint: &Endpoint,
+    endpoint: &BlockEndpoint,
     peer: PeerId,
     region: &Arc<Region>,
     wanted: &[(u64, usize)],
@@ -259,7 +261,7 @@ fn fetch(
 }
 
 #[test]
-fn who_stops_serving_gives_nothing_that_is_stored_later() {
+fn blocks_stored_after_stop_serving_are_not_served() {
     on_each(|at| {
         let memory = tier(3);
         let folder = tempfile::tempdir().unwrap();
@@ -284,16 +286,12 @@ fn who_stops_serving_gives_nothing_that_is_stored_later() {
             let after = fetch(&client, peer, &region, &[(n, BLOCK)], LONG);
             assert_eq!(after.failed, [(0, FetchError::Absent)]);
         }
-        assert_eq!(
-            memory.len_of(clock::now(), &key(7)),
-            None,
-            "nor takes it from disk"
-        );
+        assert_eq!(memory.len_of(clock::now(), &key(7)), None, "nor from disk");
     });
 }
 
 #[test]
-fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
+fn blocks_arrive_as_stored_and_failures_are_distinguished() {
     on_each(|at| {
         let tier = tier(30);
         let server = server(at, &tier);
@@ -328,7 +326,7 @@ fn blocks_come_as_they_were_stored_and_others_are_told_apart() {
 }
 
 #[test]
-fn blocks_on_disk_come_by_way_of_memory() {
+fn blocks_on_disk_are_served_through_memory() {
     on_each(|at| {
         let folder = tempfile::tempdir().unwrap();
         let options = crate::DiskOptions::new(folder.path(), 1 << 30);
@@ -362,7 +360,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
         let short = fetch(&client, peer, &region, &[(3, BLOCK - 8)], LONG);
         assert_eq!(short.failed.len(), 1);
         assert!(memory.stats().blocks <= 5);
-        // A file that was damaged is absent, and nothing else.
+        // A damaged file makes its block absent, and has no other effect.
         for entry in std::fs::read_dir(folder.path().join("blocks")).unwrap() {
             let path = entry.unwrap().path();
             let mut bytes = std::fs::read(&path).unwrap();
@@ -378,7 +376,7 @@ fn blocks_on_disk_come_by_way_of_memory() {
 }
 
 #[test]
-fn a_damaged_block_is_a_failure_and_not_a_block() {
+fn a_damaged_block_is_reported_as_failed() {
     on_each(|at| {
         let tier = tier(3);
         tier.damage(&key(1));
@@ -398,7 +396,7 @@ fn a_damaged_block_is_a_failure_and_not_a_block() {
 }
 
 #[test]
-fn engines_whose_blocks_mean_something_else_refuse_each_other() {
+fn engines_with_incompatible_blocks_refuse_each_other() {
     on_each(|at| {
         let tier = tier(1);
         let server = server(at, &tier);
@@ -420,7 +418,7 @@ fn engines_whose_blocks_mean_something_else_refuse_each_other() {
 }
 
 #[test]
-fn a_lost_peer_ends_its_transfers_and_is_told() {
+fn a_lost_peer_ends_its_transfers_and_is_reported() {
     on_each(|at| {
         let tier = tier(30);
         let server = server(at, &tier);
@@ -443,7 +441,7 @@ fn a_lost_peer_ends_its_transfers_and_is_told() {
 }
 
 #[test]
-fn peers_come_and_go_and_come_again() {
+fn peers_can_reconnect_repeatedly() {
     on_each(|at| {
         let tier = tier(2);
         let server = server(at, &tier);
@@ -469,10 +467,10 @@ fn peers_come_and_go_and_come_again() {
 }
 
 #[test]
-fn too_much_at_once_is_refused_and_nothing_is_begun() {
+fn submissions_over_a_limit_are_refused_without_effect() {
     let tier = tier(2);
     let server = server(any_tcp(), &tier);
-    let client = Endpoint::start(EndpointOptions {
+    let client = BlockEndpoint::start(EndpointOptions {
         transfers_max: 2,
         peers_max: 1,
         ..EndpointOptions::new("client", profile())
@@ -496,7 +494,7 @@ fn too_much_at_once_is_refused_and_nothing_is_begun() {
         ];
         client.fetch(peer, &region, &blocks, LONG)
     };
-    // The second block's place is not free or does not exist: the first one's is free again.
+    // The second block cannot be leased, so the first one is free again.
     assert!(matches!(
         submit(2 * BLOCK + 1, 9),
         Err(SubmitError::Region(_))
@@ -505,7 +503,7 @@ fn too_much_at_once_is_refused_and_nothing_is_begun() {
     let first = submit(0, BLOCK).unwrap();
     let done_first = done(&client, first);
     assert!(done_first.failed.is_empty());
-    // Completions that nobody polls take room.
+    // Completions that are not polled count against the limit.
     let one = client.fetch(peer, &region, &[], LONG).unwrap();
     client.fetch(peer, &region, &[], LONG).unwrap();
     assert_eq!(submit(0, BLOCK), Err(SubmitError::Full { max: 2 }));
@@ -522,12 +520,12 @@ fn too_much_at_once_is_refused_and_nothing_is_begun() {
 }
 
 #[test]
-fn keys_travel_with_the_connection_and_gaps_are_mended() {
+fn keys_are_published_to_peers_and_gaps_are_repaired() {
     on_each(|at| {
         let tier = tier(1);
         let server = server(at, &tier);
         let index = Arc::new(PeerIndex::new(64, 10_000, u64::MAX));
-        let client = Endpoint::start(EndpointOptions {
+        let client = BlockEndpoint::start(EndpointOptions {
             index: Some(Arc::clone(&index)),
             nixl: Nixl::Keys,
             ..EndpointOptions::new("client", profile())
@@ -545,7 +543,7 @@ fn keys_travel_with_the_connection_and_gaps_are_mended() {
             index.overlap(&prompt, &mut out);
             out[peer.slot as usize]
         };
-        // What a scheduler does each step.
+        // The work of a scheduler per step.
         let step_until = |set: &mut KeySet, want: u32| {
             let until = Instant::now() + LONG;
             while held() != want {
@@ -564,14 +562,14 @@ fn keys_travel_with_the_connection_and_gaps_are_mended() {
             set.change(&key(n), Change::Add(0)).unwrap();
         }
         step_until(&mut set, 550);
-        // A message is lost on its way; the next one shows it.
+        // A message is lost; the next one reveals the gap.
         set.change(&key(0), Change::Remove(0)).unwrap();
         set.message(64).unwrap();
         set.change(&key(0), Change::Add(0)).unwrap();
         set.change(&key(550), Change::Add(0)).unwrap();
         step_until(&mut set, 551);
         assert!(client.stats().key_errors_total > 0);
-        // An old snapshot comes late.
+        // An old snapshot arrives late.
         let stale = {
             let mut old = KeySet::new(0, 1);
             old.set_consumed(true);
@@ -595,11 +593,11 @@ fn fake(listener: &TcpListener) -> TcpStream {
     stream
         .write_all(&hello(&options, Scheme::Stream).frame())
         .unwrap();
-    assert_eq!(next_frame(&mut stream).0, Kind::Hello);
+    assert_eq!(next_frame(&mut stream).0, FrameKind::Hello);
     stream
 }
 
-fn next_frame(stream: &mut TcpStream) -> (Kind, Vec<u8>) {
+fn next_frame(stream: &mut TcpStream) -> (FrameKind, Vec<u8>) {
     let mut bytes = vec![0; HEADER_BYTES];
     stream.read_exact(&mut bytes).unwrap();
     let len = u32::from_le_bytes(bytes[..4].try_into().unwrap()) as usize;
@@ -609,11 +607,11 @@ fn next_frame(stream: &mut TcpStream) -> (Kind, Vec<u8>) {
     (kind, body.to_vec())
 }
 
-/// The next request, past pings.
+/// The next request; skips pings.
 fn next_get(stream: &mut TcpStream) -> Get {
     loop {
         let (kind, body) = next_frame(stream);
-        if kind == Kind::Get {
+        if kind == FrameKind::Get {
             return Get::read(&body).unwrap();
         }
     }
@@ -634,11 +632,11 @@ fn here(bytes: &[u8]) -> Answer {
 }
 
 #[test]
-fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_written() {
+fn a_stalled_transfer_fails_at_its_deadline_and_late_bytes_are_discarded() {
     let (listener, address) = fake_listener();
     let client = client();
     let region = Region::new(2 * BLOCK);
-    let (resume, told) = std::sync::mpsc::channel();
+    let (resume, resumed) = std::sync::mpsc::channel();
     let peer_thread = std::thread::spawn(move || {
         let mut stream = fake(&listener);
         let get = next_get(&mut stream);
@@ -649,9 +647,9 @@ fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_writ
             .unwrap();
         stream.write_all(&block(0)).unwrap();
         stream.write_all(&block(1)[..BLOCK / 2]).unwrap();
-        told.recv().unwrap(); // the deadline has passed
+        resumed.recv().unwrap(); // the deadline has passed
         stream.write_all(&block(1)[BLOCK / 2..]).unwrap();
-        // The connection is as good as before.
+        // The connection is still usable.
         let get = next_get(&mut stream);
         let answers = vec![here(&block(7))];
         let request = get.request;
@@ -667,10 +665,10 @@ fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_writ
     assert_eq!(first.failed, [(1, FetchError::Deadline)]);
     assert_eq!(
         first.bytes, BLOCK as u64,
-        "the first one is there and was verified"
+        "the first block arrived and was verified"
     );
     assert!(first.took_ns >= 300_000_000);
-    region.write(BLOCK, &vec![0xee; BLOCK]).unwrap(); // it is the caller's again
+    region.write(BLOCK, &vec![0xee; BLOCK]).unwrap(); // the caller owns it again
     resume.send(()).unwrap();
     let next = fetch(&client, peer, &region, &[(7, BLOCK)], LONG);
     assert!(next.failed.is_empty());
@@ -678,7 +676,7 @@ fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_writ
     region.read(BLOCK, &mut out).unwrap();
     assert!(
         out.iter().all(|&byte| byte == 0xee),
-        "late bytes went nowhere"
+        "late bytes are discarded"
     );
     region.read(0, &mut out).unwrap();
     assert_eq!(out, block(7));
@@ -686,9 +684,9 @@ fn a_peer_that_stops_mid_transfer_costs_its_deadline_and_no_later_bytes_are_writ
 }
 
 #[test]
-fn a_peer_that_never_answers_costs_its_deadline_and_then_its_connection() {
+fn a_silent_peer_costs_a_deadline_and_then_its_connection() {
     let (listener, address) = fake_listener();
-    let client = Endpoint::start(EndpointOptions {
+    let client = BlockEndpoint::start(EndpointOptions {
         silence_max: Duration::from_millis(400),
         ..EndpointOptions::new("client", profile())
     })
@@ -704,8 +702,8 @@ fn a_peer_that_never_answers_costs_its_deadline_and_then_its_connection() {
     drop(peer_thread.join().unwrap());
 }
 
-/// Dials `server` and says `bytes`; returns why the server ended it.
-fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
+/// Connects to `server` and sends `bytes`; returns why the server ended the connection.
+fn say(server: &BlockEndpoint, greet: bool, bytes: &[u8]) -> String {
     let Address::Tcp(at) = server.addresses()[0] else {
         panic!("dialed by TCP")
     };
@@ -719,12 +717,12 @@ fn say(server: &Endpoint, greet: bool, bytes: &[u8]) -> String {
     let _ = stream.write_all(bytes);
     let why = down(server).0;
     let mut rest = Vec::new();
-    let _ = stream.read_to_end(&mut rest); // it is closed, in order or not
+    let _ = stream.read_to_end(&mut rest); // closed, with or without an error
     why
 }
 
 #[test]
-fn a_peer_pins_half_of_all_places_at_most_and_not_for_as_long_as_it_likes() {
+fn a_peer_pins_at_most_half_of_all_slots_and_for_a_limited_time() {
     on_each(|at| {
         let memory = MemoryTier::new(MemoryOptions {
             bytes: 8 * BLOCK,
@@ -742,7 +740,7 @@ fn a_peer_pins_half_of_all_places_at_most_and_not_for_as_long_as_it_likes() {
             serve_max: Duration::ZERO,
             ..EndpointOptions::new("server", profile())
         });
-        // It asks for everything, for 49 days, and takes nothing; but it is not silent.
+        // The peer requests every block, for 49 days, and reads nothing; but it sends pings.
         let mut peer = RawPeer::dial(&server.addresses()[0]);
         let get = Get {
             request: 1,
@@ -757,11 +755,11 @@ fn a_peer_pins_half_of_all_places_at_most_and_not_for_as_long_as_it_likes() {
         peer.send(&peer.greeting(&at, &profile()));
         peer.send(&get.frame());
         wait(&server, |event| {
-            matches!(event, Event::Up { .. }).then_some(())
+            matches!(event, TransportEvent::Up { .. }).then_some(())
         });
         let until = Instant::now() + LONG;
         while server.stats().served_blocks_total < 4 {
-            assert!(Instant::now() < until, "it is served");
+            assert!(Instant::now() < until, "the request is served in time");
             std::thread::yield_now();
         }
         for n in 100..120 {
@@ -770,34 +768,28 @@ fn a_peer_pins_half_of_all_places_at_most_and_not_for_as_long_as_it_likes() {
         let stats = server.stats();
         assert_eq!((stats.served_blocks_total, stats.absent_total), (4, 4));
         if matches!(at, Address::Tcp(_)) {
-            return; // the socket has taken the blocks
+            return; // the socket's buffer holds the blocks
         }
         loop {
-            if peer.try_send(&frame(Kind::Ping, &[])).is_err() {
+            if peer.try_send(&frame(FrameKind::Ping, &[])).is_err() {
                 break;
             }
-            assert!(Instant::now() < until, "it is cut off");
+            assert!(Instant::now() < until, "the peer is disconnected in time");
             std::thread::yield_now();
         }
         let (why, _) = down(&server);
-        assert!(
-            why.contains("did not take what it asked for in time"),
-            "{why}"
-        );
+        assert!(why.contains("did not read its answers in time"), "{why}");
     });
 }
 
 #[test]
-fn memory_is_given_to_peers_whose_greeting_agrees_and_to_no_other() {
+fn memory_is_passed_only_to_compatible_peers() {
     let folder = tempfile::tempdir().unwrap();
     let at = Address::Unix(folder.path().join("kv"));
     let tier = tier(1);
     let server = server(at.clone(), &tier);
     let mut mute = RawPeer::dial(&at);
-    assert!(
-        mute.receive().is_none(),
-        "the greeting brings no descriptor"
-    );
+    assert!(mute.receive().is_none(), "the greeting has no descriptor");
     let mut other = RawPeer::dial(&at);
     let model = Profile {
         model: "another".into(),
@@ -806,12 +798,12 @@ fn memory_is_given_to_peers_whose_greeting_agrees_and_to_no_other() {
     other.send(&other.greeting(&at, &model));
     down(&server);
     while !other.is_ended {
-        assert!(other.receive().is_none(), "a refusal brings no descriptor");
+        assert!(other.receive().is_none(), "a refusal has no descriptor");
     }
     let mut same = RawPeer::dial(&at);
     same.send(&same.greeting(&at, &profile()));
     let fd = loop {
-        assert!(!same.is_ended, "it is given the memory");
+        assert!(!same.is_ended, "it receives the memory");
         if let Some(fd) = same.receive() {
             break fd;
         }
@@ -823,7 +815,7 @@ fn memory_is_given_to_peers_whose_greeting_agrees_and_to_no_other() {
 }
 
 #[test]
-fn peers_that_never_greet_keep_no_other_out() {
+fn peers_that_never_greet_do_not_block_others() {
     on_each(|at| {
         let tier = tier(1);
         let server = start(EndpointOptions {
@@ -846,16 +838,16 @@ fn peers_that_never_greet_keep_no_other_out() {
 }
 
 #[test]
-fn a_greeting_that_does_not_end_is_cut_short() {
+fn an_endless_greeting_is_refused() {
     let tier = tier(1);
     let server = server(any_tcp(), &tier);
-    let mut bytes = frame(Kind::Hello, &vec![0; 4 << 20]);
+    let mut bytes = frame(FrameKind::Hello, &vec![0; 4 << 20]);
     bytes.pop();
     let why = say(&server, false, &bytes);
-    assert!(why.contains("longer than any greeting"), "{why}");
+    assert!(why.contains("maximum length of a greeting"), "{why}");
 }
 
-/// A peer that sends what a test gives it.
+/// A peer that sends the bytes a test gives it.
 struct RawPeer {
     socket: std::os::fd::OwnedFd,
     is_ended: bool,
@@ -875,13 +867,13 @@ impl RawPeer {
         }
     }
 
-    /// What makes the connection stand, without memory of its own.
+    /// The frames that bring the connection up, without memory of its own.
     #[allow(clippy::unused_self)]
     fn greeting(&self, at: &Address, profile: &Profile) -> Vec<u8> {
         let options = EndpointOptions::new("raw", profile.clone());
-        let way = Scheme::of(at);
-        let mut bytes = hello(&options, way).frame();
-        if way == Scheme::Pull {
+        let scheme = Scheme::of(at);
+        let mut bytes = hello(&options, scheme).frame();
+        if scheme == Scheme::Pull {
             bytes.extend(crate::wire::Introduction::default().frame());
         }
         bytes
@@ -895,7 +887,7 @@ impl RawPeer {
         rustix::net::send(&self.socket, bytes, rustix::net::SendFlags::NOSIGNAL)
     }
 
-    /// Reads some bytes; returns the descriptor that came with them.
+    /// Reads some bytes; returns a descriptor received with them.
     fn receive(&mut self) -> Option<std::os::fd::OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -917,12 +909,12 @@ impl RawPeer {
 }
 
 #[test]
-fn whatever_comes_in_ends_its_own_connection_alone() {
+fn malformed_input_ends_only_its_own_connection() {
     let tier = tier(3);
     let server = server(any_tcp(), &tier);
     let client = client();
     let peer = up(&client, &server.addresses()[0]);
-    let mut version = frame(Kind::Ping, &[]);
+    let mut version = frame(FrameKind::Ping, &[]);
     version[4] = 9;
     let why = say(&server, false, &version);
     assert!(
@@ -936,23 +928,23 @@ fn whatever_comes_in_ends_its_own_connection_alone() {
         deadline_ms: 1,
         blocks: Vec::new(),
     };
-    assert!(say(&server, false, &get.frame()).contains("before the greeting"));
+    assert!(say(&server, false, &get.frame()).contains("a greeting is missing"));
     let mut damaged = get.frame();
     damaged[HEADER_BYTES] ^= 1;
     assert!(say(&server, true, &damaged).contains("checksum is wrong"));
     let mut kind = get.frame();
     kind[5] = 77;
-    assert!(say(&server, true, &kind).contains("no frame is of this kind"));
+    assert!(say(&server, true, &kind).contains("kind is unknown"));
     let mut long = get.frame();
     long[..4].copy_from_slice(&u32::MAX.to_le_bytes());
-    assert!(say(&server, true, &long).contains("longer than any frame"));
-    let short = frame(Kind::Get, &[0; 15]);
-    assert!(say(&server, true, &short).contains("shorter than what it says"));
+    assert!(say(&server, true, &long).contains("exceeds the maximum length"));
+    let short = frame(FrameKind::Get, &[0; 15]);
+    assert!(say(&server, true, &short).contains("shorter than its fields"));
     let answers = Blocks {
         request: 1,
         answers: vec![Answer::Absent],
     };
-    // Answers that nobody asked for do no harm; a frame that is cut off is no frame.
+    // Unexpected answers are harmless; a truncated frame is not handled.
     let mut cut = answers.frame();
     cut.extend(&get.frame()[..20]);
     let Address::Tcp(at) = server.addresses()[0] else {
@@ -967,7 +959,7 @@ fn whatever_comes_in_ends_its_own_connection_alone() {
     drop(stream);
     down(&server);
     assert!(server.stats().malformed_total >= 7);
-    // The one beside it saw nothing of all that.
+    // The other connection is unaffected.
     let region = Region::new(BLOCK);
     assert!(
         fetch(&client, peer, &region, &[(2, BLOCK)], LONG)
@@ -977,7 +969,7 @@ fn whatever_comes_in_ends_its_own_connection_alone() {
 }
 
 #[test]
-fn a_peer_that_answers_something_else_is_cut_off() {
+fn a_peer_with_mismatched_answers_is_disconnected() {
     for wrong in [
         vec![here(&block(0)), here(&block(1))],
         vec![here(&block(0)[..BLOCK - 8])],
@@ -1003,8 +995,8 @@ fn a_peer_that_answers_something_else_is_cut_off() {
 }
 
 #[test]
-fn blocks_that_a_peer_reads_stay_until_it_has_done() {
-    // A tier of one block that is replaced all the time, while a peer fetches it.
+fn blocks_stay_until_a_peer_has_read_them() {
+    // A tier of one block that is replaced continuously, while a peer fetches it.
     let folder = tempfile::tempdir().unwrap();
     let tier = MemoryTier::new(MemoryOptions {
         bytes: 2 * BLOCK,
@@ -1050,11 +1042,11 @@ fn blocks_that_a_peer_reads_stay_until_it_has_done() {
 }
 
 #[test]
-fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
+fn a_reader_that_never_releases_is_disconnected_and_its_blocks_are_freed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv");
-    let tier = tier_of(1, 2); // and room for one more
-    let server = Endpoint::start(EndpointOptions {
+    let tier = tier_of(1, 2); // with room for one more
+    let server = BlockEndpoint::start(EndpointOptions {
         listen: vec![Address::Unix(path.clone())],
         serves: Some(Arc::clone(&tier)),
         silence_max: Duration::from_millis(200),
@@ -1076,36 +1068,36 @@ fn a_reader_that_never_lets_go_is_cut_off_and_its_blocks_are_free() {
         blocks,
     };
     reader.write_all(&get.frame()).unwrap();
-    // It pings, and is not silent; but it keeps the block.
+    // It sends pings, so it is not silent; but it keeps the block pinned.
     let mut pinger = reader.try_clone().unwrap();
     let pings = std::thread::spawn(move || {
-        while pinger.write_all(&frame(Kind::Ping, &[])).is_ok() {
+        while pinger.write_all(&frame(FrameKind::Ping, &[])).is_ok() {
             std::thread::yield_now();
         }
     });
     wait(&server, |event| {
-        matches!(event, Event::Up { .. }).then_some(())
+        matches!(event, TransportEvent::Up { .. }).then_some(())
     });
     while server.stats().served_blocks_total == 0 {
         std::thread::yield_now();
     }
     let now = clock::now();
     tier.put(now, &key(1), &block(1)).unwrap();
-    tier.put(now, &key(2), &block(2)).unwrap(); // in place of 1, as 0 is being read
+    tier.put(now, &key(2), &block(2)).unwrap(); // evicts 1, as 0 is being read
     assert!(tier.remove(&key(0)));
     assert!(tier.len_of(now, &key(1)).is_none());
     let (why, _) = down(&server);
-    assert!(why.contains("did not take what it asked for"), "{why}");
+    assert!(why.contains("did not read its answers"), "{why}");
     pings.join().unwrap();
     tier.put(now, &key(3), &block(3)).unwrap();
     assert!(
         tier.len_of(now, &key(2)).is_some(),
-        "the place of 0 is free again"
+        "the slot of 0 is free again"
     );
 }
 
 #[test]
-fn addresses_are_read_and_others_refused() {
+fn addresses_are_parsed_and_invalid_ones_refused() {
     for text in [
         "tcp://127.0.0.1:80",
         "unix:///tmp/x",
@@ -1134,7 +1126,7 @@ fn a_socket_file_of_a_dead_process_is_replaced_and_one_in_use_is_not() {
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let tier = tier(1);
     let first = server(Address::Unix(path.clone()), &tier);
-    let error = Endpoint::start(EndpointOptions {
+    let error = BlockEndpoint::start(EndpointOptions {
         listen: vec![Address::Unix(path.clone())],
         ..EndpointOptions::new("second", profile())
     });
@@ -1144,18 +1136,18 @@ fn a_socket_file_of_a_dead_process_is_replaced_and_one_in_use_is_not() {
 }
 
 /// Polls until `f` holds.
-fn until(endpoint: &Endpoint, f: impl Fn() -> bool) {
+fn until(endpoint: &BlockEndpoint, f: impl Fn() -> bool) {
     let late = Instant::now() + LONG;
     let mut events = Vec::new();
     while !f() {
-        assert!(Instant::now() < late, "it never came");
+        assert!(Instant::now() < late, "the condition did not hold in time");
         endpoint.poll(1, &mut events);
         std::thread::yield_now();
     }
 }
 
 #[test]
-fn a_block_that_is_longer_than_a_read_comes_whole() {
+fn a_block_longer_than_a_read_arrives_complete() {
     const LONG_BLOCK: usize = (5 << 20) / 2 + 3;
     let memory = MemoryTier::new(MemoryOptions {
         bytes: 12 * LONG_BLOCK,
@@ -1192,11 +1184,11 @@ fn a_block_that_is_longer_than_a_read_comes_whole() {
 }
 
 #[test]
-fn a_read_that_ends_after_its_deadline_touches_nothing_and_then_frees_its_blocks() {
+fn a_read_that_ends_after_its_deadline_writes_nothing_and_frees_its_blocks() {
     let tier = tier(3);
-    let server = stand_in_server(&tier);
+    let server = fake_nixl_server(&tier);
     let switch = Arc::new(Switch::default());
-    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let client = start_with_fake(EndpointOptions::new("client", profile()), &switch);
     let peer = up(&client, &server.addresses()[0]);
     let region = Region::new(3 * BLOCK);
     let mark = vec![0xab; 3 * BLOCK];
@@ -1211,9 +1203,9 @@ fn a_read_that_ends_after_its_deadline_touches_nothing_and_then_frees_its_blocks
     );
     assert_eq!((late.failed.len(), late.bytes), (3, 0));
     until(&client, || switch.posted.load(Ordering::SeqCst) == 1);
-    // The places are the caller's again, whatever the read still does.
+    // The caller owns the destinations again, while the read is still in flight.
     region.write(0, &mark).unwrap();
-    // One more cannot begin, as this peer's slot is taken.
+    // No further read can start, as this peer's slot is taken.
     let next = fetch(&client, peer, &region, &wanted, Duration::from_millis(30));
     assert_eq!(next.failed.len(), 3);
     assert_eq!(switch.posted.load(Ordering::SeqCst), 1);
@@ -1221,26 +1213,26 @@ fn a_read_that_ends_after_its_deadline_touches_nothing_and_then_frees_its_blocks
     until(&client, || switch.ended.load(Ordering::SeqCst) == 1);
     let mut out = vec![0; 3 * BLOCK];
     region.read(0, &mut out).unwrap();
-    assert!(out == mark, "bytes came too late and were written");
+    assert!(out == mark, "late bytes were written");
     let done = fetch(&client, peer, &region, &wanted, LONG);
     assert!(done.failed.is_empty(), "{done:?}");
     region.read(BLOCK, &mut out[..BLOCK]).unwrap();
     assert!(out[..BLOCK] == block(1));
-    // Nothing is pinned any more: every place can be taken anew.
+    // Nothing is pinned any more: every slot can be reused.
     until(&client, || {
         (10..14).all(|n| tier.put(clock::now(), &key(n), &block(n)).is_ok())
     });
 }
 
 #[test]
-fn a_read_that_fails_ends_the_connection_and_the_next_one_works() {
+fn a_failed_read_ends_the_connection_and_the_next_one_works() {
     let tier = tier(2);
-    let server = stand_in_server(&tier);
+    let server = fake_nixl_server(&tier);
     let switch = Arc::new(Switch::default());
-    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let client = start_with_fake(EndpointOptions::new("client", profile()), &switch);
     let region = Region::new(2 * BLOCK);
     let wanted = [(0, BLOCK), (1, BLOCK)];
-    // More often than there are slots: none is lost for good.
+    // More rounds than slots: a failure must not leak one.
     for _ in 0..6 {
         switch.failing.store(true, Ordering::SeqCst);
         let peer = up(&client, &server.addresses()[0]);
@@ -1257,12 +1249,12 @@ fn a_read_that_fails_ends_the_connection_and_the_next_one_works() {
 }
 
 #[test]
-fn a_peer_that_goes_while_it_is_read_costs_its_blocks_and_nothing_else() {
+fn a_peer_lost_during_a_read_costs_only_its_blocks() {
     let tier = tier(2);
-    let gone = stand_in_server(&tier);
-    let other = stand_in_server(&tier);
+    let gone = fake_nixl_server(&tier);
+    let other = fake_nixl_server(&tier);
     let switch = Arc::new(Switch::default());
-    let client = start_reading(EndpointOptions::new("client", profile()), &switch);
+    let client = start_with_fake(EndpointOptions::new("client", profile()), &switch);
     let region = Region::new(2 * BLOCK);
     let peer = up(&client, &gone.addresses()[0]);
     switch.held.store(true, Ordering::SeqCst);
@@ -1275,20 +1267,22 @@ fn a_peer_that_goes_while_it_is_read_costs_its_blocks_and_nothing_else() {
     let id = client.fetch(peer, &region, &blocks, LONG).unwrap();
     until(&client, || switch.posted.load(Ordering::SeqCst) == 1);
     drop(gone);
-    // Its end and the transfer's may be reported in either order.
+    // The ends of the connection and of the transfer may be reported in either order.
     let (mut failed, mut is_down) = (None, false);
     while failed.is_none() || !is_down {
         wait(&client, |event| {
             match event {
-                Event::Done(done) if done.transfer == id => failed = Some(done.failed.clone()),
-                Event::Down { .. } => is_down = true,
+                TransportEvent::Done(done) if done.transfer == id => {
+                    failed = Some(done.failed.clone());
+                }
+                TransportEvent::Down { .. } => is_down = true,
                 _ => {}
             }
             Some(())
         });
     }
     assert_eq!(failed.unwrap(), [(0, FetchError::Lost)]);
-    // The read is still under way, and its slot is not for others.
+    // The read is still in flight, and its slot is not reused.
     switch.held.store(false, Ordering::SeqCst);
     until(&client, || switch.ended.load(Ordering::SeqCst) == 1);
     let peer = up(&client, &other.addresses()[0]);
@@ -1297,7 +1291,7 @@ fn a_peer_that_goes_while_it_is_read_costs_its_blocks_and_nothing_else() {
 }
 
 #[test]
-fn who_moves_blocks_otherwise_is_refused_and_who_follows_keys_is_not() {
+fn another_block_transport_is_refused_unless_the_peer_only_follows_keys() {
     let tier = tier(1);
     let server = server(any_nixl(), &tier);
     let Address::Nixl(at) = server.addresses()[0] else {
@@ -1312,11 +1306,11 @@ fn who_moves_blocks_otherwise_is_refused_and_who_follows_keys_is_not() {
             assert!(why.contains(part), "{why}");
         }
     }
-    let without = Endpoint::start(EndpointOptions::new("without", profile())).unwrap();
+    let without = BlockEndpoint::start(EndpointOptions::new("without", profile())).unwrap();
     without.connect(&Address::Nixl(at)).unwrap();
     let (why, refused) = down(&without);
     assert!(refused && why.contains("pip install"), "{why}");
-    let keys_only = Endpoint::start(EndpointOptions {
+    let keys_only = BlockEndpoint::start(EndpointOptions {
         nixl: Nixl::Keys,
         ..EndpointOptions::new("keys", profile())
     });
@@ -1324,13 +1318,13 @@ fn who_moves_blocks_otherwise_is_refused_and_who_follows_keys_is_not() {
     let peer = up(&keys_only, &server.addresses()[0]);
     let done = fetch(&keys_only, peer, &Region::new(BLOCK), &[(0, BLOCK)], LONG);
     assert_eq!(done.failed, [(0, FetchError::Lost)]);
-    let listens = Endpoint::start(EndpointOptions {
+    let listens = BlockEndpoint::start(EndpointOptions {
         listen: vec![any_nixl()],
         ..EndpointOptions::new("without", profile())
     });
     let error = listens.err().unwrap().to_string();
     assert!(error.contains("pip install 'slipstream[nixl]'"), "{error}");
-    let missing = Endpoint::start(EndpointOptions {
+    let missing = BlockEndpoint::start(EndpointOptions {
         nixl: Nixl::On(NixlOptions::new("/nowhere/libnixl_capi.so".as_ref())),
         ..EndpointOptions::new("missing", profile())
     });

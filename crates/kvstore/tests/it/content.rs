@@ -1,4 +1,4 @@
-//! Digests of weights' files: what they tell apart, and what they do not.
+//! Digests of weights' files: which changes they detect.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use slipstream_base::mix::draw;
 use slipstream_kvstore::content::{ContentError, Depth, digest};
 
-/// A safetensors file: a large tensor, a small one, and a header that says so.
+/// A safetensors file with a large tensor and a small one.
 fn weights(path: &Path, seed: u64) -> Vec<u8> {
     let (large, small) = (5 << 20, 1024);
     let header = format!(
@@ -26,7 +26,7 @@ fn of(path: &Path, depth: Depth) -> String {
 }
 
 #[test]
-fn a_full_digest_sees_every_bit_and_samples_see_every_tensor() {
+fn a_full_digest_covers_every_bit_and_samples_cover_every_tensor() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let bytes = weights(&path, 7);
@@ -43,7 +43,7 @@ fn a_full_digest_sees_every_bit_and_samples_see_every_tensor() {
             .map(|(now, before)| now != before)
             .collect::<Vec<_>>()
     };
-    // A bit between two samples: only a full digest sees it.
+    // A bit between two samples: only a full digest detects it.
     assert_eq!(changed(600_000, 1), [true, false]);
     // The last bytes of the large tensor, any of the small one, the header.
     assert_eq!(changed(bytes.len() - 1024 - 1, 1), [true, true]);
@@ -68,7 +68,7 @@ fn names_order_and_folders_of_files_do_not_matter() {
     }
 }
 
-/// Whatever a file holds, it has a digest: what only looks like safetensors is sampled as bytes.
+/// Files of any content have a digest: invalid safetensors files are sampled as bytes.
 #[test]
 fn files_of_any_kind_have_digests() {
     let folder = tempfile::tempdir().unwrap();
@@ -101,11 +101,11 @@ fn files_of_any_kind_have_digests() {
 }
 
 #[test]
-fn a_file_that_is_as_it_was_is_not_read_again() {
+fn an_unchanged_file_is_not_read_again() {
     let folder = tempfile::tempdir().unwrap();
     let cache = folder.path().join("cache");
-    // Written long ago: one that was changed just now is not kept, as its time may not show the
-    // next change.
+    // Written long ago: a digest is not cached just after a change, as the next change may have the
+    // same timestamp.
     let paths = [PathBuf::from("/bin/sh")];
     let full = digest(&paths, Depth::Full, None).unwrap();
     assert_eq!(digest(&paths, Depth::Full, Some(&cache)).unwrap(), full);
@@ -119,7 +119,7 @@ fn a_file_that_is_as_it_was_is_not_read_again() {
     assert_ne!(
         digest(&paths, Depth::Full, Some(&cache)).unwrap(),
         full,
-        "it was read again"
+        "the file was read again"
     );
     fs::write(&entries[0], "torn").unwrap();
     assert_eq!(digest(&paths, Depth::Full, Some(&cache)).unwrap(), full);
@@ -128,7 +128,7 @@ fn a_file_that_is_as_it_was_is_not_read_again() {
     let before = digest(std::slice::from_ref(&fresh), Depth::Full, Some(&cache)).unwrap();
     weights(&fresh, 2);
     assert_ne!(digest(&[fresh], Depth::Full, Some(&cache)).unwrap(), before);
-    // Without a folder that can be written, it is read each time.
+    // Without a writable folder, it is read each time.
     let nowhere = Path::new("/proc/nowhere");
     assert_eq!(digest(&paths, Depth::Full, Some(nowhere)).unwrap(), full);
 }

@@ -1,4 +1,4 @@
-//! Tiers and transports as their callers see them.
+//! Tiers and transports, tested through their public interface.
 
 mod content;
 mod processes;

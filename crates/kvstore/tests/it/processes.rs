@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use slipstream_kvstore::{
-    Address, Completion, Endpoint, EndpointOptions, Event, Fetch, FetchError, MemoryOptions,
-    MemoryTier, PeerId, Profile, Region, Tier, Transport, clock,
+    Address, BlockEndpoint, BlockTransport, Completion, EndpointOptions, Fetch, FetchError,
+    MemoryOptions, MemoryTier, PeerId, Profile, Region, Tier, TransportEvent, clock,
 };
 
 use crate::tiers::{BLOCK, block, child, key, role, say};
@@ -16,10 +16,10 @@ use crate::tiers::{BLOCK, block, child, key, role, say};
 const LONG: Duration = Duration::from_secs(20);
 const BLOCKS: u64 = 64;
 
-/// Holds blocks and gives them away until it is killed.
+/// Serves blocks until it is killed.
 fn serve(folder: &std::path::Path) {
     let tier = MemoryTier::new(MemoryOptions {
-        // Peers may pin half of them.
+        // Peers may pin half of the memory.
         bytes: 2 * BLOCKS as usize * BLOCK,
         block_bytes: BLOCK,
         ttl_ns: None,
@@ -28,7 +28,7 @@ fn serve(folder: &std::path::Path) {
     for n in 0..BLOCKS {
         tier.put(clock::now(), &key(n), &block(n)).unwrap();
     }
-    let server = Endpoint::start(EndpointOptions {
+    let server = BlockEndpoint::start(EndpointOptions {
         listen: vec![
             Address::Unix(folder.join("kv")),
             "tcp://127.0.0.1:0".parse().unwrap(),
@@ -40,22 +40,22 @@ fn serve(folder: &std::path::Path) {
     for address in server.addresses() {
         say(&format!("serving {address}"));
     }
-    // Until it is killed, or its parent is gone.
+    // Until it is killed, or its parent ends.
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
 }
 
-fn next(endpoint: &Endpoint) -> Event {
+fn next(endpoint: &BlockEndpoint) -> TransportEvent {
     let until = Instant::now() + LONG;
     let mut events = Vec::new();
     while endpoint.poll(1, &mut events) == 0 {
-        assert!(Instant::now() < until, "nothing came");
+        assert!(Instant::now() < until, "no event in time");
         std::thread::yield_now();
     }
     events.remove(0)
 }
 
-/// Fetches all blocks; checks that those that are said to be there are.
-fn fetch_all(endpoint: &Endpoint, peer: PeerId, deadline: Duration) -> Completion {
+/// Fetches all blocks, and checks those that are reported as received.
+fn fetch_all(endpoint: &BlockEndpoint, peer: PeerId, deadline: Duration) -> Completion {
     let region = Region::new(BLOCKS as usize * BLOCK);
     let keys: Vec<_> = (0..BLOCKS).map(key).collect();
     let blocks: Vec<_> = keys
@@ -68,8 +68,8 @@ fn fetch_all(endpoint: &Endpoint, peer: PeerId, deadline: Duration) -> Completio
         })
         .collect();
     endpoint.fetch(peer, &region, &blocks, deadline).unwrap();
-    let Event::Done(done) = next(endpoint) else {
-        panic!("the transfer ends before anything else happens")
+    let TransportEvent::Done(done) = next(endpoint) else {
+        panic!("unexpected event before the end of the transfer")
     };
     check(&region, &done);
     done
@@ -85,7 +85,7 @@ fn check(region: &Arc<Region>, done: &Completion) {
     }
 }
 
-/// Ends with the test, also where that fails while it is stopped.
+/// Killed at the end of the test, even if the test fails while the process is stopped.
 struct Server(Child);
 
 impl Server {
@@ -106,18 +106,18 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_process_that_is_stopped_costs_deadlines_and_one_that_is_killed_its_connection() {
+fn a_stopped_process_costs_deadlines_and_a_killed_one_its_connection() {
     if let Some(folder) = role("serve") {
         serve(&folder);
         return;
     }
-    let name = "processes::a_process_that_is_stopped_costs_deadlines_and_one_that_is_killed_its_connection";
+    let name = "processes::a_stopped_process_costs_deadlines_and_a_killed_one_its_connection";
     for unix in [true, false] {
         let folder = tempfile::tempdir().unwrap();
         let mut command = child(name, "serve", folder.path());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut server = Server(command.spawn().unwrap());
-        // The pipe stays open, as the other process would mind.
+        // The pipe stays open, as the other process would fail to write.
         let mut lines = BufReader::new(server.0.stdout.take().unwrap()).lines();
         let address = lines
             .by_ref()
@@ -125,12 +125,13 @@ fn a_process_that_is_stopped_costs_deadlines_and_one_that_is_killed_its_connecti
             .filter_map(|line| line.strip_prefix("serving ")?.parse().ok())
             .find(|address| matches!(address, Address::Unix(_)) == unix)
             .unwrap();
-        let client = Endpoint::start(EndpointOptions::new("client", Profile::default())).unwrap();
+        let client =
+            BlockEndpoint::start(EndpointOptions::new("client", Profile::default())).unwrap();
         let peer = client.connect(&address).unwrap();
-        assert!(matches!(next(&client), Event::Up { .. }));
+        assert!(matches!(next(&client), TransportEvent::Up { .. }));
         assert!(fetch_all(&client, peer, LONG).failed.is_empty());
         server.signal(Signal::STOP);
-        // All of its threads stand still once this returns.
+        // All of its threads are stopped once this returns.
         let (_, status) = waitpid(Some(server.pid()), WaitOptions::UNTRACED)
             .unwrap()
             .unwrap();
@@ -140,13 +141,13 @@ fn a_process_that_is_stopped_costs_deadlines_and_one_that_is_killed_its_connecti
             let why: Vec<_> = done.failed.iter().map(|failed| failed.1).collect();
             assert_eq!(why, [FetchError::Deadline; BLOCKS as usize]);
         }
-        // It goes on as if nothing had been; what it answers late goes nowhere.
+        // It continues; its late answers are discarded.
         server.signal(Signal::CONT);
         assert!(fetch_all(&client, peer, LONG).failed.is_empty());
         server.signal(Signal::KILL);
         server.0.wait().unwrap();
-        let Event::Down { why, refused, .. } = next(&client) else {
-            panic!("the connection ends")
+        let TransportEvent::Down { why, refused, .. } = next(&client) else {
+            panic!("unexpected event before the end of the connection")
         };
         assert!(!refused, "{why}");
         let done = fetch_all(&client, peer, LONG);

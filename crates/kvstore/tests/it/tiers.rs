@@ -1,5 +1,4 @@
-//! One suite for every tier, and what is particular to disks: torn files, killed writers, a full
-//! disk.
+//! One suite for every tier, and tests of disks: torn files, killed writers, a full disk.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,7 +23,7 @@ pub(crate) fn key(n: u64) -> Vec<u8> {
     key
 }
 
-/// The only right content of block `n`.
+/// The content of block `n`.
 pub(crate) fn block(n: u64) -> Vec<u8> {
     (0..BLOCK as u64 / 8)
         .flat_map(|word| draw(n, word).to_le_bytes())
@@ -59,7 +58,7 @@ fn put(tier: &dyn Tier, now: u64, n: u64) -> bool {
     tier.put(SimTime(now), &key(n), &block(n)).unwrap()
 }
 
-/// Whether block `n` is there; if so, it is the right one.
+/// Whether block `n` is present; if so, checks its content.
 fn get(tier: &dyn Tier, now: u64, n: u64) -> bool {
     let mut out = vec![0; BLOCK];
     let hit = tier.get(SimTime(now), &key(n), &mut out).unwrap();
@@ -75,12 +74,12 @@ fn on_each(blocks: usize, ttl_ns: Option<u64>, check: impl Fn(&dyn Tier)) {
 }
 
 #[test]
-fn the_least_recently_used_makes_room() {
+fn the_least_recently_used_is_evicted() {
     on_each(3, None, |tier| {
         for n in 0..3 {
             assert!(put(tier, 0, n));
         }
-        assert!(!put(tier, 0, 0), "it is there");
+        assert!(!put(tier, 0, 0), "the block is held already");
         assert!(get(tier, 0, 1));
         put(tier, 0, 3); // 2 is the oldest: 0 was put again, 1 was read
         assert_eq!(
@@ -107,7 +106,7 @@ fn the_least_recently_used_makes_room() {
 }
 
 #[test]
-fn a_block_is_gone_when_its_time_has_come() {
+fn a_block_expires_after_its_time_to_live() {
     on_each(10, Some(100), |tier| {
         put(tier, 0, 1);
         put(tier, 50, 2);
@@ -115,7 +114,7 @@ fn a_block_is_gone_when_its_time_has_come() {
         assert!(!get(tier, 100, 1), "reading does not prolong it");
         assert!(get(tier, 100, 2));
         assert_eq!(tier.expire(SimTime(100), 10), 1);
-        assert!(put(tier, 100, 1), "it can come again");
+        assert!(put(tier, 100, 1), "it can be stored again");
         assert_eq!(tier.expire(SimTime(150), 10), 1);
         assert_eq!(tier.expire(SimTime(199), 10), 0);
         assert!(get(tier, 199, 1));
@@ -146,7 +145,7 @@ fn blocks_of_another_length_and_blocks_too_large_are_refused() {
 }
 
 #[test]
-fn changes_that_nobody_took_are_told_to_be_lost() {
+fn discarded_changes_are_reported() {
     let tier = memory(1, None);
     for n in 0..40_000 {
         put(&*tier, 0, n); // each evicts the one before
@@ -180,10 +179,10 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// LRU and time to live as a plain list keeps them. Keys that have expired and were not swept
+    /// LRU and time to live, modelled by a plain list. Keys that have expired and were not swept
     /// still take room, as the oldest do.
     #[test]
-    fn tiers_hold_what_a_list_holds(ops in prop::collection::vec(op(), 0..80)) {
+    fn tiers_match_a_plain_list(ops in prop::collection::vec(op(), 0..80)) {
         on_each(4, Some(100), |tier| {
             let mut list: Vec<(u64, u64)> = Vec::new(); // key, until; last used last
             let mut held = BTreeSet::new();
@@ -194,7 +193,7 @@ proptest! {
                 };
                 match *op {
                     Op::Put(n) => {
-                        // Room is made of what is due first, so that live blocks stay.
+                        // Expired blocks are evicted first, so that live ones stay.
                         tier.expire(SimTime(now), usize::MAX);
                         list.retain(|&(_, until)| until > now);
                         let fresh = !live(&list, n);
@@ -238,7 +237,7 @@ proptest! {
 }
 
 #[test]
-fn files_are_found_again_with_their_time_to_live() {
+fn files_are_found_again_with_their_expiry() {
     let folder = tempfile::tempdir().unwrap();
     let options = disk_options(folder.path(), 10, Some(1_000_000_000_000));
     let began = clock::unix_ns();
@@ -249,7 +248,7 @@ fn files_are_found_again_with_their_time_to_live() {
     let error = DiskTier::open(SimTime(0), began, options.clone())
         .err()
         .unwrap();
-    assert!(error.to_string().contains("folder of its own"), "{error}");
+    assert!(error.to_string().contains("its own folder"), "{error}");
     drop(tier);
     let tier = open(7, began, options.clone());
     assert!((0..5).all(|n| get(&*tier, 7, n)));
@@ -262,7 +261,7 @@ fn files_are_found_again_with_their_time_to_live() {
 }
 
 #[test]
-fn files_live_no_longer_than_is_told_now() {
+fn files_expire_no_later_than_the_current_time_to_live() {
     const S: u64 = 1_000_000_000;
     let folder = tempfile::tempdir().unwrap();
     let began = clock::unix_ns();
@@ -272,7 +271,7 @@ fn files_live_no_longer_than_is_told_now() {
     assert!(get(&*tier, 0, 1));
     drop(tier);
     let tier = open(0, began + 2_000 * S, options(1_000));
-    assert!(!get(&*tier, 0, 1), "it was written without an end");
+    assert!(!get(&*tier, 0, 1), "it was written without an expiry");
     put(&*tier, 0, 2);
     drop(tier);
     // The clock was set back by a day.
@@ -305,7 +304,7 @@ fn block_files(folder: &Path) -> Vec<std::path::PathBuf> {
 
 type Damage = &'static dyn Fn(&mut Vec<u8>);
 
-/// Every way a file can be damaged is a miss, before a restart and after.
+/// Damage of any kind is a miss, before a restart and after.
 #[test]
 fn a_torn_or_damaged_file_is_a_miss() {
     let folder = tempfile::tempdir().unwrap();
@@ -355,11 +354,11 @@ fn a_torn_or_damaged_file_is_a_miss() {
     fs::copy(two, one).unwrap();
     assert!(!get(&*tier, 0, 1) && get(&*tier, 0, 2));
     fs::remove_file(block_files(folder.path()).remove(0)).unwrap();
-    assert!(!get(&*tier, 0, 2), "somebody removed the file");
+    assert!(!get(&*tier, 0, 2), "the file was removed");
 }
 
-/// Runs this test binary again, in the role that the environment names. Writing beyond a limit of
-/// file sizes is an error there, not a signal.
+/// Runs this test binary again, with the role in its environment. There, writing beyond a limit of
+/// file sizes is an error instead of a signal.
 pub(crate) fn child(test: &str, role: &str, folder: &Path) -> Command {
     let mut command = Command::new("sh");
     command
@@ -371,7 +370,7 @@ pub(crate) fn child(test: &str, role: &str, folder: &Path) -> Command {
     command
 }
 
-/// Tells the parent.
+/// Writes a line for the parent.
 pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").unwrap();
@@ -382,8 +381,8 @@ pub(crate) fn role(role: &str) -> Option<std::path::PathBuf> {
     (here == role).then(|| std::env::var_os("SLIPSTREAM_KV_FOLDER").unwrap().into())
 }
 
-/// A writer is killed at any moment; who comes after it finds whole blocks, and all of those that
-/// it was told were stored (the machine lives on).
+/// A writer is killed at an arbitrary moment. The next process finds only complete blocks, and all
+/// that were reported as stored.
 #[test]
 fn blocks_survive_kill_9_at_any_moment() {
     if let Some(folder) = role("killed") {
@@ -404,7 +403,7 @@ fn blocks_survive_kill_9_at_any_moment() {
         .spawn()
         .unwrap();
         let lines = BufReader::new(writer.stdout.take().unwrap()).lines();
-        // Killed after another number of blocks each time, somewhere in one of the next.
+        // Killed after a different number of blocks each time, during one of the next writes.
         let stored = lines
             .map_while(Result::ok)
             .filter(|line| line.starts_with("stored"));
@@ -415,9 +414,9 @@ fn blocks_survive_kill_9_at_any_moment() {
         assert_eq!(
             tier.stats().corrupt_total,
             0,
-            "a name is given to whole files alone"
+            "only complete files have a final name"
         );
-        // One less if it was killed between making room and filling it.
+        // One less if it was killed between an eviction and the write.
         let found = (0..200).filter(|&n| get(&*tier, 0, n)).count();
         assert!((39..=40).contains(&found), "{found} of 40 blocks are there");
         let parts = fs::read_dir(folder.path().join("blocks")).unwrap();
@@ -430,7 +429,7 @@ fn blocks_survive_kill_9_at_any_moment() {
 }
 
 #[test]
-fn links_and_fifos_in_a_disk_folder_block_nobody_and_lead_nowhere() {
+fn links_and_fifos_in_a_disk_folder_are_not_opened() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("tier");
     let open = || {
@@ -461,10 +460,10 @@ fn links_and_fifos_in_a_disk_folder_block_nobody_and_lead_nowhere() {
     assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
 }
 
-/// Files may not grow beyond some bytes, as on a full disk: the block is not stored, nothing is left
-/// behind, and what is there can be read.
+/// Files may not exceed some bytes, as on a full disk: the block is not stored, no file is left
+/// behind, and stored blocks can be read.
 #[test]
-fn a_full_disk_is_told_and_harms_no_other_block() {
+fn a_full_disk_is_reported_and_harms_no_other_block() {
     if let Some(folder) = role("full") {
         let tier = disk(&folder, 1_000, None);
         put(&*tier, 0, 1);
@@ -489,7 +488,7 @@ fn a_full_disk_is_told_and_harms_no_other_block() {
         });
         let error = memory.err().unwrap().to_string();
         assert!(
-            error.contains("600 may be had") && error.contains("ulimit -f"),
+            error.contains("only 600 available") && error.contains("ulimit -f"),
             "{error}"
         );
         say("full disk survived");
@@ -497,7 +496,7 @@ fn a_full_disk_is_told_and_harms_no_other_block() {
     }
     let folder = tempfile::tempdir().unwrap();
     let output = child(
-        "tiers::a_full_disk_is_told_and_harms_no_other_block",
+        "tiers::a_full_disk_is_reported_and_harms_no_other_block",
         "full",
         folder.path(),
     )
@@ -511,7 +510,7 @@ fn a_full_disk_is_told_and_harms_no_other_block() {
     );
 }
 
-/// Dropping all blocks touches no file of a block, and no start finds one again.
+/// Clearing touches no file of a block, and no start finds one again.
 #[test]
 fn clear_takes_one_rename_and_lasts() {
     let folder = tempfile::tempdir().unwrap();
@@ -549,7 +548,7 @@ fn clear_takes_one_rename_and_lasts() {
 }
 
 #[test]
-fn a_block_of_before_a_clear_is_not_stored_after_it() {
+fn a_block_read_before_a_clear_is_not_stored_after_it() {
     on_each(3, None, |tier| {
         for n in 0..3 {
             put(tier, 0, n);
@@ -558,7 +557,7 @@ fn a_block_of_before_a_clear_is_not_stored_after_it() {
         tier.clear();
         assert!(!tier.put_in(before, SimTime(0), &key(3), &block(3)).unwrap());
         assert!(!get(tier, 0, 3) && tier.stats().blocks == 0);
-        // The places of what was dropped are free.
+        // The slots of dropped blocks are free.
         for n in 10..13 {
             assert!(put(tier, 0, n));
         }
@@ -579,7 +578,7 @@ fn bytes_below(folder: &Path) -> u64 {
 }
 
 #[test]
-fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_others() {
+fn unused_folders_are_evicted_first_in_order_of_last_use() {
     let root = tempfile::tempdir().unwrap();
     let [oldest, newer, used, own] = ["a", "b", "c", "d"].map(|name| root.path().join(name));
     for folder in [&oldest, &newer] {
@@ -601,7 +600,7 @@ fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_o
     for n in 0..2 {
         put(&*tier, 0, n);
     }
-    assert_eq!(block_files(&oldest).len(), 4, "there is room for ten");
+    assert_eq!(block_files(&oldest).len(), 4, "ten blocks fit");
     for n in 2..4 {
         put(&*tier, 0, n);
     }
@@ -614,7 +613,7 @@ fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_o
     }
     assert!(!oldest.exists() && !oldest.with_extension("json").exists());
     assert_eq!(block_files(&newer).len(), 2);
-    // A folder that is taken into use is left alone from then on.
+    // A folder that a process starts to use is left alone from then on.
     let newer_tier = disk(&newer, 10, None);
     for n in 8..20 {
         put(&*tier, 0, n);
@@ -628,7 +627,7 @@ fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_o
     assert!(bytes_below(&own) <= options.bytes);
     assert_eq!(tier.stats().blocks, 10);
     drop(newer_tier);
-    // A smaller cap holds for all from the start.
+    // A smaller capacity holds for all from the start.
     drop(tier);
     let tier = open(
         0,
@@ -643,10 +642,10 @@ fn folders_that_no_process_uses_make_room_first_the_least_recently_used_before_o
 }
 
 #[test]
-fn many_writers_keep_the_cap_and_lose_no_block() {
+fn many_writers_keep_the_capacity_and_lose_no_block() {
     let folder = tempfile::tempdir().unwrap();
     let options = DiskOptions {
-        // So small that each writer meets the bound on what is not on the disk.
+        // So small that each writer reaches the bound on unsynced bytes.
         dirty_bytes: 4 * BLOCK as u64,
         ..disk_options(folder.path(), 60, None)
     };
@@ -669,9 +668,9 @@ fn many_writers_keep_the_cap_and_lose_no_block() {
     assert_eq!((tier.stats().blocks, tier.stats().corrupt_total), (60, 0));
 }
 
-/// Something else has filled the disk: older blocks make room, below the cap that was given.
+/// Other files fill the disk: older blocks are evicted below the configured capacity.
 #[test]
-fn on_a_full_disk_older_blocks_make_room() {
+fn on_a_full_disk_older_blocks_are_evicted() {
     if let Some(folder) = role("tmpfs") {
         let tier = disk(&folder, 1_000_000, None);
         for n in 0..500 {
@@ -685,9 +684,9 @@ fn on_a_full_disk_older_blocks_make_room() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    // A small file system of our own; a user may be given one in a namespace.
+    // A separate small file system; a user may be given one in a namespace.
     let test = child(
-        "tiers::on_a_full_disk_older_blocks_make_room",
+        "tiers::on_a_full_disk_older_blocks_are_evicted",
         "tmpfs",
         folder.path(),
     );
@@ -704,7 +703,7 @@ fn on_a_full_disk_older_blocks_make_room() {
     let output = match command.output() {
         Ok(output) if output.status.code() != Some(77) && output.status.code() != Some(1) => output,
         _ => {
-            eprintln!("skipped: no mount namespace of our own (unshare --user --mount)");
+            eprintln!("skipped: no mount namespace (unshare --user --mount)");
             return;
         }
     };
